@@ -9,8 +9,9 @@ ARGS    ?=
 WORKERS ?= 2
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-KERNELS := agent/kernels/libllm_kernels.so
-SOURCES := setup.py $(wildcard agent/kernels/*.cc agent/kernels/*.h agent/kernels/*/*.cc agent/kernels/*/*.h)
+KERNELS := agent/kernels/libllm_kernels.so performance/kernels/libllm_kernels_testing.so performance/ceilings
+SOURCES := setup.py $(wildcard agent/kernels/*.cc agent/kernels/*.h agent/kernels/*/*.cc agent/kernels/*/*.h) \
+           $(wildcard performance/kernels/*.cc performance/kernels/*.h performance/kernels/*/*.cc performance/kernels/*/*.h)
 
 # A stamp is newer than the lock file whose packages have been installed.
 SERVING     := $(VENV)/.serving-installed
@@ -55,7 +56,7 @@ test-mindformers: setup setup-mindformers  ## tests of MindFormers' models
 	@$(BIN)/python -m pytest tests/mindformers_models $(ARGS)
 
 clean:  ## remove compiled files and caches, but not the virtual environment
-	rm -rf build *.egg-info $(KERNELS) performance/ceilings .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build *.egg-info $(KERNELS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,7 +86,7 @@ $(MINDFORMERS): requirements-mindformers.lock | $(SERVING)
 	@$(INSTALL) --require-hashes -r requirements.lock -r requirements-mindformers.lock
 	@touch $@
 
-$(KERNELS): $(SOURCES) | $(SERVING)
+$(KERNELS) &: $(SOURCES) | $(SERVING)
 	@echo "compiling kernels"
 	@$(BIN)/python setup.py --quiet build_ext --inplace
-	@touch $@
+	@touch $(KERNELS)

@@ -1,10 +1,11 @@
-"""Builds the kernels (agent/kernels/libllm_kernels.so; in place also performance/ceilings) and packs the data folders.
+"""Builds the kernels (agent/kernels/libllm_kernels.so) and packs the data folders. The rest is in pyproject.toml.
 
-Everything else is in pyproject.toml.
+An in-place build also makes two files that are never installed: performance/kernels/libllm_kernels_testing.so, which
+holds the same object files and entries for tests and benchmarks, and the program performance/ceilings.
 
 The kernels are compiled once per instruction set and chosen at run time, so the library runs on any machine of its
-architecture. An instruction set the compiler does not know is left out. Object files stay in build/kernels; a file is
-compiled again only when something it depends on has changed (``Compiler``).
+architecture. An instruction set that the compiler does not know is left out. Object files stay in build/kernels; a file
+is compiled again only if something it depends on has changed (``Compiler``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -28,9 +30,12 @@ from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = Path("agent/kernels")
-LIBRARY = "libllm_kernels.so"
-PROGRAM = Path("performance/ceilings")
-PROGRAM_MAIN = "ceilings_main.cc"
+LIBRARY = SOURCES / "libllm_kernels.so"
+TESTING_SOURCES = Path("performance/kernels")
+TESTING_LIBRARY = TESTING_SOURCES / "libllm_kernels_testing.so"
+CEILINGS_SOURCES = TESTING_SOURCES / "ceilings"
+CEILINGS_LOOPS = CEILINGS_SOURCES / "loops.h"
+CEILINGS_PROGRAM = Path("performance/ceilings")
 OBJECTS = Path("build/kernels")
 DATA_FOLDERS = ("configs", "models")
 
@@ -38,11 +43,14 @@ COMPILE_FLAGS = [
     *("-std=c++17", "-O3", "-g1", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
     *("-fno-math-errno", "-ffp-contract=off", "-D_GLIBCXX_USE_CXX11_ABI=0"),
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function"),
-    # GCC 12 warns of its own intrinsics (GCC bug 105593).
+    # GCC 12 warns about its own intrinsics (GCC bug 105593).
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 ]
-# nodelete: the threads of the library outlive a dlclose.
+# nodelete: the threads of the library keep running after a dlclose.
 LINK_FLAGS = ["-shared", "-pthread", "-Wl,-z,nodelete", "-Wl,--no-undefined"]
+
+# Calls of these functions go to performance/kernels/routes.cc, in the testing library alone.
+TESTING_WRAPS = ("_ZN4llmk12route_tokensERKNS_11RoutingArgsE", "_ZN4llmk12plugin_top_kERKNS_4CallE")
 
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
@@ -56,11 +64,11 @@ INSTRUCTION_SETS = {
     "neon_dot": ["-march=armv8.2-a+dotprod"],
     "neon_i8mm": ["-march=armv8.2-a+dotprod+i8mm"],
 }
-"""File stem in arch/ -> flags it is compiled with. The portable file takes none."""
+"""Maps the name of each file in arch/ to the compiler flags it needs. portable.cc needs none."""
 
 
 def mindspore_include() -> Path:
-    """The include folder of the installed wheel, found without importing it."""
+    """Returns the include folder of the installed mindspore wheel, without importing mindspore."""
     spec = importlib.util.find_spec("mindspore")
     if spec is None or not spec.submodule_search_locations:
         raise CompileError("building the kernels needs the headers of mindspore: pip install mindspore==2.9.0")
@@ -72,15 +80,16 @@ def mindspore_include() -> Path:
 
 
 class Compiler:
-    """A C++ compiler that makes only what has changed.
+    """A C++ compiler that makes a file only if its inputs have changed.
 
-    Beside each file it makes lies a ``.recipe``, from the moment it began: the command line, and where and which the
-    compiler is. The file is made again when its recipe is another, or when something it was made of is newer than that
-    moment or gone; of an object, the source and all headers that are not the system's, as the compiler lists them.
+    Next to every output lies a ``.recipe``. It holds the command line and the version of the compiler, and its
+    modification time is the moment when the command began. The output is made again if the recipe differs, or if an
+    input is missing or newer than that moment. The inputs of an object file are its source and all headers except the
+    system's, as the compiler lists them.
     """
 
     def __init__(self, name: str, make_all: bool) -> None:
-        """``make_all``: whatever has changed. Raises CompileError without a compiler of this name on the PATH."""
+        """Finds the compiler on the PATH, or raises CompileError. ``make_all`` makes every output, changed or not."""
         path = shutil.which(name)
         if path is None:
             raise CompileError(f"building the kernels needs a C++17 compiler; {name!r} is not on the PATH")
@@ -88,7 +97,7 @@ class Compiler:
         self._version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
 
     def knows(self, flags: Sequence[str]) -> bool:
-        """True when the compiler takes the flags: it refuses those of other processors."""
+        """Returns whether the compiler accepts the flags. It refuses the flags of other processors."""
         with tempfile.TemporaryDirectory() as folder:
             probe = Path(folder) / "probe.cc"
             probe.write_text("int main() { return 0; }\n")
@@ -96,17 +105,17 @@ class Compiler:
             return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
     def compile(self, source: Path, flags: Sequence[str], output: Path) -> None:
-        """Make an object file of ``source``."""
+        """Compiles ``source`` to the object file ``output``."""
         listing = output.with_suffix(".d")
         inputs = [source, *_listed_files(listing)] if listing.is_file() else None
         self._make(output, [*flags, "-MMD", "-MF", str(listing), "-c", str(source)], inputs)
 
     def link(self, objects: Sequence[Path], flags: Sequence[str], output: Path) -> None:
-        """Make a library or a program of all ``objects``."""
+        """Links ``objects`` to a library or a program."""
         self._make(output, [*flags, *map(str, objects)], objects)
 
     def _make(self, output: Path, arguments: list[str], inputs: Sequence[Path] | None) -> None:
-        """``inputs``: None where they are not known."""
+        """Runs the compiler if ``output`` is not current. ``inputs`` is None if they are not known yet."""
         command = [self._path, *arguments, "-o", str(output)]
         recipe, text = output.with_name(output.name + ".recipe"), "\n".join([*command, self._version])
         if not self._make_all and inputs is not None and output.is_file() and _is_current(recipe, text, inputs):
@@ -115,14 +124,14 @@ class Compiler:
         begun = recipe.with_name(recipe.name + ".begun")
         begun.write_text(text)
         recipe.unlink(missing_ok=True)
-        print(" ".join(command) + "\n", end="", flush=True)  # in one piece, beside those of other threads
+        print(" ".join(command) + "\n", end="", flush=True)  # one write, so threads do not mix lines
         if subprocess.run(command, check=False).returncode != 0:
             raise CompileError(f"command failed: {' '.join(command)}")
         os.replace(begun, recipe)
 
 
 def _is_current(recipe: Path, text: str, inputs: Sequence[Path]) -> bool:
-    """Whether what ``recipe`` lies beside was made as ``text`` says, of the files as they are."""
+    """Returns whether the output of ``recipe`` was made by the command ``text`` from the current ``inputs``."""
     if not recipe.is_file() or recipe.read_text() != text:
         return False
     begun = recipe.stat().st_mtime_ns
@@ -130,66 +139,98 @@ def _is_current(recipe: Path, text: str, inputs: Sequence[Path]) -> bool:
 
 
 def _listed_files(listing: Path) -> list[Path]:
-    """The files of a Makefile rule as GCC and Clang write it: ``object: source header ...``."""
+    """Returns the inputs in a Makefile rule, as GCC and Clang write it: ``object: source header ...``."""
     _, _, files = listing.read_text().partition(": ")
     names = re.findall(r"(?:\\[ #]|[^\s\\])+", files)
     return [Path(re.sub(r"\\([ #])", r"\1", name).replace("$$", "$")) for name in names]
 
 
+class Unit(NamedTuple):
+    """One object file and how to compile it."""
+
+    source: Path
+    flags: list[str]
+    output: Path
+
+
 class BuildKernels(build_ext):
-    """Compiles and links the libraries, in place for a development install, else into the build folder."""
+    """Compiles and links the libraries: in place for a development install, else into the build folder."""
 
     def run(self) -> None:
         compiler = Compiler(os.environ.get("CXX", "g++"), bool(self.force))
         folder = ROOT / OBJECTS / platform.machine()
-        self._build_kernels(compiler, folder)
-
-    def _build_kernels(self, compiler: Compiler, folder: Path) -> None:
-        units = [(*unit, folder / unit[0].relative_to(ROOT).with_suffix(".o")) for unit in self._units(compiler)]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda unit: compiler.compile(*unit), units))
-        objects = [output for _, _, output in units]
-        library = [path for path in objects if path.stem != Path(PROGRAM_MAIN).stem]
-        compiler.link(library, LINK_FLAGS, folder / LIBRARY)
-        self._put(folder / LIBRARY, self._target())
+        known = {name: flags for name, flags in INSTRUCTION_SETS.items() if compiler.knows(flags)}
+        general = _general_flags(known)
+        product, testing, ceilings = _product_units(folder, known, general), [], []
         if self.inplace:
-            compiler.link(objects, ["-pthread"], folder / PROGRAM.name)
-            self._put(folder / PROGRAM.name, ROOT / PROGRAM)
+            testing = _units_of(TESTING_SOURCES, folder, general)
+            ceilings = [*_units_of(CEILINGS_SOURCES, folder, general), *_loops_units(folder, known)]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda unit: compiler.compile(*unit), [*product, *testing, *ceilings]))
 
-    @staticmethod
-    def _put(made: Path, target: Path) -> None:
-        """Copy a file to where it is used, under another name first: a process may have the old one mapped."""
-        if target.is_file() and filecmp.cmp(made, target, shallow=False):
-            return
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(target.name + ".partial")
-        shutil.copy(made, partial)
-        os.replace(partial, target)
+        def link(units: list[Unit], flags: list[str], target: Path) -> None:
+            compiler.link([unit.output for unit in units], flags, folder / target.name)
+            _put(folder / target.name, self._root() / target)
+
+        link(product, LINK_FLAGS, LIBRARY)
+        if self.inplace:
+            wraps = [f"-Wl,--wrap={name}" for name in TESTING_WRAPS]
+            link([*product, *testing], [*LINK_FLAGS, *wraps], TESTING_LIBRARY)
+            link([*product, *ceilings], ["-pthread"], CEILINGS_PROGRAM)
 
     def get_outputs(self) -> list[str]:
-        return [str(self._target())]
+        return [str(self._root() / LIBRARY)]
 
-    def _target(self) -> Path:
-        return (ROOT if self.inplace else Path(self.build_lib).resolve()) / SOURCES / LIBRARY
+    def _root(self) -> Path:
+        return ROOT if self.inplace else Path(self.build_lib).resolve()
 
-    def _units(self, compiler: Compiler) -> list[tuple[Path, list[str]]]:
-        """Source file and flags of each object file."""
-        known = {name: flags for name, flags in INSTRUCTION_SETS.items() if compiler.knows(flags)}
-        have = [f"-DLLMK_HAVE_{name.upper()}" for name in known]
-        include = mindspore_include()
-        headers = [f"-I{include / 'mindspore/ops'}", f"-I{include}", f"-I{include / 'mindspore'}"]
-        units = []
-        for source in sorted((ROOT / SOURCES).rglob("*.cc")):
-            if source.stem in INSTRUCTION_SETS:
-                if source.stem in known:
-                    units.append((source, [*COMPILE_FLAGS, *known[source.stem]]))
-            else:
-                units.append((source, [*COMPILE_FLAGS, *have, *headers]))
-        return units
+
+def _put(made: Path, target: Path) -> None:
+    """Copies a file to where it is used. A rename replaces the old file, which a process may have mapped."""
+    if target.is_file() and filecmp.cmp(made, target, shallow=False):
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(target.name + ".partial")
+    shutil.copy(made, partial)
+    os.replace(partial, target)
+
+
+def _general_flags(known: dict[str, list[str]]) -> list[str]:
+    """Flags of the files that do not depend on an instruction set."""
+    include = mindspore_include()
+    headers = [f"-I{include / 'mindspore/ops'}", f"-I{include}", f"-I{include / 'mindspore'}"]
+    return [*COMPILE_FLAGS, *(f"-DLLMK_HAVE_{name.upper()}" for name in known), *headers]
+
+
+def _product_units(folder: Path, known: dict[str, list[str]], general: list[str]) -> list[Unit]:
+    """The object files of the product library. The largest come first, so that no thread ends long after the others."""
+    units = []
+    for source in sorted((ROOT / SOURCES).rglob("*.cc"), key=lambda path: (path.stem not in known, path)):
+        if source.stem in known or source.stem not in INSTRUCTION_SETS:
+            flags = [*COMPILE_FLAGS, *known[source.stem]] if source.stem in known else general
+            units.append(Unit(source, flags, folder / source.relative_to(ROOT).with_suffix(".o")))
+    return units
+
+
+def _units_of(sources: Path, folder: Path, general: list[str]) -> list[Unit]:
+    """The object files of the sources directly in a folder."""
+    files = sorted((ROOT / sources).glob("*.cc"))
+    return [Unit(file, general, folder / file.relative_to(ROOT).with_suffix(".o")) for file in files]
+
+
+def _loops_units(folder: Path, known: dict[str, list[str]]) -> list[Unit]:
+    """The loops of the ceilings program, compiled once per instruction set."""
+    table = f'-DLLMK_TABLE_FILE="{os.path.relpath(CEILINGS_LOOPS, SOURCES / "arch")}"'
+    units = []
+    for name, flags in {**known, "portable": []}.items():
+        source = ROOT / SOURCES / "arch" / f"{name}.cc"
+        if source.is_file():
+            units.append(Unit(source, [*COMPILE_FLAGS, *flags, table], folder / CEILINGS_SOURCES / f"loops_{name}.o"))
+    return units
 
 
 class BuildPython(build_py):
-    """Puts the configs and the embedded model inside the installed package, where ``config/lookup.py`` finds them."""
+    """Copies the configs and the embedded model into the installed package, where ``config/lookup.py`` finds them."""
 
     def run(self) -> None:
         super().run()

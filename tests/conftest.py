@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from support.time_limits import time_limit
 
 WHOLE_MACHINE = ("tests/executor", "tests/integration", "tests/ipc", "tests/performance", "tests/agent/test_groups")
 """They start servers or agents, and look at what all processes have left in /dev/shm: one after the other."""
@@ -20,3 +23,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "machine" if nodeid.startswith(WHOLE_MACHINE) else nodeid.partition("::")[0]
 
     return ByFile(config, log)
+
+
+@pytest.hookimpl(tryfirst=True, hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Scales the time limit of a test to the machine, before pytest-timeout reads it."""
+    if item.config.getoption("timeout") is None:
+        mark = item.get_closest_marker("timeout")
+        seconds = float(mark.args[0] if mark else item.config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(time_limit(seconds)), append=False)
+    yield

@@ -1,4 +1,4 @@
-"""The build compiles only files that changed. The tests run setup.py in a source tree with two small files."""
+"""The build of the kernels makes only what has changed. The tests run setup.py in a tree of small source files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ LIBRARY = "libllm_kernels.so"
 FILES = {
     "agent/kernels/one.cc": '#include "common/deep.h"\nint one() { return deep(); }\n',
     "agent/kernels/two.cc": "int two() { return 2; }\n",
-    "agent/kernels/ceilings_main.cc": "int main() { return 0; }\n",
+    "agent/kernels/arch/portable.cc": '#include "table.h"\nint TABLE() { return 1; }\n',
+    "agent/kernels/arch/table.h": "#define TABLE kernels\n#ifdef LLMK_TABLE_FILE\n#include LLMK_TABLE_FILE\n#endif\n",
+    "performance/kernels/entries.cc": "int three() { return 3; }\n",
+    "performance/kernels/ceilings/loops.h": "#undef TABLE\n#define TABLE loops\n",
+    "performance/kernels/ceilings/main.cc": "int main() { return 0; }\n",
     "agent/kernels/common/deep.h": '#pragma once\n#include "deeper.h"\n#define deep() DEEPER\n',
     "agent/kernels/common/deeper.h": "#pragma once\n#define DEEPER 1\n",
-    "performance/README": "where the program goes\n",
 }
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then cat "$(dirname "$0")/version"; else exec g++ "$@"; fi
 """
-OBJECTS = {"ceilings_main.o", "one.o", "two.o"}
-LINKED = {"ceilings", LIBRARY}
+PRODUCT_OBJECTS = {"one.o", "portable.o", "two.o"}
+OBJECTS = PRODUCT_OBJECTS | {"entries.o", "loops_portable.o", "main.o"}
+TESTING_LIBRARY = "libllm_kernels_testing.so"
+LINKED = {"ceilings", LIBRARY, TESTING_LIBRARY}
 EVERYTHING = OBJECTS | LINKED
 
 
@@ -46,16 +51,16 @@ class Tree:
         path.write_text(text)
         return path
 
-    def run(self, *options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "setup.py", "build_ext", "--inplace", *options]
+    def run(self, *options: str, in_place: bool = True) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "setup.py", "build_ext", *(["--inplace"] if in_place else []), *options]
         return subprocess.run(
             command, cwd=self.root, env={**os.environ, "CXX": str(self.root / "compiler/g++-toy")}, timeout=60,
             capture_output=True, text=True, check=False,
         )  # fmt: skip
 
-    def build(self, *options: str) -> set[str]:
-        """Names of the files that were made."""
-        process = self.run(*options)
+    def build(self, *options: str, in_place: bool = True) -> set[str]:
+        """Builds and returns the names of the files that were made."""
+        process = self.run(*options, in_place=in_place)
         assert process.returncode == 0, process.stderr
         return set(re.findall(r" -o \S*/(\S+)$", process.stdout, re.MULTILINE))
 
@@ -133,6 +138,14 @@ def test_a_deleted_library_is_restored_without_compiling(tree: Tree) -> None:
     tree.library.unlink()
     assert tree.build() == set()
     assert tree.library.read_bytes() == before
+
+
+def test_an_install_has_the_product_library_alone(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    assert tree.build("--build-lib", "installed", in_place=False) == PRODUCT_OBJECTS | {LIBRARY}
+    installed = [path.relative_to(tmp_path / "installed") for path in (tmp_path / "installed").rglob("*.*")]
+    assert installed == [Path("agent/kernels") / LIBRARY]
+    assert not tree.library.exists()
 
 
 def test_names_with_spaces(tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ INSTRUCTION_SETS = {"neon_dot": "-march=armv8.2-a+dotprod", "neon_i8mm": "-march
 def units() -> list[tuple[Path, list[str]]]:
     """Returns the sources that the kernels need without MindSpore, with their flags."""
     sources = [KERNELS / "arch/portable.cc", *sorted((KERNELS / "common").glob("*.cc"))]
-    sources += [*sorted((KERNELS / "ops").glob("*.cc")), ROOT / "tests/kernels/linear_selftest.cc"]
+    sources += sorted((KERNELS / "ops").glob("*.cc"))
+    sources += sorted((ROOT / "performance/kernels").glob("*reference.cc"))
+    sources += [ROOT / "tests/kernels/linear_selftest.cc"]
     plain = [(source, ["-Wno-unused-function"]) for source in sources]
     have = [f"-DLLMK_HAVE_{name.upper()}" for name in INSTRUCTION_SETS]
     special = [(KERNELS / f"arch/{name}.cc", [flag, "-Wno-unused-function"]) for name, flag in INSTRUCTION_SETS.items()]

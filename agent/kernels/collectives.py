@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from agent.kernels.library import KernelError, load_library
-from agent.weights.storage import STORAGE_DTYPES
 from llm_serving.errors import GroupDownError
 
 _DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -127,45 +126,6 @@ def gather_rows_to_first(own: npt.NDArray[Any], out: npt.NDArray[Any] | None, st
         own.ctypes.data, None if out is None else out.ctypes.data, len(own), own_width, stride, whole, whole
     )
     _check(_library().llmk_gather_rows_to_first(ctypes.byref(args)))
-
-
-def sum_parts(
-    parts: list[npt.NDArray[Any]], dtype: str, out_dtype: str = "", *, use_reference: bool = False
-) -> npt.NDArray[Any]:
-    """What ``all_reduce`` makes of the agents' arrays; ``out_dtype`` may be another than float32 parts have."""
-    addresses = (ctypes.c_void_p * len(parts))(*[part.ctypes.data for part in parts])
-    out = np.empty(parts[0].shape, STORAGE_DTYPES[out_dtype or dtype])
-    function = _library().llmk_test_sum_parts
-    function.argtypes = [
-        *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
-        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int),
-    ]
-    function.restype = None
-    numbers = (_DTYPES[dtype], _DTYPES[out_dtype or dtype])
-    function(numbers[0], addresses, len(parts), numbers[1], out.ctypes.data, out.size, int(use_reference))
-    return out
-
-
-def measure_all_reduce(array: npt.NDArray[Any], dtype: str, times: int) -> npt.NDArray[np.int64]:
-    """Nanoseconds of each of so many sums, one after the other. Raises as ``wait_for``."""
-    out, nanoseconds = np.empty_like(array), np.empty(times, np.int64)
-    function = _library().llmk_measure_all_reduce
-    function.argtypes = [
-        *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
-        *(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p),
-    ]
-    _check(function(_DTYPES[dtype], array.ctypes.data, out.ctypes.data, array.size, times, nanoseconds.ctypes.data))
-    return nanoseconds
-
-
-def measure_ping_pong(own: int, other: int, times: int, *, serves: bool) -> npt.NDArray[np.int64]:
-    """Nanoseconds of each of so many turns of a ball between two processes, by two flag lines that hold 0."""
-    nanoseconds = np.empty(times, np.int64)
-    function = _library().llmk_measure_ping_pong
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p]
-    function.restype = None
-    function(own, other, int(serves), times, nanoseconds.ctypes.data)
-    return nanoseconds
 
 
 def exchange_times() -> ExchangeTimes:

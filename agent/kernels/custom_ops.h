@@ -1,15 +1,21 @@
 // The custom ops as functions, for the op that runs several of them (custom_ops_layer.cc). Arguments as in the graph,
 // inputs first; 0, or an error code after one line on standard error.
 #pragma once
+#include <vector>
+
 #include "common/tensors.h"
 #include "ops/linear.h"
+#include "ops/rotary_attention.h"
 
 namespace llmk {
 
 int norm_linear(const Tensors& t, bool has_residual);
 int packed_linear(const Tensors& t);
 int gated_mlp(const Tensors& t);
-int rotary_attention(const Tensors& t, bool use_reference);
+int rotary_attention(const Tensors& t);
+
+// Reads and checks the arguments of RotaryAttention; `query_starts` keeps memory that the arguments point to.
+int read_rotary_attention(const Tensors& t, RotaryAttentionArgs* args, std::vector<int64_t>* query_starts);
 
 using CustomOp = int (*)(const Tensors& t);
 
@@ -61,7 +67,7 @@ const PackedWeightHeader* packed_weight(const Tensors& t, int i);
 // MindSpore's entry of an operator with so many outputs, which are its last arguments.
 #define LLMK_CUSTOM_OP(name, outputs, ...)                                                                          \
   static int run_##name(const llmk::Tensors& t) { return llmk::__VA_ARGS__; }                                       \
-  extern "C" __attribute__((visibility("default"))) int name(int nparam, void** params, int* ndims,                 \
+  extern "C" LLMK_ENTRY int name(int nparam, void** params, int* ndims,                 \
                                                              int64_t** shapes, const char** dtypes, void*, void*) { \
     const llmk::StandardFloatingPoint scope;                                                                        \
     return llmk::launch(run_##name, outputs, {#name, nparam, params, ndims, shapes, dtypes});                       \

@@ -132,48 +132,44 @@ int read_window_and_norms(const Tensors& t, RotaryAttentionArgs* args) {
 
 }  // namespace
 
-int rotary_attention(const Tensors& t, bool use_reference) {
+int read_rotary_attention(const Tensors& t, RotaryAttentionArgs* args, std::vector<int64_t>* query_starts) {
   if (t.count != kWindow + 1 && t.count != kQueryGamma + 1 && t.count != kEpsilon + 2) {
     return refuse_text(t.op, "got %d arguments; it takes 11, 12 or 15 and gives 1", t.count);
   }
-  RotaryAttentionArgs args{};
   int error = check_dtypes(t);
-  if (error == 0) error = read_shapes(t, &args);
-  if (error == 0) error = read_counts(t, &args);
-  if (error == 0) error = read_window_and_norms(t, &args);
+  if (error == 0) error = read_shapes(t, args);
+  if (error == 0) error = read_counts(t, args);
+  if (error == 0) error = read_window_and_norms(t, args);
   if (error != 0) return error;
-  args.qkv = t.data[kQkv];
-  args.out = t.data[out_of(t)];
-  args.key_cache = t.data[kKeyCache];
-  args.value_cache = t.data[kValueCache];
-  args.cos = t.as<float>(kCos);
-  args.sin = t.as<float>(kSin);
-  args.positions = t.as<int32_t>(kPositions);
-  args.slots = t.as<int32_t>(kSlots);
-  args.block_tables = t.as<int32_t>(kBlockTables);
-  args.context_lens = t.as<int32_t>(kContextLens);
-  args.query_lens = t.as<int32_t>(kQueryLens);
-  args.scale = 1.0f / std::sqrt(static_cast<float>(args.dim));
-  std::vector<int64_t> query_starts(static_cast<size_t>(args.num_seqs) + 1);
-  error = check_rotary_attention(t.op, &args, query_starts.data());
-  if (error == 0) use_reference ? reference::rotary_attention(args) : kernels().rotary_attention(args);
+  args->qkv = t.data[kQkv];
+  args->out = t.data[out_of(t)];
+  args->key_cache = t.data[kKeyCache];
+  args->value_cache = t.data[kValueCache];
+  args->cos = t.as<float>(kCos);
+  args->sin = t.as<float>(kSin);
+  args->positions = t.as<int32_t>(kPositions);
+  args->slots = t.as<int32_t>(kSlots);
+  args->block_tables = t.as<int32_t>(kBlockTables);
+  args->context_lens = t.as<int32_t>(kContextLens);
+  args->query_lens = t.as<int32_t>(kQueryLens);
+  args->scale = 1.0f / std::sqrt(static_cast<float>(args->dim));
+  query_starts->resize(static_cast<size_t>(args->num_seqs) + 1);
+  return check_rotary_attention(t.op, args, query_starts->data());
+}
+
+int rotary_attention(const Tensors& t) {
+  RotaryAttentionArgs args{};
+  std::vector<int64_t> query_starts;
+  const int error = read_rotary_attention(t, &args, &query_starts);
+  if (error == 0) kernels().rotary_attention(args);
   return error;
 }
 
 }  // namespace llmk
 
-LLMK_CUSTOM_OP(RotaryAttention, 1, rotary_attention(t, false))
-
-#define LLMK_ENTRY __attribute__((visibility("default")))
+LLMK_CUSTOM_OP(RotaryAttention, 1, rotary_attention(t))
 
 extern "C" {
-
-// The same by the scalar reference, for tests.
-LLMK_ENTRY int llmk_reference_rotary_attention(int nparam, void** params, int* ndims, int64_t** shapes,
-                                               const char** dtypes) {
-  const llmk::StandardFloatingPoint scope;
-  return llmk::rotary_attention({"RotaryAttention", nparam, params, ndims, shapes, dtypes}, true);
-}
 
 // [Tm, (H + 2 K) D], a cache of K heads and cos rows of D give [Tm, H D].
 LLMK_ENTRY std::vector<int64_t> RotaryAttentionInferShape(int* ndims, int64_t** shapes, AotExtra*) {

@@ -134,7 +134,7 @@ class Layer {
     if (form_[kHeadNorms] != 0) {
       attention.give(arguments_ + kQueryGamma).give(arguments_ + kKeyGamma).give(kEpsilon);
     }
-    return rotary_attention(attention.give(&attended_).tensors(), false);
+    return rotary_attention(attention.give(&attended_).tensors());
   }
 
   int project_out() {

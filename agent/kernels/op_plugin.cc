@@ -231,7 +231,6 @@ static const char* const kOps[] = {LLMK_PRIMITIVES(LLMK_NAME)};
 
 }  // namespace llmk
 
-#define LLMK_ENTRY __attribute__((visibility("default")))
 #define LLMK_PLUGIN(name, call)                                                                            \
   LLMK_ENTRY int name(int nparam, void** params, int* ndims, int64_t** shapes, const char** dtypes, void*, \
                       void* extra) {                                                                       \

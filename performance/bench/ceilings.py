@@ -1,46 +1,37 @@
-"""Measures the limits of this machine: read bandwidth and the peak rate of each kind of multiply-add.
+"""Ceilings of this machine: read bandwidth and the peak rate of each kind of multiply-add.
 
     python -m performance.bench.ceilings [--threads N]        prints the ceilings as JSON
 
-Loops of the kernels' library (``agent/kernels/ops/ceilings.h``) run in a separate process. The benchmark's thread pools
-are therefore not involved.
+The program ``performance/ceilings`` measures them in a process of its own, so that no thread pool of the benchmark
+takes part. Its source is ``performance/kernels/ceilings/main.cc``.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LOOP_SECONDS = 0.1
-ATTEMPTS = 5
+PROGRAM = REPOSITORY / "performance" / "ceilings"
+ATTEMPT_SECONDS = 0.1
 TIMEOUT_S = 60.0
 DRIFT = 1.15
-"""If bandwidths differ by a larger factor, the program prints a warning."""
-RATES = {
-    "read_gb_s": "llmk_measure_read_bandwidth",
-    "paged_read_gb_s": "llmk_measure_paged_read_bandwidth",
-    "fp32_gflops": "llmk_measure_fma",
-    "bf16_gflops": "llmk_measure_dot_bf16",
-    "int8_gops": "llmk_measure_dot_int8",
-}
-"""Field -> entry of the library: billions of bytes read, or of operations, a second; a multiply-add is two."""
+"""Bandwidths before and after a run that differ by more than this factor give a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Rates of all ``threads`` together. Without a unit for a format, the machine has the rate of the unit that it uses
-    instead."""
+    """Rates in 10^9 a second of all threads together. A multiply-add is two operations.
+
+    If the processor has no unit for a format, the rate is that of the instructions that the kernels use instead.
+    """
 
     read_gb_s: float
     paged_read_gb_s: float
-    """Rate of reading pieces of 12 KB in random order, like the blocks of a sequence."""
+    """In pieces of 12 KB in random order, as the blocks of a sequence lie."""
     bf16_gflops: float
     int8_gops: float
     fp32_gflops: float
@@ -57,16 +48,20 @@ class Ceilings:
 
 
 def measure_ceilings(threads: int = 0) -> Ceilings:
-    """Returns the ceilings. With 0 threads there is one per processor. Raises RuntimeError if the process fails."""
-    command = [sys.executable, "-m", "performance.bench.ceilings", "--threads", str(threads)]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    """Measures the ceilings; 0 threads means every processor. Raises RuntimeError if the program fails."""
+    command = [str(PROGRAM), str(ATTEMPT_SECONDS), str(threads)]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except FileNotFoundError:
+        raise RuntimeError(f"{PROGRAM} is not built; run `python setup.py build_ext --inplace`") from None
     if result.returncode != 0:
         raise RuntimeError(f"measuring the ceilings failed with {result.returncode}:\n{result.stderr.strip()}")
-    return Ceilings(**json.loads(result.stdout))
+    printed = json.loads(result.stdout)
+    return Ceilings(**printed["ceilings"][0], isa=printed["isa"])
 
 
 def drift_text(before: Ceilings, after: Ceilings) -> str | None:
-    """Returns a warning if the bandwidth changed during a run. Fractions of the ceilings are then unreliable."""
+    """Returns a warning if the bandwidth changed during a run. On shared machines it does; ratios then mean little."""
     low, high = sorted((before.read_gb_s, after.read_gb_s))
     if high < DRIFT * low:
         return None
@@ -75,31 +70,10 @@ def drift_text(before: Ceilings, after: Ceilings) -> str | None:
     )
 
 
-def _measure_here(threads: int) -> Ceilings:
-    from agent.kernels import kernel_isa, num_threads, set_threads
-    from agent.kernels.library import load_library
-
-    set_threads(threads)
-    library = load_library()
-    rates = {field: _best_rate(library, name) for field, name in RATES.items()}
-    return Ceilings(**rates, threads=num_threads(), isa=kernel_isa())
-
-
-def _best_rate(library: ctypes.CDLL, name: str) -> float:
-    entry = getattr(library, name)
-    entry.argtypes, entry.restype = [ctypes.c_double], ctypes.c_double
-    return _best(lambda: float(entry(LOOP_SECONDS)))
-
-
-def _best(call: Callable[[], float]) -> float:
-    """Returns the best rate of several attempts, because other processes can only lower it."""
-    return max(call() for _ in range(ATTEMPTS))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=0, help="0 (default): one for each processor")
-    print(json.dumps(asdict(_measure_here(parser.parse_args().threads))))
+    parser.add_argument("--threads", type=int, default=0, help="0 (default): every processor")
+    print(json.dumps(asdict(measure_ceilings(parser.parse_args().threads))))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import numpy as np
 from agent.kernels import collectives
 from agent.weights.storage import STORAGE_DTYPES
 from llm_serving.ipc.exchange import COLLECTIVE_BYTES, DOWN_WORD, ExchangeLayout, ExchangeMemory
+from performance.kernels.collective_calls import measure_all_reduce, measure_ping_pong
 from performance.program import new_parser, write_json
 from performance.terminal import format_table
 
@@ -88,11 +89,11 @@ def run_agent(name: str, index: int, dtype: str) -> dict[str, Any]:
     )
     collectives.all_reduce(np.zeros(1, np.float32), "float32")  # waits for the other process
     lines = [base + LAYOUT.arrival_line(each) for each in (0, 1)]
-    turns = collectives.measure_ping_pong(lines[index], lines[1 - index], TURNS, serves=index == 0)
+    turns = measure_ping_pong(lines[index], lines[1 - index], TURNS, serves=index == 0)
     sums = {}
     for size in SIZES:
         array = np.ones(size // np.dtype(STORAGE_DTYPES[dtype]).itemsize, STORAGE_DTYPES[dtype])
-        times = collectives.measure_all_reduce(array, dtype, CALLS[size] + WARM_CALLS)[WARM_CALLS:]
+        times = measure_all_reduce(array, dtype, CALLS[size] + WARM_CALLS)[WARM_CALLS:]
         sums[str(size)] = {
             "median_us": float(np.median(times)) / 1000,
             "p99_us": float(np.percentile(times, 99)) / 1000,

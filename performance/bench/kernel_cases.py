@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 
 from agent.kernels import SAMPLE_INPUTS, SampleCall, SampleInputs, SampleOutputs
-from agent.kernels.direct import DTYPES, Array, rms_norm, store, swiglu
-from agent.kernels.direct_attention import EntryCall, cache_array
-from agent.kernels.direct_linear import LinearArgs, packed
-from agent.kernels.library import load_library
 from agent.kernels.packing import Blob, weight_blob
 from llm_serving.model.number_formats import INTEGER_FORMATS, weight_format
 from llm_serving.model.shape import ModelShape
 from llm_serving.sampling_params import SAMPLER_PARAMETERS
 from performance.bench.roofline import Numbers, Operator, attention, layer_linears, linear
+from performance.kernels.attention_calls import EntryCall, cache_array
+from performance.kernels.calls import DTYPES, Array, rms_norm, store, swiglu
+from performance.kernels.library import load_testing_library
+from performance.kernels.linear_calls import LinearArgs, packed
 
 SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes"
 SHAPE_NAMES = ("llama_160m", "llama_1b", "llama_7b")
@@ -105,7 +105,7 @@ def linear_calls(
     blobs: Sequence[Blob], rows: int, columns: int, depth: int, dtype: str = DTYPE, library: ctypes.CDLL | None = None
 ) -> list[Callable[[], object]]:
     """Returns calls with prepared arguments, because preparing them takes as long as a call with one row."""
-    entry = (library or load_library()).llmk_test_linear
+    entry = (library or load_testing_library()).llmk_test_linear
     entry.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     x, out = ordinary(rows, depth, dtype=dtype), ordinary(rows, columns, dtype=dtype)
 
@@ -152,7 +152,7 @@ def _attention_case(
         for _ in range(copies_of(int(operator.num_bytes)) if queries == 1 else 1)
     ]
     name = f"{seqs}x{queries}@{context} {heads}/{kv_heads}x{dim}"
-    calls = [_attention_run(one, load_library()) for one in tensors]
+    calls = [_attention_run(one, load_testing_library()) for one in tensors]
     others = [] if other is None else [_attention_run(one, other) for one in tensors]
     return Case(kernel, name, kv_format, calls, operator, others)
 
@@ -161,7 +161,7 @@ def attention_call(
     sizes: tuple[int, int, int], seqs: int, queries: int, context: int, kv_format: str, dtype: str = DTYPE
 ) -> Callable[[], object]:
     """Returns a call of RotaryAttention with its own caches."""
-    return _attention_run(_attention_tensors(sizes, seqs, queries, context, kv_format, dtype), load_library())
+    return _attention_run(_attention_tensors(sizes, seqs, queries, context, kv_format, dtype), load_testing_library())
 
 
 def _attention_run(tensors: EntryCall, library: ctypes.CDLL) -> Callable[[], object]:

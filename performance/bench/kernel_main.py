@@ -6,9 +6,9 @@ time. The minimum time is the longer of two: reading the data once at full bandw
 format's unit (performance/bench/roofline.py). "bound" says which of the two is longer. Norms, SwiGLU and sampling read
 data that is still in the caches, so they can exceed 100 % of the memory bandwidth.
 
---against PATH compares with another build of the kernels (libllm_kernels.so of another tree), for the linear layers and
-for attention. Passes of both builds alternate on the same arrays, so that changes of the machine's speed affect both.
-"ratio" is the median of the other build's time divided by this build's time. Above 1 this build is faster.
+--against PATH names another build of the kernels: another tree, or its libllm_kernels_testing.so. Passes of both builds
+alternate on the same arrays, so that changes in the speed of the machine affect both. "ratio" is the other build's time
+divided by this one's: the median over the passes, for linear layers and attention. Above 1 this build is faster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from agent.kernels import kernel_isa, set_threads
+from agent.kernels import kernel_isa
 from performance.bench.ceilings import Ceilings, drift_text, measure_ceilings
 from performance.bench.kernel_cases import (
     LINEAR_FORMATS,
@@ -34,6 +34,7 @@ from performance.bench.kernel_cases import (
     row_cases,
     sampler_cases,
 )
+from performance.kernels.library import set_threads
 from performance.program import new_parser, parse_counts, write_json
 
 MIN_PASSES = 5
@@ -116,7 +117,11 @@ def build_parser() -> argparse.ArgumentParser:
 def kernel_library(text: str) -> ctypes.CDLL:
     """Loads another build of the kernels into this process, next to this tree's own."""
     path = Path(text)
-    path = (path / "agent" / "kernels" / "libllm_kernels.so" if path.is_dir() else path).resolve()
+    if path.is_dir():
+        tree, path = path, path / "performance" / "kernels" / "libllm_kernels_testing.so"
+        if not path.is_file():  # a tree from before there was a testing library
+            path = tree / "agent" / "kernels" / "libllm_kernels.so"
+    path = path.resolve()
     try:
         library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL)
         for entry in ("llmk_set_threads", "llmk_test_linear", "RotaryAttention"):

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agent.kernels.direct import rms_norm
-from agent.kernels.direct_linear import packed
 from agent.kernels.packing import Blob
 from llm_serving.model.number_formats import weight_format
 from llm_serving.model.shape import ModelShape
 from performance.bench.kernel_cases import attention_call, copies_of, copy_of, linear_calls, ordinary
 from performance.bench.kernel_main import median_call_seconds
 from performance.bench.roofline import Numbers, attention, layer_linears
+from performance.kernels.calls import rms_norm
+from performance.kernels.linear_calls import packed
 
 SECONDS_EACH = 0.05
 

@@ -21,6 +21,7 @@ from agent.warm_up import captured_steps
 from llm_serving.config import Config, load_config
 from llm_serving.errors import AgentStartError, ConfigError
 from llm_serving.model.families import Experts
+from support.time_limits import time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -189,8 +190,8 @@ def test_this_machine_without_an_ascend_is_refused(tmp_path: Path) -> None:
         f"'tokenizer.vocab_file={ROOT / 'models/tiny_llama'}'], ascend=True))"
     )
     process = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, timeout=time_limit(60),
     )  # fmt: skip
     last = process.stderr.strip().splitlines()[-1]
     assert last.startswith(

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.kernels.direct_linear import linear
 from agent.kernels.packing import pack_weight, packed_weight_bytes, weight_blob
 from agent.weights import Packing, WeightPart, WeightSpec, load_weights, open_weights
 from agent.weights.storage import Array
 from llm_serving.errors import CheckpointError, ConfigError
+from performance.kernels.linear_calls import linear
 from support.quantised_folders import CASES, LINEARS, SPECS, write_case
 
 NAMES = {"qkv": list(LINEARS)[:3], "gate_up": list(LINEARS)[3:]}

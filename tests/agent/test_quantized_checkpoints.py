@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.kernels.direct_linear import linear
 from agent.weights import Packing, WeightPart, load_weights, open_weights
 from agent.weights.storage import Array, from_float32
 from llm_serving.errors import CheckpointError, LLMServingError
+from performance.kernels.linear_calls import linear
 from support.quantised_folders import CASES, LINEARS, SPECS, Case, Tensors, float_tensors, write_case
 
 

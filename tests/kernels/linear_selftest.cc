@@ -1,12 +1,11 @@
-// The linear kernels against their scalar reference without Python, for processors that are only emulated. Integer
-// formats to the bit, float formats within rounding. Prints the instruction set and the number of comparisons.
+// Compares the linear kernels with their scalar reference without Python, for emulated processors. Integer formats must
+// agree to the bit, float formats within rounding. Prints the instruction set and the number of comparisons.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
-#include "../../agent/kernels/common/kernel_table.h"
-#include "../../agent/kernels/ops/linear_reference.h"
+#include "../../performance/kernels/reference.h"
 
 namespace {
 
@@ -30,7 +29,7 @@ std::vector<float> random_floats(int64_t size) {
   return values;
 }
 
-// Largest difference of kernel and reference, as a share of the reference's largest value.
+// Returns the largest difference of kernel and reference, relative to the largest value of the reference.
 double difference(WeightFormat format, const Case& shape, Epilogue epilogue) {
   const int64_t group = is_integer(format) ? shape.group : 0;
   const DType dtype = is_integer(format) ? DType::kFloat32 : static_cast<DType>(format);
@@ -47,7 +46,7 @@ double difference(WeightFormat format, const Case& shape, Epilogue epilogue) {
   if (wants_quantized_rows(blob)) {
     rows = quantized_rows(blob, shape.rows, aligned(&row_memory, quantized_rows_bytes(blob, shape.rows)));
     for (int64_t row = 0; row < shape.rows; ++row) {
-      reference::quantize_row(floats.data() + row * shape.depth, rows, row, header_of(blob));
+      reference::quantize_row(DType::kFloat32, floats.data() + row * shape.depth, rows, row, header_of(blob));
     }
   }
   const int64_t width = epilogue == Epilogue::kSwiglu ? shape.columns / 2 : shape.columns;

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agent.kernels.direct import DTYPES, Array, attention, load
+from performance.kernels.calls import DTYPES, Array, attention, load
 from support.kernel_calls import PagedKeys, attention_rendering, page, random_tensor
 from support.kernel_threads import check_threads_change_no_bit
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from agent.kernels.direct import DTYPES, Array, attention, load
+from performance.kernels.calls import DTYPES, Array, attention, load
 from support.kernel_calls import PagedKeys, attention_rendering, page, random_tensor
 
 TOLERANCE = {"float32": 3e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.kernels.collectives import sum_parts
 from agent.weights.storage import from_float32, to_float32
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+from performance.kernels.collective_calls import sum_parts
 from support.collective_values import DTYPES, SIZES, contribution
+from support.time_limits import time_limit
 
 WORKER = Path(__file__).resolve().parent / "collective_worker.py"
 
@@ -44,7 +45,7 @@ def finish(agents: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
     results = []
     try:
         for agent in agents:
-            out, err = agent.communicate(timeout=120)
+            out, err = agent.communicate(timeout=time_limit(120))
             assert agent.returncode == 0, err
             results.append(json.loads(out.splitlines()[-1]))
     finally:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agent.kernels.direct import DTYPES, Array, load, rms_norm, rotary, silu, store, swiglu
-from agent.kernels.library import set_threads
+from performance.kernels.calls import DTYPES, Array, load, rms_norm, rotary, silu, store, swiglu
+from performance.kernels.library import set_threads
 from support.kernel_calls import EPSILON, random_tensor
 from support.kernel_threads import threads_as_before
 

@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from agent.kernels.direct import Array, load, store
-from agent.kernels.direct_attention import EntryCall
-from agent.kernels.direct_linear import packed
 from agent.kernels.library import load_library, set_threads
+from performance.kernels.attention_calls import EntryCall
+from performance.kernels.calls import Array, load, store
+from performance.kernels.library import load_testing_library
+from performance.kernels.linear_calls import packed
 from support.kernel_threads import threads_as_before
 
 WIDTH, INNER, EPSILON = 48, 40, 1e-6
@@ -37,7 +38,7 @@ def route(logits: Array, chosen: int, *, normalised: bool, reference: bool = Fal
     rows, experts = logits.shape
     ids, weights = np.full((rows, chosen), -7, np.int32), np.zeros((rows, chosen), np.float32)
     args = RoutingArgs(logits.ctypes.data, ids.ctypes.data, weights.ctypes.data, rows, experts, chosen, normalised)
-    load_library().llmk_test_route_tokens(ctypes.byref(args), int(reference))
+    load_testing_library().llmk_test_route_tokens(ctypes.byref(args), int(reference))
     return ids, weights
 
 

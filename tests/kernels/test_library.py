@@ -1,4 +1,4 @@
-"""The build: instruction sets, threads, what the shared library needs and exports."""
+"""Tests of the built libraries: instruction sets, threads and exported symbols."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from agent.kernels import library
-from agent.kernels.direct import matmul
 from agent.kernels.library import KernelsNotBuiltError, kernel_isa, library_path
+from performance.kernels.calls import matmul
+from performance.kernels.library import path_of_testing_library
 from support.kernel_calls import random_tensor
 from support.kernel_threads import check_threads_change_no_bit
+from support.time_limits import time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMERIC_TESTS = (
@@ -32,7 +34,7 @@ NUMERIC_TESTS = (
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment},
-        timeout=60, check=False,
+        timeout=time_limit(60), check=False,
     )  # fmt: skip
 
 
@@ -59,7 +61,8 @@ def test_every_instruction_set_passes_the_numeric_tests(isa: str) -> None:
     files = [str(Path(__file__).with_name(name)) for name in NUMERIC_TESTS]
     process = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files],
-        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "LLM_KERNELS_ISA": isa}, timeout=120, check=False,
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "LLM_KERNELS_ISA": isa},
+        timeout=time_limit(300), check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stdout[-3000:]
 
@@ -102,7 +105,7 @@ def test_callers_from_several_threads_at_once() -> None:
 
 def test_idle_threads_sleep() -> None:
     code = (
-        "import os, time, numpy as np; from agent.kernels.direct import matmul;"
+        "import os, time, numpy as np; from performance.kernels.calls import matmul;"
         "x = np.ones((64, 256), np.float32); w = np.ones((512, 256), np.float32); matmul(x, w, 'float32');"
         "time.sleep(0.05); start = time.process_time(); time.sleep(0.5); print(time.process_time() - start)"
     )
@@ -118,6 +121,24 @@ def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch,
 
 def test_kernel_isa_is_one_of_those_offered() -> None:
     assert kernel_isa() in OFFERED
+
+
+def exported(path: Path) -> set[str]:
+    process = subprocess.run(["nm", "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True)
+    return {line.split()[-1] for line in process.stdout.splitlines()}
+
+
+def test_the_product_library_exports_only_what_the_agent_calls() -> None:
+    sources = "".join(path.read_text() for path in sorted((ROOT / "agent").rglob("*.py")))
+    c_entries = {name for name in exported(library_path()) if name.startswith("llmk_")}
+    assert c_entries == set(re.findall(r"\bllmk_\w+", sources))
+    assert len(c_entries) > 30
+
+
+def test_the_testing_library_adds_entries_to_those_of_the_product() -> None:
+    more = exported(path_of_testing_library()) - exported(library_path())
+    assert exported(library_path()) < exported(path_of_testing_library())
+    assert all(re.match("llmk_(test|measure|reference)_", name) for name in more), more
 
 
 def test_no_instance_is_shared_between_instruction_sets() -> None:

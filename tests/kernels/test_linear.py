@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from agent.kernels.direct import DTYPES, Array, load, store
-from agent.kernels.direct_linear import linear, linear_best, packed
+from performance.kernels.calls import DTYPES, Array, load, store
+from performance.kernels.linear_calls import linear, linear_best, packed
 from support.kernel_calls import EPSILON, random_tensor
 from support.kernel_threads import check_threads_change_no_bit
 

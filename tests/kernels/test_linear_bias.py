@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agent.kernels.direct import load, store
-from agent.kernels.direct_linear import linear, linear_best, packed
 from agent.kernels.packing import is_packed_weight, packed_weight_bytes
+from performance.kernels.calls import load, store
+from performance.kernels.linear_calls import linear, linear_best, packed
 
 FORMATS = [
     ("float32", "float32", 0), ("float16", "float16", 0), ("bfloat16", "bfloat16", 0),

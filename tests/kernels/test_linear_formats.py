@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent.kernels.direct_linear import linear, packed
 from agent.kernels.library import KernelError
 from agent.kernels.packing import (
     is_packed_weight,
@@ -19,12 +18,14 @@ from agent.kernels.packing import (
     packed_weight_bytes,
     weight_blob,
 )
+from performance.kernels.linear_calls import linear, packed
+from support.time_limits import time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGEST = """
 import hashlib, numpy as np
-from agent.kernels.direct import DTYPES, store
-from agent.kernels.direct_linear import linear, packed
+from performance.kernels.calls import DTYPES, store
+from performance.kernels.linear_calls import linear, packed
 rng = np.random.default_rng(0)
 w = rng.standard_normal((150, 208)).astype(np.float32)
 for dtype in DTYPES:
@@ -54,7 +55,7 @@ def offered(isa: str) -> bool:
 
 def run_under(isa: str, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False,
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=time_limit(60), check=False,
         env={**os.environ, "LLM_KERNELS_ISA": isa},
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agent.kernels.direct import DTYPES, load, matmul
+from performance.kernels.calls import DTYPES, load, matmul
 from support.kernel_calls import EPSILON, random_tensor
 from support.kernel_threads import check_threads_change_no_bit
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.time_limits import time_limit
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -22,7 +24,7 @@ def test_the_primitives_do_what_their_documentation_says(tmp_path: Path, program
         [sys.executable, "-m", "pytest", str(ROOT / "tests/kernels" / program), "-q", "--no-header",
          "-p", "no:cacheprovider",
          "--import-mode=importlib", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)],
-        capture_output=True, text=True, cwd=tmp_path, timeout=280, check=False,
+        capture_output=True, text=True, cwd=tmp_path, timeout=time_limit(280), check=False,
         env={**os.environ, "PYTHONPATH": path, "GLOG_v": "3", "MS_OM_PATH": str(tmp_path)},
     )  # fmt: skip
     assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-2000:]

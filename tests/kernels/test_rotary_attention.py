@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agent.kernels.direct import Array, load
-from agent.kernels.direct_attention import read_cache, rotary_attention
+from performance.kernels.attention_calls import read_cache, rotary_attention
+from performance.kernels.calls import Array, load
 from support.attention_steps import FORMATS, Sequences, Shape, check_against_float64
 from support.kernel_threads import check_threads_change_no_bit
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agent.kernels.direct import Array
-from agent.kernels.direct_attention import EntryCall
-from agent.kernels.direct_linear import packed
 from agent.kernels.library import load_library, set_threads
+from performance.kernels.attention_calls import EntryCall
+from performance.kernels.calls import Array
+from performance.kernels.linear_calls import packed
 from support.kernel_calls import random_tensor
 from support.kernel_threads import threads_as_before
 

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from agent.kernels.library import KernelError, load_library, set_threads
+from agent.kernels.library import KernelError, set_threads
 from agent.kernels.sample_call import SAMPLE_INPUTS, SampleCall, SampleInputs, SampleOutputs
 from llm_serving.sampling_params import SAMPLER_PARAMETERS
+from performance.kernels.library import load_testing_library
 from support.kernel_threads import threads_as_before
 
 Array = npt.NDArray[Any]
@@ -45,7 +46,7 @@ def draw(logits: Array, given: Given) -> SampleOutputs:
 
 def philox(counter: list[int], key: list[int]) -> list[int]:
     arrays = [(ctypes.c_uint32 * len(words))(*words) for words in (counter, key, [0] * 4)]
-    load_library().llmk_philox(*arrays)
+    load_testing_library().llmk_test_philox(*arrays)
     return list(arrays[2])
 
 

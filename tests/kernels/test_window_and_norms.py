@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from agent.kernels.direct import Array, store
-from agent.kernels.direct_attention import cache_array, read_cache, rotary_attention
+from performance.kernels.attention_calls import cache_array, read_cache, rotary_attention
+from performance.kernels.calls import Array, store
 from support.attention_steps import FORMATS, Sequences, Shape, check_against_float64
 from support.kernel_threads import check_threads_change_no_bit
 

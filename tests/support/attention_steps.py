@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.direct import Array, load, store
-from agent.kernels.direct_attention import AttentionStep, cache_array, rotary_attention
+from performance.kernels.attention_calls import AttentionStep, cache_array, rotary_attention
+from performance.kernels.calls import Array, load, store
 from support.kernel_calls import random_tensor
 
 FORMATS = [

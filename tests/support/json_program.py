@@ -12,14 +12,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from support.time_limits import time_limit
+
 
 def run_program(
     program: Path, *arguments: str, folder: Path, timeout: float = 120, **variables: str | None
 ) -> subprocess.CompletedProcess[str]:
     """``program`` under this Python, with ``folder`` as its working directory.
 
-    ``variables`` are added to this process's environment; None takes one out of it. Raises subprocess.TimeoutExpired
-    after ``timeout`` seconds.
+    ``variables`` are added to this process's environment; None removes one. Raises subprocess.TimeoutExpired after
+    ``timeout`` seconds, scaled by ``time_limit``.
     """
     environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
     return subprocess.run(
@@ -28,7 +30,7 @@ def run_program(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=time_limit(timeout),
         check=False,
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.direct import Array, store
+from performance.kernels.calls import Array, store
 
 EPSILON = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative error of rounding once."""

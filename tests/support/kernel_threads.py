@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from agent.kernels.direct import Array
-from agent.kernels.library import num_threads, set_threads
+from agent.kernels.library import num_threads
+from performance.kernels.calls import Array
+from performance.kernels.library import set_threads
 
 
 @contextmanager

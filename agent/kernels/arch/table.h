@@ -1,5 +1,11 @@
-// Included at the end of each arch/<isa>.cc: the table of this instruction set.
+// The table of kernels of one instruction set. Each arch/<isa>.cc ends by including this file.
+//
+// setup.py compiles the same files once more with LLMK_TABLE_FILE, which names other code for every instruction set:
+// the loops of the ceilings program.
 #pragma once
+#ifdef LLMK_TABLE_FILE
+#include LLMK_TABLE_FILE
+#else
 #include "vec.h"
 #include "../common/kernel_table.h"
 
@@ -19,8 +25,7 @@ const KernelTable LLMK_TABLE = {
     LLMK_ARCH::paged::rotary_attention,
     {LLMK_ARCH::logits_largest, LLMK_ARCH::logits_sum_exp, LLMK_ARCH::logits_divide, LLMK_ARCH::logits_collect,
      LLMK_ARCH::logits_first_equal, LLMK_ARCH::logits_weights},
-    {LLMK_ARCH::ceiling_fma, LLMK_ARCH::ceiling_dot_bf16, LLMK_ARCH::ceiling_dot_int8,
-     {LLMK_ARCH::ceiling_read<1>, LLMK_ARCH::ceiling_read<2>, LLMK_ARCH::ceiling_read<4>}},
 };
 
 }  // namespace llmk
+#endif

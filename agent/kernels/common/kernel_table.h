@@ -1,6 +1,5 @@
 // The kernels of one instruction set. arch/<isa>.cc fills one table each; kernels() is the one chosen at run time.
 #pragma once
-#include "../ops/ceilings.h"
 #include "../ops/linear.h"
 #include "../ops/logits.h"
 #include "../ops/matmul.h"
@@ -25,7 +24,6 @@ struct KernelTable {
   void (*quantize_row)(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob);
   void (*rotary_attention)(const RotaryAttentionArgs&);
   LogitsPasses logits;
-  CeilingLoops ceilings;
 };
 
 // The best table this processor runs, or the one LLM_KERNELS_ISA names (portable, avx2, avx512, avx512_vnni,

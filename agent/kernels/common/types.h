@@ -6,8 +6,14 @@
 #include <cstdint>
 #include <cstring>
 
-// For what must not become a call: a call would send vector registers through memory.
+// Marks an entry of the library. Everything else is hidden (-fvisibility=hidden).
+#define LLMK_ENTRY __attribute__((visibility("default")))
+
+// Inlines a function in every case: a call would send vector registers through memory.
 #define LLMK_INLINE static inline __attribute__((always_inline))
+
+// Unrolls a loop over a tile completely. Otherwise the compiler keeps the tile in memory instead of registers.
+#define LLMK_UNROLL _Pragma("GCC unroll 64")
 
 namespace llmk {
 

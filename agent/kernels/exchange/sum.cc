@@ -8,7 +8,7 @@ namespace llmk {
 namespace {
 
 template <class In, class Out>
-void add_reference(const void* const* parts, int num_parts, void* out, int64_t begin, int64_t count) {
+void add_scalar(const void* const* parts, int num_parts, void* out, int64_t begin, int64_t count) {
   for (int64_t i = begin; i < count; ++i) {
     float total = to_float(static_cast<const In*>(parts[0])[i]);
     for (int r = 1; r < num_parts; ++r) total += to_float(static_cast<const In*>(parts[r])[i]);
@@ -51,38 +51,28 @@ LLMK_AVX2 void add_avx2(const void* const* parts, int num_parts, void* out, int6
     for (int r = 1; r < num_parts; ++r) total = _mm256_add_ps(total, load8(static_cast<const In*>(parts[r]) + i));
     store8(total, static_cast<Out*>(out) + i);
   }
-  add_reference<In, Out>(parts, num_parts, out, i, count);
+  add_scalar<In, Out>(parts, num_parts, out, i, count);
 }
 #endif
 
 template <class In, class Out>
-void add(bool use_reference, const void* const* parts, int num_parts, void* out, int64_t count) {
+void add(const void* const* parts, int num_parts, void* out, int64_t count) {
 #if defined(__x86_64__)
   static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-  if (has_avx2 && !use_reference) return add_avx2<In, Out>(parts, num_parts, out, count);
+  if (has_avx2) return add_avx2<In, Out>(parts, num_parts, out, count);
 #endif
-  add_reference<In, Out>(parts, num_parts, out, 0, count);
-}
-
-void add_any(bool use_reference, DType dtype, const void* const* parts, int num_parts, DType out_dtype, void* out,
-             int64_t count) {
-  const auto run = [&](auto function) { function(use_reference, parts, num_parts, out, count); };
-  if (dtype == DType::kFloat16) return run(add<half_t, half_t>);
-  if (dtype == DType::kBFloat16) return run(add<bfloat_t, bfloat_t>);
-  if (out_dtype == DType::kFloat16) return run(add<float, half_t>);
-  if (out_dtype == DType::kBFloat16) return run(add<float, bfloat_t>);
-  run(add<float, float>);
+  add_scalar<In, Out>(parts, num_parts, out, 0, count);
 }
 
 }  // namespace
 
 void sum_parts(DType dtype, const void* const* parts, int num_parts, DType out_dtype, void* out, int64_t count) {
-  add_any(false, dtype, parts, num_parts, out_dtype, out, count);
-}
-
-void reference::sum_parts(DType dtype, const void* const* parts, int num_parts, DType out_dtype, void* out,
-                          int64_t count) {
-  add_any(true, dtype, parts, num_parts, out_dtype, out, count);
+  const auto run = [&](auto function) { function(parts, num_parts, out, count); };
+  if (dtype == DType::kFloat16) return run(add<half_t, half_t>);
+  if (dtype == DType::kBFloat16) return run(add<bfloat_t, bfloat_t>);
+  if (out_dtype == DType::kFloat16) return run(add<float, half_t>);
+  if (out_dtype == DType::kBFloat16) return run(add<float, bfloat_t>);
+  run(add<float, float>);
 }
 
 }  // namespace llmk

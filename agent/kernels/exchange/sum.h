@@ -10,8 +10,4 @@ namespace llmk {
 // where they are float32.
 void sum_parts(DType dtype, const void* const* parts, int num_parts, DType out_dtype, void* out, int64_t count);
 
-namespace reference {
-void sum_parts(DType dtype, const void* const* parts, int num_parts, DType out_dtype, void* out, int64_t count);
-}
-
 }  // namespace llmk

@@ -1,4 +1,4 @@
-// Dot products of R rows with C columns: the inner loop of MatMul and of the attention scores.
+// Dot products of R rows with C columns: the inner loop of MatMul.
 //
 // The canonical order of additions: lane l of 16 adds up k = l, l + 16, ... with one fused multiply-add each. With
 // VDPBF16PS, lane l adds up pairs of bfloat16: k = 2l and 2l + 1, then + 32. The tree of sum() then reduces the lanes.
@@ -7,9 +7,6 @@
 #include "../common/types.h"
 
 #ifdef LLMK_ARCH
-
-// Loops over a tile must be unrolled completely. Otherwise the compiler keeps the tile in memory.
-#define LLMK_UNROLL _Pragma("GCC unroll 64")
 
 namespace llmk {
 namespace LLMK_ARCH {

@@ -51,30 +51,4 @@ void group_by_expert(const int32_t* ids, int64_t choices, int64_t experts, int64
   starts[0] = 0;
 }
 
-namespace reference {
-
-void route_tokens(const RoutingArgs& args) {
-  for (int64_t row = 0; row < args.rows; ++row) {
-    std::vector<double> values(args.logits + row * args.experts, args.logits + (row + 1) * args.experts);
-    const double top = *std::max_element(values.begin(), values.end());
-    double mass = 0, sum = 0;
-    for (double& value : values) mass += value = std::exp(value - top);
-    std::vector<int32_t> order(values.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-      return args.logits[row * args.experts + a] > args.logits[row * args.experts + b];
-    });
-    for (int64_t rank = 0; rank < args.chosen; ++rank) {
-      sum += values[static_cast<size_t>(order[static_cast<size_t>(rank)])] / mass;
-    }
-    for (int64_t rank = 0; rank < args.chosen; ++rank) {
-      const int32_t id = order[static_cast<size_t>(rank)];
-      args.ids[row * args.chosen + rank] = id;
-      args.weights[row * args.chosen + rank] =
-          static_cast<float>(values[static_cast<size_t>(id)] / mass / (args.normalised ? sum : 1.0));
-    }
-  }
-}
-
-}  // namespace reference
 }  // namespace llmk

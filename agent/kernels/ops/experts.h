@@ -23,9 +23,4 @@ void route_tokens(const RoutingArgs& args);
 // starts [experts + 1] has the first row of each expert.
 void group_by_expert(const int32_t* ids, int64_t choices, int64_t experts, int64_t* starts, int64_t* place);
 
-namespace reference {
-
-void route_tokens(const RoutingArgs& args);
-
-}  // namespace reference
 }  // namespace llmk

@@ -22,23 +22,6 @@ struct MatMulArgs {
   DType dtype;
 };
 
-namespace reference {
-
-template <class T>
-static inline void matmul(const MatMulArgs& args) {
-  for (int64_t row = 0; row < args.rows; ++row) {
-    for (int64_t column = 0; column < args.columns; ++column) {
-      const T* x = static_cast<const T*>(args.x) + row * args.depth;
-      const T* w = static_cast<const T*>(args.w) + column * args.depth;
-      double total = 0;
-      for (int64_t k = 0; k < args.depth; ++k) total += static_cast<double>(to_float(x[k])) * to_float(w[k]);
-      from_float(static_cast<float>(total), static_cast<T*>(args.out) + row * args.columns + column);
-    }
-  }
-}
-
-}  // namespace reference
-
 #ifdef LLMK_ARCH
 namespace LLMK_ARCH {
 

@@ -15,28 +15,6 @@ static inline float quantize_inverse(float largest) {
   return inverse <= 3.4e38f ? inverse : 0.0f;  // 0 also for a row of zeros
 }
 
-namespace reference {
-
-template <class T>
-static inline void quantize_row(const T* x, const QuantizedRows& rows, int64_t row, const PackedWeightHeader& header) {
-  const int64_t depth = header.depth, group = header.group == 0 ? depth : header.group;
-  int8_t* values = rows.values + row * rows.stride;
-  float largest = 0, poison = 0;
-  for (int64_t k = 0; k < depth; ++k) {
-    largest = std::fmax(largest, std::fabs(to_float(x[k])));
-    poison += to_float(x[k]) * 0.0f;
-  }
-  const float inverse = std::isnan(poison) ? 0.0f : quantize_inverse(largest);
-  rows.scales[row] = std::isnan(poison) ? poison : largest / 127.0f;
-  for (int64_t g = 0; g < rows.groups; ++g) rows.sums[row * rows.groups + g] = 0;
-  for (int64_t k = 0; k < rows.stride; ++k) {
-    values[k] = k < depth && inverse != 0 ? static_cast<int8_t>(std::nearbyintf(to_float(x[k]) * inverse)) : 0;
-    if (k < depth) rows.sums[row * rows.groups + k / group] += values[k];
-  }
-}
-
-}  // namespace reference
-
 #ifdef LLMK_ARCH
 namespace LLMK_ARCH {
 

@@ -24,32 +24,6 @@ struct RmsNormArgs {
   DType dtype, gamma_dtype;
 };
 
-namespace reference {
-
-template <class T, class G>
-static inline void rms_norm(const RmsNormArgs& args) {
-  for (int64_t row = 0; row < args.rows; ++row) {
-    const T* x = static_cast<const T*>(args.x) + row * args.width;
-    const T* residual = static_cast<const T*>(args.residual) + row * args.width;
-    double squares = 0;
-    for (int64_t i = 0; i < args.width; ++i) {
-      T rounded = x[i];
-      if (args.residual != nullptr) from_float(to_float(x[i]) + to_float(residual[i]), &rounded);
-      if (args.sum != nullptr) static_cast<T*>(args.sum)[row * args.width + i] = rounded;
-      squares += static_cast<double>(to_float(rounded)) * to_float(rounded);
-    }
-    const double rstd = 1.0 / std::sqrt(squares / static_cast<double>(args.width) + args.epsilon);
-    if (args.rstd != nullptr) args.rstd[row] = static_cast<float>(rstd);
-    const T* source = args.sum != nullptr ? static_cast<const T*>(args.sum) + row * args.width : x;
-    for (int64_t i = 0; i < args.width; ++i) {
-      const double scaled = to_float(source[i]) * rstd * to_float(static_cast<const G*>(args.gamma)[i]);
-      from_float(static_cast<float>(scaled), static_cast<T*>(args.y) + row * args.width + i);
-    }
-  }
-}
-
-}  // namespace reference
-
 #ifdef LLMK_ARCH
 namespace LLMK_ARCH {
 

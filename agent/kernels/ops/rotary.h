@@ -25,30 +25,6 @@ struct RotaryArgs {
   bool interleaved;
 };
 
-namespace reference {
-
-template <class T, class C>
-static inline void rotary(const RotaryArgs& args) {
-  const int64_t half = args.dim / 2;
-  for (int64_t token = 0; token < args.tokens; ++token) {
-    const int64_t position = args.positions == nullptr ? token : args.positions[token];
-    const C* cos = static_cast<const C*>(args.cos) + position * args.dim;
-    const C* sin = static_cast<const C*>(args.sin) + position * args.dim;
-    for (int64_t head = 0; head < args.heads; ++head) {
-      const T* x = static_cast<const T*>(args.x) + token * args.x_stride + head * args.dim;
-      T* out = static_cast<T*>(args.out) + token * args.out_stride + head * args.dim;
-      for (int64_t i = 0; i < half; ++i) {
-        const int64_t a = args.interleaved ? 2 * i : i, b = args.interleaved ? 2 * i + 1 : i + half;
-        const double first = to_float(x[a]), second = to_float(x[b]);
-        from_float(static_cast<float>(first * to_float(cos[a]) - second * to_float(sin[a])), out + a);
-        from_float(static_cast<float>(second * to_float(cos[b]) + first * to_float(sin[b])), out + b);
-      }
-    }
-  }
-}
-
-}  // namespace reference
-
 #ifdef LLMK_ARCH
 namespace LLMK_ARCH {
 

@@ -137,11 +137,6 @@ int check_rotary_attention(const char* op, RotaryAttentionArgs* args, int64_t* q
 // key_starts; then `key_rows` is the number of rows that keys and values have.
 int check_ready_attention(const char* op, RotaryAttentionArgs* args, int64_t key_rows, int64_t* starts);
 
-namespace reference {
-
-void rotary_attention(const RotaryAttentionArgs& args);
-
-}  // namespace reference
 }  // namespace llmk
 
 #ifdef LLMK_ARCH

@@ -1,7 +1,6 @@
 // SiLU (Elfwing et al. 2018): out = x / (1 + exp(-x)), computed in float32 and rounded once. A result depends only on
 // its element, not on the element's place or on the number of elements.
 #pragma once
-#include <cmath>
 
 #include "../common/thread_pool.h"
 #include "../common/types.h"
@@ -14,18 +13,6 @@ struct SiluArgs {
   int64_t count;
   DType dtype;
 };
-
-namespace reference {
-
-template <class T>
-static inline void silu(const SiluArgs& args) {
-  for (int64_t i = 0; i < args.count; ++i) {
-    const double x = to_float(static_cast<const T*>(args.input)[i]);
-    from_float(static_cast<float>(x / (1 + std::exp(-x))), static_cast<T*>(args.out) + i);
-  }
-}
-
-}  // namespace reference
 
 #ifdef LLMK_ARCH
 namespace LLMK_ARCH {

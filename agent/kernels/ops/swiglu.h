@@ -4,7 +4,6 @@
 //
 // `inner` is half the size of the axis times the sizes of all later axes.
 #pragma once
-#include <cmath>
 
 #include "../common/thread_pool.h"
 #include "../common/types.h"
@@ -17,21 +16,6 @@ struct SwigluArgs {
   int64_t outer, inner;
   DType dtype;
 };
-
-namespace reference {
-
-template <class T>
-static inline void swiglu(const SwigluArgs& args) {
-  for (int64_t row = 0; row < args.outer; ++row) {
-    const T* gate = static_cast<const T*>(args.input) + row * 2 * args.inner;
-    for (int64_t i = 0; i < args.inner; ++i) {
-      const double g = to_float(gate[i]), value = to_float(gate[args.inner + i]);
-      from_float(static_cast<float>(g / (1 + std::exp(-g)) * value), static_cast<T*>(args.out) + row * args.inner + i);
-    }
-  }
-}
-
-}  // namespace reference
 
 #ifdef LLMK_ARCH
 namespace LLMK_ARCH {

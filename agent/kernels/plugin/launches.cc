@@ -132,8 +132,6 @@ int launch(CustomOp custom_op, int outputs, const Tensors& tensors) {
 
 }  // namespace llmk
 
-#define LLMK_ENTRY __attribute__((visibility("default")))
-
 extern "C" {
 
 // From here on what MindSpore launches is remembered.

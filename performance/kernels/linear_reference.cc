@@ -1,13 +1,15 @@
-// The scalar reference of linear.h. It reads a packed blob.
-#pragma once
+// The scalar reference of linear layers (ops/linear.h). It reads every weight from the packed blob, one at a time.
 #include <cmath>
 
-#include "linear.h"
-#include "quantize_row.h"
+#include "../../agent/kernels/ops/linear.h"
+#include "../../agent/kernels/ops/quantize_row.h"
+#include "reference.h"
 
 namespace llmk {
 namespace reference {
+namespace {
 
+// The values, scales and biases of a packed weight.
 struct LinearWeights {
   explicit LinearWeights(const void* blob)
       : header(header_of(blob)), shape(weight_shape(header)),
@@ -32,7 +34,7 @@ struct LinearWeights {
   const uint8_t* scales(const uint8_t* panel, int64_t g) const {
     return group(panel, g) + smaller(shape.group_steps, shape.steps - g * shape.group_steps) * shape.step_bytes;
   }
-  // Returns a weight without its scale.
+  // The value of a weight before its scale is applied.
   double value(int64_t column, int64_t k) const {
     const uint8_t* panel;
     int lane;
@@ -67,20 +69,9 @@ struct LinearWeights {
   const uint8_t* panels;
 };
 
-static inline float load_any(DType dtype, const void* x, int64_t index) {
-  if (dtype == DType::kFloat32) return static_cast<const float*>(x)[index];
-  if (dtype == DType::kFloat16) return to_float(static_cast<const half_t*>(x)[index]);
-  return to_float(static_cast<const bfloat_t*>(x)[index]);
-}
-static inline void store_any(DType dtype, float value, void* out, int64_t index) {
-  if (dtype == DType::kFloat32) static_cast<float*>(out)[index] = value;
-  if (dtype == DType::kFloat16) from_float(value, static_cast<half_t*>(out) + index);
-  if (dtype == DType::kBFloat16) from_float(value, static_cast<bfloat_t*>(out) + index);
-}
-
-// Computes one element without bias. Integer formats: same bits as linear.h. Float formats: in double.
-static inline float product_element(const LinearArgs& args, const LinearWeights& w, const QuantizedRows& rows,
-                                   int64_t row, int64_t column) {
+// One product of a row and a column: to the bit for integer formats, in double for float formats.
+float product_element(const LinearArgs& args, const LinearWeights& w, const QuantizedRows& rows, int64_t row,
+                      int64_t column) {
   const int64_t depth = w.header.depth, span = w.header.group == 0 ? depth : w.header.group;
   const bool integers = wants_quantized_rows(args.weight);
   float total = 0;
@@ -103,18 +94,37 @@ static inline float product_element(const LinearArgs& args, const LinearWeights&
   return integers ? total * rows.scales[row] : static_cast<float>(exact);
 }
 
-static inline float linear_element(const LinearArgs& args, const LinearWeights& w, const QuantizedRows& rows,
-                                   int64_t row, int64_t column) {
+float linear_element(const LinearArgs& args, const LinearWeights& w, const QuantizedRows& rows, int64_t row,
+                     int64_t column) {
   const float product = product_element(args, w, rows, row, column);
   return w.header.biased != 0 ? product + w.bias(column) : product;
 }
 
-static inline float swiglu_element(float gate, float up) {
+float swiglu_element(float gate, float up) {
   return static_cast<float>(gate / (1 + std::exp(-static_cast<double>(gate))) * up);
 }
 
-// Computes a linear layer. `rows` has the quantised activations if the format needs them.
-static inline void linear(const LinearArgs& args, const QuantizedRows& rows) {
+}  // namespace
+
+void quantize_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t row,
+                  const PackedWeightHeader& header) {
+  const int64_t depth = header.depth, group = header.group == 0 ? depth : header.group;
+  int8_t* values = rows.values + row * rows.stride;
+  float largest = 0, poison = 0;
+  for (int64_t k = 0; k < depth; ++k) {
+    largest = std::fmax(largest, std::fabs(load_any(dtype, x, k)));
+    poison += load_any(dtype, x, k) * 0.0f;
+  }
+  const float inverse = std::isnan(poison) ? 0.0f : quantize_inverse(largest);
+  rows.scales[row] = std::isnan(poison) ? poison : largest / 127.0f;
+  for (int64_t g = 0; g < rows.groups; ++g) rows.sums[row * rows.groups + g] = 0;
+  for (int64_t k = 0; k < rows.stride; ++k) {
+    values[k] = k < depth && inverse != 0 ? static_cast<int8_t>(std::nearbyintf(load_any(dtype, x, k) * inverse)) : 0;
+    if (k < depth) rows.sums[row * rows.groups + k / group] += values[k];
+  }
+}
+
+void linear(const LinearArgs& args, const QuantizedRows& rows) {
   const LinearWeights w(args.weight);
   const bool swiglu = args.epilogue == Epilogue::kSwiglu;
   const int64_t width = swiglu ? w.header.columns / 2 : w.header.columns;

@@ -1,4 +1,4 @@
-"""Calls of the linear kernel through ctypes, outside any graph: for tests and benchmarks."""
+"""Runs the kernel of linear layers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.direct import DTYPES, Array
-from agent.kernels.library import KernelError, load_library
+from agent.kernels.library import KernelError
 from agent.kernels.packing import Blob, pack_weight, packed_weight_bytes, weight_blob
+from performance.kernels.calls import DTYPES, Array
+from performance.kernels.library import load_testing_library
 
 EPILOGUES = ("store", "store_float", "swiglu")
 MODES = {"kernel": 0, "quantized": 1, "reference": 2}
-"""The kernel quantises the rows itself; they are quantised first, as fused operators do; the scalar reference."""
+"""kernel: it quantizes the rows itself; quantized: they are quantized first, as fused operators do."""
 
 
 class LinearArgs(ctypes.Structure):
@@ -36,7 +37,7 @@ class LinearArgs(ctypes.Structure):
 
 
 def packed(fmt: str, values: Array, *, group: int = 0, gated: bool = False, **options: Any) -> Blob:
-    """``values`` [columns, depth] in a blob of their own; ``options`` as those of ``pack_weight``."""
+    """Packs ``values`` [columns, depth] into a new blob. ``options`` go to ``pack_weight``."""
     biased = options.get("bias") is not None
     blob = weight_blob(packed_weight_bytes(fmt, values.shape[0], values.shape[1], group, biased=biased))
     pack_weight(fmt, values, blob, group=group, gated=gated, **options)
@@ -44,7 +45,7 @@ def packed(fmt: str, values: Array, *, group: int = 0, gated: bool = False, **op
 
 
 def header(blob: Blob) -> dict[str, int]:
-    """Format number, gated, columns, depth and group of a blob."""
+    """Reads the format number, gated, columns, depth and group from a blob."""
     small, large = blob[:16].view(np.int32), blob[16:40].view(np.int64)
     return {
         "format": int(small[1]), "gated": int(small[3]), "columns": int(large[0]), "depth": int(large[1]),
@@ -55,9 +56,9 @@ def header(blob: Blob) -> dict[str, int]:
 def linear(
     x: Array, blob: Blob, dtype: str, *, epilogue: str = "store", mode: str = "kernel", out: Array | None = None
 ) -> Array:
-    """``x`` [rows, depth] by a packed weight, [rows, columns] or, with ``swiglu``, [rows, columns / 2].
+    """Multiplies ``x`` [rows, depth] by a packed weight: [rows, columns], or [rows, columns / 2] with ``swiglu``.
 
-    ``x`` and ``out`` may be slices of wider arrays. Raises KernelError where the kernel refuses.
+    ``x`` and ``out`` may be slices of wider arrays. Raises KernelError if the kernel refuses its arguments.
     """
     result, _, _ = _call(x, blob, dtype, epilogue, mode, out, best=False)
     return result
@@ -66,7 +67,7 @@ def linear(
 def linear_best(
     x: Array, blob: Blob, dtype: str, *, mode: str = "kernel"
 ) -> tuple[Array, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Float results [rows, columns], the index of each row's largest, and its value."""
+    """Returns float results [rows, columns], and the index and value of each row's largest result."""
     return _call(x, blob, dtype, "store_float", mode, None, best=True)
 
 
@@ -86,7 +87,7 @@ def _call(
         epilogue=EPILOGUES.index(epilogue), best_ids=ids.ctypes.data if best else None,
         best_values=values.ctypes.data if best else None,
     )  # fmt: skip
-    function = load_library().llmk_test_linear
+    function = load_testing_library().llmk_test_linear
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     if function(ctypes.byref(args), blob.size, MODES[mode]) != 0:
         raise KernelError(f"the kernel refused a weight of format {header(blob)['format']}; see standard error")

@@ -1,7 +1,7 @@
-"""Calls of single kernels through ctypes, outside any graph: for tests and benchmarks.
+"""Runs the kernels that work on rows, matrices or ready attention.
 
-A tensor of a kernel is a NumPy array of its storage: float32, float16, or uint16 holding bfloat16. ``reference=True``
-runs the scalar reference instead of the kernel.
+A tensor is a NumPy array of its storage: float32, float16, or uint16 for bfloat16. ``reference=True`` runs the scalar
+reference instead of the kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.library import load_library
+from performance.kernels.library import load_testing_library
 
 Array = npt.NDArray[Any]
 DTYPES = ("float32", "float16", "bfloat16")
@@ -23,7 +23,7 @@ _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 
 
 def store(values: Array, dtype: str) -> Array:
-    """Float values in a kernel's storage, rounded to nearest even."""
+    """Converts floats to the storage of ``dtype``, rounded to nearest even."""
     values = np.ascontiguousarray(values, np.float32)
     if dtype == "float32":
         return values
@@ -34,14 +34,14 @@ def store(values: Array, dtype: str) -> Array:
 
 
 def load(stored: Array, dtype: str) -> npt.NDArray[np.float64]:
-    """What a kernel's storage means, exactly."""
+    """Converts storage of ``dtype`` to float64, exactly."""
     if dtype == "bfloat16":
         return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return stored.astype(np.float64)
 
 
 def _struct(name: str, layout: str) -> type[ctypes.Structure]:
-    """A ctypes structure from "kind: names" lines; kinds are p(ointer), i(nt64), f(loat), d(type), b(ool)."""
+    """Makes a ctypes structure from "kind: names" lines; kinds are p(ointer), i(nt64), f(loat), d(type), b(ool)."""
     kinds = {"p": _POINTER, "i": _INT64, "f": ctypes.c_float, "d": ctypes.c_int, "b": ctypes.c_bool}
     fields = []
     for line in layout.split(";"):
@@ -67,7 +67,7 @@ AttentionArgs = _struct(
 
 
 def _fill(struct: type[ctypes.Structure], **values: Any) -> ctypes.Structure:
-    """A struct of arrays (by address), numbers and dtype names."""
+    """Fills a struct with arrays (their addresses), numbers and dtype names."""
     filled = {}
     for name, value in values.items():
         if isinstance(value, np.ndarray):
@@ -81,7 +81,7 @@ def _fill(struct: type[ctypes.Structure], **values: Any) -> ctypes.Structure:
 def matmul(x: Array, w: Array, dtype: str, *, reference: bool = False) -> Array:
     out = np.full((x.shape[0], w.shape[0]), 77, x.dtype)
     args = _fill(MatMulArgs, x=x, w=w, out=out, rows=x.shape[0], columns=w.shape[0], depth=x.shape[1], dtype=dtype)
-    load_library().llmk_test_matmul(ctypes.byref(args), int(reference))
+    load_testing_library().llmk_test_matmul(ctypes.byref(args), int(reference))
     return out
 
 
@@ -101,7 +101,7 @@ def rms_norm(
         RmsNormArgs, x=x, residual=residual, gamma=gamma, y=result.y, rstd=result.rstd, sum=result.sum,
         rows=rows, width=width, epsilon=1e-5, dtype=dtype, gamma_dtype=gamma_dtype,
     )  # fmt: skip
-    load_library().llmk_test_rms_norm(ctypes.byref(args), int(reference))
+    load_testing_library().llmk_test_rms_norm(ctypes.byref(args), int(reference))
     return result
 
 
@@ -109,14 +109,14 @@ def swiglu(x: Array, dtype: str, *, reference: bool = False) -> Array:
     rows, width = x.shape
     out = np.empty((rows, width // 2), x.dtype)
     args = _fill(SwigluArgs, input=x, out=out, outer=rows, inner=width // 2, dtype=dtype)
-    load_library().llmk_test_swiglu(ctypes.byref(args), int(reference))
+    load_testing_library().llmk_test_swiglu(ctypes.byref(args), int(reference))
     return out
 
 
 def silu(x: Array, dtype: str, *, reference: bool = False) -> Array:
     out = np.empty_like(x)
     args = _fill(SiluArgs, input=x, out=out, count=x.size, dtype=dtype)
-    load_library().llmk_test_silu(ctypes.byref(args), int(reference))
+    load_testing_library().llmk_test_silu(ctypes.byref(args), int(reference))
     return out
 
 
@@ -124,14 +124,14 @@ def rotary(
     x: Array, cos: Array, sin: Array, positions: Array | None, dtypes: tuple[str, str], *,
     interleaved: bool = False, reference: bool = False,
 ) -> Array:  # fmt: skip
-    """``x`` [tokens, heads, dim]; ``cos`` and ``sin`` [rows, dim]; ``dtypes`` of x and of the tables."""
+    """Rotates ``x`` [tokens, heads, dim] by ``cos`` and ``sin`` [rows, dim]. ``dtypes``: those of x and the tables."""
     tokens, heads, dim = x.shape
     out = np.empty_like(x)
     args = _fill(
         RotaryArgs, x=x, out=out, cos=cos, sin=sin, positions=positions, tokens=tokens, heads=heads, dim=dim,
         x_stride=heads * dim, out_stride=heads * dim, dtype=dtypes[0], table_dtype=dtypes[1], interleaved=interleaved,
     )  # fmt: skip
-    load_library().llmk_test_rotary(ctypes.byref(args), int(reference))
+    load_testing_library().llmk_test_rotary(ctypes.byref(args), int(reference))
     return out
 
 
@@ -139,10 +139,12 @@ def attention(
     query: Array, keys: Array, values: Array, query_lens: list[int], context_lens: list[int], dtype: str, *,
     block_tables: Array | None = None, first_keys: Array | None = None, reference: bool = False,
 ) -> tuple[int, Array]:  # fmt: skip
-    """``query`` [tokens, heads, dim]; ``keys`` and ``values`` [blocks, block_size, kv_heads, dim] with
-    ``block_tables`` [sequences, width], else [rows, kv_heads, dim]; ``first_keys`` int64 [tokens]. Returns the entry's
-    code and the output."""
-    load_library().llmk_test_attention.argtypes = [_POINTER, _INT64, ctypes.c_int]
+    """Runs the attention of the native primitives; returns the entry's code and the output.
+
+    ``query`` is [tokens, heads, dim]. With ``block_tables`` [sequences, width] keys and values are [blocks, block_size,
+    kv_heads, dim], else [rows, kv_heads, dim]. ``first_keys`` int64 [tokens] is the first key that each token sees.
+    """
+    load_testing_library().llmk_test_attention.argtypes = [_POINTER, _INT64, ctypes.c_int]
     tokens, heads, dim = query.shape
     out = np.full_like(query, 77)
     lens = np.array(query_lens, np.int32), np.array(context_lens, np.int32)
@@ -153,5 +155,5 @@ def attention(
         block_size=keys.shape[1], heads=heads, kv_heads=keys.shape[-2], dim=dim, scale=dim**-0.5, dtype=dtype,
         ready=True, **blocks,
     )  # fmt: skip
-    code = load_library().llmk_test_attention(ctypes.byref(args), keys.shape[0], int(reference))
+    code = load_testing_library().llmk_test_attention(ctypes.byref(args), keys.shape[0], int(reference))
     return int(code), out

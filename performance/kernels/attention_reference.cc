@@ -1,25 +1,12 @@
-// The scalar reference of rotary_attention.h: every score, one softmax, in double.
-#include "rotary_attention.h"
-
+// The scalar reference of attention (ops/rotary_attention.h): all scores of a row, one softmax, in double.
 #include <cmath>
 #include <vector>
+
+#include "reference.h"
 
 namespace llmk {
 namespace reference {
 namespace {
-
-double load_element(DType dtype, const void* data, int64_t i) {
-  if (dtype == DType::kFloat32) return static_cast<const float*>(data)[i];
-  if (dtype == DType::kFloat16) return to_float(static_cast<const half_t*>(data)[i]);
-  return to_float(static_cast<const bfloat_t*>(data)[i]);
-}
-
-void store_element(DType dtype, double value, void* data, int64_t i) {
-  const float rounded = static_cast<float>(value);
-  if (dtype == DType::kFloat32) from_float(rounded, static_cast<float*>(data) + i);
-  if (dtype == DType::kFloat16) from_float(rounded, static_cast<half_t*>(data) + i);
-  if (dtype == DType::kBFloat16) from_float(rounded, static_cast<bfloat_t*>(data) + i);
-}
 
 using Head = std::vector<double>;
 
@@ -27,13 +14,13 @@ using Head = std::vector<double>;
 Head load_head(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
   Head x(static_cast<size_t>(args.dim));
   const int64_t first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
-  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] = load_element(args.dtype, args.qkv, first + d);
+  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] = load_any(args.dtype, args.qkv, first + d);
   const void* gamma = head < args.heads ? args.query_gamma : args.key_gamma;
   if (gamma == nullptr || head >= args.heads + args.kv_heads) return x;
   double squares = 0;
   for (const double value : x) squares += value * value;
   const double scale = 1 / std::sqrt(squares / static_cast<double>(args.dim) + args.epsilon);
-  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] *= scale * load_element(args.dtype, gamma, d);
+  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] *= scale * load_any(args.dtype, gamma, d);
   return x;
 }
 
@@ -73,7 +60,7 @@ void write_cache(const RotaryAttentionArgs& args, const Head& x, const Held& at)
   char* base = static_cast<char*>(at.is_key ? args.key_cache : args.value_cache) + at.chunk;
   if (!args.int8_cache) {
     for (int64_t d = 0; d < args.dim; ++d) {
-      store_element(args.dtype, x[static_cast<size_t>(d)], base, at.element(args, d));
+      store_any(args.dtype, x[static_cast<size_t>(d)], base, at.element(args, d));
     }
     return;
   }
@@ -97,7 +84,7 @@ Head read_cache(const RotaryAttentionArgs& args, const Held& at) {
     const int64_t i = at.element(args, d);
     x[static_cast<size_t>(d)] = args.int8_cache
                                     ? scale * double{static_cast<float>(static_cast<int8_t>(base[i] ^ at.bias(args)))}
-                                    : load_element(args.dtype, base, i);
+                                    : load_any(args.dtype, base, i);
   }
   return x;
 }
@@ -108,7 +95,7 @@ Head held_at(const RotaryAttentionArgs& args, int64_t seq, int64_t position, int
     const int64_t first = ready_place(args, seq, position) / size_of(args.dtype) + kv_head * args.dim;
     Head x(static_cast<size_t>(args.dim));
     const void* cache = is_key ? args.key_cache : args.value_cache;
-    for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] = load_element(args.dtype, cache, first + d);
+    for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] = load_any(args.dtype, cache, first + d);
     return x;
   }
   const int64_t block = args.block_tables[seq * args.table_width + position / args.block_size];
@@ -119,7 +106,7 @@ Head query_of(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
   if (!args.ready) return rotate(args, token, load_head(args, token, head));
   Head x(static_cast<size_t>(args.dim));
   const int64_t first = (token * args.heads + head) * args.dim;
-  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] = load_element(args.dtype, args.qkv, first + d);
+  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] = load_any(args.dtype, args.qkv, first + d);
   return x;
 }
 
@@ -145,7 +132,7 @@ void attend(const RotaryAttentionArgs& args, int64_t seq, int64_t row, int64_t h
     for (size_t d = 0; d < value.size(); ++d) sums[d] += weight * value[d];
   }
   for (int64_t d = 0; d < args.dim; ++d) {
-    store_element(args.dtype, sums[static_cast<size_t>(d)] / mass, args.out,
+    store_any(args.dtype, sums[static_cast<size_t>(d)] / mass, args.out,
                   (token * args.heads + head) * args.dim + d);
   }
 }

@@ -1,4 +1,4 @@
-"""RotaryAttention through ctypes, outside any graph: for tests and benchmarks."""
+"""Runs the custom op RotaryAttention, and other custom ops through their entries."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.direct import Array, load
 from agent.kernels.library import load_library
 from agent.weights.storage import allocate
 from llm_serving.model.number_formats import kv_format
+from performance.kernels.calls import Array, load
+from performance.kernels.library import load_testing_library
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -22,15 +23,18 @@ _GROUP_KEYS = 16
 
 
 def cache_array(num_blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: str) -> Array:
-    """A zeroed key or value cache in memory as an agent's; ``dtype`` "int8" or a float type. The layout is in
-    agent/kernels/ops/rotary_attention.h: a head of a block of an int8 one holds its values first, then its scales."""
+    """Allocates a zeroed key or value cache as an agent does. ``dtype`` is "int8" or a float type.
+
+    agent/kernels/ops/rotary_attention.h describes the layout. In an int8 cache a head of a block holds its values
+    first, then its scales.
+    """
     cache = allocate((num_blocks, kv_heads, block_size, kv_format(dtype).head_width(head_dim)), dtype)
     cache.fill(0)
     return cache
 
 
 def read_cache(cache: Array, dtype: str, *, keys: bool) -> npt.NDArray[np.float64]:
-    """What a key cache, or a value cache, holds: [num_blocks, kv_heads, block_size, head_dim]."""
+    """Returns the values of a key or value cache: [num_blocks, kv_heads, block_size, head_dim]."""
     if dtype != "int8":
         return load(_in_rows(cache, keys) if dtype == "bfloat16" else cache, dtype)
     blocks, heads, block_size, width = cache.shape
@@ -42,7 +46,7 @@ def read_cache(cache: Array, dtype: str, *, keys: bool) -> npt.NDArray[np.float6
 
 
 def _in_rows(cache: Array, keys: bool) -> Array:
-    """Undoes the layout in units of 4 bytes, where the cache has it: [num_blocks, kv_heads, block_size, head_dim]."""
+    """Undoes the layout in units of 4 bytes, if the cache has it: [num_blocks, kv_heads, block_size, head_dim]."""
     blocks, heads, block_size, dim = cache.shape
     if block_size % _GROUP_KEYS or dim % _GROUP_KEYS:
         return cache
@@ -56,7 +60,7 @@ def _in_rows(cache: Array, keys: bool) -> Array:
 
 @dataclass
 class AttentionStep:
-    """The arguments of one call but for the caches and the counts; arrays may be longer than the step."""
+    """The arguments of one call except the caches and the counts. Arrays may be longer than the step."""
 
     qkv: Array
     """[Tm, (heads + 2 * kv_heads) * head_dim]"""
@@ -71,9 +75,9 @@ class AttentionStep:
     query_lens: Int32Array
     dtype: str
     window: int | None = None
-    """None: the entry is called without one, which 0 must equal."""
+    """None calls the entry without a window; 0 must give the same result."""
     gammas: tuple[Array, Array] | None = None
-    """Of the norm of queries and keys, [head_dim] each; they go with a window."""
+    """Weights of the norms of queries and keys, [head_dim] each. They need a window."""
     epsilon: float = 1e-6
 
 
@@ -81,8 +85,10 @@ def rotary_attention(
     step: AttentionStep, key_cache: Array, value_cache: Array, cache_dtype: str, *, counts: Sequence[int] | None = None,
     reference: bool = False, out: Array | None = None,
 ) -> tuple[int, Array]:  # fmt: skip
-    """Calls the entry of the custom op, which writes the caches in place; returns its code and the output [Tm, heads *
-    head_dim]. ``counts``: tokens, sequences, table width; by default all of the arrays."""
+    """Runs the custom op, which writes the caches in place; returns its code and the output [Tm, heads * head_dim].
+
+    ``counts`` are tokens, sequences and table width; by default those of the arrays.
+    """
     heads_width = step.qkv.shape[1] - 2 * key_cache.shape[1] * step.cos.shape[1]
     if out is None:
         out = np.full((step.qkv.shape[0], max(heads_width, 0)), 77, step.qkv.dtype)
@@ -96,8 +102,9 @@ def rotary_attention(
         (out, step.dtype),
     ]  # fmt: skip
     call = EntryCall(tensors)
-    library = load_library()
-    return call.run(library.llmk_reference_rotary_attention if reference else library.RotaryAttention), out
+    if reference:
+        return call.run(load_testing_library().llmk_reference_rotary_attention), out
+    return call.run(load_library().RotaryAttention), out
 
 
 def _window_and_norms(step: AttentionStep) -> list[tuple[Array, str | None]]:
@@ -111,7 +118,7 @@ def _window_and_norms(step: AttentionStep) -> list[tuple[Array, str | None]]:
 
 
 class EntryCall:
-    """Arrays as MindSpore passes tensors to an AOT custom op; can be run again and again (benchmarks do)."""
+    """Holds arrays as MindSpore passes tensors to a custom op. Benchmarks run the same call many times."""
 
     def __init__(self, tensors: Sequence[tuple[Array, str | None]]) -> None:
         count = len(tensors)
@@ -129,5 +136,5 @@ class EntryCall:
         self._keep_alive = shapes
 
     def run(self, entry: Any) -> int:
-        """The entry's code: 0, or its error."""
+        """Runs the entry and returns its code: 0, or an error."""
         return int(entry(self._count, self._params, self._ndims, self._shapes, self._dtypes, None, None))

@@ -1,0 +1,5 @@
+"""Runs single kernels outside any graph, for tests and benchmarks.
+
+``libllm_kernels_testing.so`` holds the object files of the product library, scalar references (``reference.h``) and the
+entries of ``entries.cc``. The program ``performance/ceilings`` is built from ``ceilings/``.
+"""

@@ -1,0 +1,209 @@
+// The loops behind the ceilings: each one only multiplies and adds, or only reads memory.
+//
+// setup.py compiles this file once per instruction set: agent/kernels/arch/table.h includes it instead of the kernels
+// if LLMK_TABLE_FILE names it. main.cc picks the loops of the instruction set in use.
+#pragma once
+#include "../../../agent/kernels/common/types.h"
+
+namespace llmk {
+
+constexpr int kReadLoops = 3;
+
+struct CeilingLoops {
+  // Each repeats one step `steps` times and returns the number of operations; a multiply-add counts as two.
+  int64_t (*fma)(int64_t steps);       // float32 multiply-adds
+  int64_t (*dot_bf16)(int64_t steps);  // products of bfloat16 pairs, as ops/dot.h computes them
+  int64_t (*dot_int8)(int64_t steps);  // products of four bytes, as ops/linear.h computes them
+  // Read `bytes` (a multiple of 1024) from one, two or four places at once and return a sum of the data. If `next` is
+  // not null, they also prefetch as many bytes from there into the second-level cache.
+  int32_t (*read[kReadLoops])(const void* data, int64_t bytes, const void* next);
+};
+
+}  // namespace llmk
+
+#ifdef LLMK_ARCH
+#include "../../../agent/kernels/arch/vec.h"
+#include "../../../agent/kernels/ops/dot.h"
+#ifdef LLMK_AMX
+#include "../../../agent/kernels/ops/amx_tiles.h"
+#endif
+
+namespace llmk {
+namespace LLMK_ARCH {
+
+// How many sums a loop adds to in turn. Enough that no sum waits for its previous addition, and few enough that all of
+// them stay in registers beside the operands. Without VNNI a product of bytes also needs two temporary registers.
+#if defined(LLMK_VEC_AVX512)
+constexpr int kChains = 12, kByteChains = 12;
+#else
+constexpr int kChains = 6, kByteChains = 2;
+#endif
+
+// Makes the compiler assume that a value may have changed, at no cost. The operands of the loops are constant. Without
+// this the compiler would multiply them once before the loop, or leave out a multiplication by one; then the loop would
+// only add.
+#if defined(LLMK_VEC_AVX512)
+LLMK_INLINE void hide(__m512& a) { __asm__ volatile("" : "+v"(a)); }
+LLMK_INLINE void hide(__m512i& a) { __asm__ volatile("" : "+v"(a)); }
+LLMK_INLINE void hide(Vec& a) { hide(a.v); }
+LLMK_INLINE void hide(Ints& a) { hide(a.v); }
+#ifdef LLMK_BF16_DOT
+LLMK_INLINE void hide(__m512bh& a) { __asm__ volatile("" : "+v"(a)); }
+#endif
+#ifndef LLMK_VNNI
+LLMK_INLINE void hide(BroadcastQuad& a) {
+  hide(a.even);
+  hide(a.odd);
+}
+#endif
+#elif defined(LLMK_VEC_AVX2)
+LLMK_INLINE void hide(Vec& a) { __asm__ volatile("" : "+x"(a.low), "+x"(a.high)); }
+LLMK_INLINE void hide(Ints& a) { __asm__ volatile("" : "+x"(a.low), "+x"(a.high)); }
+LLMK_INLINE void hide(BroadcastQuad& a) { __asm__ volatile("" : "+x"(a.even), "+x"(a.odd)); }
+#else
+template <class T>
+LLMK_INLINE void hide(T& a) {  // in memory: the types of the portable set are wider than a register
+  __asm__ volatile("" : "+m"(a));
+}
+#endif
+template <class T>
+LLMK_INLINE void hide_memory(T& a) {
+  __asm__ volatile("" : "+m"(a));
+}
+
+// The sum of all lanes of all sums goes to memory, so no product can be left out. It is not inlined, so that a loop's
+// function holds nothing else that multiplies or repeats.
+static __attribute__((noinline)) void keep(const Vec* totals, int count) {
+  float result = 0;
+  for (int i = 0; i < count; ++i) result += sum(totals[i]);
+  volatile float sink = result;
+  static_cast<void>(sink);
+}
+static __attribute__((noinline)) void keep(const Ints* totals, int count) {
+  uint32_t result = 0, lanes[kLanes];
+  for (int i = 0; i < count; ++i) {
+    store_ints(lanes, totals[i]);
+    for (const uint32_t lane : lanes) result += lane;
+  }
+  volatile uint32_t sink = result;
+  static_cast<void>(sink);
+}
+
+template <class T>
+LLMK_INLINE int64_t run_steps(int64_t steps) {
+  using D = Dot<T, T>;
+  alignas(64) T ones[64];
+  for (T& one : ones) from_float(1.0f, &one);
+  hide_memory(ones);
+  typename D::Operand x = D::get(ones), w = D::get(ones + kLanes);
+  Vec total[kChains];
+  for (Vec& chain : total) {
+    chain = zero();
+    hide(chain);
+  }
+  for (int64_t i = 0; i < steps; ++i) {
+    LLMK_UNROLL
+    for (int c = 0; c < kChains; ++c) {
+      hide(x);
+      total[c] = D::step(x, w, total[c]);
+    }
+  }
+  keep(total, kChains);
+  return steps * kChains * D::kStep * 2;
+}
+
+static int64_t ceiling_fma(int64_t steps) { return run_steps<float>(steps); }
+
+#ifdef LLMK_AMX
+// Four products of tiles a step, which do not wait for each other. The instructions are volatile and cannot be hoisted.
+template <class Multiply>
+LLMK_INLINE int64_t run_tiles(int64_t steps, const Multiply& multiply) {
+  alignas(64) uint8_t ones[kAmxRows * 64];
+  std::memset(ones, 1, sizeof(ones));
+  configure_tiles(kAmxRows, kAmxRows);
+  load_tile<4>(ones, 64);
+  load_tile<5>(ones, 64);
+  load_tile<6>(ones, 64);
+  load_tile<7>(ones, 64);
+  for (int64_t i = 0; i < steps; ++i) multiply();
+  release_tiles();
+  return steps * 4 * kAmxRows * 64 * kLanes * 2;
+}
+static int64_t ceiling_dot_bf16(int64_t steps) {
+  return run_tiles(steps, [] {
+    multiply_bfloats<0, 4, 6>();
+    multiply_bfloats<1, 4, 7>();
+    multiply_bfloats<2, 5, 6>();
+    multiply_bfloats<3, 5, 7>();
+  }) / 2;
+}
+static int64_t ceiling_dot_int8(int64_t steps) {
+  return run_tiles(steps, [] {
+    multiply_bytes<0, 4, 6>();
+    multiply_bytes<1, 4, 7>();
+    multiply_bytes<2, 5, 6>();
+    multiply_bytes<3, 5, 7>();
+  });
+}
+#else
+static int64_t ceiling_dot_bf16(int64_t steps) { return run_steps<bfloat_t>(steps); }
+
+static int64_t ceiling_dot_int8(int64_t steps) {
+  alignas(64) int8_t ones[64];
+  std::memset(ones, 1, sizeof(ones));
+  hide_memory(ones);
+  const Quads w = quads(load_ints(ones));
+  BroadcastQuad x = broadcast_quad(ones);
+  Ints total[kByteChains];
+  for (Ints& chain : total) {
+    chain = broadcast_int(0);
+    hide(chain);
+  }
+  for (int64_t i = 0; i < steps; ++i) {
+    LLMK_UNROLL
+    for (int c = 0; c < kByteChains; ++c) {
+      hide(x);
+      total[c] = dot_quads(total[c], w, x);
+    }
+  }
+  keep(total, kByteChains);
+  return steps * kByteChains * 64 * 2;
+}
+#endif
+
+template <int kPlaces, bool kFetch>
+static inline int32_t read_places(const char* from, int64_t bytes, const char* next) {
+  const int64_t piece = bytes / kPlaces;
+  Ints total[kPlaces];
+  for (int j = 0; j < kPlaces; ++j) total[j] = broadcast_int(0);
+  for (int64_t i = 0; i < piece; i += 128) {
+    LLMK_UNROLL
+    for (int j = 0; j < kPlaces; ++j) {
+      if (kFetch) {
+        __builtin_prefetch(next + j * piece + i, 0, 2);
+        __builtin_prefetch(next + j * piece + i + 64, 0, 2);
+      }
+      total[j] = add(total[j], load_ints(from + j * piece + i));
+      total[j] = add(total[j], load_ints(from + j * piece + i + 64));
+    }
+  }
+  for (int j = 1; j < kPlaces; ++j) total[0] = add(total[0], total[j]);
+  int32_t result[kLanes];
+  store_ints(result, total[0]);
+  return result[0];
+}
+
+template <int kPlaces>
+static int32_t ceiling_read(const void* data, int64_t bytes, const void* next) {
+  const char* from = static_cast<const char*>(data);
+  if (next == nullptr) return read_places<kPlaces, false>(from, bytes, nullptr);
+  return read_places<kPlaces, true>(from, bytes, static_cast<const char*>(next));
+}
+
+extern const CeilingLoops kCeilingLoops;
+const CeilingLoops kCeilingLoops = {
+    ceiling_fma, ceiling_dot_bf16, ceiling_dot_int8, {ceiling_read<1>, ceiling_read<2>, ceiling_read<4>}};
+
+}  // namespace LLMK_ARCH
+}  // namespace llmk
+#endif

@@ -1,0 +1,212 @@
+// performance/ceilings: measures the maximum that this machine can do, and prints it as JSON on standard output.
+//
+//   performance/ceilings [seconds [threads]]
+//
+// Each figure is the best of 5 attempts of `seconds` (default 0.1). Read bandwidth is in 10^9 bytes/s, rates are in
+// 10^9 operations/s; a multiply-add is two operations. Without `threads` there is one row for 1 thread and one for all
+// processors. LLM_KERNELS_ISA picks the instruction set, as for the kernels.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "../../../agent/kernels/common/floating_point.h"
+#include "../../../agent/kernels/common/kernel_table.h"
+#include "../../../agent/kernels/common/thread_pool.h"
+#include "loops.h"
+
+// setup.py defines LLMK_HAVE_<ISA> for the instruction sets that the compiler knows.
+#define LLMK_LOOPS(isa) namespace isa { extern const CeilingLoops kCeilingLoops; }
+
+namespace llmk {
+
+LLMK_LOOPS(portable)
+LLMK_LOOPS(avx2)
+LLMK_LOOPS(avx512)
+LLMK_LOOPS(avx512_vnni)
+LLMK_LOOPS(avx512_bf16)
+LLMK_LOOPS(avx512_amx)
+LLMK_LOOPS(neon_dot)
+LLMK_LOOPS(neon_i8mm)
+
+namespace {
+
+struct NamedLoops {
+  const char* isa;
+  const CeilingLoops* loops;
+};
+
+const NamedLoops kCompiled[] = {
+#ifdef LLMK_HAVE_AVX2
+    {"avx2", &avx2::kCeilingLoops},
+#endif
+#ifdef LLMK_HAVE_AVX512
+    {"avx512", &avx512::kCeilingLoops},
+#endif
+#ifdef LLMK_HAVE_AVX512_VNNI
+    {"avx512_vnni", &avx512_vnni::kCeilingLoops},
+#endif
+#ifdef LLMK_HAVE_AVX512_BF16
+    {"avx512_bf16", &avx512_bf16::kCeilingLoops},
+#endif
+#ifdef LLMK_HAVE_AVX512_AMX
+    {"avx512_amx", &avx512_amx::kCeilingLoops},
+#endif
+#ifdef LLMK_HAVE_NEON_DOT
+    {"neon_dot", &neon_dot::kCeilingLoops},
+#endif
+#ifdef LLMK_HAVE_NEON_I8MM
+    {"neon_i8mm", &neon_i8mm::kCeilingLoops},
+#endif
+    {"portable", &portable::kCeilingLoops},
+};
+
+const CeilingLoops& ceiling_loops() {
+  for (const NamedLoops& each : kCompiled) {
+    if (std::strcmp(each.isa, kernels().isa) == 0) return *each.loops;
+  }
+  std::fprintf(stderr, "ceilings: no loops for %s\n", kernels().isa);
+  std::exit(1);
+}
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Returns the best rate of short rounds within about `seconds` seconds, of all threads together. Other processes can
+// only slow a round down, so the best round is the nearest to the machine's limit.
+double measure_rate(int64_t (*loop)(int64_t), double seconds) {
+  constexpr int64_t kSteps = 200000;  // about a millisecond
+  const StandardFloatingPoint scope;
+  const double operations = static_cast<double>(loop(1)) * kSteps * num_threads() * 1e-9;
+  double best = 0;
+  const auto start = std::chrono::steady_clock::now();
+  do {
+    const auto round = std::chrono::steady_clock::now();
+    parallel_for(num_threads(), [&](int64_t) { loop(kSteps); });
+    best = std::max(best, operations / seconds_since(round));
+  } while (seconds_since(start) < seconds);
+  return best;
+}
+
+// GB/s at which the threads together read `bytes`. read(thread) returns the sum of the data that the thread read.
+template <class Read>
+double timed_reads(int64_t bytes, const Read& read) {
+  int32_t total = 0;
+  const auto start = std::chrono::steady_clock::now();
+  parallel_for(num_threads(), [&](int64_t thread) { __atomic_fetch_add(&total, read(thread), __ATOMIC_RELAXED); });
+  const double rate = static_cast<double>(bytes) / seconds_since(start) * 1e-9;
+  volatile int32_t sink = total;
+  static_cast<void>(sink);
+  return rate;
+}
+
+constexpr int64_t kReadBytes = 256 << 20;
+
+// Measures the read bandwidth over 256 MB in huge pages, if the system has them. round(memory, method) reads all of it
+// once. Of `methods` methods the one with the best median of three rounds is used. Returns the upper quartile of its
+// rounds within about `seconds` seconds, not the best one: a virtual machine may get twice its rate for a short time.
+template <class Round>
+double measure_reads(double seconds, int methods, const Round& round) {
+  constexpr int64_t kHugePage = 2 << 20;
+  void* memory = nullptr;
+  if (posix_memalign(&memory, kHugePage, kReadBytes) != 0) std::abort();
+  madvise(memory, kReadBytes, MADV_HUGEPAGE);
+  std::memset(memory, 1, kReadBytes);
+  const auto quantile = [](std::vector<double> rates, size_t quarters) {
+    std::sort(rates.begin(), rates.end());
+    return rates[rates.size() * quarters / 4];
+  };
+  std::vector<std::vector<double>> tried(static_cast<size_t>(methods));
+  for (int i = 0; i < 3 * methods; ++i) {
+    tried[static_cast<size_t>(i % methods)].push_back(round(static_cast<const char*>(memory), i % methods));
+  }
+  int best = 0;
+  for (int method = 1; method < methods; ++method) {
+    if (quantile(tried[static_cast<size_t>(method)], 2) > quantile(tried[static_cast<size_t>(best)], 2)) best = method;
+  }
+  std::vector<double> rates;
+  const auto start = std::chrono::steady_clock::now();
+  do {
+    rates.push_back(round(static_cast<const char*>(memory), best));
+  } while (seconds_since(start) < seconds);
+  std::free(memory);
+  return quantile(rates, 3);
+}
+
+// In order: every thread reads its own part, at one place or at several in turn.
+double measure_read_bandwidth(double seconds) {
+  return measure_reads(seconds, kReadLoops, [](const char* memory, int method) {
+    const int64_t part = kReadBytes / num_threads() / 1024 * 1024;
+    const auto read = ceiling_loops().read[method];
+    return timed_reads(part * num_threads(),
+                       [&](int64_t thread) { return read(memory + thread * part, part, nullptr); });
+  });
+}
+
+// In pieces of 12 KB in random order, as the blocks of a sequence lie (16 keys of 12 heads of 64 in int8). Half of the
+// methods also prefetch the thread's next piece.
+double measure_paged_read_bandwidth(double seconds) {
+  constexpr int64_t kPiece = 12 << 10, kPieces = kReadBytes / kPiece;
+  std::vector<int64_t> order(kPieces);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), std::mt19937(1));
+  return measure_reads(seconds, 2 * kReadLoops, [&](const char* memory, int method) {
+    const auto read = ceiling_loops().read[method % kReadLoops];
+    const bool fetches = method >= kReadLoops;
+    const auto piece = [&](int64_t i) { return memory + order[static_cast<size_t>(i)] * kPiece; };
+    return timed_reads(kPieces * kPiece, [&](int64_t thread) {
+      const int64_t step = num_threads();
+      int32_t sum = 0;
+      for (int64_t i = thread; i < kPieces; i += step) {
+        sum += read(piece(i), kPiece, fetches && i + step < kPieces ? piece(i + step) : nullptr);
+      }
+      return sum;
+    });
+  });
+}
+
+template <class Measure>
+double best_of_attempts(const Measure& measure) {
+  constexpr int kAttempts = 5;
+  double best = 0;
+  for (int i = 0; i < kAttempts; ++i) best = std::max(best, measure());
+  return best;
+}
+
+void print_row(int threads, double seconds, bool last) {
+  set_num_threads(threads);
+  const CeilingLoops& loops = ceiling_loops();
+  const auto rate = [&](int64_t (*loop)(int64_t)) {
+    return best_of_attempts([&] { return measure_rate(loop, seconds); });
+  };
+  const double read = best_of_attempts([&] { return measure_read_bandwidth(seconds); });
+  const double paged = best_of_attempts([&] { return measure_paged_read_bandwidth(seconds); });
+  std::printf("  {\"threads\": %d, \"read_gb_s\": %.2f, \"paged_read_gb_s\": %.2f, \"fp32_gflops\": %.1f, "
+              "\"bf16_gflops\": %.1f, \"int8_gops\": %.1f}%s\n",
+              num_threads(), read, paged, rate(loops.fma), rate(loops.dot_bf16), rate(loops.dot_int8),
+              last ? "" : ",");
+}
+
+}  // namespace
+}  // namespace llmk
+
+int main(int argc, char** argv) {
+  const double seconds = argc > 1 ? std::atof(argv[1]) : 0.1;
+  const int threads = argc > 2 ? std::atoi(argv[2]) : -1;
+  if (seconds <= 0 || argc > 3 || (argc > 2 && threads < 0)) {
+    std::fprintf(stderr, "usage: %s [seconds of an attempt, more than 0 [threads, 0 for every processor]]\n", argv[0]);
+    return 2;
+  }
+  std::printf("{\"isa\": \"%s\", \"ceilings\": [\n", llmk::kernels().isa);
+  if (threads < 0) llmk::print_row(1, seconds, false);
+  llmk::print_row(threads < 0 ? 0 : threads, seconds, true);
+  std::printf("]}\n");
+  return 0;
+}

@@ -1,0 +1,35 @@
+"""Loads the testing library of the kernels. It is built in place together with the product library, never installed."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import agent.kernels
+from agent.kernels import KernelsNotBuiltError, library
+
+
+def path_of_testing_library() -> Path:
+    """Returns the path of the testing library. Raises KernelsNotBuiltError if it is not built."""
+    path = Path(__file__).resolve().parent / "libllm_kernels_testing.so"
+    if not path.is_file():
+        raise KernelsNotBuiltError(f"{path} is not built; run `python setup.py build_ext --inplace` (or `make setup`)")
+    return path
+
+
+@cache
+def load_testing_library() -> ctypes.CDLL:
+    """Loads the library once. It has threads and buffers of its own, beside those of the product library."""
+    return ctypes.CDLL(str(path_of_testing_library()))
+
+
+def replace_product_library() -> None:
+    """Makes the agent of this process use the testing library. Call this before the agent's backends are imported."""
+    agent.kernels.library_path = library.library_path = path_of_testing_library
+
+
+def set_threads(num_threads: int) -> None:
+    """Sets the number of threads of both libraries; 0 means every processor that this process may use."""
+    library.set_threads(num_threads)
+    load_testing_library().llmk_set_threads(num_threads)

@@ -1,0 +1,107 @@
+// Records which experts tokens are routed to, and routes tokens as an earlier run did.
+//
+// Rounding decides near ties between experts, so two correct runs can choose different experts and then differ widely.
+// A test compares such runs with the same experts: it records the choices of one run, lets the other run follow them,
+// and checks that every choice that was replaced was a near tie.
+//
+// The testing library is linked with --wrap for both functions that choose experts: route_tokens, and plugin_top_k of
+// MindFormers' models. All their callers in that library get here. The product library has none of this.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "../../agent/kernels/ops/experts.h"
+#include "../../agent/kernels/plugin/call.h"
+
+#define LLMK_ROUTE_TOKENS(prefix) prefix##_ZN4llmk12route_tokensERKNS_11RoutingArgsE
+#define LLMK_TOP_K(prefix) prefix##_ZN4llmk12plugin_top_kERKNS_4CallE
+
+namespace llmk {
+namespace {
+
+struct Routes {
+  bool records = false;
+  std::vector<int32_t> chosen;    // the experts of every row so far, row after row
+  std::vector<int32_t> followed;  // the choices of the earlier run; empty: rows keep their own
+  float widest_margin = 0;        // of all replaced choices: how much the row preferred its own, in router logits
+};
+Routes routes;
+
+// Takes the choice of a row. In a run that follows another, replaces `ids` and returns true if the set of experts
+// differs. `logit` gives the router logit of an expert, up to a constant.
+template <class Id, class Logit>
+bool take_row(Id* ids, int64_t count, const Logit& logit) {
+  const size_t at = routes.chosen.size(), end = at + static_cast<size_t>(count);
+  bool replaced = false;
+  if (!routes.followed.empty()) {
+    if (end > routes.followed.size()) {
+      std::fprintf(stderr, "routes: the run to follow had fewer rows\n");
+      std::abort();
+    }
+    const int32_t* wanted = routes.followed.data() + at;
+    const auto less = [&](int64_t a, int64_t b) { return logit(a) < logit(b); };
+    replaced = !std::is_permutation(ids, ids + count, wanted);
+    if (replaced) {
+      const float margin = logit(*std::min_element(ids, ids + count, less)) -
+                           logit(*std::min_element(wanted, wanted + count, less));
+      routes.widest_margin = std::max(routes.widest_margin, margin);
+      std::copy(wanted, wanted + count, ids);
+    }
+  }
+  routes.chosen.insert(routes.chosen.end(), ids, ids + count);
+  return replaced;
+}
+
+}  // namespace
+}  // namespace llmk
+
+extern "C" {
+
+void LLMK_ROUTE_TOKENS(__real_)(const llmk::RoutingArgs& args);
+int LLMK_TOP_K(__real_)(const llmk::Call& call);
+
+void LLMK_ROUTE_TOKENS(__wrap_)(const llmk::RoutingArgs& args) {
+  LLMK_ROUTE_TOKENS(__real_)(args);
+  if (!llmk::routes.records) return;
+  for (int64_t row = 0; row < args.rows; ++row) {
+    const float* logits = args.logits + row * args.experts;
+    int32_t* ids = args.ids + row * args.chosen;
+    float* weights = args.weights + row * args.chosen;
+    if (!llmk::take_row(ids, args.chosen, [&](int64_t id) { return logits[id]; })) continue;
+    const float top = *std::max_element(logits, logits + args.experts);
+    float mass = 0, sum = 0;
+    for (int64_t i = 0; i < args.experts; ++i) mass += std::exp(logits[i] - top);
+    for (int64_t i = 0; i < args.chosen; ++i) sum += weights[i] = std::exp(logits[ids[i]] - top) / mass;
+    for (int64_t i = 0; args.normalised && i < args.chosen; ++i) weights[i] /= sum;
+  }
+}
+
+int LLMK_TOP_K(__wrap_)(const llmk::Call& call) {
+  const int error = LLMK_TOP_K(__real_)(call);
+  if (error != 0 || !llmk::routes.records) return error;
+  const int64_t experts = call.dim(0, -1), chosen = call.integer(1), rows = call.size(0) / experts;
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* probabilities = call.as<float>(0) + row * experts;
+    int64_t* ids = call.as<int64_t>(6) + row * chosen;
+    if (!llmk::take_row(ids, chosen, [&](int64_t id) { return std::log(probabilities[id]); })) continue;
+    for (int64_t i = 0; i < chosen; ++i) call.as<float>(5)[row * chosen + i] = probabilities[ids[i]];
+  }
+  return error;
+}
+
+// Begins to record. If `count` is not zero, rows follow the choices `followed`.
+LLMK_ENTRY void llmk_test_begin_routes(const int32_t* followed, int64_t count) {
+  llmk::routes = {true, {}, {followed, followed + count}, 0};
+}
+
+// Ends recording. Returns the number of choices and writes as many to `out` if it is not null.
+LLMK_ENTRY int64_t llmk_test_end_routes(int32_t* out, float* widest_margin) {
+  llmk::routes.records = false;
+  if (out != nullptr) std::copy(llmk::routes.chosen.begin(), llmk::routes.chosen.end(), out);
+  *widest_margin = llmk::routes.widest_margin;
+  return static_cast<int64_t>(llmk::routes.chosen.size());
+}
+
+}  // extern "C"

@@ -1,0 +1,41 @@
+"""Records the experts that tokens are routed to, and routes tokens as an earlier run did; see ``routes.cc``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from performance.kernels.library import load_testing_library
+
+
+@dataclass
+class Routes:
+    """The choices of a run."""
+
+    chosen: list[int] = field(default_factory=list)
+    """The experts of each row, layer after layer and step after step."""
+    widest_margin: float = 0.0
+    """The largest preference, in router logits, that a row had for its own experts over those it had to follow."""
+
+
+@contextmanager
+def recorded_routes(follow: Sequence[int] = ()) -> Iterator[Routes]:
+    """Records the routes of the body; the result is complete when the body ends.
+
+    The process must use the testing library (``replace_product_library``). With ``follow`` the body's rows go to the
+    experts of an earlier run, which must have had the same rows in the same order.
+    """
+    library, routes = load_testing_library(), Routes()
+    library.llmk_test_begin_routes.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.llmk_test_end_routes.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_float)]
+    library.llmk_test_end_routes.restype = ctypes.c_int64
+    followed, margin = np.array(follow, np.int32), ctypes.c_float()
+    library.llmk_test_begin_routes(followed.ctypes.data, len(followed))
+    yield routes
+    chosen = np.empty(library.llmk_test_end_routes(None, ctypes.byref(margin)), np.int32)
+    library.llmk_test_end_routes(chosen.ctypes.data, ctypes.byref(margin))
+    routes.chosen, routes.widest_margin = chosen.tolist(), margin.value
