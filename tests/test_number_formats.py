@@ -40,7 +40,7 @@ from tools.quality_gate import chosen_formats
 from tools.quantization.rounding import Settings
 from tools.quantize import parse_arguments
 
-UNKNOWN = "int5"
+UNKNOWN = "int1"
 NOT_KNOWN = f"format '{UNKNOWN}' is not known; there are float32"
 
 
@@ -77,8 +77,8 @@ def test_a_name_is_found_exactly_or_not_at_all(name):
     for look_up in (weight_format, kv_format):
         with pytest.raises(UnknownFormatError, match=f"format '{name}' is not known"):
             look_up(name)
-    with pytest.raises(UnknownFormatError, match="no weight format has integers of 5 bits"):
-        stored_format(5)
+    with pytest.raises(UnknownFormatError, match="no weight format has integers of 1 bits"):
+        stored_format(1)
 
 
 @pytest.mark.parametrize("key", ["weight_format", "kv_format"])
@@ -98,12 +98,12 @@ def test_the_planner_refuses_an_unknown_format(config, key):
 @pytest.mark.parametrize(
     "quantization",
     [
-        {"quant_method": "gptq", "bits": 5},
+        {"quant_method": "gptq", "bits": 1},
         {"quant_method": "awq", "bits": 8},
         {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 5}}},
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 1}}},
         },
         {
             "quant_method": "compressed-tensors",
@@ -124,8 +124,8 @@ def test_the_loader_refuses_an_unknown_format():
             Packing(**given)
     with pytest.raises(UnknownFormatError, match=NOT_KNOWN):
         _ = Scheme(UNKNOWN, 32).weights
-    with pytest.raises(CheckpointError, match="integers of 5 bits cannot be unpacked"):
-        unpacked(np.zeros((1, 1), np.int32), 5)
+    with pytest.raises(CheckpointError, match="integers of 1 bits cannot be unpacked"):
+        unpacked(np.zeros((1, 1), np.int32), 1)
 
 
 def test_packing_refuses_an_unknown_format():
@@ -160,8 +160,8 @@ def test_the_quantiser_refuses_an_unknown_format(capsys):
     with pytest.raises(SystemExit):
         parse_arguments(["a", "b", "--format", UNKNOWN])
     assert f"invalid choice: '{UNKNOWN}'" in capsys.readouterr().err
-    with pytest.raises(UnknownFormatError, match="no weight format has integers of 5 bits"):
-        Settings(5, 32, asymmetric=False, scale_dtype="float32")
+    with pytest.raises(UnknownFormatError, match="no weight format has integers of 1 bits"):
+        Settings(1, 32, asymmetric=False, scale_dtype="float32")
 
 
 def test_benchmarks_and_simulator_refuse_an_unknown_format(config, capsys):

@@ -2,7 +2,7 @@
 
 Code that depends on a format reads the entry's fields; it compares no names. An unknown name is an error everywhere.
 
-To add a weight format, add an entry to ``_WEIGHT_FORMATS`` and follow "A weight format" in CONTRIBUTING.md.
+To add a weight format, add an entry to ``_WEIGHT_FORMATS`` and follow "Add a weight format" in CONTRIBUTING.md.
 """
 
 from __future__ import annotations

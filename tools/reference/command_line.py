@@ -85,4 +85,5 @@ def help_of(program: str) -> str:
         sys.argv, sys.path[:] = saved[0], saved[2]
         os.environ.clear()
         os.environ.update(saved[1])
-    return re.sub(r"[ \t]+$", "", output.getvalue().strip(), flags=re.MULTILINE)
+    text = output.getvalue().replace(f"{ROOT}/", "")  # the page must not depend on where the repository is
+    return re.sub(r"[ \t]+$", "", text.strip(), flags=re.MULTILINE)
