@@ -1,1 +1,1 @@
-"""What crosses between server and agents: typed messages on a socket, step slots in shared memory."""
+"""Communication between server and agents: typed messages on a socket, step slots in shared memory."""

@@ -1,7 +1,7 @@
-"""What the launcher hands to an agent it starts: an inherited descriptor with the secret and the config.
+"""The inherited file descriptor through which the launcher gives a new agent the secret and the config.
 
-The launcher writes one frame and keeps its end open for as long as it lives, so the end of the file is the
-news that the server is gone, however it ended.
+The launcher writes one frame and keeps its end open while it runs. If the server ends for any reason, the agent reads
+the end of the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llm_serving.ipc.channel import FrameBuffer, frame
 
 
 class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The one frame on the inherited descriptor."""
+    """The only frame on the inherited descriptor."""
 
     secret: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     rank: Annotated[int, msgspec.Meta(ge=0)]
@@ -32,12 +32,12 @@ class BootstrapPipe:
     descriptor: int
 
     def read(self) -> Bootstrap:
-        """Wait for the frame. Raises ProtocolError when the launcher goes away first or sends something else."""
+        """Wait for the frame. Raises ProtocolError if the launcher ends first or sends another message."""
         buffer = FrameBuffer()
         while True:
             data = os.read(self.descriptor, 64 * 1024)
             if not data:
-                raise ProtocolError("the launcher went away before it had sent the bootstrap frame")
+                raise ProtocolError("the launcher ended before it sent the bootstrap frame")
             for payload in buffer.feed(data):
                 try:
                     return msgspec.msgpack.decode(payload, type=Bootstrap)
@@ -45,7 +45,7 @@ class BootstrapPipe:
                     raise ProtocolError(f"the bootstrap frame is not valid: {error}") from error
 
     def exit_when_launcher_goes(self) -> None:
-        """Start a thread that ends this process, whatever it is doing, as soon as the launcher is gone."""
+        """Start a thread that ends this process immediately when the launcher ends."""
 
         def watch() -> None:
             while os.read(self.descriptor, 4096):
@@ -56,5 +56,5 @@ class BootstrapPipe:
 
 
 def encode_bootstrap(bootstrap: Bootstrap) -> bytes:
-    """The bytes the launcher writes, frame included."""
+    """Return the bytes that the launcher writes, with the frame."""
     return frame(msgspec.msgpack.encode(bootstrap))

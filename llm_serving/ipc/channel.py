@@ -1,6 +1,6 @@
-"""Length-prefixed frames over a stream socket: four bytes little-endian, then that many bytes of message.
+"""Length-prefixed frames over a stream socket: four little-endian bytes with the length, then the message.
 
-The length is capped on both ends before anything is allocated.
+Both ends check the length against a limit before they allocate memory.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ _LENGTH = struct.Struct("<I")
 
 
 def frame(payload: bytes) -> bytes:
-    """The payload with its length in front. Raises ProtocolError over ``MAX_FRAME_BYTES``."""
+    """Return the payload with its length in front. Raises ProtocolError above ``MAX_FRAME_BYTES``."""
     if len(payload) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(payload)) + payload
 
 
 class FrameBuffer:
-    """Cuts a byte stream into frames. Feed what arrived, take the whole frames out."""
+    """Splits a byte stream into frames."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of a frame that is not whole yet."""
+        """Received bytes of an incomplete frame."""
         return len(self._data)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield every whole frame's payload. Raises ProtocolError at a length over the cap."""
+        """Yield the payload of each complete frame. Raises ProtocolError for a length above the limit."""
         self._data += data
         offset = 0
         try:
@@ -53,9 +53,9 @@ class FrameBuffer:
 
 
 class Channel:
-    """A connected stream socket that sends and receives frames. Owns the socket.
+    """A connected stream socket that sends and receives frames. It owns the socket.
 
-    ``receive`` blocks (up to the socket's timeout); ``send`` may be called from one thread at a time.
+    ``receive`` blocks up to the socket's timeout. Only one thread at a time may call ``send``.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -72,13 +72,13 @@ class Channel:
         self._socket.settimeout(seconds)
 
     def send(self, payload: bytes) -> None:
-        """Send one frame. Raises OSError when the peer is gone."""
+        """Send one frame. Raises OSError if the peer has closed the connection."""
         self._socket.sendall(frame(payload))
 
     def receive(self) -> bytes | None:
-        """The next frame's payload, or None when the peer closed between frames.
+        """Return the payload of the next frame, or None if the peer closed between frames.
 
-        Raises ProtocolError for an oversized or torn frame, TimeoutError or OSError from the socket.
+        Raises ProtocolError for an oversized or incomplete frame, TimeoutError or OSError from the socket.
         """
         while not self._ready:
             data = self._socket.recv(64 * 1024)
@@ -90,7 +90,7 @@ class Channel:
         return self._ready.pop(0)
 
     def receive_available(self) -> list[bytes] | None:
-        """Whole frames that are here after one read of a readable socket; None when the peer closed."""
+        """Return the complete frames after one read of a readable socket; None if the peer closed."""
         data = self._socket.recv(64 * 1024)
         if not data:
             return None

@@ -1,14 +1,14 @@
-"""Every message on the wire between server and agent, and nothing else.
+"""All messages between server and agent.
 
-Sockets carry control only: a message names a step slot and a sequence number, never an array. Messages are
-MessagePack maps with a ``type`` field, decoded against these classes; an unknown type, field or a wrong value
-is a ``ProtocolError``. There is no pickle anywhere.
+A message names a step slot and a sequence number. It never contains an array. Messages are MessagePack maps with a
+``type`` field, decoded against these classes. An unknown type, an unknown field or a wrong value is a
+``ProtocolError``.
 
     server                                agent
       | <------------------- Challenge -----|   a nonce
       |--- Connect ------------------------>|   proof of the launch secret, a nonce, the shared memory's name
-      | <------------------- Connected -----|   proof back; shared memory is mapped (the server unlinks it
-      |                                     |   when every agent of the group has said so)
+      | <------------------- Connected -----|   proof of the agent; shared memory is mapped (the server unlinks it
+      |                                     |   after every agent of the group has sent this)
       | <------------------- Progress ... --|   loading, compiling, warming up
       | <------------------- Ready | Failed-|
       |--- Prefill | Decode | Move -------->|   "run slot s as step n"
@@ -38,7 +38,7 @@ LongText = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
 
 
 class MessageClass(enum.IntEnum):
-    """Priority of a message in the agent's task queue: the smaller runs first, unless the policy says otherwise."""
+    """Priority of a message in the agent's task queue. Smaller numbers run first, unless the policy differs."""
 
     CONTROL = 0
     MOVE = 1
@@ -51,15 +51,15 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class Challenge(Message, frozen=True, tag="challenge"):
-    """Agent to server, first of all: prove that you launched me."""
+    """Agent to server, the first message: asks for a proof that the server launched this agent."""
 
     nonce: Nonce
 
 
 class Connect(Message, frozen=True, tag="connect"):
-    """Server to agent: proof over the agent's nonce, a nonce of its own, and where the step slots are.
+    """Server to agent: proof over the agent's nonce, the server's nonce, and the names of the shared memory.
 
-    An agent of a group is told of the group's exchange too; the name is empty for an agent alone.
+    If the agent is alone in its group, ``exchange_name`` is empty.
     """
 
     version: int
@@ -73,7 +73,7 @@ class Connect(Message, frozen=True, tag="connect"):
 
 
 class Connected(Message, frozen=True, tag="connected"):
-    """Agent to server: proof over the server's nonce. The agent has the slots, and the exchange, mapped."""
+    """Agent to server: proof over the server's nonce. The agent has mapped the slots and the exchange."""
 
     proof: Proof
     pid: UInt
@@ -81,7 +81,7 @@ class Connected(Message, frozen=True, tag="connected"):
 
 
 class Progress(Message, frozen=True, tag="progress"):
-    """Agent to server while it starts: ``done`` of ``total`` units of a stage (load, compile, warm up)."""
+    """Agent to server during the start: ``done`` of ``total`` units of a stage (load, compile, warm up)."""
 
     stage: ShortText
     done: UInt
@@ -89,71 +89,71 @@ class Progress(Message, frozen=True, tag="progress"):
 
 
 class Ready(Message, frozen=True, tag="ready"):
-    """Agent to server: graphs are compiled, the configured maximum was run once.
+    """Agent to server: the graphs are compiled, and the largest configured steps have run once.
 
-    ``summary`` is for people and logs (device, op table, bytes of weights and KV cache, seconds per stage).
+    ``summary`` is for status pages and logs (device, op table, bytes of weights and KV cache, seconds of each stage).
     """
 
     summary: dict[str, str | int | float]
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """Agent to server: the start failed for good; ``error`` in a sentence, and the traceback."""
+    """Agent to server: the start failed. ``error`` is one sentence."""
 
     error: LongText
     traceback: LongText
 
 
 class Prefill(Message, frozen=True, tag="prefill"):
-    """Server to agent: run slot ``slot``, which holds prompt tokens, perhaps decoding rows too, as step ``seq``."""
+    """Server to agent: run slot ``slot`` as step ``seq``. It has prompt tokens, and decodes if it is a mixed step."""
 
     seq: UInt
     slot: UInt
 
 
 class Decode(Message, frozen=True, tag="decode"):
-    """Server to agent: run slot ``slot``, one token for each row, as step ``seq``."""
+    """Server to agent: run slot ``slot`` as step ``seq``. It has one token for each sequence."""
 
     seq: UInt
     slot: UInt
 
 
 class Move(Message, frozen=True, tag="move"):
-    """Server to agent: copy the blocks that slot ``slot`` names, as step ``seq``. It has no tokens."""
+    """Server to agent: copy the blocks that slot ``slot`` names, as step ``seq``. The step has no tokens."""
 
     seq: UInt
     slot: UInt
 
 
 class Abort(Message, frozen=True, tag="abort"):
-    """Server to agent: drop step ``step`` if it has not begun. It is answered by ``StepDone(aborted=True)``."""
+    """Server to agent: drop step ``step`` if it has not begun. The agent replies with ``StepDone(aborted=True)``."""
 
     seq: UInt
     step: UInt
 
 
 class Reset(Message, frozen=True, tag="reset"):
-    """Server to agent: drop every queued step and forget all row state. Answered by ``ResetDone``."""
+    """Server to agent: drop every queued step and all row state. The agent replies with ``ResetDone``."""
 
     seq: UInt
 
 
 class Status(Message, frozen=True, tag="status"):
-    """Server to agent: how are you? Answered by ``StatusReply``, also while a step runs."""
+    """Server to agent: asks for a ``StatusReply``. The agent replies even while a step runs."""
 
     seq: UInt
 
 
 class Shutdown(Message, frozen=True, tag="shutdown"):
-    """Server to agent: end now. Not answered; the connection closes."""
+    """Server to agent: end now. There is no reply; the connection closes."""
 
     seq: UInt
 
 
 class StepDone(Message, frozen=True, tag="step_done"):
-    """Agent to server: step ``seq`` has run and its outputs are in its slot (or it was aborted before it began).
+    """Agent to server: step ``seq`` has run and its results are in its slot, or it was aborted before it began.
 
-    Times are microseconds: waiting in the task queue, the graph (with the moves before it), the sampler.
+    Times are in microseconds: in the task queue, in the graph (with the moves before it), in the sampler.
     """
 
     seq: UInt
@@ -165,7 +165,7 @@ class StepDone(Message, frozen=True, tag="step_done"):
 
 
 class StepFailed(Message, frozen=True, tag="step_failed"):
-    """Agent to server: step ``seq`` raised. The agent lives on; the step's requests end with this error."""
+    """Agent to server: step ``seq`` failed. The agent continues; the step's requests end with this error."""
 
     seq: UInt
     slot: UInt
@@ -173,7 +173,7 @@ class StepFailed(Message, frozen=True, tag="step_failed"):
 
 
 class ResetDone(Message, frozen=True, tag="reset_done"):
-    """Agent to server: the queue is empty, nothing runs."""
+    """Agent to server: the queue is empty and no step runs."""
 
     seq: UInt
 
@@ -188,7 +188,7 @@ class StatusReply(Message, frozen=True, tag="status_reply"):
 
 
 Step = Prefill | Decode | Move
-"""What has a slot and is answered by ``StepDone`` or ``StepFailed``."""
+"""A message with a slot. The agent replies with ``StepDone`` or ``StepFailed``."""
 
 ServerMessage = Connect | Prefill | Decode | Move | Abort | Reset | Status | Shutdown
 AgentMessage = Challenge | Connected | Progress | Ready | Failed | StepDone | StepFailed | ResetDone | StatusReply
@@ -200,7 +200,7 @@ _AGENT_DECODER = msgspec.msgpack.Decoder(AgentMessage)
 
 
 def message_class(message: ServerMessage) -> MessageClass:
-    """The priority class of a message to the agent."""
+    """Return the priority class of a message to the agent."""
     if isinstance(message, Move):
         return MessageClass.MOVE
     if isinstance(message, Prefill):
@@ -211,18 +211,18 @@ def message_class(message: ServerMessage) -> MessageClass:
 
 
 def encode(message: Message) -> bytes:
-    """The message's bytes, without the frame's length."""
+    """Return the bytes of a message, without the frame's length."""
     return _ENCODER.encode(message)
 
 
 def decode_server_message(payload: bytes) -> ServerMessage:
-    """What the server sent. Raises ProtocolError for anything not in the schema."""
+    """Return the message that the server sent. Raises ProtocolError if the payload does not match the schema."""
     message: ServerMessage = _decode(_SERVER_DECODER, payload)
     return message
 
 
 def decode_agent_message(payload: bytes) -> AgentMessage:
-    """What an agent sent. Raises ProtocolError for anything not in the schema."""
+    """Return the message that an agent sent. Raises ProtocolError if the payload does not match the schema."""
     message: AgentMessage = _decode(_AGENT_DECODER, payload)
     return message
 
@@ -235,11 +235,11 @@ def _decode(decoder: msgspec.msgpack.Decoder[_M], payload: bytes) -> _M:
 
 
 def prove(secret: bytes, role: str, nonce: bytes) -> bytes:
-    """HMAC-SHA256 of the peer's nonce under the launch secret; ``role`` keeps the two directions apart."""
+    """Return the HMAC-SHA256 of the peer's nonce with the launch secret. ``role`` separates the two directions."""
     return hmac.new(secret, role.encode() + b":" + nonce, hashlib.sha256).digest()
 
 
 def check_proof(secret: bytes, role: str, nonce: bytes, proof: bytes) -> None:
-    """Raises ProtocolError unless ``proof`` is what ``prove`` gives."""
+    """Raise ProtocolError unless ``proof`` equals the result of ``prove``."""
     if not hmac.compare_digest(prove(secret, role, nonce), proof):
         raise ProtocolError(f"the {role} did not prove the launch secret; connection refused")

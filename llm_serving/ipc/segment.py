@@ -1,7 +1,8 @@
-"""Segments of shared memory, whatever is in them: made and removed by the server, mapped by agents.
+"""Segments of shared memory with any content: the server creates and removes them, agents map them.
 
-A name tells who made the segment and cannot be guessed; the pages are reserved at once, so that a full ``/dev/shm`` is
-found at the start and not by a step. The name goes as soon as all have mapped it, the pages with the last mapping.
+A name contains the creator's process id and random digits. The pages are reserved at creation, so that a full
+``/dev/shm`` is an error at the start and not in a step. The name is removed after all agents have mapped the segment.
+The pages are freed with the last mapping.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ SHM_PREFIX = "llm-serving-"
 
 
 class NamedSegment:
-    """A mapped segment. Who made it removes its name; ``has_name`` only there, and until then."""
+    """A mapped segment. ``has_name`` is True in the process that created it, until it removes the name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.has_name = False
 
     def unlink(self) -> None:
-        """Remove the name; the mappings stay. Does nothing the second time, or on an attached segment."""
+        """Remove the name; mappings stay valid. Does nothing if it was removed before, or in another process."""
         if self.has_name:
             self.has_name = False
             os.unlink(os.path.join(SHM_DIRECTORY, self.name))
@@ -34,9 +35,9 @@ class NamedSegment:
 
 @contextmanager
 def new_segment(num_bytes: int) -> Iterator[tuple[str, mmap.mmap]]:
-    """Name and mapping of a new segment of zeros, whose name is removed again when the body fails.
+    """Create a segment of zeros; give its name and mapping. If the body of ``with`` fails, the name is removed.
 
-    Raises OSError when /dev/shm is too small.
+    Raises OSError if /dev/shm is too small.
     """
     name = f"{SHM_PREFIX}{os.getpid()}x{secrets.token_hex(8)}"
     path = os.path.join(SHM_DIRECTORY, name)
@@ -52,8 +53,10 @@ def new_segment(num_bytes: int) -> Iterator[tuple[str, mmap.mmap]]:
 
 
 def map_segment(name: str, num_bytes: int, kind: str) -> mmap.mmap:
-    """A segment that the server made. Raises ProtocolError, which calls it a ``kind`` segment, when its name or size is
-    not as agreed."""
+    """Map a segment that the server created. ``kind`` names it in messages.
+
+    Raises ProtocolError if its name or size is wrong.
+    """
     if not name.startswith(SHM_PREFIX) or not name.removeprefix(SHM_PREFIX).isalnum():
         article = "an" if kind[0] in "aeiou" else "a"
         raise ProtocolError(f"{name!r} is not a name of {article} {kind} segment ({SHM_PREFIX}PIDxHEX)")

@@ -1,8 +1,8 @@
-"""Step slots: THE layout of what a step reads and writes, and the shared memory that holds the slots.
+"""Step slots: the layout of the inputs and results of a step, and the shared memory that holds the slots.
 
-A slot belongs to one step at a time: the server fills the inputs, sends ``Prefill``, ``Decode`` or ``Move``, and may
-not touch the slot until ``StepDone``; the agent reads inputs and writes outputs only between the two. Two steps in
-flight therefore never share memory, and the agent may run them in any order.
+A slot belongs to one step at a time. The server fills the inputs, sends ``Prefill``, ``Decode`` or ``Move``, and must
+not touch the slot until ``StepDone``. The agent reads inputs and writes results only in between. Two steps in flight
+therefore never share memory, and the agent may run them in any order.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SLOT_MAGIC = 0x51075107
 _ALIGNMENT = 64
 
 NUM_SLOTS = 8
-"""Slots of a segment: the most steps that may be in flight."""
+"""Slots of a segment: the maximum number of steps in flight."""
 
 LAST_TOKEN = -1
-"""In ``token_ids``: the token this sequence's previous step sampled, which only the agent knows yet."""
+"""In ``token_ids``: the token that the sequence's previous step sampled. Only the agent knows it."""
 
 NO_LOGSUMEXP = -1
-"""In ``num_top_logits``: nobody asked for log-probabilities either, so that ``logsumexp`` may stay 0."""
+"""In ``num_top_logits``: the request wants no log-probabilities, so ``logsumexp`` may stay 0."""
 
 MOVE_WIDTH = 3
 """Numbers of a move: kind, source, destination."""
@@ -39,7 +39,7 @@ PADDING_SLOT = -1
 
 
 class MoveKind(enum.IntEnum):
-    """From where to where a block is copied; the first number of a move."""
+    """Source and destination memory of a block copy; the first number of a move."""
 
     COPY = 0
     """Device to device: copy-on-write, or the partial block that ends a prefix hit."""
@@ -51,25 +51,25 @@ class MoveKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotLimits:
-    """The largest step a slot can hold. Both ends compute the same layout from the same limits."""
+    """The largest step that a slot can hold. Server and agent compute the same layout from the same limits."""
 
     max_tokens: int
-    """Tokens of a step, over all its sequences."""
+    """Tokens of a step, over all sequences."""
     max_seqs: int
     """Sequences of a step."""
     max_blocks_per_seq: int
     """Width of the block table: ceil(longest context / block size)."""
     max_context: int = 0
-    """Longest context in tokens: a sequence with penalties may send that much history with its last chunk."""
+    """Longest context in tokens. A sequence with penalties may send a history of this length with its last chunk."""
 
     @property
     def max_history(self) -> int:
-        """Known tokens a step can carry for penalties."""
+        """Maximum number of known tokens in a step, for penalties."""
         return max(self.max_tokens, self.max_context)
 
     @property
     def max_moves(self) -> int:
-        """Block moves of a step: a whole sequence's, or one for each sequence."""
+        """Maximum number of block moves in a step: all blocks of a sequence, and one for each sequence."""
         return self.max_blocks_per_seq + self.max_seqs
 
 
@@ -84,30 +84,30 @@ class Field:
 
 
 def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
-    """The layout table. T tokens, S sequences, W block-table width of the step at hand are in ``header``."""
+    """Return the layout table. ``header`` has the step's tokens T, sequences S and block-table width W."""
     tokens, seqs = limits.max_tokens, limits.max_seqs
     return (
         Field("header", "int32", 16, "see HEADER"),
-        # What the graph reads.
+        # Inputs of the graph.
         Field("token_ids", "int32", tokens, "[T] token id, or LAST_TOKEN"),
         Field("positions", "int32", tokens, "[T] position in its sequence, from 0"),
         Field("slot_mapping", "int32", tokens, "[T] block * block_size + offset to write K and V to, or PADDING_SLOT"),
         Field("query_lens", "int32", seqs, "[S] tokens of each sequence in this step; they sum to T"),
         Field("context_lens", "int32", seqs, "[S] tokens of each sequence in the cache once this step has written"),
         Field("block_tables", "int32", seqs * limits.max_blocks_per_seq, "[S, W] block ids, padded with 0"),
-        # What the sampler reads, one entry a sequence.
+        # Inputs of the sampler, one entry for each sequence.
         Field("rows", "int32", seqs, "[S] row of the agent's state table that belongs to the sequence"),
         Field("do_sample", "int32", seqs, "[S] 1: sample after the sequence's last token; 0: a chunk, no output"),
         *(Field(each.name, each.column, seqs, f"[S] {each.meaning}") for each in SAMPLER_PARAMETERS),
         Field("sample_position", "int32", seqs, "[S] index of the token to sample in the output, from 0"),
         Field("num_top_logits", "int32", seqs, "[S] best pairs wanted, 0 to MAX_TOP_LOGITS, or NO_LOGSUMEXP"),
-        # A sequence's known tokens, sent by the step that (re)starts its row and only if it has penalties.
+        # Known tokens of a sequence with penalties. The step that starts or restarts its row sends them.
         Field("history_lens", "int32", seqs, "[S] known tokens in `history`; 0 keeps what the row has"),
         Field("history_prompt_lens", "int32", seqs, "[S] how many of them are the prompt"),
         Field("history", "int32", limits.max_history, "[sum of history_lens] token ids"),
-        # Blocks to copy before anything is computed, in this order.
+        # Blocks to copy before the computation, in this order.
         Field("moves", "int32", limits.max_moves * MOVE_WIDTH, "[num_moves, 3] MoveKind, source and destination block"),
-        # What the step writes.
+        # Results of the step.
         Field("sampled_ids", "int32", seqs, "[S] the token, or -1 where do_sample is 0"),
         Field("sampled_logit", "float32", seqs, "[S] its raw logit, before penalties and temperature"),
         Field("logsumexp", "float32", seqs, "[S] log of the sum of exp of the raw logits"),
@@ -126,12 +126,12 @@ HEADER = {
     "history_len": 6,
     "num_moves": 7,
 }
-"""Index of each header entry. ``seq`` is the step's sequence number: a torn or reused slot is noticed."""
+"""Index of each header entry. ``seq`` is the step's number, so that a torn or reused slot is an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """Byte offsets of a slot's fields, each on its own cache line."""
+    """Byte offsets of the fields of a slot. Each field begins on its own cache line."""
 
     limits: SlotLimits
     fields: tuple[Field, ...]
@@ -149,7 +149,7 @@ class SlotLayout:
 
 
 class StepSlot:
-    """NumPy views of one slot, one attribute a field (see ``slot_fields``), full capacity each."""
+    """NumPy views of one slot: one attribute for each field of ``slot_fields``, with its full capacity."""
 
     header: npt.NDArray[np.int32]
     token_ids: npt.NDArray[np.int32]
@@ -183,8 +183,8 @@ class StepSlot:
             setattr(self, field.name, array)
             self.arrays[field.name] = array
         self.prepared: dict[object, Any] = {}
-        """What its readers have prepared for its arrays, by reader. Gone with the slot."""
-        self._numbers = self.header.data  # which gives integers, in a fraction of NumPy's time
+        """Data that readers have derived from the arrays, by reader. It is dropped with the slot."""
+        self._numbers = self.header.data  # reading an integer is several times faster than through NumPy
 
     @property
     def num_tokens(self) -> int:
@@ -213,16 +213,16 @@ class StepSlot:
     def write_header(
         self, seq: int, *, num_tokens: int, num_seqs: int, table_width: int, history_len: int, num_moves: int = 0
     ) -> None:
-        """Server side, last of all. Raises ProtocolError when a size exceeds the slot's limits.
+        """Write the header, as the server's last write. Raises ProtocolError if a size exceeds the slot's limits.
 
-        A step of moves alone has no tokens, sequences, table or history.
+        A step that only moves blocks has no tokens, sequences, table or history.
         """
         sizes = (num_tokens, num_seqs, table_width, history_len, num_moves)
         _check_sizes(self.layout.limits, *sizes)
         self.header[:8] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, *sizes)
 
     def check_header(self, seq: int) -> None:
-        """Agent side, first of all. Raises ProtocolError when the slot is not step ``seq`` or a size is off."""
+        """Check the header, as the agent's first read. Raises ProtocolError for another step or wrong sizes."""
         if self._numbers[HEADER["magic"]] != SLOT_MAGIC or self.seq != seq:
             raise ProtocolError(f"a slot announced as step {seq} holds step {self.seq}: it was torn or reused")
         _check_sizes(self.layout.limits, *self.header[HEADER["num_tokens"] : HEADER["num_moves"] + 1].tolist())
@@ -246,7 +246,7 @@ def _check_size(name: str, value: int, low: int, high: int) -> None:
 
 
 class SlotMemory(NamedSegment):
-    """A shared-memory segment of step slots. The server creates and unlinks it, an agent attaches to it."""
+    """A shared-memory segment of step slots. The server creates and unlinks it; an agent attaches to it."""
 
     def __init__(self, name: str, layout: SlotLayout, num_slots: int, mapping: mmap.mmap) -> None:
         super().__init__(name)
@@ -261,7 +261,7 @@ class SlotMemory(NamedSegment):
 
     @classmethod
     def create(cls, limits: SlotLimits, num_slots: int) -> SlotMemory:
-        """Make a new segment, its pages reserved now. Raises OSError when /dev/shm is too small."""
+        """Create a segment with reserved pages. Raises OSError if /dev/shm is too small."""
         layout = SlotLayout.of(limits)
         with new_segment(layout.slot_bytes * num_slots) as (name, mapping):
             memory = cls(name, layout, num_slots, mapping)
@@ -270,11 +270,11 @@ class SlotMemory(NamedSegment):
 
     @classmethod
     def attach(cls, name: str, limits: SlotLimits, num_slots: int) -> SlotMemory:
-        """Map a segment the server made. Raises ProtocolError when its name or size is not as agreed."""
+        """Map a segment that the server created. Raises ProtocolError if its name or size is wrong."""
         layout = SlotLayout.of(limits)
         return cls(name, layout, num_slots, map_segment(name, layout.slot_bytes * num_slots, "step-slot"))
 
     def close(self) -> None:
-        """Unlink and drop the views. The pages go when the last view of them does."""
+        """Remove the name and drop the views. The pages are freed with the last view of them."""
         self.unlink()
         self.slots = []
