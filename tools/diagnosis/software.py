@@ -35,7 +35,7 @@ config = Config.from_json(sys.stdin.read())
 from agent.backends.runtime import start_runtime
 from agent.backends.selector import select_op_table
 start_runtime(config)
-print(select_op_table(config).name)
+print(select_op_table(config).traits.op_table)
 """
 
 _ISA_FLAGS = (
