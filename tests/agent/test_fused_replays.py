@@ -7,21 +7,24 @@ from typing import Any
 import pytest
 
 from support.agent_group import Setup, seeded_runs
+from support.sweeps import with_sweeps
 
 pytestmark = pytest.mark.timeout(300)
 
 SETUPS = {
-    "one agent": (Setup(1, 1, "bfloat16", "fused", "int8", "int8"), ("gqa_tied", "qwen3_moe", "mixtral", "qwen2_tied")),
-    "2 share layers": (Setup(2, 1, "float32", "fused"), ("gqa_tied", "qwen3_moe")),
-    "2 stages of 2": (Setup(2, 2, "bfloat16", "fused", "int4"), ("gqa_tied",)),
+    "one agent": Setup(1, 1, "bfloat16", "fused", "int8", "int8"),
+    "2 share layers": Setup(2, 1, "float32", "fused"),
+    "2 stages of 2": Setup(2, 2, "bfloat16", "fused", "int4"),
 }
-SWEPT = ("2 stages of 2",)
-"""Runs in ``make test-sweeps`` only, because ``test_native_replays.py`` also tests stages."""
-CASES = [
-    pytest.param(name, model, marks=[pytest.mark.sweep] * (name in SWEPT))
-    for name, (_, models) in SETUPS.items()
-    for model in models
+CASES = [("one agent", "qwen3_moe"), ("one agent", "qwen2_tied"), ("2 share layers", "gqa_tied")]
+SWEPT_CASES = [
+    ("one agent", "gqa_tied"),
+    ("one agent", "mixtral"),
+    ("2 share layers", "qwen3_moe"),
+    ("2 stages of 2", "gqa_tied"),
 ]
+"""These run in ``make test-sweeps`` only, because ``test_native_replays.py`` also tests stages."""
+ALL_CASES = with_sweeps([*CASES, *SWEPT_CASES], lambda *case: case in SWEPT_CASES)
 REASONS = {
     "unnamed": ("reads what none of our kernels wrote", "another agent cannot replay its launches"),
     "no launches": ("another agent cannot replay its launches", "another agent cannot replay its launches"),
@@ -37,9 +40,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return seeded_runs(SETUPS, tmp_path_factory.mktemp("replays"), "fused_replays_worker.py")
 
 
-@pytest.mark.parametrize(("name", "model"), CASES)
+@pytest.mark.parametrize(("name", "model"), ALL_CASES)
 def test_replays_have_the_bits_of_the_graph(results: Any, name: str, model: str) -> None:
-    agents, setup = [agent[model] for agent in results(name)], SETUPS[name][0]
+    agents, setup = results(name, model), SETUPS[name]
     for agent in agents:
         assert (agent["problem"], agent["replays"]) == ("", True)
         assert not agent["recorded by large steps"], "a long prompt must not be computed twice"
@@ -49,13 +52,13 @@ def test_replays_have_the_bits_of_the_graph(results: Any, name: str, model: str)
 
 
 @pytest.mark.parametrize("plant", REASONS)
-@pytest.mark.parametrize(("name", "model"), CASES)
+@pytest.mark.parametrize(("name", "model"), ALL_CASES)
 def test_if_one_agent_cannot_replay_no_agent_does(results: Any, name: str, model: str, plant: str) -> None:
     """Each step still has the bits of the graph, whose results replace those of a wrong replay.
 
     Each stage decides separately, because it has its own launches.
     """
-    agents, setup = [agent[model] for agent in results(name)], SETUPS[name][0]
+    agents, setup = results(name, model), SETUPS[name]
     for rank, agent in enumerate(agents):
         found = agent["planted"][plant]
         if rank < setup.tensor_parallel:

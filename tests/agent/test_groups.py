@@ -5,6 +5,7 @@ Every setup is a group of real processes that runs all models of the golden file
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from support.agent_group import Setup, run_group
 from support.golden_files import golden_of
 from support.oracle_ties import check_forced
 from support.position_bits import check_position_bits
+from support.sweeps import with_sweeps
 
 pytestmark = pytest.mark.timeout(900)
 """A setup's first test runs all models."""
@@ -37,9 +39,13 @@ QUANTISED_SETUPS = (
     Setup(1, 2, "bfloat16", "fused", "int4", "int8"),
 )
 SETUPS = (*FLOAT32_SETUPS, *HALF_SETUPS, *QUANTISED_SETUPS)
-SWEPT = (FLOAT32_SETUPS[0], *HALF_SETUPS, *QUANTISED_SETUPS[1:])
-"""These run in ``make test-sweeps`` only. Two agents and two stages of two test the same. ``test_parallel_golden.py``
-serves half types in groups, and ``test_native_quantised_groups.py`` compares native operators in groups."""
+TESTED = {
+    str(FLOAT32_SETUPS[1]): ("tiny_llama", "gqa_tied", "qwen3_moe"),
+    str(FLOAT32_SETUPS[2]): ("tiny_llama", "gqa_tied", "llama_yarn_bias", "qwen2_tied", "mixtral", "qwen3_moe"),
+    str(QUANTISED_SETUPS[0]): ("tiny_llama", "mha", "qwen3_tied", "mixtral"),
+}
+"""The models of ``make test`` by setup. All others run in ``make test-sweeps`` only. ``test_parallel_golden.py`` serves
+half types in groups, and ``test_native_quantised_groups.py`` compares native operators in groups."""
 MOST_TIES = 0.08
 LEAST_AGREEMENT = {"int8": 0.97, "int4": 0.55}
 INDIVISIBLE = ("mistral_full", "qwen2_tied")
@@ -51,16 +57,13 @@ def models_of(setup: Setup) -> tuple[str, ...]:
     return tuple(model for model in MODELS if model not in refused)
 
 
-def marks_of(setup: Setup) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.sweep] if setup in SWEPT else []
+def is_swept(setup: Setup, model: str = "tiny_llama") -> bool:
+    return model not in TESTED.get(str(setup), ())
 
 
 def pairs(setups: tuple[Setup, ...]) -> list[Any]:
-    return [
-        pytest.param(setup, model, id=f"{setup}-{model}", marks=marks_of(setup))
-        for setup in setups
-        for model in models_of(setup)
-    ]
+    """Each setup with each of its models."""
+    return with_sweeps([(setup, model) for setup in setups for model in models_of(setup)], is_swept)
 
 
 Results = dict[str, Any]
@@ -75,28 +78,31 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"tiny_llama": ROOT / "models" / "tiny_llama", **{name: scratch / name for name in SEEDED}}
 
 
-@pytest.fixture(scope="session")
-def results(folders: dict[str, Path]) -> Any:
-    """Runs each setup once, on first use. Returns the output of its agents by rank and model."""
-    known: dict[str, list[Results]] = {}
+Run = Callable[[Setup, str], list[Results]]
 
-    def run(setup: Setup) -> list[Results]:
-        if str(setup) not in known:
-            known[str(setup)] = run_group(setup, {name: folders[name] for name in models_of(setup)})
-        return known[str(setup)]
+
+@pytest.fixture(scope="session")
+def results(folders: dict[str, Path]) -> Run:
+    """Returns the output of each agent of a setup for a model. One group runs all models of ``make test``."""
+    known: dict[tuple[str, bool], list[Results]] = {}
+
+    def run(setup: Setup, model: str) -> list[Results]:
+        swept = is_swept(setup, model)
+        if (str(setup), swept) not in known:
+            models = [name for name in models_of(setup) if is_swept(setup, name) == swept]
+            known[str(setup), swept] = run_group(setup, {name: folders[name] for name in models})
+        return [agent[model] for agent in known[str(setup), swept]]
 
     return run
 
 
-def answer(results: Any, setup: Setup, model: str) -> Results:
+def answer(results: Run, setup: Setup, model: str) -> Results:
     """Returns the output of the agent that samples."""
-    rank = (setup.pipeline_parallel - 1) * setup.tensor_parallel
-    found: Results = results(setup)[rank][model]
-    return found
+    return results(setup, model)[(setup.pipeline_parallel - 1) * setup.tensor_parallel]
 
 
 @pytest.mark.parametrize(("setup", "model"), pairs(FLOAT32_SETUPS))
-def test_float32_gives_the_oracles_tokens_exactly(results: Any, setup: Setup, model: str) -> None:
+def test_float32_gives_the_oracles_tokens_exactly(results: Run, setup: Setup, model: str) -> None:
     result = answer(results, setup, model)
     expected = [case["tokens"] for case in golden_of(model)["cases"]]
     assert result["free"] == expected, "the agents pass each token on to the next step"
@@ -104,13 +110,13 @@ def test_float32_gives_the_oracles_tokens_exactly(results: Any, setup: Setup, mo
 
 
 @pytest.mark.parametrize(("setup", "model"), pairs(HALF_SETUPS))
-def test_half_types_differ_from_the_oracle_only_at_ties(results: Any, setup: Setup, model: str) -> None:
+def test_half_types_differ_from_the_oracle_only_at_ties(results: Run, setup: Setup, model: str) -> None:
     cases, forced = golden_of(model)["cases"], answer(results, setup, model)["forced"]
     check_forced(cases, forced, setup.dtype, MOST_TIES, f"{model} {setup}")
 
 
 @pytest.mark.parametrize(("setup", "model"), pairs(QUANTISED_SETUPS))
-def test_quantised_weights_predict_nearly_the_same_tokens(results: Any, setup: Setup, model: str) -> None:
+def test_quantised_weights_predict_nearly_the_same_tokens(results: Run, setup: Setup, model: str) -> None:
     near = [
         token in best
         for case, tokens in zip(golden_of(model)["cases"], answer(results, setup, model)["forced"], strict=True)
@@ -120,24 +126,23 @@ def test_quantised_weights_predict_nearly_the_same_tokens(results: Any, setup: S
 
 
 @pytest.mark.parametrize(("setup", "model"), pairs(SETUPS))
-def test_a_position_gives_the_same_bits_however_it_is_computed(results: Any, setup: Setup, model: str) -> None:
+def test_a_position_gives_the_same_bits_however_it_is_computed(results: Run, setup: Setup, model: str) -> None:
     check_position_bits(answer(results, setup, model)["invariance"])
 
 
-@pytest.mark.parametrize("setup", [pytest.param(each, marks=marks_of(each), id=str(each)) for each in SETUPS])
-def test_penalties_use_the_sampled_tokens(results: Any, setup: Setup) -> None:
-    for model in models_of(setup):
-        penalised = answer(results, setup, model)["penalised"]
-        assert penalised["chosen"] == penalised["expected"]
+@pytest.mark.parametrize(("setup", "model"), pairs(SETUPS))
+def test_penalties_use_the_sampled_tokens(results: Run, setup: Setup, model: str) -> None:
+    penalised = answer(results, setup, model)["penalised"]
+    assert penalised["chosen"] == penalised["expected"]
 
 
-@pytest.mark.parametrize("setup", [pytest.param(each, marks=marks_of(each), id=str(each)) for each in SETUPS])
-def test_agents_share_weights_and_cache_evenly(results: Any, setup: Setup) -> None:
+@pytest.mark.parametrize("setup", with_sweeps([(setup,) for setup in SETUPS], is_swept))
+def test_agents_share_weights_and_cache_evenly(results: Run, setup: Setup) -> None:
     """No agent has much more of the weights or of the cache than another."""
-    agents = results(setup)
-    assert [agent["tiny_llama"]["summary"]["rank"] for agent in agents] == list(range(len(agents)))
+    agents = [agent["summary"] for agent in results(setup, "tiny_llama")]
+    assert [agent["rank"] for agent in agents] == list(range(len(agents)))
     for key in ("weight_bytes", "kv_cache_bytes"):
-        parts = [agent["tiny_llama"]["summary"][key] for agent in agents]
+        parts = [agent[key] for agent in agents]
         assert max(parts) < 1.35 * sum(parts) / len(parts), (key, parts)
 
 

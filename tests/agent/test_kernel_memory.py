@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support.json_program import printed_json, run_program
+from support.forked_programs import run_forked
+from support.json_program import printed_json
 
 PROGRAM = Path(__file__).with_name("kernel_memory_program.py")
 SETUPS = (
@@ -22,7 +23,7 @@ LOOSEST = 4
 
 @pytest.mark.parametrize("setup", SETUPS, ids="-".join)
 def test_the_kernels_keep_to_the_memory_plan(setup: tuple[str, ...], tmp_path: Path) -> None:
-    held = printed_json(run_program(PROGRAM, *setup, folder=tmp_path, PYTHONWARNINGS="ignore", GLOG_v="3"))
+    held = printed_json(run_forked(PROGRAM, *setup, folder=tmp_path))
     for name, (num_bytes, planned) in held.items():
         assert num_bytes <= planned, name
     scratch, planned = held["kernel scratch"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from performance.models.variants import FAMILY_VARIANTS, VARIANTS
 from support.agent_group import Setup, run_group
 from support.golden_files import golden_of
 from support.position_bits import check_position_bits
+from support.sweeps import with_sweeps
 from tools.quantization.convert import quantise_folder
 from tools.quantization.rounding import Settings
 
@@ -36,23 +38,21 @@ PAIRS = {
     "int8 stored": Setup(2, 1, "float16", "native", "int8_weight_only"),
     "int4 stored": Setup(2, 1, "float16", "native", "int4"),
 }
-MODELS = {
-    "int8": ("llama_yarn_bias", "gqa_tied", "qwen3_tied", "qwen3_moe"),
-    "int8_weight_only": ("llama3_rope",),
-    "int4": ("llama3_rope", "qwen3_moe"),
-    "int8 stored": ("mha",),
-    "int4 stored": ("mha",),
-}
-"""Models with uneven columns, biases before and after the sum, and tied output layers."""
-SWEPT_MODELS = {
-    "int8": ("tiny_llama", "llama_linear_mqa"),
-    "int8_weight_only": ("qwen2_tied", "mixtral"),
-    "int4": ("mha", "gqa_tied"),
-    "int8 stored": ("mixtral",),
-}
-"""These run in ``make test-sweeps`` only, each in its own group: a shared key-value head, and repetitions."""
-CASES = [(name, model) for name, models in MODELS.items() for model in models]
-SWEPT_CASES = [(name, model) for name, models in SWEPT_MODELS.items() for model in models]
+CASES = [
+    ("int8", "llama_yarn_bias"),
+    ("int8", "gqa_tied"),
+    ("int8", "qwen3_moe"),
+    ("int4", "qwen3_moe"),
+    ("int4 stored", "mha"),
+]
+"""Models with uneven columns, biases before and after the sum, and a tied output layer."""
+SWEPT_CASES = [
+    *(("int8", model) for model in ("tiny_llama", "llama_linear_mqa", "qwen3_tied")),
+    *(("int8_weight_only", model) for model in ("llama3_rope", "qwen2_tied", "mixtral")),
+    *(("int4", model) for model in ("llama3_rope", "mha", "gqa_tied")),
+    *(("int8 stored", model) for model in ("mha", "mixtral")),
+]
+"""These run in ``make test-sweeps`` only: a shared key-value head, and repetitions."""
 STORED = {"int8 stored": Settings(8, 0, False, "float32"), "int4 stored": Settings(4, 32, True, "float32")}
 LARGER = {
     "gqa_tied": ("int8", replace(PAIRS["int8"], tensor_parallel=3)),
@@ -62,50 +62,46 @@ LARGER = {
 head of 128, and pairs of them share a key-value head."""
 
 Results = dict[str, Any]
-Runs = Callable[..., list[Results]]
+Runs = Callable[[Setup, str, str], list[Results]]
 
 
 def params(*names: str) -> list[Any]:
     """Returns the cases with these names, or all cases."""
-    return [
-        pytest.param(*case, id="-".join(case), marks=[pytest.mark.sweep] if case in SWEPT_CASES else [])
-        for case in (*CASES, *SWEPT_CASES)
-        if not names or case[0] in names
-    ]
-
-
-def together(name: str, model: str) -> tuple[str, ...]:
-    """Returns the models that a group of this case runs."""
-    return MODELS[name] if model in MODELS[name] else (model,)
+    cases = [case for case in (*CASES, *SWEPT_CASES) if not names or case[0] in names]
+    return with_sweeps(cases, lambda *case: case in SWEPT_CASES)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
-    """Returns the setup of a case for every model."""
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Writes the folder of a case once, on first use."""
     scratch = tmp_path_factory.mktemp("native-quantised")
-    plain = {"tiny_llama": ROOT / "models" / "tiny_llama"}
-    used = {name: (*models, *SWEPT_MODELS.get(name, ())) for name, models in MODELS.items()}
-    for model in sorted({model for models in used.values() for model in models} - set(plain)):
+
+    @cache
+    def plain(model: str) -> Path:
+        if model not in SEEDED:
+            return ROOT / "models" / model
         write_model(SEEDED[model], scratch / model)
-        plain[model] = scratch / model
-    found = {name: {model: plain[model] for model in models} for name, models in used.items()}
-    for name, settings in STORED.items():
-        for model in used[name]:
-            quantise_folder(plain[model], scratch / f"{name} {model}", settings, lambda *_: None, calibration=None)
-            found[name][model] = scratch / f"{name} {model}"
-    return found
+        return scratch / model
+
+    @cache
+    def folder(name: str, model: str) -> Path:
+        if name not in STORED:
+            return plain(model)
+        quantise_folder(plain(model), scratch / f"{name} {model}", STORED[name], lambda *_: None, calibration=None)
+        return scratch / f"{name} {model}"
+
+    return folder
 
 
 @pytest.fixture(scope="module")
-def runs(folders: dict[str, dict[str, Path]]) -> Runs:
-    """Runs each case once, on first use. Returns the output of each agent for the models of the case."""
-    known: dict[tuple[str, str, tuple[str, ...]], list[Results]] = {}
+def runs(folder_of: Callable[[str, str], Path]) -> Runs:
+    """Runs a group once, on first use. Returns the output of each agent."""
+    known: dict[tuple[str, str, str], list[Results]] = {}
 
-    def run(setup: Setup, name: str, models: tuple[str, ...] = ()) -> list[Results]:
-        models = models or MODELS[name]
-        key = (str(setup), name, models)
+    def run(setup: Setup, name: str, model: str) -> list[Results]:
+        key = (str(setup), name, model)
         if key not in known:
-            known[key] = run_group(setup, {model: folders[name][model] for model in models})
+            known[key] = [agent[model] for agent in run_group(setup, {model: folder_of(name, model)})]
         return known[key]
 
     return run
@@ -141,7 +137,7 @@ LEAST_AGREEMENT = 0.55
 @pytest.mark.parametrize(("name", "model"), params())
 def test_two_agents_choose_the_tokens_of_one(runs: Runs, name: str, model: str) -> None:
     pair, alone = PAIRS[name], replace(PAIRS[name], tensor_parallel=1)
-    found, wanted = (runs(setup, name, together(name, model))[0][model] for setup in (pair, alone))
+    found, wanted = (runs(setup, name, model)[0] for setup in (pair, alone))
     label = f"{model} {name}, two agents and one"
     check_ties(found, wanted, model, margin=MARGIN[name], most=MOST_TIES[name], label=label)
     assert found["invariance"] != wanted["invariance"], "otherwise the test compares one setup with itself"
@@ -150,7 +146,7 @@ def test_two_agents_choose_the_tokens_of_one(runs: Runs, name: str, model: str) 
 @pytest.mark.parametrize(("name", "model"), params("int8", "int8_weight_only"))
 def test_two_native_agents_choose_the_tokens_of_two_fused_agents(runs: Runs, name: str, model: str) -> None:
     tables = (replace(PAIRS[name], op_table=table) for table in ("native", "fused"))
-    found, wanted = (runs(setup, name, together(name, model))[0][model] for setup in tables)
+    found, wanted = (runs(setup, name, model)[0] for setup in tables)
     label = f"{model} {name}, native and fused"
     check_ties(found, wanted, model, margin=MARGIN[name], most=MOST_TIES[name], label=label)
 
@@ -160,7 +156,7 @@ def test_int4_is_as_close_to_floats_as_with_fused_operators(runs: Runs, name: st
     """Fused operators round activations to int8 and a tied output layer to int4. The primitives keep both as floats."""
     cases, same = golden_of(model)["cases"], {}
     for table in ("native", "fused"):
-        forced = runs(replace(PAIRS[name], op_table=table), name, together(name, model))[0][model]["forced"]
+        forced = runs(replace(PAIRS[name], op_table=table), name, model)[0]["forced"]
         pairs = [
             (token, expected, best)
             for case, tokens in zip(cases, forced, strict=True)
@@ -175,8 +171,8 @@ def test_int4_is_as_close_to_floats_as_with_fused_operators(runs: Runs, name: st
 @pytest.mark.parametrize("model", LARGER)
 def test_shared_and_uneven_heads(runs: Runs, model: str) -> None:
     name, setup = LARGER[model]
-    found = runs(setup, name, (model,))[0][model]
-    wanted = runs(replace(PAIRS[name], tensor_parallel=1), name)[0][model]
+    found = runs(setup, name, model)[0]
+    wanted = runs(replace(PAIRS[name], tensor_parallel=1), name, model)[0]
     label = f"{model} {name}, {setup.tensor_parallel} agents and one"
     check_ties(found, wanted, model, margin=MARGIN[name], most=MOST_TIES[name], label=label)
 
@@ -184,23 +180,22 @@ def test_shared_and_uneven_heads(runs: Runs, model: str) -> None:
 def test_stages_change_no_bit(runs: Runs) -> None:
     """Neither in the layers nor in a tied output layer, which stays floats if the embedding is in another stage."""
     pair = PAIRS["int8"]
-    found = runs(replace(pair, pipeline_parallel=2), "int8", ("qwen3_tied",))[2]["qwen3_tied"]
-    wanted = runs(pair, "int8")[0]["qwen3_tied"]
+    found = runs(replace(pair, pipeline_parallel=2), "int8", "gqa_tied")[2]
+    wanted = runs(pair, "int8", "gqa_tied")[0]
     for way in ("free", "forced", "invariance"):
         assert found[way] == wanted[way], way
 
 
 @pytest.mark.parametrize(("name", "model"), params())
 def test_a_position_gives_the_same_bits_however_it_is_computed(runs: Runs, name: str, model: str) -> None:
-    check_position_bits(runs(PAIRS[name], name, together(name, model))[0][model]["invariance"])
+    check_position_bits(runs(PAIRS[name], name, model)[0]["invariance"])
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_agents_share_weights_and_cache_evenly(runs: Runs, name: str) -> None:
+@pytest.mark.parametrize(("name", "model"), params())
+def test_agents_share_weights_and_cache_evenly(runs: Runs, name: str, model: str) -> None:
     """Each has half of the weights and of the cache of one agent, plus the norms and heads that both have."""
-    model = MODELS[name][0]
-    agents = [agent[model]["summary"] for agent in runs(PAIRS[name], name)]
-    alone = runs(replace(PAIRS[name], tensor_parallel=1), name)[0][model]["summary"]
+    agents = [agent["summary"] for agent in runs(PAIRS[name], name, model)]
+    alone = runs(replace(PAIRS[name], tensor_parallel=1), name, model)[0]["summary"]
     assert [agent["weight_format"] for agent in agents] == [alone["weight_format"]] * 2
     for key in ("weight_bytes", "kv_cache_bytes"):
         shares = np.array([agent[key] for agent in agents]) / alone[key]

@@ -10,19 +10,44 @@ from typing import Any
 import pytest
 
 from support.agent_group import Setup, seeded_runs
+from support.sweeps import with_sweeps
 
 pytestmark = pytest.mark.timeout(400)
 
 SETUPS = {
-    "one agent": (Setup(1, 1, "bfloat16", "native"), ("qwen3_moe", "mixtral", "qwen2_tied")),
-    "one agent, int4": (Setup(1, 1, "float16", "native", "int4"), ("qwen3_moe",)),
-    "one agent, int8": (Setup(1, 1, "bfloat16", "native", "int8"), ("qwen3_moe",)),
-    "2 share layers": (Setup(2, 1, "bfloat16", "native"), ("gqa_tied", "qwen2_tied", "qwen3_moe", "mixtral")),
-    "2 stages": (Setup(1, 2, "float16", "native"), ("gqa_tied", "mixtral")),
-    "2 stages of 2": (Setup(2, 2, "bfloat16", "native"), ("gqa_tied",)),
+    "one agent": Setup(1, 1, "bfloat16", "native"),
+    "one agent, int4": Setup(1, 1, "float16", "native", "int4"),
+    "one agent, int8": Setup(1, 1, "bfloat16", "native", "int8"),
+    "2 share layers": Setup(2, 1, "bfloat16", "native"),
+    "2 stages": Setup(1, 2, "float16", "native"),
+    "2 stages of 2": Setup(2, 2, "bfloat16", "native"),
 }
+CASES = [
+    ("one agent", "mixtral"),
+    ("one agent", "qwen2_tied"),
+    ("one agent, int8", "qwen3_moe"),
+    ("2 share layers", "gqa_tied"),
+    ("2 share layers", "qwen3_moe"),
+    ("2 stages", "gqa_tied"),
+]
 """Models with experts, windows and biases, whose graphs use more than the inference primitives."""
-CASES = [(name, model) for name, (_, models) in SETUPS.items() for model in models]
+SWEPT_CASES = [
+    ("one agent", "qwen3_moe"),
+    ("one agent, int4", "qwen3_moe"),
+    ("2 share layers", "qwen2_tied"),
+    ("2 share layers", "mixtral"),
+    ("2 stages", "mixtral"),
+    ("2 stages of 2", "gqa_tied"),
+]
+"""These run in ``make test-sweeps`` only, because they combine what the cases of ``make test`` have."""
+
+
+def params(*names: str) -> list[Any]:
+    """Returns the cases with these names, or all cases."""
+    cases = [case for case in (*CASES, *SWEPT_CASES) if not names or case[0] in names]
+    return with_sweeps(cases, lambda *case: case in SWEPT_CASES)
+
+
 REASONS = {
     "unnamed": ("reads what none of our kernels wrote", "another agent cannot replay its launches"),
     "differs": ("a replay gives another result", "a replay gives another result"),
@@ -37,10 +62,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return seeded_runs(SETUPS, tmp_path_factory.mktemp("replays"), "native_replays_worker.py")
 
 
-@pytest.mark.parametrize(("name", "model"), CASES)
+@pytest.mark.parametrize(("name", "model"), params())
 def test_replays_have_the_bits_of_the_graph(results: Any, name: str, model: str) -> None:
-    agents = [agent[model] for agent in results(name)]
-    setup = SETUPS[name][0]
+    agents, setup = results(name, model), SETUPS[name]
     for agent in agents:
         assert agent["problems"] == ["", "", ""]
         assert agent["confirmed"] == ["chunked", "decode", "prefill"]
@@ -50,10 +74,10 @@ def test_replays_have_the_bits_of_the_graph(results: Any, name: str, model: str)
 
 
 @pytest.mark.parametrize("plant", REASONS)
-@pytest.mark.parametrize("model", SETUPS["2 share layers"][1])
-def test_if_one_agent_cannot_replay_no_agent_does(results: Any, model: str, plant: str) -> None:
+@pytest.mark.parametrize(("name", "model"), params("2 share layers"))
+def test_if_one_agent_cannot_replay_no_agent_does(results: Any, name: str, model: str, plant: str) -> None:
     """Each step still has the bits of the graph, which runs again after a wrong replay."""
-    first, second = (agent[model] for agent in results("2 share layers"))
+    first, second = results(name, model)
     for agent, reason in zip((first, second), REASONS[plant], strict=True):
         assert reason in agent["planted"][plant]["problem"]
         assert not agent["planted"][plant]["confirmed"]

@@ -11,12 +11,15 @@ import pytest
 from performance.models.folders import write_model
 from performance.models.variants import FAMILY_VARIANTS, VARIANTS
 from support.agent_group import Setup, run_group
+from support.sweeps import with_sweeps
 
 pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = ("mha", "gqa_tied", "llama_yarn_bias", "qwen2_tied", "qwen3_tied")
+MODELS = ("gqa_tied", "llama_yarn_bias", "qwen3_tied")
 """Models with uneven heads, with a bias of the attention output, and with norms of heads."""
+SWEPT_MODELS = ("mha", "qwen2_tied", "tiny_llama")
+"""These run in ``make test-sweeps`` only, because they repeat what the others test."""
 SETUPS = {
     "bfloat16": Setup(2, 1, "bfloat16", "fused"),
     "float32, 2 stages": Setup(2, 2, "float32", "fused"),
@@ -24,17 +27,18 @@ SETUPS = {
     "int4": Setup(2, 1, "bfloat16", "fused", "int4", "int8"),
     "int4_weight_only": Setup(2, 1, "bfloat16", "fused", "int4_weight_only"),
 }
-SWEPT = ("bfloat16", "int4_weight_only")
-"""Runs in ``make test-sweeps`` only, because the other formats include floats and groups."""
+SWEPT_SETUPS = ("bfloat16", "int4_weight_only")
+"""These run in ``make test-sweeps`` only, because the other formats include floats and groups."""
 INDIVISIBLE_INT4 = ("qwen2_tied",)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     scratch, seeded = tmp_path_factory.mktemp("sum-parts"), {**VARIANTS, **FAMILY_VARIANTS}
-    for name in MODELS:
+    names = [name for name in (*MODELS, *SWEPT_MODELS) if name in seeded]
+    for name in names:
         write_model(seeded[name], scratch / name)
-    return {"tiny_llama": ROOT / "models" / "tiny_llama", **{name: scratch / name for name in MODELS}}
+    return {"tiny_llama": ROOT / "models" / "tiny_llama", **{name: scratch / name for name in names}}
 
 
 def answers(setup: Setup, folders: dict[str, Path]) -> dict[str, Any]:
@@ -42,22 +46,29 @@ def answers(setup: Setup, folders: dict[str, Path]) -> dict[str, Any]:
     return run_group(setup, folders)[(setup.pipeline_parallel - 1) * setup.tensor_parallel]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in SWEPT)) for name in SETUPS])
-def test_an_agent_that_sums_in_parts_gives_the_bits_of_a_group(name: str, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    ("name", "models"),
+    with_sweeps(
+        [(name, models) for name in SETUPS for models in (MODELS, SWEPT_MODELS)],
+        lambda name, models: name in SWEPT_SETUPS or models is SWEPT_MODELS,
+    ),
+)
+def test_an_agent_that_sums_in_parts_gives_the_bits_of_a_group(
+    name: str, models: tuple[str, ...], folders: dict[str, Path]
+) -> None:
     shared = SETUPS[name]
     alone = replace(shared, tensor_parallel=1, extra={"parallel_config.sum_parts": 2})
-    models = {
-        model: path for model, path in folders.items() if not name.startswith("int4") or model not in INDIVISIBLE_INT4
-    }
-    wanted, found = answers(shared, models), answers(alone, models)
-    for model in models:
+    divisible = [model for model in models if not name.startswith("int4") or model not in INDIVISIBLE_INT4]
+    chosen = {model: folders[model] for model in divisible}
+    wanted, found = answers(shared, chosen), answers(alone, chosen)
+    for model in chosen:
         for way in ("free", "forced", "invariance"):  # tokens, and digests of logits for each way to compute a position
             assert found[model][way] == wanted[model][way], (model, way)
 
 
 def test_without_sum_parts_the_bits_differ(folders: dict[str, Path]) -> None:
     """Otherwise the test above would prove nothing. In bfloat16, most of these short sums hide their order."""
-    models = {name: folders[name] for name in ("tiny_llama", "gqa_tied")}
+    models = {name: folders[name] for name in MODELS[:1]}
     shared = Setup(2, 1, "float32", "fused")
     wanted, found = answers(shared, models), answers(replace(shared, tensor_parallel=1), models)
     assert all(found[model]["invariance"] != wanted[model]["invariance"] for model in models)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -68,18 +68,15 @@ def run_group(setup: Setup, folders: dict[str, Path], worker: str = "group_worke
     return [json.loads(agent.stdout.splitlines()[-1]) for agent in ended]
 
 
-def seeded_runs(
-    setups: Mapping[str, tuple[Setup, Sequence[str]]], scratch: Path, worker: str
-) -> Callable[[str], list[dict[str, Any]]]:
-    """What ``run_group`` gives for a setup by its name, with its seeded models, computed when it is first asked for."""
+def seeded_runs(setups: Mapping[str, Setup], scratch: Path, worker: str) -> Callable[[str, str], list[dict[str, Any]]]:
+    """Returns a function that runs a seeded model in a setup by its name once, and returns the output of each agent."""
     seeded = {**VARIANTS, **FAMILY_VARIANTS}
 
     @cache
-    def run(name: str) -> list[dict[str, Any]]:
-        setup, models = setups[name]
-        for model in models:
-            if not (scratch / model).exists():
-                write_model(seeded[model], scratch / model)
-        return run_group(setup, {model: scratch / model for model in models}, worker)
+    def run(name: str, model: str) -> list[dict[str, Any]]:
+        folder = scratch / model
+        if not folder.exists():
+            write_model(seeded[model], folder)
+        return [agent[model] for agent in run_group(setups[name], {model: folder}, worker)]
 
     return run
