@@ -38,21 +38,15 @@ PAIRS = {
     "int8 stored": Setup(2, 1, "float16", "native", "int8_weight_only"),
     "int4 stored": Setup(2, 1, "float16", "native", "int4"),
 }
-CASES = [
-    ("int8", "llama_yarn_bias"),
-    ("int8", "gqa_tied"),
-    ("int8", "qwen3_moe"),
-    ("int4", "qwen3_moe"),
-    ("int4 stored", "mha"),
-]
-"""Models with uneven columns, biases before and after the sum, and a tied output layer."""
+CASES = [("int8", "llama_yarn_bias"), ("int8", "qwen3_moe"), ("int4 stored", "mha")]
+"""Models with biases before and after the sum, experts, and uneven columns."""
 SWEPT_CASES = [
-    *(("int8", model) for model in ("tiny_llama", "llama_linear_mqa", "qwen3_tied")),
+    *(("int8", model) for model in ("gqa_tied", "tiny_llama", "llama_linear_mqa", "qwen3_tied")),
     *(("int8_weight_only", model) for model in ("llama3_rope", "qwen2_tied", "mixtral")),
-    *(("int4", model) for model in ("llama3_rope", "mha", "gqa_tied")),
+    *(("int4", model) for model in ("llama3_rope", "qwen3_moe", "mha", "gqa_tied")),
     *(("int8 stored", model) for model in ("mha", "mixtral")),
 ]
-"""These run in ``make test-sweeps`` only: a shared key-value head, and repetitions."""
+"""These run in ``make test-sweeps`` only: a tied output layer, a shared key-value head, and repetitions."""
 STORED = {"int8 stored": Settings(8, 0, False, "float32"), "int4 stored": Settings(4, 32, True, "float32")}
 LARGER = {
     "gqa_tied": ("int8", replace(PAIRS["int8"], tensor_parallel=3)),
@@ -177,6 +171,7 @@ def test_shared_and_uneven_heads(runs: Runs, model: str) -> None:
     check_ties(found, wanted, model, margin=MARGIN[name], most=MOST_TIES[name], label=label)
 
 
+@pytest.mark.sweep
 def test_stages_change_no_bit(runs: Runs) -> None:
     """Neither in the layers nor in a tied output layer, which stays floats if the embedding is in another stage."""
     pair = PAIRS["int8"]
@@ -191,7 +186,7 @@ def test_a_position_gives_the_same_bits_however_it_is_computed(runs: Runs, name:
     check_position_bits(runs(PAIRS[name], name, model)[0]["invariance"])
 
 
-@pytest.mark.parametrize(("name", "model"), params())
+@pytest.mark.parametrize(("name", "model"), [("int8", "llama_yarn_bias"), ("int4 stored", "mha")])
 def test_agents_share_weights_and_cache_evenly(runs: Runs, name: str, model: str) -> None:
     """Each has half of the weights and of the cache of one agent, plus the norms and heads that both have."""
     agents = [agent["summary"] for agent in runs(PAIRS[name], name, model)]
