@@ -33,6 +33,12 @@ from llm_serving.model.families import Experts
 CacheLayout = tuple[tuple[int, ...], str]
 """Shape and element type of a cache; ``agent.weights.storage`` has the names of the types."""
 
+LinearParameters = tuple[Any, Any, Any]
+"""The Parameters of a linear layer: weight, scale, and an offset that is added to integers before they are scaled.
+
+Scale and offset are None if the layer has none. If it has some, operators take (weight, scale) or (weight, scale,
+offset) instead of the weight."""
+
 Operator = Any
 """A primitive or Cell of MindSpore. A model keeps it as an attribute of a Cell and calls it in ``construct``."""
 
@@ -141,38 +147,19 @@ class OpTable(ABC):
         return len(self.part.shard.vocab) if self.traits.packs_weights else self.part.vocab_stride
 
     @abstractmethod
-    def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
-        """Makes the Parameter of a linear layer, still without memory; ``output`` means the layer to the vocabulary."""
+    def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> LinearParameters:
+        """Makes the Parameters of a linear layer, without memory; ``output`` means the layer to the vocabulary."""
 
-    def linear_scale(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
-        """Makes the Parameter of a linear layer's scales, or returns None if the layer has no separate scales.
+    @abstractmethod
+    def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> LinearParameters:
+        """Makes the Parameters of one linear layer of all experts.
 
-        If there are scales, operators take (weight, scale) or (weight, scale, offset) instead of the weight.
+        The weight holds the packed weights one after the other, or an array [experts, in, out].
         """
-        return None
-
-    def linear_offset(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
-        """Makes the Parameter that is added to integer weights before they are scaled, or returns None."""
-        return None
 
     @abstractmethod
     def router_weight(self, in_features: int, num_experts: int) -> Any:
         """Makes the float32 Parameter of a router."""
-
-    @abstractmethod
-    def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> Any:
-        """Makes the Parameter of one linear layer of all experts.
-
-        The Parameter holds the packed weights one after the other, or an array [experts, in, out].
-        """
-
-    def expert_scale(self, num_experts: int, in_features: int, out_features: int) -> Any:
-        """Makes the Parameter of the experts' scales, or returns None as ``linear_scale`` does."""
-        return None
-
-    def expert_offset(self, num_experts: int, in_features: int, out_features: int) -> Any:
-        """Makes the Parameter of the experts' offsets, or returns None as ``linear_offset`` does."""
-        return None
 
     @abstractmethod
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
-from agent.layers.linear import operands_of
+from agent.layers.linear import Weight
 from llm_serving.model.families import Experts
 
 
@@ -19,10 +17,10 @@ class ExpertMLP(nn.Cell):
 
     def __init__(self, ops: OpTable, hidden_size: int, experts: Experts, epsilon: float) -> None:
         super().__init__()
-        self.router = _Parameter(ops.router_weight(hidden_size, experts.count))
+        self.router = Weight((ops.router_weight(hidden_size, experts.count), None, None))
         inner = experts.intermediate_size
-        self.gate_up = _Experts(ops, experts.count, hidden_size, 2 * inner)
-        self.down = _Experts(ops, experts.count, inner, hidden_size)
+        self.gate_up = Weight(ops.expert_weight(experts.count, hidden_size, 2 * inner))
+        self.down = Weight(ops.expert_weight(experts.count, inner, hidden_size))
         self.mlp = ops.expert_mlp(hidden_size, experts, epsilon)
         self.sum = ops.all_reduce(hidden_size) if ops.is_split else None
 
@@ -33,25 +31,3 @@ class ExpertMLP(nn.Cell):
         weights = (self.router.weight, self.gate_up.operands(), self.down.operands())
         out, total = self.mlp(hidden, residual, gamma, weights, step)
         return (out if self.sum is None else self.sum(out, step)), total
-
-
-class _Parameter(nn.Cell):
-    """Holds one weight, so that the weight's name has the form of all other names."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = weight
-
-
-class _Experts(nn.Cell):
-    """The parameters of one linear layer of all experts."""
-
-    def __init__(self, ops: OpTable, num_experts: int, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.weight = ops.expert_weight(num_experts, in_features, out_features)
-        self.scale = ops.expert_scale(num_experts, in_features, out_features)
-        self.offset = ops.expert_offset(num_experts, in_features, out_features)
-
-    def operands(self) -> Any:
-        """Returns the operands like ``Weight.operands``."""
-        return operands_of(self.weight, self.scale, self.offset)

@@ -6,29 +6,22 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
-from agent.backends.base import OpTable
+from agent.backends.base import LinearParameters, OpTable
 from agent.layers.parameter import unbound_parameter
 
 
-def operands_of(weight: Tensor, scale: Tensor | None, offset: Tensor | None) -> Any:
-    """Returns the weight, or a tuple of the weight, its scales and its offsets if there are any."""
-    if scale is None:
-        return weight
-    return (weight, scale) if offset is None else (weight, scale, offset)
-
-
 class Weight(nn.Cell):
-    """The weight of a linear layer, for an operator that runs several layers together."""
+    """The parameters of a linear layer's weight, for an operator of the op table."""
 
-    def __init__(self, ops: OpTable, in_features: int, out_features: int, *, output: bool = False) -> None:
+    def __init__(self, parameters: LinearParameters) -> None:
         super().__init__()
-        self.weight = ops.linear_weight(in_features, out_features, output=output)
-        self.scale = ops.linear_scale(in_features, out_features, output=output)
-        self.offset = ops.linear_offset(in_features, out_features, output=output)
+        self.weight, self.scale, self.offset = parameters
 
     def operands(self) -> Any:
-        """Returns what the op table's operators take as the weight: the weight, or a tuple with scales and offsets."""
-        return operands_of(self.weight, self.scale, self.offset)
+        """Returns what operators take as the weight: the weight, or a tuple of weight, scales and offsets."""
+        if self.scale is None:
+            return self.weight
+        return (self.weight, self.scale) if self.offset is None else (self.weight, self.scale, self.offset)
 
 
 class RowParallelLinear(Weight):
@@ -38,7 +31,7 @@ class RowParallelLinear(Weight):
     columns computes the plain linear layer."""
 
     def __init__(self, ops: OpTable, in_features: int, out_features: int, *, biased: bool = False) -> None:
-        super().__init__(ops, in_features, out_features)
+        super().__init__(ops.linear_weight(in_features, out_features))
         self.bias = _bias(ops, out_features, biased=biased and ops.is_first)
         self.linear = ops.linear(out_features)
         self.sum = ops.all_reduce(out_features) if ops.is_split else None
@@ -55,7 +48,7 @@ class NormLinear(Weight):
     def __init__(
         self, ops: OpTable, in_features: int, out_features: int, epsilon: float, *, first: bool, biased: bool = False
     ) -> None:
-        super().__init__(ops, in_features, out_features)
+        super().__init__(ops.linear_weight(in_features, out_features))
         self.bias = _bias(ops, out_features, biased=biased)
         self.norm_linear = ops.norm_linear(out_features, epsilon, first=first)
 

@@ -50,7 +50,8 @@ class Llama(nn.Cell):
         self.norm = NormWeight(ops, shape.hidden_size)
         self.shares_embedding = shape.tie_word_embeddings and self.is_first_stage and not ops.traits.packs_weights
         if not self.shares_embedding:
-            self.lm_head = Weight(ops, shape.hidden_size, ops.vocab_rows(shape.vocab_size), output=True)
+            vocab_rows = ops.vocab_rows(shape.vocab_size)
+            self.lm_head = Weight(ops.linear_weight(shape.hidden_size, vocab_rows, output=True))
         self.logits = ops.lm_head(shape.vocab_size, epsilon)
 
     def construct(

@@ -19,7 +19,7 @@ os.environ["MS_DEV_PRECOMPILE_ONLY"] = "1"
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.ops import auto_generate
 
 from agent.backends.native import attention as native_attention
@@ -258,7 +258,7 @@ def inputs(position: int, tensor: Tensor) -> Any:
 def wider_vocabulary() -> Any:
     real = native.NativeOps.linear_weight
 
-    def linear_weight(table: Any, width: int, out: int, *, output: bool) -> Parameter:
+    def linear_weight(table: Any, width: int, out: int, *, output: bool = False) -> Any:
         return real(table, width, out + 16 if output else out, output=output)
 
     return mock.patch.object(native.NativeOps, "linear_weight", linear_weight)

@@ -14,7 +14,15 @@ import numpy as np
 import numpy.typing as npt
 from mindspore import ops
 
-from agent.backends.base import AttentionForm, BlockMoves, CacheLayout, DeviceTraits, Operator, OpTable
+from agent.backends.base import (
+    AttentionForm,
+    BlockMoves,
+    CacheLayout,
+    DeviceTraits,
+    LinearParameters,
+    Operator,
+    OpTable,
+)
 from agent.backends.cpu import cells
 from agent.backends.cpu.blocks import HostBlockMoves
 from agent.group.model_part import ModelPart
@@ -47,14 +55,14 @@ class FusedCpuOps(OpTable):
         self.best_ids: npt.NDArray[np.int32] = np.zeros(seqs + 1, np.int32)
         self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
 
-    def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
-        return unbound_parameter((1,), "uint8")  # `bind` sets the size, because a checkpoint may mix formats
+    def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> LinearParameters:
+        return self.router_weight(in_features, out_features), None, None
+
+    def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> LinearParameters:
+        return self.router_weight(in_features, out_features), None, None
 
     def router_weight(self, in_features: int, num_experts: int) -> Any:
-        return self.linear_weight(in_features, num_experts)
-
-    def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> Any:
-        return self.linear_weight(in_features, out_features)
+        return unbound_parameter((1,), "uint8")  # `bind` sets the size, because a checkpoint may mix formats
 
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         cache = self._cache_format

@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import AddRmsNorm, RmsNorm, Swiglu
 
-from agent.backends.base import AttentionForm, CacheLayout, DeviceHooks, DeviceTraits, Operator, OpTable
+from agent.backends.base import (
+    AttentionForm,
+    CacheLayout,
+    DeviceHooks,
+    DeviceTraits,
+    LinearParameters,
+    Operator,
+    OpTable,
+)
 from agent.backends.native import parallel
 from agent.backends.native.attention import Attention, ChunkMask, Rotary, RotaryAndMask, causal_mask
 from agent.backends.native.experts import ExpertMLP
@@ -38,26 +46,15 @@ class NativeOps(OpTable):
         self._max_positions = max_positions
         self._masks: dict[bool, Tensor] = {}
 
-    def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
-        return self._parameter("weight", in_features, out_features, output=output)
+    def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> LinearParameters:
+        form = self.forms.output if output else self.forms.layers
+        return _unbound(linear_parameters(form, in_features, out_features, self.dtype))
 
-    def linear_scale(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
-        return self._parameter("scale", in_features, out_features, output=output)
-
-    def linear_offset(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
-        return self._parameter("offset", in_features, out_features, output=output)
+    def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> LinearParameters:
+        return _unbound(expert_parameters(self.forms.experts, num_experts, in_features, out_features, self.dtype))
 
     def router_weight(self, in_features: int, num_experts: int) -> Any:
         return unbound_parameter((num_experts, in_features), "float32")
-
-    def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> Any:
-        return self._expert_parameter("weight", num_experts, in_features, out_features)
-
-    def expert_scale(self, num_experts: int, in_features: int, out_features: int) -> Any:
-        return self._expert_parameter("scale", num_experts, in_features, out_features)
-
-    def expert_offset(self, num_experts: int, in_features: int, out_features: int) -> Any:
-        return self._expert_parameter("offset", num_experts, in_features, out_features)
 
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         return (num_blocks, block_size, num_kv_heads, head_dim), self.dtype
@@ -99,15 +96,12 @@ class NativeOps(OpTable):
             self._masks[has_window] = causal_mask(form, self.dtype)
         return Attention(form, self.dtype, self._masks[has_window])
 
-    def _parameter(self, name: str, in_features: int, out_features: int, *, output: bool) -> Any:
-        form = self.forms.output if output else self.forms.layers
-        found = linear_parameters(form, in_features, out_features, self.dtype).get(name)
-        return None if found is None else unbound_parameter(*found)
 
-    def _expert_parameter(self, name: str, num_experts: int, in_features: int, out_features: int) -> Any:
-        sizes = (num_experts, in_features, out_features)
-        found = expert_parameters(self.forms.experts, *sizes, self.dtype).get(name)
-        return None if found is None else unbound_parameter(*found)
+def _unbound(found: dict[str, tuple[tuple[int, ...], str]]) -> LinearParameters:
+    weight, scale, offset = (
+        unbound_parameter(*found[name]) if name in found else None for name in ("weight", "scale", "offset")
+    )
+    return weight, scale, offset
 
 
 class _Embedding(nn.Cell):
