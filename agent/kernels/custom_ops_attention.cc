@@ -1,13 +1,14 @@
-// Entry of the AOT custom op RotaryAttention: rotary embedding, cache write and paged attention of a step's tokens.
-// The kernel and the layout of the cache are in ops/rotary_attention.h.
+// The custom operator RotaryAttention: rotary embedding, cache write and paged attention of all tokens of a step.
+// ops/rotary_attention.h has the kernel and the layout of the cache.
 //
 //   qkv [Tm, (heads + 2 * kv_heads) * dim]   positions [Tm]   cos, sin [P, dim] float32
 //   key_cache, value_cache [num_blocks, kv_heads, block_size, dim] of qkv's type, or dim + 4 of int8; written in place
 //   slot_mapping [Tm]   block_tables: flat, rows W apart   context_lens, query_lens [Sm]   counts [4] = {T, S, W, 0}
-//   and, where a model needs them, window [1] int32 (0: none), or window, query_gamma and key_gamma [dim], epsilon [1]
+//   optional: window [1] int32 (0: none), or window, query_gamma and key_gamma [dim], epsilon [1]
 //   -> attended [Tm, heads * dim], of which the first T rows are written
 //
-// Every tensor has its largest size; `counts` says what this step uses. The number of heads follows from the widths.
+// Every tensor has the size of the largest step. `counts` gives the tokens, sequences and table width of this step. The
+// number of heads follows from the widths.
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -28,7 +29,7 @@ enum Argument {
   kWindow, kQueryGamma, kKeyGamma, kEpsilon
 };
 
-// The output comes last, behind as many of the inputs as there are.
+// The output comes last. How many inputs precede it depends on the optional ones.
 int out_of(const Tensors& t) { return t.count - 1; }
 bool has_window(const Tensors& t) { return t.count > kWindow + 1; }
 bool has_norms(const Tensors& t) { return t.count > kEpsilon + 1; }
@@ -171,7 +172,7 @@ LLMK_CUSTOM_OP(RotaryAttention, 1, rotary_attention(t))
 
 extern "C" {
 
-// [Tm, (H + 2 K) D], a cache of K heads and cos rows of D give [Tm, H D].
+// From qkv [Tm, (H + 2 K) D], a cache of K heads and rows of cos of D elements follows the output [Tm, H D].
 LLMK_ENTRY std::vector<int64_t> RotaryAttentionInferShape(int* ndims, int64_t** shapes, AotExtra*) {
   std::vector<int64_t> out(shapes[llmk::kQkv], shapes[llmk::kQkv] + ndims[llmk::kQkv]);
   out.back() -= 2 * shapes[llmk::kKeyCache][1] * shapes[llmk::kCos][1];

@@ -1,4 +1,4 @@
-// What the custom ops check of their arguments before anything is computed.
+// Checks of the arguments that several custom operators share.
 #include <cstdint>
 
 #include "common/check.h"

@@ -1,11 +1,11 @@
-// Entry of the custom op ExpertMlp: add, norm, router and the chosen experts' gated MLPs (ops/experts.h).
+// The custom operator ExpertMlp: add, norm, router and the gated MLPs of the chosen experts (ops/experts.h).
 //
 //   hidden, residual [Tm, width]   gamma [width]   epsilon [1]   router: packed float32 weight of `experts` columns
 //   gate_up, down: the packed weights of all experts, equally long   choice [3] = {experts, chosen, normalised}
 //   counts [4] = {T, ...}   ->   out, sum [Tm, width], of which the first T rows are written
 //
-// The normed row is rounded to the activations' type, as the native primitives round it; the router reads it as
-// float32. An expert's output stays float32 until the row's experts are summed up.
+// The result of the norm is rounded to the type of the activations, as the native primitives round it. The router reads
+// it as float32. The output of an expert stays float32 until the outputs of the row's experts are added.
 #include <initializer_list>
 
 #include "common/check.h"
@@ -22,7 +22,7 @@ enum Argument {
   kHidden, kResidual, kGamma, kEpsilon, kRouter, kGateUp, kDown, kChoice, kCounts, kOut, kSum, kArguments
 };
 
-constexpr int64_t kPieceRows = 256;  // rows go in pieces, each row once for every expert it chose
+constexpr int64_t kPieceRows = 256;  // rows computed at once; a row occurs once for every expert that it chose
 
 struct ExpertJob {
   const Tensors& t;
@@ -145,7 +145,7 @@ void widen_rows(const char* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = to_float(values[i]);
 }
 
-// norm(hidden + residual) of rows from `first`, and the sum.
+// Computes norm(hidden + residual) of `rows` rows from `first`, and stores the sum.
 void norm_piece(const ExpertJob& job, int64_t first, int64_t rows, const PieceMemory& memory) {
   const Tensors& t = job.t;
   const NormInput in{t.as<char>(kHidden), t.as<char>(kResidual), t.as<char>(kSum), t.data[kGamma],
@@ -178,7 +178,7 @@ int run_experts(const ExpertJob& job, const PieceMemory& memory) {
   return 0;
 }
 
-// out = sum over ranks, in order, of weight * output, rounded once.
+// out = the sum of weight * output over the row's experts in the order of their rank, rounded once.
 template <class T>
 void sum_row(const ExpertJob& job, const PieceMemory& memory, int64_t row, T* out) {
   const float* weights = memory.weights + row * job.chosen;

@@ -1,13 +1,12 @@
-// Entries of the fused graph's custom ops but for attention: EmbedTokens, NormLinear, AddNormLinear, PackedLinear,
-// GatedMlp, LmHead.
+// The custom operators EmbedTokens, NormLinear, AddNormLinear, PackedLinear, GatedMlp and LmHead of the fused graph.
 //
-// The graph is static: every tensor has the size of the largest step, and `counts` [4] says how much of it this step
-// uses: {tokens, sequences, width of the block table, 0}. Rows past that are neither read nor written. Weights are
-// packed (ops/linear.h). An add and norm run with the linear layer that follows, row by row, so that a row is
-// quantised, where the weight's format wants that, while it is in cache.
+// The graph is static: every tensor has the size of the largest step. `counts` [4] = {tokens, sequences, width of the
+// block table, step number} gives the size of this step. Rows after that are neither read nor written. Weights are
+// packed (ops/linear.h).
 //
-// NormLinear's norm, AddNormLinear's sum and the SwiGLU product are rounded to the activations' type, as the native
-// primitives round them.
+// Sum and norm run together with the linear layer that follows, row by row. So a row is still in the cache if the
+// format of the weight needs it quantized. The results of the norm, the sum and SwiGLU are rounded to the type of the
+// activations, as the native primitives round them.
 #include <cstdint>
 #include <initializer_list>
 
@@ -23,13 +22,15 @@
 namespace llmk {
 namespace {
 
-constexpr int64_t kMlpRows = 256;  // gate, up and down take the rows in pieces, whose activations stay in cache
-constexpr int64_t kThreadRows = 128;  // so many for each thread, and they need not share rows
+constexpr int64_t kMlpRows = 256;     // rows of a piece: its activations stay in the cache between two linear layers
+constexpr int64_t kThreadRows = 128;  // from this many rows per thread on, each thread computes rows of its own
 
 int64_t row_bytes(DType dtype, int64_t width) { return size_of(dtype) * width; }
 
-// Calls function(first row, rows) for all rows, at most `most` at once; 0, or the error of a call. Of many rows each
-// thread takes some of its own: what one makes the same one reads, from its own caches. Weights are read by all then.
+// Calls function(first row, number of rows) until all rows are computed. Returns 0, or the error of a call.
+//
+// With few rows all threads work together on at most `most` rows at once. With many rows each thread computes pieces of
+// its own: it then finds in its own cache what it computed before, at the price that every thread reads all weights.
 template <class Function>
 int for_row_pieces(int64_t rows, int64_t most, const Function& function) {
   const int64_t threads = num_threads();
@@ -50,7 +51,7 @@ int for_row_pieces(int64_t rows, int64_t most, const Function& function) {
   return failed;
 }
 
-// The rows norm(x + residual), as the weight wants them.
+// The rows that a linear layer multiplies, quantized if the format of its weight needs that.
 struct NormedRows {
   const void* values = nullptr;
   QuantizedRows quantized{};
@@ -76,7 +77,7 @@ void norm_row(const NormInput& in, int64_t from, void* out) {
 
 namespace {
 
-// Row i of the result is row source(i) of the input.
+// Computes the norms of `rows` rows: row i of the result comes from row source(i) of the input.
 template <class Source>
 NormedRows norm_rows(const NormInput& in, const void* weight, int64_t rows, const Source& source) {
   NormedRows out;
@@ -104,7 +105,7 @@ NormedRows norm_rows(const NormInput& in, const void* weight, int64_t rows, cons
 
 constexpr int32_t kMostParts = 64;
 
-// out = the sum of products [parts] of `count` numbers each.
+// out = the sum of `parts` arrays of `count` elements each.
 void sum_products(const float* const* products, int32_t parts, DType out_dtype, void* out, int64_t count) {
   constexpr int64_t kSpan = 16384;
   parallel_for(ceil_div(count, kSpan), [&](int64_t i) {
@@ -115,8 +116,7 @@ void sum_products(const float* const* products, int32_t parts, DType out_dtype, 
   });
 }
 
-// The sum of the products of a weight's parts, some rows at a time. Rows of the result are as long as the weight has
-// columns.
+// Multiplies by each part of a weight and adds the products, some rows at a time. The output has no gaps between rows.
 int run_parts(const Tensors& t, const LinearArgs& whole) {
   const PackedWeightHeader& header = header_of(whole.weight);
   if (header.parts > kMostParts) return refuse_text(t.op, "a weight in %d parts; at most %d", header.parts, kMostParts);
@@ -158,7 +158,8 @@ int run_linear(const Tensors& t, LinearArgs args, const NormedRows& in, int weig
   return error;
 }
 
-// Of the activations' type, or float32: sums as they are, for a sum over agents that rounds them once.
+// Checks an output that may have the type of the activations, or float32. A sum over agents takes float32 and rounds
+// once.
 int check_sums(const Tensors& t, int i, int64_t rows, int64_t width, DType dtype) {
   return check_matrix(t, i, rows, width, t.dtype(i) == DType::kFloat32 ? DType::kFloat32 : dtype);
 }
@@ -283,7 +284,6 @@ int gated_mlp(const Tensors& t) {
   });
 }
 
-// Logits of the rows with last_tokens >= 0; the others' are left as they are, and their best id is -1.
 int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values) {
   int error = check_float_type(t, at.hidden);
   if (error != 0) return error;
@@ -314,7 +314,7 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
   NormInput in{t.as<char>(at.hidden), t.as<char>(at.residual), nullptr, t.data[at.gamma], *t.as<float>(at.epsilon),
                width, dtype};
   in.sum = static_cast<char*>(thread_scratch(kScratchInner, tokens * row_bytes(dtype, width)));
-  for (int64_t begin = 0, end; begin < seqs; begin = end) {  // each run of sequences that sample
+  for (int64_t begin = 0, end; begin < seqs; begin = end) {  // consecutive sequences that sample, together
     end = begin + 1;
     if (last[begin] < 0) continue;
     while (end < seqs && last[end] >= 0) ++end;
@@ -329,7 +329,7 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
   return 0;
 }
 
-void say_done(const Tensors& t, const LmHeadArguments& at) {
+void mark_done(const Tensors& t, const LmHeadArguments& at) {
   const int32_t number = t.as<int32_t>(at.counts)[3];
   t.as<int32_t>(at.best_ids)[t.size(at.best_ids) - 1] = number;
   t.as<int32_t>(at.done)[0] = number;
@@ -348,7 +348,7 @@ int lm_head(const Tensors& t) {
   const LmHeadArguments at{kHidden,     kResidual, kGamma,   kEpsilon, kWeight,
                            kLastTokens, kLogits,   kBestIds, kCounts,  kDone};
   error = lm_head_rows(t, at, values);
-  if (error == 0) say_done(t, at);
+  if (error == 0) mark_done(t, at);
   return error;
 }
 

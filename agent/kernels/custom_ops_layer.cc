@@ -1,8 +1,9 @@
-// Entries of decoder layers as one custom op: (Add)NormLinear, RotaryAttention, PackedLinear and GatedMlp one after the
-// other and layer after layer, what goes between them in scratch memory of the step's size.
+// The custom operators that run all decoder layers: for each layer (Add)NormLinear, RotaryAttention, PackedLinear and
+// GatedMlp. The data between them is in scratch memory.
 //
-// MindSpore's work for an operator finds cold caches, as the weights have passed through them, and wakes a thread: some
-// 30 to 50 us, in which the kernels' threads fall asleep. So a model's layers pay it once.
+// MindSpore takes 30 to 50 us for an operator of its graph: its data is not in the caches any more after the weights
+// passed through them, and it wakes a thread. The kernels' threads fall asleep meanwhile. One operator for all layers
+// pays that once per step.
 #include <initializer_list>
 
 #include "common/check.h"
@@ -19,16 +20,16 @@ enum Argument {
   kLayers
 };
 
-// Of each layer, one after the other from kLayers on; the gammas of query and key heads where `form` says so.
+// The arguments of each layer, from kLayers on. Gammas of query and key heads follow if `form` says that there are any.
 enum LayerArgument {
   kInputGamma, kPostGamma, kQkv, kOutput, kGateUp, kDown, kKeyCache, kValueCache, kPlainLayer,
   kQueryGamma = kPlainLayer, kKeyGamma, kNormedLayer
 };
 
-// The argument `form`: how many layers, attention's window (0: none), and whether query and key heads are normed.
+// The argument `form`: number of layers, window of attention (0: none), and whether query and key heads have a norm.
 enum FormField { kNumLayers, kWindow, kHeadNorms, kFormFields };
 
-// A matrix between two operators.
+// A matrix that one operator writes and a later one reads.
 struct Between {
   const char* dtype;
   int64_t shape[2];
@@ -37,7 +38,7 @@ struct Between {
   int64_t bytes() const { return shape[0] * shape[1] * size_of(parse_dtype(dtype)); }
 };
 
-// The arguments of an inner operator: some of the layer's, some between.
+// The arguments of an inner operator: tensors of the whole operator, and matrices between.
 class Call {
  public:
   Call(const char* op, const Tensors& layer) : op_(op), layer_(layer) {}
@@ -69,8 +70,8 @@ class Call {
   const char* dtypes_[kMost];
 };
 
-// Layer `layer` of the operator. Its input is what the one before left in the operator's outputs, which it replaces
-// when nothing reads them any more; of the first it is the operator's own.
+// Runs one layer. The first layer reads the inputs of the operator. A later layer reads the outputs of the operator,
+// where the previous layer left its result, and overwrites them when it has read them.
 class Layer {
  public:
   Layer(const Tensors& t, int64_t layer, int64_t rows, bool first, bool sharded)
@@ -89,7 +90,7 @@ class Layer {
   }
 
  private:
-  // Memory for what lies between the operators.
+  // Gives the matrices between the operators their memory.
   int place() {
     const PackedWeightHeader* qkv_weight = packed_weight(t_, arguments_ + kQkv);
     const PackedWeightHeader* output_weight = packed_weight(t_, arguments_ + kOutput);
@@ -153,7 +154,7 @@ class Layer {
     return error == 0 && sharded_ ? sum(t_.data[out_]) : error;
   }
 
-  // Of all agents' own parts.
+  // Adds the parts of all agents.
   int sum(void* to) {
     return all_reduce(t_.op, DType::kFloat32, own_.data, t_.dtype(kHidden), to, rows_ * width_);
   }
@@ -164,12 +165,12 @@ class Layer {
   const bool is_stream_, sharded_;
   const int64_t rows_, width_;
   Between qkv_{}, attended_{}, hidden_{}, residual_{}, window_{};
-  Between own_{};  // of a sum over the agents, not rounded before it is one
+  Between own_{};  // this agent's part of a sum, in float32: only the sum is rounded
 };
 
-// `first`: the input is the residual stream itself, and the argument residual is not read. `sharded`: the agents of a
-// stage have some heads and columns each, and what comes out of attention and MLP is summed over them. The sums are in
-// here for the same reason as everything else: two operators of their own would cost more than they do.
+// Runs all layers. If `first`, the input is the residual stream itself, and the argument `residual` is not read. If
+// `sharded`, the agents of a stage share heads and columns, and the results of attention and MLP are added over them.
+// The sums are part of the operator because two more operators per layer would cost more than the sums do.
 int decoder_layers(const Tensors& t, bool first, bool sharded) {
   if (t.count < kLayers + 2) return refuse_text(t.op, "got %d arguments", t.count);
   if (!t.has_dtype(kForm, "int32") || t.size(kForm) != kFormFields) {

@@ -1,7 +1,7 @@
-// Entries of the fused graph's custom ops for a model that several agents share: AllReduceRows, ShardedEmbedTokens,
-// ShardedLmHead among the agents of a stage, HandOver between stages. (Sharded decoder layers: custom_ops_layer.cc.)
+// The custom operators of a model that several agents share: AllReduceRows, ShardedEmbedTokens and ShardedLmHead within
+// a stage, HandOver between stages. custom_ops_layer.cc has the sharded decoder layers.
 //
-// As in custom_ops_fused.cc tensors have the size of the largest step, and `counts` says how much of them there is.
+// As in custom_ops_fused.cc, tensors have the size of the largest step, and `counts` gives the size of this step.
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
@@ -19,7 +19,7 @@ namespace {
 
 int64_t bytes_of(DType dtype, int64_t rows, int64_t width) { return size_of(dtype) * rows * width; }
 
-// x [T, width], counts -> its sum over the agents.
+// x [T, width], counts -> the sum of x over the agents.
 int all_reduce_rows(const Tensors& t) {
   enum { kX, kCounts, kOut };
   if (t.count != 3) return refuse_text(t.op, "got %d arguments; it takes 2 and gives 1", t.count);
@@ -31,8 +31,8 @@ int all_reduce_rows(const Tensors& t) {
   return error != 0 ? error : all_reduce(t.op, t.dtype(kX), t.data[kX], t.dtype(kOut), t.data[kOut], rows * width);
 }
 
-// ids [T], table [own vocabulary, width], vocabulary [2] = {its first id, size of the whole}, counts -> the rows. An
-// agent gives zeros for the ids of others, so that the sum over the agents is the row.
+// ids [T], table [own vocabulary, width], vocabulary [2] = {first id of the table, size of the whole}, counts -> the
+// rows of the ids. An agent takes zeros for ids outside its table, and the rows are added over the agents.
 int sharded_embed_tokens(const Tensors& t) {
   enum { kIds, kTable, kVocabulary, kCounts, kOut };
   if (t.count != 5) return refuse_text(t.op, "got %d arguments; it takes 4 and gives 1", t.count);
@@ -61,14 +61,15 @@ int sharded_embed_tokens(const Tensors& t) {
   return all_reduce(t.op, t.dtype(kOut), t.data[kOut], t.dtype(kOut), t.data[kOut], rows * width);
 }
 
-// The largest of each row's logits in an agent's part of the vocabulary, and its token.
+// The largest logit of a row in one agent's part of the vocabulary, and its token.
 struct Best {
   float value;
   int32_t id;
 };
 static_assert(sizeof(Best) == 8, "two elements of gather_rows_to_first");
 
-// best[i]: the largest of all agents' where last_tokens says that the row samples, the smaller id on a tie.
+// Writes to best[i] the token of the largest logit over all agents, of equal ones the smallest token. Rows that do not
+// sample (last < 0) are skipped.
 int best_of_all(const char* op, int64_t seqs, const int32_t* last, const Best* own, int32_t* best) {
   const int size = exchange_size();
   Best* all = static_cast<Best*>(thread_scratch(kScratchRows, seqs * size * static_cast<int64_t>(sizeof(Best))));
@@ -86,9 +87,9 @@ int best_of_all(const char* op, int64_t seqs, const int32_t* last, const Best* o
   return 0;
 }
 
-// As LmHead, but that the weight has the agent's part of the vocabulary {first, whole, rows of every agent but the
-// last}. The first agent's logits [S, whole] are everybody's, the others' [S, own part] their own; so is the best
-// token.
+// LmHead with a part of the vocabulary in each agent: vocabulary [3] = {first id, size of the whole, size of the part
+// of every agent but the last}. The first agent receives all logits [S, whole] and the best token of all. The other
+// agents keep the logits of their own part [S, own part].
 int sharded_lm_head(const Tensors& t) {
   enum { kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kBestIds, kVocabulary, kCounts, kDone };
   if (t.count != 11) return refuse_text(t.op, "got %d arguments; it takes 10 and gives 1", t.count);
@@ -123,19 +124,19 @@ int sharded_lm_head(const Tensors& t) {
   int32_t* ids = t.as<int32_t>(kBestIds);
   for (int64_t i = 0; i < seqs; ++i) best[i] = {values[i], static_cast<int32_t>(first + ids[i])};
   error = best_of_all(t.op, seqs, last, best, ids);
-  for (int64_t begin = 0, end; begin < seqs && error == 0; begin = end) {  // each run of sequences that sample
+  for (int64_t begin = 0, end; begin < seqs && error == 0; begin = end) {  // consecutive sequences that sample
     end = begin + 1;
     if (last[begin] < 0) continue;
     while (end < seqs && last[end] >= 0) ++end;
     float* logits = t.as<float>(kLogits) + begin * out_stride;
     error = gather_rows_to_first(t.op, {logits, logits, end - begin, own, stride, whole, out_stride});
   }
-  if (error == 0) say_done(t, at);
+  if (error == 0) mark_done(t, at);
   return error;
 }
 
-// hidden [T, width], residual [T, width], stream [T, width], counts -> the step's number, counts[3], as
-// int32 [1]: stream becomes the sum of the two, which the next stage begins with.
+// hidden, residual, stream [T, width], counts -> the number of the step, counts[3], as int32 [1]. Writes hidden +
+// residual to stream, the input of the next stage.
 int hand_over(const Tensors& t) {
   enum { kHidden, kResidual, kStream, kCounts, kOut };
   if (t.count != 5) return refuse_text(t.op, "got %d arguments; it takes 4 and gives 1", t.count);

@@ -1,8 +1,9 @@
-// Entries of MindSpore's CPU op plugin (MS_OP_PLUGIN_PATH): the native inference primitives on the CPU.
+// The entries of MindSpore's CPU op plugin (MS_OP_PLUGIN_PATH): the native inference primitives on the CPU.
 //
-// MindSpore calls <Primitive>(nparam, params, ndims, shapes, dtypes, stream, extra): the inputs in the order of the
-// primitive, then the outputs; `extra` gives the inputs that are not tensors. A kernel given here takes precedence
-// over MindSpore's own of the same name, so MatMul, Gather and Reshape take every dtype and shape the primitive allows.
+// MindSpore calls <Primitive>(nparam, params, ndims, shapes, dtypes, stream, extra). The inputs come in the order of
+// the primitive, then the outputs. `extra` has the inputs that are not tensors. A kernel of the plugin replaces
+// MindSpore's kernel of the same name. So MatMul, Gather and Reshape must take every type and shape that the primitive
+// allows.
 #include <atomic>
 
 #include "common/check.h"
@@ -17,9 +18,9 @@
 namespace llmk {
 namespace {
 
-// RmsNorm(x, gamma, epsilon) -> y, rstd and AddRmsNorm(x1, x2, gamma, epsilon) -> y, rstd, x1 + x2: y = x * rstd *
-// gamma, rstd = 1 / sqrt(mean(x^2) + epsilon) in float32 over the last axis. The sum is rounded to the type of x first,
-// and the norm is of what is stored, so the residual stream and its norm agree. y is rounded once.
+// RmsNorm(x, gamma, epsilon) -> y, rstd and AddRmsNorm(x1, x2, gamma, epsilon) -> y, rstd, x1 + x2.
+// y = x * rstd * gamma and rstd = 1 / sqrt(mean(x^2) + epsilon), in float32 over the last axis; y is rounded once. The
+// sum is rounded to the type of x first, and the norm reads the rounded sum, which is what the residual stream keeps.
 int rms_norm(const Call& call, bool with_residual) {
   const int gamma = with_residual ? 2 : 1, y = call.count - (with_residual ? 3 : 2);
   int error = with_residual ? check_equal_dtype(call, 0, 1) : check_float(call, 0);
@@ -46,7 +47,7 @@ int rms_norm(const Call& call, bool with_residual) {
   return 0;
 }
 
-// Swiglu(input, dim): silu(first half) * second half of axis `dim`, worked out in float32 and rounded once.
+// Swiglu(input, dim): silu(first half) * second half of axis `dim`, computed in float32 and rounded once.
 int swiglu(const Call& call) {
   const int error = check_float(call, 0);
   if (error != 0) return error;
@@ -66,10 +67,10 @@ int swiglu(const Call& call) {
   return 0;
 }
 
-// ReshapeAndCache(key, value, key_cache, value_cache, slot_mapping): row t of key and value goes to slot
-// slot_mapping[t] = block * block_size + offset of caches [blocks, block_size, kv_heads, head_dim], in place, bit for
-// bit; a negative slot is padding and writes nothing. value may be missing. The output has the shape of key and means
-// nothing: it only orders.
+// ReshapeAndCache(key, value, key_cache, value_cache, slot_mapping): copies row t of key and value to slot
+// slot_mapping[t] of the caches [blocks, block_size, kv_heads, head_dim], in place. The slot is block * block_size +
+// offset; a negative slot is padding and is skipped. value may be missing. Nobody reads the output, which has the shape
+// of key: it only orders the operators.
 int reshape_and_cache(const Call& call) {
   if (!call.is_tensor(2) || !call.is_tensor(4) || !call.has_dtype(4, "int32")) {
     return refuse_text(call.op, "key_cache and an int32 slot_mapping are needed");
@@ -94,7 +95,7 @@ int reshape_and_cache(const Call& call) {
   return 0;
 }
 
-// Gather(table, indices, axis, batch_dims): every type of 1 to 16 bytes an element; an index past the axis is an error.
+// Gather(table, indices, axis, batch_dims), for elements of 1 to 16 bytes. An index outside the axis is an error.
 int gather(const Call& call) {
   GatherArgs args{};
   const int64_t bytes = dtype_bytes(call.dtypes[0]), dims = call.ndims[0];
@@ -122,7 +123,7 @@ int gather(const Call& call) {
   return gather_rows(call.op, args);
 }
 
-// IndexSelect(input, dim, index): the slices of axis `dim` that a vector names, in its order.
+// IndexSelect(input, dim, index): the slices of axis `dim` at the indices of a vector, in its order.
 int index_select(const Call& call) {
   enum { kInput, kDim, kIndex, kOut, kCount };
   const int64_t bytes = dtype_bytes(call.dtypes[kInput]), dims = call.ndims[kInput];
@@ -147,7 +148,7 @@ int index_select(const Call& call) {
   return gather_rows(call.op, args);
 }
 
-// The same elements under another shape, which MindSpore has worked out.
+// Copies the elements unchanged. MindSpore has computed the new shape.
 int reshape(const Call& call) {
   const int out = call.count - 1;
   const int64_t bytes = call.size(0) * dtype_bytes(call.dtypes[0]);
@@ -165,13 +166,13 @@ Call make_call(const char* op, int count, void** data, int* ndims, int64_t** sha
 
 }  // namespace
 
-// What MindSpore is told of a kernel's error. A graph whose kernel reports one does not run again, and the memory that
-// MindSpore keeps for its next run is lost. So a caller may have errors held back: from the first on no kernel does
-// anything until the caller, after the graph, takes the name of the operator.
+// Errors of kernels. If a kernel reports an error, MindSpore never runs its graph again and loses the memory that it
+// keeps for the next run. So a caller may hold errors back: after the first one, kernels do nothing and report success,
+// until the caller takes the name of the operator after the graph.
 static std::atomic<bool> holds_failures{false};
 static std::atomic<const char*> held_failure{nullptr};
 
-int answer(const char* op, int error) {
+int report_error(const char* op, int error) {
   if (error == 0 || !holds_failures.load(std::memory_order_relaxed)) return error;
   held_failure.store(op, std::memory_order_release);
   return 0;
@@ -179,7 +180,7 @@ int answer(const char* op, int error) {
 
 bool has_failed() { return held_failure.load(std::memory_order_acquire) != nullptr; }
 
-// Every primitive there is, and the call that runs it with `arguments`.
+// Every primitive of the plugin, and the call that runs it with `arguments`.
 #define LLMK_PRIMITIVES(X) \
   X(RmsNorm, rms_norm(arguments, false)) \
   X(AddRmsNorm, rms_norm(arguments, true)) \
@@ -237,7 +238,7 @@ static const char* const kOps[] = {LLMK_PRIMITIVES(LLMK_NAME)};
     if (llmk::has_failed()) return 0;                                                                      \
     const llmk::StandardFloatingPoint scope;                                                               \
     const llmk::Call arguments = llmk::make_call(#name, nparam, params, ndims, shapes, dtypes, extra);     \
-    return llmk::answer(#name, llmk::launch(llmk::run_##name, arguments));                                 \
+    return llmk::report_error(#name, llmk::launch(llmk::run_##name, arguments));                           \
   }
 
 extern "C" {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from pathlib import Path
 
@@ -25,8 +26,9 @@ def load_testing_library() -> ctypes.CDLL:
 
 
 def replace_product_library() -> None:
-    """Makes the agent of this process use the testing library. Call this before the agent's backends are imported."""
+    """Makes the agent of this process use the testing library. Call this before a model is loaded."""
     agent.kernels.library_path = library.library_path = path_of_testing_library
+    os.environ["MS_OP_PLUGIN_PATH"] = str(path_of_testing_library())
 
 
 def set_threads(num_threads: int) -> None:

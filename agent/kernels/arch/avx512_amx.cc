@@ -1,4 +1,5 @@
-// As avx512_bf16.cc, with -mamx-tile -mamx-int8 -mamx-bf16: linear layers on tiles of 16 rows.
+// The kernels for AVX-512 with AMX: linear layers multiply tiles of 16 rows. The flags are those of avx512_bf16.cc and
+// -mamx-tile -mamx-int8 -mamx-bf16.
 #define LLMK_ARCH avx512_amx
 #define LLMK_VEC_AVX512
 #define LLMK_VNNI

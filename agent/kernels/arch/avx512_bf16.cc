@@ -1,4 +1,5 @@
-// As avx512_vnni.cc, with -mavx512bf16: dot products of bfloat16 by VDPBF16PS.
+// The kernels for AVX-512 with VDPBF16PS, dot products of bfloat16. The flags are those of avx512_vnni.cc and
+// -mavx512bf16.
 #define LLMK_ARCH avx512_bf16
 #define LLMK_VEC_AVX512
 #define LLMK_VNNI

@@ -1,4 +1,4 @@
-// As avx512.cc, with -mavx512vnni: dot products of bytes by VPDPBUSD.
+// The kernels for AVX-512 with VPDPBUSD, dot products of bytes. The flags are those of avx512.cc and -mavx512vnni.
 #define LLMK_ARCH avx512_vnni
 #define LLMK_VEC_AVX512
 #define LLMK_VNNI

@@ -1,4 +1,4 @@
-// Chooses the table once. setup.py defines LLMK_HAVE_<ISA> for the files the compiler could build.
+// Chooses the table of kernels once. setup.py defines LLMK_HAVE_<ISA> for each instruction set that was compiled.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -20,7 +20,7 @@ extern const KernelTable kPortableTable, kAvx2Table, kAvx512Table, kAvx512VnniTa
 
 namespace {
 
-// Best first.
+// The best one comes first.
 const KernelTable* const kCompiled[] = {
 #ifdef LLMK_HAVE_AVX512_AMX
     &kAvx512AmxTable,
@@ -47,7 +47,7 @@ const KernelTable* const kCompiled[] = {
 };
 
 #ifdef LLMK_HAVE_AVX512_AMX
-// Linux hands out the tile registers on request, to a whole process and for good (arch_prctl(2)).
+// Asks Linux for the tile registers. The permission is for the whole process and permanent (arch_prctl(2)).
 bool may_use_tiles() {
   constexpr unsigned kBFloat16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kWanted = kBFloat16 | kTile | kInt8;
   constexpr int kRequestPermission = 0x1023, kTileData = 18;

@@ -1,4 +1,4 @@
-// 16 int32 as two AVX registers and exact products of bytes.
+// Ints: 16 int32 in two AVX registers, with exact products of bytes.
 #pragma once
 
 namespace llmk {
@@ -52,11 +52,12 @@ LLMK_INLINE Vec high_bfloats(Ints a) {
   return {_mm256_castsi256_ps(_mm256_and_si256(a.low, mask)), _mm256_castsi256_ps(_mm256_and_si256(a.high, mask))};
 }
 
-// Of weights: bytes 0 and 2, and 1 and 3, as 16-bit numbers: VPMADDUBSW would saturate, VPMADDWD is exact.
+// Weights: bytes 0 and 2 of each lane as 16-bit numbers, and bytes 1 and 3. VPMADDWD multiplies them exactly;
+// VPMADDUBSW takes bytes but saturates.
 struct Quads {
   Ints even, odd;
 };
-// Of activations: the same 4 numbers in every lane.
+// Activations: the same 4 numbers in every lane.
 struct BroadcastQuad {
   __m256i even, odd;
 };
@@ -84,7 +85,7 @@ LLMK_INLINE Quads low_nibbles(Ints a) {
 }
 LLMK_INLINE Quads high_nibbles(Ints a) { return low_nibbles(shift_right<4>(a)); }
 
-// a * b + c rounded once.
+// a * b + c, rounded once.
 LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 
 LLMK_INLINE Vec bits_below(uint32_t bits, Vec v) {

@@ -1,4 +1,4 @@
-// 16 int32 in one register and exact products of bytes; VPDPBUSD where the machine has it.
+// Ints: 16 int32 in one register, with exact products of bytes. Uses VPDPBUSD if the processor has it.
 #pragma once
 
 namespace llmk {
@@ -33,15 +33,15 @@ LLMK_INLINE Vec low_bfloats(Ints a) { return {_mm512_castsi512_ps(_mm512_slli_ep
 LLMK_INLINE Vec high_bfloats(Ints a) {
   return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))))};
 }
-// The upper halves of a and b, side by side as pairs: exact for floats that are bfloat16 values.
+// Puts the upper halves of a and b next to each other, as pairs of bfloat16. Exact if the floats are bfloat16 values.
 LLMK_INLINE Ints pair_bfloats(Vec a, Vec b) {
   const __m512i high = _mm512_and_si512(_mm512_castps_si512(b.v), _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)));
   return {_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a.v), 16), high)};
 }
 
 #ifdef LLMK_VNNI
-using Quads = Ints;          // of weights: 4 uint8 a lane
-using BroadcastQuad = Ints;  // of activations: the same 4 int8 in every lane
+using Quads = Ints;          // weights: 4 uint8 in each lane
+using BroadcastQuad = Ints;  // activations: the same 4 int8 in every lane
 LLMK_INLINE Quads quads(Ints a) { return a; }
 LLMK_INLINE BroadcastQuad broadcast_quad(const int8_t* p) {
   int32_t bits;
@@ -52,7 +52,8 @@ LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
   return {_mm512_dpbusd_epi32(total.v, w.v, x.v)};
 }
 #else
-// Bytes 0 and 2, and 1 and 3, as 16-bit numbers: VPMADDUBSW would saturate, VPMADDWD is exact.
+// Bytes 0 and 2 of each lane as 16-bit numbers, and bytes 1 and 3. VPMADDWD multiplies them exactly; VPMADDUBSW takes
+// bytes but saturates.
 struct Quads {
   __m512i even, odd;
 };
@@ -77,7 +78,7 @@ LLMK_INLINE Quads high_nibbles(Ints a) {
   return quads({_mm512_and_si512(_mm512_srli_epi32(a.v, 4), _mm512_set1_epi8(15))});
 }
 
-// a * b + c rounded once.
+// a * b + c, rounded once.
 LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 
 LLMK_INLINE Vec bits_below(uint32_t bits, Vec v) {

@@ -1,10 +1,10 @@
-// 16 int32 by GCC vector extensions and exact products of bytes.
+// Ints: 16 int32 as a GCC vector, with exact products of bytes.
 #pragma once
 
 namespace llmk {
 namespace LLMK_ARCH {
 
-// A struct of its own: IntVec itself is the type of comparisons.
+// A struct, because IntVec itself is the type of comparisons.
 struct Ints {
   IntVec v;
 };
@@ -33,7 +33,7 @@ LLMK_INLINE Ints low_bits(Ints a) {
   return {a.v & ((1 << kBits) - 1)};
 }
 LLMK_INLINE Vec to_floats(Ints a) { return __builtin_convertvector(a.v, Vec); }
-// For whole numbers only.
+// The values must be whole numbers.
 LLMK_INLINE Ints to_ints(Vec a) { return {__builtin_convertvector(a, IntVec)}; }
 LLMK_INLINE void store_signed_bytes(int8_t* p, Ints a) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a.v[i]);
@@ -48,7 +48,7 @@ LLMK_INLINE Vec high_bfloats(Ints a) { return (Vec)(a.v & static_cast<int32_t>(0
 namespace llmk {
 namespace LLMK_ARCH {
 #else
-// Of weights: byte i of every lane; of activations: one number each.
+// Weights: byte i of every lane. Activations: one number for each byte.
 struct Quads {
   IntVec byte[4];
 };
@@ -68,7 +68,7 @@ LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
 LLMK_INLINE Quads low_nibbles(Ints a) { return quads({a.v & 0x0F0F0F0F}); }
 LLMK_INLINE Quads high_nibbles(Ints a) { return quads({(a.v >> 4) & 0x0F0F0F0F}); }
 
-// a * b + c rounded once, where fma() rounds twice: by a function of the C library, so for rare use.
+// a * b + c, rounded once; fma() rounds twice here. A function of the C library computes each lane, so this is slow.
 LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) {
   Vec result;
   for (int i = 0; i < 16; ++i) result[i] = __builtin_fmaf(a[i], b[i], c[i]);

@@ -1,4 +1,4 @@
-// Arm with the mixed dot products of ARMv8.6 (-march=armv8.2-a+dotprod+i8mm): USDOT.
+// The kernels for Arm with USDOT, the mixed dot products of ARMv8.6 (-march=armv8.2-a+dotprod+i8mm).
 #define LLMK_ARCH neon_i8mm
 #define LLMK_NEON_DOT
 #define LLMK_NEON_I8MM

@@ -1,4 +1,4 @@
-// Any processor.
+// The kernels for any processor of the architecture.
 #define LLMK_ARCH portable
 #define LLMK_TABLE kPortableTable
 #define LLMK_ISA_NAME "portable"

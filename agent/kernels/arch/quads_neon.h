@@ -1,15 +1,15 @@
-// Exact products of bytes by the dot products of Arm; the rest of Ints is that of ints_portable.h.
+// Exact products of bytes with the dot products of Arm. The rest of Ints is in ints_portable.h.
 #pragma once
 #include <arm_neon.h>
 
 namespace llmk {
 namespace LLMK_ARCH {
 
-// Of weights: 4 uint8 a lane; for SDOT as w - 128, which is a signed byte.
+// Weights: 4 uint8 in each lane. SDOT takes signed bytes, so it gets w - 128.
 struct Quads {
   int32x4_t part[4];
 };
-// Of activations: the same 4 int8 in every lane, and for SDOT 128 times their sum.
+// Activations: the same 4 int8 in every lane. SDOT also needs 128 times their sum, to correct for w - 128.
 struct BroadcastQuad {
   int8x16_t x;
   int32x4_t offset;

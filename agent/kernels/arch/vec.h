@@ -1,23 +1,25 @@
-// Picks the vector type of the instruction set a file is compiled for. Every arch/<isa>.cc defines LLMK_ARCH (the
-// namespace) and one LLMK_VEC_*; all kernels are then written once, against these names:
+// The vector types of the instruction set that a file is compiled for. Every arch/<isa>.cc defines LLMK_ARCH (the
+// namespace) and, except for the portable set, one LLMK_VEC_*. All kernels are written once, with these names:
 //
 //   Vec                                16 floats
 //   zero() broadcast(x)                load(p) load_n(p, n) store(p, v) store_n(p, v, n)   p: float, half_t, bfloat_t
-//                                      load_part store_part: the same for n that is mostly 16 or more
+//                                      load_part store_part: the same for an n that is usually 16 or more
 //   add sub mul div fma(a, b, c) = a * b + c   maximum minimum (NaN in the second operand wins)
 //   keep_first(v, n, other)            lanes >= n replaced by `other`; hide_first(v, n, other): lanes < n
 //   round_nearest(v)  scale_by_power(v, n) = v * 2^n   zero_below(v, x, limit): v where x >= limit, else 0
-//   sum(v)  largest(v)                 over the lanes, by the one tree below; sums(v[4 or 16], out): of each vector
-//   fused(a, b, c)                     as fma, but rounded once on every instruction set
-//   bits_below(bits, v)                the float whose bits are those of v less than `bits`
-//   first_lane_equal(v, x)  find_between(v, low, high, indices): which lanes are x, or in (low, high]
+//   sum(v)  largest(v)                 over the lanes, in the tree below; sums(v[4 or 16], out): sum(v[i]) for each i
+//   fused(a, b, c)                     fma, but rounded only once on every instruction set
+//   bits_below(bits, v)                the float with the bits `bits` - (bits of v)
+//   first_lane_equal(v, x)             the first lane that equals x, or 16
+//   find_between(v, low, high, indices)   writes the lanes in (low, high] in order, returns how many
 //
 //   Ints                               16 int32: broadcast_int load_ints store_ints add multiply shift_right to_floats
 //                                      and others
-//   Quads BroadcastQuad                4 uint8 weights a lane, 4 int8 activations: dot_quads(total, w, x) is exact
+//   Quads BroadcastQuad                4 uint8 weights in each lane, 4 int8 activations; dot_quads(total, w, x) is
+//                                      exact
 //
-// Loads of n < 16 elements never touch memory past them; missing lanes are 0. Stores round to nearest even.
-// The tree of sum(): lanes l and l + 8, then l + 4, l + 2, l + 1.
+// A load of n < 16 elements does not touch memory after them; the missing lanes are 0. Stores round to nearest even.
+// The tree of sum() adds lanes l and l + 8, then l + 4, then l + 2, then l + 1.
 #pragma once
 #include "../common/types.h"
 
@@ -37,7 +39,7 @@ namespace LLMK_ARCH {
 
 constexpr int kLanes = 16;
 
-// As load_n and store_n, of any n >= 0: whole vectors, which most are, without a mask.
+// load_n and store_n for any n >= 0. A whole vector, the usual case, needs no mask.
 template <class T>
 LLMK_INLINE Vec load_part(const T* p, int64_t n) {
   return n >= kLanes ? load(p) : load_n(p, n);
@@ -51,8 +53,8 @@ LLMK_INLINE void store_part(T* p, Vec v, int64_t n) {
   }
 }
 
-// exp(x) to about 1 ulp for -87.3 <= x <= 88.3, 0 below, clamped above; NaN stays NaN. Range reduction to
-// |r| <= ln(2)/2 and the degree-6 polynomial of Cephes' expf (S. L. Moshier).
+// exp(x) with an error of about 1 ulp for -87.3 <= x <= 88.3. Returns 0 below and exp(88.3) above; a NaN stays a NaN.
+// Reduces the range to |r| <= ln(2)/2 and uses the polynomial of degree 6 of Cephes' expf (S. L. Moshier).
 LLMK_INLINE Vec exponential(Vec x) {
   constexpr float kLowest = -87.33654f, kHighest = 88.37626f;
   const Vec clamped = maximum(broadcast(kLowest), minimum(broadcast(kHighest), x));
@@ -69,10 +71,11 @@ LLMK_INLINE Vec exponential(Vec x) {
   return zero_below(scale_by_power(p, n), x, kLowest);
 }
 
-// 1 / (1 + exp(-x)) to 3e-7 of itself for |x| <= 86, as at 86 beyond that; of NaN anything. No division: exp(-x) =
-// 2^n * 2^-r for |r| <= 1/2, by a minimax polynomial; 1 / d begins from its bits taken for a logarithm, which is within
-// 5.1 %, a step of the third order leaves 1.3e-4, one of the second 1.7e-8. Instructions that approximate would differ
-// from processor to processor.
+// 1 / (1 + exp(-x)) with a relative error of 3e-7. |x| is limited to 86. The result for a NaN is undefined.
+//
+// There is no division, because it is slow. exp(-x) = 2^n * 2^-r with |r| <= 1/2, by a minimax polynomial. The first
+// guess of 1 / d comes from the bits of d and is within 5.1 %. A step of third order reduces the error to 1.3e-4, a
+// step of second order to 1.7e-8. The processors' own approximate instructions are not used, because they differ.
 LLMK_INLINE Vec sigmoid(Vec x) {
   constexpr float kLimit = 86.0f, kLog2E = 1.44269504088896341f, kRest = 1.92596299e-8f;  // log2(e) - kLog2E
   constexpr uint32_t kGuess = 0xFEF311C3u;

@@ -1,4 +1,4 @@
-// 16 floats as two AVX registers; needs AVX2, FMA and F16C.
+// Vec: 16 floats in two AVX registers. Needs AVX2, FMA and F16C.
 #pragma once
 #include <immintrin.h>
 
@@ -110,7 +110,7 @@ LLMK_INLINE float sum(Vec v) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-// out[i] = sum(v[i]), the same tree.
+// out[i] = sum(v[i]), in the tree of sum().
 LLMK_INLINE void sums(const Vec (&v)[4], float* out) {
   const __m128 a = sum_to_four(v[0]), b = sum_to_four(v[1]), c = sum_to_four(v[2]), d = sum_to_four(v[3]);
   const __m128 ab = _mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a));

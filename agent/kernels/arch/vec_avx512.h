@@ -1,4 +1,4 @@
-// 16 floats in one register; needs AVX-512 F, BW, VL and DQ.
+// Vec: 16 floats in one register. Needs AVX-512 F, BW, VL and DQ.
 #pragma once
 #include <immintrin.h>
 
@@ -25,7 +25,7 @@ LLMK_INLINE __m256i narrow(__m512 v, half_t*) {
 }
 LLMK_INLINE __m256i narrow(__m512 v, bfloat_t*) {
 #ifdef LLMK_BF16_DOT
-  // VCVTNEPS2BF16 makes zeros of denormal numbers and is otherwise the same.
+  // VCVTNEPS2BF16 would be the same, except that it turns subnormal numbers into zeros.
   constexpr int kDenormal = 0x20;
   if (__builtin_expect(_mm512_fpclass_ps_mask(v, kDenormal) == 0, 1)) {
     return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
@@ -91,7 +91,7 @@ LLMK_INLINE float sum(Vec v) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-// out[i] = sum(v[i]): the same tree for 16 vectors at once, two or four of them in each register.
+// out[i] = sum(v[i]), in the tree of sum(), for 16 vectors at once with two or four of them in each register.
 LLMK_INLINE __m512 sums_of_four(Vec a, Vec b, Vec c, Vec d) {  // lane group i: the last 4 lanes of vector i
   const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a.v, b.v, 0x44), _mm512_shuffle_f32x4(a.v, b.v, 0xEE));
   const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c.v, d.v, 0x44), _mm512_shuffle_f32x4(c.v, d.v, 0xEE));
@@ -113,11 +113,11 @@ LLMK_INLINE void sums(const Vec (&v)[4], float* out) {
 }
 LLMK_INLINE float largest(Vec v) { return _mm512_reduce_max_ps(v.v); }
 
-// The first lane equal to x, 16 if none is.
+// Returns the first lane that equals x, or 16.
 LLMK_INLINE int first_lane_equal(Vec v, float x) {
   return __builtin_ctz(_mm512_cmp_ps_mask(v.v, _mm512_set1_ps(x), _CMP_EQ_OQ) | 1u << 16);
 }
-// Indices of lanes with low < v <= high, in order; returns how many.
+// Writes the indices of the lanes with low < v <= high in order and returns how many there are.
 LLMK_INLINE int find_between(Vec v, float low, float high, int32_t* indices) {
   const __mmask16 above = _mm512_cmp_ps_mask(v.v, _mm512_set1_ps(low), _CMP_GT_OQ);
   unsigned mask = _mm512_mask_cmp_ps_mask(above, v.v, _mm512_set1_ps(high), _CMP_LE_OQ);

@@ -1,4 +1,4 @@
-// 16 floats by GCC vector extensions: SSE2, NEON or whatever the baseline of the machine is.
+// Vec: 16 floats as a GCC vector. The compiler uses the baseline of the architecture, such as SSE2 or NEON.
 #pragma once
 
 namespace llmk {
@@ -54,7 +54,8 @@ LLMK_INLINE Vec hide_first(Vec v, int64_t n, float other) {
   const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return select(lane < static_cast<int32_t>(n), broadcast(other), v);
 }
-// For |v| < 2^22: adding 1.5 * 2^23 leaves the integer in the low mantissa bits, rounded to nearest even.
+// |v| must be below 2^22. Adding 1.5 * 2^23 puts the integer into the low bits of the mantissa, rounded to nearest
+// even.
 LLMK_INLINE Vec round_nearest(Vec v) { return (v + 12582912.0f) - 12582912.0f; }
 LLMK_INLINE Vec scale_by_power(Vec v, Vec n) {
   const IntVec shift = (IntVec)(n + 12582912.0f) << 23;
@@ -84,7 +85,7 @@ LLMK_INLINE int first_lane_equal(Vec v, float x) {
   return lane;
 }
 
-// Indices i < 16 of lanes with low < v <= high, written in order; returns how many.
+// Writes the indices of the lanes with low < v <= high in order and returns how many there are.
 LLMK_INLINE int find_between(Vec v, float low, float high, int32_t* indices) {
   int found = 0;
   for (int i = 0; i < 16; ++i) {

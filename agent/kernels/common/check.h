@@ -1,5 +1,5 @@
-// What an entry says when it refuses its arguments: one line on standard error naming op, argument, value and limit,
-// and the code it returns to the caller.
+// Refusals of bad arguments. Each function writes one line to standard error, with the operator, the argument, its
+// value and the limit, and returns the error code for the caller.
 #pragma once
 #include <cstdint>
 

@@ -1,11 +1,11 @@
-// Element sizes of every MindSpore type name, for the kernels that only move bytes.
+// The element size of every MindSpore type, for kernels that only move bytes.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 namespace llmk {
 
-// 0 for a name that is not known.
+// Returns the bytes of an element, or 0 for an unknown name.
 static inline int64_t dtype_bytes(const char* name) {
   struct Size {
     const char* name;

@@ -1,5 +1,7 @@
-// The floating-point mode every kernel runs in: round to nearest even, subnormals kept. A process that some other
-// library switched to flush-to-zero would otherwise get results that depend on which thread did the work.
+// The floating-point mode of a thread while it runs a kernel: round to nearest even, keep subnormals.
+//
+// Another library may have switched some threads of the process to flush-to-zero. Without a fixed mode, a result would
+// depend on the thread that computed it.
 #pragma once
 #include <cstdint>
 #if defined(__x86_64__)
@@ -29,8 +31,8 @@ class StandardFloatingPoint {
 };
 
 #if defined(__x86_64__)
-// As products of bfloat16 tiles are: denormal numbers are taken for zeros, and become zeros. The compiler does not know
-// of the mode: what is to run in it goes to a function that is not inlined.
+// The mode of products of bfloat16 tiles: subnormal inputs and results become zero. The compiler does not know the
+// mode. Code that needs it must be in a function that is not inlined.
 class FlushedFloatingPoint {
  public:
   FlushedFloatingPoint() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlush); }

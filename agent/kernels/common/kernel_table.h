@@ -1,4 +1,4 @@
-// The kernels of one instruction set. arch/<isa>.cc fills one table each; kernels() is the one chosen at run time.
+// The table of kernels of one instruction set. Each arch/<isa>.cc defines one; kernels() returns the one in use.
 #pragma once
 #include "../ops/linear.h"
 #include "../ops/logits.h"
@@ -13,22 +13,22 @@ namespace llmk {
 
 struct KernelTable {
   const char* isa;
-  int64_t tile_steps;  // of packed weights, ops/linear.h
+  int64_t tile_steps;  // layout of packed weights, see ops/linear.h
   void (*rms_norm)(const RmsNormArgs&);
   void (*swiglu)(const SwigluArgs&);
   void (*silu)(const SiluArgs&);
   void (*rotary)(const RotaryArgs&);
   void (*matmul)(const MatMulArgs&);
   void (*linear)(const LinearArgs&);
-  // Quantises row `row` of `rows` (x: its depth elements); any thread may do any row.
+  // Quantizes the elements `x` [depth] into row `row` of `rows`. Several threads may quantize different rows.
   void (*quantize_row)(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob);
   void (*rotary_attention)(const RotaryAttentionArgs&);
   LogitsPasses logits;
 };
 
-// The best table this processor runs, or the one LLM_KERNELS_ISA names (portable, avx2, avx512, avx512_vnni,
-// avx512_bf16, avx512_amx). A name that is unknown, not compiled in or beyond the processor ends the process: a silent
-// fallback would hide it.
+// Returns the best table for this processor, or the table that LLM_KERNELS_ISA names: portable, avx2, avx512,
+// avx512_vnni, avx512_bf16, avx512_amx, neon_dot or neon_i8mm. Ends the process if the build or the processor does not
+// have the named instruction set, because a silent fallback would hide the error.
 const KernelTable& kernels();
 
 }  // namespace llmk

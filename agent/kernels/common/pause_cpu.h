@@ -1,4 +1,4 @@
-// For loops that wait for another thread or process.
+// A hint to the processor that a loop waits for another thread or process.
 #pragma once
 
 namespace llmk {

@@ -1,4 +1,4 @@
-// A vector that a thread keeps from call to call: part of scratch_bytes.
+// A vector that a thread keeps between calls. scratch_bytes() counts its memory.
 #pragma once
 #include <cstddef>
 #include <memory>

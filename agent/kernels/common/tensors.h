@@ -1,4 +1,4 @@
-// The arguments of an entry as MindSpore passes them, with bounds and names for the checks.
+// The tensors of an entry as MindSpore passes them: addresses, shapes and type names.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -27,7 +27,7 @@ struct Tensors {
   bool has_dtype(int i, const char* name) const { return dtypes[i] != nullptr && std::strcmp(dtypes[i], name) == 0; }
   int64_t dim(int i, int axis) const { return shapes[i][axis < 0 ? ndims[i] + axis : axis]; }
 
-  // Product of the dimensions from `first` to before `last` (negative: from the end).
+  // Returns the product of dimensions `first` to `last` - 1. A negative `last` counts from the end.
   int64_t size(int i, int first = 0, int last = 1 << 20) const {
     const int end = last < 0 ? ndims[i] + last : last < ndims[i] ? last : ndims[i];
     int64_t total = 1;

@@ -20,7 +20,7 @@ namespace llmk {
 namespace {
 
 constexpr auto kSpinTime = std::chrono::microseconds(20);
-constexpr auto kAttentiveTime = std::chrono::microseconds(200);  // of workers, see set_attentive()
+constexpr auto kAttentiveTime = std::chrono::microseconds(200);  // see set_attentive()
 constexpr int kMaxThreads = 256;
 
 void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
@@ -31,7 +31,7 @@ void futex_wake(std::atomic<uint32_t>* word, int count) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
 }
 
-// Spins on `done` for at most kSpinTime, or kAttentiveTime as long as `attentive`. True when it became true.
+// Spins until `done` is true, for at most kSpinTime, or kAttentiveTime while `attentive`. Returns whether it is true.
 template <class Condition>
 bool spin_until(const Condition& done, const std::atomic<bool>& attentive) {
   const auto start = std::chrono::steady_clock::now();
@@ -57,11 +57,12 @@ int clamp_threads(int wanted) {
   return wanted < 1 ? 1 : wanted > kMaxThreads ? kMaxThreads : wanted;
 }
 
-// A task of a job is under way in this thread: what it would spread over threads runs here, one after the other.
+// True while this thread runs a task. A task that starts a parallel loop runs all of it in this thread.
 thread_local bool inside_task = false;
 
-// One job at a time. `state_` is epoch << 17 | open << 16 | number of workers inside the job: a worker enters only
-// while the job is open, so a worker that wakes late is neither waited for nor able to touch a finished job.
+// The pool runs one job at a time. `state_` is epoch << 17 | open << 16 | number of workers inside the job. A worker
+// can enter only while the job is open. So nobody waits for a worker that wakes late, and it cannot touch a finished
+// job.
 class ThreadPool {
  public:
   ThreadPool() {
@@ -183,19 +184,19 @@ class ThreadPool {
   std::atomic<bool> attentive_{false};
 };
 
-// Never destroyed: at exit the sleeping workers end with the process.
+// The pool is never destroyed. At exit the sleeping workers end with the process.
 ThreadPool& pool() {
   static ThreadPool* instance = new ThreadPool;
   return *instance;
 }
 
-// What is left of a stretch of tasks, begin << 32 | end. The owner takes from the front, others from the back.
+// The remaining indices of a thread's range, begin << 32 | end. The owner takes from the front, others from the back.
 class alignas(64) Stretch {
  public:
   void set(int64_t begin, int64_t end) {
     left_.store(static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end), std::memory_order_relaxed);
   }
-  // A task, or -1.
+  // Returns an index, or -1 if none is left.
   int64_t take(bool front) {
     uint64_t left = left_.load(std::memory_order_relaxed);
     for (;;) {
@@ -209,10 +210,10 @@ class alignas(64) Stretch {
   }
 
  private:
-  std::atomic<uint64_t> left_;  // set() before use
+  std::atomic<uint64_t> left_;  // undefined before set()
 };
 
-std::atomic<int64_t> scratch_total[2];  // of all threads: [1] between operators, [0] the rest
+std::atomic<int64_t> scratch_total[2];  // bytes of all threads: [1] data between operators, [0] the rest
 
 std::atomic<int64_t>& total_of(int slot) { return scratch_total[slot == kScratchLayer || slot == kScratchExperts]; }
 
@@ -236,7 +237,7 @@ struct Scratch {
 void run_parallel(int64_t count, TaskFunction function, void* context) { pool().run(count, function, context); }
 
 void run_stretches(int64_t count, TaskFunction function, void* context) {
-  if (inside_task) return run_parallel(count, function, context);  // in order
+  if (inside_task) return run_parallel(count, function, context);  // this thread runs all of it in order
   const int64_t threads = count < num_threads() ? count : num_threads();
   Stretch stretches[kMaxThreads];
   for (int64_t i = 0; i < threads; ++i) stretches[i].set(count * i / threads, count * (i + 1) / threads);

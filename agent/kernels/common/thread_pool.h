@@ -1,5 +1,6 @@
-// The library's own threads. MindSpore calls kernels from threads of its own choice, so the pool belongs to the
-// library and the calling thread takes part in the work.
+// The threads of the library, and their scratch memory.
+//
+// MindSpore may call a kernel from any of its threads. The calling thread works together with the threads of the pool.
 #pragma once
 #include <cstdint>
 
@@ -7,31 +8,34 @@ namespace llmk {
 
 using TaskFunction = void (*)(void* context, int64_t index);
 
-// Calls function(context, i) once for each i in [0, count), spread over the pool's threads by a shared counter, and
-// returns when all calls have returned. Safe from any thread; a second caller at the same time works alone, as does a
-// caller that is in such a function itself.
+// Calls function(context, i) once for each i in [0, count) and returns when all calls have returned. The threads take
+// the indices from a shared counter. Any thread may call this. If the pool is busy, or the caller is such a function
+// itself, the caller makes all calls alone.
 void run_parallel(int64_t count, TaskFunction function, void* context);
 
-// The same with each thread walking a stretch of its own in order, so that what follows in memory is worth fetching; a
-// thread that is done takes from the ends of the others' stretches.
+// The same, but each thread has a range of consecutive indices. So a prefetch of the memory that follows pays off. A
+// thread that has finished its range takes indices from the ends of the other ranges.
 void run_stretches(int64_t count, TaskFunction function, void* context);
 
-// Sets the number of threads (the caller counts as one); 0 means all processors the process may use.
+// Sets the number of threads, including the caller; 0 means every processor that the process may use.
 void set_num_threads(int num_threads);
 int num_threads();
 
-// While attentive, threads that have nothing to do stay awake for 200 us and not for 20 only: between the operators of
-// one step, where the next is sure to come. To be taken back when the step ends, so that others have the processors.
+// While attentive, idle threads spin for 200 us instead of 20 us before they sleep. Set it during a step, when another
+// operator follows soon. Reset it when the step ends, so that other processes get the processors.
 void set_attentive(bool attentive);
 
-// A buffer of this thread, 64-byte aligned, contents undefined; valid until the same slot is asked for a larger one.
+// Returns a buffer of this thread, aligned to 64 bytes, with undefined contents. It stays valid until the thread asks
+// the same slot for a larger buffer.
 void* thread_scratch(int slot, int64_t bytes);
 
-// Bytes that all threads hold so: what lies between operators (of a layer, of experts), or all the rest.
+// Returns the bytes of scratch memory of all threads: either the data between operators (kScratchLayer and
+// kScratchExperts) or the rest.
 int64_t scratch_bytes(bool between_operators);
-void count_scratch(int64_t bytes);  // of the rest, taken elsewhere; negative when it is given back
+// Adds memory that was allocated elsewhere to the rest; negative bytes when it is freed.
+void count_scratch(int64_t bytes);
 
-// `static`, so that each instruction set's object file keeps its own instance.
+// Both are `static`, so that the object file of each instruction set keeps its own instance.
 template <class Function>
 static void parallel_for(int64_t count, const Function& function) {
   if (count == 1) {
@@ -50,24 +54,25 @@ static void parallel_stretches(int64_t count, const Function& function) {
       const_cast<Function*>(&function));
 }
 
-// Scratch slots: one per simultaneous use within one thread.
+// Scratch slots. Buffers that one thread uses at the same time need different slots. "Caller" is the thread that calls
+// the kernel.
 enum ScratchSlot : int {
   kScratchDriver = 0,
   kScratchTile = 1,
   kScratchRows = 2,
   kScratchHistory = 3,
-  kScratchLinearRows = 4,  // linear: rows converted or quantised, by the caller
-  kScratchLinearTile = 5,  // linear: sums of a panel, by each thread
-  kScratchLinearBest = 6,  // linear: best of each row, by the caller
-  kScratchNormed = 7,      // rows after the norm, by the caller or each thread
-  kScratchQuantized = 8,   // the same quantised, by the caller
-  kScratchInner = 9,       // between the layers of an operator, by the caller
-  kScratchBest = 10,       // largest logit of each row, by the caller
-  kScratchLayer = 11,      // between the operators of a layer, by the caller
-  kScratchExperts = 12,    // rows grouped by expert, by the caller
-  kScratchParts = 13,      // products of a weight's parts, by the caller
-  kScratchLaidOut = 14,    // a sequence's keys and values as a cache holds them, by the caller
-  kScratchLengths = 15,    // of sequences, by the caller
+  kScratchLinearRows = 4,  // linear layer: converted or quantized rows (caller)
+  kScratchLinearTile = 5,  // linear layer: sums of a panel (each thread)
+  kScratchLinearBest = 6,  // linear layer: largest result of each row (caller)
+  kScratchNormed = 7,      // rows after a norm (caller or each thread)
+  kScratchQuantized = 8,   // the same rows quantized (caller)
+  kScratchInner = 9,       // data between the linear layers of an operator (caller)
+  kScratchBest = 10,       // largest logit of each row (caller)
+  kScratchLayer = 11,      // data between the operators of a layer (caller)
+  kScratchExperts = 12,    // rows grouped by expert (caller)
+  kScratchParts = 13,      // products of the parts of a weight (caller)
+  kScratchLaidOut = 14,    // keys and values of a sequence in the layout of the cache (caller)
+  kScratchLengths = 15,    // lengths of sequences (caller)
   kScratchSlots = 16
 };
 

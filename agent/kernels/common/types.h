@@ -1,7 +1,8 @@
-// Element types of tensors and their exact scalar conversions. Included by every other file.
+// Element types of tensors and their exact conversions to and from float32. Every other file includes this one.
 //
-// What the files of arch/ include must be `static` or in the namespace of the instruction set, and must not use std
-// containers: the linker keeps one instance of an inline function, and it could be the one that needs AVX-512.
+// A function in a header that arch/ includes must be `static` or in the namespace of its instruction set, and must not
+// use std containers. Otherwise the linker keeps only one instance for all instruction sets, and that instance may need
+// AVX-512.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -54,7 +55,7 @@ static inline float to_float(half_t value) {
   return bits_to_float(sign | float_to_bits(magnitude));
 }
 
-// Round to nearest even; a NaN stays a NaN.
+// Rounds to nearest even. A NaN stays a NaN.
 static inline bfloat_t to_bfloat(float value) {
   const uint32_t bits = float_to_bits(value);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return {static_cast<uint16_t>(bits >> 16 | 0x40u)};
@@ -68,7 +69,7 @@ static inline half_t to_half(float value) {
   if (magnitude > 0x7F800000u) return {static_cast<uint16_t>(sign | 0x7E00u | (magnitude >> 13 & 0x3FFu))};
   if (magnitude >= 0x477FF000u) return {static_cast<uint16_t>(sign | 0x7C00u)};  // 65520 and above round to infinity
   if (magnitude < 0x38800000u) {
-    // Subnormal: adding 0.5 puts the last kept bit at 2^-24, the addition itself rounds to nearest even.
+    // Subnormal: after adding 0.5 the last bit has the value 2^-24, and the addition rounds to nearest even.
     const float shifted = bits_to_float(magnitude) + 0.5f;
     return {static_cast<uint16_t>(sign | (float_to_bits(shifted) - 0x3F000000u))};
   }

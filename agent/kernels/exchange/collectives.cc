@@ -12,14 +12,14 @@ namespace {
 
 constexpr int kBuffers = 2;
 constexpr int kMostAgents = 256;
-constexpr int64_t kElementBytes = 4;  // of gather_rows_to_first
+constexpr int64_t kElementBytes = 4;  // size of an element in gather_rows_to_first
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
 
-// One a process, used by the one thread that runs graphs.
+// The exchange of this process. Only the thread that runs graphs uses it.
 class Stage {
  public:
   int open(const ExchangeArgs& args) {
@@ -43,7 +43,7 @@ class Stage {
     return is_open_ ? 0 : refuse_text(op, "this process has no exchange with other agents");
   }
 
-  // The buffer for this agent's next piece, once nobody reads it any more; null after a failure.
+  // Returns the buffer for this agent's next piece when no other agent reads it any more, or null after a failure.
   void* begin_piece(const char* op) {
     begun_ns_ = now_ns();
     waited_ns_ = 0;
@@ -58,7 +58,7 @@ class Stage {
     ++times_.pieces;
   }
 
-  // Of agent r, for the piece at hand.
+  // Returns the buffer of agent r for the current piece.
   const void* buffer(int r) const {
     const int64_t number = int64_t{r} * kBuffers + sequence_ % kBuffers;
     return static_cast<char*>(args_.base) + args_.buffers + number * args_.piece_bytes;
@@ -141,13 +141,13 @@ int all_gather(const char* op, const void* in, void* out, int64_t bytes) {
 
 namespace {
 
-// Rows [row, row + rows) and columns [column, column + columns) of every agent's matrix.
+// A piece: rows [row, row + rows) and columns [column, column + columns) of every agent's matrix.
 int gather_tile(const char* op, const GatherRowsArgs& args, int64_t row, int64_t rows, int64_t column,
                 int64_t columns) {
   const bool first = stage.index() == 0;
   void* buffer = stage.begin_piece(op);
   if (buffer == nullptr) return kGroupDown;
-  const auto columns_of = [&](int r) {  // those agent r has of these
+  const auto columns_of = [&](int r) {  // how many of these columns agent r has
     return larger(0, smaller(columns, smaller(args.stride, args.whole - r * args.stride) - column));
   };
   if (!first) {

@@ -1,11 +1,12 @@
 // Sums and gathers among the agents of a stage, over the exchange (llm_serving/ipc/exchange.py).
 //
-// Every agent writes its contribution, a piece at a time, into a buffer of its own, raises its counter and waits for
-// the others'. Then each adds up all contributions itself, in the order of the ranks, in float32, and rounds once: all
-// get the same bits, and an element's sum depends on that element alone.
+// Every agent writes its contribution into its own buffer, one piece at a time, raises its counter and waits for the
+// counters of the others. Then each agent adds up all contributions itself, in the order of the ranks, in float32, and
+// rounds once. So all agents get the same bits, and the sum of an element depends on that element alone.
 //
-// Two buffers are taken in turns. Nobody writes the one of piece n before all others have published piece n - 1, which
-// they do only when they have read piece n - 2. All agents of a stage must call the same functions in the same order.
+// Each agent alternates between two buffers. An agent writes piece n only after all others have published piece n - 1.
+// They publish it only after they have read piece n - 2, which was in the same buffer. All agents of a stage must call
+// the same functions in the same order.
 #pragma once
 #include <cstdint>
 
@@ -13,38 +14,38 @@
 
 namespace llmk {
 
-// What a process is among the agents of its stage; agent/group/exchange.py fills it, field for field.
+// The place of a process among the agents of its stage. agent/group/exchange.py fills the struct field for field.
 struct ExchangeArgs {
   void* base;
-  int64_t down;     // offset of the word that says the group is down
-  int64_t lines;    // offset of the flag line of the stage's first agent; the others' follow
-  int64_t buffers;  // the same of the buffers, kBuffers of `piece_bytes` each
+  int64_t down;     // offset of the word that is set when the group is down
+  int64_t lines;    // offset of the flag line of the stage's first agent; the lines of the others follow
+  int64_t buffers;  // offset of the first agent's buffers, kBuffers of `piece_bytes` each; those of the others follow
   int64_t piece_bytes;
   int64_t timeout_ms;
   int32_t size;
   int32_t index;
 };
 
-// Once a process, before any other. 0, or an error code.
+// Opens the exchange. Each process calls it once, before the other functions. Returns 0 or an error code.
 int open_exchange(const ExchangeArgs& args);
 
-// How many agents the stage has, and which this is; 1 and 0 before open_exchange.
+// The number of agents of the stage, and the index of this one; 1 and 0 before open_exchange.
 int exchange_size();
 int exchange_index();
 
-// out = the sum over the agents of `in`, of the same type, or any where that is float32; the two may be one where the
-// types are. 0, or an error code after a line on standard error.
+// out = the sum of `in` over the agents. If `in` is float32, `out` may have any type, else the same. If the types are
+// equal, `in` and `out` may be the same memory. Returns 0, or an error code after one line on standard error.
 int all_reduce(const char* op, DType dtype, const void* in, DType out_dtype, void* out, int64_t count);
 
-// out [size, bytes] = `in` of every agent in order.
+// out [size, bytes] = the `in` of every agent, in the order of the ranks.
 int all_gather(const char* op, const void* in, void* out, int64_t bytes);
 
-// Rows of 4-byte elements to the first agent: `in` [rows, in_width] of agent r goes to column r * stride of `out`,
-// whose rows are `out_stride` long; what agents have past `whole` columns in all is left out. The first agent's own is
-// not moved.
+// Collects rows of 4-byte elements in the first agent: `in` [rows, in_width] of agent r goes to column r * stride of
+// `out`, whose rows are `out_stride` long. Columns after the first `whole` are dropped. The first agent's own columns
+// must be in `out` already.
 struct GatherRowsArgs {
   const void* in;
-  void* out;  // of the first agent only
+  void* out;  // in the first agent only
   int64_t rows;
   int64_t in_width;
   int64_t stride;
@@ -53,7 +54,7 @@ struct GatherRowsArgs {
 };
 int gather_rows_to_first(const char* op, const GatherRowsArgs& args);
 
-// Nanoseconds spent here since the start, how many of them waiting for others, and how many pieces.
+// Nanoseconds in these functions since the process began, how many of them waiting for others, and pieces exchanged.
 struct ExchangeTimes {
   int64_t total_ns;
   int64_t waiting_ns;

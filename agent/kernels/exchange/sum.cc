@@ -32,7 +32,7 @@ LLMK_AVX2 inline void store8(__m256 value, float* to) { _mm256_storeu_ps(to, val
 LLMK_AVX2 inline void store8(__m256 value, half_t* to) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
 }
-LLMK_AVX2 inline void store8(__m256 value, bfloat_t* to) {  // as to_bfloat
+LLMK_AVX2 inline void store8(__m256 value, bfloat_t* to) {  // rounds like to_bfloat
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);

@@ -1,8 +1,9 @@
-// What graphs compute between the inference primitives: Add, Sub, Mul, RealDiv, Minimum, Maximum, Equal, Greater,
-// LessEqual and LogicalOr of two tensors that are broadcast as NumPy does it, Cast, and ReduceSum.
+// The arithmetic between the inference primitives: Add, Sub, Mul, RealDiv, Minimum, Maximum, Equal, Greater, LessEqual
+// and LogicalOr of two tensors with NumPy's broadcasting, Cast, and ReduceSum.
 //
-// MindSpore has CPU kernels of its own for these. With ours every kernel of a decode is the library's, and a decode
-// can be replayed without MindSpore (launches.h). Halves are computed in float32 and rounded once, as there.
+// MindSpore has its own CPU kernels for these. With the kernels here, all kernels of a step belong to this library, and
+// the step can be replayed without MindSpore (launches.h). float16 and bfloat16 are computed in float32 and rounded
+// once, as MindSpore does.
 #include <type_traits>
 
 #include "../common/thread_pool.h"
@@ -23,7 +24,7 @@ struct complex_t {
   T real, imaginary;
 };
 
-// Calls function(T{}) with the type of a name; false where there is none.
+// Calls function(T{}) with the type of this name. Returns false for an unknown name.
 template <class Function>
 bool with_type(const char* name, const Function& function) {
   const auto is = [name](const char* other) { return name != nullptr && std::strcmp(name, other) == 0; };
@@ -43,7 +44,7 @@ bool with_type(const char* name, const Function& function) {
   return false;
 }
 
-// An element as it is computed with, and back: halves in float32, integers in 64 bits.
+// Converts an element to the type of the computation: float16 and bfloat16 to float32, integers to 64 bits.
 template <class T>
 auto widened(T value) {
   if constexpr (std::is_same_v<T, flag_t>) {
@@ -57,7 +58,7 @@ auto widened(T value) {
   }
 }
 
-// Towards zero from a float to an integer; the nearest there is from what no integer is.
+// Converts a float to an integer, towards zero. A value outside the range gives the nearest integer of the type.
 template <class T, class Wide>
 T truncated(Wide value) {
   constexpr int kBits = sizeof(T) * 8 - (std::is_signed_v<T> ? 1 : 0);
@@ -99,7 +100,7 @@ void convert(const complex_t<From>& from, complex_t<To>* to) {
   *to = {static_cast<To>(from.real), static_cast<To>(from.imaginary)};
 }
 
-// with_type and the complex ones.
+// with_type, also for complex types.
 template <class Function>
 bool with_any_type(const char* name, const Function& function) {
   if (name != nullptr && std::strcmp(name, "complex64") == 0) return function(complex_t<float>{}), true;
@@ -107,7 +108,7 @@ bool with_any_type(const char* name, const Function& function) {
   return with_type(name, function);
 }
 
-// Calls function(begin, end) for parts of [0, count), over threads where that pays.
+// Calls function(begin, end) for parts of [0, count), on several threads if there is more than one part.
 template <class Function>
 void for_parts(int64_t count, const Function& function) {
   if (count == 0) return;
@@ -116,14 +117,14 @@ void for_parts(int64_t count, const Function& function) {
   });
 }
 
-// Two operands over the axes of the output, as few as can be: those that both step through evenly are one.
+// The strides of two operands along the axes of the output. Axes that both operands pass through evenly are merged.
 struct Broadcast {
   int axes = 0;
   int64_t count = 1;
   int64_t sizes[kMostAxes];
-  int64_t strides[2][kMostAxes];  // in elements; 0 where an operand is repeated
+  int64_t strides[2][kMostAxes];  // in elements; 0 on an axis along which the operand is repeated
 
-  void add(int64_t size, int64_t a, int64_t b) {  // an axis behind the others
+  void add(int64_t size, int64_t a, int64_t b) {  // adds an axis after the others
     if (size == 1) return;
     count *= size;
     const int last = axes - 1;
@@ -138,7 +139,7 @@ struct Broadcast {
     strides[1][axes++] = b;
   }
 
-  // Where element `index` of the output comes from.
+  // Finds the elements of the operands for element `index` of the output.
   void locate(int64_t index, int64_t* a, int64_t* b) const {
     *a = *b = 0;
     for (int axis = axes - 1; axis >= 0; --axis) {
@@ -182,7 +183,7 @@ int find_broadcast(const Call& call, Broadcast* broadcast) {
   return 0;
 }
 
-// `count` elements one after the other; an operand steps by 1, or stays.
+// Computes `count` consecutive elements. The step of an operand is 1, or 0 if the operand is repeated.
 template <class T, class Out, class Function>
 void run_row(const T* a, int64_t a_step, const T* b, int64_t b_step, Out* out, int64_t count,
              const Function& function) {
@@ -217,7 +218,7 @@ void run_pairs(const Call& call, const Broadcast& broadcast, const Function& fun
 
 enum class Result { kSame, kSameFloats, kFlags };
 
-// `function` takes two elements as they are computed with.
+// Runs `function` on all pairs of elements, converted to the type of the computation.
 template <Result result, class Function>
 int pairs(const Call& call, const Function& function) {
   const int out = call.count - 1;
@@ -244,7 +245,7 @@ int pairs(const Call& call, const Function& function) {
   return known && fits ? 0 : refuse_text(call.op, "tensors of %s are not supported", call.dtypes[0]);
 }
 
-// Integers wrap around.
+// Makes integers unsigned, so that they wrap around on overflow.
 template <class T>
 auto bits(T value) {
   if constexpr (std::is_integral_v<T>) {
@@ -254,14 +255,14 @@ auto bits(T value) {
   }
 }
 
-// The smaller, or larger, of two; not a number where either is none.
+// Returns a if `takes_a`, else b; or a NaN if one of them is a NaN.
 template <class T>
 T chosen(T a, T b, bool takes_a) {
   if (a != a) return a;
   return b != b || !takes_a ? b : a;
 }
 
-// The axes a call sums over, as a flag each.
+// Sets a flag for every axis that the call sums over.
 int summed_axes(const Call& call, bool (&summed)[kMostAxes]) {
   const int dims = call.ndims[0];
   if (dims > kMostAxes) return refuse_text(call.op, "the input has %d axes; at most %d", dims, kMostAxes);
@@ -275,7 +276,7 @@ int summed_axes(const Call& call, bool (&summed)[kMostAxes]) {
   return 0;
 }
 
-// Axes [0, dims) of which some are summed over: sizes and strides of those, and of the others.
+// Sizes and strides of some axes of a tensor: those that a sum runs over, or those that it keeps.
 struct Axes {
   int count = 0;
   int64_t total = 1;
@@ -341,8 +342,8 @@ int plugin_logical_or(const Call& call) {
   return pairs<Result::kFlags>(call, [](auto a, auto b) { return static_cast<int64_t>(a != 0 || b != 0); });
 }
 
-// Cast(x, dtype): floats to integers towards zero, to the largest or smallest where they are beyond, NaN to 0; of a
-// complex number the real part.
+// Cast(x, dtype). A float becomes an integer towards zero; a value outside the range becomes the largest or smallest
+// integer, a NaN becomes 0. Of a complex number it takes the real part.
 int plugin_cast(const Call& call) {
   const int out = call.count - 1;
   bool known = call.size(0) == call.size(out);
@@ -361,8 +362,8 @@ int plugin_cast(const Call& call) {
                              static_cast<long long>(call.size(out)), call.dtypes[out]);
 }
 
-// ReduceSum(x, axis, keep_dims, skip_mode): without axes over all, or over none with skip_mode. Added up in the order
-// of the elements, in float32 (float64 of its own), integers wrapping around.
+// ReduceSum(x, axis, keep_dims, skip_mode). Without axes it sums over all of them, or over none with skip_mode. It adds
+// in the order of the elements, in float32, or in float64 for float64. Integers wrap around.
 int plugin_reduce_sum(const Call& call) {
   const int out = call.count - 1;
   bool summed[kMostAxes];

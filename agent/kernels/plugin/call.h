@@ -1,4 +1,4 @@
-// A call of the op plugin: its tensors, and the inputs that are scalars or None.
+// A call of a primitive of the op plugin: its tensors, and its inputs that are scalars or None.
 #pragma once
 #include <cstring>
 #include <vector>
@@ -32,7 +32,7 @@ static inline int check_equal_dtype(const Call& call, int a, int b) {
                      call.dtypes[b]);
 }
 
-// A list of integers, given as a tensor or as constants.
+// Reads a list of integers, which is a tensor or a constant.
 static inline std::vector<int32_t> integers(const Call& call, int argument) {
   if (call.is_tensor(argument)) {
     const int64_t n = call.size(argument);
@@ -43,7 +43,7 @@ static inline std::vector<int32_t> integers(const Call& call, int argument) {
   return {values.begin(), values.end()};
 }
 
-// The entries that are more than a few lines; 0 or an error code.
+// The primitives that have files of their own. Each returns 0 or an error code.
 int plugin_add(const Call& call);
 int plugin_sub(const Call& call);
 int plugin_mul(const Call& call);

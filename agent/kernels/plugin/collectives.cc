@@ -1,5 +1,5 @@
-// The communication primitives AllReduce and AllGather among the agents of a stage, over shared memory, where an Ascend
-// has HCCL. The group a primitive names is always that of the stage: there is no other.
+// The primitives AllReduce and AllGather among the agents of a stage, over shared memory. An Ascend uses HCCL instead.
+// The group that a primitive names is always that of the stage, because there is no other.
 #include "../exchange/collectives.h"
 #include "call.h"
 
@@ -7,7 +7,7 @@
 
 namespace llmk {
 
-// AllReduce(x) -> the sum of x over the ranks, each element added up in the order of the ranks in float32, rounded
+// AllReduce(x) -> the sum of x over the ranks. Elements are added in the order of the ranks, in float32, and rounded
 // once.
 int plugin_all_reduce(const Call& call) {
   const int error = check_float(call, 0);
@@ -16,7 +16,7 @@ int plugin_all_reduce(const Call& call) {
   return all_reduce(call.op, call.dtype(0), call.data[0], call.dtype(out), call.data[out], call.size(0));
 }
 
-// AllGather(x [n, ...]) -> [size * n, ...], the ranks' x one after the other; any type.
+// AllGather(x [n, ...]) -> [size * n, ...], the x of every rank in order, of any type.
 int plugin_all_gather(const Call& call) {
   const int64_t bytes = dtype_bytes(call.dtypes[0]) * call.size(0);
   const int out = call.count - 1;

@@ -1,4 +1,4 @@
-// SiLU, MoveTo, NanToNum and MaskedFill, which MindFormers' models use and our own do not.
+// SiLU, MoveTo, NanToNum and MaskedFill. Only MindFormers' models use them.
 #include <cmath>
 
 #include "../common/dtype_bytes.h"
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 1 << 14;
 
-// Calls function(i) for every element, over threads where that pays.
+// Calls function(i) for every element, on several threads if there are many elements.
 template <class Function>
 void for_elements(int64_t count, const Function& function) {
   parallel_for(ceil_div(count, kElementsPerTask), [&](int64_t task) {
@@ -41,8 +41,8 @@ void masked_fill(const Call& call) {
 
 }  // namespace
 
-// SiLU(input), as ops/silu.h has it. MindSpore's own CPU kernel takes no bfloat16, and two of five of its float16
-// results are not the nearest.
+// SiLU(input), see ops/silu.h. MindSpore's own CPU kernel does not take bfloat16, and rounds 40 % of its float16
+// results wrongly.
 int plugin_silu(const Call& call) {
   const int error = check_float(call, 0);
   if (error != 0) return error;
@@ -51,7 +51,7 @@ int plugin_silu(const Call& call) {
   return 0;
 }
 
-// MoveTo(input, to, blocking): a copy on another device. All memory here is the host's, so any place is this one.
+// MoveTo(input, to, blocking): a copy on another device. On a CPU all memory belongs to the host, so this only copies.
 int plugin_move_to(const Call& call) {
   const int out = call.count - 1;
   const int64_t bytes = call.size(0) * dtype_bytes(call.dtypes[0]);
@@ -60,8 +60,8 @@ int plugin_move_to(const Call& call) {
   return 0;
 }
 
-// NanToNum(input, nan, posinf, neginf): numbers in the place of NaN and of the infinities, rounded to the input's type.
-// MindSpore's own CPU kernel takes no bfloat16.
+// NanToNum(input, nan, posinf, neginf): replaces NaN and infinities by numbers, rounded to the type of the input.
+// MindSpore's own CPU kernel does not take bfloat16.
 int plugin_nan_to_num(const Call& call) {
   const int error = check_float(call, 0);
   if (error != 0) return error;
@@ -78,8 +78,8 @@ int plugin_nan_to_num(const Call& call) {
   return 0;
 }
 
-// MaskedFill(input, mask, value): one value where the mask, of the input's shape, is true. MindSpore's own CPU kernel
-// takes no bfloat16.
+// MaskedFill(input, mask, value): replaces elements by `value` if the mask, of the shape of the input, is true.
+// MindSpore's own CPU kernel does not take bfloat16.
 int plugin_masked_fill(const Call& call) {
   enum { kInput, kMask, kValue, kOut, kCount };
   bool fits = call.count == kCount && call.has_dtype(kMask, "bool") && call.ndims[kMask] == call.ndims[kInput] &&

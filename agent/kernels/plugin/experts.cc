@@ -1,6 +1,6 @@
-// The primitives of a mixture of experts: MoeGatingTopKSoftmax, MoeInitRoutingV2, GroupedMatmulV4 (grouped_matmul.cc),
-// Swiglu, GroupedMatmulV4, MoeTokenUnpermute, and TopkExt with which MindFormers' layers choose. Semantics as in the
-// CANN documentation of aclnnMoeGatingTopKSoftmax, aclnnMoeInitRoutingV2, aclnnMoeTokenUnpermute and aclnnTopk.
+// The primitives of a mixture of experts: MoeGatingTopKSoftmax, MoeInitRoutingV2 and MoeTokenUnpermute, and TopkExt,
+// which chooses the experts in MindFormers' layers. grouped_matmul.cc has the matrix products. The semantics are those
+// of the CANN documentation: aclnnMoeGatingTopKSoftmax, aclnnMoeInitRoutingV2, aclnnMoeTokenUnpermute and aclnnTopk.
 #include <algorithm>
 #include <numeric>
 #include <vector>
@@ -13,8 +13,8 @@
 
 namespace llmk {
 
-// x [rows, experts], finished (None), k -> y [rows, k] of x's type, expert_idx, row_idx int32 [rows, k]. Softmax, then
-// the k largest of it; row_idx counts column by column.
+// MoeGatingTopKSoftmax: x [rows, experts], finished (None), k -> y [rows, k] of x's type, expert_idx and row_idx int32
+// [rows, k]. y has the k largest values of the softmax. row_idx counts the places of y column by column.
 int plugin_moe_gating_top_k_softmax(const Call& call) {
   enum { kX, kFinished, kK, kY, kExpertIdx, kRowIdx };
   const int64_t rows = call.dim(kX, 0), experts = call.dim(kX, 1), k = call.integer(kK);
@@ -29,7 +29,8 @@ int plugin_moe_gating_top_k_softmax(const Call& call) {
 
 namespace {
 
-// The k largest (or smallest) of `count`, in this order, of equals the first; NaN comes after all numbers.
+// Finds the k largest (or smallest) of `count` values, in this order. Of equal values the first comes first. A NaN
+// comes after all numbers.
 template <class T>
 void top_k_row(const T* values, int64_t count, int64_t k, bool largest, std::vector<int64_t>* order, T* best,
                int64_t* indices) {
@@ -60,8 +61,8 @@ void top_k(const Call& call, int64_t rows, int64_t count, int64_t k, bool larges
 
 }  // namespace
 
-// input [..., count], k, dim (the last), largest, sorted -> values [..., k] of input's type, indices int64 [..., k]:
-// the k largest or smallest of each row. They are sorted whether asked for or not.
+// TopkExt: input [..., count], k, dim (the last), largest, sorted -> values [..., k] of input's type, indices int64
+// [..., k]: the k largest or smallest values of each row, always sorted.
 int plugin_top_k(const Call& call) {
   enum { kInput, kK, kDim, kLargest, kSorted, kValues, kIndices, kCount };
   const int dims = call.ndims[kInput];
@@ -82,9 +83,12 @@ int plugin_top_k(const Call& call) {
   return 0;
 }
 
-// x [rows, width], expert_idx int32 [rows, k], active_num, expert_capacity, expert_num, drop_pad_mode, flag, flag ->
-// expanded_x [rows * k, width] ordered by expert (stable), expanded_row_idx int32 [rows * k]: where choice row * k + i
-// went, expert_tokens_count_or_cumsum int32 [expert_num], and one not used without dropping. Nothing is dropped.
+// MoeInitRoutingV2: x [rows, width], expert_idx int32 [rows, k], active_num, expert_capacity, expert_num,
+// drop_pad_mode, flag, flag -> expanded_x [rows * k, width], expanded_row_idx int32 [rows * k],
+// expert_tokens_count_or_cumsum int32 [expert_num], and an output that is not used if no row is dropped.
+//
+// expanded_x has one row for each choice of an expert, ordered by expert; rows of one expert keep their order. Choice
+// row * k + i is in row expanded_row_idx[row * k + i]. No row is dropped.
 int plugin_moe_init_routing(const Call& call) {
   enum { kX, kExpertIdx, kActiveNum, kCapacity, kExpertNum, kDropPadMode, kCountOrCumsum, kBeforeCapacity, kExpandedX,
          kExpandedRowIdx, kTokens };
@@ -140,9 +144,9 @@ void unpermute(const Call& call, int64_t rows, int64_t k, int64_t width) {
 
 }  // namespace
 
-// permuted_tokens [rows * k, width], sorted_indices int32 [rows * k], probs [rows, k] of the tokens' type ->
-// [rows, width]: the sum over i of probs[row][i] * permuted_tokens[sorted_indices[row * k + i]], in that order, in
-// float32. No padding.
+// MoeTokenUnpermute: permuted_tokens [rows * k, width], sorted_indices int32 [rows * k], probs [rows, k] of the tokens'
+// type -> [rows, width]: the sum over i of probs[row][i] * permuted_tokens[sorted_indices[row * k + i]], in the order
+// of i, in float32. There is no padding.
 int plugin_moe_token_unpermute(const Call& call) {
   enum { kTokens, kIndices, kProbs, kPaddedMode, kRestoreShape };
   int error = call.is_tensor(kProbs) ? check_equal_dtype(call, kTokens, kProbs) : kBadArgument;

@@ -1,5 +1,5 @@
-// GroupedMatmulV4: the products of a mixture of experts. Semantics as in the CANN documentation of
-// aclnnGroupedMatmulV4, for Atlas A2 (docs/ascend.md).
+// GroupedMatmulV4: the matrix products of a mixture of experts. The semantics are those of the CANN documentation of
+// aclnnGroupedMatmulV4 for Atlas A2 (docs/ascend.md).
 //
 //   x [rows, depth], ordered by group, and weight [groups, depth, columns], one tensor each, group_list int64 [groups]
 //   ->   [rows, columns]: the rows of a group times its weight
@@ -12,11 +12,12 @@
 //                                    [groups, columns], with int4 also [groups, n, columns]    scale)
 //                                    for n equal parts of the depth
 //
-// split_item 3 (one output), group_type 0 (rows); group_list_type 0: ends of the groups, 1: their sizes.
+// split_item must be 3 (one output) and group_type 0 (rows). group_list has the ends of the groups if group_list_type
+// is 0, and their sizes if it is 1.
 //
-// Every group's product is that of linear.h over the packed form of its weight, as those of linear.cc are: an element
-// is added up in an order fixed by the weight, whichever rows are beside it. Floats that are not kept are multiplied
-// by matmul_any.h, which turns them round at each call.
+// The kernel of ops/linear.h multiplies each group by the packed form of its weight, as in linear.cc. So the weight
+// alone determines the order of the additions. Float weights without a kept packed form go to ops/matmul_any.h, which
+// transposes them at each call.
 #include <cstring>
 
 #include "../common/dtype_bytes.h"
@@ -33,7 +34,7 @@ enum Argument {
   kActivationScale, kActivationOffset, kSplitItem, kGroupType, kGroupListType, kActType, kOutputDtype, kOut, kArguments
 };
 
-// The weights of all groups, equally long one after the other.
+// The weights of all groups. They have the same size and follow each other in memory.
 struct GroupedWeight {
   PrimitiveWeight first;
   int64_t groups, value_bytes, scale_bytes;  // bytes of one group
@@ -65,7 +66,7 @@ int check_call(const Call& call) {
   return 0;
 }
 
-// Which of the forms above, by the types of x and weight; the scales that go with another are refused.
+// Checks that the types of x and weight and the given scales belong to one line of the table above.
 int check_form(const Call& call) {
   const bool whole = call.has_dtype(kX, "int8") && call.has_dtype(kWeight, "int8");
   const bool weight_only = call.dtype(kX) != DType::kUnsupported && is_integer(call, kWeight);
@@ -90,7 +91,7 @@ int check_form(const Call& call) {
                      call.dtypes[kX], call.dtypes[kWeight]);
 }
 
-// Shapes and numbers of scales; sets the group of the depth that shares one, 0 for all.
+// Checks the shapes of the scales. Sets the number of inputs that share a scale, or 0 if all of them do.
 int check_scales(const Call& call, int scales, int offsets, const GroupedWeight& all, int64_t* group) {
   const PrimitiveWeight& weight = all.first;
   const int64_t parts = call.ndims[scales] == 3 && weight.type == ValueType::kInt4 ? call.dim(scales, 1) : 1;
@@ -141,7 +142,7 @@ int describe(const Call& call, GroupedWeight* all) {
                      static_cast<long long>(call.dim(kX, 0)));
 }
 
-// Rows [begin, end) by one group's weight as it lies there, whatever its type.
+// Multiplies rows [begin, end) by the weight of one group without packing it, for any type.
 int plain_product(const Call& call, const PrimitiveWeight& weight, int64_t begin, int64_t end) {
   AnyMatMulArgs args{};
   args.a = call.as<char>(kX) + begin * weight.depth * dtype_bytes(call.dtypes[kX]);
@@ -155,7 +156,7 @@ int plain_product(const Call& call, const PrimitiveWeight& weight, int64_t begin
   return any_matmul(call.op, args);
 }
 
-// Rows [begin, end); `quantized` has all rows of x, or none where x is floats.
+// Multiplies rows [begin, end) by the packed weight of a group. `quantized` has all rows of x if x is int8.
 int group_product(const Call& call, const PrimitiveWeight& weight, const QuantizedRows* quantized, int64_t begin,
                   int64_t end) {
   Blob blob;
@@ -186,7 +187,7 @@ int group_product(const Call& call, const PrimitiveWeight& weight, const Quantiz
 
 }  // namespace
 
-// The primitive of the table above; rows behind the last group become zeros.
+// Runs the primitive. Rows after the last group become zero.
 int plugin_grouped_matmul(const Call& call) {
   GroupedWeight all{};
   int error = check_call(call);

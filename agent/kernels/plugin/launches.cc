@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kAlignment = 64;
 
-// Memory for what launches write, of all recordings: one is replayed at a time.
+// The memory that replayed launches write to. All recordings share it, because only one is replayed at a time.
 struct Arena {
   char* memory = nullptr;
   int64_t bytes = 0;
@@ -39,8 +39,8 @@ struct Arena {
 };
 
 Arena arena;
-int64_t recordings_held = 0;  // by all recordings
-std::mutex mutex;  // of what follows; launches of one graph come one after the other
+int64_t recordings_held = 0;  // bytes of all recordings
+std::mutex mutex;             // guards everything here; launches of one graph come one after the other
 std::atomic<Recording*> current{nullptr};
 
 const char* interned(const char* name) {
@@ -48,7 +48,7 @@ const char* interned(const char* name) {
   return name == nullptr ? nullptr : names.insert(name).first->c_str();
 }
 
-Launch& remember(Recording* recording, const Tensors& call, std::unique_ptr<Answers> answers) {
+Launch& record(Recording* recording, const Tensors& call, std::unique_ptr<ScalarInputs> scalars) {
   recording->launches.emplace_back();
   Launch& launch = recording->launches.back();
   launch.op = call.op;
@@ -66,12 +66,13 @@ Launch& remember(Recording* recording, const Tensors& call, std::unique_ptr<Answ
     launch.shapes.push_back(call.shapes[i] == nullptr ? nullptr : sizes);
     if (call.shapes[i] != nullptr) sizes += call.ndims[i];
   }
-  launch.inputs = static_cast<int>(answers->GetInputSize());
-  launch.answers = std::move(answers);
+  launch.inputs = static_cast<int>(scalars->GetInputSize());
+  launch.scalars = std::move(scalars);
   return launch;
 }
 
-// Counts what a recording holds, and sees to it that there is memory for its replays; false, and its problem, else.
+// Counts the bytes of a recording and reserves the memory for its replays. Returns false with a problem if there is not
+// enough memory.
 bool hold(Recording* recording) {
   recordings_held -= recording->held;
   recording->held = held_by(*recording);
@@ -83,16 +84,17 @@ bool hold(Recording* recording) {
   return false;
 }
 
-// After a refusal nothing is launched; with `keeps_pace` what other agents wait for is, so that the next collective is
-// the same for all, whatever it sums. False where the refusal is not held back: nothing else was launched then.
+// Runs all launches of a recording. After an error no further launch runs; with `keeps_pace` collectives still run. The
+// other agents wait for these, and must find the same collectives later, whatever the sums are. Returns false if an
+// error is not held back.
 bool replay(Recording* recording, bool keeps_pace) {
   const StandardFloatingPoint scope;
   if (recording->memory != arena.memory) find_places(recording, arena.memory);
   for (Launch& launch : recording->launches) {
     if (has_failed() && !(keeps_pace && launch.is_shared)) continue;
     const int error = launch.run();
-    if (answer(launch.op, error) != 0) return false;
-    if (error != 0 && launch.is_shared) return true;  // the group is gone
+    if (report_error(launch.op, error) != 0) return false;
+    if (error != 0 && launch.is_shared) return true;  // the group is down
   }
   return true;
 }
@@ -104,13 +106,13 @@ int launch(Primitive primitive, const Call& call) {
   const std::lock_guard<std::mutex> lock(mutex);
   Recording* recording = current.load(std::memory_order_relaxed);
   if (recording == nullptr) return primitive(call);
-  Launch& launch = remember(recording, call, std::make_unique<Answers>(call.info));
+  Launch& launch = record(recording, call, std::make_unique<ScalarInputs>(call.info));
   launch.primitive = primitive;
   launch.custom_op = nullptr;
   launch.is_shared = is_collective(primitive);
-  Answers* answers = launch.answers.get();
-  const int error = primitive({static_cast<const Tensors&>(call), answers});
-  answers->close();
+  ScalarInputs* scalars = launch.scalars.get();
+  const int error = primitive({static_cast<const Tensors&>(call), scalars});
+  scalars->close();
   if (error != 0) recording->problem = std::string(call.op) + " refused its inputs";
   return error;
 }
@@ -121,10 +123,10 @@ int launch(CustomOp custom_op, int outputs, const Tensors& tensors) {
   Recording* recording = current.load(std::memory_order_relaxed);
   if (recording == nullptr) return custom_op(tensors);
   const size_t inputs = static_cast<size_t>(tensors.count - outputs);
-  Launch& launch = remember(recording, tensors, std::make_unique<Answers>(inputs));
+  Launch& launch = record(recording, tensors, std::make_unique<ScalarInputs>(inputs));
   launch.primitive = nullptr;
   launch.custom_op = custom_op;
-  launch.is_shared = false;  // an error of one is not held back
+  launch.is_shared = false;  // the error of a custom operator is not held back
   const int error = custom_op(tensors);
   if (error != 0) recording->problem = std::string(tensors.op) + " refused its inputs";
   return error;
@@ -134,15 +136,15 @@ int launch(CustomOp custom_op, int outputs, const Tensors& tensors) {
 
 extern "C" {
 
-// From here on what MindSpore launches is remembered.
+// Begins to record the launches of MindSpore.
 LLMK_ENTRY void llmk_begin_recording() {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   delete llmk::current.exchange(new llmk::Recording);
 }
 
-// The end of it: a recording, which llmk_forget_recording ends, where `problem` becomes null, or none and a reason,
-// valid until the next call. The memory from starts[i] on, sizes[i] bytes, stays where it is as long as the recording;
-// `result` is where the graph's result is now.
+// Ends recording and returns the recording, which llmk_forget_recording frees, or null. Then `problem` has the reason,
+// valid until the next call. The `count` ranges of sizes[i] bytes from starts[i] must stay in place as long as the
+// recording exists. `result` is the address of the graph's result.
 LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* sizes, int64_t count, const void* result,
                                     const char** problem) {
   static std::string reason;
@@ -154,7 +156,7 @@ LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* si
     staying.push_back({start, start + sizes[i]});
   }
   *problem = nullptr;
-  if (llmk::settle(recording.get(), result, staying) && llmk::hold(recording.get())) {
+  if (llmk::complete(recording.get(), result, staying) && llmk::hold(recording.get())) {
     ++llmk::arena.users;
     return recording.release();
   }
@@ -163,9 +165,9 @@ LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* si
   return nullptr;
 }
 
-// Makes of the recording of a step one of any step, by `other`, one of the same graph. `sizes`: tokens and sequences of
-// its step, of the other's, and of the largest there will be. 1, where `problem` becomes null, or 0 and a reason, valid
-// until the next call; the recording is good for nothing then.
+// Generalizes the recording of one step to steps of any size. `other` is a recording of the same graph for another
+// step. `sizes`: tokens and sequences of the recorded step, of the other step, and of the largest step. Returns 1, or 0
+// with a `problem` that is valid until the next call; then the recording is useless.
 LLMK_ENTRY int llmk_generalise_recording(void* recording, const void* other, const int64_t* sizes,
                                          const char** problem) {
   static std::string reason;
@@ -180,7 +182,7 @@ LLMK_ENTRY int llmk_generalise_recording(void* recording, const void* other, con
   return 0;
 }
 
-// Of a recording of any step: its next replays are of a step of these sizes. Gives the bytes of its result.
+// Sets the size of the next step for a generalized recording. Returns the bytes of its result.
 LLMK_ENTRY int64_t llmk_resize_recording(void* recording, int64_t tokens, int64_t seqs) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   llmk::Recording* resized = static_cast<llmk::Recording*>(recording);
@@ -196,25 +198,25 @@ LLMK_ENTRY void llmk_forget_recording(void* recording) {
   llmk::arena.drop();
 }
 
-// Makes the launches again, and gives the place of the result, valid until the next call of any of these functions, or
-// null after an error that is not held back.
-// After an operator's refusal none does anything, see llmk_take_failure, but sums and gathers with other agents where
-// `keeps_pace` is set: who goes on after a refusal, as the others do that know nothing of it, must have made as many.
+// Replays the launches. Returns the address of the result, valid until the next call of one of these functions, or null
+// after an error that is not held back. After an error, kernels do nothing (llmk_take_failure). With `keeps_pace` the
+// collectives still run: the other agents do not know of the error, and all agents must run the same number of
+// collectives.
 LLMK_ENTRY const void* llmk_replay(void* recording, int keeps_pace) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   llmk::Recording* replayed = static_cast<llmk::Recording*>(recording);
   if (!llmk::replay(replayed, keeps_pace != 0)) return nullptr;
   const llmk::Value& result = replayed->values[static_cast<size_t>(replayed->result)];
-  return llmk::arena.memory + replayed->rooms[static_cast<size_t>(result.room)] + replayed->result_offset;
+  return llmk::arena.memory + replayed->buffers[static_cast<size_t>(result.buffer)] + replayed->result_offset;
 }
 
-// Bytes that all recordings hold, and what they are replayed in.
+// Returns the bytes of all recordings and of the memory of their replays.
 LLMK_ENTRY int64_t llmk_recordings_bytes() {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   return llmk::recordings_held + llmk::arena.bytes;
 }
 
-// Fills what is between the operators of a replay with bytes that make no float a number.
+// Fills the memory of a replay with bytes that make every float a NaN.
 LLMK_ENTRY void llmk_spoil_memory(const void* recording) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   const int64_t bytes = static_cast<const llmk::Recording*>(recording)->bytes();

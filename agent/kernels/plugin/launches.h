@@ -1,16 +1,20 @@
-// Launches of primitives and custom operators, remembered as MindSpore makes them, and made again without it.
+// Records the launches of primitives and custom operators while MindSpore runs a graph, and replays them without
+// MindSpore.
 //
-// A graph launches the same primitives in the same order every time it runs; what changes is what lies in its inputs'
-// memory, and how long they are. So a run is recorded, as an Ascend captures what a step launches, and replayed: in
-// place of MindSpore's work for every operator and parameter there is a loop. Two runs of other shapes tell what each
-// length is made of, and make a recording of steps of any size.
+// A graph launches the same operators in the same order every time. Only the contents of its inputs and their lengths
+// change. So one run is recorded, as an Ascend captures the launches of a step, and replayed by a loop. This saves
+// MindSpore's work for every operator and parameter. Two runs with different lengths show what each length depends on.
+// They make a recording for steps of any size.
 //
-// What a recorded launch reads must be one of four: memory that stays, which the caller names (inputs of the graph,
-// weights, caches); what a recorded launch wrote; a single number of the graph, which is copied; or a list that
-// MindSpore has read from a named input, which a replay reads there. What recorded launches write gets memory of the
-// library's own, which those share that are not needed at the same time. Whether anything is missing,
-// such as a kernel of MindSpore's own between two of ours, is for the caller to find out: he fills that memory with
-// what no kernel writes, replays, and compares the result.
+// A recorded launch may read four kinds of memory:
+//   - memory that stays in place, which the caller names: inputs of the graph, weights, caches
+//   - the output of a recorded launch
+//   - a single number of the graph, which is copied
+//   - a list that MindSpore read from a named input; a replay reads it from there
+// The outputs of recorded launches get memory of the library. Outputs that are not needed at the same time share it.
+//
+// The caller must find out whether anything is missing, such as a kernel of MindSpore between two of this library. It
+// fills the memory with values that no kernel writes, replays, and compares the results.
 #pragma once
 #include "../custom_ops.h"
 #include "call.h"
@@ -19,14 +23,14 @@ namespace llmk {
 
 using Primitive = int (*)(const Call& call);
 
-// Whether agents of a stage run the primitive together (op_plugin.cc).
+// Returns whether the agents of a stage run the primitive together (op_plugin.cc).
 bool is_collective(Primitive primitive);
 
-// Runs the primitive; remembers the call where launches are being recorded.
+// Runs the primitive. Also records the call while a recording is open.
 int launch(Primitive primitive, const Call& call);
 
-// What MindSpore would be told of a kernel's error: see op_plugin.cc.
-int answer(const char* op, int error);
+// Returns the error code for MindSpore: 0 if errors are held back (op_plugin.cc).
+int report_error(const char* op, int error);
 bool has_failed();
 
 }  // namespace llmk

@@ -1,8 +1,9 @@
-// Matrix products with weights: MatMul, DynamicQuantExt with QuantBatchMatmul, WeightQuantBatchMatmul. Semantics as in
-// the CANN documentation of aclnnDynamicQuant, aclnnQuantMatmulV4 and aclnnWeightQuantBatchMatmulV2 (docs/ascend.md).
+// Matrix products with weights: MatMul, DynamicQuantExt with QuantBatchMatmul, and WeightQuantBatchMatmul. The
+// semantics are those of the CANN documentation: aclnnDynamicQuant, aclnnQuantMatmulV4, aclnnWeightQuantBatchMatmulV2
+// (docs/ascend.md).
 //
-// Whatever the weight, the product is that of linear.h over its packed form: every element is added up in an order
-// fixed by the weight, not by the other rows. A weight that is kept (ops/primitive_weight.h) is packed already.
+// The kernel of ops/linear.h multiplies by the packed form of the weight. So the weight alone determines the order of
+// the additions, not the other rows. The packed form exists already if the weight is kept (ops/primitive_weight.h).
 #include "../common/kernel_table.h"
 #include "../ops/matmul_any.h"
 #include "../ops/primitive_weight.h"
@@ -12,7 +13,7 @@
 namespace llmk {
 namespace {
 
-// Integers and scales of a weight argument, whose type is int8 or int4; `transposed` as in PrimitiveWeight.
+// Describes a weight argument of type int8 or int4 with its scales. PrimitiveWeight explains `transposed`.
 int quantised_weight(const Call& call, int values, int scales, bool transposed, PrimitiveWeight* weight) {
   const bool int4 = call.has_dtype(values, "int4");
   if (call.ndims[values] != 2 || !(int4 || call.has_dtype(values, "int8")) || !call.is_tensor(scales) ||
@@ -39,8 +40,8 @@ int check_depth(const Call& call, int x, const PrimitiveWeight& weight) {
 
 }  // namespace
 
-// MatMul(a, b, transpose_a, transpose_b) of matrices: floats are summed in float32, in an order fixed by the depth, and
-// rounded once.
+// MatMul(a, b, transpose_a, transpose_b) of matrices. It adds in float32, in an order that the depth determines, and
+// rounds once.
 int plugin_matmul(const Call& call) {
   enum { kA, kB, kTransposeA, kTransposeB };
   if (call.ndims[kA] != 2 || call.ndims[kB] != 2) {
@@ -82,8 +83,8 @@ int plugin_matmul(const Call& call) {
   return 0;
 }
 
-// DynamicQuantExt(x [rows, depth], smooth_scales) -> y int8 of x's shape, scale float32 [rows]: scale = max|x| / 127, y
-// = round(x / scale) to nearest, ties to even, worked out as x * (127 / max|x|); a row of zeros has scale 0.
+// DynamicQuantExt(x [rows, depth], smooth_scales) -> y int8 of x's shape, scale float32 [rows]. scale = max|x| / 127
+// and y = round(x / scale) to nearest, ties to even, computed as x * (127 / max|x|). A row of zeros has scale 0.
 int plugin_dynamic_quant(const Call& call) {
   enum { kX, kSmoothScales, kY, kScale };
   const int error = check_float(call, kX);
@@ -95,7 +96,7 @@ int plugin_dynamic_quant(const Call& call) {
   header.format = WeightFormat::kInt8;
   header.depth = depth;
   int8_t* y = call.as<int8_t>(kY);
-  const QuantizedRows result = room_for_rows(y, call.as<float>(kScale), rows, depth);
+  const QuantizedRows result = allocate_rows(y, call.as<float>(kScale), rows, depth);
   const int64_t row_bytes = depth * size_of(call.dtype(kX));
   for_rows(rows, depth, [&](int64_t row) {
     kernels().quantize_row(call.dtype(kX), call.as<char>(kX) + row * row_bytes, result, row, &header);
@@ -107,8 +108,8 @@ int plugin_dynamic_quant(const Call& call) {
 }
 
 // QuantBatchMatmul(x1 int8 [rows, depth], x2 int8, scale [columns], offset, bias, pertoken_scale [rows], transpose_x1,
-// transpose_x2, dtype) -> (x1 @ x2) * scale * pertoken_scale of dtype: exact integers, the products in float32, one
-// rounding.
+// transpose_x2, dtype) -> (x1 @ x2) * scale * pertoken_scale of dtype. The sums of integers are exact. They are
+// multiplied by the scales in float32 and rounded once.
 int plugin_quant_matmul(const Call& call) {
   enum { kX1, kX2, kScale, kOffset, kBias, kPerToken, kTransposeX1, kTransposeX2, kDtype, kOut };
   if (!call.has_dtype(kX1, "int8") || !call.has_dtype(kX2, "int8") || call.is_tensor(kOffset) ||
@@ -142,7 +143,8 @@ int plugin_quant_matmul(const Call& call) {
 
 // WeightQuantBatchMatmul(x [rows, depth], weight int8 or int4, antiquant_scale, antiquant_offset, quant_scale,
 // quant_offset, bias, transpose_x, transpose_weight, antiquant_group_size) -> x @ ((weight + offset) * scale) of x's
-// type. The scale is multiplied in after the sum over its group, in float32; rounded once. Offsets are whole numbers.
+// type. The sum over a group is multiplied by the scale of the group, in float32. The result is rounded once. Offsets
+// must be whole numbers.
 int plugin_weight_quant_matmul(const Call& call) {
   enum { kX, kWeight, kScale, kOffset, kQuantScale, kQuantOffset, kBias, kTransposeX, kTransposeWeight, kGroup, kOut };
   int error = check_equal_dtype(call, kX, kOut);

@@ -43,22 +43,22 @@ LinearArgs linear_args(const void* blob, DType dtype, int64_t rows, void* out) {
   return args;
 }
 
-QuantizedRows room_for_rows(int8_t* values, float* scales, int64_t rows, int64_t depth) {
+QuantizedRows allocate_rows(int8_t* values, float* scales, int64_t rows, int64_t depth) {
   const int64_t stride = whole_lines(depth);
   const bool direct = stride == depth;
   char* memory = static_cast<char*>(
       thread_scratch(kScratchQuantized, whole_lines(rows * 4) + (direct ? 0 : rows * stride)));
-  QuantizedRows room{};
-  room.stride = stride;
-  room.groups = 1;
-  room.scales = scales;
-  room.sums = reinterpret_cast<int32_t*>(memory);
-  room.values = direct ? values : reinterpret_cast<int8_t*>(memory + whole_lines(rows * 4));
-  return room;
+  QuantizedRows result{};
+  result.stride = stride;
+  result.groups = 1;
+  result.scales = scales;
+  result.sums = reinterpret_cast<int32_t*>(memory);
+  result.values = direct ? values : reinterpret_cast<int8_t*>(memory + whole_lines(rows * 4));
+  return result;
 }
 
 QuantizedRows given_rows(const int8_t* x, const float* scales, int64_t rows, int64_t depth) {
-  const QuantizedRows result = room_for_rows(const_cast<int8_t*>(x), const_cast<float*>(scales), rows, depth);
+  const QuantizedRows result = allocate_rows(const_cast<int8_t*>(x), const_cast<float*>(scales), rows, depth);
   const int64_t stride = result.stride;
   for_rows(rows, depth, [&](int64_t row) {
     result.sums[row] = sum_of(x + row * depth, depth);

@@ -1,5 +1,5 @@
-// What the primitives of matrix products have in common: the packed form of a weight, and rows that another primitive
-// has quantised. The product itself is kernels().linear (ops/linear.h).
+// Common parts of the primitives of matrix products: the packed form of a weight, and rows that another primitive has
+// quantized. kernels().linear computes the product (ops/linear.h).
 #pragma once
 #include <vector>
 
@@ -8,10 +8,10 @@
 
 namespace llmk {
 
-// The packed form for one call: the kept one, or one made here.
+// The packed form of a weight for one call: the kept form, or else a temporary one.
 class Blob {
  public:
-  // 0, or an error code after one line on standard error.
+  // Finds or makes the packed form. Returns 0, or an error code after one line on standard error.
   int find(const char* op, const PrimitiveWeight& weight);
   const void* data() const { return data_; }
 
@@ -20,20 +20,20 @@ class Blob {
   std::vector<char> own_;
 };
 
-// The product of `rows` rows, which lie one behind the other; what they are is for the caller to say.
+// The arguments for `rows` rows without gaps between them. The caller must set x or quantized.
 LinearArgs linear_args(const void* blob, DType dtype, int64_t rows, void* out);
 
-// Room for rows as the linear kernel takes them: whole cache lines, with the sum of each. The rows stay in `values`,
-// [rows, depth], where they are whole cache lines there; else they lie in memory of the thread's own, until it asks for
-// other rows.
-QuantizedRows room_for_rows(int8_t* values, float* scales, int64_t rows, int64_t depth);
+// Allocates rows as the linear kernel needs them: whole cache lines, and the sum of each row. If `depth` is a multiple
+// of a cache line, the rows are in `values` [rows, depth]. Else they are in scratch memory of this thread, until the
+// next call.
+QuantizedRows allocate_rows(int8_t* values, float* scales, int64_t rows, int64_t depth);
 
-// Rows quantised by a primitive, in such room.
+// Returns rows that another primitive has quantized, in this layout.
 QuantizedRows given_rows(const int8_t* x, const float* scales, int64_t rows, int64_t depth);
 
 static inline int64_t whole_lines(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
 
-// Calls function(row) for every row of `depth` elements, over threads where that pays.
+// Calls function(row) for every row of `depth` elements, on several threads if there is enough work.
 template <class Function>
 void for_rows(int64_t rows, int64_t depth, const Function& function) {
   const int64_t rows_per_task = larger(1, (1 << 15) / larger(depth, 1));

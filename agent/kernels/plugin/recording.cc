@@ -18,7 +18,7 @@ bool stays(const std::vector<Range>& staying, const void* address) {
                      [&](const Range& range) { return address >= range.start && address < range.end; });
 }
 
-// The last that was written there; -1: none.
+// Returns the last value that was written to this address, or -1.
 int holder(const std::vector<Value>& values, const void* address) {
   for (size_t i = values.size(); i-- > 0;) {
     if (address >= values[i].start && address < values[i].end) return static_cast<int>(i);
@@ -26,16 +26,17 @@ int holder(const std::vector<Value>& values, const void* address) {
   return -1;
 }
 
-// Of what nobody wrote or named: a single number. Not a row of integers, which is what a graph's inputs are.
+// Returns whether an input that no launch wrote and the caller did not name is a constant: a single number. An array of
+// integers is not a constant, because the inputs of a graph are such arrays.
 bool is_constant(const Tensors& tensors, int i) {
   return tensors.size(i) == 1 && (tensors.ndims[i] == 0 || tensors.dtype(i) != DType::kUnsupported);
 }
 
-// What an input is at a replay; false, and the recording's problem, where that is not known.
+// Finds out where a replay reads an input. Returns false with the recording's problem if that is unknown.
 bool find_input(Recording* recording, int number, size_t at, const std::vector<Range>& staying) {
   Launch& launch = recording->launches[static_cast<size_t>(number)];
   const int argument = static_cast<int>(at), value = holder(recording->values, launch.data[at]);
-  if (launch.data[at] == nullptr || launch.answers->IsScalarInput(at) || stays(staying, launch.data[at])) return true;
+  if (launch.data[at] == nullptr || launch.scalars->IsScalarInput(at) || stays(staying, launch.data[at])) return true;
   if (value >= 0) {
     Value& found = recording->values[static_cast<size_t>(value)];
     launch.values[at] = value;
@@ -70,44 +71,44 @@ int64_t bytes_of(Recording* recording, const Value& value) {
   return recording->launches[static_cast<size_t>(value.launch)].bytes_of(value.argument);
 }
 
-// Where the rooms are with the sizes of now: each as large as the largest value that is in it at any time.
+// Places the buffers in memory for the current sizes. A buffer is as large as the largest value that uses it.
 void lay_out(Recording* recording) {
-  std::vector<int64_t> bytes(recording->rooms.size() - 1, 0);
+  std::vector<int64_t> bytes(recording->buffers.size() - 1, 0);
   for (const Value& value : recording->values) {
-    int64_t& room = bytes[static_cast<size_t>(value.room)];
-    room = larger(room, bytes_of(recording, value));
+    int64_t& buffer = bytes[static_cast<size_t>(value.buffer)];
+    buffer = larger(buffer, bytes_of(recording, value));
   }
   int64_t place = 0;
-  for (size_t room = 0; room < bytes.size(); ++room) {
-    recording->rooms[room] = place;
-    place += ceil_div(bytes[room], kAlignment) * kAlignment;
+  for (size_t buffer = 0; buffer < bytes.size(); ++buffer) {
+    recording->buffers[buffer] = place;
+    place += ceil_div(bytes[buffer], kAlignment) * kAlignment;
   }
-  recording->rooms.back() = place;
+  recording->buffers.back() = place;
   recording->memory = nullptr;
 }
 
-bool meet(const Value& a, const Value& b) { return a.launch <= b.last && b.launch <= a.last; }
+bool overlap(const Value& a, const Value& b) { return a.launch <= b.last && b.launch <= a.last; }
 
-// Gives each value a room, the largest first: one whose values are not needed at the same time, or one more.
-void give_rooms(Recording* recording) {
+// Assigns a buffer to each value, the largest value first. Values that are not needed at the same time share a buffer.
+void assign_buffers(Recording* recording) {
   std::vector<std::pair<int64_t, Value*>> by_size;
   for (Value& value : recording->values) by_size.push_back({bytes_of(recording, value), &value});
   std::stable_sort(by_size.begin(), by_size.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-  std::vector<std::vector<const Value*>> rooms;
+  std::vector<std::vector<const Value*>> buffers;
   for (const auto& [bytes, value] : by_size) {
-    const auto has_place = [each = value](const std::vector<const Value*>& room) {
-      return std::none_of(room.begin(), room.end(), [each](const Value* other) { return meet(*other, *each); });
+    const auto has_place = [each = value](const std::vector<const Value*>& buffer) {
+      return std::none_of(buffer.begin(), buffer.end(), [each](const Value* other) { return overlap(*other, *each); });
     };
-    const auto found = std::find_if(rooms.begin(), rooms.end(), has_place);
-    value->room = static_cast<int>(found - rooms.begin());
-    if (found == rooms.end()) rooms.emplace_back();
-    rooms[static_cast<size_t>(value->room)].push_back(value);
+    const auto found = std::find_if(buffers.begin(), buffers.end(), has_place);
+    value->buffer = static_cast<int>(found - buffers.begin());
+    if (found == buffers.end()) buffers.emplace_back();
+    buffers[static_cast<size_t>(value->buffer)].push_back(value);
   }
-  recording->rooms.assign(rooms.size() + 1, 0);
+  recording->buffers.assign(buffers.size() + 1, 0);
   lay_out(recording);
 }
 
-// A length that is `a` in a step and `b` in another.
+// Finds the rule for a length that is `a` in one step and `b` in another. Returns false if there is none.
 bool length_of(int64_t a, int64_t b, StepSizes of_a, StepSizes of_b, Length* length) {
   *length = {a, 0, 0};
   if (a == b) return true;
@@ -120,17 +121,17 @@ bool length_of(int64_t a, int64_t b, StepSizes of_a, StepSizes of_b, Length* len
 bool is_same(const Launch& a, const Launch& b) {
   if (a.primitive != b.primitive || a.custom_op != b.custom_op || a.inputs != b.inputs || a.values != b.values ||
       a.offsets != b.offsets || a.ndims != b.ndims || a.sizes.size() != b.sizes.size() || a.dtypes != b.dtypes ||
-      !(*a.answers == *b.answers) || a.constants.size() != b.constants.size()) {
+      !(*a.scalars == *b.scalars) || a.constants.size() != b.constants.size()) {
     return false;
   }
   return std::all_of(a.offsets.begin(), a.offsets.end(), [](int64_t offset) { return offset == 0; });
 }
 
-// Whether what stays, and what is constant, is the same; `a` and `b` are the same launch otherwise.
+// Returns whether two launches, which is_same() otherwise, read the same constants and the same memory that stays.
 bool reads_the_same(Launch* a, const Launch& b) {
   size_t constants = 0;
   for (size_t at = 0; at < a->data.size(); ++at) {
-    if (a->values[at] >= 0 || a->data[at] == b.data[at] || a->answers->IsScalarInput(at)) continue;
+    if (a->values[at] >= 0 || a->data[at] == b.data[at] || a->scalars->IsScalarInput(at)) continue;
     const bool both = constants < a->constants.size() && a->data[at] == a->constants[constants].get() &&
                       b.data[at] == b.constants[constants].get();
     if (!both) return false;
@@ -155,10 +156,10 @@ int64_t Launch::bytes_of(int argument) {
 
 int Launch::run() {
   const Tensors now = tensors_in(&placed);
-  return primitive == nullptr ? custom_op(now) : primitive({now, answers.get()});
+  return primitive == nullptr ? custom_op(now) : primitive({now, scalars.get()});
 }
 
-bool settle(Recording* recording, const void* result, const std::vector<Range>& staying) {
+bool complete(Recording* recording, const void* result, const std::vector<Range>& staying) {
   if (recording->launches.empty()) recording->problem = "nothing was launched";
   if (!recording->problem.empty()) return false;
   for (size_t number = 0; number < recording->launches.size(); ++number) {
@@ -167,7 +168,7 @@ bool settle(Recording* recording, const void* result, const std::vector<Range>& 
       if (!find_input(recording, static_cast<int>(number), at, staying)) return false;
     }
     find_outputs(recording, static_cast<int>(number), staying);
-    recording->launches[number].answers->find_lists(staying);
+    recording->launches[number].scalars->find_lists(staying);
   }
   recording->result = stays(staying, result) ? -1 : holder(recording->values, result);
   if (recording->result < 0) {
@@ -177,7 +178,7 @@ bool settle(Recording* recording, const void* result, const std::vector<Range>& 
   Value& value = recording->values[static_cast<size_t>(recording->result)];
   recording->result_offset = static_cast<const char*>(result) - value.start;
   value.last = static_cast<int>(recording->launches.size());
-  give_rooms(recording);
+  assign_buffers(recording);
   return true;
 }
 
@@ -204,7 +205,7 @@ bool generalise(Recording* recording, const Recording& other, StepSizes of_this,
     }
   }
   resize(recording, largest);
-  give_rooms(recording);
+  assign_buffers(recording);
   return true;
 }
 
@@ -221,20 +222,20 @@ void find_places(Recording* recording, char* memory) {
     for (size_t at = 0; at < launch.values.size(); ++at) {
       if (launch.values[at] < 0) continue;
       const Value& value = recording->values[static_cast<size_t>(launch.values[at])];
-      launch.placed[at] = memory + recording->rooms[static_cast<size_t>(value.room)] + launch.offsets[at];
+      launch.placed[at] = memory + recording->buffers[static_cast<size_t>(value.buffer)] + launch.offsets[at];
     }
   }
   recording->memory = memory;
 }
 
 int64_t held_by(const Recording& recording) {
-  constexpr int64_t kAllocation = 16;  // beside what is asked for
+  constexpr int64_t kAllocation = 16;  // overhead of an allocation
   int64_t total = static_cast<int64_t>(sizeof(Recording)) + held_by(recording.launches) + held_by(recording.values) +
-                  held_by(recording.rooms);
+                  held_by(recording.buffers);
   for (const Launch& launch : recording.launches) {
     total += 2 * held_by(launch.data) + held_by(launch.values) + held_by(launch.offsets) + held_by(launch.ndims) +
              held_by(launch.sizes) + held_by(launch.lengths) + held_by(launch.shapes) + held_by(launch.dtypes) +
-             launch.answers->held() + 11 * kAllocation;
+             launch.scalars->held() + 11 * kAllocation;
     total += static_cast<int64_t>(launch.constants.size()) * 2 * kAllocation;
   }
   return total;

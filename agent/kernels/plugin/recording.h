@@ -1,15 +1,15 @@
-// Launches of one run of a graph, and where what they write is at a replay (recording.cc, launches.h).
+// The recorded launches of one run of a graph, and the memory of their outputs at a replay. launches.h has an overview.
 #pragma once
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "answers.h"
+#include "scalar_inputs.h"
 #include "launches.h"
 
 namespace llmk {
 
-// A length of an argument, in a step of T tokens and S sequences: one of the three is not 0.
+// The rule for a length of an argument: a constant, or a multiple of the tokens or of the sequences of the step.
 struct Length {
   int64_t fixed, per_token, per_seq;
 
@@ -17,20 +17,20 @@ struct Length {
 };
 
 struct Launch {
-  Primitive primitive;  // null: it is a custom operator
+  Primitive primitive;  // null for a custom operator
   CustomOp custom_op;
-  bool is_shared;  // a collective: the other agents of the stage wait for it
+  bool is_shared;  // true for a collective: the other agents of the stage wait for it
   const char* op;
-  std::vector<void*> data;       // where MindSpore had it
-  std::vector<int> values;       // which of the recording's it is; -1: it stays where it is
-  std::vector<int64_t> offsets;  // in the value
-  std::vector<void*> placed;     // where a replay has it
+  std::vector<void*> data;       // addresses of the arguments in MindSpore's run
+  std::vector<int> values;       // the recording's value that an argument is; -1: memory that stays in place
+  std::vector<int64_t> offsets;  // byte offset in the value
+  std::vector<void*> placed;     // addresses of the arguments at a replay
   std::vector<int> ndims;
   std::vector<int64_t> sizes;
-  std::vector<Length> lengths;  // what the sizes are made of; empty: they are always the same
+  std::vector<Length> lengths;  // rules for the sizes; empty: the sizes never change
   std::vector<int64_t*> shapes;
   std::vector<const char*> dtypes;
-  std::unique_ptr<Answers> answers;
+  std::unique_ptr<ScalarInputs> scalars;
   std::vector<std::unique_ptr<char[]>> constants;
   int inputs;
 
@@ -44,43 +44,44 @@ struct Launch {
   }
 };
 
-// What a launch writes, until another writes to the same memory of MindSpore's.
+// An output of a launch, until another launch writes to the same memory of MindSpore.
 struct Value {
-  const char* start;  // where MindSpore had it
+  const char* start;  // its memory in MindSpore's run
   const char* end;
   int launch;
   int argument;
-  int last;  // launch that reads it
-  int room;  // which it shares with values that are not needed at the same time
+  int last;    // the last launch that reads it
+  int buffer;  // values that are not needed at the same time share a buffer
 };
 
 struct Recording {
   std::vector<Launch> launches;
   std::string problem;
   std::vector<Value> values;
-  std::vector<int64_t> rooms;  // their places in the library's memory, and the end of the last
-  int result = -1;             // a value
+  std::vector<int64_t> buffers;  // offsets in the library's memory, and the end of the last buffer
+  int result = -1;               // the value that is the result of the graph
   int64_t result_offset = 0;
-  int64_t held = 0;        // by the recording itself, about
-  char* memory = nullptr;  // that the launches' arguments were last placed in
+  int64_t held = 0;        // approximate bytes of the recording itself
+  char* memory = nullptr;  // the library's memory for which `placed` is valid
 
-  int64_t bytes() const { return rooms.empty() ? 0 : rooms.back(); }
+  int64_t bytes() const { return buffers.empty() ? 0 : buffers.back(); }
 };
 
-// Tells what the launches write from what stays where it is, and gives it places. False, and the recording's problem,
-// where that cannot be.
-bool settle(Recording* recording, const void* result, const std::vector<Range>& staying);
+// Completes a recording: finds the memory of every argument and assigns buffers to the outputs. `staying` is the memory
+// that stays in place. Returns false with the recording's problem if an argument is unknown.
+bool complete(Recording* recording, const void* result, const std::vector<Range>& staying);
 
 struct StepSizes {
   int64_t tokens, seqs;
 };
 
-// Makes of a recording of a step one of any step up to `largest`, by `other`, one of the same graph: what is as long in
-// both always is, and what is not must be a multiple of the tokens or of the sequences, whose ratio in both steps must
-// not be the same. False, and the recording's problem, where it is neither, or the launches differ in anything else.
+// Generalizes a recording of one step to any step up to `largest`. `other` is a recording of the same graph for another
+// step. A length that is equal in both steps is constant. Any other length must be a multiple of the tokens or of the
+// sequences; so tokens and sequences must not have the same ratio in both steps. Returns false with the recording's
+// problem if a length follows no rule or if the launches differ in anything else.
 bool generalise(Recording* recording, const Recording& other, StepSizes of_this, StepSizes of_other, StepSizes largest);
 
-// Of a recording of any step: the next replays are of this one.
+// Sets the size of the next step for a generalized recording.
 void resize(Recording* recording, StepSizes sizes);
 
 void find_places(Recording* recording, char* memory);

@@ -1,4 +1,4 @@
-// ApplyRotaryPosEmb: from the primitive's arguments to ops/rotary.h.
+// ApplyRotaryPosEmb: translates the arguments of the primitive for ops/rotary.h.
 #include <vector>
 
 #include "../common/kernel_table.h"
@@ -7,10 +7,10 @@
 
 namespace llmk {
 
-// Which row of cos and sin each token takes. `cos_format` 0 and 2 are halves, 1 and 3 interleaved pairs. A table with
-// one row per token is taken row by row, whatever the format. Otherwise formats 0 and 1 read position_ids as
-// positions, one per token or (query [batch, length, width]) one per place in the sequence; formats 2 and 3 read them
-// as the lengths of the sequences, each of which starts at position 0 (MindFormers' prefill).
+// Finds the row of cos and sin for each token. `positions` stays empty if the tables have one row per token, in order.
+// Otherwise position_ids decide. In cos_format 0 and 1 they are positions: one per token, or, for a query [batch,
+// length, width], one per place in the sequence. In cos_format 2 and 3 they are the lengths of sequences that start at
+// position 0 (MindFormers' prefill). Formats 0 and 2 rotate halves, 1 and 3 interleaved pairs.
 static int rotary_positions(const Call& call, int64_t tokens, int64_t rows, int64_t format,
                             std::vector<int32_t>* positions) {
   if (rows == tokens) return 0;
@@ -39,7 +39,7 @@ int plugin_rotary(const Call& call) {
   int error = check_equal_dtype(call, 0, 1);
   if (error == 0) error = check_equal_dtype(call, 2, 3);
   if (error != 0) return error;
-  // Heads may be an axis of their own: [tokens, width], [batch, length, width] or [batch, length, heads, dim].
+  // The query is [tokens, width], [batch, length, width] or [batch, length, heads, dim].
   const int token_axes = call.ndims[0] == 4 ? 2 : call.ndims[0] - 1;
   const int64_t tokens = call.size(0, 0, token_axes);
   const int64_t query_width = call.size(0, token_axes), key_width = call.size(1, token_axes);

@@ -1,4 +1,4 @@
-// What a recorded launch asks of MindSpore beside its tensors, remembered.
+// The inputs of a recorded launch that are not tensors.
 #pragma once
 #include <cstring>
 #include <memory>
@@ -18,44 +18,44 @@ struct Range {
   const char* end;
 };
 
-// What a kernel asks of MindSpore beside its tensors, and the answers, which are constants of the graph: MindSpore's
-// own object may have other inputs by the time of the replay, or be gone.
-class Answers : public KernelInputInfo {
+// The scalars and lists that a kernel reads from MindSpore, recorded. They are constants of the graph. At a replay,
+// MindSpore's own object may describe another call, or may not exist any more.
+class ScalarInputs : public KernelInputInfo {
  public:
-  explicit Answers(KernelInputInfo* source) : source_(source), inputs_(source->GetInputSize()) {
+  explicit ScalarInputs(KernelInputInfo* source) : source_(source), inputs_(source->GetInputSize()) {
     for (size_t i = 0; i < inputs_; ++i) scalars_.push_back(source->IsScalarInput(i));
   }
-  // Of an operator whose inputs are all tensors.
-  explicit Answers(size_t inputs) : source_(nullptr), inputs_(inputs), scalars_(inputs, false) {}
+  // For an operator whose inputs are all tensors.
+  explicit ScalarInputs(size_t inputs) : source_(nullptr), inputs_(inputs), scalars_(inputs, false) {}
   void close() { source_ = nullptr; }
-  // A list that is an input of the graph, which MindSpore has read: a replay reads it where it stays.
+  // Finds the lists that MindSpore read from an input of the graph. A replay reads them again from that memory.
   void find_lists(const std::vector<Range>& staying) {
-    for (Answer& answer : answers_) {
-      const size_t bytes = answer.list.size() * sizeof(int64_t);
+    for (Scalar& scalar : known_) {
+      const size_t bytes = scalar.list.size() * sizeof(int64_t);
       for (const Range& range : staying) {
         if (bytes == 0 || range.start + bytes != range.end) continue;
-        if (std::memcmp(range.start, answer.list.data(), bytes) == 0) answer.place = range.start;
+        if (std::memcmp(range.start, scalar.list.data(), bytes) == 0) scalar.place = range.start;
       }
     }
   }
-  bool operator==(const Answers& other) const { return scalars_ == other.scalars_ && answers_ == other.answers_; }
-  int64_t held() const { return static_cast<int64_t>(sizeof(Answers) + answers_.capacity() * sizeof(Answer)); }
+  bool operator==(const ScalarInputs& other) const { return scalars_ == other.scalars_ && known_ == other.known_; }
+  int64_t held() const { return static_cast<int64_t>(sizeof(ScalarInputs) + known_.capacity() * sizeof(Scalar)); }
 
   bool IsScalarInput(size_t idx) override { return idx < inputs_ && scalars_[idx]; }
   size_t GetInputSize() override { return inputs_; }
   bool GetBoolInput(size_t idx) override {
-    return of('b', idx, [&](Answer* a) { a->integer = source_->GetBoolInput(idx); }).integer != 0;
+    return of('b', idx, [&](Scalar* a) { a->integer = source_->GetBoolInput(idx); }).integer != 0;
   }
   int64_t GetIntInput(size_t idx) override {
-    return of('i', idx, [&](Answer* a) { a->integer = source_->GetIntInput(idx); }).integer;
+    return of('i', idx, [&](Scalar* a) { a->integer = source_->GetIntInput(idx); }).integer;
   }
   double GetFloatInput(size_t idx) override {
-    return of('f', idx, [&](Answer* a) { a->real = source_->GetFloatInput(idx); }).real;
+    return of('f', idx, [&](Scalar* a) { a->real = source_->GetFloatInput(idx); }).real;
   }
   std::vector<int64_t> GetIntVecInput(size_t idx) override {
-    const Answer& answer = of('v', idx, [&](Answer* a) { a->list = source_->GetIntVecInput(idx); });
-    std::vector<int64_t> list = answer.list;
-    if (answer.place != nullptr) std::memcpy(list.data(), answer.place, list.size() * sizeof(int64_t));
+    const Scalar& scalar = of('v', idx, [&](Scalar* a) { a->list = source_->GetIntVecInput(idx); });
+    std::vector<int64_t> list = scalar.list;
+    if (scalar.place != nullptr) std::memcpy(list.data(), scalar.place, list.size() * sizeof(int64_t));
     return list;
   }
   std::string GetStrInput(size_t) override { return unknown<std::string>(); }
@@ -74,41 +74,41 @@ class Answers : public KernelInputInfo {
   void SetOutputShapeInfo(std::unique_ptr<OpPluginOutputShapeInfo>) override { unknown<int>(); }
 
  private:
-  struct Answer {
+  struct Scalar {
     char kind;
     size_t index;
     int64_t integer = 0;
     double real = 0;
     std::vector<int64_t> list;
-    const char* place = nullptr;  // null: the list is a constant
+    const char* place = nullptr;  // the memory of the list; null: the list is a constant
 
-    bool operator==(const Answer& other) const {
+    bool operator==(const Scalar& other) const {
       return kind == other.kind && index == other.index && integer == other.integer && real == other.real &&
              place == other.place && list.size() == other.list.size() && (place != nullptr || list == other.list);
     }
   };
 
-  template <class Ask>
-  const Answer& of(char kind, size_t index, const Ask& ask) {
-    for (const Answer& known : answers_) {
-      if (known.kind == kind && known.index == index) return known;
+  template <class Read>
+  const Scalar& of(char kind, size_t index, const Read& read) {
+    for (const Scalar& scalar : known_) {
+      if (scalar.kind == kind && scalar.index == index) return scalar;
     }
     if (source_ == nullptr) unknown<int>();
-    answers_.push_back({kind, index, 0, 0, {}, nullptr});
-    ask(&answers_.back());
-    return answers_.back();
+    known_.push_back({kind, index, 0, 0, {}, nullptr});
+    read(&known_.back());
+    return known_.back();
   }
 
-  // No primitive of ours asks for these, nor for anything at a replay that it did not ask for when it was recorded.
+  // The kernels do not read inputs of these kinds. At a replay they read only what they read when they were recorded.
   template <class T>
   static T unknown() {
-    throw std::logic_error("a primitive asks for what was not recorded");
+    throw std::logic_error("a primitive reads an input that was not recorded");
   }
 
   KernelInputInfo* source_;
   size_t inputs_;
   std::vector<bool> scalars_;
-  std::vector<Answer> answers_;
+  std::vector<Scalar> known_;
 };
 
 }  // namespace llmk
