@@ -134,12 +134,18 @@ def running_server(
 
 
 def run_start_server(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run ``start_server.py`` to its end."""
-    return subprocess.run(
+    """Run ``start_server.py`` to its end and check that it leaves no shared memory."""
+    with subprocess.Popen(
         [sys.executable, str(REPOSITORY / "start_server.py"), *arguments],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout_s,
-        check=False,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-    )
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    assert shm_entries(process.pid) == set()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
