@@ -1,1 +1,1 @@
-"""How much memory a deployment needs, and how much the machine has."""
+"""The memory that a deployment needs and the memory of the machine."""

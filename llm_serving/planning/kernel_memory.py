@@ -1,27 +1,26 @@
-"""What the kernels of a CPU hold beside the tensors: memory of their threads, and recorded launches.
+"""Memory that the kernels of a CPU need next to the tensors: scratch memory of their threads, and recorded launches.
 
-A thread keeps what its largest call took, and a quarter more (``thread_scratch`` of agent/kernels/common). The bounds
-here are of the largest step there can be; ``tests/agent/test_kernel_memory.py`` holds them against what the kernels
-have taken. With the letters of ``memory_plan.py``, N threads, and W the widest input of a linear layer:
+A thread keeps the memory of its largest call, and a quarter more (``thread_scratch`` of agent/kernels/common). These
+bounds are for the largest possible step. ``tests/agent/test_kernel_memory.py`` compares them with the kernels. The
+letters are those of ``memory_plan.py``; N is the number of threads, W the widest input of a linear layer:
 
-    rows             inputs of a linear layer as float32, and what the norm before it gives: W x 4 and h x max(b, 2) a
-                     row. Of the fused operators a thread has 256 rows, and the one that calls 128 x N, or T if it is
-                     alone; the MLP's are 256 at a time. Of the native ones the caller has T
-    MLP              256 rows of I for each thread, and the output layer's T x h, in b; fused operators
-    products         256 rows of h in float32 for each thread and each of the parts of ``parallel_config.sum_parts``
-    panel            64 columns of a weight: W bytes each, and sums of 272 rows or of 8 of the depth each; a thread
-    attention        keys, values and rows of a task, some 1024 x (D + 48) x 4 a thread
-    split contexts   sums of the rows whose context several threads share: of a partition of 256 tokens D + 16 numbers,
-                     for at most 8 x 192 rows a thread
-    laid out keys    of a prompt, and its values, with native operators: at most 64 MiB
-    sampler          60 bytes of V for each thread that samples: rows as they are sorted and filtered
+    rows             inputs of a linear layer in float32 (W x 4) and results of the norm before it (h x max(b, 2)), for
+                     each row. Fused: 256 rows for each thread; 128 x N for the calling thread, or T if it is the
+                     only one. The MLP has 256 rows at a time. Native: T rows for the calling thread
+    MLP              fused: 256 rows of I for each thread, and T x h of the output layer, in b
+    products         256 rows of h in float32 for each thread and each part of ``parallel_config.sum_parts``
+    panel            for each thread, 64 columns of a weight (W bytes each), and sums of 272 rows or of W / 8
+    attention        for each thread, keys, values and rows of a task: about 1024 x (D + 48) x 4
+    split contexts   sums of rows whose context several threads share: D + 16 numbers for each partition of 256 tokens,
+                     for at most 8 x 192 rows of each thread
+    laid out keys    native: keys and values of a prompt, at most 64 MiB
+    sampler          60 bytes x V for each thread that samples: sorted and filtered rows
 
-The three graphs of native operators are recorded once (``agent/step_graph/replay/native.py``): some 16 KiB a
-layer, with
-experts 32, each. What they are replayed in is the activations and logits of the largest step that is, one of 512
-tokens or of all sequences that decode, and its mask of a context a token, as it is made: 5 bytes for each.
-The recorded step of fused operators (``agent/step_graph/replay/fused.py``) is 4 KiB a layer; from one operator
-to the next go three matrices of T rows of h, of layers with experts one more, and q, k, v and what attention gives.
+Native: three graphs are recorded once (``agent/step_graph/replay/native.py``), about 16 KiB for each layer, or 32 KiB
+with experts. A replay needs activations and logits of the largest replayed step: 512 tokens or all decoding sequences.
+It also needs 5 bytes for each entry of the mask. Fused: the recorded step (``agent/step_graph/replay/fused.py``) needs
+4 KiB for each layer. Three matrices of T rows of h pass between operators. With experts, there is one more, and query,
+key, value and the output of attention.
 """
 
 from __future__ import annotations
@@ -39,25 +38,25 @@ THREAD_ROWS = 128
 """``kThreadRows`` of custom_ops_fused.cc."""
 PANEL_COLUMNS = 64
 TASK_ROWS = 192
-"""``kTaskRows`` of ops/paged_rows.h; a thread has about 8 tasks (ops/paged_attention.h)."""
+"""``kTaskRows`` of ops/paged_rows.h. A thread has about 8 tasks (ops/paged_attention.h)."""
 PARTITION_TOKENS = 256
 MOST_LAID_OUT_BYTES = 64 << 20
 SAMPLER_BYTES = 60
 PAGE_BYTES = 4096
 SLOTS = 16
-"""Uses of scratch memory that each have their own; in whole pages."""
+"""Number of separate uses of scratch memory. Each is rounded up to whole pages."""
 RECORDED_LAYER_BYTES = 16 << 10
 RECORDED_FUSED_LAYER_BYTES = 4 << 10
 RECORDED_GRAPHS = 3
-"""Of native operators: ``GraphKind`` of agent/step_graph/dynamic_cell.py."""
+"""Graphs of native operators: ``GraphKind`` of agent/step_graph/dynamic_cell.py."""
 MOST_REPLAYED_TOKENS = 512
-"""Of a prompt. MindSpore's part in a step is some milliseconds, whatever its size."""
+"""Maximum number of prompt tokens in a replayed step. In larger steps, MindSpore's overhead of a few ms is small."""
 MASK_BYTES = 5
-"""Of a token and a position: a truth, and numbers of two bytes before and after they are multiplied."""
+"""Bytes of a mask entry: a boolean, and two numbers of two bytes, before and after a multiplication."""
 
 
 def kernel_items(config: Config, rank: int, num_cores: int) -> tuple[MemoryItem, ...]:
-    """Of an agent on a CPU of so many cores: its kernels' scratch memory, and what is recorded of its steps."""
+    """Return scratch memory and recorded launches of an agent on a CPU with ``num_cores`` cores."""
     shape = local_shape(config.shape, config.shard(rank))
     threads = config.agent_threads(num_cores)
     basis = f"{threads} thread{'s' * (threads > 1)}, at most"
@@ -71,7 +70,7 @@ def kernel_items(config: Config, rank: int, num_cores: int) -> tuple[MemoryItem,
 
 
 def most_replayed_tokens(max_tokens: int, max_seqs: int) -> int:
-    """Of a step of native operators, where one has at most ``max_tokens``, and a decode ``max_seqs``."""
+    """Return the tokens of the largest replayed native step, from the limits of a step and of a decode step."""
     return max(max_seqs, min(max_tokens, MOST_REPLAYED_TOKENS))
 
 
@@ -112,7 +111,7 @@ def _widest(shape: ModelShape) -> int:
 
 
 def _row_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:
-    """The caller's rows, and those of the other threads."""
+    """Return the bytes of the rows of the calling thread and of the other threads."""
     tokens = config.max_num_batched_tokens
     own = tokens if num_threads == 1 else min(tokens, max(PIECE_ROWS, THREAD_ROWS * num_threads))
     others = (num_threads - 1) * min(tokens, PIECE_ROWS)

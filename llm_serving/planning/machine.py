@@ -1,4 +1,4 @@
-"""The facts about this machine that planning needs, as plain numbers so that a test can plan for any machine."""
+"""Facts about a machine that planning needs. They are plain numbers, so that a test can plan for any machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _UNLIMITED = 1 << 60
-"""cgroup v1 writes a limit near 2**63 for none."""
+"""cgroup v1 shows a limit near 2**63 if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class Machine:
 
     @classmethod
     def detect(cls) -> Machine:
-        """Free memory, or what the control group (a container's limit) leaves, whichever is less."""
-        import psutil  # only a start needs it, checking a config does not
+        """Return this machine, with the smaller of free memory and the rest of the control group's limit."""
+        import psutil  # only a start needs it; checking a config does not
 
         cores = len(os.sched_getaffinity(0))
         machine = cls(int(psutil.virtual_memory().available), "free memory of the machine", cores)
@@ -33,16 +33,16 @@ class Machine:
 
 
 def control_group_available(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Bytes the control groups of this process (v1 or v2) still allow; None without a limit.
+    """Return the bytes that the control groups of this process (v1 or v2) still permit; None without a limit.
 
-    File cache that can be dropped does not count as used.
+    File cache that the kernel can drop does not count as used.
     """
     left = [group for folder in _own_groups(root, own) if (group := _left_in(folder)) is not None]
     return min(left) if left else None
 
 
 def _own_groups(root: Path, own: Path) -> Iterator[Path]:
-    """Folders of the process's memory group and the groups around it. In a container some are not visible."""
+    """Yield the folders of the process's memory group and its parents. In a container some are not visible."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -77,7 +77,7 @@ def _number(file: Path) -> int | None:
 
 
 def _droppable(file: Path) -> int:
-    """Inactive file cache, from ``memory.stat``."""
+    """Return the bytes of inactive file cache, from ``memory.stat``."""
     try:
         lines = file.read_text(encoding="ascii").splitlines()
     except OSError:

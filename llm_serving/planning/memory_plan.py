@@ -1,32 +1,31 @@
-"""What a deployment takes of the machine's memory, worked out before anything is loaded.
+"""The memory plan: how much memory a deployment needs, calculated before anything is loaded.
 
-With T tokens and S sequences in the largest step, V tokens of vocabulary, L layers, hidden size h, intermediate size
-I, H query and K key-value heads of size D, b bytes per element of ``model_dtype``, and P the longest sequence:
+T tokens and S sequences are in the largest step. The model has V tokens of vocabulary, L layers, hidden size h,
+intermediate size I, H query heads and K key-value heads of size D. An element of ``model_dtype`` has b bytes. P is the
+longest sequence.
 
-    weights          parameters x b, a tied embedding counted once (twice on a CPU, whose kernels have the output
-                     weight packed apart); in a quantised format the linear layers take 8 bits a parameter, or 4 and
-                     their group's share of 40 for scale and zero point
-    KV cache         2 x L x K x D x b x block_size x num_blocks; (D + 4) in place of D x b in int8
-    host blocks      the same with num_host_blocks, for sequences that are swapped out
-    activations      T x (2h + (H + 2K)D + 2HD + 3I) x b: residual and its norm; q, k, v; rotated q and the attention's
-                     output; gate, up and their product. One layer's worth: layers follow each other
-    logits           S x V x 4 (float32), and S x V x b more where ``model_dtype`` is another type
-    rotary tables    2 x P x D x 4, cosine and sine; MindFormers may have more rows than P
+    weights          parameters x b. A tied embedding counts once; on a CPU twice, because the output weight is packed
+                     separately. Integer formats: 8 or 4 bits for each parameter of linear layers, and 40 bits for
+                     scale and zero point of each group
+    KV cache         2 x L x K x D x b x block_size x num_blocks. In int8: D + 4 instead of D x b
+    host blocks      the same with num_host_blocks, for swapped sequences
+    activations      T x (2h + (H + 2K)D + 2HD + 3I) x b for one layer: residual and its norm; query, key, value;
+                     rotated query and output of attention; gate, up and their product
+    logits           S x V x 4 (float32), and S x V x b more if ``model_dtype`` is another type
+    rotary tables    2 x P x D x 4, cosine and sine. MindFormers may have more rows than P
     token history    S x P x 4, for penalties
-    kernel scratch   what the threads of a CPU's kernels keep from call to call (``kernel_memory.py``)
-    replays          recorded launches of a CPU's operators, and what they are replayed in (``kernel_memory.py``)
-    agent process    Python, MindSpore, compiled graphs; MindFormers where it is asked for
+    kernel scratch   memory that the threads of a CPU's kernels keep between calls (``kernel_memory.py``)
+    replays          recorded launches of a CPU's operators, and their buffers (``kernel_memory.py``)
+    agent process    Python, MindSpore, compiled graphs, and MindFormers if it is used
     server process   HTTP, scheduler, tokenizer
 
-On a CPU all of it is taken from what the machine has free. On an Ascend the two processes and the host blocks live in
-the host's memory, where the blocks must fit, and the rest must fit ``context.max_device_memory`` of the MindFormers
-YAML, where that is stated.
+On a CPU, all of this must fit the free memory of the machine. On an Ascend, host memory holds the processes and the
+host blocks, and the host blocks must fit it. The rest must fit ``context.max_device_memory`` of the MindFormers YAML,
+if that is stated.
 
-Of several agents (``llm_serving/model/parallel.py``) each has its own heads, columns, vocabulary rows and layers, so
-H, K, I,
-L and V are its own; the agent that samples has the logits of the whole vocabulary, and alone the token history.
-Each replica's group has an exchange, in shared memory. On a CPU all agents share the machine and the total counts; on
-Ascends each has a device to itself and the fullest one counts.
+With several agents (``llm_serving/model/parallel.py``), H, K, I, L and V are those of one agent. Only the agent that
+samples has the logits of the whole vocabulary and the token history. Each group has an exchange in shared memory. On a
+CPU all agents share the machine, so their sum counts. On Ascends each agent has its own device, so the fullest counts.
 """
 
 from __future__ import annotations
@@ -69,31 +68,31 @@ GIB = 1024**3
 MIB = 1024**2
 AGENT_PROCESS_BYTES = 600 * MIB
 MINDFORMERS_BYTES = 250 * MIB
-"""Its package and all it imports, beside MindSpore."""
+"""Memory of the package and its imports, without MindSpore."""
 SERVER_PROCESS_BYTES = 200 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The lines, and what there is to take them from."""
+    """The items of the plan and the available memory."""
 
     items: tuple[MemoryItem, ...]
-    """All that is taken from what there is: of every agent on a machine, or of the fullest device."""
+    """All items that share the available memory: those of all agents on a machine, or of the fullest device."""
     available_bytes: int | None
-    """None where it is not known (an Ascend without ``max_device_memory``): nothing is refused."""
+    """None if it is not known (an Ascend without ``max_device_memory``). Nothing is refused then."""
     available_from: str
     num_blocks: int
     block_size: int
     kv_bytes_per_token: int
-    """In the cache of ``items``."""
+    """Bytes of a token in the KV cache of ``items``."""
     max_model_len: int
     ranks: tuple[tuple[MemoryItem, ...], ...] = ()
-    """What each agent takes, in order of rank; empty with one agent, which takes ``items``."""
+    """Items of each agent, in order of rank; empty with one agent."""
     counted: str = ""
-    """Whose ``items`` are where there are several agents: ``all``, or ``fullest``."""
+    """The agents that ``items`` count if there are several: ``all`` or ``fullest``."""
 
     def bytes_of(self, name: str) -> int:
-        """Bytes of one line, 0 without it."""
+        """Return the bytes of one item; 0 if there is none of this name."""
         return sum(each.num_bytes for each in self.items if each.name == name)
 
     @property
@@ -106,7 +105,7 @@ class MemoryPlan:
 
     @property
     def without_host_blocks(self) -> MemoryPlan:
-        """The same without swapping."""
+        """The same plan without swapping."""
         return replace(
             self,
             items=_without(HOST_BLOCKS, self.items),
@@ -115,15 +114,17 @@ class MemoryPlan:
 
     @property
     def largest_num_blocks(self) -> int | None:
-        """Most blocks that would fit, 0 when not even the rest does; None when the limit is not known."""
+        """Maximum number of blocks that fit; 0 if the rest does not fit; None if the limit is not known."""
         if self.available_bytes is None:
             return None
         without_cache = self.total_bytes - self.bytes_of(KV_CACHE)
         return max((self.available_bytes - without_cache) // (self.kv_bytes_per_token * self.block_size), 0)
 
     def table(self) -> str:
-        """The plan as text, one line an item, the total against what there is; before it a column for each kind of
-        agent, where there are several."""
+        """Return the plan as text: a line for each item, the total and the available memory.
+
+        If there are several agents, each kind of agent has a column.
+        """
         rows = [(each.name, *self._cells(each.name), format_bytes(each.num_bytes), each.basis) for each in self.items]
         kinds = self._kinds()
         totals = [format_bytes(sum(item.num_bytes for item in self.ranks[ranks[0]])) for ranks in kinds]
@@ -136,20 +137,20 @@ class MemoryPlan:
         return "\n".join(_line(row, widths) for row in rows)
 
     def _kinds(self) -> list[list[int]]:
-        """Ranks that take the same, by their first."""
+        """Return the groups of ranks that need the same memory."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank, items in enumerate(self.ranks):
             found.setdefault(tuple(item.num_bytes for item in items), []).append(rank)
         return list(found.values())
 
     def _cells(self, name: str) -> list[str]:
-        """A line of the table for each kind of agent."""
+        """Return the cells of a line, one for each kind of agent."""
         sizes = [sum(item.num_bytes for item in self.ranks[ranks[0]] if item.name == name) for ranks in self._kinds()]
         return [format_bytes(size) if size else "-" for size in sizes]
 
 
 def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
-    """The plan. Raises MemoryPlanError, with the table and the largest setting that fits, when there is too little."""
+    """Return the plan. If it does not fit, raises MemoryPlanError with the table and the largest setting that fits."""
     plan = estimate_memory(config, machine)
     if config.device != "CPU":
         _check_host_memory(config, machine)
@@ -163,7 +164,7 @@ def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
 
 
 def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
-    """The plan, whether it fits or not."""
+    """Return the plan, even if it does not fit."""
     world = range(config.parallel_config.world_size)
     if config.device == "CPU":
         ranks = [_cpu_items(config, n, machine) for n in world]
@@ -177,7 +178,7 @@ def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
 
 
 def estimate_rank_memory(config: Config, rank: int, device: Machine) -> MemoryPlan:
-    """What one agent takes of a device of its own; ``config`` is that of all of them."""
+    """Return the plan of one agent with its own device. ``config`` is the config of all agents."""
     items = device_items(config, rank)
     return _plan(config, items, [items], rank_kv_bytes_per_token(config, rank), device)
 
@@ -208,7 +209,7 @@ def _cpu_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryItem,
 
 
 def _summed(ranks: Sequence[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:
-    """Line by line over all agents, which have the same lines."""
+    """Return the sums of each item over all agents. All agents have the same items."""
     return tuple(
         MemoryItem(lines[0].name, sum(line.num_bytes for line in lines), lines[0].basis)
         for lines in zip(*ranks, strict=True)
@@ -216,7 +217,7 @@ def _summed(ranks: Sequence[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:
 
 
 def _check_host_memory(config: Config, machine: Machine) -> None:
-    """Where the device has a memory of its own, the blocks of the host are all there is to fit the host's."""
+    """Check the host blocks of a device with its own memory. Only they must fit the host's memory."""
     world = range(config.parallel_config.world_size)
     needed = sum(item.num_bytes for rank in world for item in host_block_items(config, rank))
     if needed > machine.available_bytes:
@@ -229,7 +230,7 @@ def _check_host_memory(config: Config, machine: Machine) -> None:
 
 
 def _exchange_items(config: Config) -> tuple[MemoryItem, ...]:
-    """Of every group; nothing for agents alone."""
+    """Return the item of all groups' exchanges; none if each group has one agent."""
     from llm_serving.ipc.exchange import exchange_bytes  # imports numpy, which checking a config does not need
 
     parallel = config.parallel_config
@@ -254,7 +255,7 @@ def _without(name: str, items: tuple[MemoryItem, ...]) -> tuple[MemoryItem, ...]
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
-    """``agent 0``, ``agents 1-3``, ``agents 1, 3, 5``."""
+    """Return a text for ranks: ``agent 0``, ``agents 1-3``, ``agents 1, 3, 5``."""
     if len(ranks) == 1:
         return f"agent {ranks[0]}"
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
@@ -263,13 +264,13 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    """Name to the left, sizes to the right, what it comes from after them."""
+    """Return a line: name at the left, right-aligned sizes, then their basis."""
     sizes = "  ".join(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True))
     return f"  {row[0].ljust(widths[0])}  {sizes}  {row[-1]}".rstrip()
 
 
 def _advice(plan: MemoryPlan) -> str:
-    """What would fit. Host blocks are the first to go: a server runs without them."""
+    """Return the advice: a setting that fits. Host blocks are removed first, because a server runs without them."""
     if plan.bytes_of(HOST_BLOCKS):
         return _advice_on_host_blocks(plan)
     largest = plan.largest_num_blocks
@@ -279,7 +280,7 @@ def _advice(plan: MemoryPlan) -> str:
         return "not even the weights fit; it takes a smaller model, a smaller model_config.model_dtype or more memory"
     if largest < 2:
         return (
-            "the weights leave no room for a KV cache; lower scheduler_config.max_num_batched_tokens (or "
+            "the weights leave no memory for a KV cache; lower scheduler_config.max_num_batched_tokens (or "
             "model_config.seq_length) and model_config.decode_batch_size, or take a smaller model"
         )
     advice = f"pa_config.num_blocks = {plan.num_blocks} does not fit; the largest that does is {largest}"

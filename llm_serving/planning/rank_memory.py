@@ -1,4 +1,4 @@
-"""What each agent takes of its device's memory, line by line; the formulas are in ``memory_plan.py``."""
+"""The items of each agent in the memory plan. The formulas are in ``memory_plan.py``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class MemoryItem:
     name: str
     num_bytes: int
     basis: str
-    """What the number comes from."""
+    """Explanation of the number."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A rank's part of the model: its layers' sizes, its vocabulary rows, what else it has."""
+    """A rank's part of the model."""
 
     shape: ModelShape
     shard: Shard
@@ -45,12 +45,12 @@ class _Part:
 
 
 def rank_kv_bytes_per_token(config: Config, rank: int) -> int:
-    """Cache bytes of a token in the layers and key-value heads of a rank."""
+    """Return the cache bytes of a token in the layers and key-value heads of a rank."""
     return config.kv_bytes_of(local_shape(config.shape, config.shard(rank)))
 
 
 def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
-    """What a rank puts into its device's memory. ``basis`` speaks of the whole model."""
+    """Return the items in the memory of a rank's device. ``basis`` describes the whole model."""
     part, shape, cache = _Part.of(config, rank), config.shape, config.pa_config
     tokens, seqs, longest = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
     rotary = rotary_positions(config)
@@ -75,7 +75,7 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
 
 
 def host_block_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
-    """Host memory for a rank's part of the blocks that are swapped out; nothing without."""
+    """Return the host memory for a rank's part of swapped blocks; empty without swapping."""
     if config.num_host_blocks == 0:
         return ()
     num_bytes = rank_kv_bytes_per_token(config, rank) * config.pa_config.block_size * config.num_host_blocks
@@ -83,7 +83,7 @@ def host_block_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
 
 
 def _weight_bytes(config: Config, part: _Part) -> int:
-    """The linear layers in their format, norms and embedding in ``model_dtype``."""
+    """Return the bytes of linear layers in their format, norms and embedding in ``model_dtype``."""
     shape, linear_format = part.shape, config.linear_format
     rows = len(part.shard.vocab) * shape.hidden_size
     whole_vocab = shape.vocab_size * shape.hidden_size
@@ -91,7 +91,7 @@ def _weight_bytes(config: Config, part: _Part) -> int:
     others = shape.num_parameters - shape.num_linear_parameters - (0 if shape.tie_word_embeddings else whole_vocab)
     others -= 0 if part.shard.is_last_stage else shape.hidden_size
     output = rows if part.shard.is_last_stage else 0
-    # The kernels of a CPU have packed weights: that of the output apart from the embedding.
+    # CPU kernels pack weights, so the output weight is separate from the embedding.
     is_shared = shape.tie_word_embeddings and config.device != "CPU" and part.shard.is_last_stage
     embedding = rows if part.shard.is_first_stage and not is_shared else 0
     if linear_format.is_float:
@@ -121,18 +121,20 @@ def _weight_formats(config: Config) -> str:
 
 
 def activation_bytes(config: Config, shape: ModelShape) -> int:
-    """What lies between the operators of a layer in the largest step; ``shape`` is a rank's own."""
+    """Return the bytes of one layer's activations in the largest step. ``shape`` is the rank's part."""
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     per_token = 2 * shape.hidden_size + (query + 2 * key_value) + 2 * query + 3 * shape.intermediate_size
     if config.op_table == "native" and shape.sliding_window:
-        per_token += 2 * config.max_model_len  # the mask of the window, and what it is made of
+        per_token += 2 * config.max_model_len  # the mask of the window and its inputs
     return config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config, shape)
 
 
 def _expert_bytes(config: Config, shape: ModelShape) -> int:
-    """Rows grouped by expert, as often as each is chosen. The fused operators take so many rows at a time: what goes
-    in, the product of gate and up, what comes out in float32. The native ones have gate and up besides, and in int8
-    what goes into both products once more."""
+    """Return the bytes of the rows grouped by expert.
+
+    Fused operators process ``EXPERT_PIECE_ROWS`` rows at a time: inputs, product of gate and up, outputs in float32.
+    Native operators also have gate and up, and in int8 the inputs of both products once more.
+    """
     if shape.experts is None:
         return 0
     rows, hidden, inner = config.max_num_batched_tokens, shape.hidden_size, shape.experts.intermediate_size
@@ -146,7 +148,7 @@ def _expert_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def _logit_bytes(config: Config, part: _Part) -> int:
-    """Of the whole vocabulary where a step is sampled, of a rank's own part where it is gathered from."""
+    """Return the bytes of logits: the whole vocabulary on the rank that samples, its own part on other ranks."""
     if not part.shard.is_last_stage:
         return 0
     copies = 0 if config.dtype_bytes == FLOAT32_BYTES else config.dtype_bytes
@@ -155,7 +157,7 @@ def _logit_bytes(config: Config, part: _Part) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """With the unit that leaves one to four digits before the point: ``512 B``, ``1.5 MiB``, ``12.6 GiB``."""
+    """Return a size with a unit that leaves one to four digits: ``512 B``, ``1.5 MiB``, ``12.6 GiB``."""
     if num_bytes < 1024:
         return f"{num_bytes} B"
     size, unit = num_bytes / 1024, "KiB"
@@ -167,7 +169,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_count(count: int) -> str:
-    """Parameters the way people say them: ``6.74 B``, ``3.7 M``."""
+    """Return a number of parameters as text: ``6.74 B``, ``3.7 M``."""
     for size, unit, digits in ((10**9, "B", 2), (10**6, "M", 1), (10**3, "K", 1)):
         if count >= size:
             return f"{count / size:.{digits}f} {unit} parameters"

@@ -231,12 +231,12 @@ def test_too_little_for_one_sequence(tmp_path: Path) -> None:
     ) in str(caught.value)
 
 
-def test_no_room_for_a_cache(tmp_path: Path) -> None:
+def test_no_memory_for_a_cache(tmp_path: Path) -> None:
     config = small(tmp_path)
     plan = estimate_memory(config, PLENTY)
     machine = Machine(plan.total_bytes - plan.bytes_of("KV cache"), "test machine")
     with pytest.raises(
-        MemoryPlanError, match=r"the weights leave no room for a KV cache; lower scheduler_config.max_num"
+        MemoryPlanError, match=r"the weights leave no memory for a KV cache; lower scheduler_config.max_num"
     ):
         plan_memory(config, machine)
     assert estimate_memory(config, Machine(5 * MIB, "")).largest_num_blocks == 0
