@@ -13,7 +13,7 @@ from agent.weights.decoder import CutTensors, Decoder, StoredTensor, StoredTenso
 from agent.weights.gptq import GPTQDecoder
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, Scheme
-from agent.weights.storage import Array, convert_into, from_float32
+from agent.weights.storage import Array, convert_into
 from agent.weights.tensor_files import TensorFiles, listed
 from llm_serving.errors import CheckpointError
 from llm_serving.model.quantization import Quantization
@@ -100,7 +100,8 @@ class Checkpoint:
         """
         try:
             if self._is_quantised(name):
-                self._dequantise_into(WeightPart(name, out.shape if cut is None else cut.whole), cut, out, dtype)
+                part = WeightPart(name, out.shape if cut is None else cut.whole)
+                self.read_quantised(part, cut).dequantise_into(out, dtype)
             else:
                 source, source_dtype = self._files.read(name)
                 if cut is None:
@@ -122,12 +123,6 @@ class Checkpoint:
     def _read_unless_bias(self, name: str) -> tuple[Array, str] | None:
         """Reads a tensor. Returns None for a bias that the model reads as a separate tensor."""
         return None if name in self._parts and name.endswith(".bias") else self._files.read_optional(name)
-
-    def _dequantise_into(self, part: WeightPart, cut: TensorCut | None, out: Array, dtype: str) -> None:
-        tensor = self.read_quantised(part, cut)
-        step = tensor.rows_at_once()
-        for row in range(0, len(out), step):
-            out[row : row + step] = from_float32(tensor.dequantise_rows(row, row + step), dtype)
 
     def _is_quantised(self, name: str) -> bool:
         return self._decoder is not None and f"{stem_of(name)}.{self._decoder.marker}" in self._files

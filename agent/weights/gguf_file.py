@@ -23,7 +23,7 @@ import numpy.typing as npt
 from agent.weights.cuts import TensorCut, copy_cut
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, Scheme
-from agent.weights.storage import Array, convert_into, from_float32
+from agent.weights.storage import Array, convert_into
 from agent.weights.tensor_files import listed
 from llm_serving.errors import CheckpointError
 from llm_serving.model.number_formats import STORED_FORMATS
@@ -116,10 +116,7 @@ class GGUFFile:
         part, type_name = WeightPart(name, out.shape if cut is None else cut.whole), self._type_of(name)
         try:
             if type_name in _SCHEMES:
-                tensor = self.read_quantised(part, cut)
-                step = tensor.rows_at_once()
-                for row in range(0, len(out), step):
-                    out[row : row + step] = from_float32(tensor.dequantise_rows(row, row + step), dtype)
+                self.read_quantised(part, cut).dequantise_into(out, dtype)
             else:
                 floats, stored = self._floats(name)
                 if len(part.shape) == 2:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from agent.weights.storage import Array
+from agent.weights.storage import Array, from_float32
 from llm_serving.errors import CheckpointError
 from llm_serving.model.number_formats import WeightFormat, weight_format
 
@@ -61,9 +61,11 @@ class QuantizedTensor:
         grouped *= scales[:, :, None]
         return rows
 
-    def rows_at_once(self) -> int:
-        """Returns the number of rows to dequantise at a time so that they fit a cache."""
-        return max(1, _PIECE_ELEMENTS // max(self.values.shape[1], 1))
+    def dequantise_into(self, out: Array, dtype: str) -> None:
+        """Writes all rows to ``out`` as ``dtype``, in pieces that fit a cache. Raises OverflowError."""
+        step = max(1, _PIECE_ELEMENTS // max(self.values.shape[1], 1))
+        for row in range(0, len(out), step):
+            out[row : row + step] = from_float32(self.dequantise_rows(row, row + step), dtype)
 
 
 def nibbles(words: Array) -> npt.NDArray[np.uint8]:
