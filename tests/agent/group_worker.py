@@ -7,6 +7,7 @@ describes the arguments.
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from group_program import print_models, start_driver  # noqa: E402
 from runner_worker import expected_tokens, generate, penalised, run_invariance  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
+from performance.kernels.library import replace_product_library  # noqa: E402
+from performance.kernels.routes import Routes, recorded_routes  # noqa: E402
 from support.agent_group import Setup  # noqa: E402
 from support.golden_files import golden_of  # noqa: E402
 
@@ -25,16 +28,21 @@ PROMPT, NUM_PENALISED = [5, 6, 7, 5, 9, 11], 12
 
 
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
+    if "routes" in model:
+        replace_product_library()
     golden, driver = golden_of(model["name"]), start_driver(setup, model, rank)
     result: dict[str, Any] = {"summary": driver.runner.summary()}
     for way in ("free", "forced"):
-        steps = generate(driver, golden["cases"], forced=way == "forced")
+        recorded = way == "forced" and "routes" in model
+        with recorded_routes(model["routes"]) if recorded else nullcontext(Routes()) as routes:
+            steps = generate(driver, golden["cases"], forced=way == "forced")
         result[way] = [[step[index].token for step in steps] for index in range(len(golden["cases"]))]
         if way == "forced":
             result["best"] = [
                 [(step[index].top_ids, step[index].top_logits) for step in steps]
                 for index in range(len(golden["cases"]))
             ]
+            result["routes"], result["route_margin"] = routes.chosen, routes.widest_margin
     result["invariance"] = run_invariance(driver, golden)
     result["penalised"] = run_penalised(driver)
     return result

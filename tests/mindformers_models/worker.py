@@ -20,6 +20,8 @@ from step_driver import StepDriver  # noqa: E402
 from agent.layers.rotary import rotary_tables  # noqa: E402
 from agent.weights.storage import to_float32  # noqa: E402
 from llm_serving.config.mindformers_models import rotary_positions  # noqa: E402
+from performance.kernels.library import replace_product_library  # noqa: E402
+from performance.kernels.routes import recorded_routes  # noqa: E402
 from performance.models.folders import write_model  # noqa: E402
 from support.mindformers_variants import VARIANTS  # noqa: E402
 from support.step_config import make_config  # noqa: E402
@@ -60,18 +62,25 @@ def rotary_error(driver: StepDriver) -> float:
 
 def main() -> None:
     dtype, scratch = sys.argv[1], Path(sys.argv[2])
+    replace_product_library()
     results: dict[str, Any] = {}
     for name, variant in VARIANTS.items():
         write_model(variant, scratch / name)
         cases = prompts(variant.config["vocab_size"])
-        ours = tokens(StepDriver(make_config(scratch / name, dtype, "native")), cases, forced=False)
+        driver = StepDriver(make_config(scratch / name, dtype, "native"))
+        with recorded_routes() as our_routes:
+            ours = tokens(driver, cases, forced=False)
         for case, steps in zip(cases, ours, strict=True):
             case["tokens"] = [token for token, _, _ in steps]
         theirs = {"model_config.model_type": "mindformers"}
         driver = StepDriver(make_config(scratch / name, dtype, "native", extra=theirs))
+        with recorded_routes(our_routes.chosen) as routes:
+            their_tokens = [[step[0] for step in steps] for steps in tokens(driver, cases, forced=True)]
         results[name] = {
             "ours": ours,
-            "theirs": [[step[0] for step in steps] for steps in tokens(driver, cases, forced=True)],
+            "theirs": their_tokens,
+            "num_routes": [len(our_routes.chosen), len(routes.chosen)],
+            "route_margin": routes.widest_margin,
             "invariance": run_invariance(driver, {"cases": cases}),
             "summary": driver.runner.summary(),
             "rotary_error": rotary_error(driver),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -45,13 +45,23 @@ class Setup:
         return "-".join([parallel, self.dtype, self.op_table, self.weights, self.kv])
 
 
-def run_group(setup: Setup, folders: dict[str, Path], worker: str = "group_worker.py") -> list[dict[str, Any]]:
+def run_group(
+    setup: Setup,
+    folders: dict[str, Path],
+    worker: str = "group_worker.py",
+    routes: Mapping[str, Sequence[int]] | None = None,
+) -> list[dict[str, Any]]:
     """Runs a group of agents with these models. Returns the output of each rank. If an agent fails, the test fails with
-    the messages of all agents."""
+    the messages of all agents.
+
+    With ``routes`` the agents record the experts of each token, and follow the routes given for a model, if any.
+    """
     with ExitStack() as stack:
         models = []
         for name, folder in folders.items():
             model: dict[str, Any] = {"name": name, "folder": str(folder), "exchange": None}
+            if routes is not None:
+                model["routes"] = list(routes.get(name, ()))
             config = setup.config(folder)
             if config.parallel_config.group_size > 1:
                 layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
