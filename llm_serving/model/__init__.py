@@ -1,1 +1,1 @@
-"""What a model is: its sizes, its family, its number formats and how it is split over devices."""
+"""Facts about a model: sizes, family, number formats, and its parts on several devices."""

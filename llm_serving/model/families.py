@@ -1,4 +1,4 @@
-"""The model families that are served, by the ``architectures`` entry of ``config.json``, and what only they state.
+"""The supported model families, by the ``architectures`` entry of ``config.json``, and the keys that differ.
 
 ``agent/models/llama.py`` is the network of all of them. ``docs/models.md`` has a table for users.
 """
@@ -18,30 +18,32 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
-    """Where ``config.json`` states a family's experts."""
+    """Names of the keys of ``config.json`` that describe a family's experts."""
 
     count: str
     intermediate_size: str
     normalised: bool = False
-    """A token's expert weights sum to 1 whatever ``norm_topk_prob`` says, and every layer has experts."""
+    """If True, a token's expert weights always sum to 1, and every layer has experts. ``norm_topk_prob`` is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What sets a family apart from a Llama."""
+    """Differences of a family from a Llama. To add a family, see CONTRIBUTING.md."""
 
     architecture: str
     model_type: str
     biases: Literal["stated", "query_key_value"] = "stated"
-    """Of the attention's linear layers: all four or none, as ``attention_bias`` states, or always q, k and v."""
+    """Biases in attention. ``stated``: all four layers or none, as ``attention_bias`` states. ``query_key_value``: always
+    query, key and value."""
     query_key_norm: bool = False
-    """RMSNorm of every query and key head."""
+    """If True, each query and key head has an RMSNorm."""
     window: Literal["none", "always", "switched"] = "none"
-    """``sliding_window``: not known; of every layer, where stated; with ``use_sliding_window``, of the upper layers."""
+    """Use of ``sliding_window``. ``none``: the key is unknown. ``always``: in every layer, if stated. ``switched``: in the
+    upper layers, if ``use_sliding_window`` is set."""
     head_dim: int | None = None
-    """Where ``config.json`` states none; None: hidden size / heads."""
+    """Default size of a head. None: hidden size / heads."""
     experts: ExpertKeys | None = None
-    """None: no layer has any."""
+    """None: no layer has experts."""
 
 
 FAMILIES = {
@@ -70,19 +72,19 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts in place of the MLP: each token goes to a few of many small MLPs (Shazeer et al. 2017)."""
+    """A mixture of experts instead of the MLP. A router sends each token to a few small MLPs (Shazeer et al., 2017)."""
 
     count: int
     per_token: int
     intermediate_size: int
     normalised: bool
-    """Whether a token's expert weights are divided by their sum (``norm_topk_prob``)."""
+    """If True, a token's expert weights are divided by their sum (``norm_topk_prob``)."""
     dense_layers: tuple[int, ...] = ()
-    """Layers that have an ordinary MLP instead."""
+    """Layers with an ordinary MLP."""
 
 
 def family_of(fields: TypedFields) -> Family:
-    """By ``architectures`` or, where that is absent, ``model_type``. Raises the fields' error, listing the known."""
+    """Return the family for ``architectures`` or, if that is absent, ``model_type``. An unknown one is an error."""
     names = fields.names("architectures")
     if not names:
         by_type = {family.model_type: family for family in FAMILIES.values()}
@@ -94,7 +96,7 @@ def family_of(fields: TypedFields) -> Family:
 
 
 def read_biases(fields: TypedFields, family: Family) -> tuple[bool, bool]:
-    """Whether q, k and v, and whether the attention's output layer have a bias."""
+    """Return whether query, key and value have biases, and whether attention's output layer has one."""
     if fields.boolean("mlp_bias", False):
         raise fields.fail("mlp_bias", "is not supported; the MLP's linear layers have no bias")
     if family.biases == "query_key_value":
@@ -104,7 +106,7 @@ def read_biases(fields: TypedFields, family: Family) -> tuple[bool, bool]:
 
 
 def read_window(fields: TypedFields, family: Family, num_layers: int) -> tuple[int, tuple[int, ...]]:
-    """The sliding window in tokens, 0 for none, and the layers that see everything in spite of it."""
+    """Return the sliding window in tokens (0: none), and the layers without a window."""
     is_on = family.window == "always" or (family.window == "switched" and fields.boolean("use_sliding_window", False))
     types = fields.names("layer_types")
     if types and (len(types) != num_layers or not set(types) <= {_FULL, _SLIDING}):
@@ -124,7 +126,7 @@ def read_window(fields: TypedFields, family: Family, num_layers: int) -> tuple[i
 
 
 def read_experts(fields: TypedFields, family: Family, num_layers: int) -> Experts | None:
-    """None for a family without, or where no layer has them."""
+    """Return the experts of a model, or None if no layer has any."""
     keys = family.experts
     if keys is None:
         for key in ("num_local_experts", "num_experts", "n_routed_experts"):

@@ -45,7 +45,7 @@ class WeightFormat:
     quantises_activations: bool = False
     """Whether the inputs of a linear layer become int8, with a scale for each token."""
     native: str | None = None
-    """The format that the native primitives compute instead; None: they have no such format."""
+    """The format that the native primitives compute instead; None if they have no equivalent."""
     layouts: tuple[str, ...] = ()
     """Layouts of safetensors checkpoints that hold these integers (``Quantization.layout``)."""
     gguf_type: str | None = None
@@ -145,7 +145,7 @@ _WEIGHT_FORMATS = (
 WEIGHT_FORMATS = {each.name: each for each in _WEIGHT_FORMATS}
 INTEGER_FORMATS = tuple(each for each in _WEIGHT_FORMATS if not each.is_float)
 STORED_FORMATS = tuple(each for each in INTEGER_FORMATS if each.stored_as == each.name)
-"""Those that checkpoints hold; the others are other ways to multiply the same integers."""
+"""Formats of the integers in checkpoints. The other formats multiply the same integers in another way."""
 _ALIASES = {"bf16": "bfloat16"}
 
 
@@ -177,16 +177,16 @@ class KvFormat:
     name: str
     element_bytes: int
     scale_bytes: int = 0
-    """Of the scale of a token's key or value in one head."""
+    """Bytes of the scale of a token's key or value in one head."""
     op_tables: tuple[str, ...] = ("native", "fused")
-    """Those that have this format."""
+    """Op tables that have this format."""
 
     def head_width(self, head_dim: int) -> int:
         """Elements of the cache that a token's key or value takes in one head, with its scale."""
         return head_dim + self.scale_bytes // self.element_bytes
 
     def head_bytes(self, head_dim: int) -> int:
-        """The same in bytes."""
+        """Return the width in bytes."""
         return self.head_width(head_dim) * self.element_bytes
 
 

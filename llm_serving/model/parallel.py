@@ -1,18 +1,17 @@
-"""Which part of a model a rank holds: plain arithmetic, the same for the server's memory plan and an agent's loader.
+"""The part of a model that each rank holds. The server's memory plan and an agent's loader use the same arithmetic.
 
     rank = (dp_index * pipeline_parallel + pp_index) * tensor_parallel + tp_index
 
-Tensor parallelism splits every layer as Megatron-LM does (Shoeybi et al. 2019): query heads, intermediate columns and
-vocabulary rows are divided, the two row-split products of a layer are added up over the ranks. Pipeline parallelism
-divides the layers (Huang et al., GPipe, 2019); data parallelism nothing, each replica has the whole model.
+Tensor parallelism divides every layer as Megatron-LM does (Shoeybi et al., 2019): query heads, intermediate columns
+and vocabulary rows. The two products that are divided by inputs are summed over the ranks. Pipeline parallelism
+divides the layers (GPipe, Huang et al., 2019). With data parallelism, each replica has the whole model.
 
-- Heads go by whole groups: a rank has the query heads of its key-value heads, some ranks one more than others where
-  the numbers do not divide. With more ranks than key-value heads a key-value head is held by several ranks, which
-  share its query heads.
-- Intermediate columns (of the MLP, of every expert) are split as evenly as units of ``granule`` columns let them.
-- Vocabulary rows are split into ranges of equal length (``vocab_stride``), the last one shorter: gathered in order of
-  rank, an entry's place is its token id, and padding is at the end only.
-- The first stages have a layer more than the last ones where the numbers do not divide; the last one has the output.
+- A rank has whole key-value heads with their query heads. If the numbers do not divide, some ranks have one more. If
+  there are more ranks than key-value heads, several ranks hold the same key-value head and divide its query heads.
+- Intermediate columns (of the MLP, of every expert) are divided as evenly as possible, in units of ``granule`` columns.
+- Vocabulary rows are divided into ranges of equal length (``vocab_stride``); only the last one may be shorter. Logits
+  that are gathered in order of rank are therefore in order of token id, with padding only at the end.
+- If the layers do not divide, the first stages have one layer more. The last stage has the output layer.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
     from llm_serving.model.shape import ModelShape
 
 PREFERRED_GRANULE = 32
-"""Columns: 64 bytes of a 16-bit type, and a whole number of the kernels' tiles."""
+"""Preferred unit of columns: 64 bytes of a 16-bit type, and a whole number of the kernels' tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank stands: its index among the ranks of its stage, its stage, its replica; all from 0."""
+    """Position of a rank: its index in its stage, its stage, its replica. All begin at 0."""
 
     rank: int
     tp_index: int
@@ -58,7 +57,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank holds. Indices are the whole model's."""
+    """The part of the model that one rank holds, with indices of the whole model."""
 
     query_heads: Span
     key_value_heads: Span
@@ -67,18 +66,18 @@ class Shard:
     expert_intermediate: Span
     """Columns of each expert; empty without experts."""
     vocab: Span
-    """Rows of the output layer (and of the embedding, where that is split)."""
+    """Rows of the output layer, and of the embedding if that is divided."""
     vocab_stride: int
-    """Rows of every rank's range, padding of the last one included."""
+    """Rows in every rank's range, with the padding of the last one."""
     layers: Span
     is_first_stage: bool
-    """Has the embedding."""
+    """If True, the rank has the embedding."""
     is_last_stage: bool
-    """Has the last norm and the output layer."""
+    """If True, the rank has the last norm and the output layer."""
 
 
 def place(rank: int, parallel: ParallelConfig) -> RankPlace:
-    """Where ``rank`` stands. Raises ValueError for a rank there is not."""
+    """Return the position of ``rank``. Raises ValueError if the rank does not exist."""
     if not 0 <= rank < parallel.world_size:
         raise ValueError(f"there is no rank {rank} of {parallel.world_size}")
     rest, tp_index = divmod(rank, parallel.tensor_parallel)
@@ -87,37 +86,37 @@ def place(rank: int, parallel: ParallelConfig) -> RankPlace:
 
 
 def group_ranks(replica: int, parallel: ParallelConfig) -> range:
-    """The ranks of one replica, in order."""
+    """Return the ranks of one replica, in order."""
     return range(replica * parallel.group_size, (replica + 1) * parallel.group_size)
 
 
 def answering_rank(replica: int, parallel: ParallelConfig) -> int:
-    """The rank of a replica that samples and writes a step's outputs: the first of the last stage."""
+    """Return the rank of a replica that samples and writes results: the first of the last stage."""
     return group_ranks(replica, parallel).stop - parallel.tensor_parallel
 
 
 def split_evenly(total: int, parts: int, index: int) -> Span:
-    """Part ``index`` of ``parts``: the first ``total % parts`` parts have one more than the others."""
+    """Return part ``index`` of ``parts``. The first ``total % parts`` parts have one more than the others."""
     size, longer = divmod(total, parts)
     start = index * size + min(index, longer)
     return Span(start, start + size + (index < longer))
 
 
 def split_columns(total: int, parts: int, index: int, group: int = 1) -> Span:
-    """As ``split_evenly``, in units of ``granule_of(total, parts, group)`` columns; the last unit may be shorter."""
+    """Split in units of ``granule_of(total, parts, group)`` columns; the last unit may be shorter."""
     granule = granule_of(total, parts, group)
     units = split_evenly(-(-total // granule), parts, index)
     return Span(min(units.start * granule, total), min(units.stop * granule, total))
 
 
 def granule_of(total: int, parts: int, group: int = 1) -> int:
-    """Columns that stay together: whole groups of the weight format, ``PREFERRED_GRANULE`` of them where it can be."""
+    """Return the unit of columns: whole groups of the weight format, and ``PREFERRED_GRANULE`` columns if possible."""
     granule = max(group, PREFERRED_GRANULE) if PREFERRED_GRANULE % group == 0 else group
     return granule if total >= granule * parts else group
 
 
 def split_vocab(total: int, parts: int, index: int) -> tuple[Span, int]:
-    """Range ``index`` of ``parts`` of equal length, and that length; only the last one may be cut short."""
+    """Return range ``index`` of ``parts`` ranges of equal length, and that length. Only the last one may be shorter."""
     stride = -(-total // parts)
     if stride >= PREFERRED_GRANULE:
         stride = -(-stride // PREFERRED_GRANULE) * PREFERRED_GRANULE
@@ -127,7 +126,7 @@ def split_vocab(total: int, parts: int, index: int) -> tuple[Span, int]:
 
 
 def split_heads(num_query: int, num_key_value: int, parts: int, index: int) -> tuple[Span, Span]:
-    """Query and key-value heads of part ``index``. A part of a replicated key-value head has only that one."""
+    """Return query and key-value heads of part ``index``. If key-value heads are replicated, a part has only one."""
     per_group = num_query // num_key_value
     if parts <= num_key_value:
         key_value = split_evenly(num_key_value, parts, index)
@@ -140,7 +139,7 @@ def split_heads(num_query: int, num_key_value: int, parts: int, index: int) -> t
 
 
 def shard_of(shape: ModelShape, where: RankPlace, parallel: ParallelConfig, weight_group: int = 1) -> Shard:
-    """What the rank at ``where`` holds of a model.
+    """Return the part of a model that the rank at ``where`` holds.
 
     ``weight_group`` is the number of inputs that share a scale; 1 if all inputs of an output share one.
     """

@@ -1,7 +1,7 @@
-"""How a checkpoint's weights are quantised: ``quantization_config`` of its ``config.json``, read and checked.
+"""The quantization of a checkpoint: ``quantization_config`` of its ``config.json``, read and checked.
 
-Three families are taken: GPTQ, AWQ (the gemm layout) and compressed-tensors (int-quantized and pack-quantized). What
-the tensors then look like is in ``docs/quantization.md``; this module reads no tensor.
+Three families are accepted: GPTQ, AWQ (the gemm layout) and compressed-tensors (int-quantized and pack-quantized).
+``docs/quantization.md`` has a table of them. This module reads no tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Quantization:
 
     @property
     def format(self) -> WeightFormat:
-        """The format that ``model_config.weight_format: auto`` takes for such a checkpoint."""
+        """The format that ``model_config.weight_format: auto`` chooses for the checkpoint."""
         return stored_format(self.bits)
 
 

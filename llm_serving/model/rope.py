@@ -1,4 +1,4 @@
-"""How rotary angles are stretched beyond the trained context: what ``config.json`` says of it, checked."""
+"""Scaling of rotary angles beyond the trained context, read from ``config.json`` and checked."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _TYPES = ("default", "none", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """One of four rules; ``agent.layers.rotary`` has their arithmetic.
+    """One of four scaling rules; ``agent.layers.rotary`` has their arithmetic.
 
     ``linear`` divides every frequency by ``factor`` (Chen et al. 2023). ``dynamic`` raises the base as a position
     passes the trained context (NTK-aware scaling, bloc97 and emozilla 2023). ``llama3`` divides low frequencies, keeps
-    high ones and blends in between. ``yarn`` does so between two numbers of turns, and scales queries and keys (Peng et
-    al. 2023). What a rule does not use keeps its default.
+    high ones and blends in between. ``yarn`` blends between two numbers of rotations, and scales queries and keys (Peng
+    et al. 2023). Fields that a rule does not use keep their defaults.
     """
 
     type: str
@@ -29,16 +29,16 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
     """Tokens of the trained context."""
     beta_fast: float = 32.0
-    """``yarn``: frequencies with so many turns in the trained context, or more, stay."""
+    """``yarn``: frequencies with at least this number of rotations in the trained context stay."""
     beta_slow: float = 1.0
-    """``yarn``: those with so many, or fewer, are divided by ``factor``."""
+    """``yarn``: frequencies with at most this number of rotations are divided by ``factor``."""
     truncate: bool = True
     """``yarn``: the bounds between them are rounded outwards to whole dimensions."""
     attention_factor: float = 1.0
-    """``yarn``: what cosines and sines are multiplied by."""
+    """``yarn``: factor of cosines and sines."""
 
     def max_positions(self, max_position_embeddings: int) -> int:
-        """The longest context, where ``max_position_embeddings`` of ``config.json`` may state the trained one."""
+        """Return the longest context. ``max_position_embeddings`` of ``config.json`` may state the trained one."""
         if self.type in ("dynamic", "yarn"):
             stretched = int(self.original_max_position_embeddings * self.factor)
             return min(max(max_position_embeddings, stretched), MAX_POSITIONS)
@@ -46,9 +46,9 @@ class RopeScaling:
 
 
 def read_rope_scaling(rope: TypedFields, max_position_embeddings: int) -> RopeScaling | None:
-    """From ``rope_scaling`` (with ``type`` or ``rope_type``) or the newer ``rope_parameters``; None: no scaling.
+    """Read ``rope_scaling`` (with ``type`` or ``rope_type``) or the newer ``rope_parameters``. None: no scaling.
 
-    Raises the fields' error, naming file, key and value.
+    Raises the fields' error with file, key and value.
     """
     rope.refuse_nested()
     kind = rope.text("rope_type" if "rope_type" in rope else "type", "default", _TYPES)

@@ -1,4 +1,4 @@
-"""The sizes of a model, read from a Hugging Face folder or a MindFormers YAML, checked before anything is loaded."""
+"""The sizes of a model, read from a Hugging Face folder or a MindFormers YAML and checked before loading."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_VOCAB_SIZE = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Everything about a model that decides shapes and arithmetic, but not the weights themselves."""
+    """All facts about a model that determine shapes and arithmetic, without the weights."""
 
     architecture: str
     hidden_size: int
@@ -39,27 +39,27 @@ class ModelShape:
     max_position_embeddings: int
     hidden_act: str
     attention_bias: bool
-    """Of q, k and v."""
+    """If True, query, key and value have biases."""
     mlp_bias: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     output_bias: bool = False
-    """Of the attention's output layer."""
+    """If True, attention's output layer has a bias."""
     query_key_norm: bool = False
-    """RMSNorm of every query and key head, before it is rotated."""
+    """If True, each query and key head has an RMSNorm before its rotation."""
     sliding_window: int = 0
-    """Tokens a token sees, itself included; 0: all before it."""
+    """Number of tokens that a token attends to, with itself. 0: all earlier tokens."""
     full_attention_layers: tuple[int, ...] = ()
-    """Layers that see everything in spite of the window."""
+    """Layers without the window."""
     experts: Experts | None = None
 
     def window_of(self, layer: int) -> int:
-        """Tokens a token sees in a layer; 0: all before it."""
+        """Return the number of tokens that a token attends to in a layer. 0: all earlier tokens."""
         return 0 if layer in self.full_attention_layers else self.sliding_window
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts in place of the MLP."""
+        """Return whether a layer has experts instead of an MLP."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     @property
@@ -71,13 +71,13 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Weights to load. A tied embedding counts once."""
+        """Number of weights to load. A tied embedding counts once."""
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return self.num_linear_parameters + self._num_other_parameters + embedding
 
     @property
     def _num_other_parameters(self) -> int:
-        """Of norms, biases and routers."""
+        """Parameters of norms, biases and routers."""
         query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         layer = 2 * self.hidden_size
         layer += 2 * self.head_dim if self.query_key_norm else 0
@@ -90,7 +90,7 @@ class ModelShape:
 
     @property
     def num_linear_parameters(self) -> int:
-        """Those of the layers' linear layers and of the output to the vocabulary: what a weight format applies to."""
+        """Parameters of the layers' linear layers and of the output layer. A weight format applies to them."""
         query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = self.hidden_size * (query + 2 * key_value) + query * self.hidden_size
         mlps = self.num_layers * self.intermediate_size
