@@ -33,13 +33,13 @@ class Family:
     architecture: str
     model_type: str
     biases: Literal["stated", "query_key_value"] = "stated"
-    """Biases in attention. ``stated``: all four layers or none, as ``attention_bias`` states. ``query_key_value``: always
-    query, key and value."""
+    """Biases in attention. ``stated``: all four layers or none, as ``attention_bias`` states.
+    ``query_key_value``: always query, key and value."""
     query_key_norm: bool = False
     """If True, each query and key head has an RMSNorm."""
     window: Literal["none", "always", "switched"] = "none"
-    """Use of ``sliding_window``. ``none``: the key is unknown. ``always``: in every layer, if stated. ``switched``: in the
-    upper layers, if ``use_sliding_window`` is set."""
+    """Use of ``sliding_window``. ``none``: the key is unknown. ``always``: in every layer, if stated.
+    ``switched``: in the upper layers, if ``use_sliding_window`` is set."""
     head_dim: int | None = None
     """Default size of a head. None: hidden size / heads."""
     experts: ExpertKeys | None = None
