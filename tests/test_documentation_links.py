@@ -53,6 +53,24 @@ def test_a_page_says_first_for_whom_it_is(page: Path) -> None:
     assert first.startswith("For "), f"the first line of {page.name} must say who should read it: {first!r}"
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "lab"], ids=lambda page: str(page.relative_to(REPOSITORY))
+)
+def test_lines_of_prose_are_not_too_long(page: Path) -> None:
+    """Tables, code and generated pages may have longer lines."""
+    text = page.read_text()
+    if "Written by tools/" in text:
+        return
+    text = re.sub(r"^ *```.*?^ *```", "", re.sub(r"https?://\S+", "", text), flags=re.MULTILINE | re.DOTALL)
+    prose = [line for line in text.splitlines() if not line.lstrip().startswith(("|", "![")) and line[:4] != "    "]
+    assert [line for line in prose if len(line) > 120] == []
+
+
+def test_readme_and_performance_page_are_short() -> None:
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 110
+    assert len((REPOSITORY / "docs" / "performance.md").read_text().splitlines()) <= 130
+
+
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One heading, and no more\n[a](#one-heading-and-no-more) [b](#another) [c](gone.md) `[d](x)`\n")
