@@ -19,6 +19,7 @@ def make_executor(tmp_path, monkeypatch):
     """Makes and starts the executor of a replica; ``overrides`` are the config's."""
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}")
     before, made = shm_entries(), []
+    earlier = set(psutil.Process().children(recursive=True))
 
     def make(*overrides, report=None, replica=0):
         config = small_config(tmp_path, overrides)
@@ -33,7 +34,7 @@ def make_executor(tmp_path, monkeypatch):
         return executor
 
     yield make
-    children = psutil.Process().children(recursive=True)
+    children = set(psutil.Process().children(recursive=True)) - earlier
     for executor, ports in made:
         executor.close()
         ports.__exit__(None, None, None)
