@@ -47,6 +47,8 @@ def test_tokens_equal_those_of_this_project(results: Any, dtype: str, model: str
     """MindFormers gets our tokens and chooses the same tokens, or tokens whose logits are within the margin."""
     result, margins = results(dtype)[model], []
     limit = TIE_MARGIN[dtype] * VARIANTS[model].logit_scale
+    assert result["num_routes"][0] == result["num_routes"][1]
+    assert result["route_margin"] < limit, "MindFormers preferred other experts by more than a near tie"
     assert len({token for steps in result["ours"] for token, _, _ in steps}) >= 16, "text worth comparing"
     for ours, theirs in zip(result["ours"], result["theirs"], strict=True):
         for step, ((token, top_ids, top_logits), their_token) in enumerate(zip(ours, theirs, strict=True)):
