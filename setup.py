@@ -83,8 +83,8 @@ class Compiler:
     """A C++ compiler that makes a file only if its inputs have changed.
 
     Next to every output lies a ``.recipe``. It holds the command line and the version of the compiler, and its
-    modification time is the moment when the command began. The output is made again if the recipe differs, or if an
-    input is missing or newer than that moment. The inputs of an object file are its source and all headers except the
+    modification time is the time when the command began. The output is made again if the recipe differs, or if an
+    input is missing or newer than that time. The inputs of an object file are its source and all headers except the
     system's, as the compiler lists them.
     """
 

@@ -106,4 +106,4 @@ def _table() -> dict[str, SamplingParameter]:
 
 PARAMETERS = _table()
 SAMPLER_PARAMETERS = tuple(each for each in PARAMETERS.values() if each.column)
-"""Those that the agent's sampler reads."""
+"""The parameters that the agent's sampler reads."""

@@ -22,7 +22,7 @@ enum Argument {
   kHidden, kResidual, kGamma, kEpsilon, kRouter, kGateUp, kDown, kChoice, kCounts, kOut, kSum, kArguments
 };
 
-constexpr int64_t kPieceRows = 256;  // rows computed at once; a row occurs once for every expert that it chose
+constexpr int64_t kPieceRows = 256;  // rows per call; a row occurs once for every expert that it chose
 
 struct ExpertJob {
   const Tensors& t;

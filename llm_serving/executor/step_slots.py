@@ -56,7 +56,7 @@ class StepSlots:
     For each batch row, the object keeps what does not change from step to step, and gathers a step's rows from it. A
     row's sampling parameters and block table are written when a request starts or restarts the row. Later only new
     blocks are added. A decode step with the sequences of the last decode step writes only what has changed: tokens,
-    positions, lengths and longer tables. This relies on slots into which nothing else writes inputs.
+    positions, lengths and longer tables. This relies on slots whose inputs only this class writes.
     """
 
     def __init__(self, limits: SlotLimits, block_size: int, ranks: range, slots: Sequence[StepSlot] = ()) -> None:

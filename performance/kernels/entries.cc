@@ -1,7 +1,7 @@
 // The C entries of libllm_kernels_testing.so, for tests and benchmarks. Each one runs a single kernel outside any
 // graph; with `use_reference` 1 it runs the scalar reference instead.
 //
-// The library holds the object files of the product library besides, so these entries run exactly the shipped kernels.
+// The library holds the object files of the product library as well, so these entries run exactly the shipped kernels.
 #include <chrono>
 #include <vector>
 
@@ -144,7 +144,7 @@ LLMK_ENTRY int llmk_measure_all_reduce(int (*all_reduce)(int, const void*, void*
   return 0;
 }
 
-// Measures the limit of such sums: the nanoseconds of each of `times` round trips of a counter between two processes
+// Measures the lower bound of a sum between processes: the nanoseconds of each of `times` round trips of a counter between two processes
 // that never sleep. Both lines hold 0 at the start. The process with `serves` writes first.
 LLMK_ENTRY void llmk_measure_ping_pong(void* own, void* other, int serves, int64_t times, int64_t* nanoseconds) {
   auto* mine = static_cast<llmk::FlagLine*>(own);

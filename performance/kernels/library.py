@@ -21,7 +21,7 @@ def path_of_testing_library() -> Path:
 
 @cache
 def load_testing_library() -> ctypes.CDLL:
-    """Loads the library once. It has threads and buffers of its own, beside those of the product library."""
+    """Loads the library once. It has its own threads and buffers, separate from those of the product library."""
     return ctypes.CDLL(str(path_of_testing_library()))
 
 

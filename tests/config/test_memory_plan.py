@@ -371,7 +371,7 @@ def test_quarters_of_a_replicated_head(tmp_path: Path) -> None:
 
 
 def test_tied_embedding_of_two_stages(tmp_path: Path) -> None:
-    """The first and the last stage need it, so that it is there twice; a CPU has it packed besides in any case."""
+    """The first and the last stage need it, so that it is there twice; a CPU also has it packed."""
 
     def weights(tied: bool, *overrides: str, ascend: bool = True) -> int:
         folder = write_model_folder(tmp_path / f"{tied}", tie_word_embeddings=tied)

@@ -1,4 +1,4 @@
-"""What each family reads from ``config.json`` beside a Llama's sizes, and what it refuses."""
+"""The values that each family reads from ``config.json`` in addition to a Llama's sizes, and the values it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank holds: every part of a model belongs to one rank, keys and values to one at least."""
+"""The parts of each rank: every part of a model belongs to one rank, keys and values to at least one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchange of a group: its layout, and who may map it."""
+"""The exchange of a group: its layout, and the processes that may map it."""
 
 from __future__ import annotations
 

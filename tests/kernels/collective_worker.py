@@ -1,4 +1,4 @@
-"""One agent of a stage, in a process of its own: sums and gathers as it is told, then prints JSON.
+"""One agent of a stage, in a process of its own: runs the given sums and gathers, then prints JSON.
 
 python tests/kernels/collective_worker.py EXCHANGE_NAME LAYOUT_JSON INDEX WHAT
 """
@@ -68,7 +68,7 @@ def run_gathers(index: int, size: int) -> dict[str, Any]:
 
 
 def run_race(index: int, size: int) -> dict[str, Any]:
-    """Thousands of calls of changing kinds at changing speeds: nobody may see another call's numbers."""
+    """Thousands of calls of changing kinds at changing speeds: no call may see the numbers of another call."""
     generator = np.random.default_rng(index)
     for call in range(4000):
         if generator.integers(0, 40) == 0:
@@ -89,7 +89,7 @@ def run_race(index: int, size: int) -> dict[str, Any]:
 
 
 def run_lonely(index: int, size: int) -> dict[str, Any]:
-    """Nobody else comes."""
+    """No other agent joins."""
     start, before = time.monotonic(), time.process_time()
     try:
         collectives.all_reduce(np.zeros(4, np.float32), "float32")

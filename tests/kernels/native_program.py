@@ -274,7 +274,7 @@ def check_window(dtype: Any) -> None:
 
 
 def check_experts(dtype: Any) -> None:
-    """What the documentation of the four primitives says, in NumPy."""
+    """The definition of the four primitives in NumPy."""
     tokens, experts, k, depth, width = 7, 5, 2, 24, 12
     (x, xf), (w, wf) = rounded(floats(tokens, depth), dtype), rounded(floats(experts, depth, width), dtype)
     logits = floats(tokens, experts)

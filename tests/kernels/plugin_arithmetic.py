@@ -57,7 +57,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 class AllPairs(nn.Cell):
-    """What every primitive of ``PAIRS`` makes of the same two tensors of any shapes: compiled once for a type."""
+    """Runs every primitive of ``PAIRS`` on two tensors of any shape. Compiled once per type."""
 
     def __init__(self, names: tuple[str, ...], kind: Any) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class AllPairs(nn.Cell):
 
 @cache
 def graph_of_pairs(kind: str) -> tuple[tuple[str, ...], nn.Cell]:
-    """Of the primitives that take this type."""
+    """The primitives that take this type."""
     names = tuple(name for name in PAIRS if name != "RealDiv" or kind in FLOATS)
     return names, AllPairs(names, TYPES[kind])
 

@@ -187,7 +187,7 @@ def test_silu_and_move_to(dtype: str, seed: int, rows: int, width: int) -> None:
 
 
 class MindFormersExperts(nn.Cell):
-    """What MindFormers' router and dispatcher take beside the grouped products, called as they call it."""
+    """The primitives of MindFormers' router and dispatcher, apart from the grouped products, with MindFormers' arguments."""
 
     def __init__(self, k: int, dtype: str) -> None:
         super().__init__()

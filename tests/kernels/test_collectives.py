@@ -41,7 +41,7 @@ def start(memory: ExchangeMemory, index: int, what: str, timeout_s: float = 60.0
 
 
 def finish(agents: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """What each printed last; none may outlive this."""
+    """Returns the last line of each process. No process may outlive this call."""
     results = []
     try:
         for agent in agents:
@@ -115,7 +115,7 @@ def test_a_group_that_goes_down_frees_its_waiting_agents_at_once() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_fast_sum_is_the_plain_one(dtype: str) -> None:
-    """Of every 16-bit pattern, infinities and NaNs of either sign among them, and of odd lengths."""
+    """Uses every 16-bit pattern, including infinities and NaNs of either sign, and odd lengths."""
     storage = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[dtype]
     patterns = np.arange(1 << 16, dtype=np.uint16)
     first = patterns.view(storage) if dtype != "float32" else (patterns.astype(np.uint32) << 16).view(np.float32)

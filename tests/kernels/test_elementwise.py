@@ -12,7 +12,7 @@ from support.kernel_threads import threads_as_before
 
 
 def assert_rounded(stored: Array, exact: Array, dtype: str, slack: float = 1e-6) -> None:
-    """``stored`` is ``exact`` rounded once, but for ``slack`` (relative to its magnitude) of float32 arithmetic."""
+    """``stored`` is ``exact`` rounded once, except for ``slack`` (relative to its magnitude) of float32 arithmetic."""
     smallest = {"float32": 1e-38, "float16": 2.0**-25, "bfloat16": 1e-38}[dtype]
     error = np.abs(load(stored, dtype) - exact)
     assert (error <= (EPSILON[dtype] + slack) * np.abs(exact) * 1.001 + smallest).all(), error.max()

@@ -113,7 +113,7 @@ class Experts:
         return EntryCall(tensors).run(load_library().ExpertMlp), out, total
 
     def exact(self) -> npt.NDArray[np.float64]:
-        """In float64, but for the rounding of the sum and of the normed row."""
+        """In float64, except for the rounding of the sum and of the normed row."""
         total = load(store(load(self.hidden, self.dtype) + load(self.residual, self.dtype), self.dtype), self.dtype)
         normed = total / np.sqrt((total * total).mean(-1, keepdims=True) + EPSILON) * load(self.gamma, self.dtype)
         normed = load(store(normed, self.dtype), self.dtype)

@@ -1,4 +1,4 @@
-"""The fused custom ops but for attention, in a static graph that uses part of its size."""
+"""The fused custom operators except attention, in a static graph that uses part of its size."""
 
 from __future__ import annotations
 

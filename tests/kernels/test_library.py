@@ -39,7 +39,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def offered_instruction_sets() -> list[str]:
-    """What this build offers on this processor, best first: the library says so when asked for nonsense."""
+    """Returns the instruction sets of this build on this processor, best first. The library lists them in its error."""
     process = run_python("from agent.kernels import kernel_isa; kernel_isa()", LLM_KERNELS_ISA="nonsense")
     assert process.returncode == 2
     match = re.search(r'LLM_KERNELS_ISA is "nonsense"; this build on this processor offers: (.*)', process.stderr)

@@ -13,7 +13,7 @@ FORMATS = [
     ("float32", "float32", 0), ("float16", "float16", 0), ("bfloat16", "bfloat16", 0),
     ("int8", "bfloat16", 0), ("int8", "float32", 32), ("int8_weight_only", "float16", 0), ("int4", "float32", 32),
 ]  # fmt: skip
-"""Of the weight, of the activations, and the group."""
+"""Type of the weight, type of the activations, and group size."""
 DEPTH = 72
 
 

@@ -143,7 +143,7 @@ def test_the_kernel_refuses_what_does_not_go_together() -> None:
 
 
 def parts_of(*shapes: tuple[int, int]) -> np.ndarray:
-    """Room for a header, and float32 weights of (columns, depth) each behind it."""
+    """Memory for a header, and float32 weights of (columns, depth) each behind it."""
     sizes = [-(-packed_weight_bytes("float32", *shape) // 64) * 64 for shape in shapes]
     blob, begin = weight_blob(64 + sum(sizes)), 64
     for size, shape in zip(sizes, shapes, strict=True):

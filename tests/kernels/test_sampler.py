@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Given:
-    """What a draw is made with: arrays that a call is prepared for, and what comes with each run."""
+    """The inputs of a draw: the arrays of the prepared call and the values of each run."""
 
     inputs: SampleInputs
     run: dict[str, Any]

@@ -91,7 +91,7 @@ LLMK_INLINE float sum(Vec v) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-// out[i] = sum(v[i]), in the tree of sum(), for 16 vectors at once with two or four of them in each register.
+// out[i] = sum(v[i]), in the tree of sum(), for 16 vectors together with two or four of them in each register.
 LLMK_INLINE __m512 sums_of_four(Vec a, Vec b, Vec c, Vec d) {  // lane group i: the last 4 lanes of vector i
   const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a.v, b.v, 0x44), _mm512_shuffle_f32x4(a.v, b.v, 0xEE));
   const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c.v, d.v, 0x44), _mm512_shuffle_f32x4(c.v, d.v, 0xEE));

@@ -61,7 +61,7 @@ int clamp_threads(int wanted) {
 thread_local bool inside_task = false;
 
 // The pool runs one job at a time. `state_` is epoch << 17 | open << 16 | number of workers inside the job. A worker
-// can enter only while the job is open. So nobody waits for a worker that wakes late, and it cannot touch a finished
+// can enter only while the job is open. So no thread waits for a worker that wakes late, and it cannot touch a finished
 // job.
 class ThreadPool {
  public:

@@ -14,7 +14,7 @@ struct alignas(64) FlagLine {
 static_assert(sizeof(FlagLine) == 64, "a flag has a cache line to itself");
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "processes share no locks");
 
-constexpr int kGroupDown = 3;  // an error code besides those of common/check.h
+constexpr int kGroupDown = 3;  // an error code that common/check.h does not have
 
 static inline bool has_reached(const FlagLine& line, uint32_t target) {
   return static_cast<int32_t>(line.value.load(std::memory_order_acquire) - target) >= 0;

@@ -5,8 +5,8 @@
 //   2. Apply the repetition penalty (Keskar et al. 2019) to the distinct tokens of prompt and output: divide a positive
 //      logit, multiply any other. Then subtract frequency * count and presence from the tokens of the output.
 //   3. With temperature 0, choose the largest logit, the smaller id on a tie. Otherwise divide by the temperature.
-//   4. Rank the tokens by probability, the smaller id first on a tie. Keep top_k tokens. Of those keep the fewest whose
-//      mass reaches top_p. Of those keep the tokens with at least min_p of the largest probability.
+//   4. Rank the tokens by probability, the smaller id first on a tie. Keep top_k tokens. Then keep the fewest whose
+//      mass reaches top_p. Then keep the tokens with at least min_p of the largest probability.
 //   5. Draw the first token at which the running mass exceeds u * kept mass. u comes from Philox with the seed as key
 //      and sample_position as counter.
 //

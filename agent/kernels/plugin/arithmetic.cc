@@ -343,7 +343,7 @@ int plugin_logical_or(const Call& call) {
 }
 
 // Cast(x, dtype). A float becomes an integer towards zero; a value outside the range becomes the largest or smallest
-// integer, a NaN becomes 0. Of a complex number it takes the real part.
+// integer, a NaN becomes 0. Takes the real part of a complex number.
 int plugin_cast(const Call& call) {
   const int out = call.count - 1;
   bool known = call.size(0) == call.size(out);

@@ -1,5 +1,5 @@
 // The primitives AllReduce and AllGather among the agents of a stage, over shared memory. An Ascend uses HCCL instead.
-// The group that a primitive names is always that of the stage, because there is no other.
+// The group that a primitive names is always that of the stage, because no other group exists.
 #include "../exchange/collectives.h"
 #include "call.h"
 

@@ -29,7 +29,7 @@ int plugin_moe_gating_top_k_softmax(const Call& call) {
 
 namespace {
 
-// Finds the k largest (or smallest) of `count` values, in this order. Of equal values the first comes first. A NaN
+// Finds the k largest (or smallest) of `count` values, in this order. The first of equal values comes first. A NaN
 // comes after all numbers.
 template <class T>
 void top_k_row(const T* values, int64_t count, int64_t k, bool largest, std::vector<int64_t>* order, T* best,

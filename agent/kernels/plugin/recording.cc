@@ -27,7 +27,7 @@ int holder(const std::vector<Value>& values, const void* address) {
 }
 
 // Returns whether an input that no launch wrote and the caller did not name is a constant: a single number. An array of
-// integers is not a constant, because the inputs of a graph are such arrays.
+// integers is not a constant, because the inputs of a graph are arrays of integers.
 bool is_constant(const Tensors& tensors, int i) {
   return tensors.size(i) == 1 && (tensors.ndims[i] == 0 || tensors.dtype(i) != DType::kUnsupported);
 }

@@ -14,7 +14,7 @@ struct CeilingLoops {
   int64_t (*fma)(int64_t steps);       // float32 multiply-adds
   int64_t (*dot_bf16)(int64_t steps);  // products of bfloat16 pairs, as ops/dot.h computes them
   int64_t (*dot_int8)(int64_t steps);  // products of four bytes, as ops/linear.h computes them
-  // Read `bytes` (a multiple of 1024) from one, two or four places at once and return a sum of the data. If `next` is
+  // Read `bytes` (a multiple of 1024) from one, two or four places simultaneously and return a sum of the data. If `next` is
   // not null, they also prefetch as many bytes from there into the second-level cache.
   int32_t (*read[kReadLoops])(const void* data, int64_t bytes, const void* next);
 };
@@ -32,7 +32,7 @@ namespace llmk {
 namespace LLMK_ARCH {
 
 // How many sums a loop adds to in turn. Enough that no sum waits for its previous addition, and few enough that all of
-// them stay in registers beside the operands. Without VNNI a product of bytes also needs two temporary registers.
+// them stay in registers next to the operands. Without VNNI a product of bytes also needs two temporary registers.
 #if defined(LLMK_VEC_AVX512)
 constexpr int kChains = 12, kByteChains = 12;
 #else
@@ -72,7 +72,7 @@ LLMK_INLINE void hide_memory(T& a) {
 }
 
 // The sum of all lanes of all sums goes to memory, so no product can be left out. It is not inlined, so that a loop's
-// function holds nothing else that multiplies or repeats.
+// function holds no other multiplications and no other loop.
 static __attribute__((noinline)) void keep(const Vec* totals, int count) {
   float result = 0;
   for (int i = 0; i < count; ++i) result += sum(totals[i]);
