@@ -29,8 +29,8 @@ int64_t row_bytes(DType dtype, int64_t width) { return size_of(dtype) * width; }
 
 // Calls function(first row, number of rows) until all rows are computed. Returns 0, or the error of a call.
 //
-// With few rows all threads work together on at most `most` rows together. With many rows each thread computes pieces of
-// its own: it then finds in its own cache what it computed before, at the price that every thread reads all weights.
+// With few rows all threads work together on at most `most` rows together. With many rows each thread computes pieces
+// of its own: it then finds in its own cache what it computed before, at the price that every thread reads all weights.
 template <class Function>
 int for_row_pieces(int64_t rows, int64_t most, const Function& function) {
   const int64_t threads = num_threads();

@@ -69,8 +69,8 @@ int swiglu(const Call& call) {
 
 // ReshapeAndCache(key, value, key_cache, value_cache, slot_mapping): copies row t of key and value to slot
 // slot_mapping[t] of the caches [blocks, block_size, kv_heads, head_dim], in place. The slot is block * block_size +
-// offset; a negative slot is padding and is skipped. value may be missing. No operator reads the output, which has the shape
-// of key: it only orders the operators.
+// offset; a negative slot is padding and is skipped. value may be missing. No operator reads the output, which has the
+// shape of key: it only orders the operators.
 int reshape_and_cache(const Call& call) {
   if (!call.is_tensor(2) || !call.is_tensor(4) || !call.has_dtype(4, "int32")) {
     return refuse_text(call.op, "key_cache and an int32 slot_mapping are needed");

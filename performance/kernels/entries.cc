@@ -144,8 +144,8 @@ LLMK_ENTRY int llmk_measure_all_reduce(int (*all_reduce)(int, const void*, void*
   return 0;
 }
 
-// Measures the lower bound of a sum between processes: the nanoseconds of each of `times` round trips of a counter between two processes
-// that never sleep. Both lines hold 0 at the start. The process with `serves` writes first.
+// Measures the lower bound of a sum between processes: the nanoseconds of each of `times` round trips of a counter
+// between two processes that never sleep. Both lines hold 0 at the start. The process with `serves` writes first.
 LLMK_ENTRY void llmk_measure_ping_pong(void* own, void* other, int serves, int64_t times, int64_t* nanoseconds) {
   auto* mine = static_cast<llmk::FlagLine*>(own);
   auto* theirs = static_cast<llmk::FlagLine*>(other);

@@ -14,8 +14,8 @@ struct CeilingLoops {
   int64_t (*fma)(int64_t steps);       // float32 multiply-adds
   int64_t (*dot_bf16)(int64_t steps);  // products of bfloat16 pairs, as ops/dot.h computes them
   int64_t (*dot_int8)(int64_t steps);  // products of four bytes, as ops/linear.h computes them
-  // Read `bytes` (a multiple of 1024) from one, two or four places simultaneously and return a sum of the data. If `next` is
-  // not null, they also prefetch as many bytes from there into the second-level cache.
+  // Read `bytes` (a multiple of 1024) from one, two or four places simultaneously and return a sum of the data. If
+  // `next` is not null, they also prefetch as many bytes from there into the second-level cache.
   int32_t (*read[kReadLoops])(const void* data, int64_t bytes, const void* next);
 };
 
