@@ -187,7 +187,7 @@ def test_silu_and_move_to(dtype: str, seed: int, rows: int, width: int) -> None:
 
 
 class MindFormersExperts(nn.Cell):
-    """The primitives of MindFormers' router and dispatcher, apart from the grouped products, with MindFormers' arguments."""
+    """The primitives of MindFormers' router and dispatcher, except the grouped products, with its arguments."""
 
     def __init__(self, k: int, dtype: str) -> None:
         super().__init__()
