@@ -15,10 +15,9 @@ TERMS = {"return_receipt": True, "priority": -1, "ttft_objective_ms": 9e6, "tbt_
 CACHE = ["pa_config.num_blocks=1024", "scheduler_config.prefix_cache=true"]
 
 
-@pytest.fixture(scope="module", params=[CACHE[:1], CACHE], ids=["no cache", "prefix cache"])
-def server(request, tmp_path_factory):
-    with running_server(tmp_path_factory.mktemp("server"), request.param) as running:
-        running.caches = len(request.param) > 1
+@pytest.fixture(scope="module")
+def caching_server(tmp_path_factory):
+    with running_server(tmp_path_factory.mktemp("server"), CACHE) as running:
         yield running
         running.wait_until_idle()
 
@@ -32,7 +31,9 @@ def test_one_beam_is_the_greedy_answer(server):
     assert beam["usage"]["total_tokens"] == greedy["usage"]["total_tokens"]
 
 
-def test_beams_are_ranked_and_the_same_in_a_crowd(server):
+@pytest.mark.parametrize("caches", [False, True], ids=["no cache", "prefix cache"])
+def test_beams_are_ranked_and_the_same_in_a_crowd(request, caches):
+    server = request.getfixturevalue("caching_server" if caches else "server")
     body = {**PROMPT, "use_beam_search": True, "n": 4, "logprobs": 0, "ignore_eos": True}
     alone = server.post("/v1/completions", body)["choices"]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -46,7 +47,9 @@ def test_beams_are_ranked_and_the_same_in_a_crowd(server):
     assert len({choice["text"] for choice in alone}) == 4
 
 
-def test_cached_tokens_are_reported_everywhere(server):
+@pytest.mark.parametrize("caches", [False, True], ids=["no cache", "prefix cache"])
+def test_cached_tokens_are_reported_everywhere(request, caches):
+    server = request.getfixturevalue("caching_server" if caches else "server")
     body = {"prompt": "The quick brown fox jumps over the lazy dog, and nobody minds it at all, or ever did.",
             "max_tokens": 4, "temperature": 0, "return_receipt": True, "cache_salt": "ours"}  # fmt: skip
     first, second = (server.post("/v1/completions", body) for _ in range(2))
@@ -56,8 +59,8 @@ def test_cached_tokens_are_reported_everywhere(server):
     cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
     assert [answer["receipt"]["sequences"][0]["cached_tokens"] for answer in answers] == cached
     assert (cached[0], cached[2]) == (0, 0)
-    assert (cached[1] > 0) == server.caches
-    assert (server.get("/server_info")["engine"]["prefix_hit_tokens"] > 0) == server.caches
+    assert (cached[1] > 0) == caches
+    assert (server.get("/server_info")["engine"]["prefix_hit_tokens"] > 0) == caches
 
 
 def test_receipt_matches_the_log(server):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from support.server_process import ServerProcess, running_server
+from support.time_limits import time_limit
 from tools.replaying.main import main as replay
 
 BEGINNINGS = ["Once upon a time there was a little fox. " * 4, "The sum of three and four is seven. " * 4]
@@ -36,61 +37,71 @@ def ask_all(server: ServerProcess, bodies: list[dict[str, object]]) -> list[Any]
 
 
 def wait_for(condition: Any, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + time_limit(timeout_s)
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[int]]]:
+def expected(server: ServerProcess) -> dict[int, list[list[int]]]:
     """The answers of one replica, by ``max_tokens``."""
-    with running_server(tmp_path_factory.mktemp("one")) as server:
-        return {
-            length: [ids_of(server.post("/v1/completions", body(p, length))) for p in PROMPTS] for length in (40, 300)
-        }
+    return {length: [ids_of(server.post("/v1/completions", body(p, length))) for p in PROMPTS] for length in (40, 300)}
 
 
-def test_texts_are_those_of_one_replica_and_both_are_used(tmp_path: Path, expected: dict[int, list[list[int]]]) -> None:
-    with running_server(tmp_path, REPLICAS) as server:
-        assert len(server.agents()) == 2
-        for round_number in range(2):
-            answers = ask_all(server, [body(prompt) for prompt in PROMPTS])
-            assert [ids_of(answer) for answer in answers] == expected[40], round_number
-        # A prompt start that many requests share may be in both caches; this one is in one cache, and both are idle.
-        for question in ("Who was it?", "Where was it?"):
-            server.wait_until_idle()
-            server.post("/v1/completions", body("A grey owl sat in a tree and looked at the moon. " * 4 + question))
-        several = server.post("/v1/completions", body(PROMPTS[0], n=4))
-        assert len(several["choices"]) == 4
-        engine = server.wait_until_idle()
-        ends = server.events("request_end")
-        assert {event["replica"] for event in ends} == {0, 1}
-        assert len({event["replica"] for event in ends[-4:]}) == 1, "samples of one prompt go to one replica"
-        assert [one["state"] for one in engine["replicas"]] == ["ready", "ready"]
-        assert all(one["steps"] > 0 for one in engine["replicas"])
-        assert sum(sum(one["placed"].values()) for one in engine["replicas"]) == len(ends) == 2 * len(PROMPTS) + 6
-        assert engine["replicas"][0]["placed"]["prefix"] + engine["replicas"][1]["placed"]["prefix"] > 0
-        assert [agent["rank"] for agent in engine["agents"]] == [0, 1]
-    assert replay([str(tmp_path / "flight")]) == 0
-    assert sorted(path.name for path in (tmp_path / "flight").iterdir()) == ["replica_0", "replica_1"]
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Two replicas. The tests of this file use them in order, and the last one stops them."""
+    with running_server(tmp_path_factory.mktemp("replicas"), REPLICAS) as server:
+        yield server
 
 
-def test_a_killed_replica_loses_nothing(tmp_path: Path, expected: dict[int, list[list[int]]]) -> None:
+def test_texts_are_those_of_one_replica_and_both_are_used(
+    replicas: ServerProcess, expected: dict[int, list[list[int]]]
+) -> None:
+    server = replicas
+    assert len(server.agents()) == 2
+    for round_number in range(2):
+        answers = ask_all(server, [body(prompt) for prompt in PROMPTS])
+        assert [ids_of(answer) for answer in answers] == expected[40], round_number
+    # A prompt start that many requests share may be in both caches; this one is in one cache, and both are idle.
+    for question in ("Who was it?", "Where was it?"):
+        server.wait_until_idle()
+        server.post("/v1/completions", body("A grey owl sat in a tree and looked at the moon. " * 4 + question))
+    several = server.post("/v1/completions", body(PROMPTS[0], n=4))
+    assert len(several["choices"]) == 4
+    engine = server.wait_until_idle()
+    ends = server.events("request_end")
+    assert {event["replica"] for event in ends} == {0, 1}
+    assert len({event["replica"] for event in ends[-4:]}) == 1, "samples of one prompt go to one replica"
+    assert [one["state"] for one in engine["replicas"]] == ["ready", "ready"]
+    assert all(one["steps"] > 0 for one in engine["replicas"])
+    assert sum(sum(one["placed"].values()) for one in engine["replicas"]) == len(ends) == 2 * len(PROMPTS) + 6
+    assert engine["replicas"][0]["placed"]["prefix"] + engine["replicas"][1]["placed"]["prefix"] > 0
+    assert [agent["rank"] for agent in engine["agents"]] == [0, 1]
+
+
+def test_a_killed_replica_loses_nothing(replicas: ServerProcess, expected: dict[int, list[list[int]]]) -> None:
     """Kill each replica in turn, under load. Its requests continue on the other replica, which never stops."""
-    with running_server(tmp_path, REPLICAS) as server:
-        for round_number in range(2):
-            with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
-                asked = [pool.submit(server.post, "/v1/completions", body(prompt, 300)) for prompt in PROMPTS]
-                wait_for(lambda: server.get("/server_info")["engine"]["running"] >= 8)
-                victim = sorted(server.agents(), key=lambda agent: agent.pid)[0]
-                victim.kill()
-                wait_for(lambda number=round_number: len(server.events("agent_lost")) == number + 1)
-                assert server.get("/server_info")["engine"]["state"] == "ready"
-                assert [ids_of(answer.result()) for answer in asked] == expected[300]
-            wait_for(lambda: all(one["state"] == "ready" for one in server.get("/server_info")["engine"]["replicas"]))
-        engine = server.wait_until_idle()
-        assert [event for event in server.events("request_end") if event["finish_reason"] == "error"] == []
-        assert len({event["replica"] for event in server.events("agent_lost")}) == 2
-        assert sum(one["recalled"] for one in engine["replicas"]) > 0
-    assert replay([str(tmp_path / "flight")]) == 0
+    server = replicas
+    for round_number in range(2):
+        with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
+            asked = [pool.submit(server.post, "/v1/completions", body(prompt, 300)) for prompt in PROMPTS]
+            wait_for(lambda: server.get("/server_info")["engine"]["running"] >= 8)
+            victim = sorted(server.agents(), key=lambda agent: agent.pid)[0]
+            victim.kill()
+            wait_for(lambda number=round_number: len(server.events("agent_lost")) == number + 1)
+            assert server.get("/server_info")["engine"]["state"] == "ready"
+            assert [ids_of(answer.result()) for answer in asked] == expected[300]
+        wait_for(lambda: all(one["state"] == "ready" for one in server.get("/server_info")["engine"]["replicas"]))
+    engine = server.wait_until_idle()
+    assert [event for event in server.events("request_end") if event["finish_reason"] == "error"] == []
+    assert len({event["replica"] for event in server.events("agent_lost")}) == 2
+    assert sum(one["recalled"] for one in engine["replicas"]) > 0
+
+
+def test_the_recording_of_both_replicas_replays(replicas: ServerProcess) -> None:
+    replicas.stop()
+    flight = replicas.folder / "flight"
+    assert sorted(path.name for path in flight.iterdir()) == ["replica_0", "replica_1"]
+    assert replay([str(flight)]) == 0

@@ -17,6 +17,7 @@ from llm_serving.flight.history import arrivals, step_timings
 from llm_serving.flight.reader import AgentLost, read_recording
 from support.server_process import ServerProcess
 from support.small_configs import REPOSITORY
+from support.time_limits import time_limit
 
 SYSTEM = "You are a storyteller who never tires of telling stories about rabbits and their friends in the wood. "
 
@@ -34,7 +35,13 @@ def ask(server, number):
     return answer
 
 
-@pytest.mark.parametrize("settings", [[], ["scheduler_config.policy=chunked", "scheduler_config.prefix_cache=true"]])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["scheduler_config.policy=chunked", "scheduler_config.prefix_cache=true"],
+        pytest.param([], marks=pytest.mark.sweep),
+    ],
+)
 def test_a_servers_recording_replays_though_it_was_killed(tmp_path, settings):
     server = ServerProcess(tmp_path, settings).wait_ready()
     [agent] = server.agents()
@@ -48,7 +55,7 @@ def test_a_servers_recording_replays_though_it_was_killed(tmp_path, settings):
         [agent] = server.agents()
         os.kill(server.pid, signal.SIGKILL)
         concurrent.futures.wait(last)
-    _, alive = psutil.wait_procs([agent], timeout=5.0)
+    _, alive = psutil.wait_procs([agent], timeout=time_limit(5.0))
     assert alive == []
     assert server.stop() == -signal.SIGKILL
     assert len(texts) == 60
@@ -67,4 +74,4 @@ def test_a_servers_recording_replays_though_it_was_killed(tmp_path, settings):
 
 def run_replay(*arguments):
     command = [sys.executable, str(REPOSITORY / "tools" / "replay.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=time_limit(60), check=False)

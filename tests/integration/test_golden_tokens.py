@@ -17,13 +17,14 @@ from support.golden_files import golden_of
 from support.oracle_ties import MOST_TIES, TIE_MARGIN, complete, find_ties
 from support.server_process import running_server
 from support.small_configs import TINY_LLAMA
+from support.sweeps import with_sweeps
 
 MODELS = ["tiny_llama", *VARIANTS]
 SERVED = {
-    "tiny_llama": {("float16", "native"), ("float16", "fused"), ("bfloat16", "native"), ("bfloat16", "fused")},
-    "mha": {("float16", "native")},
-    "gqa_tied": {("bfloat16", "native")},
-    "llama3_rope": {("bfloat16", "fused")},
+    ("tiny_llama", "float16", "native"),
+    ("mha", "bfloat16", "native"),
+    ("gqa_tied", "float16", "fused"),
+    ("llama3_rope", "bfloat16", "fused"),
 }
 """The half-precision runs of ``make test``: one model in all variants, each other model in one. The rest are sweeps.
 tests/agent/test_model_runner.py checks the same tokens of the same models without a server, in all variants."""
@@ -45,13 +46,6 @@ def golden(tmp_path_factory):
     return find
 
 
-def half_precision():
-    """Every variant; those not in ``SERVED`` are marked as sweeps."""
-    for model, dtype, op_table in HALF:
-        marks = () if (dtype, op_table) in SERVED[model] else pytest.mark.sweep
-        yield pytest.param(model, dtype, op_table, marks=marks)
-
-
 def start(tmp_path, folder, dtype, op_table):
     overrides = [
         f"model_config.model_path={folder}",
@@ -61,15 +55,23 @@ def start(tmp_path, folder, dtype, op_table):
     return running_server(tmp_path, overrides)
 
 
-@pytest.mark.parametrize("model", MODELS)
+def check_exact(server, document):
+    for case in document["cases"]:
+        assert complete(server, case["prompt"], 64) == case["tokens"]
+
+
+def test_float32_is_exact_by_default(server):
+    check_exact(server, golden_of("tiny_llama"))
+
+
+@pytest.mark.parametrize("model", VARIANTS)
 def test_float32_is_exact(golden, tmp_path, model):
     folder, document = golden(model)
     with start(tmp_path, folder, "float32", "fused") as server:
-        for case in document["cases"]:
-            assert complete(server, case["prompt"], 64) == case["tokens"]
+        check_exact(server, document)
 
 
-@pytest.mark.parametrize(("model", "dtype", "op_table"), half_precision())
+@pytest.mark.parametrize(("model", "dtype", "op_table"), with_sweeps(HALF, lambda *case: case not in SERVED))
 def test_half_precision_is_exact_but_for_ties(golden, tmp_path, model, dtype, op_table):
     folder, document = golden(model)
     with start(tmp_path, folder, dtype, op_table) as server:

@@ -8,11 +8,12 @@ import sys
 
 from support.server_process import running_server
 from support.small_configs import REPOSITORY
+from support.time_limits import time_limit
 
 
 def run(*arguments):
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=time_limit(120), check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -8,16 +8,7 @@ import re
 import openai
 import pytest
 
-from support.server_process import running_server
-
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with running_server(tmp_path_factory.mktemp("server"), ["pa_config.num_blocks=1024"]) as running:
-        yield running
-        running.wait_until_idle()
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from support.golden_files import golden_of
 from support.oracle_ties import MOST_TIES, TIE_MARGIN, complete, find_ties
 from support.server_process import running_server
 from support.small_configs import TINY_LLAMA
+from support.sweeps import with_sweeps
 
 GOLDEN = golden_of("tiny_llama")
 GROUPS = [(2, 1), (1, 2), (2, 2)]
@@ -25,19 +26,6 @@ def overrides(tp: int, pp: int, dtype: str, op_table: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("tp", "pp"), GROUPS)
-def test_float32_is_exact_alone_and_together(tmp_path, tp, pp):
-    cases = GOLDEN["cases"]
-    with running_server(tmp_path, overrides(tp, pp, "float32", "fused")) as server:
-        for case in cases:
-            assert complete(server, case["prompt"], 64) == case["tokens"]
-        with ThreadPoolExecutor(8) as pool:  # mixed prompts, decodes and prefix hits
-            asked = [case for case in cases for _ in range(4)]
-            answers = list(pool.map(lambda case: complete(server, case["prompt"], 64), asked))
-        assert answers == [case["tokens"] for case in asked]
-        server.wait_until_idle()
-
-
 SAMPLINGS = (
     {"temperature": 0.8, "top_p": 0.9, "seed": 7},
     {"repetition_penalty": 1.3, "presence_penalty": 0.5},
@@ -45,24 +33,29 @@ SAMPLINGS = (
 )
 
 
-def test_sampling_and_penalties_match_one_agent(tmp_path):
-    """In float32 the logits differ in their last bits only, which does not change these draws."""
-    prompts = [case["prompt"] for case in GOLDEN["cases"]]
-    said = {}
-    for tp, pp in [(1, 1), (2, 1), (1, 2)]:
-        with running_server(tmp_path / f"{tp}{pp}", overrides(tp, pp, "float32", "fused")) as server:
-            said[tp, pp] = [complete(server, prompt, 24, **each) for prompt in prompts for each in SAMPLINGS]
-    assert said[2, 1] == said[1, 1]
-    assert said[1, 2] == said[1, 1]
+def sampled(server):
+    """Samples with each of ``SAMPLINGS``. The logits of a group differ in their last bits, which these draws hide."""
+    return [complete(server, case["prompt"], 24, **each) for case in GOLDEN["cases"] for each in SAMPLINGS]
 
 
+@pytest.mark.parametrize(("tp", "pp"), with_sweeps(GROUPS, lambda tp, pp: (tp, pp) != (2, 2)))
+def test_float32_is_exact_alone_and_together(tmp_path, server, tp, pp):
+    cases, expected = GOLDEN["cases"], sampled(server)
+    with running_server(tmp_path, overrides(tp, pp, "float32", "fused")) as server:
+        for case in cases:
+            assert complete(server, case["prompt"], 64) == case["tokens"]
+        with ThreadPoolExecutor(8) as pool:  # mixed prompts, decodes and prefix hits
+            asked = [case for case in cases for _ in range(4)]
+            answers = list(pool.map(lambda case: complete(server, case["prompt"], 64), asked))
+        assert answers == [case["tokens"] for case in asked]
+        assert sampled(server) == expected
+        server.wait_until_idle()
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("tp", "pp", "dtype", "op_table"),
-    [
-        (2, 1, "bfloat16", "native"),
-        pytest.param(1, 2, "float16", "native", marks=pytest.mark.sweep),
-        (2, 2, "float16", "fused"),
-    ],
+    [(2, 1, "bfloat16", "native"), (1, 2, "float16", "native"), (2, 2, "float16", "fused")],
 )
 def test_half_precision_is_exact_but_for_ties(tmp_path, tp, pp, dtype, op_table):
     cases = GOLDEN["cases"]

@@ -12,12 +12,12 @@ import pytest
 from support.completions_client import assert_same, run_together
 from support.request_mixes import mixed_body
 from support.server_process import running_server
+from support.sweeps import with_sweeps
 
 NUM_REQUESTS = 500
 VOCAB = 1900
 BLOCK = 16
 
-ROOMY = ["model_config.max_generate_length=256", "model_config.decode_batch_size=[24]", "pa_config.num_blocks=2048"]
 TIGHT = ["model_config.max_generate_length=256", "model_config.decode_batch_size=[24]", "pa_config.num_blocks=30"]
 CACHE = "scheduler_config.prefix_cache=true"
 CHUNKED = ["scheduler_config.policy=chunked", "scheduler_config.chunk_tokens=40"]
@@ -36,8 +36,8 @@ WAYS = {
     ],
     "auto, slo, cached": ["scheduler_config.preemption=auto", "scheduler_config.policy=slo", CACHE],
 }
-SWEPT = ("swap", "recompute")
-"""Run by ``make test-sweeps`` alone: what they do, "swap, chunked, cached" and "recompute, chunked, cached" do too."""
+TESTED = ("recompute, chunked, cached", "swap to a small host, decode_first, cached, 3 ahead")
+"""What ``make test`` runs. The others run in ``make test-sweeps`` only."""
 
 
 def make_requests(seed: int) -> list[dict[str, Any]]:
@@ -60,16 +60,15 @@ def bodies():
 
 
 @pytest.fixture(scope="module")
-def unpressed(bodies, tmp_path_factory):
-    """The same requests without preemption or prefix cache, each prompt computed in one step."""
-    with running_server(tmp_path_factory.mktemp("roomy"), ROOMY) as server:
-        answers = asyncio.run(run_together(server.url, bodies, seed=1, leave=0.0))
-        engine = server.wait_until_idle()
+def unpressed(bodies, server):
+    """The same requests without preemption and prefix cache. Every prompt is computed in one step."""
+    answers = asyncio.run(run_together(server.url, bodies, seed=1, leave=0.0))
+    engine = server.wait_until_idle()
     assert (engine["preemptions"], engine["prefix_hit_tokens"]) == (0, 0)
     return answers
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.sweep] * (way in SWEPT)) for way in WAYS])
+@pytest.mark.parametrize("way", with_sweeps([(way,) for way in WAYS], lambda way: way not in TESTED))
 def test_answers_are_the_same_to_the_bit_under_pressure(way, bodies, unpressed, tmp_path):
     with running_server(tmp_path, [*TIGHT, *WAYS[way]]) as server:
         answers = asyncio.run(run_together(server.url, bodies, seed=2))

@@ -11,6 +11,7 @@ import pytest
 from support.completions_client import assert_same, run_alone, run_together
 from support.request_mixes import mixed_body
 from support.server_process import running_server
+from support.sweeps import with_sweeps
 
 NUM_REQUESTS = 200
 VOCAB = 1900
@@ -48,14 +49,18 @@ def bodies():
 
 
 @pytest.fixture(scope="module")
-def alone(bodies, tmp_path_factory):
-    """Every request by itself on a server with enough memory."""
-    with running_server(tmp_path_factory.mktemp("alone"), ["pa_config.num_blocks=2048"]) as server:
-        return asyncio.run(run_alone(server.url, bodies))
+def alone(bodies, server):
+    """Every request by itself on a server with enough blocks."""
+    return asyncio.run(run_alone(server.url, bodies))
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "prefill_first"])
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(
+    ("ahead", "policy"),
+    with_sweeps(
+        [(0, "fcfs"), (2, "prefill_first"), (0, "prefill_first"), (2, "fcfs")],
+        lambda ahead, policy: (ahead == 0) != (policy == "fcfs"),
+    ),
+)
 def test_concurrent_answers_equal_lone_ones(policy, ahead, bodies, alone, tmp_path):
     overrides = [*PRESSED, f"scheduler_config.policy={policy}", f"scheduler_config.decode_steps_ahead={ahead}"]
     with running_server(tmp_path, overrides) as server:

@@ -11,6 +11,7 @@ from typing import Any
 
 from llm_serving.executor.agent_states import backoff_after
 from support.server_process import ServerProcess
+from support.time_limits import time_limit
 
 PROMPTS = ("Once upon a time", "The dog", "One day, a girl", "There was a bird")
 MAX_TOKENS = (40, 120, 200)
@@ -67,7 +68,7 @@ class Load:
 
     def wait_for_more(self, timeout_s: float = 30.0) -> None:
         """Waits until another request has completed, so that the next kill hits other requests in the middle."""
-        answered, deadline = self.answered, time.monotonic() + timeout_s
+        answered, deadline = self.answered, time.monotonic() + time_limit(timeout_s)
         while self.answered == answered:
             assert time.monotonic() < deadline, f"no answer within {timeout_s} s"
             time.sleep(0.01)
@@ -132,5 +133,5 @@ def is_ready(server: ServerProcess, replica: int) -> bool:
 
 
 def _check_in_time(began: float, timeout_s: float, agent: dict[str, Any]) -> None:
-    assert time.monotonic() - began < timeout_s, f"not back after {timeout_s} s: {agent}"
+    assert time.monotonic() - began < time_limit(timeout_s), f"not back after {timeout_s} s: {agent}"
     time.sleep(0.01)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from support.small_configs import REPOSITORY
+from support.time_limits import time_limit
 
 RECORD_VARIABLE = "LLM_SERVING_TEST_CALL_RECORD"
 """Environment variable: the file that the agent writes its record to."""
@@ -62,7 +63,10 @@ class CallRecorder:
 
 
 def read_calls(path: Path) -> list[Call]:
-    """The record of an agent that has ended."""
+    """The record of an agent, which it writes when it ends."""
+    deadline = time.monotonic() + time_limit(20)
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
     return [Call(call["at"], call["name"], tuple(call["callers"])) for call in json.loads(path.read_text())]
 
 
@@ -92,7 +96,9 @@ def _record_agent() -> None:
 
     def write_and_leave(code: int) -> None:
         sys.setprofile(None)
-        Path(os.environ[RECORD_VARIABLE]).write_text(json.dumps([asdict(call) for call in recorder.calls]))
+        path = Path(os.environ[RECORD_VARIABLE])
+        path.with_suffix(".part").write_text(json.dumps([asdict(call) for call in recorder.calls]))
+        path.with_suffix(".part").replace(path)
         leave(code)
 
     os._exit = write_and_leave  # type: ignore[assignment]

@@ -13,6 +13,7 @@ from llm_serving.request import Request
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 from support.stub_agent import SLOW
+from support.time_limits import time_limit
 
 E = TypeVar("E", bound=ExecutorEvent)
 
@@ -24,7 +25,7 @@ def shm_entries() -> set[str]:
 
 def events_until(executor: AgentExecutor, kind: type[E], timeout_s: float = 20.0) -> list[ExecutorEvent]:
     """Poll until an event of the kind comes; all events so far."""
-    deadline, events = time.monotonic() + timeout_s, []
+    deadline, events = time.monotonic() + time_limit(timeout_s), []
     while time.monotonic() < deadline:
         events += executor.poll(0.5)
         if any(isinstance(event, kind) for event in events):
@@ -35,7 +36,7 @@ def events_until(executor: AgentExecutor, kind: type[E], timeout_s: float = 20.0
 def results(executor: AgentExecutor, count: int, timeout_s: float = 20.0) -> list[StepResult]:
     """Returns the next ``count`` results in their order. Any other event fails the test."""
     found: list[StepResult] = []
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + time_limit(timeout_s)
     while len(found) < count:
         assert time.monotonic() < deadline, found
         events = executor.poll(0.5)

@@ -19,6 +19,7 @@ from llm_serving.server.run import serve
 from llm_serving.server.state import ServerSettings
 from llm_serving.telemetry.metrics import Metrics
 from support.fake_engine import FakeEngine
+from support.time_limits import time_limit
 
 MAX_BODY_BYTES = 64 * 1024
 
@@ -56,13 +57,13 @@ class HttpServer:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=10)
+        self.http = httpx.Client(base_url=self.url, timeout=time_limit(10))
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> HttpServer:
         self._thread.start()
-        assert self._ready.wait(5)
+        assert self._ready.wait(time_limit(5))
         return self
 
     def _run(self) -> None:
@@ -84,7 +85,7 @@ class HttpServer:
         self._loop.call_soon_threadsafe(self._stop.set)
 
     def join(self, timeout_s: float = 6) -> None:
-        self._thread.join(timeout_s)
+        self._thread.join(time_limit(timeout_s))
         assert not self._thread.is_alive()
         self.http.close()
 
@@ -107,7 +108,7 @@ class HttpServer:
 
     def raw(self, data: bytes) -> socket.socket:
         """A connection on which ``data`` has been sent."""
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=time_limit(10))
         connection.sendall(data)
         return connection
 
@@ -123,9 +124,9 @@ def running(engine: FakeEngine, **settings: Any) -> Iterator[HttpServer]:
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 3) -> float:
     """Seconds until ``condition`` held."""
-    start = time.monotonic()
+    start, limit = time.monotonic(), time_limit(timeout_s)
     while not condition():
-        assert time.monotonic() - start < timeout_s, "did not come true"
+        assert time.monotonic() - start < limit, "did not come true"
         time.sleep(0.005)
     return time.monotonic() - start
 

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from support.small_configs import REPOSITORY, small_overrides
+from support.time_limits import time_limit
 
 SHM_DIRECTORY = Path("/dev/shm")
 
@@ -67,7 +68,7 @@ class ServerProcess:
         return [child for child in children if "agent" in child.cmdline()]
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+        with urllib.request.urlopen(self.url + path, timeout=time_limit(30)) as response:
             return json.load(response)
 
     def post(self, path: str, body: object, timeout_s: float = 120.0) -> Any:
@@ -76,7 +77,7 @@ class ServerProcess:
             self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}, method="POST"
         )
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            with urllib.request.urlopen(request, timeout=time_limit(timeout_s)) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             with error:
@@ -89,6 +90,7 @@ class ServerProcess:
 
     def wait_until_idle(self, timeout_s: float = 30.0) -> dict[str, Any]:
         """Wait until nothing runs or waits; what /server_info says of the engine then."""
+        timeout_s = time_limit(timeout_s)
         deadline = time.monotonic() + timeout_s
         while True:
             engine: dict[str, Any] = self.get("/server_info")["engine"]
@@ -102,11 +104,11 @@ class ServerProcess:
         family = [self._process, *self._family()]
         if self._process.poll() is None:
             self._process.send_signal(with_signal)
-        code = self._process.wait(timeout=timeout_s)
+        code = self._process.wait(timeout=time_limit(timeout_s))
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._stderr.close()
-        _, alive = psutil.wait_procs(family[1:], timeout=5.0)
+        _, alive = psutil.wait_procs(family[1:], timeout=time_limit(5.0))
         for process in alive:
             process.kill()
         assert alive == [], f"processes outlived the server: {alive}"
@@ -143,7 +145,7 @@ def run_start_server(*arguments: str, timeout_s: float = 60.0) -> subprocess.Com
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     ) as process:
         try:
-            stdout, stderr = process.communicate(timeout=timeout_s)
+            stdout, stderr = process.communicate(timeout=time_limit(timeout_s))
         except BaseException:
             process.kill()
             raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -405,21 +405,34 @@ def listing() -> list[str]:
     return list_graph(dict(compile_graphs(SQUARE, ["decode"]))["decode"])
 
 
-def main() -> None:
-    set_up()
-    kinds = ("prefill", "chunked", "decode")
-    alone = (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3, INT8, INT4, INT8_WEIGHTS)
-    shared = (PAIR, INT8_PAIR, INT4_PAIR, STAGES)
-    right = [line for config in (*alone, *shared) for kind in kinds for line in findings(kind, config)]
-    experts = (MOE, INT8_MOE, BFLOAT16_MOE, INT4_MOE, INT8_WEIGHTS_MOE, INT8_MOE_PAIR, INT4_MOE_PAIR)
-    right += [line for config in experts for line in findings("decode", config)]
-    right += [line for kind in kinds[:2] for line in findings(kind, INT8_MOE)]
-    results = {"right": right} | {name: planted(name) for name in MISTAKES}
-    results |= {f"devices, {kind}": only_on_one_device(kind) for kind in kinds}
-    plain = listing()
+def turned_listing() -> list[str]:
     with in_attention("SplitWithSize", Turned):
-        turned = listing()
-    results["listing"], results["turned listing"] = plain, turned
+        return listing()
+
+
+KINDS = ("prefill", "chunked", "decode")
+ALONE = (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3, INT8, INT4, INT8_WEIGHTS)
+SHARED = (PAIR, INT8_PAIR, INT4_PAIR, STAGES)
+EXPERTS = (MOE, INT8_MOE, BFLOAT16_MOE, INT4_MOE, INT8_WEIGHTS_MOE, INT8_MOE_PAIR, INT4_MOE_PAIR)
+
+
+def right(kinds: Sequence[str], configs: Sequence[Any]) -> list[str]:
+    """Returns the errors found in graphs without a mistake."""
+    return [line for config in configs for kind in kinds for line in findings(kind, config)]
+
+
+def main() -> None:
+    """Prints the findings of the mistakes that the arguments name. The other arguments name groups of checks."""
+    set_up()
+    checks: dict[str, Callable[[], list[str]]] = {
+        "right": lambda: right(("decode",), (*ALONE, *SHARED, *EXPERTS)) + right(KINDS[:2], (CONFIG, INT8_MOE)),
+        "right, all prompts": lambda: right(KINDS[:2], (*ALONE[1:], *SHARED)),
+        "names": lambda: list(MISTAKES),
+        "listing": listing,
+        "turned listing": turned_listing,
+        **{f"devices, {kind}": lambda kind=kind: only_on_one_device(kind) for kind in KINDS},  # type: ignore[misc]
+    }
+    results = {name: planted(name) if name in MISTAKES else checks[name]() for name in sys.argv[1:]}
     sys.stdout.write("\n" + json.dumps(results) + "\n")
     sys.stdout.flush()
 

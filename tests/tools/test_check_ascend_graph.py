@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from llm_serving.formats.strict_yaml import read_yaml_mapping
+from support.forked_programs import run_forked
+from support.sweeps import with_sweeps
 
 ROOT = Path(__file__).resolve().parents[2]
 CAUGHT = {
@@ -56,27 +58,43 @@ CAUGHT = {
     "experts, running sums": "of layer 0: expert_tokens_count_or_cumsum_flag is 1; it must be 2",
     "experts, sums of an agent's part": "0 x AllReduce for 2 layers; there should be 5",
 }
+SWEPT_MISTAKES = (
+    "query heads",
+    "cache layout",
+    "block table rank",
+    "int8, scales of other tokens",
+    "int8, type of scales",
+    "int4, group size",
+    "int4, bytes for pairs",
+    "int8 weights, no transpose",
+    "int8, sums of an agent's part",
+    "int4, scales of the whole",
+    "experts, type of scales",
+    "experts, weights the other way round",
+    "experts, scales turned round",
+    "experts, bytes for pairs",
+    "experts, running sums",
+    "experts, sums of an agent's part",
+)
+"""These run in ``make test-sweeps`` only, because each has a counterpart that ``make test`` plants."""
+KINDS = ("prefill", "chunked", "decode")
+OTHER_CHECKS = ("names", "right", "listing", "turned listing", *(f"devices, {kind}" for kind in KINDS))
 
 
 def run(program: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / program), *arguments],
-        capture_output=True, text=True, cwd=folder, timeout=240, check=False,
-        env={**os.environ, "GLOG_v": "3", "TMPDIR": str(folder)},
-    )  # fmt: skip
+    return run_forked(ROOT / program, *arguments, folder=folder, timeout=240, TMPDIR=str(folder))
 
 
-def test_the_small_configs_pass(tmp_path: Path) -> None:
-    process = run("tools/check_ascend_graph.py", "llama_tiny_cpu.yaml", "llama_160m_cpu.yaml", folder=tmp_path)
+@pytest.mark.parametrize(
+    ("config", "layers"), [("llama_tiny_cpu", 5), pytest.param("llama_160m_cpu", 12, marks=pytest.mark.sweep)]
+)
+def test_the_small_configs_pass(tmp_path: Path, config: str, layers: int) -> None:
+    process = run("tools/check_ascend_graph.py", f"{config}.yaml", folder=tmp_path)
     assert process.returncode == 0, process.stdout + process.stderr[-2000:]
     lines = process.stdout.strip().splitlines()
     found = [re.sub(r", [0-9.]+ s$", "", line) for line in lines[:-1]]
-    assert [line.rsplit(",", 1)[0] for line in found] == [
-        f"ok   {config} {kind}: {layers} layers"
-        for config, layers in (("llama_tiny_cpu", 5), ("llama_160m_cpu", 12))
-        for kind in ("prefill", "chunked", "decode")
-    ]
-    assert lines[-1] == "2 configs, 0 graphs failed"
+    assert [line.rsplit(",", 1)[0] for line in found] == [f"ok   {config} {kind}: {layers} layers" for kind in KINDS]
+    assert lines[-1] == "1 configs, 0 graphs failed"
 
 
 def test_a_mindformers_config_is_skipped_with_a_message(tmp_path: Path) -> None:
@@ -94,45 +112,60 @@ def test_a_config_that_ascend_does_not_support_fails(tmp_path: Path) -> None:
     assert "block_size = 1024; for heads of 32 elements the Ascend's PagedAttention takes 16" in process.stdout
 
 
+Findings = Callable[[str], list[str]]
+
+
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Returns the errors that the checks find for each planted mistake."""
-    process = run("tests/tools/ascend_mistakes.py", folder=tmp_path_factory.mktemp("mistakes"))
-    assert process.returncode == 0, process.stderr[-3000:]
-    found: dict[str, list[str]] = json.loads(process.stdout.strip().splitlines()[-1])
-    return found
+def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """Returns the errors found for a planted mistake. One process plants all mistakes of ``make test``."""
+
+    @cache
+    def run_checks(*names: str) -> dict[str, list[str]]:
+        process = run("tests/tools/ascend_mistakes.py", *names, folder=tmp_path_factory.mktemp("mistakes"))
+        assert process.returncode == 0, process.stderr[-3000:]
+        found: dict[str, list[str]] = json.loads(process.stdout.strip().splitlines()[-1])
+        return found
+
+    def errors(name: str) -> list[str]:
+        tested = (*OTHER_CHECKS, *(mistake for mistake in CAUGHT if mistake not in SWEPT_MISTAKES))
+        groups = (tested, SWEPT_MISTAKES, (name,))
+        return run_checks(*next(group for group in groups if name in group))[name]
+
+    return errors
 
 
-def test_a_correct_graph_has_no_errors(findings: dict[str, list[str]]) -> None:
-    assert findings["right"] == []
+@pytest.mark.parametrize("checks", ["right", pytest.param("right, all prompts", marks=pytest.mark.sweep)])
+def test_a_correct_graph_has_no_errors(findings: Findings, checks: str) -> None:
+    assert findings(checks) == []
 
 
-@pytest.mark.parametrize("mistake", CAUGHT)
-def test_a_planted_mistake_is_found(findings: dict[str, list[str]], mistake: str) -> None:
-    assert any(CAUGHT[mistake] in line for line in findings[mistake]), findings[mistake]
+@pytest.mark.parametrize(
+    "mistake", with_sweeps([(mistake,) for mistake in CAUGHT], lambda mistake: mistake in SWEPT_MISTAKES)
+)
+def test_a_planted_mistake_is_found(findings: Findings, mistake: str) -> None:
+    assert any(CAUGHT[mistake] in line for line in findings(mistake)), findings(mistake)
 
 
-def test_all_planted_mistakes_are_checked(findings: dict[str, list[str]]) -> None:
-    others = {name for name in findings if name.startswith("devices, ")}
-    assert set(findings) == set(CAUGHT) | {"right", "listing", "turned listing"} | others
+def test_all_planted_mistakes_are_checked(findings: Findings) -> None:
+    assert sorted(findings("names")) == sorted(CAUGHT)
 
 
 @pytest.mark.parametrize("kind", ["chunked", "decode"])
-def test_the_cpu_runs_the_same_graph_as_ascend(findings: dict[str, list[str]], kind: str) -> None:
-    assert findings[f"devices, {kind}"] == []
+def test_the_cpu_runs_the_same_graph_as_ascend(findings: Findings, kind: str) -> None:
+    assert findings(f"devices, {kind}") == []
 
 
-def test_only_the_lengths_of_whole_prompts_differ(findings: dict[str, list[str]]) -> None:
+def test_only_the_lengths_of_whole_prompts_differ(findings: Findings) -> None:
     """The CPU takes a fixed number of lengths, which have 64 bits."""
-    different = findings["devices, prefill"]
+    different = findings("devices, prefill")
     assert {"Ascend:   q_seq_lens i32[-1]", "CPU:   q_seq_lens i64[16]"} <= set(different)
     others = [line.split(" = ")[1].split("(")[0] for line in different if " = " in line]
     assert set(others) <= {"Cast", "TensorToTuple", "FlashAttentionScore"}
 
 
-def test_a_mistake_without_a_rule_changes_the_listing(findings: dict[str, list[str]]) -> None:
+def test_a_mistake_without_a_rule_changes_the_listing(findings: Findings) -> None:
     """The mistake exchanges keys and values of equal size."""
-    plain, turned = findings["listing"], findings["turned listing"]
+    plain, turned = findings("listing"), findings("turned listing")
     changed = [line.split(" = ")[1].split("(")[0] for line in turned if line not in plain]
     assert changed == 2 * ["ApplyRotaryPosEmb", "ReshapeAndCache"]
 
