@@ -13,13 +13,15 @@ KERNELS := agent/kernels/libllm_kernels.so performance/kernels/libllm_kernels_te
 SOURCES := setup.py $(wildcard agent/kernels/*.cc agent/kernels/*.h agent/kernels/*/*.cc agent/kernels/*/*.h) \
            $(wildcard performance/kernels/*.cc performance/kernels/*.h performance/kernels/*/*.cc performance/kernels/*/*.h)
 
+FAST_TESTS := $(addprefix tests/,config engine ipc kvcache log request routing scheduler server test_boundaries.py)
+
 # A stamp is newer than the lock file whose packages have been installed.
 SERVING     := $(VENV)/.serving-installed
 TESTS       := $(VENV)/.tests-installed
 DOCS        := $(VENV)/.docs-installed
 MINDFORMERS := $(VENV)/.mindformers-installed
 
-.PHONY: serve setup test test-sweeps lint bench docs docs-site lock setup-mindformers test-mindformers clean help
+.PHONY: serve setup test test-fast test-sweeps lint bench docs docs-site lock setup-mindformers test-mindformers clean help
 
 serve: $(SERVING) $(KERNELS)  ## serve; CONFIG=FILE chooses the deployment, ARGS="--set section.key=value" changes settings
 	@$(BIN)/python start_server.py --config $(CONFIG) $(ARGS)
@@ -28,6 +30,9 @@ setup: $(SERVING) $(TESTS) $(KERNELS)  ## virtual environment with all packages 
 
 test: setup lint  ## lint, type checks and tests; ARGS="-k scheduler" selects tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
+
+test-fast: setup  ## every third case of the tests without a device, in less than a minute
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -q --every 3 $(FAST_TESTS) $(ARGS)
 
 test-sweeps: setup  ## more combinations, which `make test` leaves out
 	@$(BIN)/python -m pytest -m sweep $(ARGS)

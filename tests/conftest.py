@@ -1,7 +1,10 @@
-"""How the tests share the machine when several processes run them (``make test`` does)."""
+"""Distributes the tests over processes, scales their time limits, and selects every n-th case."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,18 +12,68 @@ import pytest
 
 from support.time_limits import time_limit
 
-WHOLE_MACHINE = ("tests/executor", "tests/integration", "tests/ipc", "tests/performance", "tests/agent/test_groups")
-"""They start servers or agents, and look at what all processes have left in /dev/shm: one after the other."""
+HEAVY = (
+    "tests/agent/test_native_quantised_groups.py",
+    "tests/agent/test_model_runner.py",
+    "tests/integration/test_pressed_pool.py",
+    "tests/agent/test_families.py",
+    "tests/tools/test_check_ascend_graph.py",
+    "tests/integration/test_data_parallel.py",
+    "tests/integration/test_golden_tokens.py",
+    "tests/integration/test_scheduling_invariance.py",
+    "tests/integration/test_parallel_golden.py",
+    "tests/integration/test_parallel_groups.py",
+    "tests/scheduler/test_state_machine.py",
+    "tests/agent/test_native_replays.py",
+    "tests/kernels/test_library.py",
+    "tests/integration/test_life_and_death.py",
+    "tests/kernels/test_plugin_semantics.py",
+    "tests/agent/test_native_experts.py",
+    "tests/agent/test_groups.py",
+    "tests/agent/test_sum_parts.py",
+    "tests/executor/test_agent_group.py",
+    "tests/kernels/test_linear.py",
+    "tests/agent/test_kernel_memory.py",
+)
+"""The files that take longest. They start first, so that all processes end at about the same time."""
+
+# The tests start hundreds of processes. Without cached bytecode, each process compiles the same sources again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", type=int, default=1, metavar="N", help="run only every N-th case of each test function")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # xdist would start the files with the most tests first
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts the heavy files first, and leaves out cases if ``--every`` says so."""
+    ranks = {file: rank for rank, file in enumerate(HEAVY)}
+    items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
+    every, seen, chosen = config.getoption("every"), Counter[str](), []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if seen[function] % every == 0:
+            chosen.append(item)
+        seen[function] += 1
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A process runs whole files, so that what a file sets up is set up once, and one runs all of ``WHOLE_MACHINE``."""
+    """Gives whole files to a process, so that the setup of a file happens once."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "machine" if nodeid.startswith(WHOLE_MACHINE) else nodeid.partition("::")[0]
+            return nodeid.partition("::")[0]
 
     return ByFile(config, log)
 

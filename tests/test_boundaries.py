@@ -12,6 +12,7 @@ from pathlib import PurePath
 import pytest
 
 from support.small_configs import REPOSITORY
+from support.time_limits import time_limit
 
 HTTP = ("starlette", "uvicorn", "uvloop", "httptools", "asyncio", "aiohttp", "httpx", "requests")
 AGENT_MAY = ("llm_serving.config", "llm_serving.errors", "llm_serving.formats", "llm_serving.ipc", "llm_serving.model")
@@ -150,7 +151,7 @@ def test_a_server_with_everything_imported_has_no_mindspore():
         "    importlib.import_module(module.name)\n"
         "assert not {'mindspore', 'mindformers', 'agent'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True, timeout=time_limit(60))
 
 
 def named_in_the_architecture():

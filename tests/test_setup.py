@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from support.time_limits import time_limit
+
 SETUP = Path(__file__).resolve().parents[1] / "setup.py"
 LIBRARY = "libllm_kernels.so"
 FILES = {
@@ -54,8 +56,8 @@ class Tree:
     def run(self, *options: str, in_place: bool = True) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "setup.py", "build_ext", *(["--inplace"] if in_place else []), *options]
         return subprocess.run(
-            command, cwd=self.root, env={**os.environ, "CXX": str(self.root / "compiler/g++-toy")}, timeout=60,
-            capture_output=True, text=True, check=False,
+            command, cwd=self.root, env={**os.environ, "CXX": str(self.root / "compiler/g++-toy")},
+            timeout=time_limit(60), capture_output=True, text=True, check=False,
         )  # fmt: skip
 
     def build(self, *options: str, in_place: bool = True) -> set[str]:

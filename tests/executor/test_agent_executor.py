@@ -17,6 +17,7 @@ from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepResult
 from support.executor_steps import events_until, prefill, shm_entries, submit_decode_before_prefill
 from support.stub_agent import DIE, HANG, RAISE, REFUSE, SLOW, stub_token
+from support.time_limits import time_limit
 
 
 def pid_of(executor):
@@ -223,7 +224,7 @@ def test_a_stranger_on_the_agents_port_is_turned_away(make_executor, attack):
     executor = make_executor()
     events_until(executor, AgentReady)
     host, port = executor.agents()[0]["address"].split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    with socket.create_connection((host, int(port)), timeout=time_limit(5)) as connection:
         try:
             attack(connection)
             while connection.recv(4096):

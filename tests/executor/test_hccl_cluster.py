@@ -13,6 +13,7 @@ import pytest
 
 from llm_serving.executor.hccl_cluster import HcclCluster
 from support.small_configs import small_config
+from support.time_limits import time_limit
 
 WORKER = Path(__file__).with_name("cluster_worker.py")
 
@@ -25,7 +26,7 @@ def test_agents_find_each_other_and_have_the_ranks_they_were_given(tmp_path):
         for member in (1, 0):  # the first member to connect is not rank 0
             environment = {**os.environ, **cluster.environment(member), "GLOG_v": "3"}
             workers.append(subprocess.Popen([sys.executable, str(WORKER)], env=environment, stdout=subprocess.PIPE))
-        outputs = [worker.communicate(timeout=200)[0].decode().split() for worker in workers]
+        outputs = [worker.communicate(timeout=time_limit(200))[0].decode().split() for worker in workers]
         assert outputs == [["RESULT", "1", "2", "3"], ["RESULT", "0", "2", "3"]]
     finally:
         for worker in workers:

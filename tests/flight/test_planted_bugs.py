@@ -14,6 +14,7 @@ import pytest
 
 from llm_serving.flight.reader import read_recording
 from support.small_configs import REPOSITORY
+from support.time_limits import time_limit
 from tools.replaying.main import main
 from tools.replaying.replayer import replay
 
@@ -32,9 +33,9 @@ def record_run(tmp_path):
             shutil.copytree(REPOSITORY / package, tree / package, ignore=ignored)
         if patch is not None:
             git = ["git", "apply", "--unidiff-zero", str(PATCHES / patch)]
-            subprocess.run(git, cwd=tree, check=True, timeout=60)
+            subprocess.run(git, cwd=tree, check=True, timeout=time_limit(60))
         command = [sys.executable, str(RUN), str(folder), policy]
-        subprocess.run(command, cwd=tree, env={"PYTHONPATH": str(tree)}, check=True, timeout=60)
+        subprocess.run(command, cwd=tree, env={"PYTHONPATH": str(tree)}, check=True, timeout=time_limit(60))
         (stretch,) = read_recording(folder)
         return folder, stretch
 

@@ -25,6 +25,7 @@ from support.fakes import make_limits, make_request
 from support.recorded_runs import RING_BYTES, record_random_run, recorded_simulation, some_requests
 from support.simulation import random_run
 from support.small_configs import REPOSITORY
+from support.time_limits import time_limit
 
 
 def public(kind, predicate):
@@ -293,7 +294,7 @@ def test_a_killed_process_loses_only_its_last_iteration(tmp_path):
         [sys.executable, "-c", program],
         env={"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"},
         capture_output=True,
-        timeout=60,
+        timeout=time_limit(60),
         check=False,
     )
     assert done.returncode == -9, done.stderr.decode()

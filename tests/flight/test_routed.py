@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from llm_serving.scheduler.scheduler import Scheduler
 from support.fakes import make_limits
 from support.recorded_runs import RING_BYTES, fail, some_requests
 from support.routed_simulation import RoutedSimulation
+from support.sweeps import with_sweeps
 from tools.replaying.main import main
 from tools.replaying.replayer import replay
 
@@ -59,8 +61,10 @@ def record_routed(
     return routed
 
 
-@pytest.mark.parametrize("prefix_cache", [False, True])
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize(
+    ("policy", "prefix_cache"),
+    with_sweeps(itertools.product(Policy, [True, False]), lambda policy, prefix_cache: not prefix_cache),
+)
 def test_the_recording_of_each_replica_replays(tmp_path: Path, policy: Policy, prefix_cache: bool) -> None:
     routed = record_routed(
         tmp_path, 5, policy=policy, prefix_cache=prefix_cache, preemption=PreemptionKind.SWAP, num_host_blocks=16

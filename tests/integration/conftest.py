@@ -12,7 +12,7 @@ ROOMY = ["pa_config.num_blocks=2048", "model_config.decode_batch_size=[24]"]
 """Blocks and batch rows for every request of the tests, so that none is preempted."""
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server of the tiny model in float32 without a prefix cache. Tests may neither stop it nor kill its agent."""
     with running_server(tmp_path_factory.mktemp("server"), ROOMY) as running:

@@ -18,6 +18,7 @@ from performance.kernels.calls import matmul
 from performance.kernels.library import path_of_testing_library
 from support.kernel_calls import random_tensor
 from support.kernel_threads import check_threads_change_no_bit
+from support.sweeps import with_sweeps
 from support.time_limits import time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,11 +57,14 @@ def test_the_best_instruction_set_is_the_default() -> None:
     assert OFFERED[-1] == "portable"
 
 
-@pytest.mark.parametrize("isa", OFFERED[1:])
-def test_every_instruction_set_passes_the_numeric_tests(isa: str) -> None:
+@pytest.mark.parametrize(
+    ("isa", "every"),
+    with_sweeps([(isa, every) for every in (5, 1) for isa in OFFERED[1:]], lambda isa, every: every == 1),
+)
+def test_every_instruction_set_passes_the_numeric_tests(isa: str, every: int) -> None:
     files = [str(Path(__file__).with_name(name)) for name in NUMERIC_TESTS]
     process = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--every", str(every), *files],
         capture_output=True, text=True, cwd=ROOT, env={**os.environ, "LLM_KERNELS_ISA": isa},
         timeout=time_limit(300), check=False,
     )  # fmt: skip

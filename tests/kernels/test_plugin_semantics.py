@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from support.time_limits import time_limit
+from support.forked_programs import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTEST = Path(pytest.__file__).with_name("__main__.py")
+PROGRAMS = ("plugin_semantics.py", "plugin_quantised.py", "plugin_arithmetic.py")
+NUM_TESTS = 23 + 30 + 25
 
 
-@pytest.mark.parametrize(
-    ("program", "tests"), [("plugin_semantics.py", 23), ("plugin_quantised.py", 30), ("plugin_arithmetic.py", 25)]
-)
-def test_the_primitives_do_what_their_documentation_says(tmp_path: Path, program: str, tests: int) -> None:
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/kernels")))
-    process = subprocess.run(
-        [sys.executable, "-m", "pytest", str(ROOT / "tests/kernels" / program), "-q", "--no-header",
-         "-p", "no:cacheprovider",
-         "--import-mode=importlib", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)],
-        capture_output=True, text=True, cwd=tmp_path, timeout=time_limit(280), check=False,
-        env={**os.environ, "PYTHONPATH": path, "GLOG_v": "3", "MS_OM_PATH": str(tmp_path)},
-    )  # fmt: skip
+def test_the_primitives_do_what_their_documentation_says(tmp_path: Path) -> None:
+    files = [str(ROOT / "tests/kernels" / program) for program in PROGRAMS]
+    options = ["-q", "--no-header", "-p", "no:cacheprovider", "-o", "pythonpath=. tests tests/kernels"]
+    project = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
+    process = run_forked(PYTEST, *files, *options, *project, folder=tmp_path, timeout=280, MS_OM_PATH=str(tmp_path))
     assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-2000:]
-    assert re.search(rf"^{tests} passed", process.stdout, re.MULTILINE), process.stdout[-500:]
+    assert re.search(rf"^{NUM_TESTS} passed", process.stdout, re.MULTILINE), process.stdout[-500:]

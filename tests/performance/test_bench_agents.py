@@ -8,14 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from performance.bench.parallel_main import TEXT_TOKENS, comparison, first_difference
 from support.small_configs import REPOSITORY
+from support.time_limits import time_limit
 
 
 def run(program: str, tmp_path: Path, *arguments: str) -> Any:
     figures = tmp_path / "figures.json"
     command = [sys.executable, str(REPOSITORY / "performance" / program), "--json", str(figures), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit(250), check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(figures.read_text())
 
@@ -29,6 +32,7 @@ def test_sums_are_compared_with_the_minimum_transfer_time(tmp_path: Path) -> Non
         assert each["p99_us"] >= each["median_us"] > figures["one_way_us"], "nothing beats a word handed over"
 
 
+@pytest.mark.sweep
 def test_one_agent_and_two_agents_generate_the_same_texts(tmp_path: Path) -> None:
     small = ["model_config.model_dtype=float32", "model_config.op_table=fused"]
     sets = [part for each in small for part in ("--set", each)]

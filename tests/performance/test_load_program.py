@@ -12,6 +12,7 @@ import pytest
 
 from performance.load.main import main
 from support.fake_openai_server import Reply, fake_openai_server
+from support.time_limits import time_limit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = REPOSITORY / "performance" / "test_serving_performance.py"
@@ -95,7 +96,7 @@ def test_it_runs_as_a_program_from_anywhere_and_reports_when_interrupted(tmp_pat
         while len(server.requests) < 5 and time.monotonic() < deadline:
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=time_limit(10))
     assert process.returncode == 130, err
     assert "note: interrupted after" in out
     content = json.loads((tmp_path / "serving_performance_X20_T60_seed0.json").read_text())

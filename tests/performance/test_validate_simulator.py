@@ -28,6 +28,7 @@ def test_scaled_loads_have_as_many_requests() -> None:
     assert load.options(0.5).rate == 4.0
 
 
+@pytest.mark.sweep
 def test_a_real_server_is_fitted_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,14 +14,15 @@ import pytest
 from llm_serving.routing.placement import Routing
 from support.routed_simulation import play_routed
 from support.script_drawing import draw_script
+from support.sweeps import with_sweeps
 
-SCRIPTS = 120
 
-
-@pytest.mark.parametrize("num_replicas", [2, 3])
-def test_texts_do_not_depend_on_replicas(num_replicas: int) -> None:
+@pytest.mark.parametrize(
+    ("num_replicas", "num_scripts"), with_sweeps([(2, 50), (3, 50), (2, 120), (3, 120)], lambda _, count: count > 50)
+)
+def test_texts_do_not_depend_on_replicas(num_replicas: int, num_scripts: int) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(SCRIPTS):
+    for seed in range(num_scripts):
         routed = play_routed(draw_script(9000 * num_replicas + seed), num_replicas, seed)
         seen.update(routed.seen)
         seen["requests of several replicas"] += sum(len(by) > 1 for by in routed.served_by.values())

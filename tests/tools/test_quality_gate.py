@@ -14,6 +14,7 @@ from llm_serving.config import load_config
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import ConfigError
 from support.small_configs import REPOSITORY
+from support.time_limits import time_limit
 from tools import quality_gate
 from tools.quality_gate import FORMATS, Quality, chosen_formats, held_out_texts, table_line
 
@@ -61,7 +62,7 @@ def test_perplexity_is_measured_with_the_graph(tmp_path: Path) -> None:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=time_limit(120),
         check=False,
     )
     assert done.returncode == 0, done.stderr

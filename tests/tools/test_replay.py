@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -18,6 +19,7 @@ from llm_serving.scheduler.scheduler import Scheduler
 from support.fakes import make_limits, make_request
 from support.recorded_runs import record_random_run, record_waves, recorded_simulation, some_requests
 from support.simulation import random_run
+from support.sweeps import with_sweeps
 from tools.replaying.figures import figures_of
 from tools.replaying.main import main
 from tools.replaying.replayer import replay
@@ -32,9 +34,13 @@ def assert_identical(stretch, least_steps=1):
     assert result.num_steps >= least_steps
 
 
-@pytest.mark.parametrize("prefix_cache", [False, True])
-@pytest.mark.parametrize("preemption", list(PreemptionKind))
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize(
+    ("policy", "preemption", "prefix_cache"),
+    with_sweeps(
+        itertools.product(Policy, PreemptionKind, [False, True]),
+        lambda policy, preemption, prefix_cache: prefix_cache == (preemption is PreemptionKind.AUTO),
+    ),
+)
 def test_a_replay_from_a_later_segment_is_identical(tmp_path, policy, preemption, prefix_cache):
     recorder = record_waves(
         tmp_path,

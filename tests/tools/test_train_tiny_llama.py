@@ -14,6 +14,7 @@ import tokenizers
 from jinja2 import Environment
 from safetensors import safe_open
 
+from support.time_limits import time_limit
 from tools.tiny_llama.corpus import documents
 from tools.tiny_llama.data import batches, encoded_documents, is_held_out
 from tools.tiny_llama.drills import training_documents
@@ -148,7 +149,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--intermediate-size 96 --vocab-size 600 --learning-rate 0.02"
     )
     command = [sys.executable, str(TOOLS / "train_tiny_llama.py"), "--out", str(out), *options.split()]
-    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    subprocess.run(command, check=True, capture_output=True, timeout=time_limit(200))
     return out
 
 
