@@ -1,19 +1,21 @@
 """The forms in which native primitives take the weights of linear layers.
 
-    form               primitive                          weight                      scales, offsets
-    float              MatMul                             model_dtype [out, in]
-    int8               DynamicQuantExt, QuantBatchMatmul  int8 [out, in]              float32 [out]
-    int8_weight_only   WeightQuantBatchMatmul,            int8 [out, in]              model_dtype [out], with groups
-                       transposed                                                     [out, groups]
-    int4_weight_only   WeightQuantBatchMatmul             int4 [in, out], two in a byte  model_dtype [groups, out]
+    form              primitive                           weight                         scales, offsets
+    float             MatMul                              model_dtype [out, in]
+    int8              DynamicQuantExt, QuantBatchMatmul   int8 [out, in]                 float32 [out]
+    int8_weight_only  WeightQuantBatchMatmul, transposed  int8 [out, in]                 model_dtype [out] or
+                                                                                         [out, groups]
+    int4_weight_only  WeightQuantBatchMatmul              int4 [in, out], two in a byte  model_dtype [groups, out]
 
 A form has the name of the format that the primitives compute: ``int4`` becomes ``int4_weight_only``.
 
-The weights of all experts of a layer are one weight of GroupedMatmulV4:
+The weights of all experts of a layer are one weight [experts, in, out] of GroupedMatmulV4:
 
-float model_dtype [experts, in, out] int8 behind DynamicQuantExt int8, the same [experts, out], bfloat16 for bfloat16,
-else float32 int8_weight_only int8, the same model_dtype [experts, out] int4_weight_only int4, two in a byte, the same
-model_dtype [experts, groups, out]
+    form              weight               scales, offsets
+    float             model_dtype
+    int8              int8                 bfloat16 or float32 [experts, out], after DynamicQuantExt
+    int8_weight_only  int8                 model_dtype [experts, out]
+    int4_weight_only  int4, two in a byte  model_dtype [experts, groups, out]
 
 The last two always have offsets, because the primitive requires them. Offsets are zero except for whole rows with zero
 points.

@@ -1,4 +1,4 @@
-"""Every kind of mistake in a config: the error names file, key and value, and the nearest valid one."""
+"""Mistakes in a config: each error names the file, the key, the value and the nearest valid value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.model_folders import write_model_folder
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_mistake_is_named(case: Case, tmp_path: Path) -> None:
+def test_an_error_names_the_mistake(case: Case, tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model", **case.folder)  # type: ignore[arg-type]
     file = tmp_path / "broken.yaml"
     file.write_text(case.text.replace("<model>", str(folder)), encoding="utf-8")
@@ -52,7 +52,7 @@ def test_fused_operators_on_an_ascend(tmp_path: Path) -> None:
         load_config("llama_tiny_cpu.yaml", overrides[:1], ascend=True)
 
 
-def test_remote_server_when_asked_for(tmp_path: Path) -> None:
+def test_allow_remote_permits_other_addresses(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
     overrides = [f"model_config.model_path={folder}", "serving_config.server_ip=0.0.0.0"]
     config = load_config("llama_tiny_cpu.yaml", [*overrides, "serving_config.allow_remote=true"])
@@ -75,7 +75,7 @@ def test_smallest_cache_of_a_sequence(tmp_path: Path) -> None:
         load_config("llama_tiny_cpu.yaml", [f"model_config.model_path={folder}", "pa_config.num_blocks=128"])
 
 
-def test_not_a_regular_file(tmp_path: Path) -> None:
+def test_a_config_that_is_no_text_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such config file"):
         load_config(str(tmp_path))
     (tmp_path / "c.yaml").write_bytes(b"\xff\xfe")

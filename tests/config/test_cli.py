@@ -1,4 +1,4 @@
-"""The command line: exit codes, what goes to which stream, and that nothing slow is imported."""
+"""The command line: exit codes, the output streams, and no slow imports before a mistake is reported."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def override(tmp_path: Path) -> str:
     return f"model_config.model_path={write_model_folder(tmp_path / 'model')}"
 
 
-def test_arguments() -> None:
+def test_command_line_arguments() -> None:
     assert parse_arguments([]) == Arguments("llama_tiny_cpu.yaml", (), False, False)
     assert parse_arguments(["--config", "c.yaml", "--set", "a.b=1", "--set", "a.c=2", "--check"]) == Arguments(
         "c.yaml", ("a.b=1", "a.c=2"), True, False
     )
 
 
-def test_launch(override: str) -> None:
+def test_launch_gets_the_loaded_config(override: str) -> None:
     launch = launch_from_command_line(["--set", override, "--set", "serving_config.agent_ports=[0]"], MACHINE)
     assert launch.config == load_config("llama_tiny_cpu.yaml", [override, "serving_config.agent_ports=[0]"])
     assert launch.plan.available_bytes == MACHINE.available_bytes
@@ -104,7 +104,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"llm-serving {__version__}\n"
 
 
-def test_a_mistake_is_answered_within_two_seconds_without_numpy_or_mindspore() -> None:
+def test_a_mistake_is_reported_within_two_seconds_without_numpy_or_mindspore() -> None:
     code = f"import sys\ntry:\n    {RUN}\nfinally:\n    print([m for m in ('numpy', 'mindspore') if m in sys.modules])"
     start = time.monotonic()
     done = subprocess.run(

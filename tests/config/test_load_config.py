@@ -1,4 +1,4 @@
-"""Loading: lookup by name, overrides, what follows from the model folder, the hand-over as JSON."""
+"""Loading of a config: lookup by name, overrides, values from the model folder, and the JSON for agents."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_step_is_never_larger_than_its_sequences_can_fill(folder: Path) -> Non
     assert config.max_num_batched_tokens == 128
 
 
-def test_largest_of_the_batch_sizes_counts(folder: Path) -> None:
+def test_the_largest_batch_size_is_the_limit(folder: Path) -> None:
     overrides = [f"model_config.model_path={folder}", "model_config.decode_batch_size=[1, 4, 16]"]
     config = load_config(TINY, [*overrides, "model_config.seq_length=[64, 512, 256]"])
     assert (config.max_num_seqs, config.max_decode_seqs, config.max_prompt_len) == (16, 16, 512)
@@ -120,13 +120,13 @@ def test_override_with_null(folder: Path, text: str) -> None:
     assert config.model_name == "model", "the name of the folder"
 
 
-def test_model_name_from_a_folder_that_is_no_url_segment(tmp_path: Path) -> None:
+def test_a_folder_name_that_is_not_a_url_segment_becomes_a_valid_model_name(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "-my llama (v2)")
     config = load_config(TINY, [f"model_config.model_path={folder}", "model_config.model_name=null"])
     assert config.model_name == "my-llama--v2-"
 
 
-def test_tokens_of_the_file_belong_to_its_own_model(tmp_path: Path) -> None:
+def test_token_ids_in_the_file_apply_only_to_its_own_model(tmp_path: Path) -> None:
     own = write_model_folder(tmp_path / "own", pad_token_id=0)
     other = write_model_folder(tmp_path / "other", vocab_size=500, eos_token_id=[401, 402], pad_token_id=499)
     file = write_config(
@@ -149,14 +149,14 @@ def test_tokens_of_the_file_belong_to_its_own_model(tmp_path: Path) -> None:
     assert config.end_token_ids == (9,)
 
 
-def test_end_token_of_the_file_where_the_folder_has_none(tmp_path: Path) -> None:
+def test_the_end_token_of_the_file_is_used_if_the_folder_has_none(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model", remove=("eos_token_id",))
     assert load_config(TINY, [f"model_config.model_path={folder}"]).end_token_ids == ()
     file = write_config(tmp_path / "c.yaml", model_config={"end_token": 5})
     assert load_config(file, [f"model_config.model_path={folder}"]).end_token_ids == (5,)
 
 
-def test_paths_are_found_beside_the_config_and_from_the_working_directory(
+def test_paths_are_relative_to_the_config_and_to_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beside = write_model_folder(tmp_path / "deployment" / "model", vocab_size=301)
@@ -177,12 +177,12 @@ def test_lookup_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", ["", ".", "../x.yaml", "/no/such.yaml", "x" * 5000 + ".yaml", "~nobody-here/x.yaml"])
-def test_config_file_that_is_not_there(name: str) -> None:
+def test_a_missing_config_file_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match="no such config file"):
         find_config_file(name)
 
 
-def test_packaged_data_is_a_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configs_in_the_installed_package_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data" / "configs" / "llama").mkdir(parents=True)
     file = tmp_path / "data" / "configs" / "llama" / "packaged.yaml"
     file.write_text("{}", encoding="utf-8")
@@ -222,7 +222,7 @@ def test_json_round_trip_of_everything(tmp_path: Path) -> None:
         ('{"model_config": {"seq_length": 5}}', "must be a list of an integer"),
     ],
 )
-def test_json_of_something_else(text: str, words: str) -> None:
+def test_other_json_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Config.from_json(text)
 

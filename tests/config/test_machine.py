@@ -1,4 +1,4 @@
-"""Free memory: the machine's, or what a control group leaves."""
+"""The available memory: free memory of the machine, or the rest of a control group's limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def group(folder: Path, **files: object) -> None:
         (folder / name.replace("__", ".")).write_text(f"{content}\n", encoding="ascii")
 
 
-def test_version_2_takes_the_tightest_of_the_groups_around(tmp_path: Path) -> None:
+def test_cgroup_version_2_uses_the_smallest_limit_of_all_parents(tmp_path: Path) -> None:
     root, own = tmp_path / "cgroup", tmp_path / "own"
     own.write_text("0::/outer/inner\n", encoding="ascii")
     group(root / "outer", memory__max=8 * GIB, memory__current=3 * GIB)
@@ -30,7 +30,7 @@ def test_version_2_takes_the_tightest_of_the_groups_around(tmp_path: Path) -> No
     assert control_group_available(root, own) == GIB
 
 
-def test_version_1_and_a_group_that_is_not_visible(tmp_path: Path) -> None:
+def test_cgroup_version_1_reads_the_root_if_the_group_is_hidden(tmp_path: Path) -> None:
     root, own = tmp_path / "cgroup", tmp_path / "own"
     own.write_text("5:cpu:/x\n4:memory:/docker/abc\n", encoding="ascii")
     group(root / "memory", memory__limit_in_bytes=4 * GIB, memory__usage_in_bytes=GIB)
@@ -38,7 +38,7 @@ def test_version_1_and_a_group_that_is_not_visible(tmp_path: Path) -> None:
     assert control_group_available(root, own) == 3 * GIB + GIB // 2
 
 
-def test_no_limit(tmp_path: Path) -> None:
+def test_a_control_group_without_a_limit(tmp_path: Path) -> None:
     root, own = tmp_path / "cgroup", tmp_path / "own"
     assert control_group_available(root, own) is None
     own.write_text("4:memory:/\n", encoding="ascii")
@@ -46,7 +46,7 @@ def test_no_limit(tmp_path: Path) -> None:
     assert control_group_available(root, own) is None
 
 
-def test_detect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detect_reads_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "control_group_available", lambda: None)
     detected = Machine.detect()
     assert detected.available_from == "free memory of the machine"

@@ -1,4 +1,4 @@
-"""The memory plan, every number worked by hand, and what it says when there is too little."""
+"""The memory plan: each number is calculated by hand, and the advice if memory is too small."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def llama2_7b(tmp_path: Path, *overrides: str) -> Config:
 def test_small_model_in_float32(tmp_path: Path) -> None:
     plan = plan_memory(small(tmp_path), replace(PLENTY, num_cores=2))
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64
-    # Two threads of 256 rows: as float32, and normed; the MLP's, and the output layer's input.
+    # 256 rows: as float32, after the norm, of the MLP for each of two threads, and the output layer's input.
     scratch = 256 * (160 + 160) * 4 + 2 * 256 * (64 * 4 + 128) + (2 * 256 * 160 + 2048 * 64) * 4
-    # Of each a panel and its sums, an attention task, the sampler's rows; 8 x 192 rows of 8 partitions, tasks.
+    # Each thread has a panel and its sums, an attention task and the sampler's rows.
+    # Split contexts: 8 x 192 rows of 8 partitions for each thread, and the list of tasks.
     scratch += 2 * (64 * 160 + 544 * 64 * 4 + 1024 * (64 + 48) * 4 + 60 * 300)
     scratch += 3072 * 8 * (64 + 16) * 4 + 80 * (64 * 2 + 3072)
     assert {item.name: item.num_bytes for item in plan.items} == {
@@ -117,7 +118,7 @@ def test_quantised_formats(tmp_path: Path) -> None:
 
 
 def test_quantised_formats_of_the_native_operators(tmp_path: Path) -> None:
-    """On a CPU int4 is packed as for the fused ones; an Ascend has the primitive's scales and offsets."""
+    """A CPU packs int4 as for fused operators. An Ascend keeps the scales and offsets of the primitive."""
     linear, output = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 300 * 64
     others = 2 * 2 * 64 + 64 + 300 * 64
 
@@ -133,8 +134,8 @@ def test_quantised_formats_of_the_native_operators(tmp_path: Path) -> None:
         assert ascend == (linear + output) * 5 // 8 + 2 * others
 
 
-def test_a_wide_output_of_the_native_operators_is_integers_where_it_is_shared(tmp_path: Path) -> None:
-    """100000 outputs are too many for WeightQuantBatchMatmul, and half of them are not."""
+def test_a_wide_native_output_layer_is_quantised_only_if_agents_divide_it(tmp_path: Path) -> None:
+    """WeightQuantBatchMatmul does not take 100000 outputs, but it takes half of them."""
     folder = write_model_folder(tmp_path / "wide", vocab_size=100_000)
     layers, norms, output = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 2 * 2 * 64 + 64, 100_000 * 64
 
@@ -182,7 +183,7 @@ def test_llama2_7b(tmp_path: Path) -> None:
     assert plan.bytes_of("logits") == 128 * 32000 * 6
 
 
-def test_table(tmp_path: Path) -> None:
+def test_the_table_of_a_plan(tmp_path: Path) -> None:
     plan = plan_memory(llama2_7b(tmp_path), Machine(24 * GIB, "free memory of the machine"))
     assert plan.table().splitlines() == [
         "  weights          12.6 GiB  6.74 B parameters in float16",
@@ -219,7 +220,7 @@ def test_largest_number_of_blocks_fits_exactly(tmp_path: Path) -> None:
         plan_memory(small(tmp_path, "pa_config.num_blocks=1501"), machine)
 
 
-def test_too_little_for_one_sequence(tmp_path: Path) -> None:
+def test_advice_if_memory_is_too_small_for_one_sequence(tmp_path: Path) -> None:
     config = small(tmp_path)
     plan = estimate_memory(config, PLENTY)
     rest, block = plan.total_bytes - plan.bytes_of("KV cache"), 2 * 2 * 2 * 16 * 4 * 16
@@ -231,7 +232,7 @@ def test_too_little_for_one_sequence(tmp_path: Path) -> None:
     ) in str(caught.value)
 
 
-def test_no_memory_for_a_cache(tmp_path: Path) -> None:
+def test_advice_if_the_weights_leave_no_memory_for_a_cache(tmp_path: Path) -> None:
     config = small(tmp_path)
     plan = estimate_memory(config, PLENTY)
     machine = Machine(plan.total_bytes - plan.bytes_of("KV cache"), "test machine")
@@ -242,12 +243,12 @@ def test_no_memory_for_a_cache(tmp_path: Path) -> None:
     assert estimate_memory(config, Machine(5 * MIB, "")).largest_num_blocks == 0
 
 
-def test_not_even_the_weights(tmp_path: Path) -> None:
+def test_advice_if_the_weights_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(MemoryPlanError, match="not even the weights fit"):
         plan_memory(llama2_7b(tmp_path), Machine(12 * GIB, "test machine"))
 
 
-def test_host_blocks_are_blocks_like_the_caches(tmp_path: Path) -> None:
+def test_host_blocks_have_the_size_of_cache_blocks(tmp_path: Path) -> None:
     plain, plan = (
         estimate_memory(small(tmp_path, f"pa_config.num_host_blocks={count}", "model_config.kv_format=int8"), PLENTY)
         for count in (0, 100)
@@ -259,7 +260,7 @@ def test_host_blocks_are_blocks_like_the_caches(tmp_path: Path) -> None:
     assert "100 blocks for sequences that are swapped out" in plan.table()
 
 
-def test_too_many_host_blocks(tmp_path: Path) -> None:
+def test_advice_if_there_are_too_many_host_blocks(tmp_path: Path) -> None:
     block = 2 * 2 * 2 * 16 * 4 * 16
     needed = estimate_memory(small(tmp_path), PLENTY).total_bytes
     machine = Machine(needed + 7 * block + block // 2, "test machine")
@@ -270,7 +271,7 @@ def test_too_many_host_blocks(tmp_path: Path) -> None:
     assert plan_memory(small(tmp_path, "pa_config.num_host_blocks=7"), machine).fits
 
 
-def test_too_little_even_without_host_blocks(tmp_path: Path) -> None:
+def test_advice_if_memory_is_too_small_even_without_host_blocks(tmp_path: Path) -> None:
     plan = estimate_memory(small(tmp_path), PLENTY)
     machine = Machine(plan.total_bytes - 1, "test machine")
     with pytest.raises(
@@ -280,7 +281,7 @@ def test_too_little_even_without_host_blocks(tmp_path: Path) -> None:
         plan_memory(small(tmp_path, "pa_config.num_host_blocks=8"), machine)
 
 
-def test_host_blocks_of_an_ascend_are_in_the_machines_memory(tmp_path: Path) -> None:
+def test_host_blocks_of_an_ascend_must_fit_the_memory_of_the_machine(tmp_path: Path) -> None:
     mindformers, block = tmp_path / "mf.yaml", 2 * 2 * 2 * 16 * 2 * 16
     mindformers.write_text('context: {max_device_memory: "59GB"}\n', encoding="utf-8")
     overrides = ("model_config.model_dtype=float16", f"model_config.model_cfg_path={mindformers}")
@@ -292,7 +293,7 @@ def test_host_blocks_of_an_ascend_are_in_the_machines_memory(tmp_path: Path) -> 
         plan_memory(config, Machine(9 * block - 1, "host"))
 
 
-def test_ascend_plans_for_its_own_memory(tmp_path: Path) -> None:
+def test_an_ascend_plan_counts_device_memory(tmp_path: Path) -> None:
     mindformers = tmp_path / "mf.yaml"
     overrides = ("model_config.model_dtype=float16", f"model_config.model_cfg_path={mindformers}")
     mindformers.write_text("context: {device_target: Ascend}\n", encoding="utf-8")
@@ -305,8 +306,8 @@ def test_ascend_plans_for_its_own_memory(tmp_path: Path) -> None:
         plan_memory(small(tmp_path, *overrides, ascend=True), Machine(GIB, "host"))
 
 
-def test_agents_have_their_own_parts(tmp_path: Path) -> None:
-    """Two stages of two agents: a layer, half the heads, columns and vocabulary each, twice."""
+def test_each_agent_has_items_for_its_part(tmp_path: Path) -> None:
+    """Two stages of two agents: each agent has one layer with half the heads, columns and vocabulary."""
     parallel = ["tensor_parallel=2", "pipeline_parallel=2", "data_parallel=2"]
     config = small(tmp_path, *[f"parallel_config.{each}" for each in parallel], "pa_config.num_host_blocks=10")
     plan = plan_memory(config, PLENTY)
@@ -364,14 +365,14 @@ def test_table_of_a_group(tmp_path: Path) -> None:
     ]
 
 
-def test_quarters_of_a_replicated_head(tmp_path: Path) -> None:
-    """Four agents and two key-value heads: each has one, so that the cache is twice the whole model's."""
+def test_agents_that_share_a_key_value_head_each_keep_its_cache(tmp_path: Path) -> None:
+    """Four agents with two key-value heads each hold one, so the cache is twice as large as with one agent."""
     plan = estimate_memory(small(tmp_path, "parallel_config.tensor_parallel=4"), PLENTY)
     assert plan.bytes_of("KV cache") == 2 * estimate_memory(small(tmp_path), PLENTY).bytes_of("KV cache")
 
 
-def test_tied_embedding_of_two_stages(tmp_path: Path) -> None:
-    """The first and the last stage need it, so that it is there twice; a CPU also has it packed."""
+def test_both_stages_hold_a_tied_embedding(tmp_path: Path) -> None:
+    """The first and the last stage each need the embedding. A CPU always holds a packed copy too."""
 
     def weights(tied: bool, *overrides: str, ascend: bool = True) -> int:
         folder = write_model_folder(tmp_path / f"{tied}", tie_word_embeddings=tied)
@@ -387,7 +388,7 @@ def test_tied_embedding_of_two_stages(tmp_path: Path) -> None:
     assert weights(True, stages) == weights(False, stages) == weights(False)
 
 
-def test_the_fullest_ascend_counts(tmp_path: Path) -> None:
+def test_an_ascend_plan_counts_the_fullest_device(tmp_path: Path) -> None:
     mindformers = tmp_path / "mf.yaml"
     mindformers.write_text('context: {max_device_memory: "0.02GB"}\n', encoding="utf-8")
     overrides = ("model_config.model_dtype=float16", f"model_config.model_cfg_path={mindformers}")

@@ -1,4 +1,4 @@
-"""``model_type: mindformers`` is refused, with what to do, where MindFormers cannot compute what the folder says."""
+"""``model_type: mindformers``: folders that MindFormers cannot compute are refused with the remedy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LLAMA3: dict[str, object] = {
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    """Let MindFormers be installed in a version, or not at all."""
+    """Makes MindFormers appear installed in ``version``, or not installed (None)."""
     find, read = importlib.util.find_spec, importlib.metadata.version
 
     def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
@@ -60,7 +60,9 @@ def load(tmp_path: Path, *overrides: str, remove: tuple[str, ...] = (), **change
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_its_models_run_over_the_primitives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+def test_mindformers_models_use_native_operators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
     installed(monkeypatch, "1.9.0")
     experts = EXPERTS if architecture == "Qwen3MoeForCausalLM" else {}
     config = load(tmp_path, architectures=[architecture], **experts)
@@ -109,7 +111,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("overrides", "changes", "problem"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_it_cannot_do_is_refused(
+def test_settings_that_mindformers_does_not_support_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], changes: dict[str, object], problem: str
 ) -> None:
     installed(monkeypatch, "1.9.0")
@@ -133,7 +135,7 @@ SERVED = [
 
 
 @pytest.mark.parametrize(("changes", "rows"), SERVED, ids=lambda value: str(value)[:60])
-def test_what_it_can_do_is_served_and_its_rotary_tables_are_planned(
+def test_supported_settings_load_and_the_plan_has_the_rotary_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], rows: int
 ) -> None:
     installed(monkeypatch, "1.9.0")
@@ -143,26 +145,26 @@ def test_what_it_can_do_is_served_and_its_rotary_tables_are_planned(
     assert estimate_memory(config, MACHINE).bytes_of("rotary tables") == 2 * rows * 16 * 4
 
 
-def test_our_own_models_have_no_longer_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotary_tables_of_our_own_models_end_at_max_model_len(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "1.9.0")
     stretched = scaled("yarn", original_max_position_embeddings=500)
     config = load(tmp_path, "model_config.model_type=dyn", "pa_config.decode_seq_length=64", **stretched)
     assert rotary_positions(config) == 64
 
 
-def test_a_window_that_no_sequence_outgrows_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_longer_than_every_sequence_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "1.9.0")
     window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}
     assert load(tmp_path, "pa_config.decode_seq_length=64", **window).shape.sliding_window == 64
 
 
-def test_a_missing_package_is_named_with_the_way_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, None)
     with pytest.raises(ConfigError, match=r"the package mindformers is not installed; .*make setup-mindformers"):
         load(tmp_path)
 
 
-def test_a_folder_of_its_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_named_mindformers_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "path" / "mindformers").mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "path")])
     monkeypatch.delitem(sys.modules, "mindformers", raising=False)
@@ -171,18 +173,18 @@ def test_a_folder_of_its_name_is_not_the_package(tmp_path: Path, monkeypatch: py
         load(tmp_path)
 
 
-def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_mindformers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "2.1.0")
     with pytest.raises(ConfigError, match=r"mindformers 2.1.0 is installed, and only 1.9 is supported"):
         load(tmp_path)
 
 
-def test_nobody_else_needs_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_model_types_do_not_need_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, None)
     assert load(tmp_path, "model_config.model_type=dyn").model_config.model_type == "dyn"
 
 
-def test_the_memory_plan_has_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_plan_counts_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "1.9.0")
     own = ["model_config.model_type=dyn", "model_config.op_table=native"]
     plans = [estimate_memory(load(tmp_path, *overrides), MACHINE) for overrides in ([], own)]
@@ -190,7 +192,7 @@ def test_the_memory_plan_has_the_package(tmp_path: Path, monkeypatch: pytest.Mon
     assert plans[0].total_bytes - plans[1].total_bytes == MINDFORMERS_BYTES
 
 
-def test_the_config_of_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mindformers_config_of_the_repository_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes and context come from MindFormers' own YAML."""
     installed(monkeypatch, "1.9.0")
     (tmp_path / "tokenizer.json").touch()

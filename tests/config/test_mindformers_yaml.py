@@ -1,4 +1,4 @@
-"""A MindFormers YAML: the context and the sizes are read and checked, everything else is let be."""
+"""A MindFormers YAML: context and sizes are read and checked, and all other keys are ignored."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_every_documented_key_is_read_and_checked(tmp_path: Path) -> None:
             read_mindformers_yaml(file)
 
 
-def test_foreign_keys_are_let_be(tmp_path: Path) -> None:
+def test_unknown_keys_of_a_mindformers_yaml_are_ignored(tmp_path: Path) -> None:
     anchors = (
         "train_dataset: &data {batch_size: 6}\ntask: {dataset_config: *data, merged: {<<: *data, batch_size: 7}}\n"
     )
@@ -207,7 +207,7 @@ model:
 
 
 def test_sizes_in_the_names_of_config_json(tmp_path: Path) -> None:
-    """As MindFormers 1.9 writes those of Qwen3."""
+    """The YAML has the form of MindFormers 1.9's file for Qwen3."""
     shape = shape_in(write(tmp_path, QWEN3))
     assert (shape.architecture, shape.query_key_norm, shape.hidden_act) == ("Qwen3ForCausalLM", True, "silu")
     assert (shape.num_layers, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (3, 4, 2, 32)
@@ -225,7 +225,9 @@ def test_sizes_in_the_names_of_config_json(tmp_path: Path) -> None:
         ("num_key_value_heads: 2", "num_key_value_heads: 3", "num_key_value_heads = 3: must divide"),
     ],
 )
-def test_bad_size_in_the_names_of_config_json_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_an_error_names_a_bad_size_in_the_names_of_config_json(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
     assert old in QWEN3
     file = write(tmp_path, QWEN3.replace(old, new))
     with pytest.raises(ConfigError) as caught:
@@ -233,13 +235,13 @@ def test_bad_size_in_the_names_of_config_json_is_named(tmp_path: Path, old: str,
     assert str(caught.value).startswith(f"{file}: model.model_config.{message}")
 
 
-def test_types_without_sizes_leave_them_to_the_model_folder(tmp_path: Path) -> None:
-    """MindFormers' own configs/qwen3/predict_qwen3.yaml."""
+def test_a_yaml_without_sizes_uses_those_of_the_model_folder(tmp_path: Path) -> None:
+    """The YAML has the form of MindFormers' configs/qwen3/predict_qwen3.yaml."""
     text = "model:\n  model_config:\n    compute_dtype: bfloat16\n    rotary_dtype: bfloat16\n"
     assert read_mindformers_yaml(write(tmp_path, text)).shape is None
     with pytest.raises(ConfigError, match="compute_dtype = 'int4': is not supported"):
         read_mindformers_yaml(write(tmp_path, text.replace("compute_dtype: bfloat16", "compute_dtype: int4")))
 
 
-def test_no_sizes(tmp_path: Path) -> None:
+def test_a_yaml_without_a_model_section_has_no_sizes(tmp_path: Path) -> None:
     assert read_mindformers_yaml(write(tmp_path, "context: {}")).shape is None

@@ -1,4 +1,4 @@
-"""The values that each family reads from ``config.json`` in addition to a Llama's sizes, and the values it refuses."""
+"""The keys of ``config.json`` that each family reads in addition to a Llama's sizes, and those it refuses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_by_architecture_or_model_type(tmp_path: Path, architecture: str) -> None:
+def test_a_family_is_found_by_architecture_or_model_type(tmp_path: Path, architecture: str) -> None:
     needed = {key: value for key, value in NEEDED.get(architecture, {}).items() if key != "architectures"}
     assert shape_of(tmp_path, architectures=[architecture], **needed).architecture == architecture
     model_type = FAMILIES[architecture].model_type
@@ -35,7 +35,7 @@ def test_by_architecture_or_model_type(tmp_path: Path, architecture: str) -> Non
     assert shape.architecture == architecture
 
 
-def test_an_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         shape_of(tmp_path, architectures=["GPT2LMHeadModel"])
     for architecture in FAMILIES:
@@ -52,7 +52,7 @@ def test_biases(tmp_path: Path) -> None:
     assert llama.num_parameters - plain.num_parameters == 2 * (64 + 2 * 32 + 64)
 
 
-def test_norms_of_heads_and_their_size(tmp_path: Path) -> None:
+def test_query_key_norms_and_head_sizes(tmp_path: Path) -> None:
     qwen3 = shape_of(tmp_path / "stated", architectures=["Qwen3ForCausalLM"], head_dim=16)
     assert qwen3.query_key_norm
     assert qwen3.num_parameters - shape_of(tmp_path / "plain").num_parameters == 2 * 2 * 16

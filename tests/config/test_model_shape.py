@@ -1,4 +1,4 @@
-"""Sizes read from a Hugging Face folder: every spelling, every refusal, parameters counted by hand."""
+"""Sizes read from a Hugging Face folder: all spellings, all errors, and parameters counted by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def shape_of(tmp_path: Path, **changes: object) -> ModelShape:
     return ModelShape.from_hf_folder(write_model_folder(tmp_path / "model", **changes))  # type: ignore[arg-type]
 
 
-def test_everything_is_read(tmp_path: Path) -> None:
+def test_every_key_of_config_json_is_read(tmp_path: Path) -> None:
     shape = shape_of(tmp_path, tie_word_embeddings=True, head_dim=32, eos_token_id=[2, 3], pad_token_id=0)
     assert shape == ModelShape(
         architecture="LlamaForCausalLM",
@@ -85,13 +85,13 @@ def test_linear_scaling(tmp_path: Path) -> None:
     assert shape_of(tmp_path, rope_scaling=None).rope_scaling is None
 
 
-def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
+def test_end_tokens_of_the_generation_config_have_precedence(tmp_path: Path) -> None:
     assert shape_of(tmp_path, generation={"eos_token_id": [7, 8, 7]}).eos_token_ids == (7, 8)
     assert shape_of(tmp_path, generation={"temperature": 0.5}).eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize("pad", [-1, 300, None])
-def test_padding_token_that_is_none(tmp_path: Path, pad: int | None) -> None:
+def test_a_padding_token_outside_the_vocabulary_means_none(tmp_path: Path, pad: int | None) -> None:
     assert shape_of(tmp_path, pad_token_id=pad).pad_token_id is None
 
 
@@ -179,14 +179,14 @@ def test_unknown_model_type(tmp_path: Path) -> None:
         (b"{}", r"hidden_size = \(absent\)"),
     ],
 )
-def test_config_json_that_is_none(tmp_path: Path, content: bytes, message: str) -> None:
+def test_an_invalid_config_json_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     folder = write_model_folder(tmp_path / "model")
     (folder / "config.json").write_bytes(content.replace(b"{}", b'{"model_type": "llama"}'))
     with pytest.raises(CheckpointError, match=message):
         ModelShape.from_hf_folder(folder)
 
 
-def test_folder_that_is_none(tmp_path: Path) -> None:
+def test_a_missing_model_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such model folder"):
         ModelShape.from_hf_folder(tmp_path / "none")
     with pytest.raises(CheckpointError, match=r"config.json: cannot be read: No such file"):

@@ -1,4 +1,4 @@
-"""The parts of each rank: every part of a model belongs to one rank, keys and values to at least one."""
+"""The part of each rank: each part of a model belongs to one rank, and key-value heads to at least one rank."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assert_tiles(spans: list[Span], total: int) -> None:
     assert all(len(span) > 0 for span in spans)
 
 
-def test_ranks_count_tensor_then_stage_then_replica() -> None:
+def test_ranks_are_numbered_by_tensor_index_then_stage_then_replica() -> None:
     parallel = ParallelConfig(tensor_parallel=2, pipeline_parallel=3, data_parallel=2)
     assert (parallel.group_size, parallel.world_size) == (6, 12)
     assert [(p.tp_index, p.pp_index, p.dp_index) for p in (place(rank, parallel) for rank in (0, 1, 2, 5, 6, 11))] == [
@@ -67,7 +67,7 @@ def test_ranks_count_tensor_then_stage_then_replica() -> None:
             place(rank, parallel)
 
 
-def test_uneven_heads_go_by_whole_groups(tmp_path: Path) -> None:
+def test_heads_are_divided_in_whole_groups(tmp_path: Path) -> None:
     """12 query heads in 6 groups of 2, on 4 ranks."""
     shape = shape_of(tmp_path, num_attention_heads=12, num_key_value_heads=6, head_dim=8)
     found = shards(shape, ParallelConfig(tensor_parallel=4))
@@ -97,7 +97,7 @@ def test_key_value_heads_are_replicated() -> None:
     stages=st.integers(1, 8),
     group=st.sampled_from([1, 32, 64, 128]),
 )
-def test_parts_tile_the_model(
+def test_the_parts_cover_the_model_without_overlap(
     key_value: int, per_group: int, parts: int, columns: int, vocab: int, layers: int, stages: int, group: int
 ) -> None:
     shape = replace(
@@ -222,15 +222,17 @@ def test_any_free_port_for_every_agent(tmp_path: Path) -> None:
         (["tensor_parallel=0"], {}, "tensor_parallel = 0: must be at least 1"),
     ],
 )
-def test_splits_there_are_not(tmp_path: Path, settings: list[str], changes: dict[str, object], message: str) -> None:
+def test_impossible_splits_are_refused(
+    tmp_path: Path, settings: list[str], changes: dict[str, object], message: str
+) -> None:
     folder = write_model_folder(tmp_path / "model", **changes)  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
         load(folder, *[f"parallel_config.{each}" for each in settings])
     assert f"--set: parallel_config.{message}" in str(caught.value)
 
 
-def test_int4_groups_stay_whole(tmp_path: Path) -> None:
-    """Heads of 16 end within a group of 32 weights; two of them do not."""
+def test_groups_of_a_scale_are_not_divided(tmp_path: Path) -> None:
+    """A head of 16 ends inside a group of 32 weights. Two heads fill the group."""
     folder = write_model_folder(tmp_path / "model", num_key_value_heads=4)
     formats = ["model_config.weight_format=int4", "model_config.weight_group=32"]
     assert load(folder, *formats, "parallel_config.tensor_parallel=2").shard_group == 32
@@ -245,7 +247,7 @@ NATIVE = ("model_config.op_table=native", "model_config.model_dtype=bfloat16")
 
 @pytest.mark.parametrize("fmt", ["int8", "int8_weight_only", "int4", "int4_weight_only"])
 def test_quantised_weights_of_native_operators_are_shared(tmp_path: Path, fmt: str) -> None:
-    """The parts are those of the fused operators."""
+    """Native operators divide a model as the fused operators do."""
     folder = write_model_folder(tmp_path / "model", head_dim=32)
     given = [f"model_config.weight_format={fmt}", "model_config.weight_group=32", "parallel_config.tensor_parallel=2"]
     native, fused = load(folder, *given, *NATIVE), load(folder, *given)
@@ -253,8 +255,8 @@ def test_quantised_weights_of_native_operators_are_shared(tmp_path: Path, fmt: s
     assert [native.shard(rank) for rank in (0, 1)] == [fused.shard(rank) for rank in (0, 1)]
 
 
-def test_native_int4_groups_are_smaller_than_an_agents_inputs(tmp_path: Path) -> None:
-    """Attention's output has 64 inputs, 32 for each of two agents: one group, which WeightQuantBatchMatmul refuses."""
+def test_native_groups_must_be_smaller_than_the_inputs_of_an_agent(tmp_path: Path) -> None:
+    """The output layer of attention has 32 inputs on each of two agents: one group, which the primitive refuses."""
     formats = ["model_config.weight_format=int4", *NATIVE]
     folder = write_model_folder(tmp_path / "model")
     given = [*formats, "model_config.weight_group=32"]
@@ -277,8 +279,8 @@ def test_native_int4_groups_are_smaller_than_an_agents_inputs(tmp_path: Path) ->
         load(folder, *given, "parallel_config.tensor_parallel=4")
 
 
-def test_native_weights_alone_are_limited_by_an_agents_part(tmp_path: Path) -> None:
-    """Gate and up of 80000 outputs, which WeightQuantBatchMatmul takes as two parts."""
+def test_the_width_limit_of_weight_only_products_applies_to_the_part_of_an_agent(tmp_path: Path) -> None:
+    """Gate and up have 80000 outputs together. WeightQuantBatchMatmul takes half of them."""
     folder = write_model_folder(tmp_path / "model", intermediate_size=40_000)
     given = ["model_config.weight_format=int8_weight_only", *NATIVE]
     with pytest.raises(ConfigError, match="a layer of the model is 80000 wide; WeightQuantBatchMatmul takes 65535"):
@@ -286,9 +288,9 @@ def test_native_weights_alone_are_limited_by_an_agents_part(tmp_path: Path) -> N
     assert load(folder, *given, "parallel_config.tensor_parallel=2").weight_format == "int8_weight_only"
 
 
-def test_native_experts_may_be_integers(tmp_path: Path) -> None:
-    """In int4 with groups that an expert's inputs are made of, an agent's part of them too. What no layer has, the
-    width of a MLP, has no say."""
+def test_native_experts_can_be_quantised(tmp_path: Path) -> None:
+    """The groups must divide the inputs of an expert, and an agent's part of them. The width of the MLP does not count,
+    because no layer has an MLP."""
     experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
     sizes = {"head_dim": 32, "intermediate_size": 50}
     folder = write_model_folder(tmp_path / "model", architectures=["Qwen3MoeForCausalLM"], **experts, **sizes)

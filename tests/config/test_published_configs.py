@@ -65,7 +65,7 @@ def test_the_file_has_the_published_keys_and_values() -> None:
     }
 
 
-def test_the_published_deployment_loaded(tmp_path: Path) -> None:
+def test_the_published_config_loads(tmp_path: Path) -> None:
     folder = write_model_folder(
         tmp_path / "llama2-7b",
         files=("model-00001-of-00002.safetensors", "tokenizer.model"),
@@ -121,7 +121,7 @@ def test_the_default_has_the_promised_ports_and_sizes(tmp_path: Path) -> None:
     assert read_yaml_mapping(CONFIGS / "llama_tiny_cpu.yaml")["model_config"]["model_path"] == "models/tiny_llama"  # type: ignore[index]
 
 
-def test_pages_and_configs_repeat_no_other_default_port() -> None:
+def test_pages_show_the_default_port_and_configs_do_not_repeat_it() -> None:
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
     ports = {port for page in pages for port in re.findall(r"http://127\.0\.0\.1:(\d+)", page.read_text())}
     assert ports == {str(DEFAULT_SERVER_PORT)} == {"8835"}

@@ -1,4 +1,4 @@
-"""Quantised model folders as the config sees them: what they hold, what may be asked of them."""
+"""Quantised model folders in the config: the detected format, and the settings that are accepted for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
 
 
 def gguf_header(file_type: int | None, *, before: int = 3) -> bytes:
-    """Entries of every shape, then the type of the file."""
+    """Returns a header with entries of all kinds, then the file type."""
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
@@ -55,7 +55,7 @@ def gguf_header(file_type: int | None, *, before: int = 3) -> bytes:
         (GPTQ, "bf16", "bfloat16"),
     ],
 )
-def test_the_folder_decides_unless_the_config_does(
+def test_auto_takes_the_format_of_the_folder_and_a_setting_overrides_it(
     tmp_path: Path, quantization: object, wanted: str, weight_format: str
 ) -> None:
     folder = write_model_folder(tmp_path / "model", quantization_config=quantization)
@@ -74,7 +74,7 @@ def test_the_folder_decides_unless_the_config_does(
         ("int4_weight_only", False, False),
     ],
 )
-def test_whose_activations_become_integers(tmp_path: Path, weights: str, fused: bool, native: bool) -> None:
+def test_formats_that_quantise_activations(tmp_path: Path, weights: str, fused: bool, native: bool) -> None:
     folder = write_model_folder(tmp_path / "model")
     for op_table, expected in (("fused", fused), ("native", native)):
         config = config_of(
@@ -108,7 +108,7 @@ def parts_of_a_sum(folder: Path, *overrides: str) -> Config:
 
 
 @pytest.mark.parametrize("wanted", ["auto", "int8_weight_only"])
-def test_stored_integers_are_not_divided_into_the_parts_of_a_sum(tmp_path: Path, wanted: str) -> None:
+def test_sum_parts_refuse_stored_integers(tmp_path: Path, wanted: str) -> None:
     folder = write_model_folder(tmp_path / "model", quantization_config=W8A8)
     with pytest.raises(ConfigError, match="stored as int8; use weight_format bf16, or 1"):
         parts_of_a_sum(folder, "parallel_config.sum_parts=2", f"model_config.weight_format={wanted}")
@@ -117,7 +117,7 @@ def test_stored_integers_are_not_divided_into_the_parts_of_a_sum(tmp_path: Path,
     assert [len(shard.query_heads) for shard in config.sum_shards] == [heads // 2, heads // 2]
 
 
-def test_who_cannot_add_up_in_parts(tmp_path: Path) -> None:
+def test_sum_parts_are_refused_for_native_operators_and_experts(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
     with pytest.raises(ConfigError, match="op_table is native, whose sums are rounded for each agent"):
         parts_of_a_sum(folder, "parallel_config.sum_parts=2", "model_config.op_table=native")
@@ -128,21 +128,23 @@ def test_who_cannot_add_up_in_parts(tmp_path: Path) -> None:
         parts_of_a_sum(tmp_path / "experts", "parallel_config.sum_parts=2")
 
 
-def test_a_scheme_that_is_not_read_is_refused_at_once(tmp_path: Path) -> None:
+def test_an_unsupported_quantisation_scheme_is_refused(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model", quantization_config={"quant_method": "fp8"})
     with pytest.raises(CheckpointError, match=r"quantization_config\.quant_method = 'fp8': is not supported"):
         config_of(folder)
 
 
 @pytest.mark.parametrize(("file_type", "expected"), [(2, "int4"), (7, "int8"), (1, None), (None, None)])
-def test_a_gguf_file_says_what_it_holds(tmp_path: Path, file_type: int | None, expected: str | None) -> None:
+def test_the_file_type_of_a_gguf_file_gives_the_format(
+    tmp_path: Path, file_type: int | None, expected: str | None
+) -> None:
     folder = write_model_folder(tmp_path / "model", files=("tokenizer.json",))
     (folder / "model.gguf").write_bytes(gguf_header(file_type))
     assert stored_weight_format(folder) == expected
     assert config_of(folder).stored_weight_format == expected
 
 
-def test_a_gguf_header_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_gguf_header_is_refused(tmp_path: Path) -> None:
     whole = gguf_header(2)
     for length in range(len(whole)):
         (tmp_path / "model.gguf").write_bytes(whole[:length])
@@ -164,7 +166,7 @@ def test_hostile_numbers_in_a_gguf_header_are_refused(tmp_path: Path) -> None:
             stored_weight_format(tmp_path)
 
 
-def test_older_folders_keep_the_settings_in_a_file_of_their_own(tmp_path: Path) -> None:
+def test_settings_in_the_separate_file_of_older_folders_are_read(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
     (folder / "quantize_config.json").write_text(json.dumps({"bits": 8, "group_size": 128}))
     assert stored_weight_format(folder) == "int8"

@@ -1,4 +1,4 @@
-"""Frames over a real socket pair, however the bytes are cut."""
+"""Frames over a socket pair, for any division of the bytes."""
 
 import socket
 import struct
@@ -12,7 +12,7 @@ from llm_serving.ipc.channel import MAX_FRAME_BYTES, Channel, FrameBuffer, frame
 
 
 @given(st.lists(st.binary(max_size=300), max_size=8), st.integers(1, 50))
-def test_frames_survive_any_cutting_of_the_stream(payloads, piece):
+def test_frames_are_the_same_for_any_division_of_the_stream(payloads, piece):
     stream = b"".join(frame(payload) for payload in payloads)
     buffer = FrameBuffer()
     found = [p for start in range(0, len(stream), piece) for p in buffer.feed(stream[start : start + piece])]
@@ -20,12 +20,12 @@ def test_frames_survive_any_cutting_of_the_stream(payloads, piece):
     assert buffer.pending_bytes == 0
 
 
-def test_an_announced_length_over_the_cap_is_refused_before_it_arrives():
+def test_a_length_over_the_limit_is_refused_before_the_payload_arrives():
     with pytest.raises(ProtocolError, match=f"announces {MAX_FRAME_BYTES + 1} bytes; the limit is {MAX_FRAME_BYTES}"):
         list(FrameBuffer().feed(struct.pack("<I", MAX_FRAME_BYTES + 1)))
 
 
-def test_a_payload_over_the_cap_is_not_sent():
+def test_a_payload_over_the_limit_is_not_sent():
     with pytest.raises(ProtocolError, match="exceeds the limit"):
         frame(bytes(MAX_FRAME_BYTES + 1))
 

@@ -1,4 +1,4 @@
-"""The exchange of a group: its layout, and the processes that may map it."""
+"""The exchange of a group: its layout, and the checks before an agent maps it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def layout_of(tp: int, pp: int) -> ExchangeLayout:
 
 
 @pytest.mark.parametrize(("tp", "pp"), SIZES)
-def test_nothing_overlaps(tp: int, pp: int) -> None:
+def test_areas_of_the_exchange_do_not_overlap(tp: int, pp: int) -> None:
     layout, size = layout_of(tp, pp), tp * pp
     lines = [0, layout.token_line]
     lines += [place(member) for member in range(size) for place in (layout.collective_line, layout.arrival_line)]
@@ -54,7 +54,7 @@ def test_nothing_overlaps(tp: int, pp: int) -> None:
     assert all(line % LINE_BYTES == 0 for line in lines)
 
 
-def test_sizes() -> None:
+def test_sizes_of_the_exchange() -> None:
     assert exchange_bytes(SHAPE, LIMITS, ParallelConfig(1, 1, 1)) == 0
     assert exchange_bytes(SHAPE, LIMITS, ParallelConfig(1, 1, 4)) == 0, "replicas exchange nothing"
     ring = RING_STEPS * -(-300 * SHAPE.hidden_size * 4 // 4096) * 4096
@@ -64,7 +64,7 @@ def test_sizes() -> None:
     assert exchange_bytes(SHAPE, LIMITS, ParallelConfig(2, 2, 8)) == 4096 + 4 * buffers + ring
 
 
-def test_an_agent_sees_what_the_server_writes_and_the_name_goes_once_it_is_mapped() -> None:
+def test_an_agent_reads_the_servers_data_after_the_name_is_unlinked() -> None:
     created = ExchangeMemory.create(layout_of(2, 2))
     attached = ExchangeMemory.attach(created.name, layout_of(2, 2))
     created.unlink()
@@ -76,7 +76,7 @@ def test_an_agent_sees_what_the_server_writes_and_the_name_goes_once_it_is_mappe
     created.close()
 
 
-def test_what_is_refused() -> None:
+def test_a_segment_with_another_header_or_size_is_refused() -> None:
     with pytest.raises(ProtocolError, match="is not a name of an exchange segment"):
         ExchangeMemory.attach("llm-serving-../../etc/passwd", layout_of(2, 1))
     memory = ExchangeMemory.create(layout_of(2, 1))
@@ -91,8 +91,8 @@ def test_what_is_refused() -> None:
     assert not Path("/dev/shm", memory.name).exists()
 
 
-def test_its_pages_are_there_from_the_start() -> None:
-    """A full /dev/shm is found when the group starts, not by a step."""
+def test_pages_of_the_exchange_are_reserved_at_the_start() -> None:
+    """A full /dev/shm is an error at the start of the group, and not during a step."""
     memory = ExchangeMemory.create(layout_of(2, 1))
     try:
         status = os.stat(Path("/dev/shm", memory.name))

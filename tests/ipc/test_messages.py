@@ -1,4 +1,4 @@
-"""The wire's schema: what goes in comes out, anything else is refused by name."""
+"""Messages between server and agents: they survive encoding, and everything else is refused."""
 
 import msgspec
 import pytest
@@ -43,7 +43,7 @@ def test_agent_messages_come_back_equal(message):
 
 
 @pytest.mark.parametrize("message", AGENT_MESSAGES, ids=lambda m: type(m).__name__)
-def test_an_agents_message_is_not_a_servers(message):
+def test_an_agent_message_is_refused_where_a_server_message_is_expected(message):
     with pytest.raises(ProtocolError, match="not a known message"):
         messages.decode_server_message(messages.encode(message))
 
@@ -65,12 +65,12 @@ def test_an_agents_message_is_not_a_servers(message):
         messages.encode(messages.Prefill(seq=1, slot=0)) + b"\x00",
     ],
 )
-def test_anything_else_is_refused(payload):
+def test_malformed_messages_are_refused(payload):
     with pytest.raises(ProtocolError, match="not a known message"):
         messages.decode_server_message(payload)
 
 
-def test_classes_order_control_before_moves_before_prefill_before_decode():
+def test_message_classes_have_the_order_control_move_prefill_decode():
     classes = [messages.message_class(message) for message in SERVER_MESSAGES]
     steps = [MessageClass.PREFILL, MessageClass.DECODE, MessageClass.MOVE]
     assert classes == [MessageClass.CONTROL, *steps, *[MessageClass.CONTROL] * 4]

@@ -1,4 +1,4 @@
-"""Segments of shared memory: made whole or not at all, and nothing left behind."""
+"""Segments of shared memory: they are complete or absent, and nothing remains after the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_serving.ipc.segment import SHM_DIRECTORY, NamedSegment, map_segment, ne
 from support.executor_steps import shm_entries
 
 
-def test_its_pages_are_there_and_it_is_the_owners_alone() -> None:
+def test_a_new_segment_has_reserved_pages_and_private_permissions() -> None:
     with new_segment(3 * mmap.PAGESIZE) as (name, mapping):
         status = os.stat(Path(SHM_DIRECTORY, name))
     assert status.st_mode & 0o777 == 0o600
@@ -22,7 +22,7 @@ def test_its_pages_are_there_and_it_is_the_owners_alone() -> None:
     os.unlink(Path(SHM_DIRECTORY, name))
 
 
-def test_a_body_that_fails_leaves_nothing() -> None:
+def test_an_exception_removes_the_new_segment() -> None:
     before = shm_entries()
 
     def fail() -> None:
@@ -35,7 +35,7 @@ def test_a_body_that_fails_leaves_nothing() -> None:
     assert shm_entries() == before
 
 
-def test_only_who_made_it_removes_the_name_and_only_once() -> None:
+def test_only_the_creator_removes_the_name_and_only_once() -> None:
     before = shm_entries()
     with new_segment(100) as (name, _):
         made, attached = NamedSegment(name), NamedSegment(name)

@@ -1,4 +1,4 @@
-"""Step slots: one layout, real shared memory, nothing left behind."""
+"""Step slots: one layout, shared memory, and no segment that remains after the end."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_every_field_has_an_attribute_in_the_slot_class():
     assert set(StepSlot(layout, bytearray(layout.slot_bytes)).arrays) == names
 
 
-def test_what_one_end_writes_the_other_reads_and_nothing_is_left():
+def test_both_ends_share_the_slots_and_no_segment_remains():
     before = shm_entries()
     created = SlotMemory.create(LIMITS, 3)
     attached = SlotMemory.attach(created.name, LIMITS, 3)
@@ -49,7 +49,7 @@ def test_what_one_end_writes_the_other_reads_and_nothing_is_left():
     created.close()
 
 
-def test_a_slot_that_holds_another_step_is_noticed():
+def test_a_slot_with_another_step_is_refused():
     memory = SlotMemory.create(LIMITS, 1)
     memory.slots[0].write_header(7, num_tokens=1, num_seqs=1, table_width=1, history_len=0)
     with pytest.raises(ProtocolError, match="announced as step 8 holds step 7"):
@@ -91,7 +91,7 @@ def test_sizes_are_checked_on_both_ends(sizes, phrase):
 
 
 @pytest.mark.parametrize("num_moves", [1, 12])
-def test_a_step_of_moves_alone_has_no_tokens(num_moves):
+def test_a_move_step_has_no_tokens(num_moves):
     memory = SlotMemory.create(LIMITS, 1)
     slot = memory.slots[0]
     slot.write_header(3, num_tokens=0, num_seqs=0, table_width=0, history_len=0, num_moves=num_moves)
@@ -101,7 +101,7 @@ def test_a_step_of_moves_alone_has_no_tokens(num_moves):
 
 
 @pytest.mark.parametrize("name", ["../etc/passwd", "other-00", "llm-serving-../x", "llm-serving-"])
-def test_attach_takes_only_our_names(name):
+def test_attach_refuses_names_of_other_programs(name):
     with pytest.raises(ProtocolError, match="not a name of a step-slot segment"):
         SlotMemory.attach(name, LIMITS, 1)
 

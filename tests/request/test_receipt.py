@@ -1,4 +1,4 @@
-"""A receipt's parts add up to the whole time, exactly, and it names what held the request up in bounded memory."""
+"""A receipt: its parts add up exactly to the total time, and it keeps the block reasons in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llm_serving.sampling_params import SamplingParams
 from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, Phase, Receipt, WaitingLine
 
 
-def test_each_phase_has_the_time_between_its_instants() -> None:
+def test_each_phase_has_the_time_between_its_start_and_end() -> None:
     receipt = Receipt(100.0)
     receipt.enter(Phase.PREFILL, 100.25)
     receipt.enter(Phase.DECODE, 100.5)
@@ -28,7 +28,7 @@ def test_each_phase_has_the_time_between_its_instants() -> None:
     assert receipt.end_us - receipt.start_us == sum(receipt.phase_us)
 
 
-def test_the_sum_is_exact_on_a_clock_of_any_digits() -> None:
+def test_the_phases_add_up_exactly_for_any_clock() -> None:
     generator = random.Random(4)
     for _ in range(200):
         now = start = generator.uniform(0.0, 1e6)
@@ -40,14 +40,14 @@ def test_the_sum_is_exact_on_a_clock_of_any_digits() -> None:
         assert sum(receipt.phase_us) == round(now * 1e6) - round(start * 1e6)
 
 
-def test_an_instant_before_the_last_counts_as_the_last() -> None:
+def test_a_time_before_the_previous_one_counts_as_the_previous_one() -> None:
     receipt = Receipt(5.0)
     receipt.enter(Phase.PREFILL, 4.999)
     receipt.enter(Phase.DONE, 6.0)
     assert receipt.phase_us == (0, 1_000_000, 0, 0, 0, 0, 0)
 
 
-def test_the_present_phase_counts_up_to_now() -> None:
+def test_the_current_phase_counts_up_to_now() -> None:
     receipt = Receipt(1.0)
     receipt.enter(Phase.PREFILL, 2.0)
     assert receipt.phases_until(2.5) == (1_000_000, 500_000, 0, 0, 0, 0, 0)
@@ -56,7 +56,7 @@ def test_the_present_phase_counts_up_to_now() -> None:
     assert receipt.phases_until(9.0) == (1_000_000, 1_000_000, 0, 0, 0, 0, 0)
 
 
-def test_nothing_comes_after_the_end() -> None:
+def test_a_completed_receipt_does_not_change() -> None:
     receipt = Receipt(0.0)
     receipt.enter(Phase.DONE, 1.0)
     with pytest.raises(AssertionError, match="has ended enters DECODE"):
@@ -86,21 +86,21 @@ def test_a_preempted_request_is_blocked_until_it_starts_and_not_until_its_token(
     assert receipt.seconds(Phase.PREEMPTED) == 3.0
 
 
-def test_a_clock_that_went_back_takes_nothing_off() -> None:
+def test_a_clock_that_goes_back_subtracts_no_time() -> None:
     receipt = Receipt(0.0)
     receipt.blocked(BlockReason.ROWS, [], 2.0)
     receipt.enter(Phase.PREFILL, 1.0)
     assert receipt.blocked_us == {BlockReason.ROWS: 0}
 
 
-def test_without_a_clock_blocks_are_counted_only() -> None:
+def test_without_a_clock_only_the_number_of_blocks_is_counted() -> None:
     receipt = Receipt(0.0)
     receipt.blocked(BlockReason.PREFIX, [])
     receipt.enter(Phase.PREFILL, 1.0)
     assert (receipt.num_blocked, receipt.blocked_us, receipt.blockers) == ({BlockReason.PREFIX: 1}, {}, [])
 
 
-def test_the_blockers_seen_most_are_kept_among_a_crowd() -> None:
+def test_the_most_frequent_blockers_are_kept() -> None:
     receipt = Receipt(0.0)
     for i in range(1000):
         receipt.blocked(BlockReason.BLOCKS, ["stays", f"passes-{i}"])
@@ -109,8 +109,8 @@ def test_the_blockers_seen_most_are_kept_among_a_crowd() -> None:
     assert len(receipt._blockers) == 4 * MAX_BLOCKERS
 
 
-def test_everybody_in_line_waits_for_what_the_first_waits_for() -> None:
-    """Times are seconds; the second joins while the first is blocked, and both start at 6."""
+def test_all_waiting_requests_have_the_block_reason_of_the_first() -> None:
+    """Times are in seconds. The second joins while the first is blocked. Both start at 6."""
     line = WaitingLine()
     first, second, third = Receipt(0.0), Receipt(2.0), Receipt(7.0)
     first.join(line)
@@ -131,7 +131,7 @@ def test_everybody_in_line_waits_for_what_the_first_waits_for() -> None:
     assert (second.num_blocked, third.blocked_us, third.blockers) == ({}, {}, [])
 
 
-def test_out_of_the_line_a_request_is_held_up_by_what_stands_before_itself() -> None:
+def test_a_request_outside_the_queue_order_has_its_own_block_reason() -> None:
     line = WaitingLine()
     receipt = Receipt(0.0)
     receipt.join(line)
@@ -147,7 +147,7 @@ def test_out_of_the_line_a_request_is_held_up_by_what_stands_before_itself() -> 
     )
 
 
-def test_a_request_begins_its_receipt_with_its_arrival() -> None:
+def test_a_receipt_starts_at_the_arrival_of_the_request() -> None:
     request = Request("a", [1], SamplingParams(), 12.5)
     assert request.receipt.start_us == 12_500_000
     assert request.receipt.phase is Phase.QUEUED
