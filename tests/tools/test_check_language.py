@@ -144,3 +144,8 @@ def test_limits_decide_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "26 words" in listing
     assert f"{page}:3: It is at the door." in listing
     assert "admission" in listing
+
+
+def test_the_project_keeps_the_limits() -> None:
+    """At most 1 % of the sentences are long, and fewer than 0.1 % have a rejected phrase."""
+    assert check_language.main(["--max-long", "1", "--max-phrases", "0.1"]) == 0
