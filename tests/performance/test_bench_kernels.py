@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from agent.kernels.library import library_path
 from performance.bench import kernel_cases
 from performance.bench.kernel_cases import Case, attention_call, linear_cases, linear_shapes
 from performance.bench.kernel_main import (
@@ -22,6 +21,7 @@ from performance.bench.kernel_main import (
 from performance.bench.plots import plot_kernels
 from performance.bench.roofline import Numbers, Operator
 from performance.bench.step_kernels import StepKernels, step_of
+from support.small_configs import REPOSITORY
 from support.some_machine import CEILINGS, SHAPE
 
 SMALL = replace(
@@ -59,7 +59,7 @@ def test_another_build_runs_alternately_on_the_same_arrays(
     monkeypatch.setattr("performance.bench.kernel_main.measure_ceilings", lambda threads: CEILINGS)
     arguments = ["--rows", "1", "--formats", "int8", "--models", "llama_160m", "--seconds", "0.01"]
     for kernels in ("linear", "attention decode"):
-        assert main([*arguments, "--only", kernels, "--against", str(library_path())]) == 0
+        assert main([*arguments, "--only", kernels, "--against", str(REPOSITORY)]) == 0
         lines = capsys.readouterr().out.splitlines()
         header = next(number for number, line in enumerate(lines) if line.startswith("kernel"))
         assert lines[header].endswith("ratio")
