@@ -31,7 +31,7 @@ class LlamaAdapter(nn.Cell):
         self.gather, self.reshape = ops.Gather(), ops.Reshape()
 
     def take_form(self, *, whole_prompts: bool) -> None:
-        """Like the method of ``GptAdapter``."""
+        """Chooses the network's form for the next step: whole prompts, or sequences that read the cache."""
         (network,) = self._network
         network.add_flags_custom(is_first_iteration=whole_prompts)
 

@@ -243,7 +243,7 @@ class Journal:
         self._is_step_latest = not has_ended and num_steps > 0
 
     def _stop_log(self) -> None:
-        """Ends undisturbed decoding. Its record must precede the record of the call that disturbs it."""
+        """Stops the decode log and writes its iterations as a record, before the record of the next call."""
         self.decode_log.stop()
         self._take_run()
 
