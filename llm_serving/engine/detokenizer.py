@@ -147,7 +147,12 @@ class IncrementalDetokenizer:
         """
         if self._matcher is None and len(token_ids) == 1:  # the common case: one token of a decode step
             self.num_tokens += 1
-            return self._text_of(token_ids[0]), None
+            [token_id] = token_ids
+            if self._is_plain and not self._decoder.buffer and token_id not in self._skip:
+                text = self._table.texts.get(token_id)
+                if text is not None:
+                    return text, None
+            return self._text_of(token_id), None
         pieces = []
         for token_id in token_ids:
             self.num_tokens += 1

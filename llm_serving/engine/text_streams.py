@@ -67,10 +67,14 @@ class TextStreams:
         return outputs
 
     def _output(self, update: RequestUpdate, result: StepResult | None, now: float) -> RequestOutput:
-        request = update.request
+        request, token_id = update.request, update.token_id
         stream = self._streams[request.request_id]
+        token_ids = () if token_id is None else (token_id,)
         try:
-            text, stop_string = _next_text(stream, update)
+            if request.finish_reason is None:  # every token except the last
+                text, stop_string = stream.detokenizer.append(token_ids)
+            else:
+                text, stop_string = _last_text(stream, token_ids)
         except Exception as error:  # a detokenizer that fails ends only its own request
             self._log.error("a detokenizer failed", request_id=request.request_id, traceback=traceback.format_exc())
             update.error = f"the text could not be decoded: {error}"
@@ -79,13 +83,10 @@ class TextStreams:
         else:
             if stop_string is not None:
                 self._end(request, FinishReason.STOP, now)
-        token_ids: tuple[int, ...] = ()
         logits: tuple[TokenLogits, ...] = ()
-        if update.token_id is not None:
-            token_ids = (update.token_id,)
-            if stream.wants_logits and result is not None:
-                logits = (_token_logits(result, update.index),)
-        if request.finish_reason is None:  # every token except the last
+        if stream.wants_logits and token_ids and result is not None:
+            logits = (_token_logits(result, update.index),)
+        if request.finish_reason is None:
             num_prompt_tokens, num_tokens = len(request.prompt_token_ids), len(request.output_token_ids)
             return RequestOutput(request.request_id, text, token_ids, logits, num_prompt_tokens, num_tokens)
         del self._streams[request.request_id]
@@ -96,21 +97,15 @@ class TextStreams:
             request.finish_reason = reason  # the scheduler had ended the request before
 
 
-def _next_text(stream: _Stream, update: RequestUpdate) -> tuple[str, str | None]:
-    """Return the text that an update completes, and the stop string that ended the text, if there was one.
+def _last_text(stream: _Stream, token_ids: tuple[int, ...]) -> tuple[str, str | None]:
+    """Return the last text of a finished request, and the stop string that ended the text, if there was one.
 
     The token that ends a sequence is not part of the text, unless ``include_stop_str_in_output`` asks for it.
     """
-    request, token_id = stream.request, update.token_id
-    if request.finish_reason is None and token_id is not None:
-        return stream.detokenizer.append((token_id,))
-    text, stop = "", None
-    is_stop = request.finish_reason is FinishReason.STOP
-    if token_id is not None and (not is_stop or request.sampling.include_stop_str_in_output):
-        text, stop = stream.detokenizer.append((token_id,))
-    if request.is_finished and stop is None:
-        text += stream.detokenizer.flush()
-    return text, stop
+    request, text, stop = stream.request, "", None
+    if request.finish_reason is not FinishReason.STOP or request.sampling.include_stop_str_in_output:
+        text, stop = stream.detokenizer.append(token_ids)
+    return (text + stream.detokenizer.flush(), None) if stop is None else (text, stop)
 
 
 def _last_output(

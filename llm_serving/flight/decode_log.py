@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import lt, sub
+from operator import lt
 
 from llm_serving.flight.counts import Counts
 from llm_serving.flight.steps import Growth
@@ -22,6 +22,7 @@ __all__ = ["DUE", "LOGGED", "REFUSED", "DecodeLog", "DecodeRun"]
 REFUSED, LOGGED, DUE = range(3)
 """Return values of ``DecodeLog.end``. DUE means LOGGED, and that the caller should call ``take`` now."""
 
+_NO_TOKEN = -1
 _SPARE_RESULTS = 16
 """Results beyond the maximum number of iterations that the log accepts."""
 
@@ -75,6 +76,8 @@ class DecodeLog:
         self._next_result = 0
         self._iteration_results = self._iteration_steps = 0
         self._ending_token_ids: set[int] = set()
+        self._positions = 0
+        """Sum of ``starts`` and ``sample_positions`` of the latest step."""
         self._keeps_updates = False
 
     def begin(
@@ -93,7 +96,9 @@ class DecodeLog:
         if self._is_active or self._run is not None or not len(latest.starts) == len(latest.rows) == len(table_lens):
             raise ValueError("the log is active, or the columns of the step have different sizes")
         self._next_result = next_result
-        self._ending_token_ids, self._keeps_updates = ending_token_ids, keeps_updates
+        # A result of -1, no token, disturbs decoding like a token that may end a request.
+        self._ending_token_ids, self._keeps_updates = ending_token_ids | {_NO_TOKEN}, keeps_updates
+        self._positions = sum(latest.starts) + sum(latest.sample_positions)
         self._continue(latest, table_lens)
         self._is_active = True
 
@@ -114,7 +119,6 @@ class DecodeLog:
             or result.error is not None
             or result.aborted
             or not self._ending_token_ids.isdisjoint(sampled_ids)
-            or min(sampled_ids) < 0
             or len(run.times) == self._max_iterations
             or len(run.times_us) == self._max_results
         ):
@@ -132,7 +136,8 @@ class DecodeLog:
         run = self._run
         if not self._is_active or run is None or not self._iteration_results or now != self._now:
             return False
-        latest, size = run.latest, len(run.table_lens)
+        latest, table_lens = run.latest, list(map(len, step.block_tables))
+        positions = sum(step.starts) + sum(step.sample_positions)
         if (
             # Steps of one batch share these columns, so the same objects mean the same batch.
             step.requests is not latest.requests
@@ -146,11 +151,10 @@ class DecodeLog:
             or step.seq != latest.seq + 1
             or step.moves
             or step.histories
-            or list(map(sub, step.starts, latest.starts)).count(1) != size
-            or list(map(sub, step.sample_positions, latest.sample_positions)).count(1) != size
+            # A start or a position grows by at most 1 from step to step. The sum therefore shows that all have grown.
+            or positions != self._positions + 2 * len(table_lens)
         ):
             return False
-        table_lens = list(map(len, step.block_tables))
         if table_lens != run.table_lens:
             if any(map(lt, table_lens, run.table_lens)):
                 return False
@@ -160,6 +164,7 @@ class DecodeLog:
             run.counts.append((self._num_sent, self._counts()))
             run.table_lens = table_lens
         run.latest = step
+        self._positions = positions
         self._num_sent += 1
         self._iteration_steps += 1
         self.num_steps += 1
