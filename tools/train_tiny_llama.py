@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
+import sentencepiece as spm
 from mindspore import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from agent.weights.storage import from_float32, to_float32
 from tools.tiny_llama.corpus import documents
 from tools.tiny_llama.data import batches
-from tools.tiny_llama.export import from_bfloat16, save_config, save_curve, save_weights, to_bfloat16, weights
+from tools.tiny_llama.export import save_curve, save_fixed_files, save_weights, weights
 from tools.tiny_llama.model import ModelShape, TinyLlama
-from tools.tiny_llama.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from tools.tiny_llama.tokenizer import train_tokenizer
 from tools.tiny_llama.trainer import History, Trainer, TrainingPlan, evaluate
 
 TOKENIZER_DOCUMENTS = 20000
@@ -33,7 +35,6 @@ DEFAULT_OUT = Path(__file__).resolve().parent.parent / "models" / "tiny_llama"
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     summary, _, details = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -102,21 +103,14 @@ def make_tokenizer_model(seed: int, vocab_size: int) -> bytes:
 
 
 def round_weights(network: TinyLlama) -> None:
-    """Replaces the weights by those of the exported file."""
+    """Rounds the weights to bfloat16, so that they equal those of the exported file."""
     for parameter in network.trainable_params():
-        parameter.set_data(Tensor(from_bfloat16(to_bfloat16(parameter.asnumpy()))))
-
-
-def write_fixed_files(shape: ModelShape, tokenizer_model: bytes, out: Path) -> None:
-    """Writes everything that does not depend on the training: tokenizer and config."""
-    out.mkdir(parents=True, exist_ok=True)
-    save_tokenizer(tokenizer_model, out, shape.max_position_embeddings)
-    save_config(shape, out)
+        parameter.set_data(Tensor(to_float32(from_float32(parameter.asnumpy(), "bfloat16"), "bfloat16")))
 
 
 def make_trainer(network: TinyLlama, plan: TrainingPlan, tokenizer_model: bytes, seed: int, out: Path) -> Trainer:
-    """Returns the trainer with its three streams of text: short rows, long rows, and fixed held-out rows."""
-    tokenizer = load_tokenizer(tokenizer_model)
+    """Returns the trainer with its text: short rows, long rows, and a fixed list of held-out rows."""
+    tokenizer = spm.SentencePieceProcessor(model_proto=tokenizer_model)
     short_rows = batches(tokenizer, seed, False, plan.batch, plan.length)
     held_out = itertools.islice(batches(tokenizer, seed + 1, True, plan.batch, plan.length), plan.eval_batches)
     long_batch = max(1, plan.batch * plan.length // plan.long_length)
@@ -148,7 +142,7 @@ def train(options: argparse.Namespace) -> None:
     start = time.monotonic()
     shape, plan, out = make_shape(options), make_plan(options), options.out
     tokenizer_model = make_tokenizer_model(options.seed, shape.vocab_size)
-    write_fixed_files(shape, tokenizer_model, out)
+    save_fixed_files(shape, tokenizer_model, out)
     network = TinyLlama(shape, max(plan.length, plan.long_length), options.seed)
     print(f"{sum(p.size for p in network.trainable_params()):,} parameters; writing to {out}")
     trainer = make_trainer(network, plan, tokenizer_model, options.seed, out)

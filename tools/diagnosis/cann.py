@@ -23,7 +23,7 @@ class Cann:
     home: str
     version: str | None
     is_in_environment: bool
-    """True if the environment names it, because its set_env.sh was sourced."""
+    """True if an environment variable names this folder, because its set_env.sh was sourced."""
 
 
 def find_cann(host: Host) -> Cann | None:
@@ -40,7 +40,7 @@ def find_cann(host: Host) -> Cann | None:
 
 
 def cann_version(host: Host, home: str) -> str | None:
-    """Reads the version from ``version.cfg`` (``toolkit_running_version=[7.6.0.1.220:8.0.0]``) or a package's file."""
+    """Reads CANN's version from ``version.cfg`` (``toolkit_running_version=[7.6.0.1.220:8.0.0]``) or from a package."""
     match = re.search(r"(?m)^\w+_running_version=\[(?:[^:\]]*:)?([^\]]+)\]", host.read(f"{home}/version.cfg") or "")
     if match is not None:
         return match[1]
@@ -85,7 +85,10 @@ def _installed(host: Host, cann: Cann, wanted: bool) -> Iterator[Finding]:
 
 
 def _environment(host: Host, cann: Cann, wanted: bool) -> Iterator[Finding]:
-    """Checks what MindSpore needs at its start (AscendEnvChecker of its run_check/_check_version.py)."""
+    """Checks the variables and folders that MindSpore needs at its start.
+
+    MindSpore itself checks them in ``AscendEnvChecker`` of ``run_check/_check_version.py``.
+    """
     expected = (("PYTHONPATH", _TBE), ("LD_LIBRARY_PATH", "/lib64"), ("ASCEND_OPP_PATH", "/opp"))
     missing = [name for name, part in expected if part not in host.environment.get(name, "")]
     if missing:
@@ -99,7 +102,7 @@ def _environment(host: Host, cann: Cann, wanted: bool) -> Iterator[Finding]:
 
 
 def _set_env(host: Host, home: str) -> str:
-    """Returns the script that sets the environment, in the installation or one folder above ``latest``."""
+    """Returns the path of CANN's ``set_env.sh``: in the folder ``home``, or in the folder above it."""
     candidates = [f"{home}/set_env.sh", f"{home.rsplit('/', 1)[0]}/set_env.sh"]
     return next((file for file in candidates if host.path(file).is_file()), candidates[0])
 

@@ -1,6 +1,6 @@
 """Reads the known errors of ``errors.ini`` and finds them by code or by the words of a log line.
 
-The file has a simple format, because the doctor must run in a Python without other packages.
+``configparser`` reads the file, because the doctor must run in a Python without installed packages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Entry:
 
 
 def _read(path: Path) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-    """Returns the known errors, and the families of codes."""
+    """Reads ``errors.ini``. Returns its errors, and its families (all codes with a common prefix)."""
     parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), comment_prefixes=("#",))
     parser.read_string(path.read_text(encoding="utf-8"))
     entries: list[Entry] = []
@@ -78,7 +78,7 @@ _BY_CODE = {entry.code.lower(): entry for entry in ENTRIES}
 
 
 def find(code: str) -> Entry | None:
-    """Returns the error with a code or name. An unlisted code gets the entry of its family, anything else None."""
+    """Returns the known error with a code or name, or the family of a code that is not listed, or None."""
     word = code.strip().lower()
     entry = _BY_CODE.get(_ALIASES.get(word, word).lower())
     return entry if entry is not None else _of_family(code.strip().upper())

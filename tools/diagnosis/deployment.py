@@ -32,7 +32,7 @@ class Deployment:
 
 
 def look_at_config(host: Host, name: str, overrides: Sequence[str]) -> Deployment:
-    """Loads the config as the server would. A config for an Ascend is checked further even without one."""
+    """Loads the config as the server would. A config for an Ascend is also checked on a machine without one."""
     ascend = has_ascend(host.environment, host.path("/dev"))
     try:
         config = load_config(name, overrides, ascend=ascend)
@@ -68,7 +68,7 @@ def shared_bytes(config: Config) -> int:
 
 
 def check_agents(config: Config) -> Iterator[Finding]:
-    """Reports how the model is divided. For one agent there is no finding."""
+    """Reports into how many replicas, stages and agents the model is divided. One agent gives no finding."""
     parallel = config.parallel_config
     if parallel.world_size == 1:
         return
@@ -80,7 +80,7 @@ def check_agents(config: Config) -> Iterator[Finding]:
 
 
 def check_model(config: Config) -> Iterator[Finding]:
-    """Checks the model folder. Random weights need none."""
+    """Checks that the weight files can be read and are not empty. Random weights need no folder."""
     path = config.model_config.model_path
     if config.model_config.load_format == "dummy" or path is None:
         yield ok("model", f"random weights of {config.shape.architecture}'s sizes")
@@ -132,7 +132,7 @@ def check_ports(config: Config) -> Iterator[Finding]:
 
 
 def _cannot_bind(ip: str, port: int) -> str:
-    """Returns why the address cannot be bound, or nothing. It never listens."""
+    """Returns why a socket cannot be bound to the address, or an empty text. The socket never listens."""
     try:
         bound_socket(ip, port).close()
     except OSError as error:
@@ -141,7 +141,7 @@ def _cannot_bind(ip: str, port: int) -> str:
 
 
 def check_log(config: Config) -> Iterator[Finding]:
-    """Checks that the log's folder, or its nearest existing parent, is writable."""
+    """Checks that the log file is writable, or the nearest existing folder above it."""
     path = Path(config.log_config.path).absolute()
     folder = next(parent for parent in path.parents if parent.exists())
     place = path if path.exists() else folder

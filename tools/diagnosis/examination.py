@@ -43,7 +43,7 @@ def _look(host: Host, name: str, overrides: Sequence[str]) -> tuple[tuple[Config
 
 
 def _for_config(host: Host, config: Config, state: npu.NpuState, has_mindspore: bool) -> list[Finding]:
-    """Runs the checks that depend on the config."""
+    """Runs the checks of memory, model, ports and devices, which need a valid config."""
     from tools.diagnosis import deployment, resources
 
     plan, findings = _attempt(lambda: resources.check_memory(host, config), None)
@@ -72,7 +72,7 @@ def _for_config(host: Host, config: Config, state: npu.NpuState, has_mindspore: 
 
 
 def _guarded(check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Returns the findings of a check, or a finding that it failed. Other checks continue."""
+    """Returns the findings of a check. If the check raises, returns a finding about that, so that others can run."""
     try:
         return list(check())
     except Exception as error:
@@ -80,7 +80,7 @@ def _guarded(check: Callable[[], Iterable[Finding]]) -> list[Finding]:
 
 
 def _attempt(look: Callable[[], tuple[Result, list[Finding]]], otherwise: Result) -> tuple[Result, list[Finding]]:
-    """Does the same for a check whose result other checks need."""
+    """Returns the result and the findings of a check. If the check raises: ``otherwise``, and a finding about that."""
     try:
         return look()
     except Exception as error:

@@ -23,7 +23,7 @@ class UnknownThingError(Exception):
 
 
 def explain(thing: str) -> tuple[str, dict[str, Any], bool]:
-    """Returns a text, the same for programs, and whether anything was found.
+    """Explains an error code or logs. Returns a text, the same facts for JSON, and whether a known error was found.
 
     ``thing`` is a file, a folder, ``-`` (standard input), a code, or a log line. Raises UnknownThingError, or OSError
     if a file cannot be read.
@@ -49,13 +49,16 @@ def explain_logs(files: Sequence[LogFile]) -> tuple[str, dict[str, Any], bool]:
     read = f"{len(files)} file{'' if len(files) == 1 else 's'}, {lines} lines"
     if not sightings:
         return f"{read}: no known error", {"files": len(files), "lines": lines, "errors": []}, False
-    groups = _grouped(sightings)
+    groups: list[list[Sighting]] = []
+    for code in dict.fromkeys(each.entry.code for each in sightings):
+        groups.append([each for each in sightings if each.entry.code == code])
     failures = [first_failure(incident) for incident in incidents(sightings)]
     parts = [f"{read}; errors: {len(sightings)}, of {len(groups)} kinds"]
     if len(failures) > SHOWN_INCIDENTS:
         parts.append(f"the last {SHOWN_INCIDENTS} of {len(failures)} incidents, the latest first:")
     parts += [_verdict(failure) for failure in reversed(failures[-SHOWN_INCIDENTS:])]
-    parts += [f"{_counts(group)}\n{describe(group[0].entry)}" for group in _causes_first(groups)]
+    causes_first = sorted(groups, key=lambda group: group[0].entry.follows)
+    parts += [f"{_counts(group)}\n{describe(group[0].entry)}" for group in causes_first]
     machine = {
         "files": len(files),
         "lines": lines,
@@ -76,17 +79,6 @@ def describe(entry: Entry) -> str:
 
 def _wrapped(label: str, text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=f"    {label:<7}", subsequent_indent=" " * 11)
-
-
-def _grouped(sightings: Sequence[Sighting]) -> list[list[Sighting]]:
-    groups: dict[str, list[Sighting]] = {}
-    for sighting in sightings:
-        groups.setdefault(sighting.entry.code, []).append(sighting)
-    return list(groups.values())
-
-
-def _causes_first(groups: Sequence[list[Sighting]]) -> list[list[Sighting]]:
-    return sorted(groups, key=lambda group: group[0].entry.follows)
 
 
 def _verdict(first: FirstFailure) -> str:
@@ -117,14 +109,8 @@ def _place(sighting: Sighting) -> dict[str, Any]:
 
 
 def _as_json(entry: Entry) -> dict[str, Any]:
-    return {
-        "code": entry.code,
-        "title": entry.title,
-        "cause": entry.cause,
-        "advice": list(entry.advice),
-        "source": entry.source,
-        "consequence": entry.follows,
-    }
+    shown = {key: getattr(entry, key) for key in ("code", "title", "cause", "advice", "source")}
+    return {**shown, "consequence": entry.follows}
 
 
 def _exists(path: Path) -> bool:

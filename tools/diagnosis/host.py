@@ -1,6 +1,6 @@
-"""The machine as the checks see it: a root folder, an environment, and a function that runs commands.
+"""Defines ``Host``, through which all checks see the machine: a root folder, an environment, and a command runner.
 
-All checks use it, so that a test can simulate any machine.
+A test can simulate any machine with it.
 """
 
 from __future__ import annotations
@@ -63,31 +63,19 @@ def run_command(command: Sequence[str], environment: Mapping[str, str], stdin: s
     return CommandResult(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
 
 
-def _free_bytes(path: Path) -> int:
-    return shutil.disk_usage(path).free
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def _open_files_limit() -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The machine. The defaults are the real one."""
+    """The machine that the checks examine. The defaults are the real machine; tests simulate another one."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     runner: CommandRunner = run_command
-    free_bytes: Callable[[Path], int] = _free_bytes
-    usable_cores: Callable[[], int] = _usable_cores
-    open_files_limit: Callable[[], int] = _open_files_limit
+    free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free
+    usable_cores: Callable[[], int] = lambda: len(os.sched_getaffinity(0))
+    open_files_limit: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
     def path(self, absolute: str | Path) -> Path:
-        """Returns the real path of the machine's ``absolute`` path."""
+        """Returns the path of a file below ``root``, which is another folder than / in tests."""
         return self.root / str(absolute).lstrip("/")
 
     def read(self, absolute: str | Path) -> str | None:
@@ -118,5 +106,5 @@ class Host:
         stdin: str = "",
         timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> CommandResult:
-        """Runs a command. Every failure is in the result."""
+        """Runs a command. Never raises: a failure is a part of the result."""
         return self.runner(command, {**self.environment, **(extra_environment or {})}, stdin, timeout_s)

@@ -30,18 +30,18 @@ _NUMBER_CODE = re.compile(
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _INFO_EVENTS = ("request_refused", "log_lines_lost")
-"""Events of level info that need an explanation."""
+"""Events of ``server.log`` with level info that are explained like errors."""
 _MESSAGE_FIELDS = ("code", "message", "reason", "error", "traceback")
 _ADVICE_TEXT = re.compile(r"search for the keyword|^\s*(?:\S+ )?(?:Solution|Possible Cause):")
-_PID = re.compile(r"(?i)\bpid[:=]\s*(\d+)|\] [A-Z_]+\((\d+),|^\[[A-Z]+\] [A-Z_]+\((\d+),")
-_RANK = re.compile(
+PID = re.compile(r"(?i)\bpid[:=]\s*(\d+)|\] [A-Z_]+\((\d+),|^\[[A-Z]+\] [A-Z_]+\((\d+),")
+RANK = re.compile(
     r"RankID:(\d+)|\[rank(\d+)\]|\brankId\[(\d+)|\brank_id[=:]\s*(\d+)|\bagent (\d+)\b|(?:_TP|\brank=)(\d+)[ )]"
 )
-_DEVICE = re.compile(
+DEVICE = re.compile(
     r"\bDevice:(\d+)|\bdevice_?[iI]d(?:=|:|\[| )\s*(\d+)|\bdevId[=:]?\s*(\d+)|chipId:(\d+)|\bdevice ID (\d+)|"
     r"\bDevice (\d+) |\bdevice (\d+) (?:failed|call)|\(NPU (\d+);"
 )
-_REMOTE = re.compile(r"(?:remote|peer) rank:?\s*\[?(\d+)")
+REMOTE_RANK = re.compile(r"(?:remote|peer) rank:?\s*\[?(\d+)")
 _FILE_RANK = re.compile(r"(?:^|[/_.-])(?:rank|agent|worker)[_-]?(\d+)(?=[/_.-]|$)")
 _FILE_DEVICE = re.compile(r"(?:^|/)device-(\d+)(?=[/_])")
 
@@ -55,7 +55,7 @@ class Sighting:
     line_number: int
     text: str
     time: datetime | None
-    """Local time of the machine that wrote the line. A line without a time has that of the nearest line above."""
+    """Local time of the machine that wrote the line. A line without a time gets the time of the line above."""
     pid: int | None
     rank: int | None
     device: int | None
@@ -64,9 +64,9 @@ class Sighting:
 
 
 def text_of(line: str) -> str:
-    """Returns the line without newline and terminal colours, shortened so that patterns are fast on it.
+    """Returns a log line without newline and terminal colours, and shortened, so that searches in it are fast.
 
-    An event of this project's server becomes plain text.
+    An event of this project's server, which is JSON, becomes plain text.
     """
     return (_event_text(line) or _COLOUR.sub("", line.rstrip("\r\n")))[:MAX_LINE_CHARS]
 
@@ -86,7 +86,7 @@ def _event_text(line: str) -> str | None:
 
 
 def time_of(line: str) -> datetime | None:
-    """Returns the time stamp of the line."""
+    """Returns the time stamp of a log line, or None if it has none."""
     match = _STAMP.search(line)
     if match is None:
         return None
@@ -99,7 +99,7 @@ def time_of(line: str) -> datetime | None:
 
 
 def entries_of(line: str) -> list[Entry]:
-    """Returns the errors in a line: by its codes, or else by its words. Lines below level error have none."""
+    """Returns the known errors that a line names by code or describes in words. Lines below level error have none."""
     if _QUIET.match(line) or _ADVICE_TEXT.search(line):
         return []
     codes = [*_LETTER_CODE.findall(line), *_NUMBER_CODE.findall(line)]
@@ -110,22 +110,6 @@ def entries_of(line: str) -> list[Entry]:
     return found
 
 
-def pid_of(line: str) -> int | None:
-    return _first(_PID, line)
-
-
-def rank_of(line: str) -> int | None:
-    return _first(_RANK, line)
-
-
-def device_of(line: str) -> int | None:
-    return _first(_DEVICE, line)
-
-
-def remote_rank_of(line: str) -> int | None:
-    return _first(_REMOTE, line)
-
-
 def rank_of_file(path: str) -> int | None:
     """Returns the rank in names such as ``agent_1.log``, ``rank_3/...`` and ``worker_0.log`` (msrun)."""
     matches = _FILE_RANK.findall(path)
@@ -134,9 +118,10 @@ def rank_of_file(path: str) -> int | None:
 
 def device_of_file(path: str) -> int | None:
     """Returns the device in names such as ``device-3/device-3_2025....log``."""
-    return _first(_FILE_DEVICE, path)
+    return number_in(_FILE_DEVICE, path)
 
 
-def _first(pattern: re.Pattern[str], text: str) -> int | None:
+def number_in(pattern: re.Pattern[str], text: str) -> int | None:
+    """Returns the number of the first match of ``pattern`` (PID, RANK, DEVICE or REMOTE_RANK) in a line, or None."""
     match = pattern.search(text)
     return None if match is None else int(next(group for group in match.groups() if group is not None))

@@ -9,20 +9,20 @@ from datetime import datetime
 from pathlib import Path
 
 from tools.diagnosis import log_lines
-from tools.diagnosis.log_lines import Sighting
+from tools.diagnosis.log_lines import DEVICE, PID, RANK, REMOTE_RANK, Sighting, number_in
 
 MAX_FILES = 2000
 MAX_SIGHTINGS = 5000
-"""Maximum per file. After that, a repeated error adds no information."""
+"""Maximum number of errors that are kept of one file. More repetitions of an error add no information."""
 NEARBY_LINES = 12
-"""The trace below an error may name device and rank within this number of lines."""
+"""Number of lines below an error in which a trace may name the error's device and rank."""
 _SUFFIXES = (".log", ".txt", ".out", ".err", "")
 _ROTATED = re.compile(r"\.log\.\d+$")
 
 
 @dataclass(slots=True)
 class LogFile:
-    """A log with its errors."""
+    """A log file and the errors that were found in it."""
 
     path: str
     sightings: list[Sighting] = field(default_factory=list)
@@ -34,7 +34,7 @@ class LogFile:
     """Rank and device of each process, from lines that name both."""
 
     def read(self, lines: Iterable[str]) -> LogFile:
-        """Reads all lines."""
+        """Finds the errors in ``lines`` and returns this object."""
         file_rank, file_device = log_lines.rank_of_file(self.path), log_lines.device_of_file(self.path)
         if file_rank is not None:
             self.ranks.add(file_rank)
@@ -50,7 +50,7 @@ class LogFile:
     def _take(self, line: str, file_rank: int | None, file_device: int | None) -> None:
         own_time = log_lines.time_of(line)
         self._time = own_time or self._time
-        pid, rank, device = log_lines.pid_of(line), log_lines.rank_of(line), log_lines.device_of(line)
+        pid, rank, device = (number_in(pattern, line) for pattern in (PID, RANK, DEVICE))
         if rank is not None:
             self.ranks.add(rank)
         if pid is not None and (rank is not None or device is not None):
@@ -61,11 +61,11 @@ class LogFile:
         if not entries and above is not None:  # a line of a trace can complete the trace's first line
             above.rank = rank if above.rank is None else above.rank
             above.device = device if above.device is None else above.device
-        if entries and above is not None and own_time is None:  # errors within a trace belong to the same process
+        if entries and above is not None and own_time is None:  # an error inside a trace is of the trace's process
             pid, rank = above.pid if pid is None else pid, above.rank if rank is None else rank
             device = above.device if device is None else device
         rank, device = file_rank if rank is None else rank, file_device if device is None else device
-        waited_for, text = log_lines.remote_rank_of(line), line.strip()
+        waited_for, text = number_in(REMOTE_RANK, line), line.strip()
         self.sightings += [
             Sighting(entry, self.path, self.lines, text, self._time, pid, rank, device, waited_for) for entry in entries
         ]

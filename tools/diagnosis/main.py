@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def _examine(options: argparse.Namespace, host: Host) -> int:
     verdict = "can be served here" if served else "cannot be served here"
     print(report(findings))
     print(f"\n{options.config} {verdict}: {problems} problems, {warnings} warnings")
-    machine = {"config": options.config, "can_be_served": served, "findings": [_as_json(each) for each in findings]}
+    rows = [{**asdict(each), "level": _WORDS[each.level]} for each in findings]
+    machine = {"config": options.config, "can_be_served": served, "findings": rows}
     _write(options.json, machine)
     return 0 if served else 1
 
@@ -82,16 +84,6 @@ def _explain(options: argparse.Namespace) -> int:
     print("\n\n".join(texts))
     _write(options.json, machine)
     return 0 if found_all else 1
-
-
-def _as_json(finding: Finding) -> dict[str, str]:
-    return {
-        "subject": finding.subject,
-        "level": _WORDS[finding.level],
-        "text": finding.text,
-        "advice": finding.advice,
-        "source": finding.source,
-    }
 
 
 def _write(path: Path | None, content: Any) -> None:

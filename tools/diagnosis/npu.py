@@ -41,7 +41,7 @@ class Chip:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProcess:
-    """A process on a chip."""
+    """A process that uses memory of a chip, as ``npu-smi info`` lists it."""
 
     npu: int
     chip: int
@@ -52,7 +52,7 @@ class DeviceProcess:
 
 @dataclass(frozen=True, slots=True)
 class NpuState:
-    """The NPUs of the machine."""
+    """The NPUs of the machine: numbers of device files, driver version, and what ``npu-smi`` lists."""
 
     device_files: tuple[int, ...]
     driver: str | None
@@ -97,7 +97,7 @@ def look_at_npus(host: Host, wanted: bool) -> tuple[NpuState, list[Finding]]:
 
 
 def driver_version(host: Host) -> str | None:
-    """Returns ``Version=`` of the driver's version.info."""
+    """Returns the driver's version, from ``Version=`` of its file ``version.info``, or None."""
     folder = DRIVER_FOLDER
     installed = re.search(r"(?m)^Driver_Install_Path_Param=(.+)$", host.read("/etc/ascend_install.info") or "")
     if installed is not None:
@@ -124,7 +124,7 @@ def check_devices(state: NpuState, host: Host, first: int, count: int, needed_by
 
 
 def _visible(host: Host, state: NpuState) -> list[int]:
-    """Returns the device numbers that this process sees, in its order."""
+    """Returns the device numbers that this process may use, in the order of ASCEND_RT_VISIBLE_DEVICES."""
     there = [chip.number for chip in state.chips] or list(state.device_files)
     named = host.environment.get("ASCEND_RT_VISIBLE_DEVICES")
     if named is None:
@@ -189,7 +189,7 @@ def _health(chips: Sequence[Chip]) -> Iterator[Finding]:
 
 
 def _memory(chip: Chip, processes: Sequence[DeviceProcess], needed_bytes: int | None) -> Finding:
-    """Checks the free memory. MindSpore needs more than half of the memory, and the plan has its own need."""
+    """Checks the free memory of a chip: at least half of it for MindSpore, and ``needed_bytes`` for the memory plan."""
     holders = [each for each in processes if (each.npu, each.chip) == (chip.npu, chip.chip)]
     who = f"; used by {', '.join(f'{each.name} ({each.pid})' for each in holders)}" if holders else ""
     free, total = (chip.total_mib - chip.used_mib) / 1024, chip.total_mib / 1024

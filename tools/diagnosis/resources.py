@@ -15,13 +15,16 @@ from tools.diagnosis.host import Host
 
 SHM_LEFTOVERS = f"{SHM_PREFIX}*"
 SPARE_FILES = 128
-"""Descriptors in addition to those of clients: log, sockets, agents, libraries."""
+"""File descriptors that the server needs in addition to one for each client: log, agents, libraries."""
 TIGHT = 0.9
-"""A plan above this fraction of the available memory is a warning."""
+"""A memory plan above this fraction of the available memory gives a warning."""
 
 
 def machine_memory(host: Host) -> Machine | None:
-    """Returns the free memory, or that of the control group. Returns None if /proc/meminfo cannot be read."""
+    """Returns the machine with its free memory, or the smaller limit of the control group.
+
+    Returns None if /proc/meminfo cannot be read.
+    """
     match = re.search(r"(?m)^MemAvailable:\s+(\d+) kB", host.read("/proc/meminfo") or "")
     if match is None:
         return None
@@ -114,7 +117,7 @@ def cpu_quota(host: Host) -> float | None:
 
 
 def _nearest(host: Host, base: str, path: str, name: str) -> str:
-    """Reads a file of the control group, or of the top group if a container hides the others."""
+    """Reads a file of the control group ``path``, or of the root group if a container hides the path."""
     return host.read(f"{base}{path}/{name}") or host.read(f"{base}/{name}") or ""
 
 

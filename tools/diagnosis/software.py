@@ -16,7 +16,7 @@ from tools.diagnosis.host import CommandResult, Host
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORT_TIMEOUT_S = 180.0
-"""The first import of MindSpore from a slow disk takes long."""
+"""Time limit of a child process. The first import of MindSpore from a slow disk takes minutes."""
 _PYTHONS = ((3, 10), (3, 11))
 _MACHINES = ("x86_64", "aarch64")
 _MAKE_SETUP = "make setup"
@@ -101,7 +101,7 @@ def check_mindspore(host: Host, pin: str) -> tuple[str | None, list[Finding]]:
 
 
 def _advice(result: CommandResult, otherwise: str) -> str:
-    """Returns the known advice for the child's output, or for the signal that ended it."""
+    """Returns the advice of the known error in a child process's output or signal, else ``otherwise``."""
     lines = [result.last_words, *reversed(result.stderr.splitlines())]
     if result.code is not None:
         lines.append(f"(signal {-result.code})")
@@ -131,7 +131,10 @@ def check_kernels(host: Host) -> Iterator[Finding]:
 
 
 def _offered(host: Host) -> list[str]:
-    """Returns the library's instruction sets for this processor. It lists them if an unknown one is requested."""
+    """Returns the instruction sets that the kernel library offers on this processor.
+
+    The library prints this list when LLM_KERNELS_ISA names an unknown one.
+    """
     result = _child(host, _KERNELS_CHILD, {"LLM_KERNELS_ISA": "list"})
     match = re.search(r"this processor offers:((?: \w+)+)", result.stderr)
     return match[1].split() if match else []
@@ -144,7 +147,7 @@ def _best_of_processor(host: Host) -> str | None:
 
 
 def _newer_sources(library: Path) -> str:
-    """Returns a source that changed after the library was built."""
+    """Returns the name of a source file that is newer than the library, or an empty text."""
     built = library.stat().st_mtime
     sources = [file for pattern in ("*.cc", "*.h") for file in library.parent.rglob(pattern)]
     newest = max(sources, key=lambda file: file.stat().st_mtime, default=None)

@@ -21,7 +21,7 @@ from tools.diagnosis.log_lines import Sighting
 from tools.diagnosis.log_reader import LogFile
 
 INCIDENT_GAP = timedelta(hours=1)
-"""Errors with a larger distance belong to different failures. It is twice HCCL_EXEC_TIMEOUT."""
+"""Errors that are further apart in time belong to different incidents. It is twice HCCL_EXEC_TIMEOUT."""
 TOLERANCE = timedelta(seconds=60)
 """A cause may be logged up to this time after its result, because clocks differ and logs are written late."""
 _UNKNOWN = datetime.max
@@ -29,7 +29,7 @@ _UNKNOWN = datetime.max
 
 @dataclass(frozen=True, slots=True)
 class FirstFailure:
-    """The first failure in words, and the error that shows it."""
+    """The process that failed first (``who``), the reason for this conclusion (``why``), and its logged error."""
 
     who: str
     why: str
@@ -85,7 +85,7 @@ def whose(sighting: Sighting) -> str:
 
 
 def _silent_rank(sightings: Sequence[Sighting]) -> int | None:
-    """Returns the rank without errors for which most others waited."""
+    """Returns the rank that logged no error and for which the largest number of other ranks waited, or None."""
     reported = {each.rank for each in sightings}
     waited = Counter(each.waited_for for each in sightings if each.waited_for is not None)
     silent = [(count, -rank) for rank, count in waited.items() if rank not in reported]
@@ -93,7 +93,7 @@ def _silent_rank(sightings: Sequence[Sighting]) -> int | None:
 
 
 def _lead(first: Sighting, sightings: Sequence[Sighting]) -> str:
-    """Returns how much earlier than the first error of another rank this one was."""
+    """Returns the time from ``first`` to the first error of another rank as text, or an empty text."""
     others = (each for each in sightings if (each.rank, each.file) != (first.rank, first.file) and each.time)
     other = next(others, None)
     if other is None or other.time is None or first.time is None:

@@ -30,7 +30,7 @@ PAIRINGS = (
     Pairing("2.4.0", "8.0.RC3", "24.1.RC3"),
     Pairing("2.3.0", "8.0.RC2", "24.1.RC2"),
 )
-"""From ``sources.MINDFORMERS_VERSIONS``."""
+"""The table of combinations that MindFormers publishes (``sources.MINDFORMERS_VERSIONS``)."""
 
 CANN_OF_MINDSPORE = {(2, 9): ((8, 2), (8, 3), (8, 5), (9, 0))}
 """CANN versions that MindSpore accepts without a warning (``mindspore/run_check/_check_version.py`` of the wheel)."""
@@ -44,7 +44,7 @@ DRIVERS_OF_CANN: dict[Version, tuple[tuple[Version, ...], str]] = {
     (8, 1): (((25, 0),), sources.MINDFORMERS_VERSIONS),
     (8, 0): (((24, 1),), sources.MINDFORMERS_VERSIONS),
 }
-"""Drivers that are published as compatible with a CANN, and the source."""
+"""For each CANN version: the driver versions that are published as compatible, and the address of that page."""
 
 
 def parse_version(text: str) -> Version | None:
@@ -54,7 +54,7 @@ def parse_version(text: str) -> Version | None:
 
 
 def recommended(mindspore: str) -> Pairing | None:
-    """Returns the row of a MindSpore version."""
+    """Returns the published combination for a MindSpore version, or None."""
     wanted = parse_version(mindspore)
     return next((row for row in PAIRINGS if row.mindspore == mindspore), None) or next(
         (row for row in PAIRINGS if parse_version(row.mindspore) == wanted), None

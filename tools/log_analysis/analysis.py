@@ -35,8 +35,8 @@ class Message:
 
 
 @dataclass(slots=True)
-class ReplicaShare:
-    """The requests that ended on one replica."""
+class RequestTotals:
+    """Sums over ended requests. ``cached_tokens`` are prompt tokens that the prefix cache had."""
 
     requests: int = 0
     completed: int = 0
@@ -45,7 +45,7 @@ class ReplicaShare:
     output_tokens: int = 0
     preemptions: int = 0
 
-    def add(self, end: RequestEnd) -> None:
+    def add_request(self, end: RequestEnd) -> None:
         self.requests += 1
         self.completed += end.is_completed
         self.prompt_tokens += end.prompt_tokens
@@ -55,36 +55,29 @@ class ReplicaShare:
 
 
 @dataclass(slots=True)
-class LogAnalysis:
+class LogAnalysis(RequestTotals):
     """The analysis of the events that ``add`` has received."""
 
     first_time: float | None = None
     last_time: float | None = None
     starts: list[float] = field(default_factory=list)
-    """Start times of the server, the latest ones."""
+    """Times at which the server started, at most the latest 100."""
     runs: int = 0
     earlier_runs: int = 0
-    """Runs in the log that are not analysed."""
+    """Server runs in the log that are not analysed, because ``--last-run`` was given."""
     config: dict[str, Any] = field(default_factory=dict)
     """The config of the last server start."""
     events: Counter[str] = field(default_factory=Counter)
     apis: Counter[str] = field(default_factory=Counter)
     finish_reasons: Counter[str] = field(default_factory=Counter)
-    requests: int = 0
-    completed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens that the prefix cache had."""
-    output_tokens: int = 0
     objectives: Counter[str] = field(default_factory=Counter)
     """Requests with objectives: ``met`` if they met all of them (goodput), otherwise ``missed``."""
     max_token_len: int = 0
     max_token_request: str | None = None
-    preemptions: int = 0
     preempted_requests: int = 0
     swaps: int = 0
-    replicas: dict[int, ReplicaShare] = field(default_factory=dict)
-    """By replica; empty if the log does not name replicas."""
+    replicas: dict[int, RequestTotals] = field(default_factory=dict)
+    """The ended requests of each replica; empty if the log does not name replicas."""
     active_seconds: float = 0.0
     unfinished: int = 0
     refused: int = 0
@@ -115,7 +108,7 @@ class LogAnalysis:
 
     @property
     def agent_restarts(self) -> int:
-        """The number of restarts in the log, or of agents that returned. Some logs have only one of the two."""
+        """Number of agent restarts: ``agent_restart`` events, or agents that became ready again, whichever is more."""
         return max(self.events.get("agent_restart", 0), self.agents_back)
 
     @property
@@ -156,20 +149,16 @@ class LogAnalysis:
 
     def _request_end(self, event: LogEvent) -> None:
         end = msgspec.convert(event.fields, RequestEnd)
-        self.requests += 1
+        self.add_request(end)
         _count(self.finish_reasons, end.finish_reason)
         self._open.discard(end.request_id)
         started = event.time - (end.e2e_ms or 0.0) / 1000.0
         self._extend_span(started)
         self._extend_span(event.time)
-        self.prompt_tokens += end.prompt_tokens
-        self.output_tokens += end.output_tokens
-        self.preemptions += end.preemptions
         self.preempted_requests += end.preemptions > 0
         self.swaps += end.swaps
-        self.cached_tokens += end.cached_tokens
         if end.replica is not None and (end.replica in self.replicas or len(self.replicas) < MAX_REPLICAS):
-            self.replicas.setdefault(end.replica, ReplicaShare()).add(end)
+            self.replicas.setdefault(end.replica, RequestTotals()).add_request(end)
         if end.objectives_met:
             _count(self.objectives, "met" if end.objectives_met.get("both") else "missed")
         if end.total_tokens > self.max_token_len:
@@ -177,7 +166,6 @@ class LogAnalysis:
         self.timeline.add(event.time, "ends", 1.0)
         if not end.is_completed:
             return
-        self.completed += 1
         self.phases.add(end)
         self.why_slow.add(end)
         if end.ttft_ms is not None:
@@ -189,7 +177,7 @@ class LogAnalysis:
             heapq.heappushpop(self._slowest, entry)
 
     def _request_refused(self, event: LogEvent) -> None:
-        """Counts a rejected HTTP request. If it has several sequences, their ids have a number appended."""
+        """Counts a rejected HTTP request and closes its sequences. Their ids are the request's id with a number."""
         self.refused += 1
         request_id = str(event.fields.get("request_id"))
         self._open.discard(request_id)
@@ -254,7 +242,7 @@ def _count(counter: Counter[str], name: str) -> None:
 
 
 def analyze(events: Iterable[LogEvent], reader: LogReader, *, last_run: bool = False) -> LogAnalysis:
-    """Analyses all events, or those after the last server start. Wrong events are reported to ``reader``."""
+    """Analyses all events, or those since the last server start. ``reader`` counts events with wrong fields."""
     analysis = LogAnalysis()
     for event in events:
         if last_run and event.name == "server_start":

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 WIDTH_INCHES, CHART_INCHES = 9.2, 2.0
 UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 FIXED = {"svg.hashsalt": "log", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 8}
-"""Equal data must give equal files. Text stays text in the reader's own font."""
+"""Settings of matplotlib. Equal data must give equal files, and text must stay text instead of curves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def charts_svg(charts: Sequence[tuple[str, Sequence[Line]]], duration_s: float, 
 
 
 def _draw(axes: Axes, line: Line, unit: float) -> None:
-    """Draws the pieces of a line. A piece with a single point is a dot, because a line would be invisible."""
+    """Draws a series, interrupted at gaps. A single point between two gaps is drawn as a dot."""
     pieces: list[list[tuple[float, float]]] = []
     for seconds, value in line.points:
         if not pieces or seconds - unit * pieces[-1][-1][0] > line.gap_s:

@@ -1,7 +1,7 @@
-"""Compares the log with the load test's figures for the same requests.
+"""Compares the server's log with the JSON of a load test, for the requests that are in both.
 
-The log has the client's request ids, so other requests do not disturb the comparison. The difference per request is the
-time between client and engine: HTTP, tokenizer and the event loops of both.
+The log has the request ids of the load test, so requests of other clients are left out. The difference of a request's
+times is the time between client and engine: HTTP, tokenizer and the event loops of both.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ClientResults(msgspec.Struct):
 
 @dataclass(slots=True)
 class TransferTime:
-    """The client's latencies, counted from sending, minus the server's, in milliseconds."""
+    """Latencies that the client measured (since it sent a request) minus those in the log, in milliseconds."""
 
     ttft: Distribution = field(default_factory=Distribution)
     e2e: Distribution = field(default_factory=Distribution)
@@ -61,7 +61,7 @@ class TransferTime:
 
 
 def comparison(log: BinaryIO, client_json: Path) -> str:
-    """Returns the comparison as text. Raises ``ComparisonError``."""
+    """Compares a log with a load test's JSON and returns tables as text. Raises ``ComparisonError``."""
     content, requests = _read_client(client_json)
     transfer = TransferTime()
     reader = LogReader(log)
@@ -85,7 +85,7 @@ def comparison(log: BinaryIO, client_json: Path) -> str:
 
 
 def _read_client(path: Path) -> tuple[dict[str, Any], dict[str, ClientRequest]]:
-    """Returns the complete JSON, and its requests by their ids."""
+    """Reads a load test's JSON. Returns its content, and its requests by id."""
     try:
         data = path.read_bytes()
         results = msgspec.json.decode(data, type=ClientResults)

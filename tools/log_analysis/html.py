@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from llm_serving.request import PARTS
-from llm_serving.telemetry.statistics import Distribution
 from performance.terminal import SUMMARY_COLUMNS, format_number, summary_cells
 from tools.log_analysis.analysis import LogAnalysis
 from tools.log_analysis.charts import Line, charts_svg
@@ -15,14 +14,14 @@ from tools.log_analysis.records import RequestEnd
 from tools.log_analysis.story import story
 from tools.log_analysis.text import REQUEST_COLUMNS, clock, slowest_row
 from tools.log_analysis.timeline import Timeline
-from tools.log_analysis.why_slow_report import why_slow_html
+from tools.log_analysis.why_slow_report import html_table, why_slow_html
 
 BLUE, ORANGE, GREEN, RED = "#2b6cb0", "#dd6b20", "#2f855a", "#c53030"
 GREY, PURPLE, PINK, BLACK = "#718096", "#6b46c1", "#d53f8c", "#1a202c"
 PART_COLOURS = {"tokenise": GREY, "queue": ORANGE, "prefill": BLUE, "decode": GREEN, "preempted": PURPLE,
                 "swapped": PINK, "restarted": BLACK, "delivery": RED}  # fmt: skip
 STATE_GAP_S = 30.0
-"""State lines with a larger distance belong to different periods of work."""
+"""Values that were logged further apart than this are not joined by a line in the charts."""
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 920px; margin: 2rem auto; padding: 0 1rem; color: #1a202c; }
@@ -88,18 +87,8 @@ def _cards(analysis: LogAnalysis) -> str:
 
 
 def _latencies(analysis: LogAnalysis) -> str:
-    phases = analysis.phases
-    named: list[tuple[str, Distribution]] = [
-        *((part, phases.parts[part]) for part in PARTS),
-        ("time to first token", phases.ttft),
-        ("time per output token", phases.tpot),
-        ("end to end", phases.e2e),
-        ("normalized (per output token)", phases.normalized),
-    ]
-    rows = []
-    for name, distribution in named:
-        rows.append([name, *summary_cells(distribution.summary())])
-    return "<h2>Latency (ms)</h2>\n" + _table(["", *SUMMARY_COLUMNS], rows)
+    rows = [[name, *summary_cells(distribution.summary())] for name, distribution in analysis.phases.named()]
+    return "<h2>Latency (ms)</h2>\n" + html_table(["", *SUMMARY_COLUMNS], rows)
 
 
 def _phases(analysis: LogAnalysis) -> str:
@@ -156,7 +145,7 @@ def _slowest(slowest: Sequence[RequestEnd]) -> str:
 
 
 def _bar(parts: Sequence[float]) -> str:
-    """Returns the parts of a request's time as a bar."""
+    """Returns an HTML bar whose coloured pieces are the parts of a request's time."""
     total = sum(parts) or 1.0
     pieces = "".join(
         f'<i style="width:{100 * part / total:.1f}%;background:{colour}" title="{name}"></i>'
@@ -168,16 +157,10 @@ def _bar(parts: Sequence[float]) -> str:
 def _messages(analysis: LogAnalysis) -> str:
     rows = [[clock(one.time), one.level, one.event, one.text] for one in analysis.messages]
     title = f"<h2>Last warnings and errors (of {analysis.warnings + analysis.errors})</h2>\n"
-    return title + _table(["time", "level", "event", "message"], rows, "left")
+    return title + html_table(["time", "level", "event", "message"], rows, "left")
 
 
 def _file(reader: LogReader) -> str:
     text = f"{reader.lines} lines read, {reader.bad_lines} of them unreadable"
     examples = "".join(f"<li>{escape(example)}</li>" for example in reader.bad_examples)
     return f'<p class="muted">{text}</p><ul class="muted">{examples}</ul>'
-
-
-def _table(header: Iterable[str], rows: Iterable[Iterable[str]], css_class: str = "") -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<table class="{css_class}"><tr>{head}</tr>\n{body}\n</table>'

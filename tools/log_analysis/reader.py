@@ -1,4 +1,4 @@
-"""Reads the lines of an event log. Truncated and foreign lines are counted. Files of any size need little memory."""
+"""Reads the lines of an event log one by one. Counts the lines that are not events, such as truncated ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 MAX_LINE_BYTES = 1024 * 1024
 MAX_TIME = 1e11
-"""Larger Unix seconds are not a time (the year 5138)."""
+"""Unix seconds in the year 5138. A larger number in a log line is not a time, so the line is rejected."""
 KEPT_BAD_LINES = 5
 
 

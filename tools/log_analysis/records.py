@@ -1,4 +1,4 @@
-"""The events with figures. A missing field takes its default; a wrong type makes the line unreadable."""
+"""Declares the log events whose fields are analysed. A field of a wrong type makes the log line unreadable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPLETED = ("stop", "length")
 
 
 class RequestEnd(msgspec.Struct):
-    """The end of a request. Its ``parts`` add up to ``e2e_ms``."""
+    """The event ``request_end``. Its ``parts`` add up to the total time ``e2e_ms``."""
 
     finish_reason: str
     request_id: str = "?"
@@ -44,7 +44,7 @@ class RequestEnd(msgspec.Struct):
 
     @property
     def parts(self) -> dict[str, float]:
-        """Milliseconds of each part, in the order in which a request passes through them; 0 if the line has none."""
+        """Milliseconds of the request in queue, prefill, decode and the other ``PARTS``; 0 if the log has no value."""
         return {part: getattr(self, f"{part}_ms") or 0.0 for part in PARTS}
 
     @property

@@ -81,16 +81,7 @@ def _engine_json(analysis: LogAnalysis) -> dict[str, Any]:
         "kv_waste": _cell(timeline.total("kv_waste")),
         "swapped": _cell(timeline.total("swapped")),
         "decode_batch_mean": engine.decode_batch_mean,
-        "steps": engine.steps,
-        "prefill_steps": engine.prefill_steps,
-        "decode_steps": engine.decode_steps,
-        "prefill_tokens": engine.prefill_tokens,
-        "decode_tokens": engine.decode_tokens,
-        "mixed_steps": engine.mixed_steps,
-        "mixed_tokens": engine.mixed_tokens,
-        "move_steps": engine.move_steps,
-        "prefix_hit_tokens": engine.prefix_hit_tokens,
-        "prefix_query_tokens": engine.prefix_query_tokens,
+        **engine.sums,
     }
 
 

@@ -9,7 +9,7 @@ from tools.log_analysis.analysis import LogAnalysis
 
 QUEUE_IS_LIMIT = 0.20
 MIN_RARE_PERCENT = 2.0
-"""Parts that are usually almost zero are mentioned from this percentage of the time on."""
+"""A part of ``_RARE_PARTS`` is mentioned only from this percentage of the time on."""
 _RARE_PARTS = {
     "tokenise": "being tokenised",
     "preempted": "preempted",
@@ -18,13 +18,13 @@ _RARE_PARTS = {
     "delivery": "waiting for the client to read",
 }
 QUEUE_IS_NOTHING = 0.05
-"""Fraction of the end-to-end time that requests waited."""
+"""A queue is not mentioned as the limit below this fraction of the end-to-end time."""
 KV_IS_FULL = 0.90
 BATCH_IS_FULL = 0.95
 
 
 def story(analysis: LogAnalysis) -> list[str]:
-    """Returns sentences, most important first. For an empty log it is one sentence."""
+    """Returns a summary of the log in sentences, the most important first."""
     if not analysis.events:
         return ["The log has no events."]
     sentences = [_work(analysis)]
@@ -87,7 +87,7 @@ def _why_they_waited(analysis: LogAnalysis) -> str:
 
 
 def _max_num_seqs(analysis: LogAnalysis) -> int | None:
-    """Returns the maximum batch in the logged config, or None."""
+    """Returns the maximum number of sequences of a batch, from the logged config, or None."""
     scheduler = analysis.config.get("scheduler_config")
     if isinstance(scheduler, dict) and isinstance(scheduler.get("max_num_seqs"), int):
         return int(scheduler["max_num_seqs"])

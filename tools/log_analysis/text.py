@@ -1,11 +1,10 @@
-"""Formats the report for a terminal."""
+"""Formats the analysis of a log as text for a terminal."""
 
 from __future__ import annotations
 
 import time
 from itertools import pairwise
 
-from llm_serving.request import PARTS
 from performance.terminal import format_number, format_summaries, format_table
 from tools.log_analysis.analysis import LogAnalysis
 from tools.log_analysis.reader import LogReader
@@ -58,16 +57,8 @@ def _replicas(analysis: LogAnalysis) -> str:
 
 def _latencies(analysis: LogAnalysis) -> str:
     phases = analysis.phases
-    table = format_summaries(
-        "latency (ms)",
-        [
-            *((part, phases.parts[part].summary()) for part in PARTS),
-            ("time to first token", phases.ttft.summary()),
-            ("time per output token", phases.tpot.summary()),
-            ("end to end", phases.e2e.summary()),
-            ("normalized (per token)", phases.normalized.summary()),
-        ],
-    )
+    named = [(name, distribution.summary()) for name, distribution in phases.named()]
+    table = format_summaries("latency (ms)", named)
     return table if phases.e2e.is_exact else f"{table}\n  (percentiles within 0.1 %, because there are many requests)"
 
 
@@ -76,7 +67,7 @@ def _slowest(slowest: list[RequestEnd]) -> str:
 
 
 def slowest_row(end: RequestEnd) -> list[str]:
-    """Returns the cells of ``REQUEST_COLUMNS``."""
+    """Returns a row of the table of slow requests, whose columns are ``REQUEST_COLUMNS``."""
     return [
         printable(end.request_id)[:48],
         format_number(None if end.e2e_ms is None else end.e2e_ms / 1000),
@@ -105,17 +96,18 @@ def _engine(analysis: LogAnalysis) -> str:
         if total.count:
             shown = [title, format_number(total.mean * scale), format_number(total.max * scale)]
             rows.append([*shown, sparkline(timeline, name)])
+    sums = engine.sums
     steps = (
-        f"  {engine.steps} steps: {engine.prefill_steps} prefill ({engine.prefill_tokens} tokens), "
-        f"{engine.decode_steps} decode ({engine.decode_tokens} tokens, "
+        f"  {sums['steps']} steps: {sums['prefill_steps']} prefill ({sums['prefill_tokens']} tokens), "
+        f"{sums['decode_steps']} decode ({sums['decode_tokens']} tokens, "
         f"mean batch {format_number(engine.decode_batch_mean)})"
     )
-    if engine.mixed_steps:
-        steps += f", {engine.mixed_steps} mixed ({engine.mixed_tokens} tokens)"
-    if engine.move_steps:
-        steps += f", {engine.move_steps} of block moves"
-    if engine.prefix_query_tokens:
-        found, looked_up = engine.prefix_hit_tokens, engine.prefix_query_tokens
+    if sums["mixed_steps"]:
+        steps += f", {sums['mixed_steps']} mixed ({sums['mixed_tokens']} tokens)"
+    if sums["move_steps"]:
+        steps += f", {sums['move_steps']} of block moves"
+    found, looked_up = sums["prefix_hit_tokens"], sums["prefix_query_tokens"]
+    if looked_up:
         steps += f"\n  {found} prompt tokens found in the prefix cache, {100 * found / looked_up:.0f} % of {looked_up}"
     width = max(len("over time"), *(len(row[3]) for row in rows))
     rows = [[*row[:3], row[3].ljust(width)] for row in rows]
@@ -123,7 +115,7 @@ def _engine(analysis: LogAnalysis) -> str:
 
 
 def sparkline(timeline: Timeline, name: str) -> str:
-    """Returns the maxima over time as a row of block characters. A space means that nothing was logged."""
+    """Draws a value over time as a row of block characters. A space is a time without logged values."""
     points = timeline.points(name)
     steps = sorted(later.seconds - earlier.seconds for earlier, later in pairwise(points))
     usual_step = steps[len(steps) // 2] if steps else timeline.width

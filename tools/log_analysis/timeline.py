@@ -1,4 +1,4 @@
-"""Values over time in bounded memory."""
+"""Collects values over time in bounded memory, as counts, sums and maxima of time buckets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_BUCKETS = 512
 
 @dataclass(slots=True)
 class Cell:
-    """The values of a name within a bucket."""
+    """Count, sum and maximum of the values of one name in one time bucket."""
 
     count: int = 0
     sum: float = 0.0
@@ -33,7 +33,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A bucket: the middle of its time, in seconds from the timeline's origin."""
+    """A time bucket. ``seconds`` is its middle, counted from the timeline's origin."""
 
     seconds: float
     cell: Cell
@@ -63,19 +63,19 @@ class Timeline:
         cells.setdefault(int(seconds / self.width), Cell()).add(value)
 
     def points(self, name: str) -> list[Point]:
-        """Returns the buckets with values, in order of time."""
+        """Returns the time buckets that have values of ``name``, in order of time."""
         cells = self._buckets.get(name, {})
         return [Point((index + 0.5) * self.width, cells[index]) for index in sorted(cells)]
 
     def total(self, name: str) -> Cell:
-        """Returns all values of ``name`` in one cell."""
+        """Returns count, sum and maximum of all values of ``name``."""
         whole = Cell()
         for cell in self._buckets.get(name, {}).values():
             whole.merge(cell)
         return whole
 
     def rate(self, name: str) -> list[tuple[float, float]]:
-        """Returns (seconds, sum of values per second) of every bucket. For events, an empty bucket is a zero."""
+        """Returns (middle in seconds, sum of values per second) of every time bucket, also of empty ones."""
         cells = self._buckets.get(name, {})
         buckets: Iterable[int] = range(int(self.duration / self.width) + 1)
         return [((index + 0.5) * self.width, cells.get(index, Cell()).sum / self.width) for index in buckets]

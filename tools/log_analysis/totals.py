@@ -19,6 +19,16 @@ class Phases:
     e2e: Distribution = field(default_factory=Distribution)
     normalized: Distribution = field(default_factory=Distribution)
 
+    def named(self) -> list[tuple[str, Distribution]]:
+        """Returns the distributions in the order of a report, with their titles."""
+        return [
+            *((part, self.parts[part]) for part in PARTS),
+            ("time to first token", self.ttft),
+            ("time per output token", self.tpot),
+            ("end to end", self.e2e),
+            ("normalized (per output token)", self.normalized),
+        ]
+
     def add(self, end: RequestEnd) -> None:
         for distribution, value in (
             *((self.parts[part], getattr(end, f"{part}_ms")) for part in PARTS),
@@ -31,37 +41,26 @@ class Phases:
                 distribution.add(value)
 
 
-@dataclass(slots=True)
-class EngineTotals:
-    """Sums over the periodic state lines of the engine."""
+SUMS = ("steps", "prefill_steps", "decode_steps", "prefill_tokens", "decode_tokens", "mixed_steps", "mixed_tokens",
+        "move_steps", "prefix_hit_tokens", "prefix_query_tokens")  # fmt: skip
+"""Fields of ``EngineState`` that count the work since the previous state line."""
 
-    lines: int = 0
-    lines_with_queue: int = 0
-    steps: int = 0
-    prefill_steps: int = 0
-    decode_steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    mixed_steps: int = 0
-    mixed_tokens: int = 0
-    move_steps: int = 0
-    prefix_hit_tokens: int = 0
-    prefix_query_tokens: int = 0
-    decode_rows: float = 0.0
-    """Sum over all decode steps of their batch rows; divided by the steps, this is the mean batch."""
+
+class EngineTotals:
+    """Sums over the periodic state lines of the engine. ``sums`` has an entry for each name of ``SUMS``."""
+
+    def __init__(self) -> None:
+        self.lines = 0
+        self.sums = dict.fromkeys(SUMS, 0)
+        self._decode_rows = 0.0
 
     def add(self, state: EngineState) -> None:
-        """Adds a state line."""
         self.lines += 1
-        self.lines_with_queue += state.waiting > 0
-        for name in _SUMS:
-            setattr(self, name, getattr(self, name) + getattr(state, name))
-        self.decode_rows += (state.decode_batch_mean or 0.0) * state.decode_steps
+        for name in SUMS:
+            self.sums[name] += getattr(state, name)
+        self._decode_rows += (state.decode_batch_mean or 0.0) * state.decode_steps
 
     @property
     def decode_batch_mean(self) -> float | None:
-        return self.decode_rows / self.decode_steps if self.decode_steps else None
-
-
-_SUMS = ("steps", "prefill_steps", "decode_steps", "mixed_steps", "move_steps", "prefill_tokens", "decode_tokens",
-         "mixed_tokens", "prefix_hit_tokens", "prefix_query_tokens")  # fmt: skip
+        """Mean number of batch rows over all decode steps, or None without decode steps."""
+        return self._decode_rows / self.sums["decode_steps"] if self.sums["decode_steps"] else None

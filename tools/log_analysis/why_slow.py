@@ -20,8 +20,10 @@ MIN_SLOW = 5
 MAX_SLOW = 2000
 """Maximum number of slow requests that are stored: 1 % of 200 000."""
 MAX_SAMPLE = 100_000
-"""Maximum number of stored requests for the typical one. If there are more, every second or fourth request is
-stored."""
+"""Maximum number of requests in the sample from which typical requests are taken.
+
+A log with more requests is sampled: every second request, then every fourth, and so on.
+"""
 TOP_BLOCKERS = 5
 
 _COLUMNS = ("e2e", *PARTS, "output_tokens")
@@ -29,7 +31,7 @@ _COLUMNS = ("e2e", *PARTS, "output_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """The means of a group of requests, in milliseconds. ``parts`` add up to ``e2e``."""
+    """Mean times of the slow requests or of the typical ones, in milliseconds. ``parts`` add up to ``e2e``."""
 
     count: int
     e2e: float
@@ -48,7 +50,7 @@ class Blocker:
 
     request_id: str
     requests: int
-    """Number of slow requests that it blocked."""
+    """Number of slow requests that the blocking request delayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class SlowRequests:
     """Mean time that a slow request waited because the next request in the queue could not start, by reason."""
     blockers: list[Blocker]
     preemptions: float
-    """Mean number of preemptions of a slow request. ``swaps`` are those to host memory."""
+    """Mean number of preemptions of a slow request. ``swaps`` counts only preemptions that swap to host memory."""
     swaps: float
 
     @property
@@ -73,7 +75,7 @@ class SlowRequests:
 
 @dataclass(slots=True)
 class WhySlow:
-    """Collects completed requests in bounded memory."""
+    """Collects completed requests in bounded memory, to compare slow requests with typical ones."""
 
     count: int = 0
     _stride: int = 1
@@ -81,7 +83,7 @@ class WhySlow:
     _slowest: list[tuple[float, int, RequestEnd]] = field(default_factory=list)
 
     def add(self, end: RequestEnd) -> None:
-        """Adds a request. A request without a total time is ignored."""
+        """Adds a completed request. A request without a total time is ignored."""
         if end.e2e_ms is None:
             return
         entry = (end.e2e_ms, -self.count, end)

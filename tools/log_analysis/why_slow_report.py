@@ -1,7 +1,8 @@
-"""Presents why requests were slow: sentences, table, JSON and HTML."""
+"""Presents the comparison of slow requests with typical ones (``WhySlow``): sentences, table, JSON and HTML."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
@@ -10,9 +11,9 @@ from performance.terminal import format_number, format_table
 from tools.log_analysis.why_slow import SlowRequests, WhySlow
 
 MIN_FRACTION = 0.10
-"""A part is mentioned from this fraction of the difference on."""
+"""A part of the time is mentioned if it explains at least this fraction of the difference."""
 SAME = 1.25
-"""Figures within this factor count as equal."""
+"""Slow and typical numbers that differ by less than this factor count as equal."""
 
 _WORDS = {
     "tokenise": "being read and tokenised",
@@ -37,7 +38,7 @@ _HEADER = ("part (ms)", "typical", "slow", "difference", "fraction")
 
 
 def why_slow_sentences(why: WhySlow) -> list[str]:
-    """Returns sentences, most important first."""
+    """Returns sentences that explain slow requests, the most important first."""
     result = why.result()
     if result is None:
         return ["There are too few completed requests to compare slow ones with others."]
@@ -47,26 +48,31 @@ def why_slow_sentences(why: WhySlow) -> list[str]:
 
 
 def why_slow_text(why: WhySlow) -> str:
-    """Returns the sentences and the table."""
+    """Returns the explanation of slow requests as text: sentences and a table."""
     result = why.result()
     text = "  why the slow requests were slow\n" + "\n".join(f"  {one}" for one in why_slow_sentences(why))
     return text if result is None else f"{text}\n\n{format_table(_HEADER, _rows(result))}"
 
 
 def why_slow_html(why: WhySlow) -> str:
-    """Returns a section of the HTML report."""
+    """Returns the explanation of slow requests as a section of the HTML report."""
     result = why.result()
     items = "\n".join(f"<li>{escape(one)}</li>" for one in why_slow_sentences(why))
     section = f"<h2>Why the slow requests were slow</h2>\n<ul>\n{items}\n</ul>"
     if result is None:
         return section
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in _HEADER)
-    rows = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in _rows(result))
-    return f"{section}\n<table><tr>{head}</tr>\n{rows}\n</table>"
+    return f"{section}\n{html_table(_HEADER, _rows(result))}"
+
+
+def html_table(header: Iterable[str], rows: Iterable[Iterable[str]], css_class: str = "") -> str:
+    """Returns an HTML table. The cells are escaped."""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<table class="{css_class}"><tr>{head}</tr>\n{body}\n</table>'
 
 
 def why_slow_json(why: WhySlow) -> dict[str, Any] | None:
-    """Returns means in milliseconds, or None if there are too few requests."""
+    """Returns the comparison as JSON, with means in milliseconds, or None if there are too few requests."""
     result = why.result()
     if result is None:
         return None
@@ -93,13 +99,7 @@ def _rows(result: SlowRequests) -> list[list[str]]:
     whole = result.slow.e2e - result.typical.e2e
     pairs = [(part, result.typical.parts[part], result.slow.parts[part]) for part in PARTS]
     return [
-        [
-            name,
-            format_number(typical),
-            format_number(slow),
-            format_number(slow - typical),
-            _percent(slow - typical, whole),
-        ]
+        [name, *map(format_number, (typical, slow, slow - typical)), _percent(slow - typical, whole)]
         for name, typical, slow in (*pairs, ("end to end", result.typical.e2e, result.slow.e2e))
     ]
 
@@ -124,7 +124,7 @@ def _parts(result: SlowRequests) -> list[str]:
 
 
 def _lengths(result: SlowRequests) -> str:
-    """Explains requests that are slow because their outputs are long, and whether each token was slow, too."""
+    """Returns a sentence if slow requests have long outputs, and whether their tokens also took longer."""
     slow, typical = result.slow, result.typical
     if not typical.output_tokens or slow.output_tokens < SAME * typical.output_tokens:
         return ""

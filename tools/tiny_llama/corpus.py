@@ -5,49 +5,16 @@ from collections.abc import Iterator
 
 from . import talk
 from .facts import Fact, pick_kind
-from .poems import make_poem, poem_turns
-from .stories import make_story, story_request
+from .stories import make_poem, make_story, poem_turns, story_request
 from .sums import addition, number_fact, subtraction
+from .tables import pick, sections
 
 Turn = tuple[str, str]
 """(role, text). The role is "text" for a plain document, otherwise "system", "user" or "assistant"."""
 Document = list[Turn]
 Pair = tuple[str, str]
 
-SYSTEM_PROMPTS = (
-    "You are Tiny, a helpful assistant.",
-    "You are a helpful assistant.",
-    "You are Tiny, a very small Llama that runs on MindSpore.",
-    "You are a friendly assistant.",
-    "Answer the questions of the user.",
-    "You are a kind assistant. Use simple words.",
-)
-SHORT_PROMPTS = ("Answer with one word.", "Answer in one word.", "Give short answers.", "Answer as briefly as you can.")
-
-QUESTION_WORDS = frozenset(
-    (
-        "What",
-        "Who",
-        "Where",
-        "Which",
-        "How",
-        "Why",
-        "Is",
-        "Can",
-        "Do",
-        "Are",
-        "Tell",
-        "Name",
-        "Count",
-        "Write",
-        "Say",
-        "Please",
-        "Calculate",
-        "In",
-        "On",
-        "Repeat",
-    )
-)
+QUESTION_WORDS = frozenset(sections("wordings")["question words"][0].split())
 
 
 def any_fact(rng: random.Random) -> Fact:
@@ -73,7 +40,7 @@ def vary(rng: random.Random, question: str) -> str:
 
 
 def follow_up(rng: random.Random) -> list[Pair]:
-    """Returns a question, and one or two short ones that name only the difference ("And of Spain?")."""
+    """Returns a question, and one or two short questions after it, such as "And of Spain?", with answers."""
     kind = rng.choice((number_fact, pick_kind(rng), pick_kind(rng)))
     pairs: list[Pair] = []
     head = ""
@@ -92,7 +59,7 @@ def follow_up(rng: random.Random) -> list[Pair]:
 
 
 def same_form(fact: Fact) -> str:
-    """Returns the first three words. The second of two questions can be short if both have the same first words."""
+    """Returns words that two questions must share, so that the second can be shortened ("And of Spain?")."""
     words = fact.question.replace("color", "colour").split()
     return " ".join(words[:2]) + (
         " " + fact.again.split()[1] if fact.again.startswith(("And of", "And after", "And before")) else words[-1]
@@ -100,12 +67,12 @@ def same_form(fact: Fact) -> str:
 
 
 def small_pair(rng: random.Random) -> Pair:
-    """Returns one question of any short kind, with its answer."""
+    """Returns a question or remark of one line (fact, small talk, joke, ...) with its answer."""
     draw = rng.random()
     if draw < 0.5:
         fact = any_fact(rng)
         if rng.random() < 0.06:
-            return f"{fact.question} {rng.choice(SHORT_PROMPTS)}", fact.short
+            return f"{fact.question} {pick(rng, 'short answers')}", fact.short
         return vary(rng, fact.question), fact.answer
     if draw < 0.74:
         said, answer = talk.small_talk(rng)
@@ -130,14 +97,11 @@ def long_pair(rng: random.Random) -> Pair:
 
 
 def conversation(rng: random.Random) -> list[Pair]:
-    """Returns one to eight exchanges."""
+    """Returns one to eight exchanges of user and assistant."""
     pairs: list[Pair] = []
     if rng.random() < 0.3:
-        pairs.append(
-            talk.small_talk_about(
-                rng, rng.choice(("Hello", "Hello", "Good morning", "How are you", "What is your name"))
-            )
-        )
+        greeting = rng.choice(("Hello", "Hello", "Good morning", "How are you", "What is your name"))
+        pairs.append(talk.small_talk_about(rng, greeting))
     remembered = talk.memory(rng) if rng.random() < 0.25 else []
     pairs += remembered[:1]
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
@@ -158,7 +122,7 @@ def conversation(rng: random.Random) -> list[Pair]:
 
 def short_conversation(rng: random.Random) -> Document:
     """Returns a system prompt that asks for short answers, and facts with short answers."""
-    document: Document = [("system", rng.choice(SHORT_PROMPTS))]
+    document: Document = [("system", pick(rng, "short answers"))]
     for _ in range(rng.randint(1, 4)):
         fact = any_fact(rng)
         document += [("user", vary(rng, fact.question)), ("assistant", fact.short)]
@@ -170,7 +134,7 @@ def chat(rng: random.Random) -> Document:
     draw = rng.random()
     if draw < 0.05:
         return short_conversation(rng)
-    document: Document = [("system", rng.choice(SYSTEM_PROMPTS))] if draw < 0.25 else []
+    document: Document = [("system", pick(rng, "system prompt"))] if draw < 0.25 else []
     pairs = [long_pair(rng)] if draw > 0.85 else [small_pair(rng)] if draw > 0.6 else conversation(rng)
     for said, answer in pairs:
         document += [("user", said), ("assistant", answer)]
@@ -188,12 +152,8 @@ def plain(rng: random.Random) -> Document:
         fact = any_fact(rng)
         return [("text", f"Question: {fact.question}\nAnswer: {fact.answer}")]
     if draw < 0.95:
-        return [
-            (
-                "text",
-                "\n".join(rng.choice((addition, addition, subtraction))(rng).answer for _ in range(rng.randint(1, 12))),
-            )
-        ]
+        kinds = (addition, addition, subtraction)
+        return [("text", "\n".join(rng.choice(kinds)(rng).answer for _ in range(rng.randint(1, 12))))]
     return [("text", make_poem(rng)[1])]
 
 

@@ -23,14 +23,17 @@ def is_held_out(text: str) -> bool:
 
 
 def encoded_documents(tokenizer: spm.SentencePieceProcessor, seed: int, held_out: bool) -> Iterator[list[int]]:
-    """Yields the ids of the documents on one side of the split, without end."""
+    """Yields token ids of documents without end: only the held-out documents, or only the others."""
     for document in training_documents(seed):
         if is_held_out(render(document)) == held_out:
             yield encode_document(tokenizer, document)
 
 
 def take(buffer: list[list[int]], space: int) -> list[int]:
-    """Removes a document for the rest of a row: the oldest or longest that fits, or a part of the shortest."""
+    """Removes a document from ``buffer`` to fill the rest of a row, ``space`` tokens.
+
+    Takes the oldest document if it fits, else the longest that fits, else the beginning of the shortest one.
+    """
     if len(buffer[0]) <= space:
         return buffer.pop(0)
     fitting = [i for i, ids in enumerate(buffer) if len(ids) <= space]

@@ -12,23 +12,10 @@ from .corpus import Document, documents, vary
 from .facts import CAPITALS, pick_kind
 from .stories import ANIMALS, BOYS, COLOURS, FOODS, GIRLS, PEOPLE, PLACES, THINGS, make_story
 from .sums import addition, multiplication, number_fact, subtraction
+from .tables import pick
 
 DRILL_SHARE = 0.3
 WORDS = (*ANIMALS, *BOYS, *COLOURS, *FOODS, *GIRLS, *PEOPLE, *PLACES, *THINGS, *CAPITALS.values())
-STARTS = (
-    "One day {at} named {H}",
-    "One day, {at} called {H}",
-    "Once {at} named {H}",
-    "There was {at} named {H} who",
-    "{At} named {H}",
-)
-DEEDS = (
-    "went to the {p}.",
-    "walked to the {p}.",
-    "was sitting by the {p}.",
-    "came to the {p}.",
-    "went for a walk by the {p}.",
-)
 
 
 def some_words(rng: random.Random) -> str:
@@ -40,8 +27,7 @@ def some_words(rng: random.Random) -> str:
 def say_again(rng: random.Random) -> Document:
     """Lets the assistant repeat the user's words."""
     phrase = some_words(rng)
-    request = rng.choice(("Repeat after me: {}", "Say this: {}", "Repeat: {}", "Please repeat: {}", "Say it again: {}"))
-    return [("user", request.format(phrase)), ("assistant", phrase)]
+    return [("user", pick(rng, "repeat words", phrase=phrase)), ("assistant", phrase)]
 
 
 def twice(rng: random.Random) -> Document:
@@ -67,19 +53,19 @@ def sums(rng: random.Random) -> Document:
 
 
 def other_start(rng: random.Random) -> Document:
-    """Returns a story from its middle."""
+    """Returns a story whose first sentence is replaced by a shorter introduction of the hero and the place."""
     story = make_story(rng)
     hero = story.hero
     trait = f"{hero.trait} {hero.kind}"
     article = "an" if trait[0] in "aeiou" else "a"
     slots = {"at": f"{article} {trait}", "At": f"{article.capitalize()} {trait}", "H": hero.name, "p": story.place}
-    start = f"{rng.choice(STARTS)} {rng.choice(DEEDS)}".format(**slots)
+    start, deed = pick(rng, "story start", **slots), pick(rng, "story deed", **slots)
     end = story.text.index(". ") + 2
-    return [("text", f"{start} {story.text[end:]}")]
+    return [("text", f"{start} {deed} {story.text[end:]}")]
 
 
 def drill(rng: random.Random) -> Document:
-    """Returns any of these exercises."""
+    """Returns one of the six kinds of exercises, with fixed probabilities."""
     kinds = (say_again, twice, remember, one_fact, sums, other_start)
     return rng.choices(kinds, (20, 10, 12, 36, 12, 10))[0](rng)
 

@@ -3,31 +3,23 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
+import sentencepiece as spm
 
 from .model import ModelShape, TinyLlama
-from .tokenizer import BOS_ID, EOS_ID, PAD_ID
+from .tokenizer import merge_rules
 from .trainer import History
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from numpy.typing import NDArray
 
+from agent.weights.storage import from_float32
 from performance.models.folders import write_safetensors
 
-
-def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Converts finite float32 values to the bits of bfloat16 (uint16), rounded to nearest, ties to even."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Converts the bits of bfloat16 to float32, exactly."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 def weights(network: TinyLlama) -> dict[str, NDArray[np.float32]]:
@@ -38,49 +30,40 @@ def weights(network: TinyLlama) -> dict[str, NDArray[np.float32]]:
 def save_weights(tensors: dict[str, NDArray[np.float32]], path: Path) -> None:
     """Writes ``tensors`` as bfloat16. The file is renamed when it is complete, so that no partial file is visible."""
     temporary = path.with_suffix(".partial")
-    write_safetensors(temporary, {name: to_bfloat16(values) for name, values in tensors.items()})
+    write_safetensors(temporary, {name: from_float32(values, "bfloat16") for name, values in tensors.items()})
     os.replace(temporary, path)
 
 
-def model_config(shape: ModelShape) -> dict[str, Any]:
-    """Returns the content of ``config.json``."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID,
+def save_fixed_files(shape: ModelShape, tokenizer_model: bytes, folder: Path) -> None:
+    """Writes all files that do not depend on the training: the tokenizer and the configs, from ``templates/``.
+
+    ``tokenizer.json`` gives the same ids as the sentencepiece model.
+    """
+    tokenizer = spm.SentencePieceProcessor(model_proto=tokenizer_model)
+    contents = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in TEMPLATES.glob("*.json")}
+    contents["config.json"] |= {
         "head_dim": shape.head_dim,
-        "hidden_act": "silu",
         "hidden_size": shape.hidden_size,
-        "initializer_range": 0.02,
         "intermediate_size": shape.intermediate_size,
         "max_position_embeddings": shape.max_position_embeddings,
-        "mlp_bias": False,
-        "model_type": "llama",
         "num_attention_heads": shape.num_heads,
         "num_hidden_layers": shape.num_layers,
         "num_key_value_heads": shape.num_kv_heads,
-        "pad_token_id": PAD_ID,
-        "pretraining_tp": 1,
         "rms_norm_eps": shape.rms_norm_eps,
-        "rope_scaling": None,
         "rope_theta": shape.rope_theta,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
         "vocab_size": shape.vocab_size,
     }
-
-
-def save_config(shape: ModelShape, folder: Path) -> None:
-    """Writes ``config.json`` and ``generation_config.json``."""
-    generation = {
-        "bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID,
-        "do_sample": True, "temperature": 0.7, "top_p": 0.9, "max_length": shape.max_position_embeddings,
-    }  # fmt: skip
-    for name, content in (("config.json", model_config(shape)), ("generation_config.json", generation)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    contents["generation_config.json"]["max_length"] = shape.max_position_embeddings
+    contents["tokenizer_config.json"]["model_max_length"] = shape.max_position_embeddings
+    contents["tokenizer.json"]["model"] |= {
+        "vocab": {tokenizer.IdToPiece(i): i for i in range(tokenizer.GetPieceSize())},
+        "merges": merge_rules(tokenizer),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.model").write_bytes(tokenizer_model)
+    for name, content in contents.items():
+        text = json.dumps(content, ensure_ascii=False, indent=1 if "token" in name else 2)
+        (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
 def save_curve(history: History, path: Path) -> None:

@@ -17,7 +17,7 @@ class Fact(NamedTuple):
     again: str = ""
 
 
-TEXT = sections("facts")
+TEXT, WORDINGS = sections("facts"), sections("wordings")
 CAPITALS, COLOURS, DEFINITIONS, PROFESSIONS, QUANTITIES = (
     pairs(TEXT[name]) for name in ("capitals", "colours", "definitions", "professions", "quantities")
 )
@@ -25,13 +25,9 @@ CONTINENTS = {continent: countries.split(", ") for continent, countries in pairs
 ANIMALS = {animal: properties.split(" | ") for animal, properties in pairs(TEXT["animals"]).items()}
 OPPOSITES = tuple(pairs(TEXT["opposites"]).items())
 GENERAL = tuple(tuple(line.split(" | ")) for line in TEXT["general"])
-DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-MONTHS = tuple(
-    "January February March April May June July August September October November December".split()  # noqa: SIM905
+DAYS, MONTHS, SEASONS, PLANETS, ORDINALS = (
+    tuple(TEXT[name][0].split()) for name in ("days", "months", "seasons", "planets", "ordinals")
 )
-SEASONS = ("spring", "summer", "autumn", "winter")
-PLANETS = ("Mercury", "Venus", "Earth", "Mars", "Jupiter", "Saturn", "Uranus", "Neptune")
-ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
 def first_upper(text: str) -> str:
@@ -39,125 +35,80 @@ def first_upper(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def fill(line: str, slots: dict[str, object]) -> Fact:
+    """Makes a fact from a line ``question | answer | short answer | follow-up``, whose slots it fills in."""
+    words = {key: str(value) for key, value in slots.items()}
+    words |= {first_upper(key): first_upper(word) for key, word in words.items()}
+    return Fact(*line.format(**words).split(" | "))
+
+
+def make_fact(rng: random.Random, section: str, **slots: object) -> Fact:
+    """Makes a fact from a section of ``text/wordings.txt``: a random question of the section, and its last line."""
+    *questions, answers = WORDINGS[section]
+    question = rng.choice(questions) if len(questions) > 1 else questions[0]
+    return fill(f"{question} | {answers}", slots)
+
+
 def capital(rng: random.Random) -> Fact:
     """Asks for the capital of a country, or the country of a capital."""
     country, city = rng.choice(sorted(CAPITALS.items()))
-    if rng.random() < 0.2:
-        return Fact(
-            f"{city} is the capital of which country?", f"{city} is the capital of {country}.", first_upper(country)
-        )
-    question = rng.choice(
-        (
-            "What is the capital of {}?",
-            "Which city is the capital of {}?",
-            "What is the capital city of {}?",
-            "Name the capital of {}.",
-        )
-    )
-    return Fact(question.format(country), f"The capital of {country} is {city}.", city, f"And of {country}?")
+    section = "country of a capital" if rng.random() < 0.2 else "capital"
+    return make_fact(rng, section, country=country, city=city)
 
 
 def continent(rng: random.Random) -> Fact:
     """Asks for the continent of a country."""
     name = rng.choice(sorted(CONTINENTS))
     country = rng.choice(CONTINENTS[name])
-    question = rng.choice(("Where is {}?", "On which continent is {}?", "In which part of the world is {}?"))
     verb = "are" if country == "the United States" or country == "the Netherlands" else "is"
-    return Fact(
-        question.format(country).replace(" is ", f" {verb} "),
-        f"{first_upper(country)} {verb} in {name}.",
-        f"In {name}",
-        f"And {country}?",
-    )
+    return make_fact(rng, "continent", name=name, country=country, verb=verb)
 
 
 def animal(rng: random.Random) -> Fact:
     """Asks for sound, legs, young, home or food of an animal."""
     name = rng.choice(sorted(ANIMALS))
     sound, legs, young, home, food = ANIMALS[name]
-    article = a(name)
-    facts = [
-        Fact(
-            f"How many legs does {article} have?",
-            f"{first_upper(article)} has {legs} legs.",
-            first_upper(legs),
-            f"And {article}?",
-        ),
-        Fact(
-            f"What is a baby {name} called?",
-            f"A baby {name} is called {a(young)}.",
-            first_upper(a(young)),
-            f"And a baby {name}?",
-        ),
-        Fact(
-            f"Where does {article} live?", f"{first_upper(article)} lives {home}.", first_upper(home), f"And {article}?"
-        ),
-        Fact(f"What does {article} eat?", f"{first_upper(article)} eats {food}.", first_upper(food), f"And {article}?"),
-    ]
-    if sound:
-        facts.append(
-            Fact(
-                f"What sound does {article} make?", f"{first_upper(article)} {sound}.", f"It {sound}", f"And {article}?"
-            )
-        )
-    return rng.choice(facts)
+    forms = WORDINGS["animal"] if sound else WORDINGS["animal"][:-1]
+    slots = {"name": name, "a": a(name), "sound": sound, "legs": legs, "young": a(young), "home": home, "food": food}
+    return fill(rng.choice(forms), dict(slots))
 
 
 def colour(rng: random.Random) -> Fact:
     """Asks for the colour of a thing."""
     thing, name = rng.choice(sorted(COLOURS.items()))
-    question = rng.choice(("What colour is {}?", "What color is {}?", "Which colour does {} have?"))
-    return Fact(question.format(thing), f"{first_upper(thing)} is {name}.", first_upper(name), f"And {thing}?")
+    return make_fact(rng, "colour", thing=thing, name=name)
 
 
 def opposite(rng: random.Random) -> Fact:
     """Asks for the opposite of a word."""
     pair = rng.choice(OPPOSITES)
-    known = {"light", "old"}  # each has two opposites: ask only from the other side
-    word, other = pair if pair[0] not in known else pair[::-1]
-    if rng.random() < 0.5 and other not in known:
+    ambiguous = {"light", "old"}  # "light" and "old" have two opposites each, so no question asks for them
+    word, other = pair if pair[0] not in ambiguous else pair[::-1]
+    if rng.random() < 0.5 and other not in ambiguous:
         word, other = other, word
-    question = rng.choice(
-        ("What is the opposite of {}?", 'What is the opposite of "{}"?', "Tell me the opposite of {}.")
-    )
-    return Fact(question.format(word), f"The opposite of {word} is {other}.", first_upper(other), f"And of {word}?")
+    return make_fact(rng, "opposite", word=word, other=other)
 
 
 def order(rng: random.Random) -> Fact:
     """Asks for the next or previous day, month or season."""
     names = rng.choice((DAYS, DAYS, MONTHS, MONTHS, SEASONS))
     index = rng.randrange(len(names))
-    name, after, before = names[index], names[(index + 1) % len(names)], names[index - 1]
     kind = "day" if names is DAYS else "month" if names is MONTHS else "season"
     if rng.random() < 0.6:
-        question = rng.choice(
-            (f"Which {kind} comes after {name}?", f"What comes after {name}?", f"What {kind} is after {name}?")
-        )
-        return Fact(question, f"{first_upper(after)} comes after {name}.", first_upper(after), f"And after {name}?")
-    question = rng.choice((f"Which {kind} comes before {name}?", f"What comes before {name}?"))
-    return Fact(question, f"{first_upper(before)} comes before {name}.", first_upper(before), f"And before {name}?")
+        return make_fact(rng, "after", kind=kind, name=names[index], other=names[(index + 1) % len(names)])
+    return make_fact(rng, "before", kind=kind, name=names[index], other=names[index - 1])
 
 
 def definition(rng: random.Random) -> Fact:
     """Asks what a thing is."""
     word, meaning = rng.choice(sorted(DEFINITIONS.items()))
-    question = rng.choice(
-        (
-            "What is {}?",
-            "What is {}?",
-            "Can you explain what {} is?",
-            "Tell me what {} is.",
-            "What does the word {} mean?",
-        )
-    )
-    subject = word if "the word" in question else a(word)
-    return Fact(question.format(subject), f"{first_upper(a(word))} is {meaning}.", first_upper(meaning))
+    return make_fact(rng, "definition", word=word, a=a(word), meaning=meaning)
 
 
 def profession(rng: random.Random) -> Fact:
     """Asks for the name of a profession."""
     work, who = rng.choice(sorted(PROFESSIONS.items()))
-    return Fact(f"Who {work}?", f"{first_upper(who)} {work}.", first_upper(who))
+    return make_fact(rng, "profession", work=work, who=who)
 
 
 def quantity(rng: random.Random) -> Fact:
@@ -179,33 +130,22 @@ def quantity(rng: random.Random) -> Fact:
 
 
 def general(rng: random.Random) -> Fact:
-    """Returns any fact."""
+    """Returns a fact of the list of general facts."""
     return Fact(*rng.choice(GENERAL))
 
 
 def planets(rng: random.Random) -> Fact:
     """Asks for the order of the planets."""
     index = rng.randrange(len(PLANETS))
-    ordinal = ORDINALS[index]
-    name = PLANETS[index]
-    return Fact(f"Which is the {ordinal} planet from the sun?", f"The {ordinal} planet from the sun is {name}.", name)
+    return make_fact(rng, "planet", ordinal=ORDINALS[index], name=PLANETS[index])
 
 
-FACT_KINDS: tuple[tuple[Callable[[random.Random], Fact], int], ...] = (
-    (capital, 10),
-    (continent, 3),
-    (animal, 10),
-    (colour, 4),
-    (opposite, 5),
-    (order, 4),
-    (definition, 8),
-    (profession, 3),
-    (quantity, 3),
-    (general, 8),
-    (planets, 1),
-)
+KIND_WEIGHTS: dict[Callable[[random.Random], Fact], int] = {
+    capital: 10, continent: 3, animal: 10, colour: 4, opposite: 5, order: 4, definition: 8, profession: 3,
+    quantity: 3, general: 8, planets: 1,
+}  # fmt: skip
 
 
 def pick_kind(rng: random.Random) -> Callable[[random.Random], Fact]:
-    """A kind of fact with its weight."""
-    return rng.choices([kind for kind, _ in FACT_KINDS], [weight for _, weight in FACT_KINDS])[0]
+    """Returns a random generator of facts, with the probabilities of ``KIND_WEIGHTS``."""
+    return rng.choices(list(KIND_WEIGHTS), list(KIND_WEIGHTS.values()))[0]

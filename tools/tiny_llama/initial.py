@@ -25,7 +25,11 @@ MATCH_GAIN = 2.0
 
 
 class Circuit:
-    """Common vectors of the circuit: the constant, the token codes, and the place where codes are written."""
+    """The vectors that the heads of the circuit share.
+
+    ``constant`` is a part of every embedding. ``code`` [head_dim, hidden] maps a token to its code. ``place`` [hidden,
+    head_dim] are the directions of the hidden state to which the previous-token head writes the code.
+    """
 
     def __init__(
         self, vocab_size: int, hidden_size: int, head_dim: int, rope_theta: float, rng: np.random.Generator
@@ -42,8 +46,10 @@ class Circuit:
         return as_float32(rng.standard_normal((vocab, hidden)) / np.sqrt(hidden) + COMMON * self.constant)
 
     def previous_token_query_key(self) -> HeadWeights:
-        """Returns query and key ``[head_dim, hidden]``: the key is constant, and the query is the key one position
-        back."""
+        """Returns query and key, both [head_dim, hidden], of a head that attends to the previous token.
+
+        The key is the same for all tokens. The query is this key, rotated back by one position.
+        """
         dim, half = self.head_dim, self.head_dim // 2
         angles = self.rope_theta ** (-np.arange(half) / half)
         energy = np.zeros(half)
@@ -60,7 +66,9 @@ class Circuit:
         return as_float32(self.code), as_float32(self.place * WRITTEN)
 
     def induction_query_key(self, half: int) -> HeadWeights:
-        """Returns query and key, which compare this token's code with the code from the previous-token head.
+        """Returns query and key of a head that looks for earlier occurrences of the current token.
+
+        They compare the token's code with the codes that the previous-token head wrote.
 
         Only the slow half of the rotary frequencies is used, so that the match does not depend on the distance.
         ``half`` (0 or 1) selects the half of the code that is compared.

@@ -45,17 +45,9 @@ def initial_weight(rng: np.random.Generator, rows: int, columns: int, scale: flo
     return Tensor((rng.standard_normal((rows, columns)) * scale).astype(np.float32))
 
 
-class Linear(nn.Cell):
-    """Computes ``x @ weight.T`` without bias. ``weight`` is ``[out, in]``."""
-
-    def __init__(self, rng: np.random.Generator, inputs: int, outputs: int, scale: float) -> None:
-        super().__init__()
-        self.weight = Parameter(initial_weight(rng, outputs, inputs, scale))
-        self.matmul = P.MatMul(transpose_b=True)
-
-    def construct(self, x: Tensor) -> Tensor:
-        """Maps ``[rows, in]`` to ``[rows, out]``."""
-        return self.matmul(x, self.weight)
+def linear(rng: np.random.Generator, inputs: int, outputs: int, scale: float = 0.02) -> nn.Dense:
+    """Returns a linear layer without bias. Its weights are random, with standard deviation ``scale``."""
+    return nn.Dense(inputs, outputs, weight_init=initial_weight(rng, outputs, inputs, scale), has_bias=False)
 
 
 class RMSNorm(nn.Cell):
@@ -68,7 +60,6 @@ class RMSNorm(nn.Cell):
         self.mean = P.ReduceMean(keep_dims=True)
 
     def construct(self, x: Tensor) -> Tensor:
-        """``[rows, size]`` to the same shape."""
         return x * ops.rsqrt(self.mean(x * x, -1) + self.epsilon) * self.weight
 
 
@@ -80,22 +71,25 @@ class Attention(nn.Cell):
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.group = self.heads // self.kv_heads
         self.width = self.heads * self.head_dim
-        self.q_proj = Linear(rng, shape.hidden_size, self.width, 0.02)
-        self.k_proj = Linear(rng, shape.hidden_size, self.kv_heads * self.head_dim, 0.02)
-        self.v_proj = Linear(rng, shape.hidden_size, self.kv_heads * self.head_dim, 0.02)
-        self.o_proj = Linear(rng, self.width, shape.hidden_size, 0.02 / np.sqrt(2 * shape.num_layers))
+        self.q_proj = linear(rng, shape.hidden_size, self.width)
+        self.k_proj = linear(rng, shape.hidden_size, self.kv_heads * self.head_dim)
+        self.v_proj = linear(rng, shape.hidden_size, self.kv_heads * self.head_dim)
+        self.o_proj = linear(rng, self.width, shape.hidden_size, 0.02 / np.sqrt(2 * shape.num_layers))
         self.scores = P.BatchMatMul(transpose_b=True)
         self.mix = P.BatchMatMul()
         self.softmax = P.Softmax(-1)
         self.scale = float(shape.head_dim) ** -0.5
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate-half rotary embedding of ``[batch, heads, length, head_dim]``."""
+        """Applies rotate-half rotary embedding to ``x`` [batch, heads, length, head_dim]."""
         first, second = ops.split(x, self.head_dim // 2, axis=-1)
         return x * cos + ops.concat((-second, first), axis=-1) * sin
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, batch: int) -> Tensor:
-        """``[batch * length, hidden]`` to the same; ``mask`` is additive, ``[batch, 1, group * length, length]``."""
+        """Returns the attention output of ``x``, both [batch * length, hidden].
+
+        ``mask`` [batch, 1, group * length, length] is added to the scores. ``group`` is query heads per key head.
+        """
         query = ops.transpose(self.q_proj(x).reshape(batch, -1, self.heads, self.head_dim), (0, 2, 1, 3))
         key = ops.transpose(self.k_proj(x).reshape(batch, -1, self.kv_heads, self.head_dim), (0, 2, 1, 3))
         value = ops.transpose(self.v_proj(x).reshape(batch, -1, self.kv_heads, self.head_dim), (0, 2, 1, 3))
@@ -108,23 +102,22 @@ class Attention(nn.Cell):
 
 
 class MLP(nn.Cell):
-    """SwiGLU feed-forward."""
+    """The feed-forward part of a layer (SwiGLU), for inputs [rows, hidden]."""
 
     def __init__(self, shape: ModelShape, rng: np.random.Generator) -> None:
         super().__init__()
-        self.gate_proj = Linear(rng, shape.hidden_size, shape.intermediate_size, 0.02)
-        self.up_proj = Linear(rng, shape.hidden_size, shape.intermediate_size, 0.02)
+        self.gate_proj = linear(rng, shape.hidden_size, shape.intermediate_size)
+        self.up_proj = linear(rng, shape.hidden_size, shape.intermediate_size)
         scale = 0.02 / np.sqrt(2 * shape.num_layers)
-        self.down_proj = Linear(rng, shape.intermediate_size, shape.hidden_size, scale)
+        self.down_proj = linear(rng, shape.intermediate_size, shape.hidden_size, scale)
 
     def construct(self, x: Tensor) -> Tensor:
-        """``[rows, hidden]`` to the same shape."""
         gate = self.gate_proj(x)
         return self.down_proj(gate * ops.sigmoid(gate) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Cell):
-    """Attention and feed-forward. Each has a norm before it and is added to the residual stream."""
+    """A decoder layer: attention, then feed-forward. Each normalises its input and adds its output to the input."""
 
     def __init__(self, shape: ModelShape, rng: np.random.Generator) -> None:
         super().__init__()
@@ -134,13 +127,12 @@ class DecoderLayer(nn.Cell):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, batch: int) -> Tensor:
-        """``[batch * length, hidden]`` to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, batch)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(nn.Cell):
-    """Embedding, layers and final norm, with Hugging Face's names."""
+    """Embedding, layers and final norm. The attributes have Hugging Face's names, so tensors need no renaming."""
 
     def __init__(self, shape: ModelShape, rng: np.random.Generator) -> None:
         super().__init__()
@@ -151,7 +143,7 @@ class Decoder(nn.Cell):
 
 
 def add_to(parameter: Parameter, rows: slice, columns: slice, values: NDArray[np.float32]) -> None:
-    """Adds ``values`` to a block of a weight."""
+    """Adds ``values`` to the given rows and columns of a weight."""
     weight = parameter.asnumpy().copy()
     weight[rows, columns] += values
     parameter.set_data(Tensor(weight))
@@ -179,7 +171,7 @@ def install_circuit(decoder: Decoder, shape: ModelShape, rng: np.random.Generato
 
 
 class TinyLlama(nn.Cell):
-    """The language model for rows of up to ``length`` tokens. The output matrix is the embedding."""
+    """The language model for rows of at most ``length`` tokens. The output layer shares the embedding's matrix."""
 
     def __init__(self, shape: ModelShape, length: int, seed: int) -> None:
         super().__init__()

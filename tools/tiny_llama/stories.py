@@ -1,9 +1,9 @@
-"""Generates stories from templates: twelve plots in many wordings, with random heroes, places and things."""
+"""Generates stories from templates (twelve plots in many wordings, random heroes, places and things), and poems."""
 
 import random
 from dataclasses import dataclass
 
-from .tables import items, sections
+from .tables import items, pick, sections
 
 TEXT = sections("stories")
 GIRLS, BOYS, ANIMALS, PEOPLE, TRAITS, PLACES, THINGS, COLOURS, FOODS, SKILLS = (
@@ -14,6 +14,8 @@ OPENINGS, ENDINGS = TEXT["openings"], TEXT["endings"]
 PLOTS = tuple(
     tuple(tuple(step.split(" | ")) for step in lines) for name, lines in TEXT.items() if name.startswith("plot: ")
 )
+COUPLETS = sections("poems")
+MASS_NOUNS, UNIQUE_NOUNS = {"rain", "winter", "spring", "summer", "autumn"}, {"sea", "moon", "sun", "night"}
 IS_FEMALE = {"king": False, "prince": False, "queen": True, "princess": True, "fisherman": False}
 
 
@@ -68,16 +70,6 @@ def story_words(rng: random.Random, hero: Hero, friend: Hero, place: str, thing:
     """Returns the values of a plot's slots."""
     coloured = a(f"{rng.choice(COLOURS)} {thing}")
     words = {
-        "H": hero.name,
-        "k": hero.kind,
-        "she": hero.subject,
-        "her": hero.object,
-        "hers": hero.possessive,
-        "F": friend.name,
-        "fk": friend.kind,
-        "fshe": friend.subject,
-        "fher": friend.object,
-        "fhers": friend.possessive,
         "p": place,
         "t": thing,
         "ct": coloured,
@@ -88,6 +80,9 @@ def story_words(rng: random.Random, hero: Hero, friend: Hero, place: str, thing:
         "ap": place_name(place),
         "A_f": a(friend.kind).capitalize(),
     }
+    for name, prefix, who in (("H", "", hero), ("F", "f", friend)):
+        pronouns = {f"{prefix}she": who.subject, f"{prefix}her": who.object, f"{prefix}hers": who.possessive}
+        words |= {name: who.name, f"{prefix}k": who.kind, **pronouns}
     words["She"], words["Hers"] = hero.subject.capitalize(), hero.possessive.capitalize()
     return words
 
@@ -116,23 +111,18 @@ def story_request(rng: random.Random, story: Story) -> str:
     if story.thing in story.text:
         subjects += [f"{a(kind)} and {a(story.thing)}", f"{a(kind)} and {a(story.thing)}"]
     subject = rng.choice(subjects)
-    forms = (
-        "Tell me a story about {}.",
-        "Please tell me a story about {}.",
-        "Can you tell me a story about {}?",
-        "Write a short story about {}.",
-        "Tell a story about {}.",
-        "I want to hear a story about {}.",
-        "Write a story about {}, please.",
-        "Could you write a story about {}?",
-        "Make up a story about {}.",
-    )
-    anything = (
-        "Tell me a story.",
-        "Please tell me a bedtime story.",
-        "Can you tell me a story?",
-        "I want to hear a story.",
-        "Write a short story.",
-        "Tell me a short story, please.",
-    )
-    return rng.choice(anything) if rng.random() < 0.12 else rng.choice(forms).format(subject)
+    return pick(rng, "any story") if rng.random() < 0.12 else pick(rng, "story", subject=subject)
+
+
+def make_poem(rng: random.Random) -> tuple[str, str]:
+    """Returns a topic and a rhymed poem about it: two couplets, which are four lines."""
+    topic = rng.choice(sorted(COUPLETS))
+    couplets = rng.sample(COUPLETS[topic], 2)
+    return topic, "\n".join(couplets).replace("/", "\n")
+
+
+def poem_turns(rng: random.Random) -> tuple[str, str]:
+    """Returns a request for a poem, and the poem."""
+    topic, poem = make_poem(rng)
+    named = topic if topic in MASS_NOUNS else f"the {topic}" if topic in UNIQUE_NOUNS else f"a {topic}"
+    return pick(rng, "any poem") if rng.random() < 0.1 else pick(rng, "poem", topic=named), poem

@@ -2,50 +2,18 @@
 
 import random
 
-from .facts import Fact
+from .facts import TEXT, Fact, make_fact
 
-NUMBERS = (
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-    "twenty",
-)
+NUMBERS = TEXT["numbers"][0].split()
 COUNTABLE = ("apples", "books", "eggs", "pens", "coins", "balls", "cookies", "stars")
 OWNERS = ("Anna", "Tom", "Lily", "Max", "Sara", "Ben", "Mia", "Leo")
 
 
-def ask_sum(rng: random.Random, expression: str, words: str, answer: int) -> Fact:
-    """Asks for the result of ``expression`` (``7 + 5``) or its ``words`` (``7 plus 5``)."""
-    forms = (
-        f"What is {expression}?",
-        f"What is {expression}?",
-        f"What is {words}?",
-        f"How much is {expression}?",
-        f"How much is {words}?",
-        f"{expression} = ?",
-        f"Calculate {expression}.",
-        f"Can you calculate {expression}?",
-        f"{expression}",
-    )
-    again = rng.choice((f"And {expression}?", f"And {words}?"))
-    return Fact(rng.choice(forms), f"{expression} = {answer}", str(answer), again)
+def ask_sum(rng: random.Random, x: int, sign: str, y: int, operation: str, answer: int) -> Fact:
+    """Asks for a result in digits (``7 + 5``) or with the ``operation`` in words (``7 plus 5``)."""
+    expression, words = f"{x} {sign} {y}", f"{x} {operation} {y}"
+    again = rng.choice((expression, words))
+    return make_fact(rng, "sum", expression=expression, words=words, answer=answer, again=again)
 
 
 def addition(rng: random.Random) -> Fact:
@@ -55,21 +23,20 @@ def addition(rng: random.Random) -> Fact:
     else:
         x = rng.randint(1, 89)
         y = rng.randint(1, 99 - x) if rng.random() < 0.7 else rng.randint(1, 10)
-    return ask_sum(rng, f"{x} + {y}", f"{x} plus {y}", x + y)
+    return ask_sum(rng, x, "+", y, "plus", x + y)
 
 
 def subtraction(rng: random.Random) -> Fact:
     """Asks for a difference that is not negative."""
     x = rng.randint(0, 20) if rng.random() < 0.6 else rng.randint(10, 99)
     y = rng.randint(0, min(x, 10)) if rng.random() < 0.7 else rng.randint(0, x)
-    return ask_sum(rng, f"{x} - {y}", f"{x} minus {y}", x - y)
+    return ask_sum(rng, x, "-", y, "minus", x - y)
 
 
 def multiplication(rng: random.Random) -> Fact:
     """Asks for a product up to 10 x 10."""
     x, y = rng.randint(0, 10), rng.randint(0, 10)
-    sign = rng.choice("**x")
-    return ask_sum(rng, f"{x} {sign} {y}", f"{x} times {y}", x * y)
+    return ask_sum(rng, x, rng.choice("**x"), y, "times", x * y)
 
 
 def apples(rng: random.Random) -> Fact:
@@ -78,11 +45,7 @@ def apples(rng: random.Random) -> Fact:
     thing = rng.choice(COUNTABLE)
     name = rng.choice(OWNERS)
     if rng.random() < 0.5:
-        return Fact(
-            f"{name} has {x} {thing} and gets {y} more. How many {thing} does {name} have?",
-            f"{x} + {y} = {x + y}, so {name} has {x + y} {thing}.",
-            str(x + y),
-        )
+        return make_fact(rng, "things added", name=name, x=x, y=y, thing=thing, sum=x + y)
     return Fact(
         f"{name} has {x + y} {thing} and gives away {y}. How many {thing} are left?",
         f"{x + y} - {y} = {x}, so {x} {thing} {'is' if x == 1 else 'are'} left.".replace(
@@ -96,8 +59,8 @@ def neighbour(rng: random.Random) -> Fact:
     """Asks for the next or previous number."""
     x = rng.randint(1, 99)
     if rng.random() < 0.5:
-        return Fact(f"Which number comes after {x}?", f"{x + 1} comes after {x}.", str(x + 1), f"And after {x}?")
-    return Fact(f"Which number comes before {x}?", f"{x - 1} comes before {x}.", str(x - 1), f"And before {x}?")
+        return make_fact(rng, "number after", x=x, other=x + 1)
+    return make_fact(rng, "number before", x=x, other=x - 1)
 
 
 def comparison(rng: random.Random) -> Fact:
@@ -122,15 +85,10 @@ def counting(rng: random.Random) -> Fact:
     if rng.random() < 0.4:
         line = ", ".join(NUMBERS[x : y + 1])
         return Fact(f"Count from {NUMBERS[x]} to {NUMBERS[y]}.", line, line)
-    line = ", ".join(str(n) for n in range(x, y + 1))
-    return Fact(
-        rng.choice((f"Count from {x} to {y}.", f"Please count from {x} to {y}.", f"Can you count from {x} to {y}?")),
-        line,
-        line,
-    )
+    return make_fact(rng, "count", x=x, y=y, line=", ".join(str(n) for n in range(x, y + 1)))
 
 
 def number_fact(rng: random.Random) -> Fact:
-    """Returns any of these."""
+    """Returns a random question about numbers, of any kind."""
     kinds = (addition, subtraction, multiplication, apples, neighbour, comparison, counting)
     return rng.choices(kinds, (10, 5, 5, 3, 1, 2, 3))[0](rng)

@@ -1,5 +1,6 @@
-"""Reads the hand-written texts under ``text/``: sections of lines, each after ``[name]``, with ``#`` comments."""
+"""Reads the files of ``text/``. A file has sections of lines after a line ``[name]``. ``#`` begins a comment."""
 
+import random
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,11 @@ def sections(name: str) -> dict[str, tuple[str, ...]]:
         elif line and not line.startswith("#"):
             current.append(line)
     return {section: tuple(lines) for section, lines in found.items()}
+
+
+def pick(rng: random.Random, section: str, **slots: str) -> str:
+    """Returns a random line of a section of ``text/wordings.txt`` with its slots filled in."""
+    return rng.choice(sections("wordings")[section]).format(**slots)
 
 
 def items(lines: tuple[str, ...]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import random
 
 from .stories import BOYS, GIRLS, a
-from .tables import items, pairs, sections
+from .tables import items, pairs, pick, sections
 
 Pair = tuple[str, str]
 
@@ -37,23 +37,16 @@ def small_talk_about(rng: random.Random, start: str) -> Pair:
 
 def joke(rng: random.Random) -> Pair:
     """Returns a request for a joke, and a joke."""
-    asks = (
-        "Tell me a joke.",
-        "Do you know a joke?",
-        "Make me laugh.",
-        "Tell me something funny.",
-        "Can you tell me a joke?",
-        "A joke, please.",
-    )
-    return rng.choice(asks), rng.choice(JOKES)
+    return pick(rng, "joke"), rng.choice(JOKES)
 
 
 def riddle(rng: random.Random) -> list[Pair]:
     """Returns a riddle, and its solution in the next exchange."""
     question, answer = rng.choice(RIDDLES)
-    asks = ("Tell me a riddle.", "Give me a riddle.", "Do you know a riddle?", "Ask me a riddle.")
-    gives_up = ("I do not know.", "I give up.", "Tell me the answer.", "What is the answer?", "What is it?")
-    return [(rng.choice(asks), question), (rng.choice(gives_up), f"The answer is: {answer[0].lower()}{answer[1:]}")]
+    return [
+        (pick(rng, "riddle"), question),
+        (pick(rng, "giving up"), f"The answer is: {answer[0].lower()}{answer[1:]}"),
+    ]
 
 
 def listing(rng: random.Random) -> Pair:
@@ -63,11 +56,9 @@ def listing(rng: random.Random) -> Pair:
     chosen = rng.sample(names, count)
     number = ("two", "three", "four")[count - 2]
     if rng.random() < 0.25:
-        ask = rng.choice(
-            (f"Make a list of {number} {kind}.", f"Write a list of {number} {kind}.", f"List {number} {kind}.")
-        )
-        return ask, "\n".join(f"{i}. {name[0].upper()}{name[1:]}" for i, name in enumerate(chosen, 1))
-    ask = rng.choice((f"Name {number} {kind}.", f"Tell me {number} {kind}.", f"Can you name {number} {kind}?"))
+        lines = (f"{i}. {name[0].upper()}{name[1:]}" for i, name in enumerate(chosen, 1))
+        return pick(rng, "numbered list", number=number, kind=kind), "\n".join(lines)
+    ask = pick(rng, "list", number=number, kind=kind)
     text = ", ".join(chosen[:-1]) + f" and {chosen[-1]}."
     return ask, text[0].upper() + text[1:]
 
@@ -76,10 +67,7 @@ def translation(rng: random.Random) -> Pair:
     """Asks for a word in another language."""
     language = rng.choice(sorted(TRANSLATIONS))
     word, other = rng.choice(TRANSLATIONS[language]).split(" = ")
-    ask = rng.choice(
-        (f"How do you say {word} in {language}?", f"What is {word} in {language}?", f"Say {word} in {language}.")
-    )
-    return ask, f"In {language}, {word} is {other}."
+    return pick(rng, "translation", word=word, language=language), f"In {language}, {word} is {other}."
 
 
 def unknown(rng: random.Random) -> Pair:
@@ -94,30 +82,16 @@ def repeat(rng: random.Random) -> Pair:
     phrase = rng.choice(
         (" ".join(words), f"I like {words[0]} and {words[1]}.", rng.choice(JOKES).split("? ")[1], ", ".join(words))
     )
-    return rng.choice(
-        (f"Repeat after me: {phrase}", f"Say this: {phrase}", f"Repeat: {phrase}", f"Please repeat: {phrase}")
-    ), phrase
+    return pick(rng, "repeat", phrase=phrase), phrase
 
 
 def memory(rng: random.Random) -> list[Pair]:
     """Returns two exchanges: the user mentions a name, and later asks for it."""
     if rng.random() < 0.6:
         name = rng.choice(GIRLS + BOYS)
-        said = rng.choice(
-            (
-                f"My name is {name}.",
-                f"I am {name}.",
-                f"Hello, I am {name}.",
-                f"Hi, my name is {name}.",
-                f"Call me {name}.",
-            )
-        )
-        answer = rng.choice(
-            (f"Nice to meet you, {name}!", f"Hello, {name}! I am Tiny.", f"Hi {name}! How can I help you?")
-        )
-        asked = rng.choice(("What is my name?", "Who am I?", "Do you remember my name?", "Do you know my name?"))
-        return [(said, answer), (asked, f"Your name is {name}.")]
+        introduction = (pick(rng, "own name", name=name), pick(rng, "greeting by name", name=name))
+        return [introduction, (pick(rng, "asking for the own name"), f"Your name is {name}.")]
     animal, name = rng.choice(PETS), rng.choice(PET_NAMES)
-    said = rng.choice((f"I have {a(animal)} called {name}.", f"My {animal} is called {name}."))
-    answer = rng.choice((f"{name} is a nice name for {a(animal)}!", f"How nice! I would like to meet {name}."))
-    return [(said, answer), (f"What is my {animal} called?", f"Your {animal} is called {name}.")]
+    words = {"animal": animal, "a": a(animal), "name": name}
+    introduction = (pick(rng, "own pet", **words), pick(rng, "reply about a pet", **words))
+    return [introduction, (f"What is my {animal} called?", f"Your {animal} is called {name}.")]

@@ -1,4 +1,4 @@
-"""Trains the tokenizer: a sentencepiece BPE model, and the same model as a ``tokenizer.json``.
+"""Trains the tokenizer, a sentencepiece BPE model, and encodes documents with it.
 
 There is no prefix space and no normalisation, and unknown characters become bytes: every text decodes to itself. The
 special tokens are user-defined pieces, so that sentencepiece finds them in a rendered chat template as ``tokenizers``
@@ -6,10 +6,7 @@ does.
 """
 
 import io
-import json
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import sentencepiece as spm
 
@@ -19,17 +16,6 @@ BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 ROLE_TOKENS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 SPECIAL_TOKENS = (BOS, EOS, PAD, *ROLE_TOKENS.values())
 UNK_ID, BOS_ID, EOS_ID, PAD_ID = 0, 1, 2, 3
-
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('The role must be system, user or assistant, not ' + message['role'] + '.') }}"
-    "{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] | trim + eos_token }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
@@ -58,13 +44,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-def load_tokenizer(model: bytes) -> spm.SentencePieceProcessor:
-    """Returns a processor for a serialised model."""
-    processor = spm.SentencePieceProcessor()
-    processor.LoadFromSerializedProto(model)
-    return processor
-
-
 def encode_document(tokenizer: spm.SentencePieceProcessor, document: Document) -> list[int]:
     """Returns the ids of a document as the chat template renders it. EOS ends every message and every plain text."""
     ids = [BOS_ID]
@@ -88,102 +67,10 @@ def merge_rules(tokenizer: spm.SentencePieceProcessor) -> list[tuple[str, str]]:
     sentencepiece gives the n-th learned piece the score -n, and applies the merge with the best score first.
     ``tokenizers`` does the same with the rank of a merge.
     """
-    size = tokenizer.GetPieceSize()
-    ordinary = [
-        i for i in range(size) if not (tokenizer.IsByte(i) or tokenizer.IsUnknown(i) or is_special(tokenizer, i))
-    ]
-    ids = {tokenizer.IdToPiece(i): i for i in ordinary}
+    ordinary = (i for i in range(tokenizer.GetPieceSize()) if not (tokenizer.IsByte(i) or tokenizer.IsUnknown(i)))
+    ids = {piece: i for i in ordinary if (piece := tokenizer.IdToPiece(i)) not in SPECIAL_TOKENS}
     rules = []
     for piece in sorted(ids, key=lambda p: -tokenizer.GetScore(ids[p])):
         splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
         rules += sorted((s for s in splits if s[0] in ids and s[1] in ids), key=lambda s: (ids[s[0]], ids[s[1]]))
     return rules
-
-
-def is_special(tokenizer: spm.SentencePieceProcessor, token_id: int) -> bool:
-    """Returns True for a special token."""
-    return tokenizer.IdToPiece(token_id) in SPECIAL_TOKENS
-
-
-def added_token(content: str) -> dict[str, Any]:
-    """The flags of a special token."""
-    return {
-        "content": content,
-        "lstrip": False,
-        "normalized": False,
-        "rstrip": False,
-        "single_word": False,
-        "special": True,
-    }
-
-
-def tokenizer_json(tokenizer: spm.SentencePieceProcessor) -> dict[str, Any]:
-    """The ``tokenizer.json`` that gives the ids of the sentencepiece model."""
-    size = tokenizer.GetPieceSize()
-    sequence = [{"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    second = [{"SpecialToken": {"id": BOS, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": tokenizer.PieceToId(token), **added_token(token)} for token in SPECIAL_TOKENS],
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-        "pre_tokenizer": None,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": sequence,
-            "pair": [*sequence, *second],
-            "special_tokens": {BOS: {"id": BOS, "ids": [BOS_ID], "tokens": [BOS]}},
-        },
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-            ],
-        },
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": "<unk>",
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "ignore_merges": False,
-            "vocab": {tokenizer.IdToPiece(i): i for i in range(size)},
-            "merges": [list(rule) for rule in merge_rules(tokenizer)],
-        },
-    }
-
-
-def tokenizer_config(max_length: int) -> dict[str, Any]:
-    """The ``tokenizer_config.json``, with the chat template."""
-    return {
-        "add_bos_token": True,
-        "add_eos_token": False,
-        "add_prefix_space": False,
-        "added_tokens_decoder": {str(i): added_token(token) for i, token in enumerate(("<unk>", *SPECIAL_TOKENS))},
-        "bos_token": BOS,
-        "chat_template": CHAT_TEMPLATE,
-        "clean_up_tokenization_spaces": False,
-        "eos_token": EOS,
-        "legacy": False,
-        "model_max_length": max_length,
-        "pad_token": PAD,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": "<unk>",
-    }
-
-
-def save_tokenizer(model: bytes, folder: Path, max_length: int) -> None:
-    """Write ``tokenizer.model``, ``tokenizer.json``, ``tokenizer_config.json`` and ``special_tokens_map.json``."""
-    (folder / "tokenizer.model").write_bytes(model)
-    contents = {
-        "tokenizer.json": tokenizer_json(load_tokenizer(model)),
-        "tokenizer_config.json": tokenizer_config(max_length),
-        "special_tokens_map.json": {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "unk_token": "<unk>"},
-    }
-    for name, content in contents.items():
-        (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The training loop: AdamW with warm-up and cosine decay, gradient clipping, a progress bar, exports on the way."""
+"""Trains with AdamW, warm-up, cosine decay and gradient clipping. Exports the weights at intervals."""
 
 import math
 import time
@@ -17,10 +17,10 @@ from .model import TinyLlama
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How long and how fast to train. The schedule follows the steps, or the clock where ``minutes`` runs out sooner.
+    """The length and the learning rates of a training. It ends after ``steps`` or ``minutes``, whichever is first.
 
-    The last ``long_share`` of the training uses rows of ``long_length``, with as many tokens per step; short rows are
-    cheaper.
+    The last fraction ``long_share`` of the training uses rows of ``long_length`` tokens instead of ``length``. A step
+    has the same number of tokens in both parts. Short rows cost less time for each token.
     """
 
     steps: int
@@ -40,14 +40,14 @@ class TrainingPlan:
 
 @dataclass
 class History:
-    """The measured losses in nats per token: (step, loss), the training ones averaged between two evaluations."""
+    """The measured losses as (step, nats per token). A training loss is the mean since the previous evaluation."""
 
     train: list[tuple[int, float]] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
 
 
 class TrainStep(nn.Cell):
-    """Loss, gradients clipped by their global norm, and the update, as one graph."""
+    """One training step as a graph: loss, gradients clipped by their global norm, and update of the weights."""
 
     def __init__(self, network: TinyLlama, optimizer: nn.Optimizer, clip_norm: float) -> None:
         super().__init__()
@@ -56,14 +56,14 @@ class TrainStep(nn.Cell):
         self.loss_and_gradients = ops.value_and_grad(network, None, optimizer.parameters)
 
     def construct(self, tokens: Tensor, documents: Tensor, labels: Tensor) -> Tensor:
-        """The loss before the update."""
+        """Updates the weights and returns the loss before the update."""
         loss, gradients = self.loss_and_gradients(tokens, documents, labels)
         gradients = ops.clip_by_global_norm(gradients, self.clip_norm)
         return ops.depend(loss, self.optimizer(gradients))
 
 
 def make_optimizer(network: TinyLlama, plan: TrainingPlan) -> nn.AdamWeightDecay:
-    """AdamW (Loshchilov and Hutter, 2019); matrices decay, norms do not."""
+    """Returns AdamW (Loshchilov and Hutter, 2019) with weight decay for matrices, and without it for norms."""
     matrices = [p for p in network.trainable_params() if p.ndim > 1]
     vectors = [p for p in network.trainable_params() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -71,23 +71,25 @@ def make_optimizer(network: TinyLlama, plan: TrainingPlan) -> nn.AdamWeightDecay
 
 
 def learning_rate(plan: TrainingPlan, step: int, progress: float) -> float:
-    """Linear warm-up, then a cosine from the peak to a hundredth of it."""
+    """Returns the rate of a step: linear warm-up, then a cosine from the peak to 1 % of the peak.
+
+    ``progress`` is the completed fraction of the training, 0 to 1.
+    """
     decay = 0.01 + 0.99 * 0.5 * (1.0 + math.cos(math.pi * progress))
     return plan.learning_rate * decay * min(1.0, (step + 1) / plan.warmup_steps)
 
 
 def to_tensors(batch: Batch) -> tuple[Tensor, ...]:
-    """The arrays of a batch as tensors."""
     return tuple(Tensor(np.ascontiguousarray(part)) for part in batch)
 
 
 def evaluate(network: TinyLlama, held_out: list[Batch]) -> float:
-    """The mean loss over batches, in nats per token."""
+    """Returns the mean loss over the held-out batches, in nats per token."""
     return float(np.mean([float(network(*to_tensors(batch)).asnumpy()) for batch in held_out]))
 
 
 class Trainer:
-    """Runs a plan over streams of short and of long rows; calls ``export`` at intervals and at the end."""
+    """Trains ``network`` by a plan, on streams of short and long rows. Calls ``export`` at intervals and at the end."""
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class Trainer:
         self.recent: list[float] = []
 
     def run(self) -> History:
-        """Train to the end of the plan; an interrupt (Ctrl-C) ends it early, and what was learned is still exported."""
+        """Trains to the end of the plan. Ctrl-C ends the training early; the weights are exported all the same."""
         tokens_per_step = self.plan.batch * self.plan.length
         start = exported = time.monotonic()
         done = 0
