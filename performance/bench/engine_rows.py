@@ -42,10 +42,6 @@ def median_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def decode_case(batch: int, prompt: int, new: int) -> Case:
-    return Case("decode", batch, prompt, new)
-
-
 def prefill_case(tokens: int, longest: int) -> Case:
     """Returns a prefill of one prompt. A prompt above ``longest`` is divided into as few equal prompts as possible."""
     count = -(-tokens // longest)
@@ -68,7 +64,7 @@ def cases_of(parsed: argparse.Namespace, config: Config) -> list[Case]:
     """Returns the cases of ``add_case_options`` within the config's limits."""
     longest = min(config.max_prompt_len, config.max_model_len - 1)
     return [
-        *(decode_case(batch, parsed.prompt, parsed.new) for batch in parsed.batch),
+        *(Case("decode", batch, parsed.prompt, parsed.new) for batch in parsed.batch),
         *(prefill_case(tokens, longest) for tokens in parsed.prefill),
     ]
 

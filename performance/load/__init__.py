@@ -8,7 +8,6 @@ endpoint        the server's address
 apis            the request and the stream of each API
 http_client     keep-alive HTTP/1.1 connections that take little processor time, because the server shares the machine
 timed_socket    a socket that knows when its bytes arrived
-discovery       the model that a server serves
 stream          one request: events become time stamps
 batch           sends each request when it is due, and waits for all of them
 client          the run: connect, warm up, measure
@@ -20,7 +19,6 @@ watches         the server's metrics, memory, and other processes' time during a
 
 server_process  starts a server for a benchmark
 variants        compares the values of a setting
-batching        compares batching modes (with performance/simulation/batching.py)
 overload        loads a server far above its capacity
 recorder        measures the cost of the flight recorder
 """

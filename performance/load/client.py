@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import http.client
 import resource
 import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -18,7 +19,7 @@ import uvloop
 
 from performance.load.apis import APIS, Generation
 from performance.load.batch import Batch, Display
-from performance.load.discovery import discover_model
+from performance.load.endpoint import Endpoint
 from performance.load.http_client import ConnectionPool, connect_error_text, request_bytes
 from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord
@@ -26,6 +27,15 @@ from performance.load.workload import LoadRequest
 from performance.program import ServerUnreachableError
 
 WANTED_OPEN_FILES = 65536
+MODELS_TIMEOUT_S = 10.0
+
+
+class Model(msgspec.Struct):
+    id: str
+
+
+class ModelList(msgspec.Struct):
+    data: list[Model]
 
 
 @dataclass(slots=True)
@@ -97,7 +107,7 @@ class LoadClient:
                 f"no server at {options.endpoint.url}: {connect_error_text(error)}. Start one with 'make serve', "
                 "or give its address with -P PORT or --base-url URL."
             ) from error
-        model = options.model or await discover_model(self._pool, options.endpoint, self._headers)
+        model = options.model or discover_model(options.endpoint, self._headers)
         self._generation = Generation(
             model=model,
             temperature=options.temperature,
@@ -140,6 +150,24 @@ class LoadClient:
             return request_bytes(self._options.endpoint, "POST", path, msgspec.json.encode(body), self._headers)
 
         return encode
+
+
+def discover_model(endpoint: Endpoint, headers: Mapping[str, str]) -> str:
+    """Returns the first model of ``/v1/models``. Raises ``ServerUnreachableError`` if there is none."""
+    url = f"{endpoint.url}/v1/models"
+    try:
+        status, _, body = endpoint.get("/v1/models", MODELS_TIMEOUT_S, headers)
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerUnreachableError(f"{url}: {str(error) or type(error).__name__}") from error
+    if status != 200:
+        raise ServerUnreachableError(f"{url} returns {status}: name the model with --model")
+    try:
+        models = msgspec.json.decode(body, type=ModelList).data
+    except msgspec.DecodeError as error:
+        raise ServerUnreachableError(f"{url}: {error}: name the model with --model") from error
+    if not models:
+        raise ServerUnreachableError(f"{url} lists no model: name one with --model")
+    return models[0].id
 
 
 def _allow_many_connections() -> None:

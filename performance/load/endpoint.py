@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -25,6 +27,17 @@ class Endpoint:
     @property
     def url(self) -> str:
         return f"{'https' if self.tls else 'http'}://{self.authority}{self.prefix}"
+
+    def get(self, path: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> tuple[int, str, bytes]:
+        """Sends a GET request. Returns status, content type and body. Raises OSError or http.client.HTTPException."""
+        kind = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
+        connection = kind(self.host, self.port, timeout=timeout_s)
+        try:
+            connection.request("GET", f"{self.prefix}{path}", headers=dict(headers or {}))
+            response = connection.getresponse()
+            return response.status, response.getheader("Content-Type", ""), response.read()
+        finally:
+            connection.close()
 
 
 def parse_endpoint(url: str) -> Endpoint:

@@ -172,7 +172,6 @@ class ConnectionPool:
         self._idle: list[Connection] = []
         self._tls = ssl.create_default_context() if endpoint.tls else None
         self._connecting: set[asyncio.Task[None]] = set()
-        self.opened = 0
 
     def send(self, exchange: Exchange, data: bytes) -> None:
         """Writes ``data`` to an idle connection immediately, or to a new connection when it is open."""
@@ -215,7 +214,6 @@ class ConnectionPool:
                 await asyncio.wait_for(secure, CONNECT_TIMEOUT_S)
         except asyncio.TimeoutError as error:  # not an OSError before Python 3.11
             raise OSError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from error
-        self.opened += 1
         return connection
 
     def _take_idle(self) -> Connection | None:

@@ -54,16 +54,11 @@ def children_mib() -> float:
 
 def fetch_metrics(endpoint: Endpoint) -> dict[str, float]:
     """Returns a server's metrics. The result is empty if the server has none or does not respond."""
-    connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=TIMEOUT_S)
     try:
-        connection.request("GET", f"{endpoint.prefix}/metrics")
-        response = connection.getresponse()
-        is_exposition = response.status == 200 and response.getheader("Content-Type", "").startswith("text/plain")
-        return read_metrics(response.read().decode()) if is_exposition else {}
+        status, content_type, body = endpoint.get("/metrics", TIMEOUT_S)
+        return read_metrics(body.decode()) if status == 200 and content_type.startswith("text/plain") else {}
     except (OSError, http.client.HTTPException, UnicodeDecodeError):
         return {}
-    finally:
-        connection.close()
 
 
 def read_metrics(text: str) -> dict[str, float]:

@@ -18,24 +18,21 @@ each of them waits for the longest request of the batch.
 from __future__ import annotations
 
 import argparse
+import statistics
+import sys
+import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from performance.load.batching import (
-    BATCH_SIZE,
-    BATCH_WAIT_S,
-    MODES,
-    OUTPUTS,
-    PROMPT_LEN,
-    VOCAB,
-    Measured,
-    format_results,
-    measure_mode,
-    mode_settings,
-    results_json,
-)
+from performance.load.closed_loop import run_closed_loop
 from performance.load.options import LoadOptions
-from performance.load.server_process import START_SERVER
+from performance.load.progress import progress_display
+from performance.load.report import COLUMNS, figures_json
+from performance.load.server_process import START_SERVER, configured_server
+from performance.load.statistics import LoadFigures, measure
+from performance.load.watches import fetch_metrics, sampled
 from performance.load.workload import LoadRequest, study_workload
 from performance.program import UsageError, exits_with_errors, new_parser, positive, write_json
 from performance.simulation.presets import PRESETS
@@ -43,8 +40,43 @@ from performance.simulation.recording import fit_recording
 from performance.simulation.runs import NOWHERE, simulate
 from performance.simulation.setup import make_setup, simulated_config
 from performance.simulation.workload import ClosedLoop, SimulatedRequest
+from performance.terminal import format_number, format_table
 
+MODES: dict[str, tuple[str, bool]] = {
+    "none": ("none", True),
+    "static": ("static", False),
+    "dynamic": ("dynamic", False),
+    "continuous": ("continuous", False),
+    "paged": ("continuous", True),
+}
+"""``batching_strategy`` and ``page_attention`` of each mode. Batches predate paged attention. In mode none a request
+has the whole cache."""
+PROMPT_LEN = (64, 256)
+OUTPUTS = (64, 128, 256)
+VOCAB = 1000
+BATCH_SIZE = 16
+"""Batch size of static and dynamic batching."""
+BATCH_WAIT_S = 0.05
+WARM_UP = 4
+WASTE_INTERVAL_S = 0.5
+KV_WASTE, RUNNING = "llm_serving_kv_waste_ratio", "llm_serving_requests_running"
+SHOWN = ("requests/s", "tokens/s", "TTFT p50 ms", "TTFT p99 ms", "TBT p50 ms", "TBT p99 ms")
+RATIOS = (("continuous", "dynamic"), ("paged", "continuous"), ("paged", "dynamic"), ("paged", "none"))
 DEFAULT_MODES = ("static", "dynamic", "continuous", "paged")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The result of one mode."""
+
+    mode: str
+    figures: LoadFigures
+    kv_waste: float | None
+    texts: tuple[str | None, ...] = ()
+    """The requests' texts in order; empty for a simulation."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"requests_per_s": self.figures.qps, "kv_waste": self.kv_waste, **figures_json(self.figures)}
 
 
 @exits_with_errors
@@ -74,6 +106,84 @@ def _simulate(mode: str, requests: Sequence[LoadRequest], parsed: argparse.Names
     options = LoadOptions(NOWHERE, seed=parsed.seed)
     run = simulate(mode, setup, ClosedLoop(asked, parsed.clients), options)
     return Measured(mode, run.figures, run.outcome.kv_waste)
+
+
+def mode_settings(mode: str, batch_size: int, batch_wait_s: float) -> list[str]:
+    """Returns the settings of a mode as ``--set`` takes them."""
+    strategy, paged = MODES[mode]
+    settings = [f"model_config.batching_strategy={strategy}", f"model_config.page_attention={str(paged).lower()}"]
+    if strategy in ("static", "dynamic"):
+        settings.append(f"model_config.batch_size={batch_size}")
+    if strategy == "dynamic":
+        settings.append(f"model_config.batch_waiting_time={batch_wait_s}")
+    return settings
+
+
+def measure_mode(mode: str, requests: Sequence[LoadRequest], parsed: argparse.Namespace, program: Path) -> Measured:
+    with tempfile.TemporaryDirectory(prefix="compare_batching_") as folder:
+        print(f"starting the server for {mode}", file=sys.stderr)
+        settings = [*mode_settings(mode, parsed.batch_size, parsed.batch_wait), *parsed.settings]
+        server = configured_server(mode, parsed.config, settings, Path(folder), parsed.start_timeout, program)
+        with server as endpoint:
+            options = LoadOptions(
+                endpoint,
+                seed=parsed.seed,
+                token_ids=True,
+                ignore_eos=True,
+                keep_text=True,
+                warmup=WARM_UP,
+                timeout_s=parsed.timeout,
+            )
+
+            def waste() -> float | None:
+                metrics = fetch_metrics(endpoint)
+                return metrics.get(KV_WASTE) if metrics.get(RUNNING, 0.0) > 0 else None
+
+            with progress_display() as display, sampled(WASTE_INTERVAL_S, waste) as wastes:
+                run = run_closed_loop(options, requests, parsed.clients, display)
+    if run.interrupted:
+        raise KeyboardInterrupt
+    measured = Measured(
+        mode, measure(run), statistics.fmean(wastes) if wastes else None, tuple(record.text for record in run.records)
+    )
+    print(f"{mode}: {format_number(measured.figures.qps)} requests/s", file=sys.stderr)
+    return measured
+
+
+def results_json(measured: Sequence[Measured], parsed: argparse.Namespace) -> dict[str, Any]:
+    """Returns the results. ``texts_identical`` is None if there are no texts."""
+    by_mode = {one.mode: one for one in measured}
+    texts = [one.texts for one in measured if one.texts]
+    return {
+        "config": parsed.config,
+        "settings": parsed.settings,
+        "device": "real" if parsed.simulate is None else parsed.simulate,
+        "clients": parsed.clients,
+        "requests": parsed.requests,
+        "seed": parsed.seed,
+        "batch_size": parsed.batch_size,
+        "modes": {one.mode: one.as_json() for one in measured},
+        "ratios": {
+            f"{better}/{worse}": by_mode[better].figures.qps / by_mode[worse].figures.qps
+            for better, worse in RATIOS
+            if better in by_mode and worse in by_mode and by_mode[worse].figures.qps > 0
+        },
+        "texts_identical": all(each == texts[0] for each in texts) if texts else None,
+    }
+
+
+def format_results(measured: Sequence[Measured], results: dict[str, Any]) -> str:
+    rows = []
+    for one in measured:
+        waste = None if one.kv_waste is None else 100 * one.kv_waste
+        numbers = [*(COLUMNS[name](one.figures) for name in SHOWN), waste]
+        rows.append([one.mode, *(format_number(number) for number in numbers), str(one.figures.failed)])
+    lines = [format_table(["", *SHOWN, "KV waste %", "failed"], rows), ""]
+    lines += [f"  {name}: {ratio:.2f}" for name, ratio in results["ratios"].items()]
+    if results["texts_identical"] is not None:
+        same = "the same in every mode" if results["texts_identical"] else "NOT the same in every mode"
+        lines.append(f"  texts: {same}")
+    return "\n".join(lines)
 
 
 def _check(parsed: argparse.Namespace) -> None:

@@ -41,6 +41,9 @@ takes rate. A trace has one JSON object per line with arrival_s, prompt_tokens (
 It may have max_tokens, priority, tenant, ttft_objective_ms, tbt_objective_ms. A flight recording is a trace, too."""
 
 RATE = "rate"
+LOAD_NAMES = ("rate", "duration", "arrivals", "seed", "slo_ttft_ms", "slo_tpot_ms", "slo_tbt_ms")
+SAME_NAMES = ("config", "device", "recording", "fit", "save_fit", "trace", "validate", "find_rate")
+"""Fields of ``SimulationOptions`` that are command-line options of the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,30 +102,17 @@ def parse_options(arguments: Sequence[str] | None = None) -> SimulationOptions:
         raise UsageError("--find-rate changes the rate of generated arrivals; a trace has its own arrival times")
     load = LoadOptions(
         endpoint=NOWHERE,
-        rate=parsed.rate,
-        duration=parsed.duration,
-        arrivals=parsed.arrivals,
-        seed=parsed.seed,
-        slo_ttft_ms=parsed.slo_ttft_ms,
-        slo_tpot_ms=parsed.slo_tpot_ms,
-        slo_tbt_ms=parsed.slo_tbt_ms,
+        **{name: getattr(parsed, name) for name in LOAD_NAMES},
         **workload_options(parsed),
     )
     return SimulationOptions(
-        config=parsed.config,
-        device=parsed.device,
         settings=tuple(parsed.settings),
         policies=tuple(parsed.policy.split(",")) if parsed.policy else (),
         sweeps=tuple(parsed.sweep),
         load=load,
-        recording=parsed.recording,
-        fit=parsed.fit,
-        save_fit=parsed.save_fit,
-        trace=parsed.trace,
-        validate=parsed.validate,
-        find_rate=parsed.find_rate,
         json_path=parsed.json,
         plot_dir=parsed.plots,
+        **{name: getattr(parsed, name) for name in SAME_NAMES},
     )
 
 

@@ -19,10 +19,18 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from llm_serving.scheduler.limits import Policy
-from performance.load.batching import BATCH_SIZE, BATCH_WAIT_S, MODES, OUTPUTS, PROMPT_LEN, VOCAB, mode_settings
 from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord
 from performance.load.workload import study_workload
+from performance.simulation.batching import (
+    BATCH_SIZE,
+    BATCH_WAIT_S,
+    MODES,
+    OUTPUTS,
+    PROMPT_LEN,
+    VOCAB,
+    mode_settings,
+)
 from performance.simulation.report import comparison_table
 from performance.simulation.requests import generated, some_tokens
 from performance.simulation.runs import NOWHERE, SimulatedRun, simulate

@@ -28,11 +28,9 @@ fits of that page's machine, which are used for their models.
 
 from __future__ import annotations
 
-from llm_serving.config import Config
-from performance.simulation.device import DeviceRates, RooflineDevice
-from performance.simulation.work import ModelWork
+from performance.simulation.device import DeviceRates
 
-__all__ = ["ASCEND_910B", "CPU", "PRESETS", "preset_device"]
+__all__ = ["ASCEND_910B", "CPU", "PRESETS"]
 
 GIGA = 1e9
 CUBE_FLOPS = 24 * 16 * 16 * 16 * 2 * 1.8e9
@@ -80,8 +78,3 @@ CPU = DeviceRates(
 )
 
 PRESETS = {"cpu": CPU, "ascend-910b": ASCEND_910B}
-
-
-def preset_device(name: str, config: Config) -> RooflineDevice:
-    """Returns the cost model of ``config``'s model on a preset device."""
-    return RooflineDevice(PRESETS[name], ModelWork.of(config))

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from performance.load.batching import MODES, mode_settings
 from performance.load.closed_loop import run_closed_loop
 from performance.load.endpoint import Endpoint
 from performance.load.options import LoadOptions
 from performance.load.statistics import measure
 from performance.load.watches import read_metrics
 from performance.load.workload import study_workload
-from performance.simulation.batching import main
+from performance.simulation.batching import MODES, main, mode_settings
 from support.fake_openai_server import Reply, fake_openai_server
 
 TESTS = Path(__file__).resolve().parents[1]

@@ -8,7 +8,7 @@ import pytest
 from llm_serving.config import load_config
 from performance.bench.engine import StepTime, Times
 from performance.bench.engine_main import build_parser, cases_of, overrides, table
-from performance.bench.engine_rows import decode_case, figures, median_row, numbers_of, prefill_case, random_prompts
+from performance.bench.engine_rows import Case, figures, median_row, numbers_of, prefill_case, random_prompts
 from performance.bench.roofline import Numbers, decode_seconds, prefill_seconds
 from performance.program import parse_count, parse_counts
 from support.some_machine import CEILINGS, SHAPE
@@ -30,7 +30,7 @@ def two_requests() -> Times:
 
 
 def test_the_decode_rate_counts_tokens_after_the_last_first_token() -> None:
-    row = figures(decode_case(2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)
+    row = figures(Case("decode", 2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)
     assert row["decode_tokens_per_s"] == pytest.approx(5 / 1.5)
     assert row["prefill_tokens_per_s"] == pytest.approx(128 / 1.0)
     assert row["end_to_end_tokens_per_s"] == pytest.approx(8 / 2.5)
@@ -40,7 +40,7 @@ def test_the_decode_rate_counts_tokens_after_the_last_first_token() -> None:
 
 
 def test_the_fraction_of_the_ceiling_is_minimum_time_over_measured_time() -> None:
-    row = figures(decode_case(2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)
+    row = figures(Case("decode", 2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)
     least = decode_seconds(SHAPE, 2, 66, 2, Numbers(), CEILINGS)
     assert row["share_of_ceiling"] == pytest.approx(least / 1.5)
     by_blocks = decode_seconds(SHAPE, 2, 66, 2, Numbers(), CEILINGS, by_blocks=True)
@@ -66,7 +66,7 @@ def test_a_prefill_beyond_the_models_limit_is_divided_into_equal_prompts(
 
 
 def test_prompts_depend_on_the_seed_and_are_all_different() -> None:
-    case = decode_case(8, 16, 4)
+    case = Case("decode", 8, 16, 4)
     prompts = random_prompts(case, 32000, 1)
     assert prompts == random_prompts(case, 32000, 1)
     assert prompts != random_prompts(case, 32000, 2)
@@ -111,7 +111,7 @@ def test_the_documented_rows_are_measured_by_default() -> None:
 
 
 def test_the_table_has_one_line_per_row() -> None:
-    row = {"name": "batch 2", **figures(decode_case(2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)}
+    row = {"name": "batch 2", **figures(Case("decode", 2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)}
     assert table([row]).splitlines()[1].split()[:4] == ["batch", "2", "3.33", "3.20"]
 
 
@@ -131,5 +131,5 @@ def test_counts_on_the_command_line() -> None:
 
 
 def test_rows_can_be_written_as_json() -> None:
-    row = figures(decode_case(2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)
+    row = figures(Case("decode", 2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)
     assert json.loads(json.dumps(row)) == row

@@ -8,7 +8,7 @@ from llm_serving.config import load_config
 from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind
 from performance.simulation.agent import VirtualAgent, agent_order
 from performance.simulation.device import DeviceRates, RooflineDevice
-from performance.simulation.presets import ASCEND_910B, CUBE_FLOPS, preset_device
+from performance.simulation.presets import ASCEND_910B, CUBE_FLOPS
 from performance.simulation.setup import simulated_config
 from performance.simulation.work import ModelWork, StepWork, work_of
 
@@ -117,7 +117,7 @@ def test_the_work_of_llama_2_7b_matches_its_size() -> None:
 
 def test_the_ascend_reads_7b_in_ten_milliseconds() -> None:
     config = simulated_config("llama_7b_kbk_pa_dyn.yaml", [], "ascend-910b")
-    device = preset_device("ascend-910b", config)
+    device = RooflineDevice(ASCEND_910B, ModelWork.of(config))
     assert pytest.approx(353.9e12, rel=1e-3) == CUBE_FLOPS
     weights_s = 2 * config.shape.num_linear_parameters / ASCEND_910B.memory_bytes_per_s
     one = device.seconds(decode(100))
