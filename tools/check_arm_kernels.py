@@ -2,7 +2,7 @@
 
     python tools/check_arm_kernels.py
 
-It needs Debian's g++-aarch64-linux-gnu and qemu-user-static. The exit code is 1 if a comparison is wrong.
+The tool needs Debian's g++-aarch64-linux-gnu and qemu-user-static. The exit code is 1 if a comparison is wrong.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ KERNELS = ROOT / "agent/kernels"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-Wall", "-Wextra", "-Wno-psabi")
 INSTRUCTION_SETS = {"neon_dot": "-march=armv8.2-a+dotprod", "neon_i8mm": "-march=armv8.2-a+dotprod+i8mm"}
-"""The same as in setup.py."""
+"""Compiler option of each Arm instruction set. setup.py uses the same options."""
 
 
 def units() -> list[tuple[Path, list[str]]]:
-    """Returns the sources that the kernels need without MindSpore, with their flags."""
+    """Returns the source files of the self-test, each with its compiler options. None of them needs MindSpore."""
     sources = [KERNELS / "arch/portable.cc", *sorted((KERNELS / "common").glob("*.cc"))]
     sources += sorted((KERNELS / "ops").glob("*.cc"))
     sources += sorted((ROOT / "performance/kernels").glob("*reference.cc"))
@@ -36,7 +36,7 @@ def units() -> list[tuple[Path, list[str]]]:
 
 
 def build(folder: Path) -> Path:
-    """Builds the self-test as a static program."""
+    """Builds the self-test of the kernels in ``folder``, as a static program, and returns its path."""
 
     def compile_unit(unit: tuple[Path, list[str]]) -> Path:
         source, flags = unit

@@ -28,7 +28,7 @@ FOLDERS = ("llm_serving", "agent", "performance", "tools", "tests")
 FILES = ("setup.py", "start_server.py")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs")
 LAB = "docs/lab"
-"""Measurements and rejected experiments. They are history and are not checked."""
+"""Folder of measurements and rejected experiments. These pages are history and are not checked."""
 
 C_SUFFIXES = {".c", ".cc", ".h", ".inc"}
 MAX_WORDS = 25
@@ -38,9 +38,9 @@ class Rejected(NamedTuple):
     """A phrase that the language guide rejects."""
 
     pattern: str
-    """Regular expression. Case does not matter."""
+    """Regular expression of the rejected phrase. Case does not matter."""
     instead: str
-    """The replacement, or the reason."""
+    """The replacement for the phrase, or the reason for the rejection."""
 
 
 _PERSONS = ("users", "readers", "operators", "engineer", "developers", "people", "everyone")
@@ -48,7 +48,7 @@ _NO_PERSON = "".join(f"(?<!{person} )" for person in _PERSONS)
 
 # Each phrase is here because a reader had to guess its meaning. To reject another phrase, add a line.
 REJECTED = [
-    # Private images: the field has a word for each of them.
+    # Images that only this project uses. The field has a common word for each of them.
     Rejected(r"\bin peace\b", "undisturbed"),
     Rejected(r"\bby turns\b", "alternately; in alternating runs"),
     Rejected(r"\bdoors?\b", "admission, admission limit"),
@@ -62,7 +62,7 @@ REJECTED = [
     Rejected(r"\bgone\b", "failed, closed, deleted, ended"),
     Rejected(r"\b(its|their|his) (way|life|death)\b", "the field's word: path, lifetime, exit"),
     Rejected(r"\blife and death\b", "start and stop"),
-    # Stand-ins for a noun.
+    # Words that stand for a noun, so that the reader must guess which noun.
     Rejected(r"\bsuch\b(?! as\b)", "name the noun; this, these"),
     Rejected(r"\bso (many|much)\b", "give the number or name it"),
     Rejected(r"\bthe most of\b|\bthe most that\b|\bno more than (is|are|it|they|those)\b", "maximum"),
@@ -74,7 +74,7 @@ REJECTED = [
     Rejected(r"\bwhat of (it|them)\b", "name the noun"),
     Rejected(r"\bwhat (it|they|one|he) (is|are|was|were) (made|asked|given)\b", "name the noun"),
     Rejected(r"\band so (does|do|is|are|has|have|it is)\b", "also; write a second sentence"),
-    # Inverted word order and missing verbs.
+    # Phrases with inverted word order or without a verb.
     Rejected(r"^What \w[^?]*$", "start with the noun that 'what' stands for"),
     Rejected(r"^(Of|Those|That of|Those of) ", "start with the subject"),
     Rejected(r"^(Is|Are|Has|Have|Was|Were|Had) (it|they|he|there|this|that|a|the)\b[^?]*$", "If ..., then ..."),
@@ -83,7 +83,7 @@ REJECTED = [
     Rejected(r"\bbe it\b|\bbeing (the|a|an|one) ", "use a verb: is, has; write a second sentence"),
     Rejected(r"\bhad (it|they|there|he) \b", "if it had"),
     Rejected(r"\bits being\b|\btheir being\b|\b's being\b", "use a clause with a verb"),
-    # Rare or literary words.
+    # Rare or literary words, with a common word for each.
     Rejected(r"\bbut for\b(?! (the|a|each|every|all)? ?(first|reason))", "except, apart from"),
     Rejected(r"\bfor want of\b", "because there is no"),
     Rejected(r"\bin place of\b", "instead of"),
@@ -129,7 +129,7 @@ Line = tuple[int, str]
 
 
 def prose(path: Path) -> Iterator[list[Line]]:
-    """Yield the blocks of prose in a file: comments, docstrings, or the paragraphs of a page."""
+    """Yields the blocks of prose in a file: comments and docstrings of code, or the paragraphs of a page."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         yield from _python_docstrings(text)
@@ -161,7 +161,7 @@ def checked_files(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def _python_docstrings(text: str) -> Iterator[list[Line]]:
-    """Yield docstrings: every statement of a module that is only a string."""
+    """Yields the docstrings of a module: every statement that is only a string."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             first, *rest = node.value.value.expandtabs().split("\n")
@@ -171,7 +171,7 @@ def _python_docstrings(text: str) -> Iterator[list[Line]]:
 
 
 class Comment(NamedTuple):
-    """One line of a comment."""
+    """One line of a comment, with its place in the file."""
 
     line: int
     column: int
@@ -296,7 +296,7 @@ def _plain(text: str) -> str:
 
 
 def package(path: Path) -> str:
-    """Return the package that a file's sentences are counted for: its folder, two levels deep at most."""
+    """Returns the name under which a file's sentences are counted: the first two levels of its folder."""
     inside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
     return "/".join(inside.parent.parts[:2]) or "(root)"
 

@@ -20,7 +20,10 @@ PEERS = {
     "int8": {"1": (1.1, 1.5), "8": (1.9, 2.4), "32": (1.45, 1.9), "64": (1.7, 2.0), "128": (1.45, 2.0)},
     "bfloat16": {"1": (1.4, 2.5), "8": (1.5, 1.9), "32": (1.55, 1.9), "64": (0.57, 2.0), "128": (1.2, 1.55)},
 }
-"""Decode rate divided by that of the fastest peer, by batch: least and largest of the five rounds in docs/lab."""
+"""This server's decode rate divided by the fastest other server's, by weight format and batch size.
+
+The two numbers are the smallest and the largest of five measurements (docs/lab).
+"""
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,14 @@ REQUESTS = [
 ]
 NUM_ROWS = 4
 WAIT = 2
-"""Steps that a dynamic batch waits for more requests."""
+"""Number of steps for which a dynamic batch waits for more requests."""
 
 Span = tuple[int, int, int, int]
 """Request, batch row, first step, step after the last."""
 
 
 def schedule(mode: str) -> list[Span]:
-    """Return when and where each request of the illustration runs in a batching mode."""
+    """Returns the steps and the batch row in which each request of the illustration runs in a batching mode."""
     free = [0] * NUM_ROWS
     spans: list[Span] = []
     waiting = list(range(len(REQUESTS)))
@@ -101,7 +104,7 @@ def batching_picture() -> str:
 
 
 def peers_picture() -> str:
-    """Return the bars of the ratios to the fastest peer as SVG."""
+    """Returns an SVG with bars of this server's decode rate relative to the fastest other server."""
     unit, left, bar, top = 170, 150, 16, 60
     width, height = left + int(3.05 * unit), top + sum(len(rows) * (bar + 8) + 34 for rows in PEERS.values())
     parts = [_text(left, 22, "decode rate / rate of the fastest peer; bars span five rounds", "start", 13)]

@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESOLVER = "uv==0.13.9"
 BUILD = ("setuptools==80.9.0", "wheel==0.45.1")
-"""``setup.py`` needs them in the environment, as it is built without isolation."""
+"""Build tools that must be installed before ``setup.py`` runs, because pip builds without isolation."""
 
 FILES = {
     "requirements.lock": ((), (), "Packages for serving."),
@@ -37,7 +37,7 @@ FILES = {
     "requirements-mindformers.lock": (("mindformers",), ("requirements.lock",),
                                       "Packages of `make setup-mindformers`."),
 }  # fmt: skip
-"""Extras of each lock file, the files that it is installed with, and its meaning."""
+"""For each lock file: its extras of pyproject.toml, the lock files that must be installed first, and its purpose."""
 
 
 def packages(lock: str) -> dict[str, str]:

@@ -7,13 +7,12 @@ It needs torch and transformers, which the project does not use. They go into a 
     /tmp/oracle/bin/python tools/make_golden.py                # all models
     /tmp/oracle/bin/python tools/make_golden.py tiny_llama     # after a new training
 
-The files of ``performance.models.variants`` are in tests/golden/families. They are smaller: two prompts, no complete
-logits.
+Files of ``FAMILY_VARIANTS`` are in tests/golden/families. They are smaller: two prompts, no complete logits.
 
-For each prompt, a file has 64 greedy tokens (end tokens are ignored). At each token it has the ``TOP`` best token ids
-and logits, and at some the complete logits. With these, a test can distinguish a tie from an error. Random prompts are
-drawn until the two best logits always differ by at least ``MIN_MARGIN``. Then float32 sums in another order give the
-same tokens.
+For each prompt, a file has 64 greedy tokens (end tokens are ignored), and the ``TOP`` best token ids and logits at each
+of them. The logits allow a test to distinguish a tie from an error. The first and the last token have all logits of the
+vocabulary. Random prompts are drawn until the two best logits always differ by at least ``MIN_MARGIN``. Then float32
+sums in another order give the same tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ TINY_PROMPTS = (
 
 
 def weights_digest(folder: Path) -> str:
-    """Returns a digest of ``config.json`` and every tensor, however the tensors are divided into files."""
+    """Returns a SHA-256 of ``config.json`` and all tensors. It does not depend on the division into files."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     tensors = [each for path in folder.glob("*.safetensors") for each in safetensors.deserialize(path.read_bytes())]
     for name, tensor in sorted(tensors, key=lambda each: each[0]):
@@ -103,7 +102,7 @@ def smallest_margin(logits: np.ndarray) -> float:
 
 
 def random_case(oracle: Oracle, length: int, vocab_size: int) -> dict[str, Any]:
-    """Returns the case of the first seed whose margins are large enough."""
+    """Returns the golden tokens of a random prompt whose two best logits never come closer than ``MIN_MARGIN``."""
     for seed in range(1000):
         generator = np.random.Generator(np.random.PCG64(seed * 1000 + length))
         prompt = [int(token) for token in generator.integers(FIRST_ORDINARY_TOKEN, vocab_size, length)]
@@ -130,23 +129,16 @@ def case_of(prompt: list[int], tokens: list[int], logits: np.ndarray) -> dict[st
 
 
 def golden_of_variant(name: str) -> dict[str, Any]:
-    variant = VARIANTS[name]
+    """Returns the golden file of a seeded model. The file of a family's model has no complete logits."""
+    is_family = name in FAMILY_VARIANTS
+    variant = FAMILY_VARIANTS[name] if is_family else VARIANTS[name]
+    lengths = FAMILY_PROMPT_LENGTHS if is_family else PROMPT_LENGTHS
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / name
         write_model(variant, folder)
         oracle = Oracle(folder)
-        cases = [random_case(oracle, length, variant.config["vocab_size"]) for length in PROMPT_LENGTHS]
-        return document(name, folder, cases)
-
-
-def golden_of_family(name: str) -> dict[str, Any]:
-    variant = FAMILY_VARIANTS[name]
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / name
-        write_model(variant, folder)
-        oracle = Oracle(folder)
-        cases = [random_case(oracle, length, variant.config["vocab_size"]) for length in FAMILY_PROMPT_LENGTHS]
-        for case in cases:
+        cases = [random_case(oracle, length, variant.config["vocab_size"]) for length in lengths]
+        for case in cases if is_family else ():
             del case["logits"]
             case["top_logits"] = [[round(value, 3) for value in row] for row in case["top_logits"]]
         return document(name, folder, cases)
@@ -179,18 +171,15 @@ def main() -> None:
     arguments = parser.parse_args()
     (arguments.out / "families").mkdir(parents=True, exist_ok=True)
     for name in arguments.models:
-        if name in FAMILY_VARIANTS:
-            golden, path = golden_of_family(name), arguments.out / "families" / f"{name}.json"
-        else:
-            golden = golden_of_tiny_llama() if name == "tiny_llama" else golden_of_variant(name)
-            path = arguments.out / f"{name}.json"
+        golden = golden_of_tiny_llama() if name == "tiny_llama" else golden_of_variant(name)
+        path = arguments.out / ("families" if name in FAMILY_VARIANTS else "") / f"{name}.json"
         path.write_text(_one_line_per_row(golden), encoding="utf-8")
         margins = [case["smallest_margin"] for case in golden["cases"]]
         print(f"{path}: {len(golden['cases'])} prompts, smallest margins {margins}, {path.stat().st_size} bytes")
 
 
 def _one_line_per_row(golden: dict[str, Any]) -> str:
-    """Returns compact JSON with one line per case."""
+    """Returns a golden file as JSON with one line for each prompt."""
     cases = ",\n".join(json.dumps(case, separators=(",", ":")) for case in golden["cases"])
     head = json.dumps({key: value for key, value in golden.items() if key != "cases"}, indent=1)
     return f'{head[:-2]},\n "cases": [\n{cases}\n ]\n}}\n'

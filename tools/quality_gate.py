@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Measures how much quality each number format costs, with the served graph and its kernels.
 
-The tool feeds texts that were kept from the tiny Llama's training, token by token. It prints the perplexity, its change
-from bf16, and the fraction of positions with the same best token. The exit code is 1 if the perplexity of int8 is more
-than 1 % above bf16, or that of int4 more than 5 %.
+The tool runs the model over texts that were not used to train the tiny Llama, token by token. It prints the perplexity,
+its change from bf16, and the fraction of positions with the same most probable token. The exit code is 1 if the
+perplexity of int8 is more than 1 % above bf16, or that of int4 more than 5 %.
 
     python tools/quality_gate.py [--config llama_tiny_cpu.yaml] [--formats bf16,int8] [--json FILE]
 """
@@ -43,14 +43,14 @@ BASELINE = "bf16"
 
 @dataclass(frozen=True)
 class Format:
-    """A row of the table."""
+    """A number format to measure, which is a row of the table: config overrides, and how much quality it may cost."""
 
     name: str
     overrides: tuple[str, ...] = ()
     limit: float | None = None
     """Maximum relative increase of the perplexity, or None without a limit."""
     calibrated: Settings | None = None
-    """Settings of a GPTQ conversion before the measurement."""
+    """Settings with which the model folder is first converted by GPTQ, or None to measure the original folder."""
 
 
 FORMATS = (
@@ -66,7 +66,7 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class Quality:
-    """The measurement of a format."""
+    """The measured quality of a number format."""
 
     name: str
     perplexity: float
@@ -84,14 +84,14 @@ class Quality:
 
 @dataclass(frozen=True)
 class Texts:
-    """Token ids [texts, length], and the positions with a next token to predict."""
+    """Texts to measure: token ids [texts, length]. ``counted`` is True at positions that have a next token."""
 
     tokens: NDArray[np.int32]
     counted: NDArray[np.bool_]
 
 
 def held_out_texts(tokenizer: Tokenizer, count: int, length: int) -> Texts:
-    """Returns documents of a seed that were kept from training, cut at ``length``. Short documents are padded."""
+    """Returns ``count`` texts that were not used for training, cut or padded to ``length`` tokens."""
     documents = (each for each in builtin_documents(tokenizer, HELD_OUT_SEED, held_out=True))
     chosen = itertools.islice((each for each in documents if len(each) >= SHORTEST_DOCUMENT), count)
     tokens, counted = np.zeros((count, length), np.int32), np.zeros((count, length), np.bool_)
@@ -103,7 +103,7 @@ def held_out_texts(tokenizer: Tokenizer, count: int, length: int) -> Texts:
 
 
 def measure(config: Config, texts: Texts) -> tuple[float, NDArray[np.int32]]:
-    """Returns the mean loss in nats over the counted positions, and the best token of each position."""
+    """Runs the model over ``texts``. Returns the mean loss in nats, and the most probable token at each position."""
     best = np.zeros(texts.tokens.shape, np.int32)
     losses = np.zeros(texts.tokens.shape)
 
@@ -120,12 +120,12 @@ def measure(config: Config, texts: Texts) -> tuple[float, NDArray[np.int32]]:
 
 
 def known_keys() -> set[str]:
-    """Returns the keys of ``model_config``."""
+    """Returns the names of the settings in ``model_config``."""
     return {field.name for field in fields(ModelConfig)}
 
 
 def overrides_of(each: Format, scratch: Path, folder: Path) -> list[str]:
-    """Returns the overrides for a format, and quantises the folder if necessary."""
+    """Returns the config overrides of a format. First converts the model to ``scratch`` if the format needs that."""
     dtype = [] if any(item.startswith("model_dtype=") for item in each.overrides) else ["model_dtype=bfloat16"]
     items = [*dtype, *(item for item in each.overrides if item.split("=")[0] in known_keys())]
     if each.calibrated is not None:
@@ -137,13 +137,13 @@ def overrides_of(each: Format, scratch: Path, folder: Path) -> list[str]:
 
 
 def is_available(each: Format) -> bool:
-    """Returns True if the config has the keys of a format. Float formats and folders need none."""
+    """Returns True if this version has the settings that the format overrides."""
     wanted = {item for item in each.overrides if not item.endswith(("=bf16", "=auto"))}
     return all(item.split("=")[0] in known_keys() for item in wanted)
 
 
 def run(config_name: str, formats: Sequence[Format], count: int, length: int) -> list[Quality]:
-    """Returns a row for each format, the baseline first."""
+    """Measures the formats, baseline first, and prints each row of the table when it is complete."""
     plain = load_config(config_name)
     assert plain.model_config.model_path is not None, "main() has refused a config without a model"
     folder, texts = Path(plain.model_config.model_path), held_out_texts(load_tokenizer(plain), count, length)
@@ -179,7 +179,7 @@ def table_line(quality: Quality) -> str:
 
 
 def chosen_formats(names: str) -> list[Format]:
-    """Returns the named formats after the baseline. Raises ConfigError for an unknown name."""
+    """Returns the formats to measure: the baseline, then the named ones. Raises ConfigError for an unknown name."""
     wanted = {name.strip() for name in names.split(",")} if names else {each.name for each in FORMATS}
     unknown = wanted - {each.name for each in FORMATS}
     if unknown:
@@ -188,7 +188,6 @@ def chosen_formats(names: str) -> list[Format]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="llama_tiny_cpu.yaml", help="config of the measured model")
     parser.add_argument("--formats", default="", help="comma-separated rows of the table (default: all)")

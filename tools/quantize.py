@@ -28,7 +28,6 @@ from tools.quantization.rounding import Settings
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the model: config.json, safetensors, tokenizer")
     parser.add_argument("out", type=Path, help="folder to write; must not exist")

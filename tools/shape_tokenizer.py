@@ -24,7 +24,7 @@ WORD_MARK = "\u2581"
 
 
 def made_up_words() -> Iterator[str]:
-    """Yields words of two syllables, then of three and four, with the mark of a word's start."""
+    """Yields invented words of two syllables, then of three and more, each after the tokenizer's mark of a new word."""
     for length in count(2):
         for index in range(len(SYLLABLES) ** length):
             syllables = []

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: CONTRIBUTING.md and CHANGELOG.md, which are not in docs/, become pages of the site too."""
+"""Hooks of mkdocs that add CONTRIBUTING.md and CHANGELOG.md, which are not in docs/, to the documentation site."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages, with their links as seen from docs/."""
+    """Adds CONTRIBUTING.md and CHANGELOG.md to the pages, and changes their links to docs/ to links within the site."""
     for source, name in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
         files.append(File.generated(config, name, content=_site_links(text)))
@@ -21,7 +21,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return a page whose links to the added pages lead to the site."""
+    """Changes links to CONTRIBUTING.md and CHANGELOG.md in a page so that they lead to the pages of the site."""
     return _site_links(markdown)
 
 

@@ -98,7 +98,7 @@ class Browser:
 
 
 def try_page(browser: Browser, url: str, out: Path) -> list[str]:
-    """Uses the page and returns its text."""
+    """Sends messages on the chat page, waits for the responses, and returns the page's text."""
     browser.open(url)
     idle = "document.getElementById('send').textContent.trim() === 'Send'"
     browser.wait(idle)
@@ -120,7 +120,7 @@ def try_page(browser: Browser, url: str, out: Path) -> list[str]:
 
 
 def main() -> int:
-    """Runs the browser and prints the page's text."""
+    """Tries the chat page in a browser and prints the page's text. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     url = f"http://127.0.0.1:{DEFAULT_SERVER_PORT}"
     parser.add_argument("--url", default=url, help="URL of the running server (default: %(default)s)")

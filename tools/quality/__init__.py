@@ -1,1 +1,1 @@
-"""Parts of tools/quality_gate.py."""
+"""The measurement of a model's quality, for ``tools/quality_gate.py``."""

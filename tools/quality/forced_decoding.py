@@ -1,4 +1,4 @@
-"""Computes the logits at every position of given texts with the served graph, which gets the texts token by token."""
+"""Computes the logits at every position of given texts, with the graph and the kernels that serve requests."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from llm_serving.ipc.shm import SlotLayout, StepSlot
 from llm_serving.sampling_params import SAMPLER_PARAMETERS
 
 Visit = Callable[[int, NDArray[np.float32]], None]
-"""Receives a position and the logits [sequences, vocabulary] there. The array is valid only during the call."""
+"""Receives a position and the logits [sequences, vocabulary] at it. The array is valid only during the call."""
 _BLOCK_SIZE = 16
 _NEUTRAL = {each.name: each.default for each in SAMPLER_PARAMETERS} | {
     "temperature": 0,
     "do_sample": 1,
     "sample_position": 0,
-    "num_top_logits": 1,  # requests logits also from a graph that selects the best token itself
+    "num_top_logits": 1,  # without it, some graphs return only the best token and no logits
     "history_lens": 0,
     "history_prompt_lens": 0,
 }
 
 
 def forced_config(name: str, num_seqs: int, length: int, overrides: Sequence[str]) -> Config:
-    """Returns the config ``name`` with the capacity for these texts."""
+    """Loads the config ``name``, with memory for ``num_seqs`` texts of ``length`` tokens in one batch."""
     sizes = {
         "model_config.max_generate_length": length,
         "model_config.seq_length": f"[{length}]",
@@ -42,7 +42,7 @@ def forced_config(name: str, num_seqs: int, length: int, overrides: Sequence[str
 
 
 class ForcedDecoder:
-    """A loaded model that decodes given texts instead of its own tokens."""
+    """A loaded model whose input at each position is a given token instead of the token that it chose."""
 
     def __init__(self, config: Config) -> None:
         self._runner = ModelRunner(config, lambda stage, done, of: None)
@@ -54,7 +54,7 @@ class ForcedDecoder:
         self._tap_logits()
 
     def run(self, tokens: NDArray[np.int32], visit: Visit) -> None:
-        """Runs one decode step per position of ``tokens`` [sequences, length]."""
+        """Runs one decode step per position of ``tokens`` [sequences, length], and passes the logits to ``visit``."""
         seqs, length = tokens.shape
         for position in range(length):
             self._fill(tokens[:, position], position, -(-length // _BLOCK_SIZE))
@@ -63,7 +63,7 @@ class ForcedDecoder:
             visit(position, self._logits[:seqs])
 
     def _tap_logits(self) -> None:
-        """Lets ``visit`` see the logits that the runner passes to its sampler."""
+        """Intercepts the sampler, to keep the logits that the model runner passes to it."""
         sampler: Any = self._runner._sampler
         sample = sampler.sample
 

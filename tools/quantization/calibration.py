@@ -20,11 +20,14 @@ from tools.tiny_llama.tokenizer import BOS, ROLE_TOKENS, render
 
 BUILTIN = "builtin"
 BUILTIN_SEED = 77
-"""Seed of the text; training used other seeds."""
+"""Seed of the built-in calibration text. Training used other seeds."""
 
 
 def calibration_tokens(folder: Path, source: str, sequences: int, length: int) -> NDArray[np.int32]:
-    """Returns token ids. ``source`` is ``builtin`` or a file. Raises CheckpointError if it is wrong or too short."""
+    """Returns calibration token ids [at most ``sequences``, length] from ``source``: ``builtin`` or a JSONL file.
+
+    Raises CheckpointError if the file is wrong or the text is too short.
+    """
     tokenizer = make_tokenizer(read_tokenizer_files(find_vocabulary(folder)))
     documents = builtin_documents(tokenizer) if source == BUILTIN else _file_documents(Path(source), tokenizer)
     tokens = list(itertools.islice(itertools.chain.from_iterable(documents), sequences * length))
@@ -35,9 +38,10 @@ def calibration_tokens(folder: Path, source: str, sequences: int, length: int) -
 
 
 def builtin_documents(tokenizer: Tokenizer, seed: int = BUILTIN_SEED, *, held_out: bool = False) -> Iterator[list[int]]:
-    """Yields the tiny Llama's text without end, either for training or held out from it.
+    """Yields documents of the tiny Llama's generated text without end, as token ids.
 
-    A vocabulary without role tokens gets only the text.
+    They are documents for training, or with ``held_out`` those that are never used for training. If the vocabulary has
+    no tokens for roles, the roles are left out.
     """
     has_roles = len(tokenizer.encode("".join(ROLE_TOKENS.values()), False)) == len(ROLE_TOKENS)
     for document in training_documents(seed):
@@ -50,7 +54,7 @@ def builtin_documents(tokenizer: Tokenizer, seed: int = BUILTIN_SEED, *, held_ou
 
 
 def _file_documents(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Yields the ``text`` of each line, which is a JSON object."""
+    """Yields the token ids of each line of a JSONL file, from the line's field ``text``."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as reason:

@@ -30,7 +30,7 @@ from tools.quantization.rounding import (
 )
 
 Report = Callable[[int, int], None]
-"""Receives the number of tensors written so far and their total."""
+"""Reports progress: the number of tensors written so far, and the number of all tensors."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 _LINEAR = re.compile(
     r"(self_attn\.[qkvo]|mlp\.(experts\.\d+\.)?(gate|up|down))_proj|block_sparse_moe\.experts\.\d+\.w[123]"
@@ -93,7 +93,7 @@ class _Conversion:
         self._writer = FolderWriter(out)
 
     def run(self, calibration: NDArray[np.int32] | None) -> None:
-        """Writes all tensors."""
+        """Writes all tensors of the new folder. With ``calibration`` tokens [sequences, length] it uses GPTQ."""
         forward = None if calibration is None else _Forward(self, self._shape, calibration)
         layer, quantised = -1, dict[str, Quantised]()
         for done, name in enumerate(self._names):
@@ -113,7 +113,7 @@ class _Conversion:
         self._report(len(self._names), len(self._names))
 
     def floats(self, name: str) -> Float32Array:
-        """Returns a tensor as float32."""
+        """Reads a tensor of the original folder as float32."""
         array, dtype = self._files.read(name)
         return np.array(to_float32(array, dtype))
 
@@ -128,7 +128,7 @@ class _Conversion:
 
 
 class _Forward:
-    """Activations of the calibration text after each layer. Earlier layers are already quantised."""
+    """Runs the calibration text through the model, one layer at a time. Earlier layers are already quantised."""
 
     def __init__(self, weights: _Conversion, shape: ModelShape, tokens: NDArray[np.int32]) -> None:
         if int(tokens.max()) >= shape.vocab_size:
@@ -138,7 +138,7 @@ class _Forward:
         self._hidden = weights.floats("model.embed_tokens.weight")[tokens]
 
     def next_layer(self, index: int, settings: Settings) -> dict[str, Quantised]:
-        """Quantises the linears of a layer. Each gets the inputs that the quantised linears before it produce."""
+        """Quantises the linear layers of a decoder layer, each for the inputs that it gets in the quantised model."""
         prefix, quantised = f"model.layers.{index}.", dict[str, Quantised]()
         norms = {
             name: self._weights.floats(f"{prefix}{name}.weight")
@@ -160,7 +160,7 @@ class _Forward:
 
 
 def _place(name: str) -> tuple[int, str]:
-    """Sorts by layer. Tensors outside the layers are first or last."""
+    """Returns the sort key of a tensor: the embedding first, then layer by layer, then all other tensors."""
     match = _LAYER.fullmatch(name)
     return (int(match[1]), name) if match else (-1 if "embed" in name else 1 << 30, name)
 
@@ -182,7 +182,7 @@ def _copy_other_files(folder: Path, out: Path, settings: Settings) -> None:
 
 
 def quantization_config(settings: Settings) -> Mapping[str, Any]:
-    """Returns the quantisation as compressed-tensors writes it."""
+    """Returns the entry ``quantization_config`` of ``config.json``, in the format of compressed-tensors."""
     token = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     weights = {
         "num_bits": settings.bits,

@@ -1,4 +1,4 @@
-"""Writes the weights of a model folder as safetensors shards, with an index where there are several."""
+"""Writes the weights of a model folder as safetensors files (shards), with an index if there are several."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from agent.weights.tensor_files import INDEX_FILE, SINGLE_FILE
 from performance.models.folders import write_safetensors
 
 MAX_SHARD_BYTES = 1024**3
-"""The writer holds one shard in memory."""
+"""Maximum size of a safetensors file. The writer keeps the current file in memory."""
 
 
 class FolderWriter:
-    """Collects tensors into shards. ``close`` names the shards, because the names contain their number."""
+    """Collects tensors and writes them as shards. ``close`` renames the files, because names contain their number."""
 
     def __init__(self, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         self._folder = folder
@@ -26,7 +26,7 @@ class FolderWriter:
         self._total_bytes = 0
 
     def write(self, name: str, array: NDArray[Any]) -> None:
-        """Adds a tensor; a uint16 array holds bfloat16. A tensor larger than a shard gets a shard of its own."""
+        """Adds a tensor. A uint16 array contains the bits of bfloat16. A very large tensor gets its own file."""
         if self._shard and sum(each.nbytes for each in self._shard.values()) + array.nbytes > self._max_shard_bytes:
             self._write_shard()
         self._shard[name] = array

@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al. 2023): rounds a weight column by column, and corrects the error of each in the later columns.
+"""GPTQ (Frantar et al. 2023): rounds a weight matrix column by column, and corrects each column's error in later ones.
 
 A layer has the inputs X [samples, in]. The output error of a changed row is (w - q) H (w - q)^T, where H = X^T X.
 Columns are processed in the order of their diagonal in H, the largest first. Groups still consist of consecutive
@@ -14,11 +14,11 @@ from tools.quantization.rounding import Float32Array, Quantised, Settings, fit, 
 
 Float64Array = NDArray[np.float64]
 DAMPING = 0.01
-"""Fraction of the mean diagonal of H that is added to the diagonal."""
+"""Fraction of the mean of H's diagonal that is added to the diagonal, so that H can be inverted."""
 _BLOCK = 128
 """Number of columns whose errors are collected before later columns are changed."""
 _SHRINKS = tuple(np.float32(1.0 - step / 40) for step in range(17))
-"""Candidates for a group's range, as fractions of the complete range."""
+"""Candidates for the range of a group's scale, as fractions of the range that covers all weights of the group."""
 
 
 class Hessian:
@@ -28,7 +28,7 @@ class Hessian:
         self.matrix: Float64Array = np.zeros((depth, depth))
 
     def add(self, inputs: Float32Array) -> None:
-        """Adds inputs [samples, in]."""
+        """Adds the inputs [samples, in] of one batch to the sum."""
         self.matrix += inputs.T @ inputs
 
 
@@ -56,8 +56,10 @@ def gptq(weight: Float32Array, hessian: Float64Array, settings: Settings) -> Qua
 
 
 def _inverse_factor(hessian: Float64Array) -> Float32Array:
-    """Returns the upper triangular U with U^T U = (H + damping)^-1. Row i is the effect of column i's error on later
-    ones."""
+    """Returns the upper triangular U with U^T U = (H + damping)^-1.
+
+    Row i of U states how an error in column i must be corrected in the later columns.
+    """
     damped = hessian + np.eye(len(hessian)) * (DAMPING * max(float(hessian.diagonal().mean()), 1e-12))
     inverse = np.linalg.inv(damped)
     return np.linalg.cholesky((inverse + inverse.T) / 2).T.astype(np.float32)
@@ -66,8 +68,8 @@ def _inverse_factor(hessian: Float64Array) -> Float32Array:
 def _search(groups: Float32Array, diagonal: Float64Array, settings: Settings) -> tuple[Float32Array, Float32Array]:
     """Returns scales and zero points of ``groups`` [out, groups, g].
 
-    It takes the candidate range with the smallest error, weighted by ``diagonal`` [groups, g]. A smaller range clips
-    the largest weights, but can improve all others.
+    For each group of g weights, it takes the range of ``_SHRINKS`` with the smallest squared error, weighted by
+    ``diagonal`` [groups, g]. A smaller range clips the largest weights, but can improve all others.
     """
     weights = diagonal.astype(np.float32)[None]
     best = np.full(groups.shape[:2], np.inf, np.float32)

@@ -12,13 +12,13 @@ from llm_serving.model.shape import ModelShape
 
 Float32Array = NDArray[np.float32]
 Apply = Callable[[str, Float32Array], Float32Array]
-"""Multiplies inputs [tokens, in] by the linear with that name."""
+"""Multiplies inputs [tokens, in] by the weight of the named linear layer, for example ``self_attn.q_proj``."""
 Observe = Callable[[tuple[str, ...], Float32Array], None]
-"""Receives the names of linears and their common inputs [tokens, in]."""
+"""Receives the names of linear layers and the inputs [tokens, in] that they have in common."""
 
 
 class NumpyLlama:
-    """Runs layers with given weights, so that only one layer must be in memory."""
+    """Runs one decoder layer at a time. The caller passes its weights, so that only one layer must be in memory."""
 
     def __init__(self, shape: ModelShape, length: int) -> None:
         self._shape = shape
@@ -28,9 +28,9 @@ class NumpyLlama:
     def layer(
         self, hidden: Float32Array, weights: Mapping[str, Float32Array], apply: Apply, observe: Observe
     ) -> Float32Array:
-        """Returns the layer's output [sequences, length, hidden]. ``weights`` has the norms.
+        """Returns the output of a decoder layer [sequences, length, hidden]. ``weights`` has only the norms.
 
-        ``apply`` multiplies by a linear. ``observe`` is called before linears with the same inputs are applied.
+        ``observe`` is called with the inputs of each linear layer before ``apply`` multiplies by its weight.
         """
         sequences, length, width = hidden.shape
         flat = hidden.reshape(-1, width)
@@ -50,7 +50,7 @@ class NumpyLlama:
         return (flat + apply("mlp.down_proj", inner)).reshape(hidden.shape)
 
     def logits(self, hidden: Float32Array, norm: Float32Array, output: Float32Array) -> Float32Array:
-        """[..., hidden] -> [..., vocabulary]."""
+        """Returns the logits [..., vocabulary] of ``hidden`` [..., hidden]."""
         return self._norm(hidden, norm) @ output.T
 
     def _norm(self, x: Float32Array, gamma: Float32Array) -> Float32Array:

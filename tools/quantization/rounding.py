@@ -18,12 +18,12 @@ from llm_serving.model.number_formats import stored_format
 
 Float32Array = NDArray[np.float32]
 _SMALLEST_SCALE = np.float32(2.0**-24)
-"""Scale of a group of zeros, where the value does not matter: the smallest float16."""
+"""Minimum scale, for groups of zeros: the smallest positive float16. A scale of 0 would cause a division by 0."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a quantisation."""
+    """How weights are rounded to integers: bits, groups, zero points, and the type of the scales."""
 
     bits: int
     group: int
@@ -53,20 +53,17 @@ class Settings:
         return (1 << self.bits) - 1
 
     def round_scales(self, scales: Float32Array) -> Float32Array:
-        """Returns the scales as the file will contain them."""
+        """Rounds scales to the type in which the checkpoint stores them."""
         return to_float32(from_float32(np.maximum(scales, _SMALLEST_SCALE), self.scale_dtype), self.scale_dtype)
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """The integers of a weight."""
+    """A weight as integers ``q`` [out, in], with scales and zero points [out, groups]."""
 
     q: NDArray[np.uint8]
-    """[out, in]"""
     scales: Float32Array
-    """[out, groups]"""
     zeros: NDArray[np.uint8]
-    """[out, groups]"""
 
     def values(self) -> Float32Array:
         """Returns the values [out, in] that the integers represent."""
@@ -76,8 +73,10 @@ class Quantised:
 
 
 def fit(groups: Float32Array, settings: Settings) -> tuple[Float32Array, Float32Array]:
-    """Returns scales and zero points of ``groups`` [..., g], from the largest magnitude, or from minimum and
-    maximum."""
+    """Returns scales and zero points of ``groups`` [..., g], which cover the range of each group.
+
+    The range is symmetric around 0, or with zero points from the minimum to the maximum.
+    """
     if not settings.asymmetric:
         scales = np.abs(groups).max(axis=-1) / np.float32(settings.middle - 1)
         return settings.round_scales(scales), np.full(scales.shape, settings.middle, np.float32)
@@ -87,13 +86,16 @@ def fit(groups: Float32Array, settings: Settings) -> tuple[Float32Array, Float32
 
 
 def round_to(values: Float32Array, scales: Float32Array, zeros: Float32Array, settings: Settings) -> Float32Array:
-    """Returns the nearest integers as float32. Arrays broadcast. Without zero points, the lowest integer is unused."""
+    """Returns the nearest integers of ``values / scales + zeros`` as float32. Arrays broadcast.
+
+    Without zero points, the lowest integer is not used, so that the range is symmetric.
+    """
     lowest = 0 if settings.asymmetric else 1
     return np.clip(np.rint(values / scales) + zeros, lowest, settings.largest).astype(np.float32)
 
 
 def round_to_nearest(weight: Float32Array, settings: Settings) -> Quantised:
-    """Rounds every weight to the nearest integer."""
+    """Rounds every element of a weight [out, in] to the nearest integer, group by group."""
     rows, depth = weight.shape
     groups = weight.reshape(rows, -1, settings.group_of(depth))
     scales, zeros = fit(groups, settings)

@@ -60,11 +60,11 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "tools/lock_requirements.py",
     ),
 }
-"""Every program that a user starts, by section of the page. A test compares this with the files."""
+"""Every program that a user starts, by section of the page. A test checks that no program is missing."""
 
 
 def command_line_page() -> str:
-    """Return the whole page."""
+    """Returns the page docs/command_line.md."""
     parts = [INTRODUCTION]
     for title, programs in PROGRAMS.items():
         parts.append(f"## {title}\n\n")

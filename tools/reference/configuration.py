@@ -53,14 +53,14 @@ those of `model_path` count. Both forms are read.
 
 
 def configuration_page() -> str:
-    """The whole page."""
+    """Returns the page docs/configuration.md."""
     sections = "\n".join(section_page(name, cls) for name, cls in SECTIONS.items())
     keys = "".join(f"| `{key}` | {meaning} |\n" for key, meaning in KEYS_READ.items())
     return f"{INTRODUCTION}\n{sections}\n{MINDFORMERS}{keys}"
 
 
 def section_page(name: str, cls: type) -> str:
-    """Heading and table of one section."""
+    """Returns heading and table of one section of the config."""
     hints = typing.get_type_hints(cls)
     defaults = {declared.name: declared.default for declared in fields(cls) if key_info(declared) is not None}
     rows = "".join(
@@ -77,7 +77,7 @@ def meaning(info: KeyInfo) -> str:
 
 
 def type_name(hint: Any) -> str:
-    """In the words of YAML."""
+    """Returns a type in the words of YAML, for example ``list of integers``."""
     arguments = typing.get_args(hint)
     if type(None) in arguments:
         return f"{type_name(arguments[0])} or null"
@@ -87,7 +87,7 @@ def type_name(hint: Any) -> str:
 
 
 def default(value: object) -> str:
-    """In the spelling of YAML."""
+    """Returns a default value in the spelling of YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):

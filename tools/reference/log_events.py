@@ -19,7 +19,7 @@ The log has one JSON object on each line. Every line has `time` (Unix seconds), 
 
 
 def log_events_page() -> str:
-    """Return the whole page."""
+    """Returns the page docs/log_events.md."""
     sections = []
     for name, event in EVENTS.items():
         rows = "".join(f"| `{field}` | {meaning} |\n" for field, meaning in event.fields.items())

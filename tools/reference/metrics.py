@@ -22,14 +22,14 @@ For operators who build dashboards and alerts. [Operations](operations.md#metric
 
 
 class _Status(SimpleNamespace):
-    """The status of an engine or of a replica in which every number is 0."""
+    """A stand-in for the status of an engine or replica, in which every number is 0. It lets all metrics be listed."""
 
     def __getattr__(self, name: str) -> Any:
         return _Status() if name == "figures" else 0
 
 
 def metrics_page() -> str:
-    """Return the whole page."""
+    """Returns the page docs/metrics.md."""
     agent = {"rank": 0, "state": "ready", "summary": {"weight_bytes": 0, "kv_cache_bytes": 0}}
     replica = _Status(state="ready", placed={each.value: 0 for each in Placed})
     metrics = Metrics()
@@ -54,7 +54,7 @@ def _labels(family: Any) -> list[str]:
 
 
 def _label(name: str, family: Any) -> str:
-    """Return a label and its values, if the server defines them in advance."""
+    """Returns a metric's label as text, with its possible values if the server defines them in advance."""
     values = list(dict.fromkeys(sample.labels[name] for sample in family.samples if name in sample.labels))
     fixed = values and name not in ("replica", "rank")
     return f"`{name}` ({', '.join(values)})" if fixed else f"`{name}`"

@@ -21,7 +21,7 @@ _TYPES = {int: "integer", float: "number", bool: "boolean", str: "strings"}
 
 
 def sampling_parameters_page() -> str:
-    """Return the whole page."""
+    """Returns the page docs/sampling_parameters.md."""
     hints = typing.get_type_hints(SamplingParams)
     shown = [each for each in PARAMETERS.values() if each.name in (*SamplingFields.model_fields, "max_tokens")]
     rows = (
@@ -38,7 +38,7 @@ def _type_name(hint: typing.Any) -> str:
 
 
 def _default(parameter: SamplingParameter) -> str:
-    if parameter.name in ("seed", "max_tokens"):  # the server chooses them
+    if parameter.name in ("seed", "max_tokens"):  # the server chooses a seed and a maximum number of tokens
         return {"seed": "random", "max_tokens": "see the endpoint"}[parameter.name]
     return "none" if parameter.max_items else f"`{str(parameter.default).lower()}`"
 

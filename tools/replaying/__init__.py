@@ -1,1 +1,1 @@
-"""Replays flight recordings: again as they were, or with another policy; as a table, a timeline or a trace."""
+"""Replays flight recordings as they were or with other settings, and draws them as a table, a timeline or a trace."""

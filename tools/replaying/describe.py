@@ -1,4 +1,4 @@
-"""Describes events and decisions in one line each."""
+"""Describes the events and decisions of a flight recording as text, in one line each."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from llm_serving.flight.steps import RecordedStep
 __all__ = ["describe_event", "describe_state", "describe_step", "shorten"]
 
 LONGEST = 100
-"""Maximum number of characters that a value takes."""
+"""Maximum length of a described value, in characters."""
 
 
 def describe_event(event: Event) -> str:
-    """Returns the time and the call of an event."""
+    """Returns a line with the time of a recorded event and the scheduler's call."""
     return f"{event.now:14.6f}  {_describe_call(event)}"
 
 
@@ -69,7 +69,7 @@ def _after(state: Sequence[int] | None) -> str:
 
 
 def describe_step(step: RecordedStep) -> str:
-    """Returns number, kind, size and reason of a step."""
+    """Returns number, kind, size and reason of a recorded step as text."""
     moves = f", {len(step.moves)} moves" if step.moves else ""
     blocks = sum(len(ids) for _, _, ids in step.blocks)
     return (

@@ -1,4 +1,4 @@
-"""The tokens that end a request in a replay."""
+"""Defines the set of tokens that end a request in a replay."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["EndingNames"]
 class EndingNames(frozenset[int]):
     """A set of ending tokens that grows during the replay.
 
-    The recording names the token that ended a request only with the result that contains it. When a request arrives,
-    the scheduler unites this set with the ending tokens of the sampling parameters. A replay has none of those, so
-    the union is this set itself.
+    When the scheduler adds a request, it must know the tokens that end the request. But a recording names an ending
+    token only later, in the result that contains it. The replay then adds the token to ``names``. A union with another
+    set returns this object itself, so that the scheduler sees later additions.
     """
 
     names: set[int]

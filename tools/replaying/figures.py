@@ -1,4 +1,7 @@
-"""Summarises a stretch in a few figures that can be compared with those of another stretch."""
+"""Summarises a part of a flight recording in a few numbers: requests, steps, latencies, preemptions.
+
+The part is a ``Stretch``: consecutive segments of one run without a gap.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _PREEMPTIONS, _SWAPS = STATE_NAMES.index("preemptions"), STATE_NAMES.index("swap
 
 @dataclass(frozen=True, slots=True)
 class StretchFigures:
-    """Times are seconds. A token's time is the time of the result that contains it."""
+    """The summary of a part of a recording. Times are seconds. A token's time is that of the step result with it."""
 
     requests: int
     refused: int
@@ -27,7 +30,7 @@ class StretchFigures:
     steps: int
     output_tokens: int
     total_s: float
-    """From the first arrival to the last token."""
+    """Time from the first arrival to the last token."""
     ttft: Summary
     tbt: Summary
     e2e: Summary
@@ -36,7 +39,7 @@ class StretchFigures:
 
 
 def figures_of(stretch: Stretch, numbers: frozenset[int] | None = None) -> StretchFigures:
-    """Returns the figures of the requests that arrived in a stretch. ``numbers`` selects some of them."""
+    """Summarises the requests that arrived in a part of a recording. ``numbers`` selects some requests, None all."""
     arrived = [arrival for arrival in arrivals(stretch) if numbers is None or arrival.number in numbers]
     served = [arrival for arrival in arrived if arrival.token_times]
     last = max((arrival.token_times[-1] for arrival in served), default=0.0)
@@ -76,7 +79,7 @@ def _counts(stretch: Stretch) -> tuple[int, int, int]:
 
 
 def comparison_table(columns: Sequence[tuple[str, StretchFigures]]) -> str:
-    """Returns a table with one column for each stretch."""
+    """Returns a table with one column for each named summary."""
     rows = [
         ["requests", *(str(each.requests) for _, each in columns)],
         ["refused", *(str(each.refused) for _, each in columns)],

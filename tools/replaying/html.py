@@ -20,7 +20,7 @@ _TEMPLATE = Path(__file__).with_name("timeline.html")
 
 
 def timeline_html(timeline: Timeline, stretch: Stretch, source: str) -> str:
-    """Returns the page. Its times are microseconds since the beginning of the timeline."""
+    """Returns the timeline as an HTML page. Times in the page are microseconds since the timeline's beginning."""
     header = stretch.header
     data = {
         "phases": [phase.name.lower() for phase in SpanPhase],

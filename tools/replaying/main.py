@@ -125,7 +125,10 @@ def _difference_text(difference: Difference, stretch: Stretch) -> str:
 
 
 def _what_if(stretch: Stretch, changes: list[str]) -> Stretch:
-    """Runs the stretch with the recorded and with the changed limits. The first run shows how exact the model is."""
+    """Simulates the recorded requests twice: with the recorded and with changed limits. Prints and compares both.
+
+    The difference between the recording and the first simulation shows how exact the model of the device is.
+    """
     limits = changed_limits(stretch.header.limits, changes)
     model = fit_device(stretch)
     again = what_if(stretch, changed_limits(stretch.header.limits, []), model)

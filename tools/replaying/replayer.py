@@ -1,4 +1,7 @@
-"""Runs a recorded stretch through the real scheduler and compares every decision."""
+"""Runs a part of a flight recording through the real scheduler and compares every decision.
+
+The part is a ``Stretch``: consecutive segments of one run without a gap.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,10 @@ class Replay:
 
 
 def replay(stretch: Stretch) -> Replay:
-    """Replays a stretch from its first segment with a state. Raises FlightRecordingError if no segment has one."""
+    """Replays a part of a recording, from its first segment that contains the scheduler's state.
+
+    Raises FlightRecordingError if no segment contains a state.
+    """
     return _Replayer(stretch).run()
 
 
@@ -205,7 +211,7 @@ class _Replayer:
     def _schedule(self, event: Scheduled) -> None:
         try:
             step = self._scheduler.schedule(event.now)
-        except Exception as error:  # an error of the present code is a difference
+        except Exception as error:  # an error that the recorded run did not have is a difference
             raise _DiffersError("schedule", "raised", None, repr(error)) from error
         replayed = None if step is None else self._reader.step(_as_read(self._writer.record(step, self._number_of)))
         if replayed is None or event.step is None:
@@ -238,7 +244,7 @@ class _Replayer:
         self._compare_state("update", event.state)
 
     def _let_end(self, event: Completed) -> None:
-        """Adds the tokens that ended their requests to the ending tokens of these requests."""
+        """Adds the tokens that ended requests in a step to the ending tokens of the requests, before the update."""
         requests = self._step_requests.pop(event.seq, [])
         if event.names is None:
             return
@@ -279,7 +285,7 @@ class _Replayer:
 
 
 def _as_read(record: list[Any]) -> list[Any]:
-    """Copies the lists of a record, because the scheduler changes them later."""
+    """Copies the lists of a step's record, because the scheduler changes them later."""
     return [list(part) if isinstance(part, list) else part for part in record]
 
 

@@ -12,11 +12,11 @@ __all__ = ["ResultOrder"]
 
 _CLASSES = {StepKind.MOVE: "move", StepKind.PREFILL: "prefill", StepKind.MIXED: "prefill", StepKind.DECODE: "decode"}
 _OVERTAKERS = {"prefill_first": "prefill", "decode_first": "decode"}
-"""The preferred class of each policy. Under all other policies the queue is first come, first served."""
+"""The class of steps that overtakes others in the agent's queue, by policy. Other policies keep the order."""
 
 
 class ResultOrder:
-    """The steps in flight. ``completed`` finds a step that the completed step must not overtake."""
+    """Records the steps in flight, and finds a step that a completed step has overtaken wrongly."""
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
@@ -24,7 +24,7 @@ class ResultOrder:
         self._sent: dict[int, StepKind] = {}
 
     def sent(self, seq: int, kind: StepKind) -> None:
-        """Adds a step."""
+        """Records that a step was sent."""
         self._sent[seq] = kind
 
     def lost(self) -> None:
@@ -32,9 +32,10 @@ class ResultOrder:
         self._sent.clear()
 
     def completed(self, seq: int, *, ran: bool) -> int | None:
-        """Removes a step. Returns an earlier step that should have run before it, or None.
+        """Removes a completed step. Returns an earlier step that should have run first, or None.
 
-        ``ran`` is False for a step that was dropped or that failed before it was sent. Its result comes immediately."""
+        ``ran`` is False for a step that was dropped, or that failed before it was sent: its result has no order.
+        """
         kind = self._sent.pop(seq, None)
         if kind is None or not ran:
             return None

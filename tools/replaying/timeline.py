@@ -1,4 +1,4 @@
-"""Builds a timeline from the events of a stretch: steps on the device, phases of requests, counts."""
+"""Builds a timeline from recorded events: steps on the device, phases of requests, counts of the scheduler."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class SpanPhase(enum.IntEnum):
     PREEMPTED = 4
     SWAPPED = 5
     RESTARTED = 6
-    """The request lost its computed tokens with its agent."""
+    """The request waits after its agent failed, which lost the computed tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A phase of a request, in seconds of the engine's clock."""
+    """A phase of a request, with begin and end in seconds of the engine's clock."""
 
     phase: SpanPhase
     begin: float
@@ -56,15 +56,15 @@ class Lane:
     max_output_tokens: int | None = None
     num_output_tokens: int = 0
     end: str = ""
-    """The outcome of the request, or an empty text if it had not ended."""
+    """The outcome of the request (finish reason, error, refusal). Empty if the request has not ended."""
     spans: list[Span] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    """Indices of the steps that contain the request."""
+    """Indices, in the timeline's list of steps, of the steps that contain the request."""
     phase: SpanPhase | None = None
     since: float = 0.0
 
     def enter(self, phase: SpanPhase | None, now: float) -> None:
-        """Ends the present phase and starts the next."""
+        """Ends the request's current phase at ``now`` and starts ``phase`` (None: the request has ended)."""
         if self.phase is not None and now > self.since:
             self.spans.append(Span(self.phase, self.since, now))
         self.phase, self.since = phase, max(now, self.since)
@@ -72,7 +72,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """A step on the device. Its times come from the agent and from the time of its result."""
+    """A step with its start and end on the device, which follow from the result's time and the agent's durations."""
 
     step: RecordedStep
     scheduled: float
@@ -83,7 +83,7 @@ class DeviceStep:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The scheduler's counts at one time."""
+    """Numbers of running requests, waiting requests and free blocks at one time."""
 
     time: float
     running: int
@@ -93,7 +93,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Timeline:
-    """Steps, requests and counts. ``begin`` and ``end`` are the engine's times of the first and the last event."""
+    """Steps, requests and counts of a recording. ``begin`` and ``end`` are the times of the first and last event."""
 
     begin: float
     end: float
@@ -103,7 +103,7 @@ class Timeline:
 
 
 def build_timeline(stretch: Stretch) -> Timeline:
-    """Returns the timeline of a stretch."""
+    """Builds the timeline of ``stretch``, a part of a recording without gaps."""
     header = stretch.header
     builder = _Builder(header.limits["max_model_len"])
     for request_id, number in header.numbers.items():
@@ -185,7 +185,7 @@ class _Builder:
                 self._lose_blocks(lane, SpanPhase.SWAPPED if swapped else SpanPhase.PREEMPTED, event.now)
 
     def _lose_blocks(self, lane: Lane, phase: SpanPhase, now: float) -> None:
-        """Inserts the phase in which a request that starts again had no blocks: since the result of its last step."""
+        """Inserts the phase in which a preempted request had no blocks: from its last step to a restart at ``now``."""
         last = self._steps[lane.steps[-1]].end if lane.steps else lane.since
         lane.enter(phase, min(max(last, lane.since), now))
 

@@ -14,7 +14,7 @@ _DEVICE, _REQUESTS, _COUNTS = 1, 2, 3
 
 
 def chrome_trace(timeline: Timeline) -> bytes:
-    """Returns the trace as JSON. Its times are microseconds since the beginning of the timeline."""
+    """Returns the timeline as a JSON trace. Times are microseconds since the timeline's beginning."""
     events: list[dict[str, Any]] = [
         _name(_DEVICE, "device"),
         _name(_REQUESTS, "requests"),

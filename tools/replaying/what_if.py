@@ -1,8 +1,8 @@
-"""Serves the requests of a stretch again under other settings, with the real scheduler on a virtual clock.
+"""Serves recorded requests again under other settings, with the real scheduler on a virtual clock.
 
 Requests arrive at their recorded times. A request that ended by itself ends after the same number of tokens. A client
-that left leaves after the same number of tokens. Step times come from a fit to the recorded steps
-(``performance.simulation.fit``). The run is recorded, so it has the same figures and the same timeline as any other.
+that disconnected does so again after the same number of tokens. Step times come from a fit to the recorded steps
+(``performance.simulation.fit``). The run is recorded, so all tools for recordings can show it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from performance.simulation.work import StepWork
 __all__ = ["DeviceModel", "changed_limits", "fit_device", "what_if"]
 
 _RING_BYTES = 1 << 33
-"""Size of the ring of a simulated run, which must keep all segments."""
+"""Maximum size of the recording of a simulated run. It is large, because no segment may be overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """The times of a recorded device."""
+    """A model of the recorded device: how long its steps and its transfers take."""
 
     fit: StepFit
     latency_s: float
-    """Time that a step needs in addition to its run: to the agent and back."""
+    """Median time of a step in addition to queue and run: transfer to the agent and back."""
 
     @property
     def device(self) -> CostModel:
@@ -82,7 +82,7 @@ def _value(text: str) -> Any:
 
 
 def fit_device(stretch: Stretch) -> DeviceModel:
-    """Fits a model to the device of a recording. Raises UsageError if there are too few steps for a fit."""
+    """Fits a model to the step times of a recording. Raises UsageError if the recording has too few steps."""
     sent: dict[int, tuple[float, RecordedStep]] = {}
     steps, latencies = [], []
     for event in stretch.events():
@@ -106,7 +106,7 @@ def _measured(step: RecordedStep, seconds: float) -> MeasuredStep:
 
 
 def what_if(stretch: Stretch, limits: SchedulerLimits, model: DeviceModel) -> Stretch:
-    """Returns the recording of the stretch's requests, served under ``limits``."""
+    """Serves the requests of ``stretch`` under ``limits`` and returns the recording of that run."""
     with tempfile.TemporaryDirectory() as folder:
         _VirtualRun(arrivals(stretch), limits, model, Path(folder)).run()
         (served,) = read_recording(Path(folder))
@@ -167,13 +167,14 @@ class _VirtualRun:
     def _add(self, arrival: Arrival) -> None:
         try:
             request = make_request(arrival.facts, arrival.prompt)
-            request.first_scheduled_time = request.first_token_time = None  # it may have run on another replica before
+            # The request may have run on another replica before, and then has the times of that run.
+            request.first_scheduled_time = request.first_token_time = None
             self._recorder.add_request(request)
         except LLMServingError:
-            return  # the recording has the same refusal
+            return  # a refused request is part of the simulated recording
 
     def _maybe_leave(self, update: RequestUpdate, now: float) -> None:
-        """Aborts a request whose recorded client left after this number of tokens."""
+        """Aborts a request at the number of tokens at which its recorded client disconnected."""
         request = update.request
         arrival = self._wanted[request.request_id]
         if arrival.end == "abort" and len(request.output_token_ids) >= arrival.num_output_tokens:
