@@ -53,7 +53,6 @@ def run_agent(make_runner: MakeRunner) -> int:
     server = AgentServer(
         socket.socket(fileno=arguments.listen_fd),
         secret=bootstrap.secret,
-        rank=bootstrap.rank,
         limits=limits,
         queue=queue,
         exchange=None if is_alone else ExchangeLayout.of(config.shape, limits, config.parallel_config),

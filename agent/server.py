@@ -49,7 +49,6 @@ class AgentServer:
         listener: socket.socket,
         *,
         secret: bytes,
-        rank: int,
         limits: SlotLimits,
         queue: TaskQueue,
         exchange: ExchangeLayout | None = None,
@@ -57,7 +56,6 @@ class AgentServer:
         """``exchange`` is the layout of the group's exchange, or None if the group has one agent."""
         self._listener = listener
         self._secret = secret
-        self._rank = rank
         self._limits = limits
         self._queue = queue
         self._selector = selectors.DefaultSelector()
@@ -152,7 +150,7 @@ class AgentServer:
         for other in list(self._pending.values()):
             self._reject(other)
         proof = messages.prove(self._secret, "agent", message.nonce)
-        self.send(messages.Connected(proof=proof, pid=os.getpid(), rank=self._rank))
+        self.send(messages.Connected(proof=proof))
         self._connected.set()
 
     def _attach_exchange(self, message: messages.Connect) -> ExchangeMemory | None:
@@ -195,9 +193,6 @@ class AgentServer:
             raise ProtocolError("the server sent connect twice")
         else:
             self._check_slot(message)
-            # Agents of a group keep their waiting steps, because another agent may have started one of them.
-            if isinstance(message, messages.Reset) and not self._queue.in_order:
-                self._queue.remove_all_steps()
             self._queue.put(message)
 
     def _check_slot(self, message: ServerMessage) -> None:

@@ -1,9 +1,9 @@
 """The queue of messages that the agent's device thread runs, in order of priority.
 
-Control messages run first, then block moves, then prefill and decode steps. Within a class, the smaller sequence number
-runs first. The policy decides between prefill and decode: with ``prefill_first`` or ``decode_first`` one of them runs
-first; with every other policy both are one class. Every step has its own slot, so the order changes waiting times but
-never results.
+``Shutdown`` runs first, then block moves, then prefill and decode steps. Steps of one kind run in the order of their
+numbers. The policy decides between prefill and decode. With ``prefill_first`` or ``decode_first``, the named kind runs
+first. With every other policy, both run in the order of their numbers. Every step has its own step slot, so the order
+changes waiting times but never results.
 
 Agents that share a model run every step together and must agree on the order. Their queue is ``in_order``: it keeps the
 server's order.
@@ -16,21 +16,23 @@ import threading
 import time
 
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.messages import MessageClass, Reset, Shutdown, Step, message_class
+from llm_serving.ipc.messages import MessageClass, Shutdown, Step, message_class
 
-QueuedMessage = Step | Reset | Shutdown
-"""The messages that wait in the queue. ``Abort`` and ``Status`` are about the queue and never wait in it."""
+QueuedMessage = Step | Shutdown
+"""The messages that wait in the queue. The socket thread handles ``Abort`` and ``Status`` immediately."""
 
 _LAST_CLASS = {"prefill_first": MessageClass.DECODE, "decode_first": MessageClass.PREFILL}
-"""The class that runs last, by policy."""
+"""The kind of step that runs last, by policy. Other policies run prefill and decode steps in one order."""
 
 
 class TaskQueue:
-    """A bounded, thread-safe priority queue. One thread puts messages, another thread takes them."""
+    """A bounded, thread-safe priority queue. The socket thread puts messages, the device thread takes them.
+
+    ``in_order``: every message except ``Shutdown`` waits for all earlier messages.
+    """
 
     def __init__(self, policy: str, max_steps: int, *, in_order: bool = False) -> None:
-        self.in_order = in_order
-        """Whether every message but Shutdown waits for all earlier messages."""
+        self._in_order = in_order
         self._last_class = _LAST_CLASS.get(policy)
         self._max_steps = max_steps
         self._heap: list[tuple[tuple[int, bool], int, QueuedMessage, int]] = []
@@ -72,15 +74,6 @@ class TaskQueue:
                     return message
             return None
 
-    def remove_all_steps(self) -> list[Step]:
-        """Removes all waiting steps and returns them in the order of their sequence numbers."""
-        with self._changed:
-            steps = sorted((m for _, _, m, _ in self._heap if isinstance(m, Step)), key=lambda step: step.seq)
-            self._heap = [entry for entry in self._heap if not isinstance(entry[2], Step)]
-            heapq.heapify(self._heap)
-            self._num_steps = 0
-            return steps
-
     @property
     def num_steps(self) -> int:
         """The number of waiting steps."""
@@ -93,8 +86,8 @@ class TaskQueue:
             raise ProtocolError(f"{self._num_steps} steps are queued already; there are {self._max_steps} slots")
 
     def _priority(self, message: QueuedMessage) -> tuple[int, bool]:
-        """Returns the sort key: control first, then moves, then the other steps; the smaller key runs first."""
-        if self.in_order:
+        """Returns the sort key of a message. The message with the smallest key runs first."""
+        if self._in_order:
             return int(not isinstance(message, Shutdown)), False
         kind = message_class(message)
         return min(kind, MessageClass.PREFILL), kind is self._last_class

@@ -10,19 +10,7 @@ from agent.model_runner import ModelRunner, StartReport
 from agent.server import AgentServer
 from agent.task_queue import TaskQueue
 from llm_serving.errors import GroupBrokenError, GroupDownError, LLMServingError
-from llm_serving.ipc.messages import (
-    Decode,
-    Failed,
-    Move,
-    Progress,
-    Ready,
-    Reset,
-    ResetDone,
-    Shutdown,
-    Step,
-    StepDone,
-    StepFailed,
-)
+from llm_serving.ipc.messages import Decode, Failed, Move, Progress, Ready, Shutdown, Step, StepDone, StepFailed
 from llm_serving.ipc.shm import SlotMemory
 
 logger = logging.getLogger("agent.worker")
@@ -68,10 +56,6 @@ class Worker:
             message, queue_us = self._queue.get()
             if isinstance(message, Shutdown):
                 return 0
-            if isinstance(message, Reset):
-                runner.reset()
-                self._server.send(ResetDone(seq=message.seq))
-                continue
             try:
                 result = _run_step(message, queue_us, memory, runner)
             except GroupDownError as error:

@@ -49,16 +49,6 @@ keys (docs/configuration.md has their meaning, unit and default):
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
-    """The command line, parsed."""
-
-    config: str
-    overrides: tuple[str, ...]
-    check: bool
-    print_config: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Launch:
     """A valid config and a memory plan that fits the machine."""
 
@@ -69,9 +59,10 @@ class Launch:
 def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine | None = None) -> Launch:
     """Parse the command line, load the config and plan the memory.
 
-    Exits with 2 and a message on a mistake, and with 0 after ``--check`` or ``--print-config``.
+    Exits with 2 and a message on a mistake, and with 0 after ``--check``, ``--print-config``, ``--version`` or
+    ``--help``.
     """
-    arguments = parse_arguments(argv)
+    arguments = _parser().parse_args(argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.print_config:
@@ -84,12 +75,6 @@ def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine
         sys.stdout.write(describe(config, plan))
         sys.exit(0)
     return Launch(config, plan)
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Return the parsed arguments. Exits with 2 on a mistake and with 0 after ``--help``."""
-    values = _parser().parse_args(argv)
-    return Arguments(values.config, tuple(values.overrides), values.check, values.print_config)
 
 
 def describe(config: Config, plan: MemoryPlan) -> str:

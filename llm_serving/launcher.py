@@ -12,7 +12,6 @@ import asyncio
 import gc
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -88,7 +87,9 @@ class _Launcher:
 
         config = self._config
         settings = config.serving_config
-        http_socket = owned.enter_context(bind_http_port(settings.server_ip, settings.server_port))
+        http_socket = owned.enter_context(
+            listen(settings.server_ip, settings.server_port, backlog=2048, key="serving_config.server_port")
+        )
         executors = self._executors(owned)
         tokenizer = load_tokenizer(config)
         log = owned.enter_context(EventLog(config.log_config.path, config.log_config.level))
@@ -171,11 +172,6 @@ class _Launcher:
             os._exit(128 + signal.SIGINT)  # the second signal; the agents end when this process ends
         self._display.note("stopping")
         self._stop.set()
-
-
-def bind_http_port(ip: str, port: int) -> socket.socket:
-    """Listen on the HTTP port, or on any free port if it is 0. Raises ConfigError if the port is in use."""
-    return listen(ip, port, backlog=2048, key="serving_config.server_port")
 
 
 def _freeze_objects() -> None:

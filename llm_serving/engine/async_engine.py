@@ -13,7 +13,7 @@ from llm_serving.engine.beam_search import BeamSearch, BeamSearchParams, SearchR
 from llm_serving.engine.core import Abort, Add, EngineCore, Probe, Stop
 from llm_serving.engine.open_request import OpenRequest, PieceSink, PieceStream
 from llm_serving.engine.outputs import EngineOutput, ProbeAnswer
-from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, receipt_of
+from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, in_ms, receipt_of
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.engine.text_streams import DetokenizerFactory
 from llm_serving.engine.tokenizer import Tokenizer
@@ -31,8 +31,6 @@ from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.receipt import Receipt
 from llm_serving.telemetry.status import EngineStatus
-
-__all__ = ["AsyncEngine"]
 
 
 class AsyncEngine:
@@ -269,8 +267,8 @@ class AsyncEngine:
         deadline = None if scheduling.deadline is None else arrival + scheduling.deadline
         if deadline is not None and now >= deadline:
             raise DeadlineExceededError(
-                f"the deadline was {_ms(deadline - arrival)} ms after the request's arrival; reading the request took"
-                f" {_ms(now - arrival)} ms. Allow more time.",
+                f"the deadline was {in_ms(deadline - arrival)} ms after the request's arrival; reading the request took"
+                f" {in_ms(now - arrival)} ms. Allow more time.",
                 param="deadline_ms",
             )
         defaults = self.config.scheduler_config
@@ -363,7 +361,3 @@ class AsyncEngine:
         for answer in probes:
             if not answer.done():
                 answer.set_result(True)
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1000.0, 3)

@@ -29,17 +29,6 @@ from llm_serving.request import FinishReason, Request, RequestOutput, Scheduling
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SamplingParams
 from llm_serving.telemetry.receipt import Phase
 
-__all__ = [
-    "MAX_BEAM_WIDTH",
-    "Beam",
-    "BeamSearch",
-    "BeamSearchParams",
-    "Expand",
-    "OpenStep",
-    "SearchResult",
-    "search_beams",
-]
-
 MAX_BEAM_WIDTH = MAX_TOP_LOGITS // 2
 
 Expand = Callable[[Sequence[tuple[int, ...]]], Awaitable[list[TokenLogits]]]

@@ -21,9 +21,6 @@ import jinja2.sandbox
 
 from llm_serving.errors import CheckpointError, RequestError
 
-__all__ = ["ChatTemplate"]
-
-
 MAX_COUNTED = 1_000_000
 """Maximum of all numbers that the ``range`` calls of one rendering return. It keeps nested loops short."""
 MAX_REPEATED = 1_000_000

@@ -26,8 +26,6 @@ from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.status import EngineState, EngineStatus
 
-__all__ = ["Abort", "Add", "Command", "EngineCore", "Probe", "Stop"]
-
 
 @dataclass(frozen=True, slots=True)
 class Add:

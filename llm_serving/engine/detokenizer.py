@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.sampling_params import SamplingParams
 
-__all__ = ["IncrementalDetokenizer", "StopMatcher"]
-
 
 class _Utf8Decoder(codecs.BufferedIncrementalDecoder):
     """The decoder of the standard library. ``buffer`` holds the bytes of an unfinished character."""

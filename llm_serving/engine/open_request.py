@@ -26,8 +26,6 @@ from llm_serving.request import Request, RequestOutput, RequestTimings
 from llm_serving.telemetry.receipt import microseconds
 from llm_serving.telemetry.statistics import time_per_output_token
 
-__all__ = ["OpenRequest", "PieceSink", "PieceStream"]
-
 
 class PieceSink(Protocol):
     """Receives the pieces of one or more requests on the event loop, as soon as they arrive. Must not raise."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from llm_serving.errors import LLMServingError
 from llm_serving.request import RequestOutput
 
-__all__ = ["MERGE_AT", "EngineOutput", "ProbeAnswer", "RequestRefused", "merge_outputs"]
-
 MERGE_AT = 32
 """If this many pieces wait for a slow reader, they are merged into one, so that a stream's backlog stays small."""
 

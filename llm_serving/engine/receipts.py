@@ -11,8 +11,6 @@ from llm_serving.request import Blocked, Request, RequestTimings
 from llm_serving.telemetry.receipt import BlockReason, Phase, Receipt, microseconds
 from llm_serving.telemetry.statistics import time_per_output_token
 
-__all__ = ["RECENT_RECEIPTS", "ReceiptBook", "RequestReceipt", "receipt_of", "request_timings"]
-
 RECENT_RECEIPTS = 4096
 """Number of receipts of ended requests that are kept. They take a few megabytes."""
 
@@ -56,15 +54,15 @@ class RequestReceipt:
             "prompt_tokens": self.num_prompt_tokens,
             "cached_tokens": timings.num_cached_tokens,
             "output_tokens": self.num_output_tokens,
-            "e2e_ms": _ms(timings.e2e),
-            "ttft_ms": None if timings.ttft is None else _ms(timings.ttft),
-            "tpot_ms": None if timings.tpot is None else _ms(timings.tpot),
-            "parts_ms": {name: _ms(seconds) for name, seconds in timings.parts.items()},
+            "e2e_ms": in_ms(timings.e2e),
+            "ttft_ms": None if timings.ttft is None else in_ms(timings.ttft),
+            "tpot_ms": None if timings.tpot is None else in_ms(timings.tpot),
+            "parts_ms": {name: in_ms(seconds) for name, seconds in timings.parts.items()},
             "prefill_chunks": timings.num_chunks,
             "preemptions": timings.num_preemptions,
             "swaps": timings.num_swaps,
             "blocked": [
-                {"reason": one.reason.value, "times": one.times, "ms": _ms(one.seconds)} for one in timings.blocked
+                {"reason": one.reason.value, "times": one.times, "ms": in_ms(one.seconds)} for one in timings.blocked
             ],
             "blocked_by": list(timings.blocked_by),
         }
@@ -158,5 +156,6 @@ def _blocked(receipt: Receipt, blocked_us: Mapping[BlockReason, int]) -> tuple[B
     return tuple(sorted(blocked, key=lambda one: (-one.seconds, -one.times, one.reason.value)))
 
 
-def _ms(seconds: float) -> float:
+def in_ms(seconds: float) -> float:
+    """Returns milliseconds as the log and the receipts show them, with a resolution of a microsecond."""
     return round(seconds * 1000.0, 3)

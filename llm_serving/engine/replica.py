@@ -18,8 +18,6 @@ from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.status import ReplicaStatus
 
-__all__ = ["Replica"]
-
 
 class Replica:
     """State of one replica. The engine thread owns it. ``named``: log lines carry the number of the replica."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from llm_serving.engine.receipts import in_ms
 from llm_serving.request import FinishReason, Request, RequestOutput, RequestTimings
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
-
-__all__ = ["RequestLog", "met_objectives"]
 
 
 class RequestLog:
@@ -21,7 +20,7 @@ class RequestLog:
 
     def first_token(self, request_id: str, seconds: float) -> None:
         """Note that the first output of a streamed request left the server ``seconds`` after the request arrived."""
-        self._log.event("first_token", request_id=request_id, ttft_ms=_ms(seconds))
+        self._log.event("first_token", request_id=request_id, ttft_ms=in_ms(seconds))
         self._metrics.first_token(seconds)
 
     def request_end(self, output: RequestOutput, timings: RequestTimings, request: Request) -> None:
@@ -38,10 +37,10 @@ class RequestLog:
             "total_tokens": output.num_prompt_tokens + tokens,
             "finish_reason": reason.value,
             "replica": request.replica,
-            **{f"{part}_ms": _ms(seconds) for part, seconds in timings.parts.items()},
-            "ttft_ms": None if timings.ttft is None else _ms(timings.ttft),
-            "tpot_ms": None if timings.tpot is None else _ms(timings.tpot),
-            "e2e_ms": _ms(timings.e2e),
+            **{f"{part}_ms": in_ms(seconds) for part, seconds in timings.parts.items()},
+            "ttft_ms": None if timings.ttft is None else in_ms(timings.ttft),
+            "tpot_ms": None if timings.tpot is None else in_ms(timings.tpot),
+            "e2e_ms": in_ms(timings.e2e),
             "preemptions": timings.num_preemptions,
             "swaps": timings.num_swaps,
             "prefill_chunks": timings.num_chunks,
@@ -86,7 +85,7 @@ def _optional_fields(request: Request, timings: RequestTimings, objectives: Mapp
     """Return the fields that the log has only where they differ from the default."""
     fields: dict[str, object] = {}
     if timings.blocked:
-        fields["blocked_ms"] = {one.reason.value: _ms(one.seconds) for one in timings.blocked}
+        fields["blocked_ms"] = {one.reason.value: in_ms(one.seconds) for one in timings.blocked}
         fields["blocked_times"] = {one.reason.value: one.times for one in timings.blocked}
         fields["blocked_by"] = list(timings.blocked_by)
     if request.tenant:
@@ -96,7 +95,3 @@ def _optional_fields(request: Request, timings: RequestTimings, objectives: Mapp
     if objectives:
         fields["objectives_met"] = dict(objectives)
     return fields
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1000.0, 3)

@@ -8,8 +8,6 @@ from llm_serving.routing.sources import RequestFront
 from llm_serving.scheduler.figures import Figures
 from llm_serving.scheduler.output import ScheduledStep, StepKind
 
-__all__ = ["StateLine"]
-
 
 class StateLine:
     """Counts steps and tokens for the next ``engine_state`` line. A line is due only if something has changed."""

@@ -14,8 +14,6 @@ from llm_serving.scheduler.output import RequestUpdate, StepResult
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.receipt import Phase
 
-__all__ = ["Detokenizer", "DetokenizerFactory", "TextStreams"]
-
 
 class Detokenizer(Protocol):
     """The text of one growing sequence. See ``llm_serving.engine.detokenizer.IncrementalDetokenizer``."""

@@ -17,8 +17,6 @@ from typing import Any
 
 from llm_serving.errors import CheckpointError
 
-__all__ = ["BYTE_LEVEL", "DecodeRule", "TokenTable", "decode_rule", "sentencepiece_rule"]
-
 WORD_MARK = "\u2581"
 """SentencePiece writes a space as this character."""
 

@@ -13,8 +13,6 @@ from llm_serving.engine.chat_template import ChatTemplate
 from llm_serving.engine.token_table import DecodeRule, TokenTable
 from llm_serving.engine.tokenizer_files import TokenizerFiles
 
-__all__ = ["Tokenizer"]
-
 
 class Tokenizer(ABC):
     """The tokenizer of one model. It does not change after construction. Any thread may call its methods."""

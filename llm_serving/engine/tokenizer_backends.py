@@ -24,8 +24,6 @@ from llm_serving.engine.tokenizer_files import (
 )
 from llm_serving.errors import CheckpointError
 
-__all__ = ["FastTokenizer", "SentencePieceTokenizer", "load_tokenizer", "make_tokenizer"]
-
 MAX_VOCABULARY_BYTES = 256 * 1024 * 1024
 
 # Appended to a serialised ModelProto: normalizer_spec { add_dummy_prefix: false }. Protocol buffers merge a field that

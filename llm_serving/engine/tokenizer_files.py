@@ -11,8 +11,6 @@ from llm_serving.errors import CheckpointError
 from llm_serving.formats.bounded_file import read_small_text
 from llm_serving.formats.typed_fields import TypedFields
 
-__all__ = ["AddedToken", "TokenizerFiles", "find_vocabulary", "read_tokenizer_files"]
-
 MAX_SETTINGS_BYTES = 16 * 1024 * 1024
 MAX_TEMPLATE_BYTES = 256 * 1024
 MAX_ADDED_TOKENS = 100_000

@@ -140,7 +140,7 @@ class AgentExecutor:
         )
         for member, link in enumerate(self._group.links):
             on_readable = partial(self._on_readable, member, link)
-            self._selector.register(link.channel_descriptor, selectors.EVENT_READ, on_readable)
+            self._selector.register(link.channel, selectors.EVENT_READ, on_readable)
             on_exit = partial(self._on_exit, member, link)
             self._selector.register(link.process.exit_descriptor, selectors.EVENT_READ, on_exit)
 
@@ -210,7 +210,7 @@ class AgentExecutor:
 
     def _unregister(self, group: AgentGroup) -> None:
         for link in group.links:
-            self._selector.unregister(link.channel_descriptor)
+            self._selector.unregister(link.channel)
             self._selector.unregister(link.process.exit_descriptor)
 
     def _deadline(self) -> tuple[float, str] | None:

@@ -64,10 +64,6 @@ class GroupMemory:
         """Name of the exchange's segment. Empty if there is no exchange."""
         return "" if self.exchange is None else self.exchange.name
 
-    @property
-    def exchange_bytes(self) -> int:
-        return 0 if self.exchange is None else self.exchange.layout.num_bytes
-
     def mark_down(self) -> None:
         """Mark the group as ended, so that agents that wait for each other stop."""
         if self.exchange is not None:
@@ -124,10 +120,6 @@ class AgentLink:
             raise AgentStartError(f"agent {self.rank}: cannot connect to its port: {error}") from error
         connection.settimeout(CONNECT_TIMEOUT_S)
         return Channel(connection)
-
-    @property
-    def channel_descriptor(self) -> int:
-        return self.channel.fileno()
 
     def receive(self) -> list[AgentMessage]:
         """Return the messages for the engine since the last call. Call it when the channel is readable."""
@@ -189,10 +181,8 @@ class AgentLink:
             nonce=self._nonce,
             proof=messages.prove(self.process.secret, "server", challenge.nonce),
             shm_name=self._memory.slot_memory.name,
-            shm_bytes=self._memory.slot_memory.num_bytes,
             num_slots=NUM_SLOTS,
             exchange_name=self._memory.exchange_name,
-            exchange_bytes=self._memory.exchange_bytes,
         )
         try:
             self.channel.send(messages.encode(connect))

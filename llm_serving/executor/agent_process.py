@@ -1,4 +1,4 @@
-"""The operating-system process of an agent: its start with inherited descriptors, its exit code and its end."""
+"""The operating-system processes that the server starts: their start with inherited descriptors and their end."""
 
 from __future__ import annotations
 
@@ -20,23 +20,82 @@ STOP_GRACE_S = 5.0
 _LOG_TAIL_BYTES = 4000
 
 
-def bind_agent_port(ip: str, port: int) -> socket.socket:
-    """Listen on an agent's port, or on any free port if it is 0. Raises ConfigError if the port is in use."""
-    return listen(ip, port, backlog=16, key="serving_config.agent_ports")
-
-
 @contextlib.contextmanager
 def bind_agent_ports(ip: str, ports: Sequence[int]) -> Iterator[list[socket.socket]]:
-    """Listen on every agent's port, in order of rank. The context closes the sockets. Raises ConfigError."""
+    """Listen on every agent's port, in order of rank. Port 0 stands for any free port. The context closes the sockets.
+
+    Raises ConfigError if a port is in use.
+    """
     with contextlib.ExitStack() as owned:
-        yield [owned.enter_context(bind_agent_port(ip, port)) for port in ports]
+        yield [owned.enter_context(listen(ip, port, backlog=16, key="serving_config.agent_ports")) for port in ports]
 
 
-class AgentProcess:
+class ModuleProcess:
+    """A process that runs ``python -m MODULE``. It inherits a pipe, whose end tells it that the server has ended.
+
+    ``pipe_option`` is the process's option for the number of the pipe's descriptor. The process appends its output to
+    the file ``log_path``. ``environment`` extends the server's environment. Raises AgentStartError with ``name``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        pipe_option: str,
+        log_path: Path,
+        environment: Mapping[str, str],
+        *,
+        arguments: Sequence[str] = (),
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        self.log_path = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+        read_end, self._pipe = os.pipe()
+        try:
+            with log_path.open("ab") as log:
+                self._log_start = log.tell()
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", module, pipe_option, str(read_end), *arguments],
+                    pass_fds=(read_end, *descriptors),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log.fileno(),
+                    stderr=log.fileno(),
+                    env={**os.environ, **environment, "PYTHONPATH": path},
+                    start_new_session=True,  # a signal to the server's process group must not end agents out of order
+                )
+        except OSError as error:
+            os.close(self._pipe)
+            raise AgentStartError(f"{name} could not be started: {error}") from error
+        finally:
+            os.close(read_end)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Kill the process without waiting. The caller must call ``close`` later. May be called twice."""
+        self._close_pipe()
+        self._process.kill()
+
+    def close(self) -> None:
+        """Kill the process, wait until it has ended, and free its resources. May be called twice."""
+        self.kill()
+        self._process.wait()
+
+    def _close_pipe(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+
+class AgentProcess(ModuleProcess):
     """One run of an agent. Owns the process, the server's end of the bootstrap pipe and the log file.
 
     ``secret`` is new for every run. It never appears in an argument, an environment variable or a file. ``module`` is
-    the module for ``python -m``. Tests use an agent without a device. ``environment`` extends the server's environment.
+    the module for ``python -m``. Tests use an agent without a device.
     """
 
     def __init__(
@@ -49,42 +108,20 @@ class AgentProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.secret = secrets.token_bytes(SECRET_BYTES)
-        self.rank = rank
-        self._module = module
-        self._environment = dict(environment or {})
-        self.log_path = log_path
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        read_end, self._pipe = os.pipe()
-        try:
-            with log_path.open("ab") as log:
-                self._log_start = log.tell()
-                self._process = self._spawn(read_end, listener.fileno(), log.fileno())
-        except OSError as error:
-            os.close(self._pipe)
-            raise AgentStartError(f"agent {rank} could not be started: {error}") from error
-        finally:
-            os.close(read_end)
+        listen_fd = listener.fileno()
+        super().__init__(
+            f"agent {rank}",
+            module,
+            "--bootstrap-fd",
+            log_path,
+            environment or {},
+            arguments=["--listen-fd", str(listen_fd)],
+            descriptors=[listen_fd],
+        )
         self.exit_descriptor = os.pidfd_open(self._process.pid)
         """Descriptor that becomes readable when the process ends."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._pipe, encode_bootstrap(Bootstrap(self.secret, rank, config_json)))
-
-    def _spawn(self, read_end: int, listen_fd: int, log_fd: int) -> subprocess.Popen[bytes]:
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-        return subprocess.Popen(
-            [sys.executable, "-m", self._module, "--bootstrap-fd", str(read_end), "--listen-fd", str(listen_fd)],
-            pass_fds=(read_end, listen_fd),
-            stdin=subprocess.DEVNULL,
-            stdout=log_fd,
-            stderr=log_fd,
-            env={**os.environ, **self._environment, "PYTHONPATH": path},
-            start_new_session=True,  # a signal to the server's process group must not end the agents out of order
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def exit_code(self, wait_s: float = 0.0) -> int | None:
         """Return the exit code, negative for a signal. None if the process still runs after ``wait_s``."""
@@ -104,31 +141,19 @@ class AgentProcess:
         """Return how the process ended, in a few words. Empty while it runs."""
         return describe_exit(self.exit_code())
 
-    def kill(self) -> None:
-        """Kill the process without waiting. The caller must call ``close`` later. May be called twice."""
-        self._hang_up()
-        self._process.kill()
-
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Close the bootstrap pipe, which asks the process to end. Wait, and kill the process if it still runs."""
-        self._hang_up()
+        self._close_pipe()
         try:
             self._process.wait(timeout=grace_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
 
     def close(self) -> None:
-        """Kill the process, wait until it has ended, and free its resources. May be called twice."""
-        self.kill()
-        self._process.wait()
+        super().close()
         if self.exit_descriptor >= 0:
             os.close(self.exit_descriptor)
             self.exit_descriptor = -1
-
-    def _hang_up(self) -> None:
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
 
 
 def describe_exit(code: int | None) -> str:

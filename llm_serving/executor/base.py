@@ -15,8 +15,6 @@ from typing import Protocol
 
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 
-__all__ = ["AgentLost", "AgentReady", "AgentStatus", "Executor", "ExecutorEvent", "Poll", "poll_all"]
-
 
 @dataclass(frozen=True, slots=True)
 class AgentReady:

@@ -11,19 +11,16 @@ data in shared memory instead (``llm_serving/ipc/exchange.py``).
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 from llm_serving.config import Config
-from llm_serving.errors import AgentStartError
+from llm_serving.executor.agent_process import ModuleProcess
 
 SCHEDULER_MODULE = "agent.group.cluster_scheduler"
 
 
-class HcclCluster:
+class HcclCluster(ModuleProcess):
     """One run of a group's cluster scheduler, and the environment variables with which agents find it."""
 
     def __init__(self, host: str, num_agents: int, timeout_s: float, log_path: Path) -> None:
@@ -38,26 +35,8 @@ class HcclCluster:
             "MS_SCHED_PORT": str(_free_port(host)),
             "MS_TOPO_TIMEOUT": str(max(1, int(timeout_s))),
         }
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        read_end, self._pipe = os.pipe()
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-        try:
-            with log_path.open("ab") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", SCHEDULER_MODULE, "--pipe-fd", str(read_end)],
-                    pass_fds=(read_end,),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log.fileno(),
-                    stderr=log.fileno(),
-                    env={**os.environ, "PYTHONPATH": path, **self._common, "MS_ROLE": "MS_SCHED"},
-                    start_new_session=True,
-                )
-        except OSError as error:
-            os.close(self._pipe)
-            raise AgentStartError(f"the cluster scheduler could not be started: {error}") from error
-        finally:
-            os.close(read_end)
+        environment = {**self._common, "MS_ROLE": "MS_SCHED"}
+        super().__init__("the cluster scheduler", SCHEDULER_MODULE, "--pipe-fd", log_path, environment)
 
     @classmethod
     def of(cls, config: Config, log_path: Path) -> HcclCluster | None:
@@ -68,25 +47,9 @@ class HcclCluster:
         settings = config.serving_config
         return cls(settings.agent_ip, num_agents, settings.agent_start_timeout_s, log_path)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def environment(self, member: int) -> dict[str, str]:
         """Return the variables of one agent. ``member`` is its number in the group and its rank in HCCL's world."""
         return {**self._common, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(member)}
-
-    def kill(self) -> None:
-        """Kill the scheduler without waiting."""
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
-        self._process.kill()
-
-    def close(self) -> None:
-        """Kill the scheduler and wait until it has ended."""
-        self.kill()
-        self._process.wait()
 
 
 def _free_port(host: str) -> int:

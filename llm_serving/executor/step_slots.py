@@ -22,8 +22,6 @@ from llm_serving.request import Request
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS, SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 
-__all__ = ["StepSlots"]
-
 _SAMPLING_COLUMNS = {each.name: each.column for each in SAMPLER_PARAMETERS} | {"num_top_logits": "int32"}
 
 _MESSAGES: dict[StepKind, type[messages.Prefill | messages.Decode | messages.Move]] = {

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from operator import add
 from typing import Any
 
-from llm_serving.scheduler.output import BlockMove, MoveKind, StepKind
+from llm_serving.ipc.shm import MoveKind
+from llm_serving.scheduler.output import BlockMove, StepKind
 
 __all__ = ["KIND_CODES", "Growth", "RecordedStep", "StepReader"]
 

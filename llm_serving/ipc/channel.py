@@ -28,11 +28,6 @@ class FrameBuffer:
     def __init__(self) -> None:
         self._data = bytearray()
 
-    @property
-    def pending_bytes(self) -> int:
-        """Received bytes of an incomplete frame."""
-        return len(self._data)
-
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the payload of each complete frame. Raises ProtocolError for a length above the limit."""
         self._data += data
@@ -55,7 +50,7 @@ class FrameBuffer:
 class Channel:
     """A connected stream socket that sends and receives frames. It owns the socket.
 
-    ``receive`` blocks up to the socket's timeout. Only one thread at a time may call ``send``.
+    Only one thread at a time may call ``send``.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -63,7 +58,6 @@ class Channel:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         self._buffer = FrameBuffer()
-        self._ready: list[bytes] = []
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -75,28 +69,10 @@ class Channel:
         """Send one frame. Raises OSError if the peer has closed the connection."""
         self._socket.sendall(frame(payload))
 
-    def receive(self) -> bytes | None:
-        """Return the payload of the next frame, or None if the peer closed between frames.
-
-        Raises ProtocolError for an oversized or incomplete frame, TimeoutError or OSError from the socket.
-        """
-        while not self._ready:
-            data = self._socket.recv(64 * 1024)
-            if not data:
-                if self._buffer.pending_bytes:
-                    raise ProtocolError(f"the peer closed inside a frame ({self._buffer.pending_bytes} bytes in)")
-                return None
-            self._ready.extend(self._buffer.feed(data))
-        return self._ready.pop(0)
-
     def receive_available(self) -> list[bytes] | None:
         """Return the complete frames after one read of a readable socket; None if the peer closed."""
         data = self._socket.recv(64 * 1024)
-        if not data:
-            return None
-        frames = [*self._ready, *self._buffer.feed(data)]
-        self._ready.clear()
-        return frames
+        return list(self._buffer.feed(data)) if data else None
 
     def close(self) -> None:
         self._socket.close()

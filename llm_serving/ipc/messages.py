@@ -13,7 +13,7 @@ A message names a step slot and a sequence number. It never contains an array. M
       | <------------------- Ready | Failed-|
       |--- Prefill | Decode | Move -------->|   "run slot s as step n"
       | <------------------- StepDone ------|
-      |--- Abort | Reset | Status | Shutdown|
+      |--- Abort | Status | Shutdown ------>|
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import msgspec
 
 from llm_serving.errors import ProtocolError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 NONCE_BYTES = 16
 
 UInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -66,18 +66,14 @@ class Connect(Message, frozen=True, tag="connect"):
     nonce: Nonce
     proof: Proof
     shm_name: ShortText
-    shm_bytes: UInt
     num_slots: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     exchange_name: ShortText = ""
-    exchange_bytes: UInt = 0
 
 
 class Connected(Message, frozen=True, tag="connected"):
     """Agent to server: proof over the server's nonce. The agent has mapped the slots and the exchange."""
 
     proof: Proof
-    pid: UInt
-    rank: UInt
 
 
 class Progress(Message, frozen=True, tag="progress"):
@@ -132,12 +128,6 @@ class Abort(Message, frozen=True, tag="abort"):
     step: UInt
 
 
-class Reset(Message, frozen=True, tag="reset"):
-    """Server to agent: drop every queued step and all row state. The agent replies with ``ResetDone``."""
-
-    seq: UInt
-
-
 class Status(Message, frozen=True, tag="status"):
     """Server to agent: asks for a ``StatusReply``. The agent replies even while a step runs."""
 
@@ -172,12 +162,6 @@ class StepFailed(Message, frozen=True, tag="step_failed"):
     error: LongText
 
 
-class ResetDone(Message, frozen=True, tag="reset_done"):
-    """Agent to server: the queue is empty and no step runs."""
-
-    seq: UInt
-
-
 class StatusReply(Message, frozen=True, tag="status_reply"):
     """Agent to server: steps run since the start, steps queued, resident memory in bytes."""
 
@@ -190,8 +174,8 @@ class StatusReply(Message, frozen=True, tag="status_reply"):
 Step = Prefill | Decode | Move
 """A message with a slot. The agent replies with ``StepDone`` or ``StepFailed``."""
 
-ServerMessage = Connect | Prefill | Decode | Move | Abort | Reset | Status | Shutdown
-AgentMessage = Challenge | Connected | Progress | Ready | Failed | StepDone | StepFailed | ResetDone | StatusReply
+ServerMessage = Connect | Prefill | Decode | Move | Abort | Status | Shutdown
+AgentMessage = Challenge | Connected | Progress | Ready | Failed | StepDone | StepFailed | StatusReply
 
 _M = TypeVar("_M")
 _ENCODER = msgspec.msgpack.Encoder()

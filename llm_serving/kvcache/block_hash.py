@@ -11,8 +11,6 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 
-__all__ = ["TOKEN_BYTES", "BlockHash", "blake2b_128", "hash_blocks", "pack_tokens", "root_hash"]
-
 TOKEN_BYTES = 4
 
 BlockHash = Callable[[bytes], bytes]

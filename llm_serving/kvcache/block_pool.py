@@ -1,14 +1,17 @@
-"""The pool of KV cache blocks with their reference counts. It has ids only; the memory belongs to the agent."""
+"""The pool of KV cache blocks with their reference counts, and the copies of blocks that steps in flight make.
+
+The pool has ids only. The memory of the blocks belongs to the agent.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from llm_serving.kvcache.block_hash import TOKEN_BYTES
 from llm_serving.kvcache.prefix_index import Parent, PrefixIndex
-
-__all__ = ["NULL_BLOCK", "BlockPool"]
 
 NULL_BLOCK = 0
 """Pads block tables. It is never allocated, so a step may read a padded entry."""
@@ -43,10 +46,6 @@ class BlockPool:
     def num_free_blocks(self) -> int:
         """Number of blocks without holders, including cached blocks."""
         return len(self._free) + len(self._free_cached)
-
-    @property
-    def num_free_cached_blocks(self) -> int:
-        return len(self._free_cached)
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
@@ -159,18 +158,6 @@ class BlockPool:
         if self._ref_counts[NULL_BLOCK]:
             raise AssertionError("the null block is held")
 
-    def check_queues(self) -> None:
-        """Raises AssertionError unless each free block is in the right queue. Looks at every block."""
-        free = [*self._free, *self._free_cached]
-        if sorted(free) != [block for block in range(1, self.num_blocks) if not self._ref_counts[block]]:
-            raise AssertionError(f"the queues have {sorted(free)}, which is not each block without holders once")
-        entries = self.index.entries
-        wrong = [block for block in self._free if entries[block]]
-        wrong += [block for block in self._free_cached if not entries[block]]
-        if wrong:
-            raise AssertionError(f"free blocks {wrong} are in the wrong queue")
-        self.index.check_integrity()
-
     def _evict(self, count: int, wanted: int) -> None:
         """Evicts the ``count`` cached blocks that have been free for the longest time."""
         if count > len(self._free_cached):
@@ -189,3 +176,51 @@ class BlockPool:
         if not self._ref_counts[block]:
             del self._free_cached[block]
             self._free.append(block)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A copy of block ``source`` to block ``destination``, which belongs to a block table.
+
+    The source is held until the copy ends. So no other sequence overwrites it when its last holder frees it.
+    """
+
+    source: int
+    destination: int
+
+
+class BlockCopies:
+    """Holds the sources of the copies that have begun and not ended."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._sources: Counter[int] = Counter()
+        self.num_under_way = 0
+
+    def begin(self, source: int) -> BlockCopy:
+        """Begins a copy of a held or cached block to a new block of the caller. Another block than the source must be
+        free."""
+        self._pool.share([source])
+        self._sources[source] += 1
+        self.num_under_way += 1
+        return BlockCopy(source, self._pool.allocate(1)[0])
+
+    def end(self, copies: Iterable[BlockCopy]) -> None:
+        """Ends copies, and frees their sources."""
+        for copy in copies:
+            count = self._sources.pop(copy.source, 0) - 1
+            if count < 0:
+                raise AssertionError(f"the copy of block {copy.source} to {copy.destination} has ended already")
+            if count:
+                self._sources[copy.source] = count
+            self.num_under_way -= 1
+            self._pool.free([copy.source])
+
+    def sources(self) -> list[int]:
+        """Returns the sources. A source occurs once per hold."""
+        return list(self._sources.elements())
+
+    def restore(self, sources: list[int]) -> None:
+        """Restores what ``sources`` returned. The pool's reference counts already include the sources."""
+        self._sources = Counter(sources)
+        self.num_under_way = len(sources)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from llm_serving.kvcache.block_pool import NULL_BLOCK
 
-__all__ = ["ContiguousPool"]
-
 
 class ContiguousPool:
     """Blocks ``1 .. num_blocks - 1``, allocated in ranges of consecutive ids by first fit (Knuth 1968, 2.5)."""

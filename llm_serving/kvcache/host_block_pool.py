@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["HostBlockPool"]
-
 
 class HostBlockPool:
     """Blocks ``0 .. num_blocks - 1``, allocated last in, first out. The pool may be empty. It has no null block."""
@@ -14,10 +12,6 @@ class HostBlockPool:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._taken = bytearray(num_blocks)
-
-    @property
-    def num_free_blocks(self) -> int:
-        return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
         """Returns ``count`` blocks. Returns None without any change if fewer blocks are free."""

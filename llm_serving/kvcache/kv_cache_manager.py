@@ -14,16 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llm_serving.kvcache.block_copy import BlockCopies, BlockCopy
 from llm_serving.kvcache.block_hash import BlockHash, blake2b_128
-from llm_serving.kvcache.block_pool import BlockPool
+from llm_serving.kvcache.block_pool import BlockCopies, BlockCopy, BlockPool
 from llm_serving.kvcache.contiguous_pool import ContiguousPool
 from llm_serving.kvcache.host_block_pool import HostBlockPool
 from llm_serving.kvcache.prefix_cache import PrefixCache, PrefixMatch, TailMatch
 from llm_serving.kvcache.prefix_chain import PrefixChain
 from llm_serving.kvcache.prefix_index import PrefixIndex
-
-__all__ = ["Adoption", "BlockCopy", "KVCacheManager"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +70,6 @@ class KVCacheManager:
     def num_free_blocks(self) -> int:
         """Number of blocks that no table and no copy holds, including cached blocks."""
         return (self._contiguous or self._pool).num_free_blocks
-
-    @property
-    def num_free_cached_blocks(self) -> int:
-        return self._pool.num_free_cached_blocks
-
-    @property
-    def num_free_host_blocks(self) -> int:
-        return self._host_pool.num_free_blocks
 
     @property
     def num_copies_under_way(self) -> int:
@@ -141,7 +130,7 @@ class KVCacheManager:
         """
         (self._contiguous or self._pool).free(block_table)
         if chain is not None:
-            self._prefixes.end(chain)
+            self._prefixes.withdraw(chain)
 
     def new_chain(self, token_ids: Sequence[int], salt: bytes = b"") -> PrefixChain:
         """Returns the chain with which a sequence is looked up. Sequences with different salts share nothing."""
@@ -209,10 +198,6 @@ class KVCacheManager:
         """
         self._prefixes.commit(block_table, chain, num_computed)
 
-    def withdraw(self, chain: PrefixChain) -> None:
-        """Withdraws announcements, because the steps failed or will never run."""
-        self._prefixes.withdraw(chain)
-
     def drop_all(self) -> None:
         """Empties the prefix cache, because the device's memory was lost. Present tables are never committed.
 
@@ -276,10 +261,6 @@ class KVCacheManager:
         self._host_pool.check_integrity([block for table in host_tables for block in table])
         if self._prefix_cache is not None and not held:
             self._prefix_cache.check_idle()
-
-    def check_cache(self) -> None:
-        """Raises AssertionError unless the queues of free blocks agree with the prefix cache. Looks at every block."""
-        self._pool.check_queues()
 
     @property
     def _prefixes(self) -> PrefixCache:

@@ -15,8 +15,6 @@ from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.prefix_chain import PrefixChain
 from llm_serving.kvcache.prefix_index import Parent
 
-__all__ = ["PrefixCache", "PrefixMatch", "TailMatch"]
-
 
 @dataclass(frozen=True, slots=True)
 class TailMatch:
@@ -146,10 +144,6 @@ class PrefixCache:
         chain.epoch = self.epoch
         self.num_query_tokens += chain.num_tokens
         self.num_hit_tokens += num_tokens
-
-    def end(self, chain: PrefixChain) -> None:
-        """Notes that the sequence has no blocks any more. It may start again."""
-        self.withdraw(chain)
 
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
         """Returns the counters and the index. ``contents`` replaces the tokens of each block."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from llm_serving.kvcache.block_hash import TOKEN_BYTES, BlockHash, pack_tokens
 
-__all__ = ["PrefixChain"]
-
 
 class PrefixChain:
     """The tokens of a sequence. ``KVCacheManager.new_chain`` creates it, and a preempted sequence keeps it.

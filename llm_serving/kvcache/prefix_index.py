@@ -15,8 +15,6 @@ from typing import Any
 
 from llm_serving.kvcache.block_hash import TOKEN_BYTES, BlockHash
 
-__all__ = ["NO_ENTRY", "Parent", "PrefixIndex"]
-
 NO_ENTRY = 0
 """The entry of a block without content. Numbers of entries are positive."""
 
@@ -135,17 +133,6 @@ class PrefixIndex:
             self._hashes[block] = hashes[entry] = block_hash((before or b"") + content)
             self._blocks[self._hashes[block]] = block
         return num_lost
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless hashes, children and entries agree."""
-        for block_hash, block in self._blocks.items():
-            if not self.entries[block] or self._hashes[block] != block_hash:
-                raise AssertionError(f"block {block} has another hash than the one that leads to it")
-        if sum(map(bool, self._hashes)) != len(self._blocks):
-            raise AssertionError("a block has a hash that does not lead to it")
-        for parent, blocks in self._children.items():
-            if any(not self.entries[block] or self._parents[block] != parent for block in blocks):
-                raise AssertionError(f"blocks {blocks} are listed after {parent!r} but do not follow it")
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:

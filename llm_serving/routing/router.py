@@ -64,7 +64,7 @@ class Router:
     @property
     def figures(self) -> Figures:
         """The sums of the replicas' figures, including the requests in the router's queue."""
-        own = Figures(waiting=self.num_unplaced, unplaced=self.num_unplaced)
+        own = Figures(waiting=self.num_unplaced)
         return sum((replica.scheduler.figures for replica in self.replicas), own)
 
     @property

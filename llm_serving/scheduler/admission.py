@@ -1,7 +1,9 @@
-"""Admission control (``scheduler_config.admission``): do the running requests still fit when they have grown?
+"""Admission control: holds a request back if the running requests would not fit after they have grown.
+
+``scheduler_config.admission`` has these values:
 
 ``none``
-    Every request that fits now starts. If there are too many, some are preempted later. See ``starting.Admission``.
+    Every request that fits now starts. If there are too many, some are preempted later.
 
 ``router`` Running requests and the candidate grow by a token per step until their expected ends. The maximum number of
     tokens that they hold together must not exceed ``max_schedule_total_token_num`` (LightLLM's Efficient Router,
@@ -9,9 +11,9 @@
     largest first. When request i ends, the first i are left, and each has ``remaining_i`` more tokens than now. So the
     maximum is ``max over i of (current_1 + ... + current_i + i * remaining_i)``. Each request counts in whole blocks.
 
-``aimd`` The same with a learnt limit. If only the limit keeps a request from starting, and less than 90 % of the blocks
-    are in use, the limit rises by 100 tokens. If a sequence is preempted, the limit falls by 1000 tokens. It stays
-    between a quarter and four times of its first value.
+``aimd`` As ``router``, with a limit that is learnt. If only the limit keeps a request from starting, and less than 90 %
+    of the blocks are in use, the limit rises by 100 tokens. If a sequence is preempted, the limit falls by 1000 tokens.
+    It stays between a quarter and four times of its first value.
 
 If no request runs, the candidate always starts. To add an admission control, add a subclass of ``Admission`` here, a
 line to ``make_admission`` and a member to ``AdmissionKind`` in ``limits``.
@@ -30,27 +32,20 @@ from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.snapshot import Sequences, Stateful
 from llm_serving.scheduler.starting import Admission
 
-__all__ = [
-    "MIN_SAMPLES",
-    "WINDOW",
-    "AimdAdmission",
-    "OutputLengthPredictor",
-    "RouterAdmission",
-    "make_admission",
-    "peak_tokens",
-]
-
 WINDOW = 1024
-"""Number of lengths that the predictor keeps of each group."""
+"""Number of output lengths that the predictor keeps for each group of requests with similar limits."""
 
 MIN_SAMPLES = 16
-"""Number of kept lengths that must exceed the present length of a request, else the prediction is its maximum."""
+"""If fewer kept lengths exceed the present length of an output, the prediction is the maximum length of the output."""
 
 _AIMD_FACTOR = 4
 
 
 class RouterAdmission(Admission):
-    """A fixed limit on the maximum number of tokens. ``predictor`` replaces maximum output lengths by expected ones."""
+    """Admits a sequence if all sequences together never hold more than ``max_total_tokens`` tokens.
+
+    ``predictor`` replaces the maximum lengths of outputs by expected lengths.
+    """
 
     STATE: ClassVar[tuple[str, ...]] = ("max_total_tokens", "_refused", "_predictor")
 
@@ -64,8 +59,11 @@ class RouterAdmission(Admission):
         """The last refused candidate, with the version and the limit at that time."""
 
     def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
-        """O(n log n) in the running sequences. While all of them get a token per step, the maximum does not change. So
-        a refusal holds until a sequence starts or stops."""
+        """Decides as ``Admission.may_start``, in O(n log n) for n running sequences.
+
+        While every sequence gets a token per step, the maximum does not change. So a refusal is repeated without a new
+        computation until a sequence starts or stops.
+        """
         attempt = (candidate, version, self.max_total_tokens)
         if version >= 0 and attempt == self._refused:
             return False
@@ -95,13 +93,13 @@ class RouterAdmission(Admission):
 
     def _within_limit(self, entries: list[tuple[int, int]]) -> bool:
         limit, size = self.max_total_tokens, self._block_size
-        if sum(map(sum, entries)) + len(entries) * (size - 1) <= limit:  # even if all reach their ends together
+        if sum(map(sum, entries)) + len(entries) * (size - 1) <= limit:  # even if all sequences end at the same time
             return True
         return peak_tokens(entries, size, limit) <= limit
 
 
 class AimdAdmission(RouterAdmission):
-    """A limit that rises while it holds requests back without need, and falls after a preemption."""
+    """A ``RouterAdmission`` whose limit rises if only the limit holds requests back, and falls after a preemption."""
 
     STATE = (*RouterAdmission.STATE, "_may_increase")
     INCREASE = 100
@@ -125,7 +123,7 @@ class AimdAdmission(RouterAdmission):
         self._may_increase = True
 
     def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
-        """Also raises the limit if it alone refuses the candidate, at most once per step."""
+        """Decides as ``RouterAdmission.may_start``. If only the limit refuses, raises it once per step."""
         if super().may_start(candidate, running, page_use, version):
             return True
         if self._may_increase and page_use < self.MAX_PAGE_USE:
@@ -166,8 +164,8 @@ class OutputLengthPredictor(Stateful):
 
     Requests with similar limits (``max_output_tokens`` with the same number of bits) form a group. The predictor keeps
     the last ``window`` lengths of each group. The prediction is a quantile of the lengths that exceed the present
-    length of the output. If there are too few of them, it is the limit, which is the safe choice. ("Past-Future
-    Scheduler", Gong et al., ASPLOS 2025, predicts from the same history.) The same lengths give the same predictions.
+    length of the output. If there are too few longer lengths, the prediction is the request's limit, which is safe.
+    ("Past-Future Scheduler", Gong et al., ASPLOS 2025, predicts from the same history.)
     """
 
     def __init__(self, quantile: float = 0.9, window: int = WINDOW, min_samples: int = MIN_SAMPLES) -> None:
@@ -207,7 +205,7 @@ class OutputLengthPredictor(Stateful):
 
 
 class _Lengths:
-    """The last lengths of a group, in order of arrival and sorted."""
+    """The last output lengths of requests with similar limits, in order of arrival and in sorted order."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -230,7 +228,7 @@ class _Lengths:
 
 
 def make_admission(limits: SchedulerLimits) -> Admission:
-    """Creates the admission control that the limits ask for."""
+    """Creates the admission control that ``limits.admission`` names."""
     if limits.admission is AdmissionKind.NONE:
         return Admission()
     allocation = limits.max_total_tokens or (limits.num_blocks - 1) * limits.block_size

@@ -1,7 +1,9 @@
 """The batching modes (``model_config.batching_strategy``): which waiting requests may start while others run.
 
-Continuous batching is the base class in ``starting``. Preempted requests belong to their batch, so a mode never decides
-about them. To add a mode, add a subclass here, a line to ``_MODES`` and a member to ``BatchingStrategy`` in ``limits``.
+Continuous batching is the base class in ``starting``. A preempted request already belongs to a batch, so a mode never
+decides about it.
+
+To add a mode, add a subclass here, a line to ``_MODES`` and a member to ``BatchingStrategy`` in ``limits``.
 """
 
 from __future__ import annotations
@@ -10,8 +12,6 @@ from llm_serving.scheduler.limits import BatchingStrategy
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.starting import BatchingMode
 from llm_serving.scheduler.state import SchedulerState
-
-__all__ = ["make_batching_mode"]
 
 
 class _NoBatching(BatchingMode):
@@ -52,7 +52,7 @@ class _StaticBatching(BatchingMode):
         self._num_places -= 1
 
     def note_no_capacity(self) -> None:
-        """Closes the batch. Requests that could start later belong to the next batch."""
+        """Closes the batch, because batch rows or blocks are missing. Waiting requests join the next batch."""
         if self._state.num_started:
             self._num_places = 0
 

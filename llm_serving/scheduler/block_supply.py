@@ -1,7 +1,6 @@
-"""The other ways in which a starting sequence gets its blocks: on top of a cached prefix, or as one range.
+"""Two ways to give blocks to a starting sequence: on top of a cached prefix, or as one range of consecutive blocks.
 
-``BlockSupply`` in ``running`` gives blocks on demand. In each case ``KVCacheManager.grow`` gives the blocks for later
-tokens, and ``release`` takes all blocks back.
+The default is ``BlockSupply`` in ``running``, which gives blocks on demand.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from llm_serving.kvcache.prefix_cache import PrefixMatch
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.running import BlockSupply, CachedPrefix
 from llm_serving.scheduler.sequence import Sequence
-
-__all__ = ["make_block_supply"]
 
 
 class _ContiguousSupply(BlockSupply):
@@ -35,8 +32,8 @@ class _ContiguousSupply(BlockSupply):
 class _PrefixSupply(BlockSupply):
     """Shares the blocks of a cached prefix between sequences. Copies a partial block.
 
-    A sequence announces its prompt when it starts. Other sequences find the prompt when it is computed. They find the
-    output when the sequence gives its blocks back, so that a decode step costs nothing.
+    A sequence announces its prompt when it starts. Other sequences find the prompt when it is computed. The output
+    enters the prefix cache only when the sequence gives its blocks back, so that decode steps need no work for it.
     """
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
@@ -85,7 +82,7 @@ class _PrefixSupply(BlockSupply):
         self._num_changes += 1
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
-        """Returns the match of a waiting sequence. Looks it up again only if matches may have changed."""
+        """Returns the cached prefix of a waiting sequence. Repeats the lookup only if its result may have changed."""
         known = sequence.prefix_match
         if known is not None and known[0] == self._num_changes:
             return known[1]
@@ -105,7 +102,7 @@ class _PrefixSupply(BlockSupply):
 
 
 def make_block_supply(limits: SchedulerLimits, kv_cache: KVCacheManager) -> BlockSupply:
-    """Creates the supply that the limits ask for."""
+    """Creates the block supply for the limits ``page_attention`` and ``prefix_cache``."""
     if not limits.page_attention:
         return _ContiguousSupply(kv_cache)
     return _PrefixSupply(kv_cache) if limits.prefix_cache else BlockSupply(kv_cache)

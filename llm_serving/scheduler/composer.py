@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from llm_serving.kvcache.kv_cache_manager import BlockCopy
+from llm_serving.kvcache.block_pool import BlockCopy
 from llm_serving.scheduler.output import ScheduledStep, StepReason
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
@@ -13,10 +13,11 @@ from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import ChunkPlan, DecodeBatch, build_decode, build_prefill
 
-__all__ = ["MAX_PREFILL_STEPS_IN_FLIGHT", "StepComposer"]
-
 MAX_PREFILL_STEPS_IN_FLIGHT = 2
-"""One runs and one is queued. So the agent is never idle, and a decode step waits for few prefill steps."""
+"""Maximum number of prefill steps in flight. One runs and one is queued.
+
+So the agent is never idle, and a decode step waits for few prefill steps.
+"""
 
 
 class StepComposer(Stateful):
@@ -36,8 +37,10 @@ class StepComposer(Stateful):
         *,
         waits_for_prefill: bool = False,
     ) -> None:
-        """``waits_for_prefill``: sequences decode after their prefill has completed, because the agent runs queued
-        decode steps before queued prefill steps."""
+        """With ``waits_for_prefill``, a sequence decodes only after its prefill has completed.
+
+        This is needed if the agent runs queued decode steps before queued prefill steps.
+        """
         self._state = state
         self._starter = starter
         self._preempt = preempt
@@ -48,7 +51,7 @@ class StepComposer(Stateful):
         self._batch_changes = 0
 
     def prefill(self, now: float, reason: StepReason) -> ScheduledStep | None:
-        """Returns a step of unfinished prompts, then whole new prompts.
+        """Returns a prefill step with chunks of unfinished prompts, then whole new prompts.
 
         Returns None if no prompt can start or continue, or if enough prefill steps are in flight.
         """
@@ -68,7 +71,7 @@ class StepComposer(Stateful):
         return in_flight.add(step, plan.sequences, copies=self._note_chunks(plan))
 
     def _continue_prompts(self, plan: ChunkPlan, skip: frozenset[Sequence] = frozenset()) -> None:
-        """Adds the next chunks of unfinished prompts, in order of arrival."""
+        """Adds the next chunks of unfinished prompts to the plan, in order of arrival, without those in ``skip``."""
         for sequence in self._state.running.prefilling:
             if sequence in skip:
                 continue
@@ -77,7 +80,7 @@ class StepComposer(Stateful):
             plan.add(sequence)
 
     def _note_chunks(self, plan: ChunkPlan) -> list[BlockCopy]:
-        """Notes that the chunks are in a step. Returns the copies that the step makes."""
+        """Updates the sequences whose chunks are in a step. Returns the copies of blocks that the step makes."""
         copies: list[BlockCopy] = []
         for sequence in plan.sequences:
             sequence.request.receipt.chunks += 1
@@ -124,12 +127,12 @@ class StepComposer(Stateful):
             sequences = self._grow(ready, now)
             if sequences or state.in_flight.num_steps or state.running.num_leaving:
                 return sequences
-            # All chosen sequences were preempted, and no step in flight would lead to another call.
+            # All chosen sequences were preempted. Choose others now: without a step in flight, no other call follows.
 
     def _ready(self) -> tuple[list[Sequence], int]:
         """Returns the sequences that can decode, and the number of sequences that will join after their prefill.
 
-        Returns no sequences if the step would leave a decoding sequence behind.
+        Returns no sequences if a decoding sequence cannot be in the step yet.
         """
         ready, num_joining = [], 0
         ahead, waits_for_prefill = self._state.limits.decode_steps_ahead, self._waits_for_prefill
@@ -172,7 +175,10 @@ class StepComposer(Stateful):
         return sorted(chosen, key=lambda sequence: sequence.arrival_index)
 
     def _limit_history(self, ready: list[Sequence]) -> list[Sequence]:
-        """Drops sequences from the host whose histories exceed the capacity of a step. A later step takes them."""
+        """Leaves out sequences that come back from the host if their token histories exceed the capacity of a step.
+
+        A later step takes these sequences.
+        """
         capacity = self._state.limits.max_step_history
         chosen = []
         for sequence in ready:
@@ -186,8 +192,8 @@ class StepComposer(Stateful):
     def _grow(self, ready: list[Sequence], now: float) -> list[Sequence]:
         """Gives each sequence the block that its next token needs, the oldest first, and returns those that have it.
 
-        If no block is free, it preempts the latest sequence. If steps in flight will free blocks, it preempts none, and
-        leaves the sequence out of this step.
+        If no block is free, this method preempts the sequence that arrived last. But if steps in flight will free
+        blocks, it preempts none and leaves the sequence without a block out of this step.
         """
         running = self._state.running
         in_need = running.in_need_of_block(ready)

@@ -1,4 +1,4 @@
-"""The figures of a scheduler: one class for the status pages, the log, the metrics and the router."""
+"""Counts of a scheduler's requests, blocks and tokens, for the status pages, the log, the metrics and the router."""
 
 from __future__ import annotations
 
@@ -7,45 +7,41 @@ from dataclasses import dataclass, fields
 from llm_serving.scheduler.preemption import Preemption
 from llm_serving.scheduler.state import SchedulerState
 
-__all__ = ["Capacity", "Figures"]
-
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one scheduler, or the sums of several. Each figure is declared here only.
+    """Counts of requests, blocks and tokens (figures) of one scheduler, or their sums over several schedulers.
 
     To add a figure, add a field here, set it in ``of``, and give it a metric in ``telemetry/status_metrics``.
     """
 
     running: int = 0
-    """Requests with a batch row and blocks, except those that leave."""
+    """Requests with a batch row and blocks, without finished and preempted ones that steps in flight still use."""
     waiting: int = 0
-    """Requests without blocks, including preempted ones, except swapped ones."""
+    """Requests without blocks: new and preempted requests, but not swapped ones."""
     swapped: int = 0
     """Requests whose keys and values are in host memory."""
     preemptions: int = 0
     """Number of times that a request lost its blocks to others, since the start."""
     swaps: int = 0
-    """Number of these preemptions that were swaps."""
+    """Number of preemptions that moved the request's blocks to host memory."""
     total_blocks: int = 0
     """Blocks that sequences can get."""
     free_blocks: int = 0
     """Blocks that no sequence holds. The prefix cache may still find their content."""
     prefix_query_tokens: int = 0
-    """Tokens of all sequences at their start."""
+    """Number of tokens looked up in the prefix cache: the known tokens of each sequence at each of its starts."""
     prefix_hit_tokens: int = 0
-    """Number of these tokens that the prefix cache had."""
+    """Number of looked-up tokens that the prefix cache had."""
     reserved_tokens: int = 0
     """KV positions in all block tables."""
     held_tokens: int = 0
-    """Number of these positions that hold a token, or will hold one when the running prompts are computed."""
+    """KV positions that hold a token, or will hold one when the running prompts are computed."""
     steps_in_flight: int = 0
-    unplaced: int = 0
-    """Waiting requests of a router that no replica has."""
 
     @classmethod
     def of(cls, state: SchedulerState, preemption: Preemption) -> Figures:
-        """Returns the present figures of a scheduler."""
+        """Returns the present counts of a scheduler."""
         intake, running, kv_cache, num_swapped = state.intake, state.running, state.kv_cache, len(state.swapped)
         return cls(
             running=len(running),
@@ -66,7 +62,7 @@ class Figures:
         return Figures(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Figures)))
 
     def as_json(self) -> dict[str, float]:
-        """Returns the figures of the status pages by their public names."""
+        """Returns the counts that the status pages show, by their public names."""
         names = ("running", "waiting", "free_blocks", "total_blocks", "preemptions", "swapped", "swaps", "kv_waste",
                  "prefix_hit_tokens", "prefix_query_tokens")  # fmt: skip
         return {name: getattr(self, name) for name in names}
@@ -90,13 +86,14 @@ class Capacity:
     """
 
     num_waiting: int
-    """Waiting requests that never ran, except late ones, which go behind a request on time."""
+    """Waiting requests that never ran, without late ones, which start after the requests on time."""
     num_late: int
+    """Waiting requests that never ran and are known to miss their objective."""
     num_preempted: int
-    """Waiting requests that were preempted here or ran on another replica. They go first."""
+    """Waiting requests that were preempted here or ran on another replica. They start before all others."""
     num_free_rows: int
     num_startable: int
-    """Free batch rows that waiting requests can use, see ``Intake.limit_starts``."""
+    """Free batch rows that waiting requests can use, given the free blocks, the admission and the policy."""
     num_free_blocks: int
     """Free blocks, without those that must stay free when a sequence starts."""
     num_waiting_blocks: int
@@ -130,7 +127,7 @@ class Capacity:
         return self.num_preempted + self.num_waiting + self.num_late
 
     def has_grown(self, before: Capacity) -> bool:
-        """Returns True if a request may fit that did not fit ``before``."""
+        """Returns True if a request may fit now that did not fit with the earlier capacity ``before``."""
         return (
             self.is_idle
             or self.num_free_rows > before.num_free_rows

@@ -11,13 +11,11 @@ from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.telemetry.receipt import Phase, WaitingLine
 
-__all__ = ["MAX_RETRY_AFTER_S", "Intake"]
-
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 600.0
 
 _KEEP = 1 - 1 / 64
-"""Weight of the past against the next request that leaves the queue: about the last 64 count."""
+"""Factor by which earlier requests lose weight when a request leaves the queue. About the last 64 requests count."""
 
 
 class Intake(Stateful):
@@ -66,7 +64,10 @@ class Intake(Stateful):
         return sequence
 
     def enqueue(self, sequence: Sequence, now: float | None) -> None:
-        """Adds an admitted sequence that never ran to the queue. ``now`` is None for a request that arrives."""
+        """Adds an admitted sequence that never ran to the queue.
+
+        ``now``: the time, if the request arrived earlier at a router. None for a request that arrives now.
+        """
         request = sequence.request
         if not self:
             self.line.moved(request.arrival_time if now is None else now)
@@ -82,7 +83,7 @@ class Intake(Stateful):
         self._enter_queue(sequence)
 
     def end(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """Ends a request that is not in the queue (any more)."""
+        """Forgets a request that is not in the queue, and notes why and when it ended."""
         request = sequence.request
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
@@ -104,7 +105,7 @@ class Intake(Stateful):
         return expired
 
     def note_ended(self, updates: list[RequestUpdate]) -> None:
-        """Keeps last updates for ``take_ended``."""
+        """Keeps the last updates of ended requests until ``take_ended`` returns them."""
         self._ended += updates
 
     @property
@@ -122,7 +123,7 @@ class Intake(Stateful):
         """Raises QueueFullError if the queue cannot take another request with ``num_tokens`` tokens.
 
         Requests that can start do not count: they leave the queue with the next steps. A negative ``num_free_rows`` is
-        the number of requests that already wait in other places and cannot start there.
+        the number of requests that wait at the replicas of a router and cannot start there.
         """
         num_startable, max_requests = self.num_startable(num_free_rows), self._limits.max_waiting_requests
         waiting = len(self) - num_startable
@@ -146,7 +147,7 @@ class Intake(Stateful):
         try:
             self.check_limits(1, num_free_rows)
         except QueueFullError as error:
-            return error.with_traceback(None)  # the frames of a traceback refer to the caller, which keeps the error
+            return error.with_traceback(None)  # a traceback would keep the caller's variables alive
         return None
 
     def num_startable(self, num_free_rows: int) -> int:
@@ -182,7 +183,7 @@ class Intake(Stateful):
 
     @property
     def next_deadline(self) -> float | None:
-        """The next time at which ``expire`` has something to end."""
+        """The earliest deadline of a waiting request without a first token. None if no request has a deadline."""
         return self._deadlines.key(self._deadlines.first())[0] if self._deadlines else None
 
     def peek(self, now: float) -> Sequence:
@@ -222,7 +223,7 @@ class Intake(Stateful):
 
 
 class _DrainRate(Stateful):
-    """Requests and tokens that left the queue, and the time for which it was not empty. Recent ones weigh most."""
+    """Measures how fast requests and tokens leave the queue while it is not empty. Recent requests weigh most."""
 
     STATE = ("_since", "_seconds", "_requests", "_tokens")
 
@@ -233,15 +234,15 @@ class _DrainRate(Stateful):
         self._tokens = 0.0
 
     def start(self, now: float) -> None:
-        """The queue was empty and gets a request."""
+        """Notes that the queue was empty and gets a request."""
         self._since = now
 
     def stop(self) -> None:
-        """The queue is empty. The time until the next request does not count."""
+        """Notes that the queue is empty. The time until the next request does not count."""
         self._since = None
 
     def note(self, num_tokens: int, now: float) -> None:
-        """A request with ``num_tokens`` tokens leaves the queue and starts."""
+        """Notes that a request with ``num_tokens`` tokens leaves the queue and starts."""
         passed = 0.0 if self._since is None else max(0.0, now - self._since)
         self._since = now
         self._seconds = self._seconds * _KEEP + passed
@@ -249,7 +250,7 @@ class _DrainRate(Stateful):
         self._tokens = self._tokens * _KEEP + num_tokens
 
     def retry_after_s(self, num_requests: int, num_tokens: int) -> float:
-        """Returns the seconds in which this number of requests and tokens leaves the queue, within the two bounds."""
+        """Returns the seconds, 1 to 600, in which this number of requests and tokens leaves the queue."""
         if not self._requests:
             return MIN_RETRY_AFTER_S
         seconds = self._seconds * max(num_requests / self._requests, num_tokens / max(self._tokens, 1.0))

@@ -13,8 +13,6 @@ from llm_serving.scheduler.starting import Admission
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.telemetry.receipt import Phase
 
-__all__ = ["Lifecycle"]
-
 _ENDED_NORMALLY = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -95,7 +93,7 @@ class Lifecycle:
         self._preemption.drop_swapped(now)
 
     def end_all(self, sequences: Iterable[Sequence], error: str, now: float) -> list[RequestUpdate]:
-        """Ends the requests of these sequences with an error, except those that have ended."""
+        """Ends the requests of these sequences with an error, except requests that have ended before."""
         updates = []
         for sequence in sequences:
             if not sequence.request.is_finished:
@@ -157,9 +155,9 @@ class Lifecycle:
                 self._supply.computed(sequence, step.starts[index] + step.query_lens[index])
 
     def _note_token(self, sequence: Sequence, now: float) -> None:
-        """Notes the first token, the first token after a preemption, or any token that a tenant pays for.
+        """Updates the times and the receipt of a sequence that gets a token, and charges the token to its tenant.
 
-        While all requests belong to one tenant, charging tokens would change nothing.
+        A token is charged only if requests have named tenants. With one tenant, charging would change nothing.
         """
         request, intake = sequence.request, self._state.intake
         if request.first_token_time is None:

@@ -12,15 +12,6 @@ from llm_serving.request import Request
 if TYPE_CHECKING:
     from llm_serving.config import Config
 
-__all__ = [
-    "MAX_DECODE_STEPS_AHEAD",
-    "AdmissionKind",
-    "BatchingStrategy",
-    "Policy",
-    "PreemptionKind",
-    "SchedulerLimits",
-]
-
 MAX_DECODE_STEPS_AHEAD = 3
 
 _AT_LEAST_ONE = ("block_size", "max_model_len", "max_prompt_len", "max_num_seqs", "max_num_batched_tokens",
@@ -50,15 +41,15 @@ class PreemptionKind(enum.Enum):
     """``scheduler_config.preemption``: what happens to a sequence whose blocks an older sequence needs."""
 
     RECOMPUTE = "recompute"
-    """It waits, and its known tokens are computed again."""
+    """The sequence waits, and its known tokens are computed again."""
     SWAP = "swap"
-    """Its blocks move to host memory and come back. If the host pool is full, it is recomputed."""
+    """The sequence's blocks move to host memory and come back. If the host pool is full, the sequence is recomputed."""
     AUTO = "auto"
-    """The faster of both, by the rates measured so far."""
+    """Recompute or swap, whichever is faster by the rates measured so far."""
 
 
 class AdmissionKind(enum.Enum):
-    """``scheduler_config.admission``: see ``admission``."""
+    """``scheduler_config.admission``: how the requests that run together are limited. See ``admission.py``."""
 
     NONE = "none"
     ROUTER = "router"
@@ -107,7 +98,7 @@ class SchedulerLimits:
     max_total_tokens: int | None = None
     """Limit of ``admission`` on the tokens of all running sequences. None for the capacity of the KV cache."""
     predict_output_length: bool = False
-    """``admission`` expects outputs as long as recent ones, not as long as they may become."""
+    """True if ``admission`` expects outputs as long as recent ones. False if it expects the maximum length."""
     fairness: bool = True
     """The queue shares service equally between tenants."""
     ttft_objective: float = 2.0
@@ -182,8 +173,10 @@ class SchedulerLimits:
 
     @property
     def max_step_history(self) -> int:
-        """Maximum number of history tokens in one step: a whole context, sent with its last chunk, or a step's
-        tokens."""
+        """Maximum number of earlier tokens that one step sends to the sampler, for penalties.
+
+        A step can send the history of a whole context, or histories with as many tokens as it computes at most.
+        """
         return max(self.max_num_batched_tokens, self.max_model_len)
 
     @property

@@ -13,8 +13,6 @@ from llm_serving.scheduler.slo_order import SloStarts
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import ChunkPlan, DecodeBatch, append_chunks, build_decode
 
-__all__ = ["Chunked", "MixedComposer", "MixedPolicy"]
-
 _MIN_CHUNK = 16
 """Tokens of a mixed step that prompts get even if decoding sequences use the whole budget. So prompts never stop."""
 
@@ -23,12 +21,12 @@ _MAX_STEPS_WITHOUT_PROMPTS = 8
 
 
 class MixedComposer(StepComposer):
-    """Composes mixed steps too."""
+    """Composes mixed steps, in addition to prefill and decode steps."""
 
     STATE = (*StepComposer.STATE, "_num_without_prompts")
 
     _num_without_prompts = 0
-    """Number of steps that decoding sequences have filled while prompts waited."""
+    """Number of steps that decoding sequences filled while prompts waited, since the last prefill step for them."""
 
     def mixed(
         self,
@@ -43,7 +41,8 @@ class MixedComposer(StepComposer):
 
         Returns None if there is nothing to run.
 
-        ``starts`` decides which requests may start. ``late`` prompts get the tokens that no other prompt can use.
+        ``starts`` decides which requests may start. The prompts in ``late`` get only
+        the tokens that no other prompt can use.
         """
         if self._num_without_prompts >= _MAX_STEPS_WITHOUT_PROMPTS:
             self._num_without_prompts = 0
@@ -83,7 +82,7 @@ def _build(seq: int, reason: StepReason, batch: DecodeBatch, plan: ChunkPlan) ->
     """Builds a step with one token of each decoding sequence, then the chunks of the plan."""
     step = build_decode(seq, reason, batch)
     step.kind = StepKind.MIXED
-    # The steps of a batch share these columns. This step extends them, so it needs its own lists.
+    # Decode steps of one batch share these lists. This step extends the lists, so it needs copies.
     step.requests = list(step.requests)
     step.rows = list(step.rows)
     step.query_lens = list(step.query_lens)
@@ -95,7 +94,7 @@ def _build(seq: int, reason: StepReason, batch: DecodeBatch, plan: ChunkPlan) ->
 
 
 class MixedPolicy(SchedulingPolicy):
-    """A policy that uses mixed steps."""
+    """Base class of the policies that use mixed steps."""
 
     def __init__(self, state: SchedulerState, composer: MixedComposer) -> None:
         super().__init__(state, composer)

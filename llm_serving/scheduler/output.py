@@ -4,7 +4,7 @@ A step is columnar because the executor writes it into NumPy arrays: index ``i``
 of the step. Lists are shared, not copied: ``block_tables[i]`` is the sequence's own list. The executor reads it in
 ``submit`` and keeps no reference.
 
-The executor may rely on the following rules, and then needs work per change of the batch, not per step:
+The executor may rely on the following rules. They let it do most work per change of the batch, and not per step:
 
 * A sequence keeps its batch row until no step in flight uses it. The sampling parameters of a batch row never change.
 * A step whose ``restarts[i]`` is True starts a batch row. It is usually a prefill step. It can begin after position 0,
@@ -24,17 +24,6 @@ from dataclasses import dataclass, field
 
 from llm_serving.ipc.shm import MoveKind
 from llm_serving.request import Request
-
-__all__ = [
-    "BlockMove",
-    "History",
-    "MoveKind",
-    "RequestUpdate",
-    "ScheduledStep",
-    "StepKind",
-    "StepReason",
-    "StepResult",
-]
 
 
 class StepKind(enum.Enum):
@@ -95,9 +84,9 @@ class ScheduledStep:
     """Number of the step. Numbers start at 0 and increase by one."""
     kind: StepKind
     requests: list[Request] = field(default_factory=list)
-    """[S] Only ``sampling`` is fixed; the other fields change while the step is in flight."""
+    """[S] The request of each sequence. Only its ``sampling`` stays the same while the step is in flight."""
     rows: list[int] = field(default_factory=list)
-    """[S] Batch rows. Each occurs once in a step."""
+    """[S] The batch row of each sequence. A batch row occurs once in a step."""
     token_ids: list[int] = field(default_factory=list)
     """[T] The tokens of all sequences, one sequence after the other. ``LAST_TOKEN`` (-1) stands for a token that only
     the agent knows yet."""
@@ -110,7 +99,7 @@ class ScheduledStep:
     """[S] Block ids in order of position, at least ``ceil((start + query_len) / block_size)`` of them. The null block
     0, which the executor uses for padding, never occurs."""
     do_sample: list[bool] = field(default_factory=list)
-    """[S] False for all chunks of a prompt except the last."""
+    """[S] True if the step samples a token for the sequence. False for all chunks of a prompt except the last."""
     sample_positions: list[int] = field(default_factory=list)
     """[S] Index of the sampled token in the output. It is the key of the token's random number."""
     histories: list[History] = field(default_factory=list)
@@ -118,7 +107,7 @@ class ScheduledStep:
     restarts: list[bool] = field(default_factory=list)
     """[S] True in a sequence's first step on its batch row. An empty list means False for all."""
     moves: list[BlockMove] = field(default_factory=list)
-    """Copies that run before everything else, in this order."""
+    """Copies of blocks. They run before the computation, in this order."""
     reason: StepReason = StepReason.PROMPT_READY
 
     @property

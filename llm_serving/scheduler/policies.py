@@ -14,16 +14,6 @@ from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason, St
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 
-__all__ = [
-    "DECODE_STREAK_LIMIT",
-    "DecodeFirst",
-    "Fcfs",
-    "PrefillFirst",
-    "PromptsFirst",
-    "SchedulingPolicy",
-    "prefill_streak_limit",
-]
-
 DECODE_STREAK_LIMIT = 32
 """Maximum number of decode steps that a prompt waits under ``decode_first`` if it could start.
 
@@ -95,7 +85,7 @@ class PromptsFirst(SchedulingPolicy):
         return self._composer.decode(now, reason)
 
     def _delays_decoding(self, prefill: ScheduledStep) -> bool:
-        """Returns True if other sequences could decode instead of this prefill step."""
+        """Returns True if other sequences have to wait to decode because of this prefill step."""
         return self._state.in_flight.num_decode_steps > 0 or any(
             sequence.wants_token and sequence.request not in prefill.requests for sequence in self._state.running
         )
@@ -114,7 +104,7 @@ class PrefillFirst(PromptsFirst):
 
     The agent runs queued prefill steps before queued decode steps. While prefill steps are queued, decoding sequences
     wait. Then they decode in larger batches, which gives the throughput. A decode step would only wait in the agent's
-    queue, so it is composed when at most ``decode_steps_ahead`` steps are in flight. So it has the new sequences too.
+    queue, so it is composed when at most ``decode_steps_ahead`` steps are in flight. Then it includes new sequences.
     """
 
     def _is_decode_due(self) -> bool:

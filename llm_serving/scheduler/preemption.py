@@ -14,11 +14,12 @@ from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.swapping import Swapper
 from llm_serving.telemetry.receipt import Phase
 
-__all__ = ["Preemption"]
-
 
 class Preemption(Stateful):
-    """Preempts sequences, and decides what happens to a LEAVING sequence. ``swapper`` is None without a host pool."""
+    """Preempts sequences. Decides what happens to a LEAVING sequence, which ended or was preempted during a step.
+
+    ``swapper`` is None without a host pool.
+    """
 
     STATE = ("num_preemptions", "num_swaps")
 
@@ -41,9 +42,9 @@ class Preemption(Stateful):
         self.settle(sequence)
 
     def settle(self, sequence: Sequence) -> None:
-        """Decides about a LEAVING sequence that no step in flight uses.
+        """Takes batch row and blocks of a LEAVING sequence back, as soon as no step in flight uses them.
 
-        The sequence is removed, waits again or is swapped. Before it is swapped, its blocks move to the host.
+        The sequence is then removed, waits again or is swapped. Before it is swapped, its blocks move to the host.
         """
         if sequence.state is not SequenceState.LEAVING or sequence.num_inflight_steps:
             return
@@ -79,7 +80,7 @@ class Preemption(Stateful):
             self._swapper.moved(flight.step.moves[0].kind, flight.sequences)
 
     def drop_host_blocks(self, sequence: Sequence) -> None:
-        """Takes the host blocks of a sequence back."""
+        """Returns the host blocks of a sequence to the host pool."""
         if self._swapper is not None:
             self._swapper.drop(sequence)
 

@@ -32,21 +32,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.snapshot import Sequences, Stateful, load, save
 
-__all__ = [
-    "DEFAULT_AGEING_S",
-    "INPUT_WEIGHT",
-    "MAX_IDLE_CLASSES",
-    "MAX_IDLE_TENANTS",
-    "OUTPUT_WEIGHT",
-    "FairQueue",
-    "KeyedHeap",
-    "QueueOrder",
-    "VirtualTokenCounters",
-]
-
 INPUT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
-"""As in the paper: an output token costs about twice as much as a prompt token."""
+"""An output token costs about twice as much as a prompt token, as in the VTC paper."""
 
 MAX_IDLE_TENANTS = 1024
 """Maximum number of counters of tenants without waiting requests. The least counters are dropped first: many of them
@@ -59,14 +47,16 @@ _Item = TypeVar("_Item", bound=Hashable)
 _SLACK = 8
 
 MAX_IDLE_CLASSES = 64
-"""Maximum number of classes without waiting requests whose counters are kept. The longest empty class is dropped."""
+"""Maximum number of priorities without waiting requests whose counters are kept. The longest unused is dropped."""
 
 
 class QueueOrder(Stateful):
-    """The waiting requests that never ran, in the order in which they start. See the module's docstring.
+    """The waiting requests that never ran, in the order in which they start: by priority, then tenant, then arrival.
 
-    Operations cost O(log n). ``now`` never decreases. The methods about lateness are for orders with objectives, see
-    ``SloOrder``. To add an order, add a subclass and a line to ``make_order`` in ``slo_order``.
+    Operations cost O(log n). ``now`` never decreases. This order has no objectives, so no request is late. ``SloOrder``
+    overrides the methods about late requests.
+
+    To add an order, add a subclass and a line to ``make_order`` in ``slo_order``.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("_classes", "_idle", "_oldest", "_num_sequences")
@@ -142,7 +132,7 @@ class QueueOrder(Stateful):
         return False
 
     def is_spare(self, sequence: Sequence) -> bool:
-        """Returns True if a waiting sequence is late and is first only because no request on time waits."""
+        """Returns True if a waiting sequence is late and is the first only because no request on time waits."""
         return False
 
     def expects_more(self, now: float) -> bool:
@@ -150,13 +140,13 @@ class QueueOrder(Stateful):
         return False
 
     def learn(self, overhead_s: float, seconds_per_token: float) -> None:
-        """Updates ``estimate``."""
+        """Updates the learnt prefill time, ``estimate``."""
 
     def _find(self, sequence: Sequence) -> _PriorityClass | None:
         priority = sequence.request.priority
         return self._classes.get(priority) or self._idle.get(priority)
 
-    def restore(self, state: Any, sequences: Sequences) -> None:  # `_classes` and `_idle` contain new parts
+    def restore(self, state: Any, sequences: Sequences) -> None:  # `_classes` and `_idle` get new objects
         for name, classes in (("_classes", self._classes), ("_idle", self._idle)):
             for priority, saved in state[name]["dict"]:
                 classes[priority] = _PriorityClass(self._fairness)
@@ -187,11 +177,14 @@ class _PriorityClass(Stateful):
         self.queue = FairQueue(fairness)
         self.by_arrival: KeyedHeap[Sequence] = KeyedHeap()
         self.known_oldest: Sequence | None = None
-        """The sequence whose arrival gives the class its place among the classes."""
+        """The sequence whose arrival time determines the order of this class among the classes."""
 
 
 class FairQueue(Stateful):
-    """Waiting sequences by tenant. The tenant with the least counter is first, then its sequence with the least key."""
+    """Waiting sequences by tenant. The tenant with the least virtual token counter is first.
+
+    Among the sequences of a tenant, the one with the least key is first.
+    """
 
     STATE = ("_counters", "_tenants")
 
@@ -236,7 +229,7 @@ class FairQueue(Stateful):
         return sequence.request.tenant if self._fairness else ""
 
     def _update_counters(self, tenant: str) -> None:
-        """Reports the tenant's first waiting sequence to the counters, or that the tenant has none."""
+        """Tells the counters the tenant's first waiting sequence, or that the tenant has none."""
         sequences = self._tenants[tenant]
         if sequences:
             self._counters.wait(tenant, sequences.key(sequences.first()))
@@ -246,7 +239,10 @@ class FairQueue(Stateful):
 
 
 class VirtualTokenCounters(Stateful):
-    """The counters, and the tenants with waiting requests. Operations cost O(log tenants), charging costs O(1)."""
+    """The virtual token counter of each tenant, and which tenants have waiting requests.
+
+    Operations cost O(log n) for n tenants. ``charge`` costs O(1).
+    """
 
     STATE = ("_counters", "_waiting", "_last")
 
@@ -280,7 +276,7 @@ class VirtualTokenCounters(Stateful):
         """Returns the waiting tenant with the least counter. Raises IndexError if no tenant waits."""
         waiting = self._waiting
         while True:
-            # Counters only rise. So an outdated key is too small, and its tenant comes up here to be updated.
+            # Counters only rise, so an outdated key is too small. Its tenant is found first, and gets its present key.
             tenant = waiting.first()
             counter, head = waiting.key(tenant)
             if counter == self._counters[tenant]:
@@ -292,7 +288,7 @@ class VirtualTokenCounters(Stateful):
         self._counters[tenant] = self.counter(tenant) + service
 
     def _floor(self) -> int:
-        """Returns the least value for the counter of a tenant that starts to wait. It never falls."""
+        """Returns the least value for the counter of a tenant that starts to wait. This value never falls."""
         return self._counters[self.first()] if self._waiting else self._counters.get(self._last, 0)
 
     def _drop_idle(self) -> None:

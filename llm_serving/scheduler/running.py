@@ -1,4 +1,7 @@
-"""The sequences with a batch row and blocks: those that run and those that leave."""
+"""The sequences with a batch row and blocks.
+
+A running sequence gets steps. A leaving sequence has ended or was preempted, but steps in flight still use its blocks.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 
-__all__ = ["BlockSupply", "CachedPrefix", "RunningSet"]
-
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
@@ -19,15 +20,18 @@ class CachedPrefix:
 
     num_tokens: int
     is_pending: bool
-    """Steps in flight compute more of its tokens, and waiting for them is worth it. They must add a block, or all known
-    tokens except the last. Otherwise equal prompts that end at the end of a block would wait for each other."""
+    """True if steps in flight compute more of the sequence's tokens, and waiting for these steps is worth it.
+
+    The steps must add a full block, or all known tokens except the last. Otherwise equal prompts that end at the end of
+    a block would wait for each other.
+    """
 
 
 _NOTHING_CACHED = CachedPrefix(0, False)
 
 
 class BlockSupply:
-    """Gives a starting sequence blocks for its known tokens (paged attention). See also ``block_supply``."""
+    """Gives a starting sequence blocks for its known tokens (paged attention). Subclasses are in ``block_supply``."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
@@ -55,7 +59,10 @@ class BlockSupply:
         """Notes that completed steps have computed the first ``num_tokens`` known tokens."""
 
     def release(self, sequence: Sequence, *, computed: bool) -> None:
-        """Takes the blocks back. No step in flight uses them. ``computed``: all its steps ran without errors."""
+        """Takes the blocks of a sequence back. No step in flight uses them.
+
+        ``computed``: all steps of the sequence ran without errors.
+        """
         self._kv_cache.free(sequence.block_table)
 
     def lose_all(self) -> None:
@@ -151,7 +158,7 @@ class RunningSet(Stateful):
         return max(len(self._running), watermark_blocks) if self._running else 0
 
     def start(self, sequence: Sequence) -> None:
-        """Gives a waiting sequence that fits a batch row, and blocks for its known tokens."""
+        """Gives a batch row and blocks to a waiting sequence. The caller has checked that it fits."""
         self._supply.start(sequence)
         self._enter(sequence)
         self.start_prefill(sequence)
@@ -211,7 +218,7 @@ class RunningSet(Stateful):
         self._num_preempted -= 1
 
     def release(self, sequence: Sequence) -> None:
-        """Takes batch row and blocks of a leaving sequence back. No step in flight uses them."""
+        """Takes the batch row and the blocks of a leaving sequence back. No step in flight uses them."""
         if sequence.num_inflight_steps:
             raise AssertionError(f"{sequence.num_inflight_steps} steps in flight use the blocks that would become free")
         del self._leaving[sequence.arrival_index]
@@ -221,8 +228,7 @@ class RunningSet(Stateful):
         sequence.leave_device()
 
     def check_integrity(self, swapped: list[Sequence]) -> None:
-        """Raises AssertionError unless each batch row and block is held once or free, and each sequence has its
-        blocks."""
+        """Raises AssertionError unless each batch row and block is free or held, and sequences have enough blocks."""
         holders = [*self._running.values(), *self._leaving.values()]
         host_tables = [sequence.host_table for sequence in [*holders, *swapped]]
         self._kv_cache.check_integrity([sequence.block_table for sequence in holders], host_tables)

@@ -43,8 +43,6 @@ from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import InFlightSteps, SchedulerState
 from llm_serving.scheduler.swapping import Swapper
 
-__all__ = ["Scheduler"]
-
 _POLICIES: dict[Policy, type[SchedulingPolicy]] = {
     Policy.PREFILL_FIRST: PrefillFirst,
     Policy.FCFS: Fcfs,
@@ -144,7 +142,7 @@ class Scheduler:
 
     @property
     def figures(self) -> Figures:
-        """The present figures. Any thread may read them; they may be a step apart from each other."""
+        """The present counts. Any thread may read them. They may change in between, so they can differ by a step."""
         return Figures.of(self._state, self._preemption)
 
     @property
@@ -181,8 +179,8 @@ class Scheduler:
     def place_request(self, request: Request, arrival_index: int, now: float) -> None:
         """Adds a request for which a router chose this scheduler. It continues with its known tokens.
 
-        ``arrival_index`` orders it among all requests of the router. The router has checked the id and the admission
-        limits.
+        ``arrival_index`` orders the request among all requests of the router. The router has checked the id and the
+        admission limits.
         """
         self._lifecycle.place(request, arrival_index, now)
 
@@ -196,12 +194,12 @@ class Scheduler:
         return Capacity.of(self._state)
 
     def known_prefix(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """See ``KVCacheManager.known_prefix``."""
+        """Returns how many first blocks with these hashes the prefix cache has or expects, and how many are in use."""
         return self._kv_cache.known_prefix(hashes)
 
     @property
     def prefill_estimate(self) -> tuple[float, float]:
-        """See ``QueueOrder.estimate``."""
+        """Learnt prefill time: seconds of a step with almost no tokens, and seconds per token. (0, 0) if unknown."""
         return self._intake.order.estimate
 
     # Steps
@@ -220,7 +218,7 @@ class Scheduler:
         swapper = self._swapper
         if swapper is None:
             return self._policy.next_step(now)
-        # A composed step may preempt a sequence without steps in flight, whose blocks can move immediately.
+        # The policy may have preempted a sequence that no step in flight uses. Its blocks can move immediately.
         return swapper.next_step() or self._policy.next_step(now) or swapper.next_step()
 
     def next_wakeup(self, now: float) -> float | None:
@@ -245,7 +243,7 @@ class Scheduler:
         return self._lifecycle.take_result(flight, result, now)
 
     def void_steps(self) -> list[int]:
-        """Returns the steps in flight whose requests have all ended, the last first. See ``InFlightSteps``."""
+        """Returns the numbers of the steps in flight that may be dropped, because all their requests have ended."""
         return self._in_flight.void_steps()
 
     def agent_lost(self, now: float) -> None:
@@ -268,7 +266,7 @@ class Scheduler:
 
     @property
     def has_ended_updates(self) -> bool:
-        """True if ``take_ended`` has updates to return. A snapshot is then not possible."""
+        """True if ``take_ended`` has updates to return. A snapshot is not possible while this is True."""
         return self._intake.has_ended_updates
 
     def sequences(self) -> list[Sequence]:
@@ -281,7 +279,7 @@ class Scheduler:
         return [flight.step for flight in self._in_flight]
 
     def snapshot(self, codec: RequestCodec) -> dict[str, Any]:
-        """Returns the whole state as plain data, see ``snapshot``."""
+        """Returns the whole state as plain data: numbers, texts, bytes, lists and dicts."""
         if self.has_ended_updates:
             raise AssertionError("take_ended must come before a snapshot")
         contents = codec.block_contents(self._kv_cache.prefix_index) if self.limits.prefix_cache else []

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from llm_serving.kvcache.kv_cache_manager import BlockCopy
+from llm_serving.kvcache.block_pool import BlockCopy
 from llm_serving.kvcache.prefix_cache import PrefixMatch
 from llm_serving.kvcache.prefix_chain import PrefixChain
 from llm_serving.request import Request
 from llm_serving.scheduler.output import ScheduledStep
 
-__all__ = ["InFlightStep", "Sequence", "SequenceState"]
-
 
 class SequenceState(enum.Enum):
-    """Where the scheduler keeps a sequence. Only RUNNING and LEAVING sequences have a batch row and blocks."""
+    """The state of a sequence in the scheduler. Only RUNNING and LEAVING sequences have a batch row and blocks."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -27,78 +25,64 @@ class SequenceState(enum.Enum):
     REMOVED = enum.auto()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """One request in the scheduler, with its blocks and its steps in flight."""
+    """One sequence in the scheduler, with its blocks and its steps in flight.
 
-    __slots__ = (
-        "arrival_index",
-        "block_table",
-        "copies",
-        "drop_tokens",
-        "ending_token_ids",
-        "host_table",
-        "is_decoding",
-        "last_chosen",
-        "max_output_tokens",
-        "notes_tokens",
-        "num_inflight_decodes",
-        "num_inflight_steps",
-        "on_host",
-        "prefix_chain",
-        "prefix_match",
-        "request",
-        "restarts",
-        "state",
-    )
+    Known tokens are the prompt and the output tokens whose values the server has received.
+    """
 
-    def __init__(self, request: Request, arrival_index: int, max_output_tokens: int) -> None:
-        self.request = request
-        self.arrival_index = arrival_index
-        self.max_output_tokens = max_output_tokens
-        """The sequence ends after this number of output tokens: at ``max_tokens`` or at the end of the context."""
-        stop_token_ids = request.sampling.stop_token_ids
-        self.ending_token_ids = (
-            stop_token_ids if request.sampling.ignore_eos else stop_token_ids | request.end_token_ids
-        )
-        self.state = SequenceState.WAITING
-        self.block_table: list[int] = []
-        self.copies: list[BlockCopy] = []
-        """Copies that its next step makes before it computes."""
-        self.prefix_chain: PrefixChain | None = None
-        """Its known tokens as the prefix cache stores them. None before the first lookup."""
-        self.prefix_match: tuple[int, PrefixMatch] | None = None
-        self.host_table: list[int] = []
-        """Host blocks for its first blocks, while it is swapped or moves to or from the host."""
-        self.on_host = False
-        """The host blocks hold its computed tokens."""
-        self.is_decoding = False
-        """All its known tokens are computed, or steps in flight compute them. Its next step is a decode."""
-        self.restarts = False
-        """Its next step is the first on its batch row."""
-        self.notes_tokens = False
-        """Its next token changes its receipt or is charged to its tenant."""
-        self.num_inflight_steps = 0
-        self.num_inflight_decodes = 0
-        self.drop_tokens = False
-        """A step of this sequence never ran. The results of its steps in flight are void, and the content of its blocks
-        is unknown."""
-        self.last_chosen = 0
-        """Number of its latest decode step, counted only while more sequences can decode than one step takes."""
+    request: Request
+    arrival_index: int
+    max_output_tokens: int
+    """The sequence ends after this number of output tokens: at ``max_tokens`` or at the end of the context."""
+    ending_token_ids: frozenset[int] = field(init=False)
+    """The sequence ends when it samples one of these tokens."""
+    state: SequenceState = SequenceState.WAITING
+    block_table: list[int] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    """Copies of blocks that the sequence's next step makes before it computes."""
+    prefix_chain: PrefixChain | None = None
+    """The sequence's known tokens as the prefix cache stores them. None before the first lookup."""
+    prefix_match: tuple[int, PrefixMatch] | None = None
+    """The last match of the sequence in the prefix cache, with the ``version`` of the block supply at that time."""
+    host_table: list[int] = field(default_factory=list)
+    """Host blocks for the sequence's first blocks, while the sequence is swapped or moves to or from the host."""
+    on_host: bool = False
+    """True if the host blocks contain the sequence's computed tokens."""
+    is_decoding: bool = False
+    """True if all known tokens are computed, or steps in flight compute them. The sequence's next step is a decode."""
+    restarts: bool = False
+    """True if the sequence's next step is its first step on its batch row."""
+    notes_tokens: bool = False
+    """True if the sequence's next token changes its receipt or is charged to its tenant."""
+    num_inflight_steps: int = 0
+    num_inflight_decodes: int = 0
+    drop_tokens: bool = False
+    """True after a step of this sequence never ran. The results of its steps in flight are then void, and the content
+    of its blocks is unknown."""
+    last_chosen: int = 0
+    """Number of the sequence's latest decode step. Only steps that could not take all decoding sequences count."""
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        end_token_ids = frozenset[int]() if sampling.ignore_eos else self.request.end_token_ids
+        self.ending_token_ids = sampling.stop_token_ids | end_token_ids
 
     @property
     def wants_token(self) -> bool:
-        """Whether the sequence needs another token that no step in flight samples."""
+        """True if the sequence needs another token, in addition to those that steps in flight sample."""
         request = self.request
         return len(request.output_token_ids) + request.num_inflight_tokens < self.max_output_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Known tokens that no completed step has computed and no step in flight computes."""
+        """Number of known tokens that no completed step has computed and no step in flight computes."""
         return self.request.num_tokens - self.request.num_computed_tokens
 
     @property
     def max_cached_tokens(self) -> int:
-        """Maximum number of its tokens in the KV cache: all except the last token of the longest output."""
+        """Maximum number of the sequence's tokens in the KV cache: all except the last token of the longest output."""
         return len(self.request.prompt_token_ids) + self.max_output_tokens - 1
 
     def known_tokens(self, start: int, end: int) -> list[int]:
@@ -111,7 +95,7 @@ class Sequence:
         return tokens
 
     def leave_device(self) -> None:
-        """Resets the fields that describe a batch row, blocks and steps in flight."""
+        """Resets the fields that describe the sequence's batch row, blocks and steps in flight."""
         self.request.num_inflight_tokens = 0
         self.request.row = -1
         self.block_table = []
@@ -124,11 +108,11 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step in flight and its sequences: ``sequences[i]`` is sequence ``i`` of the step, or one that a MOVE moves."""
+    """A step in flight. ``sequences[i]`` is sequence ``i`` of the step, or a sequence whose blocks a MOVE copies."""
 
     step: ScheduledStep
     sequences: list[Sequence]
     first_chunk: int
     """Index of the first sequence that computes a part of its prompt. The sequences before it decode."""
     copies: list[BlockCopy]
-    """Copies that the step makes. Their sources are held."""
+    """Copies of blocks that the step makes. The copied blocks are not freed before the step completes."""

@@ -8,7 +8,7 @@ Budget
     paces:
 
     1. Prompts get the tokens that ``chunked`` gives them, or fewer if a decoding sequence would miss its time between
-       tokens. It does not help a decoding sequence to keep its objective by a large margin, but readers notice it.
+       tokens. Longer steps might still meet the objective, but readers would notice the slower output.
     2. If a prompt would be late at that pace, prompts get all tokens that leave each sequence its time between tokens.
     3. If a prompt would still be late, prompts also get the time that decoding sequences are ahead of their own pace.
        Their mean then stays within the objective. A step takes at most ``LONGEST_STEP`` objectives.
@@ -43,8 +43,6 @@ from llm_serving.scheduler.slo_order import LATE_SHARE, SloStarts
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 
-__all__ = ["LONGEST_STEP", "Slo", "StepCostModel"]
-
 LONGEST_STEP = 2.0
 """Maximum time of a step while sequences decode, in objectives for the time between tokens."""
 
@@ -68,7 +66,10 @@ class _Pace:
 
 
 class Slo(MixedPolicy):
-    """Composes a step when at most ``decode_steps_ahead`` steps are in flight."""
+    """Policy ``slo``: composes a mixed step with as many prompt tokens as the objectives need and allow.
+
+    It composes a step when at most ``decode_steps_ahead`` steps are in flight.
+    """
 
     STATE = ("_num_steps", "_model", "_starts")
 
@@ -103,7 +104,7 @@ class Slo(MixedPolicy):
         self._model.learn(step, result)
 
     def _pace(self, now: float) -> _Pace:
-        """O(n) in the running sequences. It is needed only while prompts can use a part of the step."""
+        """Returns the time that the decoding sequences leave for the next step, in O(n) for n running sequences."""
         state = self._state
         num_decoding = num_context = 0
         for sequence in state.running:
@@ -184,8 +185,8 @@ class Slo(MixedPolicy):
     def _limit_intake(self, pace: _Pace, budget: int, max_starts: int | None) -> None:
         """Limits how many requests may wait, by the number that can start and still keep their objectives.
 
-        They must not slow running sequences below their pace. And if their prompts have the mean length of the waiting
-        prompts, they must get their first token in time.
+        These requests must not slow running sequences below their pace. They must also get their first token in time
+        if their prompts have the mean length of the waiting prompts.
         """
         intake = self._state.intake
         if not intake:
@@ -207,7 +208,7 @@ class Slo(MixedPolicy):
         )
 
     def _due(self, sequence: Sequence) -> float:
-        """Returns when the next token is due: the first token, or after a preemption the next token of its pace."""
+        """Returns when the next token is due, by the objective for the first token or for the time between tokens."""
         request = sequence.request
         if request.first_token_time is not None:
             return request.first_token_time + len(request.output_token_ids) * self._tbt_objective(sequence)
@@ -220,7 +221,7 @@ class Slo(MixedPolicy):
 
 
 _KEEP = 1 - 1 / 256
-"""Weight of the past against the next step: about the last 256 steps count."""
+"""Factor by which earlier steps lose weight with each new step. About the last 256 steps count."""
 
 _SOLVE_EVERY = 8
 """Number of steps after which the coefficients are computed again."""
@@ -232,7 +233,7 @@ _MAX_DRIFT = 2.0
 """Maximum ratio that one step contributes, because the step may have been interrupted."""
 
 _RIDGE = 1e-7
-"""Regularisation: keeps a coefficient near zero if the steps contain nothing about it."""
+"""Regularisation: keeps a coefficient near zero if no step had tokens of its kind."""
 
 _SCALES = (1.0, 1.0 / 16, 1.0 / 4096, 1.0 / 64)
 """Scales typical counts of sequences, context tokens and prompt tokens to about 1, so that the ridge treats all
@@ -263,9 +264,9 @@ class StepCostModel(Stateful):
         self.prompt_token_s = 0.0
         self.is_known = False
         self.max_prompt_tokens = 0.0
-        """Maximum number of prompt tokens in a recent step. It fades like the past. The model is valid up to it."""
+        """Largest number of prompt tokens in a recent step, up to which predictions are reliable. It decays slowly."""
         self._coefficients = (0.0, 0.0, 0.0, 0.0)
-        """The coefficients without drift."""
+        """The coefficients before their multiplication by the drift."""
         self._drift = 1.0
         size = len(_SCALES)
         self._products = [[0.0] * size for _ in range(size)]
@@ -325,8 +326,10 @@ class StepCostModel(Stateful):
 
 
 def _counts(step: ScheduledStep) -> tuple[float, float, float, float]:
-    """Returns 1, the decoding sequences, their context and the prompt tokens. A chunk of one token counts as
-    decoding."""
+    """Returns the inputs of the cost model: 1, decoding sequences, their context tokens, prompt tokens.
+
+    A chunk of one token counts as a decoding sequence.
+    """
     if step.kind is StepKind.DECODE:
         return 1.0, float(step.num_seqs), float(sum(step.starts)), 0.0
     num_decoding = num_context = 0

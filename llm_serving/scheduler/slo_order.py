@@ -25,8 +25,6 @@ from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 
-__all__ = ["DEFAULT_MARGIN", "LATE_SHARE", "STEPS_FOR_ONE_MORE", "SloOrder", "SloStarts", "make_order"]
-
 LATE_SHARE = 32
 """While late requests wait, at least one of this number of starts goes to them."""
 
@@ -95,7 +93,7 @@ class SloOrder(QueueOrder):
         return sequence not in self._latest_starts and self._starts_before_late < LATE_SHARE - 1
 
     def expects_more(self, now: float) -> bool:
-        """Returns True for as long as an objective after the last arrival."""
+        """Returns True until the objective for the first token of the last arrival has passed."""
         return now < self._next_expected
 
     def learn(self, overhead_s: float, seconds_per_token: float) -> None:
@@ -149,7 +147,7 @@ class SloOrder(QueueOrder):
         return self._ttft_objective_s if request.ttft_objective is None else request.ttft_objective
 
     def _move_late(self, now: float) -> None:
-        """Moves requests whose latest start has passed to the late ones."""
+        """Moves requests whose latest start has passed to the late requests."""
         latest_starts = self._latest_starts
         while latest_starts and latest_starts.key(latest_starts.first()) < now:
             sequence = latest_starts.first()
@@ -183,7 +181,8 @@ class SloStarts(Stateful):
         of requests that ended since the last step.
 
     Late requests start without limit in two cases. Less than half of the blocks and usable batch rows are in use, or no
-    request has arrived for the time of an objective. The starts that ``SloOrder`` gives to late requests stay theirs.
+    request has arrived for the time of an objective. ``SloOrder`` also gives every ``LATE_SHARE``-th start to a late
+    request. This limit does not hold these starts back.
     """
 
     STATE = ("_credit", "_num_started", "_num_left", "_holds_back")

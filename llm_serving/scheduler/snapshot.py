@@ -10,24 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar, Protocol
 
-from llm_serving.kvcache.block_copy import BlockCopy
+from llm_serving.ipc.shm import MoveKind
+from llm_serving.kvcache.block_pool import BlockCopy
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.kvcache.prefix_cache import PrefixMatch
 from llm_serving.kvcache.prefix_chain import PrefixChain
 from llm_serving.kvcache.prefix_index import PrefixIndex
 from llm_serving.request import Request
-from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepReason
+from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
-
-__all__ = [
-    "RequestCodec",
-    "Sequences",
-    "Stateful",
-    "load",
-    "load_sequence",
-    "save",
-    "save_sequence",
-]
 
 Sequences = dict[int, Sequence]
 """Restored sequences by arrival index."""
@@ -43,7 +34,7 @@ _SEQUENCE_STATE = (
 
 
 class RequestCodec(Protocol):
-    """Decides what a snapshot contains of requests and tokens."""
+    """Converts requests and tokens to the form that they have in a snapshot."""
 
     def save_request(self, request: Request) -> Any:
         """Returns a request as plain data."""
@@ -67,7 +58,8 @@ class Stateful:
     """Names of the attributes that a snapshot contains: plain data, sequences, steps in flight, other parts, or
     containers of these.
 
-    A class with other attributes overrides both methods. A subclass adds its attributes to those of its base class.
+    A class with other attributes overrides ``snapshot`` and ``restore``. A subclass adds its attributes to those of its
+    base class.
     """
 
     def snapshot(self) -> Any:
@@ -126,7 +118,7 @@ def load(state: Any, sequences: Sequences) -> Any:
 
 
 def save_sequence(sequence: Sequence, codec: RequestCodec, version: int) -> dict[str, Any]:
-    """Returns a sequence as plain data. A prefix match of another ``version`` of the block supply is void."""
+    """Returns a sequence as plain data, without its prefix match if that has another ``version`` than the supply."""
     chain, match = sequence.prefix_chain, sequence.prefix_match
     return {
         "request": codec.save_request(sequence.request),

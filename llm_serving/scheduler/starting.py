@@ -18,17 +18,15 @@ from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import ChunkPlan
 from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, Phase
 
-__all__ = ["Admission", "BatchingMode", "Starter"]
-
 _NOT_CAPACITY = (BlockReason.BATCH, BlockReason.PREFIX)
-"""Reasons not to start that end with the next step. All other reasons limit how many requests may wait."""
+"""Reasons not to start that can end with the next step. All other reasons limit how many requests may wait."""
 
 
 class BatchingMode(Stateful):
     """Decides which waiting requests may start while others run. Every batching mode works with every policy.
 
-    This mode is continuous batching (Orca, Yu et al. 2022): a request can join at any step and leaves after its last
-    token. With ``batch_waiting_time``, a prompt waits for more prompts, unless they fill a step or all batch rows.
+    This base class is continuous batching (Orca, Yu et al. 2022): a request can join at any step and leaves after its
+    last token. With ``batch_waiting_time``, a prompt waits for more prompts, unless they fill a step or all batch rows.
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -67,8 +65,8 @@ class Admission(Stateful):
     def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
         """Returns True if ``candidate`` may join ``running``. ``page_use`` is the fraction of blocks in use, 0 to 1.
 
-        ``version`` changes whenever a sequence starts or stops. A refusal may be repeated until then without another
-        look. -1 asks for a new decision.
+        ``version`` changes whenever a sequence starts or stops. While it stays the same, an implementation may repeat a
+        refusal without computing it again. -1 asks for a new decision.
         """
         return True
 
@@ -136,7 +134,7 @@ class Starter:
         return BlockReason.BATCH if exceeds or not plan.fits(sequence, num_uncomputed) else None
 
     def _missing_capacity(self, sequence: Sequence) -> BlockReason | None:
-        """Returns the batch rows, the blocks or the admission if they keep a sequence from running now."""
+        """Returns the reason if batch rows, blocks or the admission keep a sequence from starting now, else None."""
         state, running = self._state, self._state.running
         if not running.num_free_rows:
             return BlockReason.ROWS

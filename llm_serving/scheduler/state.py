@@ -6,15 +6,14 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llm_serving.kvcache.kv_cache_manager import BlockCopy, KVCacheManager
+from llm_serving.kvcache.block_pool import BlockCopy
+from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.scheduler.intake import Intake
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
-
-__all__ = ["InFlightSteps", "SchedulerState"]
 
 
 @dataclass(slots=True)
@@ -30,11 +29,12 @@ class SchedulerState(Stateful):
     running: RunningSet
     in_flight: InFlightSteps
     swapped: list[Sequence] = field(default_factory=list)
-    """In order of arrival."""
+    """The swapped sequences, in order of arrival."""
     num_started: int = 0
     """Number of requests that have started and not ended, in any state."""
     no_capacity: tuple[int, int, int] | None = None
-    """Changes of the running set, free batch rows and free blocks when the first waiting request found no capacity."""
+    """Number of changes of the running set, of free batch rows and of free blocks when the first waiting request last
+    found no capacity."""
     wakeup: float | None = None
     """Time at which a request or a batch that the last ``schedule`` held back has waited long enough."""
 
@@ -50,7 +50,7 @@ class SchedulerState(Stateful):
 
     @property
     def lacks_capacity(self) -> bool:
-        """Whether the first waiting request found no capacity, and no capacity has become free since."""
+        """True if the first waiting request found no capacity, and no capacity has become free since."""
         if self.no_capacity is None:
             return False
         num_changes, rows, blocks = self.no_capacity
@@ -88,7 +88,7 @@ def _arrival_index(sequence: Sequence) -> int:
 
 
 class InFlightSteps(Stateful):
-    """The steps in flight by number. Also keeps the sequences' counts of steps in flight."""
+    """The steps in flight by number. Updates each sequence's counts of its steps in flight."""
 
     STATE = ("_steps", "next_seq", "num_prefill_steps", "num_decode_steps")
 
@@ -97,7 +97,7 @@ class InFlightSteps(Stateful):
         self.next_seq = 0
         """Number of the next step."""
         self.num_prefill_steps = 0
-        """Prefill and mixed steps."""
+        """Number of prefill and mixed steps in flight."""
         self.num_decode_steps = 0
 
     @property
@@ -106,7 +106,7 @@ class InFlightSteps(Stateful):
 
     @property
     def num_compute_steps(self) -> int:
-        """All steps except MOVE steps."""
+        """Number of steps in flight except MOVE steps."""
         return self.num_prefill_steps + self.num_decode_steps
 
     def __iter__(self) -> Iterator[InFlightStep]:
@@ -115,8 +115,8 @@ class InFlightSteps(Stateful):
     def void_steps(self) -> list[int]:
         """Returns the steps whose requests have all ended, the last first. The executor may drop them.
 
-        A step is not in the list if a later step that stays uses one of its batch rows. That step would otherwise find
-        the state of a step that never ran.
+        A step is not in the list if a later step that stays uses one of its batch rows. The later step needs the state
+        that the earlier step leaves in the batch row.
         """
         void: list[int] = []
         kept: set[Sequence] = set()

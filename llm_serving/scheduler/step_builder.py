@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llm_serving.ipc.shm import LAST_TOKEN
+from llm_serving.ipc.shm import LAST_TOKEN, MoveKind
 from llm_serving.request import Request
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.output import BlockMove, History, MoveKind, ScheduledStep, StepKind, StepReason
+from llm_serving.scheduler.output import BlockMove, History, ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.sequence import Sequence
-
-__all__ = ["ChunkPlan", "DecodeBatch", "append_chunks", "build_decode", "build_prefill"]
 
 
 class ChunkPlan:
     """The prompt chunks of a step while the scheduler composes it. A chunk is the next known tokens of a sequence."""
 
     def __init__(self, limits: SchedulerLimits, num_tokens: int, num_history_tokens: int = 0) -> None:
-        """Plans up to ``num_tokens`` tokens. Decoding sequences of the step send ``num_history_tokens``."""
+        """``num_tokens``: maximum number of prompt tokens in the step.
+
+        ``num_history_tokens``: earlier tokens that the step's decoding sequences send to the sampler, for penalties.
+        """
         self.sequences: list[Sequence] = []
         self.query_lens: list[int] = []
         self.num_free_tokens = num_tokens
@@ -66,7 +67,7 @@ class DecodeBatch:
     block_tables: list[list[int]]
     do_sample: list[bool]
     restarts: list[bool]
-    """Used by the first step of the batch, which resets them."""
+    """True for a sequence in its first step on its batch row. The first step of the batch resets the list to False."""
 
     @classmethod
     def of(cls, sequences: list[Sequence]) -> DecodeBatch:
@@ -144,7 +145,7 @@ def append_chunks(step: ScheduledStep, plan: ChunkPlan) -> None:
 
 
 def _restart_rows(step: ScheduledStep, batch: DecodeBatch) -> None:
-    """Starts the batch rows of sequences that come back from the host. The agent has no state for these rows."""
+    """Starts the batch rows of sequences that come back from the host, because the agent has no state for them."""
     step.restarts = list(batch.restarts)
     batch.restarts[:] = [False] * len(batch.restarts)
     for index, (sequence, restarts) in enumerate(zip(batch.sequences, step.restarts, strict=True)):

@@ -7,21 +7,20 @@ flight uses a block that a MOVE step reads or writes.
 
 from __future__ import annotations
 
+from llm_serving.ipc.shm import MoveKind
 from llm_serving.request import RequestStatus
 from llm_serving.scheduler.limits import PreemptionKind
-from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepReason, StepResult
+from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 
-__all__ = ["PreemptionChoice", "Swapper"]
-
 _KEEP = 1 - 1 / 32
-"""Weight of the past against the next step: about the last 32 steps count."""
+"""Factor by which earlier steps lose weight with each new step. About the last 32 steps count."""
 
 
 class _Rate(Stateful):
-    """Seconds per unit of work. The latest steps weigh most."""
+    """Mean seconds per computed token, or per moved block. The latest steps weigh most."""
 
     STATE = ("_seconds", "_units")
 
@@ -35,7 +34,7 @@ class _Rate(Stateful):
 
     @property
     def seconds_per_unit(self) -> float | None:
-        """None before the first measurement."""
+        """Mean seconds per token or block. None before the first measurement."""
         return self._seconds / self._units if self._units else None
 
 
@@ -87,9 +86,9 @@ class Swapper(Stateful):
         """Sequences whose blocks the next MOVE step copies to the host."""
 
     def prepare(self, sequence: Sequence) -> bool:
-        """Returns True if a sequence that is preempted will be swapped. Then it has host blocks.
+        """Gives host blocks to a sequence that is preempted, if it should be swapped. Returns True if it has them.
 
-        A sequence that was coming back from the host still has them.
+        A sequence that was coming back from the host still has its host blocks.
         """
         if sequence.on_host:
             return True
@@ -103,7 +102,7 @@ class Swapper(Stateful):
         return True
 
     def send_out(self, sequence: Sequence) -> None:
-        """Lets the next MOVE step copy the blocks of a LEAVING sequence. No step in flight uses them."""
+        """Lets the next MOVE step copy the blocks of a LEAVING sequence, which no step in flight uses."""
         if sequence not in self._leaving_for_host:
             self._leaving_for_host.append(sequence)
 
@@ -166,7 +165,11 @@ class Swapper(Stateful):
         return self._send(moves, sequences, StepReason.SWAP_IN) if moves else None
 
     def _must_wait(self, sequence: Sequence) -> bool:
-        """Returns True if an older sequence must start first, or if a preempted sequence is still leaving."""
+        """Returns True if a swapped sequence may not come back yet.
+
+        The reason is a waiting preempted sequence that arrived earlier, or a preempted sequence whose blocks are still
+        in use by steps in flight.
+        """
         if self._state.running.num_preempted_leaving:
             return True
         first = self._state.intake.first_preempted

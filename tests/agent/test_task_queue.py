@@ -6,7 +6,7 @@ import pytest
 
 from agent.task_queue import TaskQueue
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.messages import Decode, Move, Prefill, Reset, Shutdown
+from llm_serving.ipc.messages import Decode, Move, Prefill, Shutdown
 
 
 def drain(queue):
@@ -18,8 +18,7 @@ MIXED = [
     Prefill(seq=2, slot=1),
     Decode(seq=3, slot=2),
     Prefill(seq=4, slot=3),
-    Reset(seq=5),
-    Shutdown(seq=6),
+    Shutdown(seq=5),
 ]
 
 
@@ -27,14 +26,14 @@ def test_prefill_first_runs_control_then_prefill_then_decode_each_in_order():
     queue = TaskQueue("prefill_first", max_steps=8)
     for message in MIXED:
         queue.put(message)
-    assert [message.seq for message in drain(queue)] == [5, 6, 2, 4, 1, 3]
+    assert [message.seq for message in drain(queue)] == [5, 2, 4, 1, 3]
 
 
 def test_decode_first_runs_control_then_decode_then_prefill_each_in_order():
     queue = TaskQueue("decode_first", max_steps=8)
     for message in MIXED:
         queue.put(message)
-    assert [message.seq for message in drain(queue)] == [5, 6, 1, 3, 2, 4]
+    assert [message.seq for message in drain(queue)] == [5, 1, 3, 2, 4]
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "chunked", "slo"])
@@ -42,13 +41,13 @@ def test_other_policies_run_control_then_steps_in_order(policy):
     queue = TaskQueue(policy, max_steps=8)
     for message in MIXED:
         queue.put(message)
-    assert [message.seq for message in drain(queue)] == [5, 6, 1, 2, 3, 4]
+    assert [message.seq for message in drain(queue)] == [5, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("policy", ["prefill_first", "decode_first", "fcfs"])
 def test_moves_run_before_all_steps_and_after_control(policy):
     queue = TaskQueue(policy, max_steps=8)
-    for message in (*MIXED[:4], Move(seq=5, slot=4), Move(seq=6, slot=5), Reset(seq=1)):
+    for message in (*MIXED[:4], Move(seq=5, slot=4), Move(seq=6, slot=5), Shutdown(seq=1)):
         queue.put(message)
     assert [message.seq for message in drain(queue)][:3] == [1, 5, 6]
 
@@ -58,7 +57,7 @@ def test_moves_count_as_steps():
     queue.put(Move(seq=1, slot=0))
     with pytest.raises(ProtocolError, match="1 steps are queued already"):
         queue.put(Move(seq=2, slot=1))
-    assert queue.remove_all_steps() == [Move(seq=1, slot=0)]
+    assert queue.num_steps == 1
 
 
 def test_step_numbers_must_increase():
@@ -74,8 +73,8 @@ def test_more_steps_than_slots_are_refused():
     queue.put(Prefill(seq=2, slot=1))
     with pytest.raises(ProtocolError, match="2 steps are queued already; there are 2 slots"):
         queue.put(Decode(seq=3, slot=0))
-    queue.put(Reset(seq=4))
-    assert queue.get()[0] == Reset(seq=4)
+    queue.put(Shutdown(seq=4))
+    assert queue.get()[0] == Shutdown(seq=4)
     assert queue.get()[0] == Prefill(seq=1, slot=0)
     queue.put(Decode(seq=5, slot=0))
     assert queue.num_steps == 2
@@ -90,15 +89,6 @@ def test_a_waiting_step_can_be_removed_once():
     assert queue.remove_step(2) is None
     assert queue.remove_step(99) is None
     assert [message.seq for message in drain(queue)] == [4, 1, 3]
-
-
-def test_remove_all_steps_keeps_control_messages():
-    queue = TaskQueue("prefill_first", max_steps=8)
-    for message in MIXED:
-        queue.put(message)
-    assert [step.seq for step in queue.remove_all_steps()] == [1, 2, 3, 4]
-    assert [message.seq for message in drain(queue)] == [5, 6]
-    assert queue.num_steps == 0
 
 
 def test_get_waits_for_a_message_and_returns_its_waiting_time():
@@ -117,6 +107,6 @@ def test_get_waits_for_a_message_and_returns_its_waiting_time():
 def test_agents_of_a_group_keep_the_servers_order(policy):
     """Only Shutdown runs early, so that every agent runs the same steps in the same order."""
     queue = TaskQueue(policy, max_steps=8, in_order=True)
-    for message in (*MIXED[:4], Move(seq=5, slot=4), Reset(seq=6), Prefill(seq=7, slot=5), Shutdown(seq=8)):
+    for message in (*MIXED[:4], Move(seq=5, slot=4), Prefill(seq=6, slot=5), Shutdown(seq=7)):
         queue.put(message)
-    assert [message.seq for message in drain(queue)] == [8, 1, 2, 3, 4, 5, 6, 7]
+    assert [message.seq for message in drain(queue)] == [7, 1, 2, 3, 4, 5, 6]

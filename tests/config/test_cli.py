@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llm_serving import __version__
-from llm_serving.cli import Arguments, launch_from_command_line, parse_arguments
+from llm_serving.cli import launch_from_command_line
 from llm_serving.config import load_config
 from llm_serving.config.schema import section_keys
 from llm_serving.config.sections import SECTIONS
@@ -28,15 +28,10 @@ def override(tmp_path: Path) -> str:
     return f"model_config.model_path={write_model_folder(tmp_path / 'model')}"
 
 
-def test_command_line_arguments() -> None:
-    assert parse_arguments([]) == Arguments("llama_tiny_cpu.yaml", (), False, False)
-    assert parse_arguments(["--config", "c.yaml", "--set", "a.b=1", "--set", "a.c=2", "--check"]) == Arguments(
-        "c.yaml", ("a.b=1", "a.c=2"), True, False
-    )
-
-
 def test_launch_gets_the_loaded_config(override: str) -> None:
-    launch = launch_from_command_line(["--set", override, "--set", "serving_config.agent_ports=[0]"], MACHINE)
+    arguments = ["--config", "llama_tiny_cpu.yaml", "--set", override, "--set", "serving_config.agent_ports=[0]"]
+    launch = launch_from_command_line(arguments, MACHINE)
+    assert launch == launch_from_command_line(arguments[2:], MACHINE)
     assert launch.config == load_config("llama_tiny_cpu.yaml", [override, "serving_config.agent_ports=[0]"])
     assert launch.plan.available_bytes == MACHINE.available_bytes
 

@@ -109,7 +109,7 @@ def test_all_replicas_lost_and_one_comes_back() -> None:
         executor.lose_agent(ready=False)
     engine.step(4)
     assert engine.core.status().state == "recovering"
-    assert engine.router.figures.unplaced == 4
+    assert engine.router.num_unplaced == 4
     engine.request("late", 5, 5)
     engine.step(3)
     engine.executors[1].push(AgentReady())

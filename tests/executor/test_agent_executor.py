@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llm_serving.errors import ConfigError
-from llm_serving.executor.agent_process import bind_agent_port
+from llm_serving.executor.agent_process import bind_agent_ports
 from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus
 from llm_serving.ipc import messages
 from llm_serving.ipc.shm import NUM_SLOTS
@@ -203,7 +203,7 @@ def wrong_secret(connection):
     connection.recv(1024)
     nonce = b"n" * messages.NONCE_BYTES
     connect = messages.Connect(
-        version=1, nonce=nonce, proof=b"x" * 32, shm_name="llm-serving-00", shm_bytes=1, num_slots=1
+        version=1, nonce=nonce, proof=b"x" * 32, shm_name="llm-serving-00", num_slots=1
     )
     payload = messages.encode(connect)
     connection.sendall(struct.pack("<I", len(payload)) + payload)
@@ -237,11 +237,11 @@ def test_a_stranger_on_the_agents_port_is_turned_away(make_executor, attack):
 
 
 def test_a_taken_agent_port_is_an_error_that_names_it():
-    listener = bind_agent_port("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    with pytest.raises(ConfigError, match=f"agent_ports: cannot listen on 127.0.0.1:{port}"):
-        bind_agent_port("127.0.0.1", port)
-    listener.close()
+    with bind_agent_ports("127.0.0.1", [0]) as [listener]:
+        port = listener.getsockname()[1]
+        message = f"agent_ports: cannot listen on 127.0.0.1:{port}"
+        with pytest.raises(ConfigError, match=message), bind_agent_ports("127.0.0.1", [port]):
+            pass
 
 
 def test_the_secret_is_in_no_argument_and_no_environment(make_executor):

@@ -10,24 +10,22 @@ from llm_serving.ipc.messages import MessageClass
 NONCE = b"n" * messages.NONCE_BYTES
 
 SERVER_MESSAGES = [
-    messages.Connect(version=1, nonce=NONCE, proof=b"p" * 32, shm_name="llm-serving-00", shm_bytes=1024, num_slots=8),
+    messages.Connect(version=1, nonce=NONCE, proof=b"p" * 32, shm_name="llm-serving-00", num_slots=8),
     messages.Prefill(seq=1, slot=0),
     messages.Decode(seq=2, slot=7),
     messages.Move(seq=3, slot=1),
     messages.Abort(seq=3, step=1),
-    messages.Reset(seq=4),
     messages.Status(seq=5),
     messages.Shutdown(seq=6),
 ]
 AGENT_MESSAGES = [
     messages.Challenge(nonce=NONCE),
-    messages.Connected(proof=b"p" * 32, pid=1, rank=0),
+    messages.Connected(proof=b"p" * 32),
     messages.Progress(stage="load weights", done=1, total=3),
     messages.Ready(summary={"device": "CPU", "threads": 2, "seconds": 1.5}),
     messages.Failed(error="no", traceback="where"),
     messages.StepDone(seq=1, slot=0, queue_us=5, graph_us=6, sample_us=7),
     messages.StepFailed(seq=1, slot=0, error="no"),
-    messages.ResetDone(seq=4),
     messages.StatusReply(seq=5, steps=3, queued=0, rss_bytes=1),
 ]
 
@@ -73,7 +71,7 @@ def test_malformed_messages_are_refused(payload):
 def test_message_classes_have_the_order_control_move_prefill_decode():
     classes = [messages.message_class(message) for message in SERVER_MESSAGES]
     steps = [MessageClass.PREFILL, MessageClass.DECODE, MessageClass.MOVE]
-    assert classes == [MessageClass.CONTROL, *steps, *[MessageClass.CONTROL] * 4]
+    assert classes == [MessageClass.CONTROL, *steps, *[MessageClass.CONTROL] * 3]
     assert MessageClass.CONTROL < MessageClass.MOVE < MessageClass.PREFILL < MessageClass.DECODE
 
 

@@ -35,7 +35,7 @@ def test_a_chain_hashes_each_block_once() -> None:
     for _ in range(3):
         manager.match_prefix(chain)
         manager.announce(chain, 5)
-        manager.withdraw(chain)
+        manager._prefixes.withdraw(chain)
     assert [chain.hash_at(0), chain.hash_at(1)] == hash_blocks(
         [1, 2, 3, 4], 2, root_hash(b"model", b"salt", counted), counted
     )

@@ -11,7 +11,7 @@ def test_allocation_is_all_or_nothing_and_starts_at_block_0() -> None:
     table = manager.host_allocate(2)
     assert table == [0, 1]
     assert manager.host_allocate(2) is None
-    assert manager.num_free_host_blocks == 1
+    assert len(manager._host_pool._free) == 1
     manager.check_integrity([], [table])
     manager.host_free(table)
     assert manager.host_allocate(3) == [0, 1, 2]

@@ -7,6 +7,7 @@ import pytest
 from llm_serving.kvcache.block_hash import BlockHash, blake2b_128
 from llm_serving.kvcache.kv_cache_manager import Adoption, BlockCopy, KVCacheManager
 from llm_serving.kvcache.prefix_chain import PrefixChain
+from support.cache_check import check_cache
 
 PROMPT = list(range(100, 110))
 
@@ -47,7 +48,7 @@ def test_a_finished_sequence_is_found_and_its_last_block_needs_no_copy() -> None
     assert table == [1, 2, 3, 4]
     assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (23, 10)
     manager.check_integrity([table])
-    manager.check_cache()
+    check_cache(manager)
 
 
 def test_a_held_last_block_is_copied() -> None:
@@ -66,7 +67,7 @@ def test_a_prompt_cached_to_its_end_copies_the_last_block_less_one_token() -> No
     assert (table, adoption) == ([1, 3], Adoption(7, [BlockCopy(2, 3)]))
     manager.end_copies(adoption.copies)
     manager.check_integrity([table])
-    manager.check_cache()
+    check_cache(manager)
 
 
 def test_with_blocks_of_one_token_the_last_token_is_computed() -> None:
@@ -100,7 +101,7 @@ def test_a_hit_that_is_evicted_before_it_is_adopted_is_left_out() -> None:
     assert manager.adopt(table, chain, match, 10) == Adoption(4, [])
     assert table == [1, 4, 3]
     manager.check_integrity([table])
-    manager.check_cache()
+    check_cache(manager)
 
 
 def test_the_source_of_a_copy_is_held_until_the_copy_ends() -> None:
@@ -138,11 +139,11 @@ def test_the_first_of_two_equal_blocks_is_found() -> None:
     manager.commit(first, first_chain, 10)
     assert manager.match_prefix(manager.new_chain(PROMPT)).blocks == [4, 5]
     manager.free(first, first_chain)
-    assert manager.num_free_cached_blocks == 0
+    assert len(manager._pool._free_cached) == 0
     manager.free(second, second_chain)
-    assert manager.num_free_cached_blocks == 3
+    assert len(manager._pool._free_cached) == 3
     manager.check_integrity([])
-    manager.check_cache()
+    check_cache(manager)
 
 
 def test_the_second_of_two_equal_blocks_is_found_after_the_first_was_evicted() -> None:
@@ -158,7 +159,7 @@ def test_the_second_of_two_equal_blocks_is_found_after_the_first_was_evicted() -
     second_chain.extend(range(4))
     manager.commit(second, second_chain, 8)
     assert manager.match_prefix(manager.new_chain(PROMPT)).blocks == [3, 4]
-    manager.check_cache()
+    check_cache(manager)
 
 
 def test_a_preempted_sequence_finds_its_own_blocks() -> None:
@@ -196,7 +197,7 @@ def test_announcements_of_a_failed_step_are_withdrawn() -> None:
     double, double_chain, _ = start(manager, PROMPT)
     manager.announce(chain, 10)
     manager.announce(double_chain, 4)
-    manager.withdraw(chain)
+    manager._prefixes.withdraw(chain)
     assert manager.match_prefix(manager.new_chain(PROMPT)).num_pending_tokens == 4
     manager.free(double, double_chain)
     assert not manager.match_prefix(manager.new_chain(PROMPT)).pending
@@ -233,7 +234,7 @@ def test_a_planted_hash_collision_is_a_miss(salt: bytes) -> None:
     serve(manager, [7, 7, 7, 7], salt)
     assert hit_tokens(manager, [7, 7, 7, 7, 7], salt) == 4
     assert hit_tokens(manager, [*PROMPT[:4], 1]) == 0
-    manager.check_cache()
+    check_cache(manager)
 
 
 def test_equal_tokens_after_colliding_prefixes_are_different() -> None:
@@ -260,7 +261,7 @@ def test_drop_all_empties_the_cache_and_keeps_reference_counts() -> None:
     manager.drop_all()
     assert hit_tokens(manager, PROMPT) == hit_tokens(manager, [1, 2, 3, 4]) == 0
     manager.check_integrity([table])
-    manager.check_cache()
+    check_cache(manager)
     manager.commit(table, chain, 10)
     assert hit_tokens(manager, PROMPT) == 0
     manager.free(table, chain)
@@ -282,7 +283,7 @@ def test_a_chain_with_more_blocks_than_its_table_had_at_the_start() -> None:
     manager.commit(table, late, 6)
     manager.free(table, late)
     assert hit_tokens(manager, [*PROMPT[:8], *PROMPT[4:6], 1]) == 8
-    manager.check_cache()
+    check_cache(manager)
 
 
 def test_the_least_recently_freed_block_is_evicted_first_and_the_end_of_a_prefix_before_its_beginning() -> None:

@@ -193,7 +193,7 @@ BUGS = [
     ),
     PlantedBug(
         "the source of a copy is not held",
-        KVCACHE + "block_copy.py",
+        KVCACHE + "block_pool.py",
         "            self.num_under_way -= 1\n            self._pool.free([copy.source])",
         "            self.num_under_way -= 1",
     ),

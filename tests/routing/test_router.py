@@ -38,7 +38,7 @@ def test_a_request_waits_in_the_router_until_a_replica_can_start_it() -> None:
     simulation.schedule()
     assert started(simulation) == ["r0", "r1"]
     assert [request.replica for request in simulation.requests.values()] == [0, 1, None, None, None]
-    assert simulation.router.figures.unplaced == 3
+    assert simulation.router.num_unplaced == 3
     blocked = simulation.requests["r2"].receipt.num_blocked
     assert list(blocked) == [BlockReason.ROWS]
     simulation.finish()

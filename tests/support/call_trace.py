@@ -97,8 +97,9 @@ def _record_agent() -> None:
     def write_and_leave(code: int) -> None:
         sys.setprofile(None)
         path = Path(os.environ[RECORD_VARIABLE])
-        path.with_suffix(".part").write_text(json.dumps([asdict(call) for call in recorder.calls]))
-        path.with_suffix(".part").replace(path)
+        part = path.with_suffix(f".{threading.get_ident()}")  # several threads may leave at the same time
+        part.write_text(json.dumps([asdict(call) for call in recorder.calls]))
+        part.replace(path)
         leave(code)
 
     os._exit = write_and_leave  # type: ignore[assignment]

@@ -15,6 +15,7 @@ from llm_serving.kvcache.block_hash import BlockHash
 from llm_serving.kvcache.kv_cache_manager import BlockCopy, KVCacheManager
 from llm_serving.kvcache.prefix_cache import PrefixMatch
 from llm_serving.kvcache.prefix_chain import PrefixChain
+from support.cache_check import check_cache
 
 GARBAGE = -1
 
@@ -198,7 +199,7 @@ class KVCacheModel:
             self.manager.host_free(sequence.host_table)
             sequence.state, sequence.host_table = State.GONE, []
         self.manager.check_integrity([])
-        self.manager.check_cache()
+        check_cache(self.manager)
         assert self.manager.num_free_blocks == self.manager.num_usable_blocks
         assert self.manager.num_reserved_tokens == 0
 
@@ -206,7 +207,7 @@ class KVCacheModel:
         """Blocks are conserved, and every sequence finds what was computed for it."""
         tables = [sequence.table for sequence in self.sequences]
         self.manager.check_integrity(tables, [sequence.host_table for sequence in self.sequences])
-        self.manager.check_cache()
+        check_cache(self.manager)
         assert self.manager.num_reserved_tokens == sum(map(len, tables)) * self.block_size
         for sequence in self.sequences:
             if sequence.table and not sequence.broken:
@@ -243,7 +244,7 @@ class KVCacheModel:
         sequence, size = step.sequence, self.block_size
         if not sequence.broken:
             sequence.broken = True
-            self.manager.withdraw(sequence.chain)
+            self.manager._prefixes.withdraw(sequence.chain)
         if outcome is Outcome.NEVER_RAN or step.swap_out:
             return
         for copy in step.copies:

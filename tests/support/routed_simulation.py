@@ -17,6 +17,7 @@ from llm_serving.routing.sources import ReplicaSource, replica_sources
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
+from support.cache_check import check_cache
 from support.fakes import FakeDevice
 from support.salt_watch import SaltWatch
 from support.scheduler_scripts import Operation, Player, Script, make_script_limits
@@ -100,7 +101,7 @@ class RoutedSimulation(SimulatedClients):
 
     def _check_busy(self) -> None:
         """While a request waits for a replica, every replica that serves has work."""
-        if self.router.figures.unplaced:
+        if self.router.num_unplaced:
             for index, replica in enumerate(self.replicas):
                 assert not (replica.is_ready and replica.inner.is_idle), f"replica {index} idles"
 
@@ -216,9 +217,9 @@ class RoutedSimulation(SimulatedClients):
         assert figures.free_blocks == figures.total_blocks
         for scheduler in self.inner:
             assert scheduler.is_idle
-            assert scheduler._kv_cache.num_free_host_blocks == self.limits.num_host_blocks
-            scheduler._kv_cache.check_cache()
-        assert (figures.running, figures.waiting, figures.swapped, figures.unplaced) == (0, 0, 0, 0)
+            assert len(scheduler._kv_cache._host_pool._free) == self.limits.num_host_blocks
+            check_cache(scheduler._kv_cache)
+        assert (figures.running, figures.waiting, figures.swapped) == (0, 0, 0)
         self.check_texts(self.limits.max_model_len)
 
 

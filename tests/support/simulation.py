@@ -10,6 +10,7 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import MoveKind, RequestUpdate, ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.scheduler.sequence import SequenceState
+from support.cache_check import check_cache
 from support.fakes import FakeDevice
 from support.queue_watch import QueueWatch
 from support.salt_watch import SaltWatch
@@ -208,8 +209,8 @@ class Simulation(SimulatedClients):
         scheduler, figures = self.scheduler, self.scheduler.figures
         assert scheduler.is_idle
         assert figures.free_blocks == figures.total_blocks
-        assert scheduler._kv_cache.num_free_host_blocks == self.limits.num_host_blocks
-        scheduler._kv_cache.check_cache()
+        assert len(scheduler._kv_cache._host_pool._free) == self.limits.num_host_blocks
+        check_cache(scheduler._kv_cache)
         assert (figures.running, figures.waiting, figures.swapped) == (0, 0, 0)
         assert figures.steps_in_flight == 0
         assert scheduler.next_wakeup(self.now) is None

@@ -10,7 +10,7 @@ import pytest
 from agent.kernels import library
 from llm_serving.config import load_config
 from llm_serving.errors import LLMServingError
-from llm_serving.executor.agent_process import bind_agent_port
+from llm_serving.executor.agent_process import bind_agent_ports
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import plan_memory
 from llm_serving.telemetry.log import EventLog
@@ -161,7 +161,7 @@ def listen_twice():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        bind_agent_port("127.0.0.1", taken.getsockname()[1])
+        bind_agent_ports("127.0.0.1", [taken.getsockname()[1]]).__enter__()
 
 
 def test_real_error_messages_of_the_project_are_recognised(tmp_path, monkeypatch):
