@@ -1,4 +1,4 @@
-"""The config: frozen dataclasses from strict YAML. ``load_config`` makes a ``Config``. Imports here are fast."""
+"""The configuration of a deployment. ``load_config`` reads a YAML file and returns a ``Config``, a frozen dataclass."""
 
 from llm_serving.config.config import Config
 from llm_serving.config.loader import load_config

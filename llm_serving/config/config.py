@@ -1,4 +1,4 @@
-"""The loaded config: the checked and resolved sections, the model's sizes, and values that follow from both."""
+"""The class ``Config``: the checked sections of a YAML, the model's sizes, and values that follow from both."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One deployment. ``load_config`` makes it. Paths are absolute, and ``auto`` values are resolved.
+    """The configuration of one deployment, as ``load_config`` returns it. Paths are absolute. No value is ``auto``.
 
-    The agent gets the same object through ``to_json`` and ``from_json``.
+    The server sends it to its agents as JSON.
     """
 
     file: str
@@ -49,14 +49,14 @@ class Config:
     log_config: LogConfig
     shape: ModelShape
     context: MindSporeContext
-    """The ``context`` section of the MindFormers YAML, or defaults."""
+    """Section ``context`` of the MindFormers YAML (``model_config.model_cfg_path``), or its defaults."""
     stored_weight_format: str | None = None
-    """Name of the checkpoint's integers in the registry (``int8``, ``int4``); None for floats."""
+    """Format of the checkpoint's quantized weights, ``int8`` or ``int4``. None if the weights are floats."""
     stored_weight_group: int = 1
-    """Inputs that share a scale in the checkpoint; 1 for a scale for each output, and for floats."""
+    """Number of inputs that share a scale in the checkpoint. 1: all inputs of an output share one, or no scales."""
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     notes: tuple[str, ...] = ()
-    """Decisions between contradicting values, for the log."""
+    """Messages for the log about contradicting values, which say the value that applies."""
 
     @property
     def model_name(self) -> str:
@@ -74,14 +74,14 @@ class Config:
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of an activation, and of a weight and a cache element that are not quantised."""
+        """Bytes of a number of ``model_config.model_dtype``: of activations, and of weights that are not quantised."""
         return weight_format(self.model_config.model_dtype).bits // 8
 
     @property
     def weight_format(self) -> str:
-        """The name of the linear layers' weight format, with ``auto`` resolved.
+        """Name of the weight format of linear layers; ``auto`` is replaced by the checkpoint's format or the dtype.
 
-        A checkpoint may leave single layers, often the output layer, in a float type.
+        A quantized checkpoint may have single layers, often the output layer, in a float type.
         """
         wanted = self.model_config.weight_format
         if wanted != AUTO:
@@ -91,40 +91,40 @@ class Config:
 
     @property
     def linear_format(self) -> WeightFormat:
-        """The format that the linear layers compute; native operators replace some formats by others."""
+        """The weight format that the linear layers' operators compute. Native operators replace some formats."""
         return weight_format(self.weight_format).on(self.op_table)
 
     @property
     def quantises_activations(self) -> bool:
-        """Whether the inputs of linear layers become int8, with a scale for each token."""
+        """True if the inputs of linear layers are rounded to int8, with a scale for each token."""
         return self.linear_format.quantises_activations
 
     @property
     def kv_format(self) -> str:
-        """The name of the KV cache's format, with ``auto`` resolved."""
+        """Name of the KV cache's format. ``auto`` is replaced by the dtype of the model."""
         return self.cache_format.name
 
     @property
     def cache_format(self) -> KvFormat:
-        """The registry's entry for ``kv_format``."""
+        """Format of the KV cache, with the bytes of its elements and scales."""
         wanted = self.model_config.kv_format
         return kv_format(self.model_config.model_dtype if wanted == AUTO else wanted)
 
     @property
     def shard_group(self) -> int:
-        """Inputs that must stay on one agent because they share a scale; 1 if all inputs of an output do."""
+        """Number of inputs that share a scale, so that one agent must have them all. 1: agents may split anywhere."""
         if self.stored_weight_format is not None:
             return self.stored_weight_group
         return self.model_config.weight_group if weight_format(self.weight_format).has_groups else 1
 
     def shard(self, rank: int) -> Shard:
-        """The part of the model that a rank holds."""
+        """Return the part of the model that the agent with this rank holds."""
         parallel = self.parallel_config
         return shard_of(self.shape, place(rank, parallel), parallel, self.shard_group)
 
     @property
     def sum_shards(self) -> tuple[Shard, ...]:
-        """The parts whose sums a single agent reproduces. Empty if ``sum_parts`` is 1."""
+        """With ``parallel_config.sum_parts`` above 1: the parts of the agents whose sums a single agent reproduces."""
         if self.parallel_config.sum_parts == 1:
             return ()
         parallel = replace(self.parallel_config.as_summed, pipeline_parallel=1)
@@ -134,7 +134,7 @@ class Config:
         )
 
     def agent_threads(self, num_cores: int) -> int:
-        """Return the threads of an agent's CPU operators: as configured, or the agent's part of ``num_cores``."""
+        """Return the number of threads of an agent's CPU operators on a machine with ``num_cores`` cores."""
         model, agents = self.model_config, self.parallel_config.world_size
         if model.cpu_threads:
             return model.cpu_threads
@@ -145,16 +145,16 @@ class Config:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Cache bytes of a token: keys and values of all layers. ``int8`` has a float32 scale for each head."""
+        """Bytes of a token in the KV cache: keys and values of all layers, with their scales if they are int8."""
         return self.kv_bytes_of(self.shape)
 
     def kv_bytes_of(self, shape: ModelShape) -> int:
-        """Return the cache bytes of a token for the layers and heads of ``shape``, a part of the model."""
+        """Return the bytes of a token in the KV cache of a model, or of a part of a model, with this shape."""
         return 2 * shape.num_layers * shape.num_key_value_heads * self.cache_format.head_bytes(shape.head_dim)
 
     @property
     def tokenizer_file(self) -> str:
-        """Absolute path of the tokenizer file. ``tokenizer.type`` is its kind."""
+        """Absolute path of the tokenizer file, which ``tokenizer.vocab_file`` names or the model folder has."""
         return _resolved(self.tokenizer.vocab_file)
 
     @property
@@ -195,13 +195,16 @@ class Config:
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Maximum number of tokens of a step: as configured, limited by the sequences of a step."""
+        """Maximum number of tokens of a step: as configured, but no more than the sequences of a step can have."""
         limit = self.scheduler_config.max_num_batched_tokens or max(self.model_config.seq_length)
         return max(min(limit, self.max_prefill_seqs * self.max_model_len), self.max_decode_seqs)
 
     @property
     def cache_namespace(self) -> bytes:
-        """The properties on which keys and values depend, apart from tokens: model, arithmetic and storage format."""
+        """Everything except tokens that determines keys and values, as JSON: model, arithmetic and storage format.
+
+        Block hashes begin with it, so a prefix is never shared between different models.
+        """
         model = self.model_config
         weights = (self.model_name, model.model_type, model.model_path, model.load_format, model.seed)
         arithmetic = (model.model_dtype, self.op_table, self.weight_format, self.parallel_config.sum_parts)
@@ -209,7 +212,7 @@ class Config:
 
     @property
     def captured_batch_sizes(self) -> tuple[int, ...]:
-        """Batch sizes of the decode steps whose launches an Ascend captures, ascending. Empty if it captures none."""
+        """Batch sizes of decode steps that an Ascend records and replays, ascending. Empty if it records none."""
         if not self.model_config.capture_launches:
             return ()
         smaller = {size for size in self.model_config.decode_batch_size if size < self.max_decode_seqs}
@@ -228,8 +231,8 @@ class Config:
         return -(-self.max_model_len // self.pa_config.block_size)
 
     def slot_limits(self) -> SlotLimits:
-        """Return the size of the largest step, which a step slot must hold."""
-        from llm_serving.ipc.shm import SlotLimits  # imports numpy, which checking a config does not need
+        """Return the maximum sizes of a step, which determine the size of a step slot."""
+        from llm_serving.ipc.shm import SlotLimits  # here, because it imports numpy, which is slow
 
         return SlotLimits(
             max_tokens=self.max_num_batched_tokens,
@@ -244,7 +247,7 @@ class Config:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Config:
-        """Return the config of a ``to_json`` text. Raises ConfigError for another text."""
+        """Return the config from JSON that ``to_json`` has written. Raises ConfigError for any other text."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as reason:

@@ -1,4 +1,4 @@
-"""Converts YAML or JSON values to the frozen dataclasses and checks them, by their type hints."""
+"""Makes frozen dataclasses from YAML or JSON, and checks each value by the type hint and the limits of its field."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_LIMITS = KeyInfo("", published=False)
 
 
 def build_sections(raw: RawConfig) -> dict[str, Any]:
-    """Return a checked instance of every section class. A missing section has its defaults."""
+    """Return an object of every section's class, by section name. A missing section has its defaults."""
     for name in raw.sections:
         if name not in SECTIONS:
             raise ConfigError(f"{raw.file}: unknown section {name!r}{nearest(name, list(SECTIONS))}")
@@ -41,7 +41,7 @@ def _build_section(raw: RawConfig, name: str, cls: type[T]) -> T:
 
 
 def nearest(word: str, candidates: list[str]) -> str:
-    """Return ``; did you mean 'x'?``. If no candidate is similar to ``word``, return all of them."""
+    """Return the end of an error about an unknown ``word``: the most similar candidate, or all candidates."""
     match = difflib.get_close_matches(word, candidates, n=1, cutoff=0.0)[0]
     if difflib.SequenceMatcher(None, word, match).ratio() >= 0.6:
         return f"; did you mean {match!r}?"
@@ -49,7 +49,7 @@ def nearest(word: str, candidates: list[str]) -> str:
 
 
 def nearest_key(section: str, key: str) -> str:
-    """Return the most similar key of ``section``, or the same key of another section."""
+    """Return the end of an error about an unknown key: the same key of another section, or the most similar key."""
     for name, cls in SECTIONS.items():
         if key in {each.name for each in fields(cast(Any, cls))}:
             return f"; did you mean '{name}.{key}'?"
@@ -57,7 +57,10 @@ def nearest_key(section: str, key: str) -> str:
 
 
 def convert(value: object, hint: Any, source: str, path: str, info: KeyInfo = _NO_LIMITS) -> Any:
-    """Return ``value`` as type ``hint``, within the limits of ``info``. Raises ConfigError."""
+    """Return ``value`` as the type ``hint``. Raises ConfigError if it is of another type or outside ``info``'s limits.
+
+    ``source`` (a file, or the command line) and ``path`` (the key) are for the error's message.
+    """
     allowed = _without_none(hint)
     if value is None:
         if allowed is hint:
@@ -71,7 +74,7 @@ def convert(value: object, hint: Any, source: str, path: str, info: KeyInfo = _N
 
 
 def build_dataclass(value: object, cls: type[T], source: str, path: str) -> T:
-    """Make a frozen dataclass from a mapping of its fields. Missing fields get their defaults."""
+    """Make an object of dataclass ``cls`` from a mapping of its fields. Missing fields get their defaults."""
     if not isinstance(value, dict):
         raise key_error(source, path, value, "must be a mapping")
     hints = typing.get_type_hints(cls)

@@ -1,4 +1,4 @@
-"""Loads a config: reads the YAML, applies ``--set section.key=value``, checks and resolves it."""
+"""Loads a configuration: reads the YAML, applies ``--set section.key=value``, and checks all values."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MAX_OVERRIDE_CHARACTERS = 8192
 
 
 def load_config(path_or_name: str, overrides: Sequence[str] = (), *, ascend: bool | None = None) -> Config:
-    """Read, check and resolve a config. This is the only function that makes a ``Config`` from a file.
+    """Read a configuration file and return its checked ``Config``.
 
     ``path_or_name`` is a path, or a name that is searched under ``configs/``. Each override is ``section.key=value``.
-    ``ascend``: the machine has an Ascend; None detects it. Raises ConfigError, or CheckpointError about the model
-    folder, with file, key and value.
+    ``ascend`` states whether the machine has an Ascend; None detects it. Raises ConfigError, or CheckpointError about
+    the model folder, with file, key and value.
     """
     file = find_config_file(path_or_name)
     raw = _raw_config(file, read_yaml_mapping(file), overrides)
@@ -40,9 +40,9 @@ def load_config(path_or_name: str, overrides: Sequence[str] = (), *, ascend: boo
 
 
 def parse_override(text: str) -> tuple[str, str, object]:
-    """Return section, key and value of an override. The value is YAML, so lists, numbers, null and true work.
+    """Return section, key and value of ``section.key=value``. The value is read as YAML: a list, number, null or text.
 
-    Raises ConfigError with the override if the section or the key is unknown.
+    Raises ConfigError if the section or the key is unknown.
     """
     path, equals, raw_value = text.partition("=")
     section, dot, key = path.strip().partition(".")
@@ -59,7 +59,7 @@ def parse_override(text: str) -> tuple[str, str, object]:
 
 
 def _raw_config(file: Path, document: dict[str, object], overrides: Sequence[str]) -> RawConfig:
-    """Return the sections of ``document`` with the overrides. A later override replaces an earlier one."""
+    """Return the sections of a YAML document with the overrides applied. The last override of a key wins."""
     sections: dict[str, dict[str, object]] = {}
     for name, values in document.items():
         if values is not None and not isinstance(values, dict):
@@ -74,7 +74,7 @@ def _raw_config(file: Path, document: dict[str, object], overrides: Sequence[str
 
 
 def _value(text: str, hint: object, source: str) -> object:
-    """Return the YAML value. For a key with text, return the given text, unless it is null or quoted."""
+    """Return the value of an override, read as YAML. For a key of type ``str``, text without quotes stays as it is."""
     takes_text = hint is str or str in typing.get_args(hint)
     if not takes_text:
         return parse_yaml(text, source)

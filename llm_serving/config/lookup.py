@@ -1,4 +1,4 @@
-"""Finds config files and the paths in them, and detects an Ascend."""
+"""Finds configuration files and the paths that they name, and detects an Ascend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llm_serving.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 DATA_ROOTS = (_PACKAGE.parent, _PACKAGE / "_data")
-"""Folders that may have ``configs/`` and ``models/``: the repository, or the data of an installed package."""
+"""Folders in which ``configs/`` and ``models/`` are searched: the repository, and the data of an installed package."""
 
 _CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH")
 
@@ -45,7 +45,10 @@ def _nearest_config(name: str) -> str:
 
 
 def find_path(name: str, config_folder: Path) -> Path | None:
-    """Find a path of a config: from the working directory, the config's folder or a data root."""
+    """Return the absolute path of a file or folder that a configuration names, or None if it does not exist.
+
+    A relative path is searched in the working directory, in the configuration's folder and in ``DATA_ROOTS``.
+    """
     path = _expanded(name)
     for root in (Path.cwd(), config_folder, *DATA_ROOTS):
         candidate = root / path
@@ -55,7 +58,7 @@ def find_path(name: str, config_folder: Path) -> Path | None:
 
 
 def _expanded(name: str) -> Path:
-    """Return the path with ``~`` replaced, if it names a home folder."""
+    """Return the path, with ``~`` replaced by the user's home folder if there is one."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
@@ -71,6 +74,6 @@ def _exists(path: Path) -> bool:
 
 
 def has_ascend(environment: Mapping[str, str], devices: Path = Path("/dev")) -> bool:
-    """Return whether the machine has the device file of an NPU and an installed CANN. MindSpore is too slow to ask."""
+    """Return True if the machine has the device file of an NPU and an installed CANN. Importing MindSpore is slow."""
     has_npu = any(file.name[len("davinci") :].isdigit() for file in devices.glob("davinci*"))
     return has_npu and any(Path(environment[name]).is_dir() for name in _CANN_VARIABLES if environment.get(name))

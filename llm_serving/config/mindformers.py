@@ -1,4 +1,4 @@
-"""Reads a MindFormers YAML: its ``context`` section and the model's sizes. All other keys are ignored."""
+"""Reads the ``context`` section and the model's sizes from a YAML of MindFormers. All other keys are ignored."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ KEYS_READ = {
     "model.model_config.compute_dtype": "checked; `model_config.model_dtype` decides",
     "model.model_config.param_init_type": "checked; `model_config.model_dtype` decides",
 }
-"""The keys of a MindFormers YAML that are read, with their meaning. Sizes have the names of MindFormers' Llama.
+"""The keys that are read from a MindFormers YAML, with their meaning. Sizes have the names of MindFormers' Llama.
 
 A ``model.model_config`` with ``num_hidden_layers`` or ``num_attention_heads`` is read as a ``config.json``.
 """
@@ -68,7 +68,7 @@ A ``model.model_config`` with ``num_hidden_layers`` or ``num_attention_heads`` i
 
 @dataclass(frozen=True, slots=True)
 class MindSporeContext:
-    """The ``context`` section: MindSpore's settings before a graph is compiled."""
+    """Section ``context`` of a MindFormers YAML: settings of MindSpore that apply before a graph is compiled."""
 
     mode: int = GRAPH_MODE
     device_target: str | None = None
@@ -81,15 +81,15 @@ class MindSporeContext:
 
 @dataclass(frozen=True, slots=True)
 class MindFormersFile:
-    """The part of a MindFormers YAML that the server needs."""
+    """The content of a MindFormers YAML that the server uses."""
 
     context: MindSporeContext
     shape: ModelShape | None
-    """None if the file has no ``model.model_config``, or one without sizes."""
+    """Sizes of the model. None if the file has no ``model.model_config``, or one without sizes."""
 
 
 def read_mindformers_yaml(path: Path) -> MindFormersFile:
-    """Read a file. Raises ConfigError with file, key and value if a key has a wrong type or value."""
+    """Read a MindFormers YAML. Raises ConfigError with file, key and value if a key has a wrong type or value."""
     document = TypedFields(str(path), read_yaml_mapping(path), ConfigError)
     model = document.mapping("model")
     sizes = model.mapping("model_config") if "model_config" in model else None
@@ -116,7 +116,7 @@ def _context(fields: TypedFields, sizes: TypedFields | None) -> MindSporeContext
 
 
 def _memory(fields: TypedFields, key: str) -> int | None:
-    """Return a size like ``"58GB"``, MindSpore's spelling, in bytes."""
+    """Return the bytes of a size that is written as MindSpore does, for example ``"58GB"``. None without the key."""
     if key not in fields:
         return None
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)GB", fields.text(key, ""))
@@ -126,9 +126,9 @@ def _memory(fields: TypedFields, key: str) -> int | None:
 
 
 def _shape(fields: TypedFields, arch: TypedFields) -> ModelShape | None:
-    """Return the sizes, in the names of MindFormers' Llama or, for other models, of ``config.json``.
+    """Return the model's sizes, or None if ``model.model_config`` has none. The model folder then has the sizes.
 
-    The result is None if there are only types. The model folder then has the sizes.
+    Keys are those of MindFormers' Llama or, for other models, those of ``config.json``.
     """
     if "num_hidden_layers" in fields or "num_attention_heads" in fields:
         return _shape_in_hugging_face_names(fields)
@@ -188,7 +188,8 @@ def _llama_shape(fields: TypedFields, arch: TypedFields) -> ModelShape:
 
 
 def _intermediate_size(fields: TypedFields, hidden: int) -> int:
-    """Return the MLP size as MindFormers: 2/3 of 4 x hidden x ``ffn_dim_multiplier``, rounded up to ``multiple_of``."""
+    """Return the MLP size, computed as in MindFormers: 2/3 of 4 x hidden size x ``ffn_dim_multiplier``, rounded up to a
+    multiple of ``multiple_of``."""
     if "intermediate_size" in fields:
         return fields.integer("intermediate_size", None, 1, 8 * MAX_HIDDEN_SIZE)
     size, multiple = 4 * hidden, fields.integer("multiple_of", 256, 1, MAX_HIDDEN_SIZE)
@@ -199,7 +200,7 @@ def _intermediate_size(fields: TypedFields, hidden: int) -> int:
 
 
 def _rope_scaling(fields: TypedFields) -> RopeScaling | None:
-    """Return the scaling of ``extend_method``: None, or PI, which divides positions by ``scaling_factor``."""
+    """Return the rotary scaling. ``extend_method: PI`` divides positions by ``scaling_factor``; None does nothing."""
     method = fields.text("extend_method", "None", ("None", "PI"))
     factor = fields.number("scaling_factor", 1.0, 0.0, 1e6)
     return RopeScaling("linear", factor) if method == "PI" and factor != 1.0 else None

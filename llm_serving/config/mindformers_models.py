@@ -1,4 +1,4 @@
-"""Checks that ``model_type: mindformers`` can serve a model, before anything starts, without importing MindFormers."""
+"""Checks whether MindFormers' classes (``model_type: mindformers``) can serve a model. MindFormers is not imported."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MODEL_TYPE = "mindformers"
 VERSION = "1.9"
 LLAMA, QWEN3_MOE = "LlamaForCausalLM", "Qwen3MoeForCausalLM"
 ARCHITECTURES = (LLAMA, "Qwen2ForCausalLM", "Qwen3ForCausalLM", QWEN3_MOE)
-"""The supported architectures of ``config.json``. ``agent.mindformers.families`` has their classes."""
+"""Architectures that MindFormers' classes can serve. ``agent/mindformers/families.py`` has the classes."""
 _INSTALL = "install it with `make setup-mindformers` or `pip install 'llm-serving[mindformers]'`"
 
 
 def check_mindformers(raw: RawConfig, config: Config) -> None:
-    """Raise ConfigError if the config asks for MindFormers, but MindFormers has no model that equals the folder's."""
+    """Raise ConfigError if the config asks for MindFormers' classes, but they cannot compute the model correctly."""
     if config.model_config.model_type != MODEL_TYPE:
         return
     key, wanted = "model_config.model_type", config.model_config.weight_format
@@ -37,7 +37,7 @@ def check_mindformers(raw: RawConfig, config: Config) -> None:
 
 
 def check_op_table(raw: RawConfig, op_table: str) -> None:
-    """Check the resolved op table, because MindFormers' models call the primitives."""
+    """Raise ConfigError unless the op table is ``native``: MindFormers' models call MindSpore's primitives."""
     if op_table != "native":
         problem = "with model_type mindformers use native or auto: its models call MindSpore's primitives"
         raise raw.error("model_config.op_table", op_table, problem)
@@ -46,8 +46,9 @@ def check_op_table(raw: RawConfig, op_table: str) -> None:
 def rotary_positions(config: Config) -> int:
     """Return the number of rows of the model's rotary tables, at least the maximum length of a sequence.
 
-    Some scalings of MindFormers need more rows. Its Llama needs the trained context, and one row more with llama3. YaRN
-    of the newer models always has ``original_max_position_embeddings`` x ``factor`` rows.
+    MindFormers' classes need more rows with some rotary scalings. Its Llama needs a row for each token of the trained
+    context, and one more with ``llama3``. Its Qwen models need ``original_max_position_embeddings`` x ``factor`` rows
+    with ``yarn``.
     """
     scaling, longest = config.shape.rope_scaling, config.max_model_len
     if config.model_config.model_type != MODEL_TYPE or scaling is None or scaling.type not in ("llama3", "yarn"):
@@ -59,7 +60,7 @@ def rotary_positions(config: Config) -> int:
 
 
 def _missing_part(config: Config) -> str:
-    """Return the feature of the model that MindFormers lacks. Empty if there is none."""
+    """Return an error text about a feature of the model that MindFormers lacks, or an empty text."""
     shape = config.shape
     if shape.architecture not in ARCHITECTURES:
         return f"serves {', '.join(ARCHITECTURES)}; this is a {shape.architecture}: use model_type dyn"
@@ -79,10 +80,10 @@ def _missing_part(config: Config) -> str:
 
 
 def _missing_scaling(config: Config) -> str:
-    """Return the feature of ``rope_scaling`` that MindFormers lacks. Empty if there is none.
+    """Return an error text about a rotary scaling that MindFormers lacks, or an empty text.
 
-    MindFormers 1.9's Llama makes its tables in ``modules.layers.FreqsMgr``. The newer models use
-    ``rope_utils.get_rope``, which reaches only YaRN of the supported scalings.
+    MindFormers 1.9 makes the rotary tables of Llama in ``modules.layers.FreqsMgr``, and of Qwen in
+    ``rope_utils.get_rope``, which supports only YaRN.
     """
     scaling, is_llama = config.shape.rope_scaling, config.shape.architecture == LLAMA
     if scaling is None or (is_llama and scaling.type == "linear"):
@@ -114,10 +115,7 @@ def _missing_scaling(config: Config) -> str:
 
 
 def _missing_experts(experts: Experts | None) -> str:
-    """Return the feature of the experts that MindFormers lacks. Empty if there is none.
-
-    MindFormers ignores ``mlp_only_layers`` and ``decoder_sparse_step``.
-    """
+    """Return an error text about a property of the model's experts that MindFormers ignores, or an empty text."""
     if experts is None or experts.dense_layers:
         layers = "all layers" if experts is None else f"layers {', '.join(map(str, experts.dense_layers))}"
         return (
@@ -133,7 +131,7 @@ def _missing_experts(experts: Experts | None) -> str:
 
 
 def _missing_package() -> str:
-    """Return the problem with the package. Empty if the tested version is installed. A folder is not a package."""
+    """Return an error text if MindFormers is not installed in the tested version, or an empty text."""
     spec = importlib.util.find_spec("mindformers")
     if spec is None or spec.origin is None:
         return f"the package mindformers is not installed; {_INSTALL}"

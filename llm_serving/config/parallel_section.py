@@ -11,7 +11,10 @@ MAX_RANKS = 256
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Agents that work together, see `docs/parallel.md`. Their number is the product of the first three keys."""
+    """How many agents share a model, and in which way. `docs/parallel.md` explains the choice.
+
+    The number of agents is `tensor_parallel` x `pipeline_parallel` x `data_parallel`.
+    """
 
     tensor_parallel: int = own(
         1,
@@ -45,7 +48,7 @@ class ParallelConfig:
 
     @property
     def as_summed(self) -> ParallelConfig:
-        """The ``tensor_parallel`` config whose sums a single agent reproduces."""
+        """The same settings with ``sum_parts`` agents. A single agent with ``sum_parts`` adds numbers as they do."""
         return replace(self, tensor_parallel=self.sum_parts, sum_parts=1)
 
     @property

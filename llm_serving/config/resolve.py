@@ -1,4 +1,4 @@
-"""Resolves checked sections to a ``Config``: finds the model, its sizes, the device and the tokenizer."""
+"""Makes a ``Config`` from checked sections: finds the model folder, the sizes, the device and the tokenizer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TOKENIZER_FILES = (
     ("LlamaTokenizer", "tokenizer.model"),
     ("LlamaTokenizerFast", "vocab.json"),
 )
-"""In order of preference."""
+"""Tokenizer types and their files in a model folder, the preferred one first."""
 _TORCH_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _COMPARED_SIZES = (
     "hidden_size",
@@ -50,7 +50,7 @@ _COMPARED_SIZES = (
 
 
 class Resolver:
-    """Resolves one raw config. ``config()`` returns the result."""
+    """Makes the ``Config`` of a YAML: replaces names by paths, and ``auto`` by values of the model or the machine."""
 
     def __init__(self, raw: RawConfig, sections: dict[str, Any], ascend: bool) -> None:
         self._raw = raw
@@ -61,7 +61,7 @@ class Resolver:
         self._notes: list[str] = []
 
     def config(self) -> Config:
-        """Return the resolved config. Raises ConfigError or CheckpointError."""
+        """Return the config. Raises ConfigError, or CheckpointError about the model folder."""
         folder = self._find("model_config.model_path", self._model.model_path)
         mindformers_path = self._find("model_config.model_cfg_path", self._model.model_cfg_path)
         mindformers = read_mindformers_yaml(mindformers_path) if mindformers_path else None
@@ -106,7 +106,7 @@ class Resolver:
         return config
 
     def _with_all_ports(self) -> ServingConfig:
-        """Return the section with a port for each agent. ``[0]`` alone means any free port for each agent."""
+        """Return ``serving_config`` with a port for each agent. ``agent_ports: [0]`` becomes one 0 for each agent."""
         serving: ServingConfig = self._sections["serving_config"]
         if serving.agent_ports != (0,):
             return serving
@@ -114,7 +114,7 @@ class Resolver:
 
     @property
     def _folder_is_overridden(self) -> bool:
-        """Whether the command line names another model folder. Its sizes and tokens then replace those of the file."""
+        """True if ``--set`` names the model folder. Its sizes and tokens then replace those in the YAML."""
         return self._raw.is_overridden("model_config.model_path")
 
     def _find(self, key: str, name: str | None) -> Path | None:
@@ -167,7 +167,10 @@ class Resolver:
         return stated
 
     def _compare_sizes(self, stated: ModelShape, actual: ModelShape, folder: Path) -> None:
-        """Compare the sizes of the MindFormers YAML with those of the model folder, which are correct."""
+        """Raise ConfigError if the MindFormers YAML states other sizes than the model folder.
+
+        If ``--set`` names the model folder, only note the difference.
+        """
         differing = [
             f"{name} {getattr(stated, name)} instead of {getattr(actual, name)}"
             for name in _COMPARED_SIZES
@@ -194,7 +197,10 @@ class Resolver:
         self._notes.append(f"{self._raw.error(key, value, problem)}; the model folder wins, as --set named it")
 
     def _end_token(self, stated: int | None, shape: ModelShape) -> int | None:
-        """Return the config's end token. None for the model folder's tokens, also if the file is for another model."""
+        """Return the end token of the YAML, or None to use those of the model folder.
+
+        If ``--set`` names the model folder, the YAML's end token is for another model and is not used.
+        """
         key = "model_config.end_token"
         if stated is None:
             return None
@@ -205,7 +211,7 @@ class Resolver:
         return self._checked_token(key, stated, shape)
 
     def _pad_token(self, stated: int | None, shape: ModelShape) -> int | None:
-        """Return the config's padding token, or the model folder's."""
+        """Return the padding token of the YAML or of the model folder, if there is one."""
         key = "model_config.pad_token_id"
         if stated is None or self._belongs_to_another_model(key):
             return shape.pad_token_id

@@ -1,6 +1,6 @@
-"""The declaration of a config key: its dataclass field has the default, the meaning, the unit and the limits.
+"""Functions that declare the keys of the configuration. Each key is a dataclass field with meaning, unit and limits.
 
-The loader checks values against the declaration. ``docs/configuration.md`` and ``--help`` are generated from it.
+The loader checks values against these fields. ``docs/configuration.md`` and ``--help`` are generated from them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ _METADATA_KEY = "config_key"
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """The facts about a key, in addition to its type and default. Limits are inclusive and apply to list elements."""
+    """The declaration of a configuration key, without type and default. Limits are inclusive.
+
+    In a list, limits and choices apply to each element.
+    """
 
     meaning: str
     published: bool
@@ -23,19 +26,19 @@ class KeyInfo:
     high: float | None = None
     choices: tuple[str, ...] = ()
     null: str = ""
-    """The meaning of null. Empty if null is not allowed."""
+    """Meaning of the value null. Empty if null is not allowed."""
     unavailable: tuple[tuple[object, str], ...] = ()
-    """(value, reason): values of the published configs that this server does not support."""
+    """Values of the published server's configs that this server refuses, each with the reason: (value, reason)."""
     normalise: Callable[[str], str] | None = None
 
 
 def published(default: object, meaning: str, **details: Any) -> Any:
-    """Declare a key of the published configs, which keeps its name and meaning."""
+    """Declare a key that the published server's configs have. Its name and meaning must not change."""
     return _key(default, KeyInfo(meaning, published=True, **details))
 
 
 def own(default: object, meaning: str, **details: Any) -> Any:
-    """Declare a key that this project adds."""
+    """Declare a key that only this project has."""
     return _key(default, KeyInfo(meaning, published=False, **details))
 
 
@@ -44,11 +47,11 @@ def _key(default: object, info: KeyInfo) -> Any:
 
 
 def key_info(declared: Field[Any]) -> KeyInfo | None:
-    """Return the declaration of a section's field. None for a field that is not a config key."""
+    """Return the declaration of a dataclass field, or None if the field is not a configuration key."""
     info: KeyInfo | None = declared.metadata.get(_METADATA_KEY)
     return info
 
 
 def section_keys(section: type) -> dict[str, KeyInfo]:
-    """Return the keys of a section class, in the order of their declaration."""
+    """Return the keys of a section's dataclass with their declarations, in order."""
     return {declared.name: info for declared in fields(section) if (info := key_info(declared)) is not None}

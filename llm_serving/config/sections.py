@@ -1,7 +1,6 @@
-"""All sections and keys of a config. Attributes have the names of the YAML. Published keys keep their meaning.
+"""All sections and keys of the configuration. Attributes have the names of the YAML. To add a key, add a field.
 
-To add a key, add a field here. A loaded ``Config`` has resolved sections: paths are absolute, and ``auto`` and null are
-replaced by the value from the model or the machine.
+In a loaded ``Config``, paths are absolute, and ``auto`` and null are replaced by values of the model or the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ __all__ = [
 MAX_BLOCKS = 64 * 1024 * 1024
 MAX_SECONDS = 86_400.0
 DEFAULT_SERVER_PORT = 8835
-"""The only place in the code with this number. Docs and examples repeat it, and a test compares them."""
+"""Default of ``serving_config.server_port``. A test compares it with the port in the documentation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ class BasicInputsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExtraInputsConfig:
-    """Additional inputs of some graphs."""
+    """Additional inputs of a step for some graphs."""
 
     type: str = published(
         "LlamaExtraInputs", "Kind of inputs. Accepted; the model decides.", choices=("LlamaExtraInputs",)
@@ -149,7 +148,7 @@ class WarmupInputsConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The requests of each step. `docs/scheduling.md` compares the choices."""
+    """Which requests a step has, and how many may wait. `docs/scheduling.md` compares the choices."""
 
     policy: str = own(
         "prefill_first",
@@ -285,4 +284,4 @@ SECTIONS: dict[str, type] = {
     "scheduler_config": SchedulerConfig,
     "log_config": LogConfig,
 }
-"""The section classes by their name in the YAML, in the order of the docs."""
+"""Maps the name of each YAML section to its dataclass, in the order of the documentation."""

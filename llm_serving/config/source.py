@@ -1,4 +1,4 @@
-"""The source of each value of a config, so that errors can name it."""
+"""Keeps, for error messages, whether a value of the configuration comes from the YAML or from the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMMAND_LINE = "--set"
 
 @dataclass(frozen=True, slots=True)
 class RawConfig:
-    """The sections before any check, with the overrides applied."""
+    """The sections of a YAML with the overrides of the command line, before any check."""
 
     file: str
     sections: dict[str, dict[str, object]]
@@ -27,10 +27,10 @@ class RawConfig:
         return COMMAND_LINE if key in self.overridden else self.file
 
     def error(self, key: str, value: object, problem: str) -> ConfigError:
-        """Return the error for a wrong value of ``section.key``."""
+        """Return an error for a wrong value of ``section.key``, which names the YAML or the command line."""
         return key_error(self.source(key), key, value, problem)
 
 
 def key_error(source: str, key: str, value: object, problem: str) -> ConfigError:
-    """Return an error with source, key and value."""
+    """Return an error whose message has the source (file or command line), the key, its value and the problem."""
     return ConfigError(f"{source}: {key} = {short_repr(value)}: {problem}")

@@ -1,4 +1,4 @@
-"""Refuses combinations of values that cannot work, each with the reason. ``convert`` checks single values."""
+"""Refuses configuration values that cannot work together. Each check raises ConfigError with key, value and reason."""
 
 from __future__ import annotations
 
@@ -68,21 +68,21 @@ def _is_loopback(raw: RawConfig, key: str, address: str) -> bool:
 
 
 def check_model_name(raw: RawConfig, name: str | None) -> None:
-    """Check the model's name, which is part of a URL."""
+    """Check that the model's name can be part of a URL."""
     if name is not None and not _MODEL_NAME.fullmatch(name):
         problem = "must begin with a letter or digit and hold only letters, digits, '.', '_', '-' (128 at most)"
         raise raw.error("model_config.model_name", name, problem)
 
 
 def check_cache(raw: RawConfig, cache: PagedAttentionConfig) -> None:
-    """Check the size of the cache, whose positions are 32-bit integers."""
+    """Check that the KV cache has less than 2^31 token positions, because kernels count them in 32 bits."""
     if cache.num_blocks * cache.block_size > MAX_CACHE_SLOTS:
         problem = f"num_blocks x block_size = {cache.num_blocks * cache.block_size}; at most {MAX_CACHE_SLOTS}"
         raise raw.error("pa_config.num_blocks", cache.num_blocks, problem)
 
 
 def check_device(raw: RawConfig, device: str, op_table: str, dtype: str, backend: str) -> None:
-    """Check device, operators and type. All values except ``raw`` are resolved."""
+    """Check that the device has the op table, and that the operators support the data type and the backend."""
     if backend == "ge" and device == "CPU":
         raise raw.error("model_config.backend", backend, "the graph engine runs on an Ascend only; on a CPU use kbk")
     if op_table == "fused" and device == "Ascend":
@@ -98,7 +98,7 @@ def check_device(raw: RawConfig, device: str, op_table: str, dtype: str, backend
 
 
 def check_formats(raw: RawConfig, model: ModelConfig) -> None:
-    """Check the formats of weights and KV cache against the resolved type and operators."""
+    """Check that the operators and the data type support the formats of weights and KV cache."""
     for key, value in (("weight_format", model.weight_format), ("kv_format", model.kv_format)):
         if value == "bf16" and model.model_dtype != "bfloat16":
             problem = f"needs model_dtype bfloat16, which is {model.model_dtype}; set it, or use auto"
@@ -112,7 +112,7 @@ def check_formats(raw: RawConfig, model: ModelConfig) -> None:
 
 
 def check_stored_format(raw: RawConfig, config: Config) -> None:
-    """Check the format of a checkpoint with integers. They may become floats, but they are not rounded again."""
+    """Check that a quantized checkpoint keeps its integers or becomes floats. Integers are never rounded again."""
     wanted, stored = config.model_config.weight_format, config.stored_weight_format
     if stored is None or wanted == AUTO or weight_format(wanted).is_float:
         return
@@ -123,7 +123,7 @@ def check_stored_format(raw: RawConfig, config: Config) -> None:
 
 
 def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
-    """Check that this process may use the given cores."""
+    """Check that this process may run on the cores of ``model_config.cpu_cores``."""
     usable = os.sched_getaffinity(0)
     missing = [core for core in cores or () if core not in usable]
     if missing:
@@ -132,7 +132,7 @@ def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
 
 
 def check_group(raw: RawConfig, config: Config) -> None:
-    """Check that the groups of inputs with a common scale divide the inputs of every linear layer."""
+    """Check that ``weight_group``, the inputs that share a scale, divides the inputs of every linear layer."""
     if not weight_format(config.weight_format).has_groups or config.stored_weight_format is not None:
         return
     shape, group = config.shape, config.model_config.weight_group
@@ -159,7 +159,7 @@ def check_parallel(raw: RawConfig, config: Config) -> None:
 
 
 def check_sum_parts(raw: RawConfig, config: Config) -> None:
-    """Check that a single agent can reproduce the sums of several."""
+    """Check that the model and its operators support ``parallel_config.sum_parts``."""
     parallel = config.parallel_config
     if parallel.sum_parts == 1:
         return
@@ -182,7 +182,7 @@ def check_sum_parts(raw: RawConfig, config: Config) -> None:
 
 
 def check_native_weights(raw: RawConfig, config: Config) -> None:
-    """Check the limits of the native primitives for quantized products (docs/ascend.md)."""
+    """Check the sizes of quantized layers against the limits of MindSpore's primitives (``docs/ascend.md``)."""
     key, wanted, shape = "model_config.weight_format", config.model_config.weight_format, config.shape
     if config.op_table != "native" or weight_format(config.weight_format).is_float:
         return
@@ -204,7 +204,10 @@ def check_native_weights(raw: RawConfig, config: Config) -> None:
 
 
 def _check_native_experts(raw: RawConfig, config: Config, outputs: int) -> None:
-    """Check the limits of GroupedMatmulV4. ``outputs``: number of outputs of an expert's gate and up layers."""
+    """Check quantized experts against the limits of the primitive GroupedMatmulV4.
+
+    ``outputs`` is the number of outputs of an expert's gate and up layers together.
+    """
     key, wanted, group = "model_config.weight_format", config.model_config.weight_format, config.shard_group
     if max(outputs, config.shape.hidden_size) > MAX_WEIGHT_ONLY_SIZE:
         problem = f"an expert is {outputs} wide; GroupedMatmulV4 takes {MAX_WEIGHT_ONLY_SIZE}; use auto"
@@ -218,25 +221,25 @@ def _check_native_experts(raw: RawConfig, config: Config, outputs: int) -> None:
 
 
 def _layer_inputs(shape: ModelShape) -> tuple[int, ...]:
-    """Return the input sizes of the linear layers of an agent with ``shape``."""
+    """Return the numbers of inputs of the linear layers. ``shape`` is one agent's part of the model."""
     inputs = (shape.hidden_size, shape.num_attention_heads * shape.head_dim)
     return (*inputs, shape.intermediate_size) if _has_mlps(shape) else inputs
 
 
 def _layer_outputs(shape: ModelShape) -> tuple[int, ...]:
-    """Return the output sizes of the layers with more outputs than inputs."""
+    """Return the numbers of outputs of the linear layers that have more outputs than inputs."""
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
     outputs = (heads * shape.head_dim,)
     return (*outputs, 2 * shape.intermediate_size) if _has_mlps(shape) else outputs
 
 
 def _has_mlps(shape: ModelShape) -> bool:
-    """Return whether a layer has an ordinary MLP."""
+    """Return True if at least one layer has an ordinary MLP instead of experts."""
     return any(not shape.has_experts(layer) for layer in range(shape.num_layers))
 
 
 def _refuse_wide_groups(raw: RawConfig, config: Config, fewest: int) -> None:
-    """Raise the error for groups that are too wide. A layer of an agent has only ``fewest`` inputs."""
+    """Raise ConfigError: more inputs share a scale than the smallest layer of an agent has (``fewest``)."""
     group, agents = config.shard_group, config.parallel_config.tensor_parallel
     whose = "the inputs of every layer with native operators" if agents == 1 else "an agent's inputs of every layer"
     if config.stored_weight_format is None:
@@ -249,7 +252,7 @@ def _refuse_wide_groups(raw: RawConfig, config: Config, fewest: int) -> None:
 
 
 def check_ascend_options(raw: RawConfig, config: Config) -> None:
-    """Check the options that only an Ascend has (docs/ascend.md)."""
+    """Check ``weight_layout`` and ``capture_launches``, which only an Ascend supports (``docs/ascend.md``)."""
     model, context = config.model_config, config.context
     if model.weight_layout == "nz":
         _check_ascend_only(raw, config, "weight_layout", "nz", "nd")
@@ -277,14 +280,14 @@ def _check_ascend_only(raw: RawConfig, config: Config, key: str, value: object, 
 
 
 def check_sharing(raw: RawConfig, config: Config) -> None:
-    """Check the options that need paged attention."""
+    """Check that the prefix cache is only used with paged attention."""
     if config.scheduler_config.prefix_cache and not config.model_config.page_attention:
         problem = "shares blocks between requests, which needs model_config.page_attention: True"
         raise raw.error("scheduler_config.prefix_cache", True, problem)
 
 
 def check_batches(raw: RawConfig, config: Config) -> None:
-    """Check batches and mixed steps against the sizes of a step and the batch rows."""
+    """Check that ``chunk_tokens`` fits a step and ``batch_size`` the number of running sequences."""
     chunk_tokens, most_tokens = config.scheduler_config.chunk_tokens, config.max_num_batched_tokens
     if chunk_tokens is not None and chunk_tokens > most_tokens:
         problem = f"must be at most {most_tokens}, the tokens of a step (scheduler_config.max_num_batched_tokens)"
@@ -296,7 +299,7 @@ def check_batches(raw: RawConfig, config: Config) -> None:
 
 
 def check_lengths(raw: RawConfig, config: Config) -> None:
-    """Check sequence lengths against the cache and the step size. The last token of a sequence is never cached."""
+    """Check that the KV cache holds the longest sequence without its last token, and that a step holds all decodes."""
     cache, longest = config.pa_config, config.max_model_len
     usable = (cache.num_blocks - 1) * cache.block_size
     if usable < longest - 1:

@@ -1,1 +1,1 @@
-"""Readers of documents written by others, strict and bounded; they know nothing of this project's own config."""
+"""Strict readers of small files (JSON, YAML, GGUF metadata), with limits on size and depth."""

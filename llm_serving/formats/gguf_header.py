@@ -1,7 +1,8 @@
-"""A number from the metadata at the start of a GGUF file, without the packages that read its tensors.
+"""Reads one number from the metadata at the start of a GGUF file (llama.cpp's format), without reading any tensor.
 
-The format (version 2 or 3, little-endian): "GGUF", version u32, tensors u64, entries u64, then the entries: key, type
-u32, value. Text is a length u64 and its bytes; an array is its elements' type u32, their number u64, the elements.
+A GGUF file of version 2 or 3 is little-endian. It begins with "GGUF", the version (u32), the number of tensors (u64)
+and the number of metadata entries (u64). An entry is a key, a type (u32) and a value. A text is its length (u64) and
+its bytes. An array is the type of its elements (u32), their number (u64) and the elements.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MAX_ENTRIES = 65_536
 
 
 def read_gguf_uint32(path: Path, wanted: str) -> int | None:
-    """The entry ``wanted``; None where there is none of that name and type. Raises CheckpointError."""
+    """Return the metadata entry ``wanted``, or None if the file has no such u32 entry. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             return _find(file, wanted.encode())

@@ -1,7 +1,7 @@
-"""YAML as a config language: no tags that build objects, no duplicate keys, no surprises in scalars.
+"""Reads YAML strictly: it refuses tags that build objects, duplicate keys and deep nesting.
 
-Plain scalars follow the core schema of YAML 1.2: ``yes``, ``on``, ``1:30`` and ``010`` are text, ``1e-5`` is a
-number. (PyYAML's YAML 1.1 reads them as true, true, 90, 8 and text.)
+Values without quotes follow YAML 1.2: ``yes``, ``on``, ``1:30`` and ``010`` are text, and ``1e-5`` is a number.
+PyYAML follows YAML 1.1 and would read true, true, 90, 8 and text.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MAX_YAML_DEPTH = 32
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys and deep nesting while the tree is composed."""
+    """A PyYAML loader that refuses duplicate keys and deep nesting while it parses, before it makes objects."""
 
-    yaml_implicit_resolvers = {}  # noqa: RUF012  (filled below; PyYAML keeps it on the class)
+    yaml_implicit_resolvers = {}  # noqa: RUF012  (the loop below fills the dict of the class)
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
@@ -59,7 +59,7 @@ for _tag, _pattern, _first in (
 
 
 def parse_yaml(text: str, source: str) -> object:
-    """The one document in ``text``. Raises ConfigError naming ``source`` and the line."""
+    """Return the value of a YAML text with one document. Raises ConfigError with ``source`` and the line."""
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506  (a SafeLoader)
     except yaml.MarkedYAMLError as reason:
@@ -81,7 +81,7 @@ def _problem(error: yaml.MarkedYAMLError) -> str:
 
 
 def read_yaml_mapping(path: Path) -> dict[str, object]:
-    """The mapping a YAML file holds. Raises ConfigError naming the file."""
+    """Return the mapping in a YAML file. Raises ConfigError with the file name."""
     document = parse_yaml(read_small_text(path, MAX_YAML_BYTES, ConfigError), str(path))
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: must hold a mapping of sections, not {type(document).__name__}")

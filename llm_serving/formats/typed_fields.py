@@ -1,4 +1,4 @@
-"""Typed reads from a foreign mapping (a ``config.json``, a MindFormers YAML): each error names file, key, value."""
+"""Reads typed values from a ``config.json`` or a MindFormers YAML. Each error names file, key and value."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ _short.maxstring = _short.maxother = 120
 
 
 def short_repr(value: object) -> str:
-    """``repr`` cut to a line, safe for hostile nesting; None as YAML and JSON write it."""
+    """Return ``repr(value)``, shortened for a message and safe for deep nesting. None becomes ``null``, as in JSON."""
     return "null" if value is None else _short.repr(value)
 
 
 class TypedFields:
-    """A mapping with its file name and the key it sits under. A key that is absent or null yields the default."""
+    """A mapping from a file, with the file's name. Methods return the default for a key that is absent or null.
+
+    ``error`` is the class of raised errors. ``prefix`` is the path of the mapping in the file, for messages.
+    """
 
     def __init__(
         self, source: str, values: Mapping[str, object], error: type[LLMServingError], prefix: str = ""
@@ -34,20 +37,20 @@ class TypedFields:
         return bool(self._values)
 
     def keys(self) -> tuple[str, ...]:
-        """The keys, in the file's order."""
+        """Return the keys in the order of the file."""
         return tuple(self._values)
 
     def value(self, key: str) -> object:
-        """Whatever is there; None when absent."""
+        """Return the value of a key without any check, or None if the key is absent."""
         return self._values.get(key)
 
     def fail(self, key: str, problem: str) -> LLMServingError:
-        """The error to raise about ``key``."""
+        """Return an error about ``key``, which the caller raises."""
         value = short_repr(self._values[key]) if key in self._values else "(absent)"
         return self._error(f"{self.source}: {self._prefix}{key} = {value}: {problem}")
 
     def integer(self, key: str, default: int | None, low: int, high: int) -> int:
-        """An int in [low, high]; ``default`` None makes the key compulsory."""
+        """Return an integer from ``low`` to ``high``. If ``default`` is None, an absent key is an error."""
         value = self._values.get(key)
         if value is None:
             value = default
@@ -58,13 +61,13 @@ class TypedFields:
         return value
 
     def number(self, key: str, default: float | None, low: float, high: float) -> float:
-        """A finite number in (low, high]."""
+        """Return a number above ``low`` and at most ``high``. If ``default`` is None, an absent key is an error."""
         value = self._values.get(key)
         if value is None:
             value = default
         if value is None or isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fail(key, f"must be a number above {low:g}, at most {high:g}")
-        if not low < value <= high:  # false for NaN too
+        if not low < value <= high:  # also refuses NaN
             raise self.fail(key, f"must be above {low:g}, at most {high:g}")
         return float(value)
 
@@ -87,7 +90,7 @@ class TypedFields:
         return value
 
     def names(self, key: str) -> tuple[str, ...]:
-        """A list of text; empty when absent."""
+        """Return a list of texts as a tuple. It is empty if the key is absent."""
         value = self._values.get(key)
         if value is None:
             return ()
@@ -96,13 +99,13 @@ class TypedFields:
         return tuple(value)
 
     def refuse_nested(self) -> None:
-        """Raise when a value is itself a mapping."""
+        """Raise an error if a value is a mapping."""
         for key, value in self._values.items():
             if isinstance(value, dict):
                 raise self.fail(key, "is not supported; a plain value is expected")
 
     def mapping(self, key: str) -> TypedFields:
-        """The mapping under ``key``; empty when absent."""
+        """Return the mapping under ``key``. It is empty if the key is absent."""
         value = self._values.get(key)
         if value is None:
             value = {}
@@ -111,7 +114,7 @@ class TypedFields:
         return TypedFields(self.source, value, self._error, f"{self._prefix}{key}.")
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """One id or a list of ids, each below ``vocab_size``; empty when absent."""
+        """Return one token id, or a list of them, as a tuple. It is empty if the key is absent."""
         value = self._values.get(key)
         if value is None:
             return ()

@@ -1,4 +1,4 @@
-"""The supported model families, by the ``architectures`` entry of ``config.json``, and the keys that differ.
+"""The supported model families, and the keys of ``config.json`` in which they differ from a Llama.
 
 ``agent/models/llama.py`` is the network of all of them. ``docs/models.md`` has a table for users.
 """
@@ -28,22 +28,22 @@ class ExpertKeys:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Differences of a family from a Llama. To add a family, see CONTRIBUTING.md."""
+    """The differences of a model family from a Llama. CONTRIBUTING.md has the steps to add a family."""
 
     architecture: str
     model_type: str
     biases: Literal["stated", "query_key_value"] = "stated"
-    """Biases in attention. ``stated``: all four layers or none, as ``attention_bias`` states.
-    ``query_key_value``: always query, key and value."""
+    """Biases of attention's linear layers. ``stated``: all four have one if ``attention_bias`` is true.
+    ``query_key_value``: query, key and value always have one, the output layer never."""
     query_key_norm: bool = False
     """If True, each query and key head has an RMSNorm."""
     window: Literal["none", "always", "switched"] = "none"
-    """Use of ``sliding_window``. ``none``: the key is unknown. ``always``: in every layer, if stated.
-    ``switched``: in the upper layers, if ``use_sliding_window`` is set."""
+    """Meaning of the key ``sliding_window``. ``none``: the key is ignored. ``always``: every layer has the window.
+    ``switched``: layers from ``max_window_layers`` on have the window if ``use_sliding_window`` is true."""
     head_dim: int | None = None
     """Default size of a head. None: hidden size / heads."""
     experts: ExpertKeys | None = None
-    """None: no layer has experts."""
+    """Keys about experts. None if the family has no experts."""
 
 
 FAMILIES = {
@@ -80,11 +80,11 @@ class Experts:
     normalised: bool
     """If True, a token's expert weights are divided by their sum (``norm_topk_prob``)."""
     dense_layers: tuple[int, ...] = ()
-    """Layers with an ordinary MLP."""
+    """Indices of the layers that have an ordinary MLP instead of experts."""
 
 
 def family_of(fields: TypedFields) -> Family:
-    """Return the family for ``architectures`` or, if that is absent, ``model_type``. An unknown one is an error."""
+    """Return the family by ``architectures`` of ``config.json``, else by ``model_type``. Raises if it is unknown."""
     names = fields.names("architectures")
     if not names:
         by_type = {family.model_type: family for family in FAMILIES.values()}
@@ -106,7 +106,7 @@ def read_biases(fields: TypedFields, family: Family) -> tuple[bool, bool]:
 
 
 def read_window(fields: TypedFields, family: Family, num_layers: int) -> tuple[int, tuple[int, ...]]:
-    """Return the sliding window in tokens (0: none), and the layers without a window."""
+    """Return the sliding window in tokens (0: no window), and the indices of layers without a window."""
     is_on = family.window == "always" or (family.window == "switched" and fields.boolean("use_sliding_window", False))
     types = fields.names("layer_types")
     if types and (len(types) != num_layers or not set(types) <= {_FULL, _SLIDING}):

@@ -12,66 +12,66 @@ from dataclasses import dataclass, replace
 from llm_serving.errors import UnknownFormatError
 
 AUTO = "auto"
-"""Not a format: the checkpoint's format, or ``model_dtype``."""
+"""Value of ``weight_format`` and ``kv_format``. It means the checkpoint's format, else ``model_config.model_dtype``."""
 GROUP_SIZES = (32, 64, 128)
-"""Inputs that may share a scale where floats become integers."""
+"""Numbers of inputs that may share a scale when float weights are rounded to integers."""
 GROUP_SIZES_TEXT = f"{', '.join(map(str, GROUP_SIZES[:-1]))} or {GROUP_SIZES[-1]}"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How the weights of linear layers are kept and multiplied.
+    """A format of the weights of linear layers: how memory holds them, and how kernels multiply by them.
 
-    Integers stand for weights: weight = (integer - zero point) * scale. Each output has a scale, or each group of
-    inputs of each output.
+    An integer format has weight = (integer - zero point) * scale. Each output of a layer has one scale, or one scale
+    for each group of inputs.
     """
 
     name: str
     """Value of ``model_config.weight_format``."""
     bits: int
-    """Bits of a weight, without its part of a scale."""
+    """Bits of one weight. Scales and zero points come in addition."""
     storage: str
     """Type of an unpacked weight in memory (a key of ``agent.weights.storage.STORAGE_DTYPES``)."""
     kernel_code: int
     """Number of the format in ``llmk::WeightFormat`` (agent/kernels/ops/linear.h)."""
     summary: str = ""
-    """For the reference of the configuration."""
+    """Description of the format for ``docs/configuration.md``."""
     stored_as: str = ""
-    """The format that checkpoints hold these integers in; empty for floats."""
+    """Name of the format that checkpoints use for the same integers. Empty for float formats."""
     zero: int = 0
-    """Zero point of integers whose checkpoint stores none. 0: the integers are signed and never have zero points."""
+    """Zero point if the checkpoint stores none. 0: the integers are signed, and no checkpoint may have zero points."""
     has_groups: bool = False
-    """Whether floats get a scale for each group of inputs when they become this format, not one for each output."""
+    """If True, floats that are rounded to the format get a scale for each group of inputs. Else one for each output."""
     quantises_activations: bool = False
-    """Whether the inputs of a linear layer become int8, with a scale for each token."""
+    """If True, the inputs of a linear layer are rounded to int8, with a scale for each token."""
     native: str | None = None
-    """The format that the native primitives compute instead; None if they have no equivalent."""
+    """Name of the format that native operators compute instead. None: they cannot compute the format."""
     layouts: tuple[str, ...] = ()
-    """Layouts of safetensors checkpoints that hold these integers (``Quantization.layout``)."""
+    """Layouts of safetensors checkpoints with integers of the format: ``gptq``, ``awq`` and others."""
     gguf_type: str | None = None
-    """Name of GGUF tensors that hold these integers."""
+    """GGUF's name of tensors with integers of the format, for example ``Q8_0``."""
     gguf_file_type: int | None = None
     """llama.cpp's number of a file whose tensors mostly have ``gguf_type``."""
     perplexity_limit: float | None = None
-    """Largest relative increase of the perplexity that ``tools/quality_gate.py`` accepts."""
+    """Maximum relative increase of the perplexity that ``tools/quality_gate.py`` accepts."""
 
     @property
     def is_float(self) -> bool:
-        """Whether the weights are floats, without scales."""
+        """True for float formats, whose weights have no scales."""
         return not self.stored_as
 
     @property
     def largest(self) -> int:
-        """The largest magnitude of integers without a zero point."""
+        """Largest absolute value of an integer without a zero point, for example 127 for int8."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def values_per_byte(self) -> int:
-        """How many integers the native primitives keep in a byte."""
+        """Number of integers in a byte of a weight for native operators."""
         return max(1, 8 // self.bits)
 
     def on(self, op_table: str) -> WeightFormat:
-        """The format that the operators of ``op_table`` compute. Raises UnknownFormatError if they have none."""
+        """Return the format that operators of ``op_table`` compute instead. Raises UnknownFormatError if none can."""
         if op_table == "fused":
             return self
         if self.native is None:
@@ -80,10 +80,10 @@ class WeightFormat:
         return WEIGHT_FORMATS[self.native]
 
     def bits_with_scales(self, group: int, device: str) -> float:
-        """Bits of a weight with its part of the group's scale and zero point; a scale of a whole output counts as 0."""
+        """Return the mean bits of a weight with its group's scale and zero point. A scale per output is ignored."""
         if not self.has_groups:
             return float(self.bits)
-        # The native primitives keep scale and offset in model_dtype; a packed weight has float32 and a byte.
+        # Native operators have a 16-bit scale and offset for each group, CPU kernels a float32 scale and a byte.
         of_group = 16 + 16 if device == "Ascend" else 32 + (8 if self.zero else 0)
         return self.bits + of_group / group
 
@@ -121,7 +121,7 @@ _INT4 = WeightFormat(
 
 
 def _weight_only(of: WeightFormat, kernel_code: int) -> WeightFormat:
-    """The same integers, multiplied by activations that stay floats."""
+    """Return a format with the integers of format ``of``, whose kernels leave activations as floats."""
     name = f"{of.name}_weight_only"
     return replace(
         of,
@@ -145,12 +145,12 @@ _WEIGHT_FORMATS = (
 WEIGHT_FORMATS = {each.name: each for each in _WEIGHT_FORMATS}
 INTEGER_FORMATS = tuple(each for each in _WEIGHT_FORMATS if not each.is_float)
 STORED_FORMATS = tuple(each for each in INTEGER_FORMATS if each.stored_as == each.name)
-"""Formats of the integers in checkpoints. The other formats multiply the same integers in another way."""
+"""Integer formats of checkpoints. Weight-only formats have the same integers, so they are left out."""
 _ALIASES = {"bf16": "bfloat16"}
 
 
 def weight_format(name: str) -> WeightFormat:
-    """The entry of a format; ``bf16`` is ``bfloat16``. Raises UnknownFormatError."""
+    """Return the weight format with this name. ``bf16`` means ``bfloat16``. Raises UnknownFormatError."""
     found = WEIGHT_FORMATS.get(_ALIASES.get(name, name))
     if found is None:
         raise UnknownFormatError(f"weight format {name!r} is not known; there are {', '.join(WEIGHT_FORMATS)}")
@@ -158,12 +158,15 @@ def weight_format(name: str) -> WeightFormat:
 
 
 def formats_of_stored(stored: str) -> tuple[str, ...]:
-    """Names of the formats that keep the integers ``stored`` of a checkpoint. Raises UnknownFormatError."""
+    """Return the formats that can use a checkpoint's integers unchanged. ``stored`` is the checkpoint's format.
+
+    Raises UnknownFormatError.
+    """
     return tuple(each.name for each in INTEGER_FORMATS if each.stored_as == weight_format(stored).name)
 
 
 def stored_format(bits: int) -> WeightFormat:
-    """The format of a checkpoint's integers of ``bits`` bits. Raises UnknownFormatError."""
+    """Return the format of checkpoints whose integers have ``bits`` bits. Raises UnknownFormatError."""
     for each in STORED_FORMATS:
         if each.bits == bits:
             return each
@@ -172,21 +175,21 @@ def stored_format(bits: int) -> WeightFormat:
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """How keys and values are kept in the KV cache."""
+    """A format of the keys and values in the KV cache."""
 
     name: str
     element_bytes: int
     scale_bytes: int = 0
-    """Bytes of the scale of a token's key or value in one head."""
+    """Bytes of a scale. Each key and each value of a token has one scale in each head."""
     op_tables: tuple[str, ...] = ("native", "fused")
-    """Op tables that have this format."""
+    """Names of the op tables whose attention reads the format."""
 
     def head_width(self, head_dim: int) -> int:
-        """Elements of the cache that a token's key or value takes in one head, with its scale."""
+        """Return the cache elements of one token's key (or value) in one head, including the scale."""
         return head_dim + self.scale_bytes // self.element_bytes
 
     def head_bytes(self, head_dim: int) -> int:
-        """Return the width in bytes."""
+        """Return the cache bytes of one token's key (or value) in one head, including the scale."""
         return self.head_width(head_dim) * self.element_bytes
 
 
@@ -201,7 +204,7 @@ INTEGER_KV_FORMATS = tuple(each.name for each in _KV_FORMATS if each.scale_bytes
 
 
 def kv_format(name: str) -> KvFormat:
-    """The entry of a KV cache format; ``bf16`` is ``bfloat16``. Raises UnknownFormatError."""
+    """Return the KV cache format with this name. ``bf16`` means ``bfloat16``. Raises UnknownFormatError."""
     found = KV_FORMATS.get(_ALIASES.get(name, name))
     if found is None:
         raise UnknownFormatError(f"KV cache format {name!r} is not known; there are {', '.join(KV_FORMATS)}")

@@ -1,4 +1,4 @@
-"""The part of a model that each rank holds. The server's memory plan and an agent's loader use the same arithmetic.
+"""Computes which part of a model each rank (agent) holds, for the server's memory plan and for the agents' loader.
 
     rank = (dp_index * pipeline_parallel + pp_index) * tensor_parallel + tp_index
 
@@ -6,12 +6,13 @@ Tensor parallelism divides every layer as Megatron-LM does (Shoeybi et al., 2019
 and vocabulary rows. The two products that are divided by inputs are summed over the ranks. Pipeline parallelism
 divides the layers (GPipe, Huang et al., 2019). With data parallelism, each replica has the whole model.
 
-- A rank has whole key-value heads with their query heads. If the numbers do not divide, some ranks have one more. If
-  there are more ranks than key-value heads, several ranks hold the same key-value head and divide its query heads.
-- Intermediate columns (of the MLP, of every expert) are divided as evenly as possible, in units of ``granule`` columns.
+- A rank has whole key-value heads with their query heads. If the heads do not divide evenly, some ranks have one more.
+  If there are more ranks than key-value heads, several ranks hold the same key-value head and divide its query heads.
+- Intermediate columns (of the MLP, of every expert) are divided as evenly as possible, in multiples of a number of
+  columns that ``granule_of`` returns.
 - Vocabulary rows are divided into ranges of equal length (``vocab_stride``); only the last one may be shorter. Logits
   that are gathered in order of rank are therefore in order of token id, with padding only at the end.
-- If the layers do not divide, the first stages have one layer more. The last stage has the output layer.
+- If the layers do not divide evenly, the first stages have one layer more. The last stage has the output layer.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
     from llm_serving.model.shape import ModelShape
 
 PREFERRED_GRANULE = 32
-"""Preferred unit of columns: 64 bytes of a 16-bit type, and a whole number of the kernels' tiles."""
+"""Ranks get multiples of this number of columns if possible: 64 bytes of a 16-bit type, and whole tiles of kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Position of a rank: its index in its stage, its stage, its replica. All begin at 0."""
+    """Position of a rank: ``tp_index`` in its stage, ``pp_index`` of the stage, ``dp_index`` of the replica, from 0."""
 
     rank: int
     tp_index: int
@@ -62,13 +63,13 @@ class Shard:
     query_heads: Span
     key_value_heads: Span
     intermediate: Span
-    """Columns of the MLP."""
+    """The rank's columns of the MLP's gate and up layers."""
     expert_intermediate: Span
-    """Columns of each expert; empty without experts."""
+    """The rank's columns of each expert. Empty for a model without experts."""
     vocab: Span
-    """Rows of the output layer, and of the embedding if that is divided."""
+    """The rank's token ids: rows of the output layer, and of the embedding if it is divided."""
     vocab_stride: int
-    """Rows in every rank's range, with the padding of the last one."""
+    """Vocabulary rows of each rank. Only the last rank may have fewer, and it pads its logits to this number."""
     layers: Span
     is_first_stage: bool
     """If True, the rank has the embedding."""
@@ -91,32 +92,41 @@ def group_ranks(replica: int, parallel: ParallelConfig) -> range:
 
 
 def answering_rank(replica: int, parallel: ParallelConfig) -> int:
-    """Return the rank of a replica that samples and writes results: the first of the last stage."""
+    """Return the rank of a replica that samples and writes results: the first rank of the last stage."""
     return group_ranks(replica, parallel).stop - parallel.tensor_parallel
 
 
 def split_evenly(total: int, parts: int, index: int) -> Span:
-    """Return part ``index`` of ``parts``. The first ``total % parts`` parts have one more than the others."""
+    """Divide ``range(total)`` into ``parts`` and return part ``index``. The first ``total % parts`` have one more."""
     size, longer = divmod(total, parts)
     start = index * size + min(index, longer)
     return Span(start, start + size + (index < longer))
 
 
 def split_columns(total: int, parts: int, index: int, group: int = 1) -> Span:
-    """Split in units of ``granule_of(total, parts, group)`` columns; the last unit may be shorter."""
+    """Divide ``total`` columns into ``parts`` and return part ``index``.
+
+    Boundaries are multiples of ``granule_of(total, parts, group)`` columns.
+    """
     granule = granule_of(total, parts, group)
     units = split_evenly(-(-total // granule), parts, index)
     return Span(min(units.start * granule, total), min(units.stop * granule, total))
 
 
 def granule_of(total: int, parts: int, group: int = 1) -> int:
-    """Return the unit of columns: whole groups of the weight format, and ``PREFERRED_GRANULE`` columns if possible."""
+    """Return the number of columns whose multiples are the boundaries between ranks.
+
+    It is a multiple of ``group``, the inputs that share a scale, and of ``PREFERRED_GRANULE`` if that is possible.
+    """
     granule = max(group, PREFERRED_GRANULE) if PREFERRED_GRANULE % group == 0 else group
     return granule if total >= granule * parts else group
 
 
 def split_vocab(total: int, parts: int, index: int) -> tuple[Span, int]:
-    """Return range ``index`` of ``parts`` ranges of equal length, and that length. Only the last one may be shorter."""
+    """Divide ``total`` rows into ranges of equal length. Returns range ``index`` and the length.
+
+    Only the last range may be shorter.
+    """
     stride = -(-total // parts)
     if stride >= PREFERRED_GRANULE:
         stride = -(-stride // PREFERRED_GRANULE) * PREFERRED_GRANULE
@@ -126,7 +136,10 @@ def split_vocab(total: int, parts: int, index: int) -> tuple[Span, int]:
 
 
 def split_heads(num_query: int, num_key_value: int, parts: int, index: int) -> tuple[Span, Span]:
-    """Return query and key-value heads of part ``index``. If key-value heads are replicated, a part has only one."""
+    """Return the query heads and the key-value heads of part ``index`` of ``parts``.
+
+    If there are more parts than key-value heads, each part has one key-value head, which other parts may have too.
+    """
     per_group = num_query // num_key_value
     if parts <= num_key_value:
         key_value = split_evenly(num_key_value, parts, index)
@@ -163,7 +176,10 @@ def shard_of(shape: ModelShape, where: RankPlace, parallel: ParallelConfig, weig
 
 
 def local_shape(shape: ModelShape, shard: Shard) -> ModelShape:
-    """The sizes of a rank's own layers: heads, columns and layers, these counted from 0. The vocabulary stays whole."""
+    """Return the model's shape with the heads, columns and layers of one rank. Layers are numbered from 0.
+
+    The vocabulary keeps its whole size.
+    """
     layers = shard.layers
     experts = shape.experts
     if experts is not None:
@@ -181,7 +197,7 @@ def local_shape(shape: ModelShape, shard: Shard) -> ModelShape:
 
 
 def find_obstacle(shape: ModelShape, parallel: ParallelConfig, weight_group: int = 1) -> tuple[str, str] | None:
-    """The key of ``parallel_config`` that asks for a split there is not, and why; None when all can be done."""
+    """Return the key of ``parallel_config`` that the model cannot fulfil, and the reason. None if all is possible."""
     parts, stages = parallel.tensor_parallel, parallel.pipeline_parallel
     if stages > shape.num_layers:
         return "pipeline_parallel", f"the model has {shape.num_layers} layers, and each stage needs one"

@@ -1,7 +1,7 @@
-"""The quantization of a checkpoint: ``quantization_config`` of its ``config.json``, read and checked.
+"""Reads and checks how a checkpoint is quantized: ``quantization_config`` of ``config.json``, or the header of a GGUF.
 
-Three families are accepted: GPTQ, AWQ (the gemm layout) and compressed-tensors (int-quantized and pack-quantized).
-``docs/quantization.md`` has a table of them. This module reads no tensor.
+Accepted are GPTQ, AWQ (the gemm layout), compressed-tensors (int-quantized and pack-quantized) and GGUF.
+``docs/quantization.md`` has a table. No tensor is read.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from llm_serving.model.number_formats import STORED_FORMATS, WeightFormat, store
 MAX_CONFIG_BYTES = 1024 * 1024
 MAX_GROUP = 65_536
 MAX_WEIGHT_ONLY_SIZE = 65_535
-"""Maximum number of inputs and of outputs that the primitive WeightQuantBatchMatmul takes (docs/ascend.md)."""
+"""Maximum number of inputs, and of outputs, of MindSpore's primitive WeightQuantBatchMatmul."""
 GGUF_GROUP = 32
-"""Weights of a block of a quantised GGUF tensor; they share a scale."""
+"""Number of consecutive weights of a quantised GGUF tensor that share a scale."""
 _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files of AutoGPTQ and AutoAWQ from before ``config.json`` had a place for these values."""
+"""Files in which older versions of AutoGPTQ and AutoAWQ wrote the scheme, and the method of each file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The scheme of a checkpoint's quantised tensors. The names of its tensors say which of them are quantised."""
+    """The scheme of a checkpoint's quantised tensors. Which tensors are quantised follows from the tensors' names."""
 
     layout: str
     """``gptq``, ``awq``, ``int-quantized`` or ``pack-quantized``."""
     bits: int
     group: int
-    """Inputs that share a scale; 0: all inputs of an output do."""
+    """Number of inputs that share a scale. 0: all inputs of an output share one."""
     zeros_minus_one: bool = False
-    """Whether each zero point is stored less one, as in GPTQ's first format."""
+    """If True, the checkpoint stores each zero point minus one, as GPTQ's first format does."""
 
     @property
     def format(self) -> WeightFormat:
-        """The format that ``model_config.weight_format: auto`` chooses for the checkpoint."""
+        """The weight format for ``model_config.weight_format: auto``."""
         return stored_format(self.bits)
 
 
 def checkpoint_quantization(folder: Path) -> Quantization | None:
-    """Reads how a Hugging Face folder is quantised; None for floats. Raises CheckpointError."""
+    """Return the quantization of a Hugging Face folder, or None for float weights. Raises CheckpointError."""
     file = folder / "config.json"
     found = read_quantization(_fields(file)) if file.exists() else None
     for name, method in _OLDER_FILES.items():
@@ -54,7 +54,7 @@ def checkpoint_quantization(folder: Path) -> Quantization | None:
 
 
 def stored_weight_format(folder: Path) -> str | None:
-    """Name of the format that most weights of a folder are stored in; None for floats. Raises CheckpointError."""
+    """Return the name of the integer format of a model folder, or None for float weights. Raises CheckpointError."""
     found = checkpoint_quantization(folder)
     if found is not None:
         return found.format.name
@@ -67,7 +67,10 @@ def stored_weight_format(folder: Path) -> str | None:
 
 
 def stored_weight_group(folder: Path) -> int:
-    """Inputs that share a scale in a folder of integers; 1 for a scale for each output, and for floats."""
+    """Return the number of inputs that share a scale in a model folder.
+
+    It is 1 for floats, and if all inputs of an output share a scale.
+    """
     found = checkpoint_quantization(folder)
     if found is not None:
         return found.group or 1
@@ -75,7 +78,7 @@ def stored_weight_group(folder: Path) -> int:
 
 
 def read_quantization(fields: TypedFields) -> Quantization | None:
-    """``quantization_config`` of a ``config.json``, None without one. Raises naming file, key and value."""
+    """Return the scheme in ``quantization_config`` of a ``config.json``, or None. Errors name file, key and value."""
     if "quantization_config" not in fields:
         return None
     scheme = fields.mapping("quantization_config")
@@ -104,7 +107,7 @@ def _gptq(fields: TypedFields) -> Quantization:
 
 
 def _awq(fields: TypedFields) -> Quantization:
-    """Reads the keys of AutoAWQ: ``bits`` and ``group_size``, in older files ``w_bit`` and ``q_group_size``."""
+    """Read AutoAWQ's keys ``bits`` and ``group_size``. Older files call them ``w_bit`` and ``q_group_size``."""
     bits = _bits(fields, "bits" if "bits" in fields else "w_bit", "awq", default=4)
     fields.text("version", "gemm", ("gemm", "GEMM"))
     return Quantization("awq", bits, _group(fields, "group_size" if "group_size" in fields else "q_group_size"))
@@ -143,7 +146,7 @@ def _compressed_weights(weights: TypedFields, layout: str) -> Quantization:
 
 
 def _check_activations(group: TypedFields) -> None:
-    """Activations are floats, or int8 with a scale found per token as they come."""
+    """Raise unless activations are floats, or int8 with a scale for each token that is computed at run time."""
     if "input_activations" not in group:
         return
     activations = group.mapping("input_activations")
@@ -166,7 +169,7 @@ def _bits(fields: TypedFields, key: str, layout: str, default: int | None = None
 
 
 def _group(fields: TypedFields, key: str) -> int:
-    """0 for -1, which stands for a whole row."""
+    """Return the number of inputs that share a scale. -1 in the file means all inputs, for which 0 is returned."""
     group = fields.integer(key, -1, -1, MAX_GROUP)
     if group == 0 or (group > 0 and group % 8):
         raise fields.fail(key, "must be -1 or a multiple of 8")

@@ -1,4 +1,4 @@
-"""Scaling of rotary angles beyond the trained context, read from ``config.json`` and checked."""
+"""Reads and checks ``rope_scaling`` of ``config.json``: how rotary angles are scaled for longer contexts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _TYPES = ("default", "none", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """One of four scaling rules; ``agent.layers.rotary`` has their arithmetic.
+    """A rule that scales rotary angles (RoPE). ``type`` names the rule; ``agent/layers/rotary.py`` computes it.
 
-    ``linear`` divides every frequency by ``factor`` (Chen et al. 2023). ``dynamic`` raises the base as a position
-    passes the trained context (NTK-aware scaling, bloc97 and emozilla 2023). ``llama3`` divides low frequencies, keeps
-    high ones and blends in between. ``yarn`` blends between two numbers of rotations, and scales queries and keys (Peng
-    et al. 2023). Fields that a rule does not use keep their defaults.
+    ``linear`` divides every frequency by ``factor`` (Chen et al. 2023). ``dynamic`` raises the base of positions after
+    the trained context (NTK-aware scaling, bloc97 and emozilla 2023). ``llama3`` divides low frequencies by ``factor``,
+    keeps high ones, and interpolates between. ``yarn`` does the same with other limits, and also scales cosines and
+    sines (Peng et al. 2023). A rule ignores the fields of other rules.
     """
 
     type: str
@@ -27,18 +27,21 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-    """Tokens of the trained context."""
+    """Number of tokens of the context with which the model was trained."""
     beta_fast: float = 32.0
     """``yarn``: frequencies with at least this number of rotations in the trained context stay."""
     beta_slow: float = 1.0
     """``yarn``: frequencies with at most this number of rotations are divided by ``factor``."""
     truncate: bool = True
-    """``yarn``: the bounds between them are rounded outwards to whole dimensions."""
+    """``yarn``: the range of head dimensions between ``beta_fast`` and ``beta_slow`` is widened to whole numbers."""
     attention_factor: float = 1.0
-    """``yarn``: factor of cosines and sines."""
+    """``yarn``: cosines and sines are multiplied by this factor."""
 
     def max_positions(self, max_position_embeddings: int) -> int:
-        """Return the longest context. ``max_position_embeddings`` of ``config.json`` may state the trained one."""
+        """Return the maximum length of a sequence with the scaling.
+
+        ``max_position_embeddings`` of ``config.json`` may be the length with or without the scaling.
+        """
         if self.type in ("dynamic", "yarn"):
             stretched = int(self.original_max_position_embeddings * self.factor)
             return min(max(max_position_embeddings, stretched), MAX_POSITIONS)
@@ -46,9 +49,9 @@ class RopeScaling:
 
 
 def read_rope_scaling(rope: TypedFields, max_position_embeddings: int) -> RopeScaling | None:
-    """Read ``rope_scaling`` (with ``type`` or ``rope_type``) or the newer ``rope_parameters``. None: no scaling.
+    """Return the scaling in ``rope``, or None if there is none. Raises the error class of ``rope``.
 
-    Raises the fields' error with file, key and value.
+    ``rope`` is the mapping ``rope_scaling`` of ``config.json``, or the newer ``rope_parameters``.
     """
     rope.refuse_nested()
     kind = rope.text("rope_type" if "rope_type" in rope else "type", "default", _TYPES)
@@ -97,7 +100,11 @@ def _yarn(rope: TypedFields, factor: float, max_position_embeddings: int) -> Rop
 
 
 def _attention_factor(rope: TypedFields, factor: float) -> float:
-    """As stated, else 0.1 ln(factor) + 1 (YaRN's fit); with both ``mscale`` (DeepSeek's), the ratio of two of them."""
+    """Return YaRN's factor of cosines and sines: as stated, else 0.1 ln(factor) + 1, as the paper recommends.
+
+    If the file has DeepSeek's ``mscale`` and ``mscale_all_dim``, the result is the quotient of two numbers:
+    0.1 x ln(factor) + 1, with each of the two keys as a factor of the logarithm.
+    """
     if "attention_factor" in rope:
         return rope.number("attention_factor", None, 0.0, 1000.0)
     if "mscale" in rope and "mscale_all_dim" in rope:

@@ -51,7 +51,7 @@ class ModelShape:
     sliding_window: int = 0
     """Number of tokens that a token attends to, with itself. 0: all earlier tokens."""
     full_attention_layers: tuple[int, ...] = ()
-    """Layers without the window."""
+    """Indices of the layers that attend to all earlier tokens although the model has a sliding window."""
     experts: Experts | None = None
 
     def window_of(self, layer: int) -> int:
@@ -64,20 +64,20 @@ class ModelShape:
 
     @property
     def max_positions(self) -> int:
-        """The longest context."""
+        """Maximum number of tokens of a sequence, with the rotary scaling."""
         scaling = self.rope_scaling
         stated = self.max_position_embeddings
         return stated if scaling is None else scaling.max_positions(stated)
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights to load. A tied embedding counts once."""
+        """Number of weights in the checkpoint. An embedding that is also the output layer counts once."""
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return self.num_linear_parameters + self._num_other_parameters + embedding
 
     @property
     def _num_other_parameters(self) -> int:
-        """Parameters of norms, biases and routers."""
+        """Number of parameters of norms, biases and the experts' routers."""
         query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         layer = 2 * self.hidden_size
         layer += 2 * self.head_dim if self.query_key_norm else 0
@@ -90,7 +90,7 @@ class ModelShape:
 
     @property
     def num_linear_parameters(self) -> int:
-        """Parameters of the layers' linear layers and of the output layer. A weight format applies to them."""
+        """Number of parameters of all linear layers and the output layer, to which the weight format applies."""
         query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = self.hidden_size * (query + 2 * key_value) + query * self.hidden_size
         mlps = self.num_layers * self.intermediate_size
@@ -104,7 +104,7 @@ class ModelShape:
     def from_hf_folder(cls, path: str | Path) -> ModelShape:
         """Read ``config.json`` (and the end tokens of ``generation_config.json``) of a Hugging Face folder.
 
-        Raises CheckpointError naming file, key and value when something is missing, wrong or not supported.
+        Raises CheckpointError with file, key and value if a value is missing, wrong or not supported.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -121,7 +121,10 @@ class ModelShape:
 
 
 def check_head_sizes(fields: TypedFields, shape: ModelShape, heads: str, kv_heads: str) -> None:
-    """Raise unless the heads divide as grouped-query attention and rotary embedding need. Names are the file's."""
+    """Raise unless key-value heads divide the query heads and the head size is even, as rotary embedding needs.
+
+    ``heads`` and ``kv_heads`` are the keys in the file, for messages.
+    """
     if shape.num_attention_heads % shape.num_key_value_heads:
         raise fields.fail(kv_heads, f"must divide {heads} = {shape.num_attention_heads}")
     if shape.head_dim % 2:
@@ -129,7 +132,10 @@ def check_head_sizes(fields: TypedFields, shape: ModelShape, heads: str, kv_head
 
 
 def head_dim_of(fields: TypedFields, hidden_size: int, num_heads: int, heads: str, default: int | None = None) -> int:
-    """``head_dim`` if the file has it, else the family's default, or hidden size / heads, which must then divide."""
+    """Return ``head_dim`` of the file, else the family's ``default``, else hidden size / heads.
+
+    ``heads`` is the key of the number of heads, for messages. Raises if the quotient is needed and not whole.
+    """
     if default is not None:
         return fields.integer("head_dim", default, 1, MAX_HEAD_DIM)
     if "head_dim" not in fields and hidden_size % num_heads:
@@ -140,9 +146,9 @@ def head_dim_of(fields: TypedFields, hidden_size: int, num_heads: int, heads: st
 def shape_of_fields(
     fields: TypedFields, generation: TypedFields, *, activations: tuple[str, ...] = ("silu",)
 ) -> ModelShape:
-    """What ``config.json``, or a section with its names, says of a model; the end tokens of ``generation`` win.
+    """Return the model's shape from ``config.json``, or from a section of a MindFormers YAML with the same keys.
 
-    ``activations`` are the names it may have for SwiGLU. Raises the fields' error.
+    End tokens of ``generation`` take precedence. ``activations`` has the allowed names of SwiGLU.
     """
     family = family_of(fields)
     _refuse_unsupported(fields)
@@ -194,6 +200,6 @@ def _refuse_unsupported(fields: TypedFields) -> None:
 
 
 def _pad_token_id(fields: TypedFields, vocab_size: int) -> int | None:
-    """Some folders state -1 or an id past the vocabulary for "none"; nothing is ever padded, so both are taken."""
+    """Return the padding token, or None. Some files have -1 or an id outside the vocabulary, which means None."""
     pad = fields.integer("pad_token_id", -1, -1, MAX_VOCAB_SIZE)
     return pad if 0 <= pad < vocab_size else None

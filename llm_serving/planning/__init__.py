@@ -1,1 +1,1 @@
-"""The memory that a deployment needs and the memory of the machine."""
+"""Calculates the memory that a deployment needs, and compares it with the memory of the machine."""

@@ -1,12 +1,14 @@
-"""Memory that the kernels of a CPU need next to the tensors: scratch memory of their threads, and recorded launches.
+"""Upper bounds of the memory that CPU kernels need next to the tensors: scratch memory of threads, recorded launches.
 
-A thread keeps the memory of its largest call, and a quarter more (``thread_scratch`` of agent/kernels/common). These
-bounds are for the largest possible step. ``tests/agent/test_kernel_memory.py`` compares them with the kernels. The
-letters are those of ``memory_plan.py``; N is the number of threads, W the widest input of a linear layer:
+A thread keeps the scratch memory of its largest call, and a quarter more (``agent/kernels/common/thread_pool.h``).
+The bounds are for the largest possible step. ``tests/agent/test_kernel_memory.py`` compares them with the kernels.
+
+T is the number of tokens in the largest step, N the number of threads, W the number of inputs of the widest linear
+layer, h the hidden size, I the intermediate size, D the head size, V the vocabulary size, and b the bytes of a number:
 
     rows             inputs of a linear layer in float32 (W x 4) and results of the norm before it (h x max(b, 2)), for
-                     each row. Fused: 256 rows for each thread; 128 x N for the calling thread, or T if it is the
-                     only one. The MLP has 256 rows at a time. Native: T rows for the calling thread
+                     each token. Fused: 256 rows for each thread; 128 x N for the calling thread, or T if it is the
+                     only thread. The MLP has 256 rows at a time. Native: T rows for the calling thread
     MLP              fused: 256 rows of I for each thread, and T x h of the output layer, in b
     products         256 rows of h in float32 for each thread and each part of ``parallel_config.sum_parts``
     panel            for each thread, 64 columns of a weight (W bytes each), and sums of 272 rows or of W / 8
@@ -33,30 +35,30 @@ from llm_serving.planning.rank_memory import FLOAT32_BYTES, MemoryItem, activati
 KERNEL_SCRATCH = "kernel scratch"
 REPLAYS = "replays"
 PIECE_ROWS = 256
-"""``kMlpRows`` of agent/kernels/custom_ops_fused.cc, ``kBlockRows`` of ops/linear_driver.h."""
+"""Rows of a matrix that a thread computes at a time: ``kMlpRows`` and ``kBlockRows`` of ``agent/kernels``."""
 THREAD_ROWS = 128
-"""``kThreadRows`` of custom_ops_fused.cc."""
+"""Rows for each thread in a fused operator: ``kThreadRows`` of ``agent/kernels/custom_ops_fused.cc``."""
 PANEL_COLUMNS = 64
 TASK_ROWS = 192
-"""``kTaskRows`` of ops/paged_rows.h. A thread has about 8 tasks (ops/paged_attention.h)."""
+"""Query rows in a task of paged attention (``kTaskRows`` of ``agent/kernels/ops``). A thread has about 8 tasks."""
 PARTITION_TOKENS = 256
 MOST_LAID_OUT_BYTES = 64 << 20
 SAMPLER_BYTES = 60
 PAGE_BYTES = 4096
 SLOTS = 16
-"""Number of separate uses of scratch memory. Each is rounded up to whole pages."""
+"""Number of separate pieces of scratch memory of a thread. Each piece is rounded up to whole pages."""
 RECORDED_LAYER_BYTES = 16 << 10
 RECORDED_FUSED_LAYER_BYTES = 4 << 10
 RECORDED_GRAPHS = 3
-"""Graphs of native operators: ``GraphKind`` of agent/step_graph/dynamic_cell.py."""
+"""Number of graphs of native operators that are recorded: members of ``GraphKind`` (``agent/step_graph``)."""
 MOST_REPLAYED_TOKENS = 512
-"""Maximum number of prompt tokens in a replayed step. In larger steps, MindSpore's overhead of a few ms is small."""
+"""Maximum number of prompt tokens in a replayed step. In larger steps, a replay would save too little time."""
 MASK_BYTES = 5
-"""Bytes of a mask entry: a boolean, and two numbers of two bytes, before and after a multiplication."""
+"""Bytes of an entry of the attention mask: a boolean, and two 16-bit numbers, before and after a multiplication."""
 
 
 def kernel_items(config: Config, rank: int, num_cores: int) -> tuple[MemoryItem, ...]:
-    """Return scratch memory and recorded launches of an agent on a CPU with ``num_cores`` cores."""
+    """Return the items "kernel scratch" and "replays" of an agent on a CPU with ``num_cores`` cores."""
     shape = local_shape(config.shape, config.shard(rank))
     threads = config.agent_threads(num_cores)
     basis = f"{threads} thread{'s' * (threads > 1)}, at most"
@@ -70,7 +72,10 @@ def kernel_items(config: Config, rank: int, num_cores: int) -> tuple[MemoryItem,
 
 
 def most_replayed_tokens(max_tokens: int, max_seqs: int) -> int:
-    """Return the tokens of the largest replayed native step, from the limits of a step and of a decode step."""
+    """Return the tokens of the largest step that is replayed with native operators.
+
+    ``max_tokens`` is the maximum number of tokens in a step, and ``max_seqs`` that of sequences in a decode step.
+    """
     return max(max_seqs, min(max_tokens, MOST_REPLAYED_TOKENS))
 
 
@@ -111,7 +116,7 @@ def _widest(shape: ModelShape) -> int:
 
 
 def _row_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:
-    """Return the bytes of the rows of the calling thread and of the other threads."""
+    """Return the bytes of inputs of linear layers and results of norms, for all threads of an operator."""
     tokens = config.max_num_batched_tokens
     own = tokens if num_threads == 1 else min(tokens, max(PIECE_ROWS, THREAD_ROWS * num_threads))
     others = (num_threads - 1) * min(tokens, PIECE_ROWS)

@@ -1,4 +1,4 @@
-"""Facts about a machine that planning needs. They are plain numbers, so that a test can plan for any machine."""
+"""Finds the free memory and the cores of this machine. The memory plan gets plain numbers, so tests can invent them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _UNLIMITED = 1 << 60
-"""cgroup v1 shows a limit near 2**63 if there is none."""
+"""A limit from here on means that there is none: cgroup v1 then shows a number near 2**63."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Host memory that a new process may take, and the cores it may use."""
+    """Bytes of host memory that new processes may take, the source of that number, and the number of cores."""
 
     available_bytes: int
     available_from: str
@@ -21,8 +21,8 @@ class Machine:
 
     @classmethod
     def detect(cls) -> Machine:
-        """Return this machine, with the smaller of free memory and the rest of the control group's limit."""
-        import psutil  # only a start needs it; checking a config does not
+        """Return this machine, with the smaller of free memory and the memory that its control group still permits."""
+        import psutil  # here, because checking a config does not need the import
 
         cores = len(os.sched_getaffinity(0))
         machine = cls(int(psutil.virtual_memory().available), "free memory of the machine", cores)
@@ -33,16 +33,16 @@ class Machine:
 
 
 def control_group_available(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return the bytes that the control groups of this process (v1 or v2) still permit; None without a limit.
+    """Return the bytes that this process may still take by its control groups (v1 or v2), or None without a limit.
 
-    File cache that the kernel can drop does not count as used.
+    File cache that the operating system can drop does not count as used.
     """
     left = [group for folder in _own_groups(root, own) if (group := _left_in(folder)) is not None]
     return min(left) if left else None
 
 
 def _own_groups(root: Path, own: Path) -> Iterator[Path]:
-    """Yield the folders of the process's memory group and its parents. In a container some are not visible."""
+    """Yield the folders of this process's memory control group and its parents. They may not exist in a container."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -77,7 +77,7 @@ def _number(file: Path) -> int | None:
 
 
 def _droppable(file: Path) -> int:
-    """Return the bytes of inactive file cache, from ``memory.stat``."""
+    """Return the bytes of inactive file cache from the file ``memory.stat``; 0 if it cannot be read."""
     try:
         lines = file.read_text(encoding="ascii").splitlines()
     except OSError:

@@ -68,31 +68,31 @@ GIB = 1024**3
 MIB = 1024**2
 AGENT_PROCESS_BYTES = 600 * MIB
 MINDFORMERS_BYTES = 250 * MIB
-"""Memory of the package and its imports, without MindSpore."""
+"""Memory of the package MindFormers and its imports, without MindSpore."""
 SERVER_PROCESS_BYTES = 200 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The items of the plan and the available memory."""
+    """The memory that a deployment needs, item by item, and the memory that is available."""
 
     items: tuple[MemoryItem, ...]
-    """All items that share the available memory: those of all agents on a machine, or of the fullest device."""
+    """On a CPU: sums over all agents, which share the machine. On Ascends: the device that needs the most memory."""
     available_bytes: int | None
-    """None if it is not known (an Ascend without ``max_device_memory``). Nothing is refused then."""
+    """None if the memory of the device is not known: an Ascend without ``max_device_memory``. Every plan fits then."""
     available_from: str
     num_blocks: int
     block_size: int
     kv_bytes_per_token: int
-    """Bytes of a token in the KV cache of ``items``."""
+    """Bytes of one token in the KV cache, for the agents that ``items`` counts."""
     max_model_len: int
     ranks: tuple[tuple[MemoryItem, ...], ...] = ()
-    """Items of each agent, in order of rank; empty with one agent."""
+    """Items of each agent, in order of rank. Empty if there is only one agent."""
     counted: str = ""
-    """The agents that ``items`` count if there are several: ``all`` or ``fullest``."""
+    """If there are several agents, the agents that ``items`` counts: ``all`` (CPU) or ``fullest`` (Ascend)."""
 
     def bytes_of(self, name: str) -> int:
-        """Return the bytes of one item; 0 if there is none of this name."""
+        """Return the bytes of the item with this name, or 0 without one."""
         return sum(each.num_bytes for each in self.items if each.name == name)
 
     @property
@@ -105,7 +105,7 @@ class MemoryPlan:
 
     @property
     def without_host_blocks(self) -> MemoryPlan:
-        """The same plan without swapping."""
+        """The same plan without the host memory for swapped sequences."""
         return replace(
             self,
             items=_without(HOST_BLOCKS, self.items),
@@ -114,7 +114,7 @@ class MemoryPlan:
 
     @property
     def largest_num_blocks(self) -> int | None:
-        """Maximum number of blocks that fit; 0 if the rest does not fit; None if the limit is not known."""
+        """Number of KV cache blocks that fit next to the other items. None if the available memory is not known."""
         if self.available_bytes is None:
             return None
         without_cache = self.total_bytes - self.bytes_of(KV_CACHE)
@@ -123,7 +123,7 @@ class MemoryPlan:
     def table(self) -> str:
         """Return the plan as text: a line for each item, the total and the available memory.
 
-        If there are several agents, each kind of agent has a column.
+        If there are several agents, agents with equal needs share a column.
         """
         rows = [(each.name, *self._cells(each.name), format_bytes(each.num_bytes), each.basis) for each in self.items]
         kinds = self._kinds()
@@ -137,20 +137,20 @@ class MemoryPlan:
         return "\n".join(_line(row, widths) for row in rows)
 
     def _kinds(self) -> list[list[int]]:
-        """Return the groups of ranks that need the same memory."""
+        """Return lists of ranks. The agents of one list need the same memory for every item."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank, items in enumerate(self.ranks):
             found.setdefault(tuple(item.num_bytes for item in items), []).append(rank)
         return list(found.values())
 
     def _cells(self, name: str) -> list[str]:
-        """Return the cells of a line, one for each kind of agent."""
+        """Return the sizes of one item as text, one for each list of ``_kinds``."""
         sizes = [sum(item.num_bytes for item in self.ranks[ranks[0]] if item.name == name) for ranks in self._kinds()]
         return [format_bytes(size) if size else "-" for size in sizes]
 
 
 def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
-    """Return the plan. If it does not fit, raises MemoryPlanError with the table and the largest setting that fits."""
+    """Return the memory plan. If it does not fit, raises MemoryPlanError with the largest setting that fits."""
     plan = estimate_memory(config, machine)
     if config.device != "CPU":
         _check_host_memory(config, machine)
@@ -164,7 +164,7 @@ def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
 
 
 def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
-    """Return the plan, even if it does not fit."""
+    """Return the memory plan, also if it needs more memory than the machine has."""
     world = range(config.parallel_config.world_size)
     if config.device == "CPU":
         ranks = [_cpu_items(config, n, machine) for n in world]
@@ -178,7 +178,7 @@ def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
 
 
 def estimate_rank_memory(config: Config, rank: int, device: Machine) -> MemoryPlan:
-    """Return the plan of one agent with its own device. ``config`` is the config of all agents."""
+    """Return the memory plan of one agent that has its own device. ``config`` is that of the whole deployment."""
     items = device_items(config, rank)
     return _plan(config, items, [items], rank_kv_bytes_per_token(config, rank), device)
 
@@ -209,7 +209,7 @@ def _cpu_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryItem,
 
 
 def _summed(ranks: Sequence[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:
-    """Return the sums of each item over all agents. All agents have the same items."""
+    """Return each item with the sum of its bytes over all agents. ``ranks`` has the items of each agent."""
     return tuple(
         MemoryItem(lines[0].name, sum(line.num_bytes for line in lines), lines[0].basis)
         for lines in zip(*ranks, strict=True)
@@ -217,7 +217,7 @@ def _summed(ranks: Sequence[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:
 
 
 def _check_host_memory(config: Config, machine: Machine) -> None:
-    """Check the host blocks of a device with its own memory. Only they must fit the host's memory."""
+    """Raise MemoryPlanError if the host memory is too small for swapped blocks. Other items are in device memory."""
     world = range(config.parallel_config.world_size)
     needed = sum(item.num_bytes for rank in world for item in host_block_items(config, rank))
     if needed > machine.available_bytes:
@@ -230,8 +230,8 @@ def _check_host_memory(config: Config, machine: Machine) -> None:
 
 
 def _exchange_items(config: Config) -> tuple[MemoryItem, ...]:
-    """Return the item of all groups' exchanges; none if each group has one agent."""
-    from llm_serving.ipc.exchange import exchange_bytes  # imports numpy, which checking a config does not need
+    """Return the item of the shared memory between the agents of a group. Empty if each group has one agent."""
+    from llm_serving.ipc.exchange import exchange_bytes  # here, because it imports numpy, which is slow
 
     parallel = config.parallel_config
     num_bytes = exchange_bytes(config.shape, config.slot_limits(), parallel) * parallel.data_parallel
@@ -255,7 +255,7 @@ def _without(name: str, items: tuple[MemoryItem, ...]) -> tuple[MemoryItem, ...]
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
-    """Return a text for ranks: ``agent 0``, ``agents 1-3``, ``agents 1, 3, 5``."""
+    """Return the title of a column for ranks: ``agent 0``, ``agents 1-3`` or ``agents 1, 3, 5``."""
     if len(ranks) == 1:
         return f"agent {ranks[0]}"
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
@@ -264,13 +264,13 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    """Return a line: name at the left, right-aligned sizes, then their basis."""
+    """Return one line of the table: the name at the left, right-aligned sizes, then the explanation."""
     sizes = "  ".join(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True))
     return f"  {row[0].ljust(widths[0])}  {sizes}  {row[-1]}".rstrip()
 
 
 def _advice(plan: MemoryPlan) -> str:
-    """Return the advice: a setting that fits. Host blocks are removed first, because a server runs without them."""
+    """Return the end of the error message: a setting that fits. Fewer host blocks are proposed before fewer blocks."""
     if plan.bytes_of(HOST_BLOCKS):
         return _advice_on_host_blocks(plan)
     largest = plan.largest_num_blocks

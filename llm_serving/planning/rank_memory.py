@@ -1,4 +1,4 @@
-"""The items of each agent in the memory plan. The formulas are in ``memory_plan.py``."""
+"""Calculates the items of one agent in the memory plan, with the formulas that ``memory_plan.py`` lists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
 from llm_serving.model.shape import ModelShape
 
 EXPERT_PIECE_ROWS = 256
-"""``kPieceRows`` of agent/kernels/custom_ops_experts.cc."""
+"""Rows that the fused operator of experts computes at a time (``kPieceRows`` of ``agent/kernels``)."""
 FLOAT32_BYTES = 4
 INT32_BYTES = 4
 KV_CACHE = "KV cache"
@@ -21,17 +21,17 @@ WEIGHTS = "weights"
 
 @dataclass(frozen=True, slots=True)
 class MemoryItem:
-    """One line of the plan."""
+    """One line of the memory plan."""
 
     name: str
     num_bytes: int
     basis: str
-    """Explanation of the number."""
+    """Explanation of the number of bytes, for the printed plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A rank's part of the model."""
+    """The part of the model that one rank holds. ``answers`` is True for the rank that samples."""
 
     shape: ModelShape
     shard: Shard
@@ -45,12 +45,12 @@ class _Part:
 
 
 def rank_kv_bytes_per_token(config: Config, rank: int) -> int:
-    """Return the cache bytes of a token in the layers and key-value heads of a rank."""
+    """Return the bytes of a token in a rank's KV cache, which has the rank's layers and key-value heads."""
     return config.kv_bytes_of(local_shape(config.shape, config.shard(rank)))
 
 
 def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
-    """Return the items in the memory of a rank's device. ``basis`` describes the whole model."""
+    """Return the items in the memory of a rank's device. Their ``basis`` describes the whole model, not the part."""
     part, shape, cache = _Part.of(config, rank), config.shape, config.pa_config
     tokens, seqs, longest = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
     rotary = rotary_positions(config)
@@ -75,7 +75,7 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
 
 
 def host_block_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
-    """Return the host memory for a rank's part of swapped blocks; empty without swapping."""
+    """Return the item of a rank's host memory for swapped sequences. Empty if swapping is off."""
     if config.num_host_blocks == 0:
         return ()
     num_bytes = rank_kv_bytes_per_token(config, rank) * config.pa_config.block_size * config.num_host_blocks
@@ -83,7 +83,7 @@ def host_block_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
 
 
 def _weight_bytes(config: Config, part: _Part) -> int:
-    """Return the bytes of linear layers in their format, norms and embedding in ``model_dtype``."""
+    """Return the bytes of a rank's weights: linear layers in the weight format, other weights in ``model_dtype``."""
     shape, linear_format = part.shape, config.linear_format
     rows = len(part.shard.vocab) * shape.hidden_size
     whole_vocab = shape.vocab_size * shape.hidden_size
@@ -103,10 +103,10 @@ def _weight_bytes(config: Config, part: _Part) -> int:
 
 
 def _output_stays_float(config: Config, part: _Part) -> bool:
-    """Whether the native primitives cannot multiply by an output layer of integers.
+    """Return True if the output layer stays float although the linear layers are integers.
 
-    A tied output layer is the embedding. Weight-only primitives limit the vocabulary, and outputs that share a byte
-    must fill it.
+    With native operators, this happens in three cases: the output layer is the embedding; the vocabulary is too large
+    for the weight-only primitive; or it does not fill whole bytes of integers.
     """
     if config.op_table != "native":
         return False
@@ -125,15 +125,15 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     per_token = 2 * shape.hidden_size + (query + 2 * key_value) + 2 * query + 3 * shape.intermediate_size
     if config.op_table == "native" and shape.sliding_window:
-        per_token += 2 * config.max_model_len  # the mask of the window and its inputs
+        per_token += 2 * config.max_model_len  # the mask of the sliding window, and the numbers it is made from
     return config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config, shape)
 
 
 def _expert_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of the rows grouped by expert.
+    """Return the bytes of the experts' activations; 0 without experts. Each row of a matrix belongs to one expert.
 
-    Fused operators process ``EXPERT_PIECE_ROWS`` rows at a time: inputs, product of gate and up, outputs in float32.
-    Native operators also have gate and up, and in int8 the inputs of both products once more.
+    Fused operators compute ``EXPERT_PIECE_ROWS`` rows at a time: inputs, product of gate and up, and float32 outputs.
+    Native operators compute all rows, store gate and up too, and in int8 the rounded inputs of both products.
     """
     if shape.experts is None:
         return 0
@@ -148,7 +148,7 @@ def _expert_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def _logit_bytes(config: Config, part: _Part) -> int:
-    """Return the bytes of logits: the whole vocabulary on the rank that samples, its own part on other ranks."""
+    """Return the bytes of a rank's logits. The rank that samples has the whole vocabulary, others have their part."""
     if not part.shard.is_last_stage:
         return 0
     copies = 0 if config.dtype_bytes == FLOAT32_BYTES else config.dtype_bytes

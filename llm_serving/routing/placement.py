@@ -1,24 +1,21 @@
-"""The choice of a replica for the first waiting request (``parallel_config.routing``).
+"""Chooses the replica for the first request of the router's queue, by the rule of ``parallel_config.routing``.
 
 ``prefix``
-    The replica whose prefix cache has or computes the largest part of the prompt, if its load is in balance with the
-    least loaded replica. Else the least loaded replica. A load is out of balance if it is more than ``BALANCE_FACTOR``
-    times the least load and also exceeds it by more than a bound. This is the cache-aware routing of SGLang (Zheng et
-    al., NeurIPS 2024; ``balance_abs_threshold`` and ``balance_rel_threshold`` of its router), with two differences.
-    Cached tokens are read from the caches, not estimated from sent requests. Load is counted in tokens that must still
-    be computed, not in requests. So a popular prefix spreads over as many replicas as its load needs. (Preble,
-    Srivatsa et al. 2024, weighs computing a prefix again against waiting for it. DLPM, Cao et al. 2025, combines
-    fairness and locality; here the order of the queue gives fairness.)
+    Chooses the replica whose prefix cache has the largest part of the prompt, or will have it after the steps in
+    flight. If the load of that replica is out of balance, the rule chooses the least loaded replica instead. A load is
+    the number of tokens that the replica must still compute. It is out of balance if it is more than ``BALANCE_FACTOR``
+    times the least load and exceeds the least load by more than a bound. The rule is the cache-aware routing of SGLang
+    (Zheng et al., NeurIPS 2024) with two differences: SGLang estimates cached tokens from the requests that it sent,
+    and counts load in requests. Preble (Srivatsa et al. 2024) and DLPM (Cao et al. 2025) are related.
 
 ``least_loaded``
-    The replica with the fewest tokens that must still be computed.
+    Chooses the replica with the fewest tokens that must still be computed.
 
 ``round_robin``
-    The replicas one after the other, for comparison.
+    Chooses the replicas one after the other, for comparison.
 
-Each rule chooses among the replicas that can start the request. A replica with a cached prefix may have a longer queue
-than others, but it must have the batch rows and the blocks. To add a rule, add a member to ``Routing`` and a case to
-``choose``.
+Each rule chooses among the replicas that have a batch row and blocks for the request. To add a rule, add a member to
+``Routing`` and a case to ``choose``.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from dataclasses import dataclass
 __all__ = ["BALANCE_FACTOR", "Candidate", "Placed", "Routing", "choose"]
 
 BALANCE_FACTOR = 1.5
-"""Loads up to this factor above the least load are in balance."""
+"""A load of at most this factor times the least load is in balance."""
 
 
 class Routing(enum.Enum):
@@ -42,7 +39,7 @@ class Routing(enum.Enum):
 
 
 class Placed(enum.Enum):
-    """Why a request went to its replica."""
+    """The reason for which the router chose a replica."""
 
     PREFIX = "prefix"
     """The replica has the largest cached part of the prompt."""
@@ -51,30 +48,30 @@ class Placed(enum.Enum):
     TURN = "turn"
     """The replica was next in round-robin order."""
     GROUP = "group"
-    """Other requests of the same group are on the replica."""
+    """The replica has another sample of the same prompt, or another beam of the same search."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One replica, for a request that needs a replica."""
+    """A replica and its suitability for the first request of the router's queue."""
 
     index: int
     load: int
-    """Tokens that must be computed for the requests there, if each gets its maximum output."""
+    """Tokens that the replica must still compute if each of its requests gets its maximum output."""
     cached_tokens: int
-    """Tokens of the request that are cached there, or that steps in flight compute."""
+    """Tokens of the request that are in the replica's prefix cache, or that steps in flight compute there."""
     fits: bool
-    """The replica has a batch row and blocks for the request, behind all requests that go first there."""
+    """The replica has a batch row and blocks for the request after it has served the requests that wait there first."""
     is_open: bool
-    """The request also fits the next step there."""
+    """The replica can start the request in its next step."""
 
 
 def choose(
     candidates: Sequence[Candidate], routing: Routing, balance_tokens: int, next_index: int = 0
 ) -> tuple[int, Placed] | None:
-    """Returns the replica for a request and the reason. Returns None if no replica can start the request now.
+    """Returns the index of the chosen replica and the reason, or None if no replica can start the request now.
 
-    ``balance_tokens`` is the difference of loads that is always in balance. ``next_index`` is the next replica in
+    Loads that exceed the least load by at most ``balance_tokens`` are in balance. ``next_index`` is the next replica in
     round-robin order.
     """
     able = [one for one in candidates if one.is_open or (one.fits and one.cached_tokens > 0)]
@@ -96,5 +93,5 @@ def choose(
 
 
 def is_balanced(load: int, least: int, balance_tokens: int) -> bool:
-    """Returns True if a load is in balance with the least load."""
+    """Returns True if a replica's load is in balance with the load of the least loaded replica."""
     return load <= max(least + balance_tokens, BALANCE_FACTOR * least)

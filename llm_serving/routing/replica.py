@@ -1,4 +1,4 @@
-"""One replica as the router sees it: a scheduler, and the requests that were placed there."""
+"""The router's view of a replica (a scheduler with its agents) and of the requests that it placed there."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["Entry", "RoutedReplica", "Survey"]
 
 
 class Entry:
-    """A request in the router."""
+    """A request that the router has accepted and that has not ended."""
 
     __slots__ = ("cached_tokens", "hashes", "is_paid", "replica", "request", "sequence")
 
     def __init__(self, sequence: Sequence) -> None:
         self.request: Request = sequence.request
         self.sequence = sequence
-        """The request in the router's intake."""
+        """The request's sequence in the router's own ``Intake``. The replica's scheduler makes another one."""
         self.replica: RoutedReplica | None = None
         """The replica that has the request. None while it waits in the router's queue."""
         self.hashes: list[bytes] | None = None
-        """Hashes of the full blocks of its known tokens. None before the first use."""
+        """Hashes of the full blocks of the request's tokens. None before the first use."""
         self.cached_tokens = 0
-        """Known tokens that were cached on the replica when the request was placed."""
+        """Tokens of the request that the replica had in its prefix cache when the request was placed."""
         self.is_paid = False
-        """The prompt has been charged to the tenant."""
+        """True if the tenant has been charged for the prompt, for fairness between tenants."""
 
     @property
     def has_run(self) -> bool:
@@ -36,13 +36,12 @@ class Entry:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that must be computed until its end, if it gets its maximum output."""
+        """Tokens that must still be computed if the request gets its maximum output."""
         computed = self.request.num_computed_tokens or self.cached_tokens
         return max(self.sequence.max_cached_tokens - computed, 0)
 
     def block_hashes(self, limits: SchedulerLimits) -> list[bytes]:
-        """Returns the chained hashes of the full blocks before its last token. Other sequences may have computed
-        them."""
+        """Returns the chained hashes of the request's full blocks before its last token, to search prefix caches."""
         if self.hashes is None:
             tokens = self.sequence.known_tokens(0, self.request.num_tokens - 1)
             root = root_hash(limits.cache_namespace, self.request.cache_salt)
@@ -51,13 +50,13 @@ class Entry:
 
 
 class Survey:
-    """The state of a replica that does not depend on the request that needs a replica. O(n) in its requests."""
+    """A replica's load and capacity, for all placements until the next one there. O(n) in the replica's requests."""
 
     def __init__(self, replica: RoutedReplica) -> None:
         self.capacity = replica.scheduler.capacity()
         self.load = 0
         self.num_waiting_tokens = 0
-        """Tokens of requests that never ran, without cached tokens."""
+        """Tokens of the replica's requests that have not run yet, without cached tokens."""
         for entry in replica.entries.values():
             self.load += entry.num_uncomputed_tokens
             if not entry.has_run:
@@ -65,32 +64,32 @@ class Survey:
 
 
 class RoutedReplica:
-    """A scheduler behind the router, with the requests that were placed there."""
+    """A replica behind the router: a scheduler and the requests that the router placed there."""
 
     def __init__(self, index: int, scheduler: Scheduler) -> None:
         self.index = index
         self.scheduler = scheduler
         self.entries: dict[str, Entry] = {}
-        """Requests that were placed here and have not ended, in the order of their placement."""
+        """Requests on this replica that have not ended, by id, in the order of their placement."""
         self.is_live = False
-        """Its agents are ready."""
+        """True while the replica's agents are ready."""
         self.num_placed = dict.fromkeys(Placed, 0)
-        """Number of requests that were placed here, by reason."""
+        """Number of requests that the router placed here since the start, by reason."""
         self.num_recalled = 0
-        """Number of requests that went back to the router: they could not start here, or the agents were lost."""
+        """Number of requests that the router took back: they could not start here, or the agents were lost."""
         self.load = 0
-        """Tokens that must be computed, at the last survey."""
+        """Tokens that the replica must still compute, at the last ``survey``."""
         self._limits = scheduler.limits
         self._max_waiting, self._max_waiting_tokens = _step_bounds(self._limits)
 
     def survey(self) -> Survey:
-        """Returns the present state, and stores its load."""
+        """Returns the replica's present load and capacity."""
         survey = Survey(self)
         self.load = survey.load
         return survey
 
     def candidate(self, entry: Entry, survey: Survey, *, is_late: bool) -> Candidate:
-        """Returns this replica as a candidate for a request."""
+        """Returns how well this replica suits a request. ``is_late``: the request misses its objective anyway."""
         limits, capacity = self._limits, survey.capacity
         num_known = num_held = 0
         if limits.prefix_cache:
@@ -105,7 +104,7 @@ class RoutedReplica:
 
 
 def _step_bounds(limits: SchedulerLimits) -> tuple[int, int]:
-    """Returns the requests and tokens that may wait at a replica: as many as the next step or batch takes."""
+    """Returns the maximum requests and tokens that may wait at a replica: as many as its next step or batch starts."""
     if limits.batching is BatchingStrategy.NONE:
         return 1, limits.max_num_batched_tokens
     if limits.batching is not BatchingStrategy.CONTINUOUS:

@@ -1,7 +1,7 @@
-"""The engine's interface to its scheduler, or to a router with several schedulers.
+"""The interfaces through which the engine uses one scheduler, or a router with several schedulers.
 
-A ``Scheduler`` is both a ``RequestFront`` and a ``StepSource``. A ``Router`` is a ``RequestFront``, and each of its
-replicas has a ``ReplicaSource``.
+A ``Scheduler`` is both a ``RequestFront`` (requests) and a ``StepSource`` (steps). With several replicas, the
+``Router`` is the ``RequestFront``, and each replica has a ``ReplicaSource``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["ReplicaSource", "RequestFront", "StepSource", "replica_sources"]
 
 
 class RequestFront(Protocol):
-    """Takes requests, and ends them from outside. See ``Scheduler``."""
+    """Accepts requests and ends them at the client's or the engine's wish. ``Scheduler`` documents the methods."""
 
     @property
     def figures(self) -> Figures: ...
@@ -43,7 +43,7 @@ class RequestFront(Protocol):
 
 
 class StepSource(Protocol):
-    """Gives the steps of one replica, and takes their results. See ``Scheduler``."""
+    """Returns the next step of one replica and receives results. ``Scheduler`` documents the methods."""
 
     @property
     def figures(self) -> Figures: ...
@@ -94,5 +94,5 @@ class ReplicaSource:
 
 
 def replica_sources(router: Router) -> list[ReplicaSource]:
-    """Creates a source for each replica of a router."""
+    """Returns the ``StepSource`` of each replica of a router."""
     return [ReplicaSource(router, replica) for replica in router.replicas]

@@ -1,4 +1,4 @@
-"""Endpoints about the server: models, health, metrics, facts, and the tokenizer without generation."""
+"""Endpoints that generate nothing: models, health, metrics, facts about the server, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from llm_serving.telemetry.metrics import CONTENT_TYPE
 __all__ = ["ENDPOINTS"]
 
 RECENT_STEP_S = 5.0
-"""If a step completed within this time, the agents are known to work."""
+"""If a step completed in the last seconds, the agents work, and ``/health/ready`` does not probe them."""
 PROBE_TIMEOUT_S = 2.0
 
 
 class TokenizeRequest(StrictModel):
-    """A text or a conversation to tokenize."""
+    """Request body of ``/tokenize``: a text or a conversation."""
 
     model: Name = None
     prompt: str | None = None
@@ -43,7 +43,7 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    """Tokens to turn into text."""
+    """Request body of ``/detokenize``: tokens to turn into text."""
 
     model: Name = None
     tokens: Annotated[list[int], Field(fail_fast=True)]
@@ -74,7 +74,7 @@ async def _health_live(state: ServerState, request: Request) -> Response:
 
 
 async def _health_ready(state: ServerState, request: Request) -> Response:
-    """Report ready if requests would be served: a step completed recently, or all agents reply to a probe."""
+    """Respond with 200 if requests would be served: a step completed recently, or all agents reply to a probe."""
     status = state.engine.status()
     ready = status.state == "ready" and not state.active.stopping
     age = status.last_step_age_s
@@ -138,7 +138,7 @@ async def _tokenize(state: ServerState, request: Request) -> Response:
 
 
 async def _detokenize(state: ServerState, request: Request) -> Response:
-    """Return the text of tokens, under both names that clients expect."""
+    """Respond with the text of tokens. Some clients read ``text``, others ``prompt``."""
     body = await read_request(DetokenizeRequest, request, state.settings.max_body_bytes)
     state.check_model(body.model)
     check_vocabulary(body.tokens, state.settings.vocab_size, "tokens")

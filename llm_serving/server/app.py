@@ -27,15 +27,15 @@ __all__ = ["ServerApp", "create_app"]
 
 
 def create_app(engine: AsyncEngine, log: EventLog, metrics: Metrics, config: Config | ServerSettings) -> ServerApp:
-    """Make the application of an engine. From now on, ``metrics`` reads gauges from the engine's status."""
+    """Make the ASGI application that serves ``engine``. ``metrics`` reads its gauges from the engine's status."""
     settings = config if isinstance(config, ServerSettings) else ServerSettings.from_config(config)
     metrics.bind(engine.status)
-    _ = engine.tokenizer.max_piece_chars  # computed now and not during the first request
+    _ = engine.tokenizer.max_piece_chars  # a cached property: compute it before the first request
     return ServerApp(ServerState(engine, log, metrics, settings, ENDPOINTS))
 
 
 class ServerApp:
-    """Responds to every HTTP request. It raises an exception only if the response has already begun."""
+    """The ASGI application. It responds to every HTTP request, and raises only if a response has already begun."""
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
@@ -46,7 +46,7 @@ class ServerApp:
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         scope.setdefault(RECEIVED_AT, time.monotonic())
-        scope["app"] = self  # with this entry, Starlette raises 405 as an exception
+        scope["app"] = self  # Starlette then raises 405 as an exception, which gets our error format
         try:
             check_origin(Headers(scope=scope), self.state.settings)
             await self._router(scope, receive, send)
@@ -55,15 +55,15 @@ class ServerApp:
             self.state.metrics.http_response("unmatched", response.status_code)
             await response(scope, receive, send)
         finally:
-            scope.pop(STREAM_CHANNEL, None)  # it refers to the scope; without this, the cycle would stay
+            scope.pop(STREAM_CHANNEL, None)  # the channel refers to the scope: break the reference cycle
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests. After ``grace_s`` seconds, end the active ones with an error."""
+        """Refuse new requests. After ``grace_s`` seconds, end the active requests with an error."""
         await self.state.active.drain(grace_s)
 
 
 class _Route:
-    """One endpoint as an ASGI application."""
+    """The ASGI application of one endpoint: calls the handler, turns errors into responses, closes the generation."""
 
     def __init__(self, state: ServerState, endpoint: Endpoint) -> None:
         self._state = state

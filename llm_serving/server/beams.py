@@ -1,4 +1,4 @@
-"""Beam search in OpenAI's API, with vLLM's fields: ``use_beam_search``, ``n`` or ``best_of``, ``length_penalty``."""
+"""Beam search in OpenAI's endpoints, with vLLM's fields: ``use_beam_search``, ``best_of``, ``length_penalty``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SAMPLING: dict[str, tuple[object, ...]] = {
     "top_k": (None, 0, -1),
     "stop": ((),),
 }
-"""Sampling fields that a beam search does not use, and their values that have no effect."""
+"""Sampling fields that a beam search ignores, each with the values that have no effect. Other values are refused."""
 
 
 def check_beam_fields(fields: SamplingFields) -> None:
-    """Raise RequestError for fields that cannot be combined, instead of ignoring one of them."""
+    """Raise RequestError for fields of beam search without ``use_beam_search``, and for sampling fields with it."""
     if not fields.use_beam_search:
         for name in ("beam_width", "length_penalty"):
             if getattr(fields, name) is not None:
@@ -45,7 +45,8 @@ def check_beam_fields(fields: SamplingFields) -> None:
 async def search_answers(
     generation: Generation, fields: SamplingFields, best_of: int | None, *, has_limit: bool
 ) -> list[Answer]:
-    """Return the ``n`` best beams of each prompt, best first. ``has_limit``: the client gave ``max_tokens``."""
+    """Return the ``n`` best beams of each prompt, best first. ``has_limit`` is True if the client gave a maximum
+    length."""
     n = fields.n or 1
     firsts = generation.choices[::n]
     width = _width(fields, best_of, n, len(firsts))
@@ -102,7 +103,7 @@ def _params(
 
 
 def _max_tokens(generation: Generation, choice: Choice, *, has_limit: bool) -> int:
-    """Return the maximum output. The last step of a beam sends prompt and beam as one prompt, which must fit."""
+    """Return the maximum length of a beam. Each step sends prompt and beam as one prompt, whose length is limited."""
     longest, num_tokens = generation.state.settings.max_prompt_tokens, len(choice.prompt.token_ids)
     available, wanted = longest - num_tokens + 1, choice.sampling.max_tokens
     if wanted > available and has_limit:
@@ -116,7 +117,7 @@ def _max_tokens(generation: Generation, choice: Choice, *, has_limit: bool) -> i
 
 
 def _answer(generation: Generation, choice: Choice, beam: Beam) -> Answer:
-    """Return a beam as an answer. Its text has the end token only if the request asked for it."""
+    """Return a beam as the output of a choice. The text includes the end token only if the request asks for it."""
     sampling, engine = choice.sampling, generation.state.engine
     ended = beam.finish_reason is FinishReason.STOP
     shown = beam.token_ids[:-1] if ended and not sampling.include_stop_str_in_output else beam.token_ids

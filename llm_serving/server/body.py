@@ -34,10 +34,10 @@ _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
 async def read_request(model: type[ModelT], request: Request, max_bytes: int) -> ModelT:
-    """Read the body and check it against ``model``.
+    """Read the JSON body of a request as an object of the pydantic class ``model``.
 
-    NaN, Infinity, numbers beyond a double, lone surrogates and bytes that are not UTF-8 are refused. Raises
-    RequestError (400, 408, 413, 415), or ClientGoneError.
+    Raises RequestError (status 400, 408, 413 or 415), or ClientGoneError. NaN, Infinity, numbers beyond a double, and
+    text that is not UTF-8 are refused.
     """
     _check_headers(request)
     body = await _read_in_time(request, max_bytes)
@@ -76,7 +76,7 @@ def _check_headers(request: Request) -> None:
 
 
 async def _read_in_time(request: Request, max_bytes: int) -> bytes:
-    """Read the body with a timeout. ``asyncio.wait_for`` would start a task, but most bodies have already arrived."""
+    """Read the body within ``BODY_TIMEOUT_S``. A timer costs less than ``asyncio.wait_for``, which starts a task."""
     task = asyncio.current_task()
     if task is None:
         raise AssertionError("a body is read by a task")
@@ -127,7 +127,7 @@ def _too_large(size: str, max_bytes: int) -> PayloadTooLargeError:
 
 
 async def _drain(receive: Receive) -> None:
-    """Discard the rest of a body for a short time. A client that is still sending does not read the response."""
+    """Discard the rest of a body for a short time, because many clients read the response only after sending it."""
 
     async def discard() -> None:
         size = 0
@@ -144,9 +144,9 @@ async def _drain(receive: Receive) -> None:
 
 
 def _check_depth(body: bytes) -> None:
-    """Raise InvalidJSONError for deep nesting, before the parser runs. Most bodies have too few brackets for a check.
+    """Raise InvalidJSONError if a body is nested deeper than ``MAX_JSON_DEPTH``, before the JSON parser runs.
 
-    Each pass removes the innermost level. A body with unmatched brackets is left to the parser.
+    Each pass of the loop removes the innermost brackets. The parser refuses a body with unmatched brackets.
     """
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
         return

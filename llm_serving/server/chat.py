@@ -1,4 +1,4 @@
-"""The published dialect ``/chat`` and ``/stream_chat_post``."""
+"""The endpoints ``/chat`` and ``/stream_chat_post``, in the format of the published server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Turn(LaxModel):
 
 
 def _turns(value: object) -> object:
-    """Return ``history`` as a list of messages. It has ``{role, content}`` objects or ``[query, answer]`` pairs."""
+    """Return ``history`` as a list of messages. Clients send objects with role and content, or pairs of strings."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -83,7 +83,7 @@ class GenerationSettings(DialectSampling):
 
 
 class ChatDialectRequest(SchedulingFields, LaxModel):
-    """One question in a conversation."""
+    """Request body of ``/chat``: a question and the conversation before it."""
 
     request_id: Annotated[
         str | None,
@@ -100,7 +100,7 @@ class ChatDialectRequest(SchedulingFields, LaxModel):
 
 
 async def chat(state: ServerState, request: Request, *, stream: bool = False) -> Response | EventStream:
-    """Answer ``query``. With ``stream``, respond piece by piece."""
+    """Handle ``/chat``: answer the question. With ``stream``, send the answer piece by piece as events."""
     state.check_queue()
     body = await read_request(ChatDialectRequest, request, state.settings.max_body_bytes)
     settings = body.gen_kwargs or GenerationSettings()
@@ -171,7 +171,7 @@ def _usage(generation: Generation, num_output_tokens: int) -> dict[str, int]:
 
 
 def _smaller_limit(settings: GenerationSettings) -> tuple[int | None, str]:
-    """Return the smaller of the two limits on new tokens, and its name."""
+    """Return the smaller of ``max_new_tokens`` and ``max_length``, and its name for messages."""
     limits = [
         (limit, name)
         for limit, name in (
@@ -184,7 +184,7 @@ def _smaller_limit(settings: GenerationSettings) -> tuple[int | None, str]:
 
 
 class ChatEvents:
-    """The events of ``/stream_chat_post``. ``delta`` is the new text.
+    """Formats the events of ``/stream_chat_post``. ``delta`` of an event is the new text.
 
     The last event has the whole ``response``, the finish reason and the token counts.
     """

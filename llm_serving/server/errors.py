@@ -1,4 +1,4 @@
-"""Turns errors into HTTP responses in OpenAI's format, with the right status."""
+"""Turns exceptions into HTTP responses with OpenAI's JSON form of errors, and logs unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ INTERNAL_ERROR = "internal_error"
 
 
 class InvalidJSONError(RequestError):
-    """The body is not a JSON object that this server reads."""
+    """The request body is not a JSON object, or is nested too deep."""
 
     code = "invalid_json"
 
 
 class MediaTypeError(RequestError):
-    """The body is not declared as JSON in UTF-8."""
+    """The headers do not declare the request body as uncompressed JSON in UTF-8."""
 
     status = 415
     code = "unsupported_media_type"
 
 
 class PayloadTooLargeError(RequestError):
-    """The body is larger than ``serving_config.max_body_bytes``."""
+    """The request body is larger than ``serving_config.max_body_bytes``."""
 
     status = 413
     code = "payload_too_large"
 
 
 class BodyTimeoutError(RequestError):
-    """The body did not arrive in time."""
+    """The request body did not arrive in time."""
 
     status = 408
     code = "request_timeout"
@@ -79,7 +79,7 @@ class ClientGoneError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """The response to an error."""
+    """The HTTP response to an error: status, JSON members and headers."""
 
     status: int
     message: str
@@ -89,7 +89,7 @@ class ErrorReply:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> bytes:
-        """Return OpenAI's error object."""
+        """Return the JSON body ``{"error": {"message", "type", "param", "code"}}``, as in OpenAI's API."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
 
@@ -98,7 +98,7 @@ class ErrorReply:
 
 
 def error_reply(error: Exception) -> ErrorReply:
-    """Return the reply to an exception. An unexpected exception becomes a 500 without details."""
+    """Return the HTTP response for an exception. An unexpected exception becomes a 500 without details."""
     if isinstance(error, RequestError):
         return _request_error(error)
     if isinstance(error, UnavailableError):
@@ -115,7 +115,7 @@ def error_reply(error: Exception) -> ErrorReply:
 
 
 def note_error(log: EventLog, error: Exception, reply: ErrorReply, where: str) -> None:
-    """Log an unexpected exception with its traceback. The client does not see the details."""
+    """Log an unexpected exception with its traceback. The client gets no details. ``where`` is the URL's path."""
     if reply.code == INTERNAL_ERROR:
         trace = "".join(traceback.format_exception(error))
         log.error(f"{type(error).__name__}: {error}", event="internal_error", where=where, traceback=trace)
@@ -126,7 +126,7 @@ def _request_error(error: RequestError) -> ErrorReply:
     if isinstance(error, QueueFullError):
         headers = _retry_after(error.retry_after_s)
     elif error.status == 504:
-        headers = {"X-Should-Retry": "false"}  # OpenAI's clients would retry, but the deadline has passed
+        headers = {"X-Should-Retry": "false"}  # OpenAI's clients would send the late request again
     elif error.status in (408, 413):
         headers = {"Connection": "close"}
     return ErrorReply(error.status, str(error), _type_of(error.status), error.param, error.code, headers)

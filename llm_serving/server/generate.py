@@ -1,8 +1,8 @@
-"""The published dialect ``/models/{name}/generate`` and ``/models/{name}/generate_stream``, also without the model.
+"""The endpoints ``/models/{name}/generate`` and ``/models/{name}/generate_stream``, in the published server's format.
 
-A stream has one event for each token, ``data:{"token": {...}, "generated_text": null, ...}``. The last event has the
-whole ``generated_text``. The ``text`` of a token is the text that this token completed, so the texts join to
-``generated_text``.
+The URLs also work without ``/models/{name}``. A stream has one event for each token,
+``data:{"token": {...}, "generated_text": null, ...}``. The last event has the whole ``generated_text``. The ``text`` of
+a token is the text that became complete with the token, so all texts together are ``generated_text``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class GenerateRequest(SchedulingFields, LaxModel):
 
 
 async def generate(state: ServerState, request: Request, *, stream: bool = False) -> Response | EventStream:
-    """Continue ``inputs``. With ``stream``, respond token by token."""
+    """Handle ``/generate``: continue the prompt ``inputs``. With ``stream``, send an event for each token."""
     state.check_model(request.path_params.get("name"))
     state.check_queue()
     body = await read_request(GenerateRequest, request, state.settings.max_body_bytes)
@@ -113,7 +113,7 @@ ENDPOINTS = (
 
 
 def _summary(generation: Generation, parameters: GenerateParameters, answer: Answer) -> dict[str, Any]:
-    """Return the members that accompany the complete text."""
+    """Return the JSON members next to ``generated_text``: finish reason, number of tokens, seed and details."""
     summary: dict[str, Any] = {
         "finish_reason": answer.finish_reason,
         "generated_tokens": len(answer.token_ids),
@@ -158,7 +158,7 @@ def _top_tokens(generation: Generation, parameters: GenerateParameters, entry: T
 
 
 class GenerateEvents:
-    """The events of ``/generate_stream``: one for each token. The last one has the whole text."""
+    """Formats the events of ``/generate_stream``: one for each token. The last one has the whole text."""
 
     def __init__(self, generation: Generation, parameters: GenerateParameters, inputs: str) -> None:
         self._generation = generation
@@ -189,7 +189,7 @@ class GenerateEvents:
         return b"data:" + reply.body() + b"\n\n"
 
     def _token_events(self, piece: RequestOutput, first_index: int, last: dict[str, Any]) -> bytes:
-        """Return an event for each token. If a piece has several tokens, the last one carries the text of all."""
+        """Return an event for each token of a piece. The last token's event has the text of all tokens of the piece."""
         parameters = self._parameters
         entries: Sequence[TokenLogits | None] = piece.logits or (None,)
         events = []

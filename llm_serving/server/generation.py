@@ -1,4 +1,4 @@
-"""The generation of an HTTP request: opens its sequences in the engine, collects their outputs and closes them."""
+"""Runs the sequences of one HTTP request in the engine: opens them, collects their outputs and closes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llm_serving.server.state import ServerState
 __all__ = ["GENERATION", "Answer", "Generation"]
 
 GENERATION = "llm_serving.generation"
-"""Key of the ASGI scope: the request's ``Generation``. It is closed when the response has been sent."""
+"""Key of the ASGI scope whose value is the request's ``Generation``, so that the application closes it at the end."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Answer:
 
 
 class Generation:
-    """The sequences of one HTTP request. The sender of the response calls ``open`` and ``close``."""
+    """The sequences of one HTTP request: its ``choices`` in the engine, from ``open`` to ``close``."""
 
     def __init__(
         self, state: ServerState, request: Request, api: str, id_prefix: str, fields: SchedulingFields, *, stream: bool
@@ -62,15 +62,15 @@ class Generation:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens of the prompts. A prompt with several choices counts once."""
+        """Number of prompt tokens of the HTTP request. A prompt with several choices counts once."""
         prompts = {id(choice.prompt): len(choice.prompt.token_ids) for choice in self.choices}
         return sum(prompts.values())
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of prompt tokens found in the prefix cache, for the first choice of each prompt.
+        """Number of prompt tokens found in the prefix cache by the first choice of each prompt.
 
-        The other choices always find the blocks of the first one.
+        Further choices of a prompt do not count, because they always find the blocks of the first choice.
         """
         first: dict[int, int] = {}
         for choice in self.choices:
@@ -78,17 +78,17 @@ class Generation:
         return sum(self._cached_tokens.get(index, 0) for index in first.values())
 
     def receipt(self) -> dict[str, Any]:
-        """Return where the request's time went until now."""
+        """Return the receipt of the HTTP request: where its time went until now."""
         now = time.monotonic()
         receipts = [opened.receipt(now) for opened in self._open]
         receipts += filter(None, map(self.state.engine.receipt, self._searches))
         return receipt_json(self.request_id, receipts)
 
     def open(self, sink: PieceSink, *, streamed: bool) -> None:
-        """Give all choices to the engine. ``sink`` receives their pieces, with the index of the choice.
+        """Pass all choices to the engine, which passes the pieces of their outputs to ``sink``.
 
-        ``streamed``: the caller reports each output with ``delivered``. Raises LLMServingError. Later refusals go to
-        ``sink.fail``.
+        If ``streamed`` is True, the caller reports each written piece with ``delivered``. Raises LLMServingError. An
+        error that the engine finds later is passed to ``sink.fail``.
         """
         for choice in self.choices:
             scheduling = replace(self.scheduling, group=choice.group) if choice.group else self.scheduling
@@ -101,21 +101,21 @@ class Generation:
                 self._log_arrival(choice)
                 self.note_refusal(error)
                 raise
-            self._log_arrival(choice)  # after open, so that the engine thread works meanwhile
+            self._log_arrival(choice)  # after ``open``, so that the engine thread can start during the logging
             self._open.append(opened)
 
     def delivered(self, index: int, now: float) -> None:
-        """Note that output of choice ``index`` was written to the client's socket by ``now``."""
+        """Note that a piece of choice ``index`` was written to the client's socket at the time ``now``."""
         self._open[index].delivered(now)
 
     def close(self, now: float | None = None) -> None:
-        """Close all sequences after the response. A sequence that has not ended is aborted. May be called twice.
+        """Close all sequences after the response, and abort those that have not ended. May be called twice.
 
-        ``now``: when the response was written. The default is the time of the last ``delivered``.
+        ``now`` is the time when the response was written. The default is the time of the last ``delivered``.
         """
         for opened in self._open:
             opened.close(now)
-        self._open.clear()  # each refers to its sink and to this object; the cycle would wait for the garbage collector
+        self._open.clear()  # breaks a reference cycle, which only the garbage collector would free
 
     async def answers(self, *, keep_logits: bool = False) -> list[Answer]:
         """Return the complete outputs of all choices. Raises LLMServingError if one cannot be completed."""
@@ -125,10 +125,10 @@ class Generation:
             await collector.done
             return collector.answers
         finally:
-            del collector  # an error in it refers to this frame, see ``close``
+            del collector  # breaks a reference cycle: an error in the collector refers to this frame
 
     async def search(self, name: str, choice: Choice, params: BeamSearchParams) -> list[Beam]:
-        """Return the most likely outputs of the choice's prompt. Raises LLMServingError."""
+        """Run a beam search for the choice's prompt. Returns the beams, best first. Raises LLMServingError."""
         self._log_arrival(replace(choice, request_id=name))
         self._searches.append(name)
         prompt = choice.prompt.token_ids
@@ -141,7 +141,7 @@ class Generation:
         return result.beams
 
     def note_end(self, index: int, piece: RequestOutput) -> LLMServingError | None:
-        """Note the last piece of choice ``index``. Returns the error for the client if the output is not complete."""
+        """Note the last piece of choice ``index``. Returns an error for the client if the output is not complete."""
         self._cached_tokens[index] = piece.num_cached_tokens
         if piece.finish_reason is FinishReason.ERROR:
             return EngineFailedError(piece.error or "The engine could not finish the request.")
@@ -152,7 +152,7 @@ class Generation:
         return UnavailableError("The request was aborted by the server.", "aborted")
 
     def note_refusal(self, error: Exception) -> None:
-        """Log the first refusal of a choice. The other choices are refused for the same reason."""
+        """Log that the engine refused a choice, unless another choice of the request was refused before."""
         if self._is_refused or not isinstance(error, RequestError):
             return
         self._is_refused = True
@@ -173,7 +173,7 @@ class Generation:
 
 
 class _Collector:
-    """A ``PieceSink`` that collects complete outputs."""
+    """A ``PieceSink`` that collects the complete outputs of all choices, for a response without streaming."""
 
     def __init__(self, generation: Generation, *, keep_logits: bool) -> None:
         self.answers = [Answer(choice) for choice in generation.choices]
@@ -210,7 +210,7 @@ class _Collector:
 
 
 def _scheduling_fields(scheduling: SchedulingParams) -> dict[str, Any]:
-    """Return the scheduling parameters that differ from the default, for the log."""
+    """Return the scheduling parameters that differ from their defaults, as fields of a log event."""
     values = {
         "tenant": scheduling.tenant or None,
         "priority": scheduling.priority or None,

@@ -1,7 +1,7 @@
-"""Access control: keeps web pages of other origins away from a server that any user of this machine may use.
+"""Access control: refuses requests that foreign web pages make a browser on this machine send to the server.
 
-A browser lets any page send requests to ``http://127.0.0.1``. The request carries the page's ``Origin``. A page may
-also point its own host name at 127.0.0.1 (DNS rebinding); its requests carry that name in ``Host``. Both are refused.
+A browser lets any page send requests to ``http://127.0.0.1``. Their header ``Origin`` names the page's server. A page
+may also point its own host name at 127.0.0.1 (DNS rebinding). The header ``Host`` then has that name.
 
 To add another kind of access control, check the request here. ``ServerApp`` calls ``check_origin`` for every request.
 """
@@ -50,7 +50,7 @@ def _host_name(host: str) -> str:
 
 
 def _authority(origin: str) -> str | None:
-    """Return host and port of an origin. None for ``null`` and other values without a host."""
+    """Return host and port of an ``Origin`` header, or None if it has no host, as the value ``null``."""
     try:
         return urlsplit(origin).netloc.lower() or None
     except ValueError:

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with limits on the headers, and with a direct path of streamed responses to the socket."""
+"""Extends uvicorn's HTTP protocol by limits on headers, and by ``StreamChannel``, a direct path to the socket."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ __all__ = [
 ]
 
 RECEIVED_AT = "llm_serving.received_at"
-"""Key of the ASGI scope: when the request's first byte arrived, on the monotonic clock. Latencies count from this time.
+"""Key of the ASGI scope for the start of the request on the monotonic clock, from which latencies count.
 
-If the header ``X-Request-Start`` gives an earlier time, this is that time.
+It is the arrival of the request's first byte, or the earlier time in the header ``X-Request-Start``.
 """
 STREAM_CHANNEL = "llm_serving.stream_channel"
-"""Key of the ASGI scope: the ``StreamChannel`` of the response."""
+"""Key of the ASGI scope for the ``StreamChannel`` of the response."""
 
 REQUEST_START = b"x-request-start"
-"""Header in which a client or a proxy writes when it sent the request.
+"""Header in which a client or a proxy states the time when it sent the request, as a Unix time.
 
-nginx sets it with ``proxy_set_header X-Request-Start "t=${msec}"``. There is no standard. The value is a Unix time,
-with or without ``t=`` in front, in seconds (with a fraction), milliseconds or microseconds. The size of the number
-shows the unit.
+nginx sets it with ``proxy_set_header X-Request-Start "t=${msec}"``. There is no standard, so ``t=`` is optional, and
+the unit may be seconds (with a fraction), milliseconds or microseconds. The size of the number shows the unit.
 """
 MAX_AGE_S = 60.0
-"""An older time in ``X-Request-Start`` is ignored. It probably comes from another clock."""
+"""Maximum age in seconds of a time in ``X-Request-Start``. An older time is ignored, because clocks may differ."""
 
 _STAMP = re.compile(rb"(?:t=)?([0-9]{9,17}(?:\.[0-9]{1,9})?)")
 _UNITS = ((1e11, 1.0), (1e14, 1e3), (math.inf, 1e6))
-"""Upper limits of the numbers in seconds, milliseconds and microseconds, each with its units per second."""
+"""(limit, divisor) for seconds, milliseconds and microseconds. A time below the limit is divided to get seconds."""
 
 Header = tuple[bytes, bytes]
 
@@ -63,20 +62,20 @@ def age_of(value: bytes, now: float) -> float:
 
 
 class ChannelUser(Protocol):
-    """An object that writes to a ``StreamChannel``."""
+    """The receiver of a ``StreamChannel``'s events: the object that writes the response."""
 
     def drained(self) -> None:
-        """The socket has accepted all data, after a time in which it had not."""
+        """Called when the socket has accepted all written data, after ``is_full`` was True."""
 
     def lost(self) -> None:
-        """The connection is closed."""
+        """Called when the client has closed the connection."""
 
 
 class StreamChannel:
     """The path of one streamed response to its socket. Each ``write`` is one chunk and one system call.
 
-    The channel replaces ASGI's ``send`` for the whole response, so no task must wake for a piece. While ``is_full``,
-    the socket has not accepted all data. The user should then write nothing more until ``drained``.
+    It replaces ASGI's ``send`` for the whole response, so no task must wake for a piece of text. While ``is_full`` is
+    True, the socket has not accepted all data, and the writer should wait for ``ChannelUser.drained``.
     """
 
     def __init__(self, protocol: BoundedHttpProtocol, cycle: RequestResponseCycle) -> None:
@@ -89,18 +88,18 @@ class StreamChannel:
         return self._protocol.flow.write_paused
 
     def attach(self, user: ChannelUser) -> None:
-        """Report the events of the connection to ``user``. If the connection is closed, ``lost`` is called now."""
-        self._transport.set_write_buffer_limits(high=0)  # full as soon as the socket does not accept a byte
+        """Report the connection's events to ``user``. If the connection is already closed, call ``user.lost`` now."""
+        self._transport.set_write_buffer_limits(high=0)  # ``is_full`` as soon as the socket does not accept a byte
         self._protocol.channel_user = user
         if self._cycle.disconnected or self._transport.is_closing():
             user.lost()
 
     def detach(self) -> None:
-        """Stop the reports to the user. If nothing was written, ASGI's ``send`` may write the response."""
+        """Stop the reports to the ``ChannelUser``. If nothing was written, ASGI's ``send`` may write a response."""
         self._protocol.channel_user = None
 
     def start(self, headers: Iterable[Header], body: bytes, *, is_last: bool = False) -> None:
-        """Write status 200, the headers and the first chunk in one write."""
+        """Write status 200, the headers and the first HTTP chunk, in one system call."""
         cycle = self._cycle
         cycle.response_started = True
         cycle.waiting_for_100_continue = False
@@ -114,7 +113,7 @@ class StreamChannel:
         self._write(b"".join(lines), body, is_last)
 
     def write(self, body: bytes, *, is_last: bool = False) -> None:
-        """Write one chunk, which must not be empty. ``is_last`` completes the response."""
+        """Write one HTTP chunk, which must not be empty. If ``is_last`` is True, end the response."""
         self._write(b"", body, is_last)
 
     def _write(self, head: bytes, body: bytes, is_last: bool) -> None:
@@ -125,7 +124,7 @@ class StreamChannel:
             self._complete()
 
     def _complete(self) -> None:
-        """End the response as uvicorn does, so that the connection can serve its next request."""
+        """Set uvicorn's state to the end of a response, so that the connection can serve its next request."""
         cycle = self._cycle
         cycle.response_complete = True
         cycle.message_event.set()
@@ -135,7 +134,7 @@ class StreamChannel:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Closes a connection whose request headers are too long (431) or too slow (408)."""
+    """An HTTP connection. It is closed if a request's headers are too long (431) or arrive too slowly (408)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

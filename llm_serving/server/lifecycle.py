@@ -1,4 +1,4 @@
-"""The active requests: work for a client ends when the client closes the connection or the server stops."""
+"""Ends the work for an HTTP request when the client closes the connection or the server stops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class ActiveRequests:
-    """The tasks of active requests, so that a stopping server can end them."""
+    """The asyncio tasks of the requests that are being served, so that a stopping server can end them."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -39,7 +39,7 @@ class ActiveRequests:
 
     @contextlib.contextmanager
     def this_task(self) -> Iterator[None]:
-        """Make the running task an active request. Raises UnavailableError if the server stops."""
+        """Register the running task for the ``with`` block. Raises UnavailableError if the server stops meanwhile."""
         task = asyncio.current_task()
         if task is None:
             raise AssertionError("only a task can be an active request")
@@ -54,7 +54,7 @@ class ActiveRequests:
             self.discard(task)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, wait ``grace_s`` seconds for the active ones, then end them with an error."""
+        """Refuse new requests, wait ``grace_s`` seconds for the active requests, then end them with an error."""
         self.stopping = True
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
@@ -64,10 +64,10 @@ class ActiveRequests:
 
 
 async def run_while_connected(active: ActiveRequests, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` to its end. If the client closes the connection before, cancel it.
+    """Run the coroutine ``work`` and return its result, but cancel it if the client closes the connection before.
 
-    Raises ClientGoneError if the client closes the connection, and UnavailableError if the server stops. The request
-    body must have been read, so that ``receive`` can only report the end of the connection.
+    Raises ClientGoneError in that case, and UnavailableError if the server stops. The caller must have read the request
+    body, so that ``receive`` can only report the end of the connection.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_until_disconnect(receive))
@@ -84,7 +84,7 @@ async def run_while_connected(active: ActiveRequests, receive: Receive, work: Co
         task.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
         active.discard(task)
-        del task  # an error in it refers to this frame, and the cycle would wait for the garbage collector
+        del task  # breaks a reference cycle: an error in the task refers to this frame
 
 
 async def _until_disconnect(receive: Receive) -> None:

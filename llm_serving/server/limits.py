@@ -10,22 +10,23 @@ MAX_PROMPTS = 256
 MAX_CHOICES = 64
 """Maximum of ``n``, the number of choices for each prompt."""
 MAX_SEQUENCES = 256
-"""Maximum of prompts times ``n``."""
+"""Maximum number of prompts times ``n`` in one HTTP request."""
 MAX_MESSAGES = 4096
 MAX_NAME_CHARS = 256
-"""Maximum length of ids and names that a client gives."""
+"""Maximum length of ids and names in a request."""
 MAX_LOGPROBS = 20
 MAX_LENGTH_PENALTY = 8.0
 MAX_PRIORITY = 2**31 - 1
 MAX_MILLISECONDS = 24 * 3600 * 1000
-"""Maximum of objectives and deadlines."""
+"""Maximum of a request's objectives and deadline."""
 
 BODY_TIMEOUT_S = 30.0
-"""Maximum time for the arrival of a request's body."""
+"""Maximum time in seconds until a request's body has arrived."""
 HEADER_TIMEOUT_S = 15.0
-"""Maximum time from the connection, or from the first byte of a further request, to the end of the headers."""
+"""Maximum time in seconds until a request's headers have arrived, from the connection or the request's first byte."""
 MAX_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_S = 75.0
 
 INLINE_TOKENIZE_CHARS = 4096
-"""A longer text is tokenized in another thread, so that it does not delay other requests."""
+"""Maximum length of a text that the event loop's thread tokenizes. Another thread tokenizes longer texts, so that they
+do not delay other requests."""

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms of OpenAI's API, and raw logits in the form of the published dialects."""
+"""Formats log-probabilities as OpenAI's two endpoints do, and raw logits as the published server does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llm_serving.server.sampling import Choice
 __all__ = ["LOWEST", "CompletionLogprobs", "chat_logprobs", "step_logits", "token_string"]
 
 LOWEST = -9999.0
-"""The logarithm of zero, as in OpenAI's API. JSON has no infinity."""
+"""Log-probability of an impossible token, as in OpenAI's API, because JSON has no infinity."""
 
 
 def token_string(tokenizer: Tokenizer, token_id: int) -> str:
@@ -26,7 +26,7 @@ def token_string(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def chat_logprobs(tokenizer: Tokenizer, logits: Sequence[TokenLogits], count: int) -> dict[str, Any]:
-    """Return ``logprobs`` of a chat choice, or of one piece of its stream."""
+    """Return ``logprobs`` of a chat choice or of a streamed piece. Each token has its ``count`` best alternatives."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
@@ -40,9 +40,9 @@ def chat_logprobs(tokenizer: Tokenizer, logits: Sequence[TokenLogits], count: in
 
 
 class CompletionLogprobs:
-    """``logprobs`` of one choice of ``/v1/completions``, piece by piece.
+    """Formats the member ``logprobs`` of one choice of ``/v1/completions``, piece by piece.
 
-    ``text_offset`` is the position of the token's text in the choice's text. ``top_logprobs`` has the best tokens and
+    ``text_offset`` has the position of each token's text in the choice's text. ``top_logprobs`` has the best tokens and
     the sampled token.
     """
 
@@ -57,7 +57,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def take(self, logits: Sequence[TokenLogits]) -> dict[str, Any]:
-        """Return the log-probabilities of the next tokens."""
+        """Return ``logprobs`` for the tokens of the choice's next piece."""
         offsets = []
         for token in logits:
             offsets.append(self._offset)
@@ -77,7 +77,7 @@ class CompletionLogprobs:
 
 
 def step_logits(entries: Sequence[TokenLogits]) -> list[dict[str, Any]]:
-    """Return ``return_logits``: an object for each token with its logit and the best tokens' logits, best first."""
+    """Return the member ``logits``: for each token, its logit and the logits of the best tokens, best first."""
     return [
         {
             "token_id": entry.token_id,
@@ -94,5 +94,5 @@ def _finite(logprob: float) -> float:
 
 
 def _top(entry: TokenLogits, count: int) -> list[tuple[int, float]]:
-    """Return the ``count`` best tokens with their log-probabilities."""
+    """Return the ids and log-probabilities of the ``count`` best tokens."""
     return [(token_id, _finite(logit - entry.logsumexp)) for token_id, logit in entry.top[:count]]

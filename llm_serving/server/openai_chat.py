@@ -30,7 +30,7 @@ __all__ = ["ENDPOINTS", "create_chat_completion"]
 
 
 class ChatRequest(SamplingFields):
-    """A conversation that the assistant continues."""
+    """Request body of ``/v1/chat/completions``: a conversation that the assistant continues."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "tools": (None, []),
@@ -61,7 +61,7 @@ class ChatRequest(SamplingFields):
 
 
 async def create_chat_completion(state: ServerState, request: Request) -> Response | EventStream:
-    """Answer a conversation, ``n`` times."""
+    """Handle ``POST /v1/chat/completions``: answer a conversation ``n`` times, streamed or not."""
     state.check_queue()
     body = await read_request(ChatRequest, request, state.settings.max_body_bytes)
     state.check_model(body.model)
@@ -147,7 +147,7 @@ def _choice(generation: Generation, body: ChatRequest, answer: Answer) -> dict[s
 
 
 class ChatStream(OpenAIStream):
-    """The chunks of a chat completion: the role, the text, and the reason for the end."""
+    """Formats the chunks of a streamed chat: first the role, then pieces of text, then the finish reason."""
 
     object = "chat.completion.chunk"
 

@@ -32,7 +32,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionRequest(SamplingFields):
-    """One or more prompts to continue."""
+    """Request body of ``/v1/completions``: one or more prompts to continue."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"suffix": (None, ""), "logit_bias": (None, {})}
     ignored = IGNORED
@@ -61,7 +61,7 @@ class CompletionRequest(SamplingFields):
 
 
 async def create_completion(state: ServerState, request: Request) -> Response | EventStream:
-    """Continue each prompt ``n`` times."""
+    """Handle ``POST /v1/completions``: continue each prompt ``n`` times, streamed or not."""
     state.check_queue()
     body = await read_request(CompletionRequest, request, state.settings.max_body_bytes)
     state.check_model(body.model)
@@ -150,7 +150,7 @@ def _choice(generation: Generation, body: CompletionRequest, answer: Answer) -> 
 
 
 class CompletionStream(OpenAIStream):
-    """The chunks of a completion."""
+    """Formats the chunks of a streamed completion."""
 
     object = "text_completion"
 

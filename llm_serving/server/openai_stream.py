@@ -1,4 +1,4 @@
-"""The common part of OpenAI's two generating endpoints: token counts and the chunks of a stream."""
+"""The common part of ``/v1/chat/completions`` and ``/v1/completions``: responses, token counts, streamed chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["DONE", "FINISH", "OpenAIStream", "check_stream_options", "stop_reaso
 DONE = b"data: [DONE]\n\n"
 
 FINISH = {None: b"null", FinishReason.STOP: b'"stop"', FinishReason.LENGTH: b'"length"'}
-"""``finish_reason`` of a piece, as JSON."""
+"""Maps the finish reason of a piece to its JSON. None: the output continues."""
 
 
 def usage_of(generation: Generation, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -33,7 +33,10 @@ def usage_of(generation: Generation, answers: Sequence[Answer]) -> dict[str, Any
 
 
 def stop_reason_json(piece: RequestOutput) -> bytes:
-    """Return ``stop_reason`` of a last piece: the stop string or token id that ended the text, or null."""
+    """Return the JSON member ``stop_reason`` for a last piece, else nothing.
+
+    It is the stop string or token id that ended the text, or null.
+    """
     return b',"stop_reason":' + orjson.dumps(piece.stop_reason) if piece.finish_reason is not None else b""
 
 
@@ -46,7 +49,7 @@ def check_stream_options(request: SamplingFields) -> None:
 
 
 class OpenAIStream(ABC):
-    """Turns the pieces of a generation into chunks. The constant parts of a chunk are encoded once for each stream."""
+    """Formats a streamed response of OpenAI's API. The constant parts of a chunk are encoded once for each stream."""
 
     object: ClassVar[str]
 
@@ -69,19 +72,19 @@ class OpenAIStream(ABC):
 
     @abstractmethod
     def events(self, choice: Choice, piece: RequestOutput) -> bytes:
-        """Return the chunks of a piece. Call ``count`` first."""
+        """Return the chunks of a piece as bytes. The method must call ``count`` first."""
 
     def last(self) -> bytes:
-        """Return the usage and the receipt, if the request asked for them, and ``[DONE]``."""
+        """Return the end of the stream: usage and receipt, if the request asked for them, and ``[DONE]``."""
         wanted = self._include_usage or self.generation.return_receipt
         return self._usage_chunk() + DONE if wanted else DONE
 
     def error(self, reply: ErrorReply) -> bytes:
-        """Return an error. Clients raise on the ``error`` key and stop at ``[DONE]``."""
+        """Return an error as the end of the stream. Clients raise on the key ``error`` and stop at ``[DONE]``."""
         return b"data: " + reply.body() + b"\n\n" + DONE
 
     def count(self, choice: Choice, piece: RequestOutput) -> bool:
-        """Count the tokens of a piece. Returns whether the piece is the first of its choice."""
+        """Count the tokens of a piece for the usage. Returns True for the first piece of a choice."""
         self._num_output_tokens += len(piece.token_ids)
         if choice.index in self._started:
             return False
@@ -89,11 +92,11 @@ class OpenAIStream(ABC):
         return True
 
     def event(self, index: int, *fields: bytes) -> bytes:
-        """Return one chunk with the choice ``index``. ``fields`` are JSON members, each with its leading comma."""
+        """Return one chunk for choice ``index``. ``fields`` are encoded JSON members, each with a comma before it."""
         return b"".join((self._head, b"%d" % index, *fields, self._tail))
 
     def token_ids(self, choice: Choice, token_ids: Sequence[int], first: bool) -> bytes:
-        """Return ``token_ids``, and with the first piece ``prompt_token_ids``, if the request asked for them."""
+        """Return the JSON member ``token_ids`` if the request asked for it. ``first`` adds ``prompt_token_ids``."""
         if not self.wants_token_ids:
             return b""
         members: dict[str, Any] = {"token_ids": list(token_ids)}

@@ -1,4 +1,4 @@
-"""The chat page and the API docs: the OpenAPI document and a page made from it, without external resources."""
+"""The chat page, the OpenAPI document, and the page ``/docs``, which is made from it, without external resources."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ ENDPOINTS = (
 
 
 def content_security_policy(page: str) -> str:
-    """Return a policy that allows only the page's own inline scripts and styles, and requests to this server."""
+    """Return a page's Content-Security-Policy: only its own scripts and styles, and requests to this server."""
     scripts = _hashes(re.findall(r"<script>(.*?)</script>", page, re.DOTALL))
     styles = _hashes(re.findall(r"<style>(.*?)</style>", page, re.DOTALL))
     return (
@@ -157,7 +157,7 @@ def _operation(endpoint: Endpoint, path: str, schema: dict[str, Any] | None) -> 
 
 
 def _docs_body(document: dict[str, Any], endpoints: Sequence[Endpoint], base_url: str) -> str:
-    """Return the document as HTML without scripts."""
+    """Return the OpenAPI document as the HTML body of ``/docs``, without scripts."""
     schemas = document["components"]["schemas"]
     sections = [_section(endpoint, schemas, base_url) for endpoint in endpoints if endpoint.in_docs]
     used = {name for name in schemas if name not in {e.body.__name__ for e in endpoints if e.body} and name != "Error"}
@@ -186,7 +186,7 @@ def _curl(endpoint: Endpoint, path: str, base_url: str) -> str:
 
 
 def _fields(schema: dict[str, Any]) -> str:
-    """Return a table of an object's members, required ones first."""
+    """Return an HTML table of the members of a JSON schema's object, required members first."""
     required = set(schema.get("required", ()))
     rows = []
     for name, member in sorted(schema.get("properties", {}).items(), key=lambda item: item[0] not in required):
@@ -197,7 +197,7 @@ def _fields(schema: dict[str, Any]) -> str:
 
 
 def _type(member: dict[str, Any]) -> str:
-    """Return a short name of a schema's type, with its range."""
+    """Return the type of a JSON schema as short HTML text, with its range."""
     if "anyOf" in member:
         kinds = [_type(option) for option in member["anyOf"] if option.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))

@@ -1,4 +1,4 @@
-"""Turns prompts in all their forms into token ids, and checks their lengths."""
+"""Turns the prompts of requests (text, or token ids) into token ids, and checks their lengths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. ``text`` is None if the client sent token ids."""
+    """A prompt as token ids. ``text`` is None if the client sent token ids."""
 
     token_ids: Sequence[int]
     text: str | None = None
@@ -73,8 +73,8 @@ async def encode_text(
 ) -> list[int]:
     """Return the token ids of a text. A text that cannot fit the context is refused before it is tokenized.
 
-    A long text is tokenized in another thread, so that it does not delay other requests. If ``inline`` is False, every
-    text is.
+    A long text is tokenized in another thread, so that it does not delay other requests. With ``inline=False``, another
+    thread tokenizes texts of any length. Errors name the field ``param``.
     """
     tokenizer = state.engine.tokenizer
     maximum = max_chars(state)
@@ -94,7 +94,7 @@ async def encode_text(
 
 
 def max_chars(state: ServerState) -> int:
-    """Return the number of characters above which no text can fit the context."""
+    """Return the maximum number of characters of a text that may fit the context: every token has a maximum length."""
     return state.settings.max_context * state.engine.tokenizer.max_piece_chars
 
 
@@ -126,9 +126,10 @@ def check_prompt(num_tokens: int, settings: ServerSettings, param: str) -> None:
 
 
 def max_output_tokens(num_tokens: int, max_tokens: int | None, settings: ServerSettings, param: str) -> int:
-    """Return the maximum output of a prompt with ``num_tokens`` tokens: ``max_tokens``, or the rest of the context.
+    """Return the maximum number of output tokens after a prompt with ``num_tokens`` tokens.
 
-    Raises ContextLengthError if ``max_tokens`` does not fit.
+    It is ``max_tokens``, or the rest of the context if ``max_tokens`` is None. Raises ContextLengthError, which names
+    the field ``param``, if prompt and output do not fit the context.
     """
     available = settings.max_context - num_tokens
     if max_tokens is None:

@@ -1,4 +1,4 @@
-"""Types and fields of request bodies that several endpoints share, with their ranges."""
+"""Fields that the request bodies of several endpoints share (sampling, stop strings, messages), with their ranges."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_STOP_STRINGS, _MAX_STOP_CHARS = PARAMETERS["stop"].max_items or 0, PARAMETE
 
 
 def _stop_strings(value: object) -> object:
-    """Return one string, or a list of them, as a tuple."""
+    """Return the field ``stop``, a string or a list of strings, as a tuple. Number and lengths are limited."""
     if value is None:
         return ()
     strings = [value] if isinstance(value, str) else value
@@ -43,7 +43,7 @@ def _stop_strings(value: object) -> object:
 
 
 def _parameter(name: str) -> Any:
-    """Return the pydantic field of a sampling parameter, with the range of the table."""
+    """Return the pydantic field of a sampling parameter, with meaning and range from ``sampling_params.py``."""
     parameter = PARAMETERS[name]
     return Field(ge=parameter.low, gt=parameter.above, le=parameter.high, description=parameter.meaning)
 
@@ -76,7 +76,7 @@ IGNORED = frozenset(
         "prompt_cache_options",
     }
 )
-"""Fields of OpenAI's API that have no effect here."""
+"""Fields of OpenAI's API that are accepted and have no effect."""
 
 
 class StreamOptions(StrictModel):
@@ -88,7 +88,7 @@ class StreamOptions(StrictModel):
 
 
 class SamplingFields(SchedulingFields, StrictModel):
-    """OpenAI's sampling parameters, and this server's additions, which have vLLM's names."""
+    """Fields of both OpenAI endpoints: OpenAI's sampling parameters, and further ones with vLLM's names."""
 
     model: Name = Field(default=None, description="Name of the served model; may be left out.")
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="Number of choices for each prompt.")
@@ -128,7 +128,7 @@ class SamplingFields(SchedulingFields, StrictModel):
 
 
 class DialectSampling(LaxModel):
-    """Sampling parameters of the published dialects."""
+    """Sampling parameters of ``/generate`` and ``/chat``, in the published server's format."""
 
     do_sample: bool | None = Field(
         default=None,
@@ -147,7 +147,7 @@ class DialectSampling(LaxModel):
 
 
 def _join_content(value: object) -> object:
-    """Return text, or a list of text parts, as text."""
+    """Return a message's ``content`` as text. Clients send text, or a list of parts of type ``text``."""
     if not isinstance(value, list):
         return value
     texts = []
@@ -187,7 +187,7 @@ Content = Annotated[
 class Message(StrictModel):
     """One message of a conversation."""
 
-    # Clients send an earlier response back with all its fields.
+    # Clients send earlier responses back as messages, with all members of a response.
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "refusal": (None,),
         "audio": (None,),
@@ -201,7 +201,7 @@ class Message(StrictModel):
     name: str | None = Field(default=None, max_length=MAX_NAME_CHARS)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message in the form that chat templates take."""
+        """Return the message as a dict, which is the input of chat templates."""
         message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
         if self.name is not None:
             message["name"] = self.name

@@ -1,4 +1,4 @@
-"""``GET /requests/{id}``: where a request's time went, while it is served and for some time after its end."""
+"""``GET /requests/{id}``: returns where a request's time went, while it is served and for some time after its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class UnknownRequestError(RequestError):
 
 
 def receipt_json(request_id: str, receipts: Sequence[RequestReceipt]) -> dict[str, Any]:
-    """Return the receipt of an HTTP request. With ``n`` or several prompts, it has several sequences."""
+    """Return the receipt of an HTTP request. With several prompts or ``n > 1``, it has several sequences."""
     return {"id": request_id, "sequences": [receipt.to_json() for receipt in receipts]}
 
 
@@ -44,7 +44,7 @@ async def _get_request(state: ServerState, request: Request) -> Response:
 
 
 def _receipts(state: ServerState, request_id: str) -> list[RequestReceipt]:
-    """Return the receipt of the sequence with this id, or of all sequences of the HTTP request with this id."""
+    """Return the receipts of the HTTP request with this id, one for each sequence. The id may also name a sequence."""
     one = state.engine.receipt(request_id)
     if one is not None:
         return [one]

@@ -1,4 +1,4 @@
-"""The table of all endpoints. The router and the API docs are made from it.
+"""The table of all HTTP endpoints. ``app.py`` routes requests with it, and ``pages.py`` makes the API's documentation.
 
 To add an endpoint, write a module with an ``ENDPOINTS`` tuple and add one line here.
 """

@@ -1,4 +1,4 @@
-"""Runs the application on a listening socket until a stop event is set."""
+"""Runs the HTTP application on a listening socket, with uvicorn, until a stop event is set."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from llm_serving.server.limits import KEEP_ALIVE_S
 __all__ = ["serve"]
 
 GRACE_S = 3.0
-"""Time that active requests have to complete when the server stops."""
+"""Seconds that active requests have to complete when the server stops."""
 CLOSE_S = 1.0
-"""Further time for their last bytes to reach the client. Then connections are closed."""
+"""Seconds after ``GRACE_S`` in which clients can read the last bytes. Then connections are closed."""
 TICK_S = 1.0
-"""Interval at which the ``Date`` header is updated."""
+"""Seconds between updates of the response header ``Date``."""
 
 
 async def serve(app: ServerApp, sock: socket.socket, stop: asyncio.Event, *, grace_s: float = GRACE_S) -> None:
@@ -42,7 +42,7 @@ async def serve(app: ServerApp, sock: socket.socket, stop: asyncio.Event, *, gra
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=int(KEEP_ALIVE_S),
-        timeout_graceful_shutdown=math.ceil(grace_s + CLOSE_S + 0.5),  # for connections that even this does not end
+        timeout_graceful_shutdown=math.ceil(grace_s + CLOSE_S + 0.5),  # if ``_cut_off`` did not end a connection
     )
     await _Server(config, app, stop, grace_s).serve(sockets=[sock])
 

@@ -1,4 +1,4 @@
-"""Turns the fields of a request into the sequences to generate: sampling parameters, seeds and choices."""
+"""Turns the fields of a request into choices: the sequences to generate, with sampling parameters and seeds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this value is greedy. Logits divided by it would overflow or leave only the best token."""
+"""A temperature below this value means greedy sampling, because logits divided by it could overflow."""
 
 _NAMES = tuple(each.name for each in SAMPLER_PARAMETERS if each.name != "seed")
 _MASK = 2**64 - 1
@@ -33,18 +33,18 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sequence of an HTTP request, which is a request of the engine. ``index`` is its place in the response."""
+    """One sequence of an HTTP request. ``request_id`` is its id in the engine, ``index`` its place in the response."""
 
     index: int
     request_id: str
     prompt: Prompt
     sampling: SamplingParams
     group: str = ""
-    """Name of the group of choices of one prompt, if there are several. They share the prompt's blocks."""
+    """Equal for all choices of one prompt, which share the prompt's blocks. Empty if the prompt has one choice."""
 
 
 def base_sampling(fields: SamplingFields) -> SamplingParams:
-    """Return the sampling parameters of OpenAI's API, without ``max_tokens``, seed and log-probabilities."""
+    """Return the sampling parameters of an OpenAI request. ``max_tokens``, seed and log-probabilities are set later."""
     return SamplingParams(
         **_sampler_values(fields),
         stop=fields.stop,
@@ -56,10 +56,10 @@ def base_sampling(fields: SamplingFields) -> SamplingParams:
 
 
 def dialect_sampling(fields: DialectSampling, top_logits: int = 0, *, logprobs: bool = False) -> SamplingParams:
-    """Return the sampling parameters of the published dialects, without ``max_tokens`` and seed.
+    """Return the sampling parameters of ``/generate`` and ``/chat``. ``max_tokens`` and the seed are set later.
 
-    A request is greedy unless it asks for sampling or gives a parameter of it. ``return_logits`` raises ``top_logits``
-    to the maximum.
+    A request is greedy unless it has ``do_sample``, ``temperature``, ``top_k`` or ``top_p``. With ``return_logits``,
+    the maximum number of best tokens is returned instead of ``top_logits``.
     """
     given = (fields.temperature, fields.top_k, fields.top_p)
     sample = any(value is not None for value in given) if fields.do_sample is None else fields.do_sample
@@ -75,7 +75,7 @@ def dialect_sampling(fields: DialectSampling, top_logits: int = 0, *, logprobs: 
 
 
 def _sampler_values(fields: SamplingFields | DialectSampling) -> dict[str, Any]:
-    """Return the sampler's parameters that the client has set, except the seed, which ``make_choices`` sets."""
+    """Return the sampling parameters that the client has set, without the seed, which ``make_choices`` sets."""
     values = {name: value for name in _NAMES if (value := getattr(fields, name, None)) is not None}
     if "temperature" in values and values["temperature"] < GREEDY_BELOW:
         values["temperature"] = 0.0
@@ -100,8 +100,8 @@ def make_choices(
 ) -> list[Choice]:
     """Make ``n`` choices for each prompt. ``sampling`` has the parameters and ``max_tokens`` of each prompt.
 
-    The seed of a choice depends on the request's seed and the number of the choice among the ``n``. It does not depend
-    on the other prompts.
+    The seed of a choice follows from the request's seed and the choice's number for its prompt. Other prompts of the
+    request do not change it.
     """
     choices: list[Choice] = []
     for prompt, (params, max_tokens) in zip(prompts, sampling, strict=True):
@@ -118,7 +118,8 @@ def make_choices(
 def choice_seed(seed: int, index: int) -> int:
     """Return the seed of choice ``index`` of a prompt. The first choice uses the request's own seed.
 
-    The others use SplitMix64 (Steele, Lea and Flood 2014), so that neighbouring seeds share no choice.
+    Further seeds come from SplitMix64 (Steele, Lea and Flood 2014). So requests with neighbouring seeds never use the
+    same seed.
     """
     if index == 0:
         return seed & _MASK

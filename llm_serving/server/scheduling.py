@@ -1,4 +1,4 @@
-"""Scheduling parameters of a request: its urgency and its tenant, from fields of the body and from headers."""
+"""Reads a request's urgency (priority, objectives, deadline) and its tenant from body fields and headers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Milliseconds = Annotated[float | None, Field(gt=0, le=MAX_MILLISECONDS)]
 
 
 class SchedulingFields(RequestModel):
-    """Body fields about a request's urgency and its receipt. They do not change the generated text."""
+    """Body fields of all generating endpoints about urgency, prefix cache and receipt. They do not change the text."""
 
     priority: Priority = None
     ttft_objective_ms: Milliseconds = Field(
@@ -45,7 +45,7 @@ class SchedulingFields(RequestModel):
 
 
 class SchedulingHeaders(LaxModel):
-    """Headers with the same meaning, for clients whose library does not let them change the body."""
+    """Headers with the meaning of body fields, for clients whose library cannot add fields to the body."""
 
     priority: Priority = Field(default=None, alias="X-Priority")
     ttft_objective_ms: Milliseconds = Field(default=None, alias="X-TTFT-Objective-Ms")
@@ -54,7 +54,7 @@ class SchedulingHeaders(LaxModel):
 
 
 SCHEDULING_HEADERS = {name: str(field.alias) for name, field in SchedulingHeaders.model_fields.items()}
-"""Maps each of these body fields to the header with the same meaning."""
+"""Maps a body field about urgency to the header with the same meaning."""
 
 
 def scheduling_of(fields: SchedulingFields, headers: Headers, settings: ServerSettings) -> SchedulingParams:
@@ -89,7 +89,7 @@ def tenant_of(headers: Headers) -> str:
 
 
 def _api_key(headers: Headers) -> bytes:
-    """Return the key after ``Bearer``, or nothing."""
+    """Return the API key after ``Bearer`` in the header ``Authorization``. Empty if there is none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip().encode() if scheme.lower() == "bearer" else b""
 
@@ -99,7 +99,7 @@ def _tenant(key: bytes) -> str:
 
 
 def _cache_salt(salt: str | None, key: bytes) -> bytes:
-    """Combine the client's salt and the tenant's key into one salt. A client needs both to compute it."""
+    """Return a hash of the client's salt and the tenant's API key. Requests with other hashes share no blocks."""
     if not salt and not key:
         return b""
     tenant = blake2b(key, digest_size=32, person=b"llm-cache-key").digest() if key else b""

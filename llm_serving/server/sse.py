@@ -1,4 +1,4 @@
-"""Server-sent events. Each piece of the engine is written to the connection directly, in one write."""
+"""Streamed responses as server-sent events. Each piece of text is written directly to the client's socket."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ _HEADERS: tuple[Header, ...] = (
 
 
 class EventFormat(Protocol):
-    """The event format of an API. Each event has the form ``data: ...\\n\\n``. An object serves one stream."""
+    """Formats the pieces of one stream as an API's events. Each event has the form ``data: ...\\n\\n``."""
 
     def events(self, choice: Choice, piece: RequestOutput, /) -> bytes:
-        """Return the events of a piece. The result is empty if the piece has nothing for the client."""
+        """Return the events of a piece of choice ``choice``. Empty if the piece has nothing for the client."""
 
     def last(self) -> bytes:
         """Return the events after the last piece of the last choice."""
 
     def error(self, reply: ErrorReply, /) -> bytes:
-        """Return the event of an error after the stream has begun."""
+        """Return the event of an error that happened after the stream began."""
 
 
 class EventStream:
-    """A response that writes the pieces of ``generation`` as they arrive. It is a ``PieceSink`` and a ``ChannelUser``.
+    """A streamed response. The engine calls it with each piece of text, and it writes the piece to the socket.
 
-    Nothing is sent before the first event, so a request that the engine refuses still gets its own status. Later errors
-    become an event. ``status_code`` has the status that was sent. While the socket accepts no data, pieces are merged,
-    so a client that does not read costs one piece for each choice.
+    Nothing is sent before the first event, so an early error still gets its own HTTP status. A later error becomes an
+    event. While a client does not read, the pieces of each choice are merged, so memory stays bounded.
     """
 
     def __init__(self, generation: Generation, events: EventFormat) -> None:
@@ -79,12 +78,12 @@ class EventStream:
                 self.status_code = reply.status
                 await reply.response()(scope, receive, send)
         else:
-            generation.close()  # with the time of the last byte; after an error, the caller gives the time
+            generation.close()  # at the time of the last byte; after an error, ``app.py`` closes the generation
         finally:
             channel.detach()
-            self._over = None  # an error in it refers to this frame, and the cycle would wait for the garbage collector
+            self._over = None  # breaks a reference cycle: an error in the future refers to this frame
 
-    # Called by the engine
+    # Methods of ``PieceSink``, which the engine calls
 
     def push(self, index: int, piece: RequestOutput) -> None:
         """Write a piece of choice ``index``, or keep it while the socket accepts no data."""
@@ -100,7 +99,7 @@ class EventStream:
         else:
             try:
                 self._write(index, piece)
-            except Exception as error:  # a failing format ends only this response
+            except Exception as error:  # an error while formatting ends only this response
                 self._end(error)
 
     def fail(self, error: Exception) -> None:
@@ -108,10 +107,10 @@ class EventStream:
         self._generation.note_refusal(error)
         self._end(error)
 
-    # Called by the channel
+    # Methods of ``ChannelUser``, which the connection calls
 
     def drained(self) -> None:
-        """Write the pieces that were kept, because the socket has accepted all data. It was delivered now."""
+        """Note the delivery of the written pieces, and write the kept pieces, because the socket accepts data again."""
         now = time.monotonic()
         for index in self._unsent:
             self._generation.delivered(index, now)
@@ -150,7 +149,7 @@ class EventStream:
             if is_last:
                 data += self._format.last()
         if data:
-            now = time.monotonic()  # before the write, which may wake the client before this thread continues
+            now = time.monotonic()  # before the write: the client may read before this thread continues
             if self._started:
                 channel.write(data, is_last=is_last)
             else:
@@ -164,13 +163,13 @@ class EventStream:
             self._check_over()
 
     def _held_back(self) -> bytes:
-        """Return the events of the pieces that wait for the socket."""
+        """Return the events of the pieces that were kept because the socket accepted no data."""
         choices = self._generation.choices
         return b"".join(
             self._format.events(choices[index], merge_outputs(pieces)) for index, pieces in self._backlog.items()
         )
 
     def _check_over(self) -> None:
-        """End the response if all bytes have been accepted by the socket."""
+        """End the response if the socket has accepted the last piece of every choice."""
         if self._num_open == 0 and not self._unsent and self._over is not None and not self._over.done():
             self._over.set_result(None)

@@ -30,7 +30,7 @@ _NOT_READY = {
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """The part of the config that the HTTP edge needs.
+    """The settings that the HTTP handlers need.
 
     ``max_context`` is the maximum length of a sequence, prompt and output together.
     """
@@ -41,13 +41,13 @@ class ServerSettings:
     max_body_bytes: int = 8 * 1024 * 1024
     log_prompts: bool = False
     loopback: bool = True
-    """The server listens on a loopback address. It then refuses requests with other host names in ``Host``."""
+    """True if only this machine can connect. Requests whose header ``Host`` has a foreign name are then refused."""
     cache_salt: str = "none"
-    """With ``tenant``, requests with different API keys share nothing in the prefix cache."""
+    """``tenant``: requests with different API keys share nothing in the prefix cache. ``none``: they may."""
     hosts: frozenset[str] = frozenset()
-    """Further host names of this server."""
+    """Names of this server that are allowed in the header ``Host``, in addition to ``localhost``."""
     info: dict[str, object] = field(default_factory=dict)
-    """Facts about the model for ``/server_info``."""
+    """Facts about the model that ``/server_info`` shows."""
 
     @classmethod
     def from_config(cls, config: Config) -> ServerSettings:
@@ -76,7 +76,7 @@ class ServerSettings:
 
 @dataclass(slots=True)
 class ServerState:
-    """The state of one server, which every handler receives."""
+    """The objects and settings of one server. Every handler receives this object."""
 
     engine: AsyncEngine
     log: EventLog
@@ -94,7 +94,7 @@ class ServerState:
             try:
                 raise full
             finally:
-                del full  # its traceback refers to this frame, and the cycle would wait for the garbage collector
+                del full  # breaks a reference cycle: its traceback refers to this frame
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFoundError unless ``name`` is the name of the served model or None."""
@@ -126,7 +126,7 @@ Handler = Callable[[ServerState, Request], Awaitable[AnyResponse]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One method of one path. ``example`` is a JSON body for the docs."""
+    """An HTTP endpoint: one method of one path. ``example`` is a JSON body for ``/docs``."""
 
     method: str
     path: str

@@ -1,4 +1,4 @@
-"""Base classes of the request models, and the errors for fields that do not match them."""
+"""Base classes of the request bodies (pydantic models), and the error for a field with a wrong value."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SHORT_CHARS = 80
 
 
 class RequestModel(BaseModel):
-    """Base of every request body.
+    """Base class of every request body.
 
-    ``unsupported``: features that this server does not have. It maps each field to the values that do not ask for the
-    feature. ``ignored``: fields that clients send and that have no effect here.
+    ``unsupported`` maps each field of a missing feature to the values that are allowed because they do not use the
+    feature. ``ignored`` names the fields that are accepted and have no effect.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
@@ -38,19 +38,19 @@ class RequestModel(BaseModel):
 
 
 class StrictModel(RequestModel):
-    """A model that accepts only the JSON types: no number in a string, no 1 for true."""
+    """A request body whose fields must have the right JSON type: no number in a string, no 1 for true."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
 class LaxModel(RequestModel):
-    """A model of the published dialects. Their clients write ``"True"`` and ``"0.7"``."""
+    """A request body of ``/generate`` or ``/chat``. Their clients may write ``"True"`` and ``"0.7"`` as text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 def short(value: object) -> str:
-    """Return a value as JSON, shortened for a message."""
+    """Return a value as JSON, shortened for an error message."""
     try:
         return clip(orjson.dumps(value).decode())
     except (orjson.JSONEncodeError, TypeError):
@@ -58,12 +58,12 @@ def short(value: object) -> str:
 
 
 def clip(text: str) -> str:
-    """Return a client's text, shortened for a message."""
+    """Return a client's text, shortened for an error message."""
     return text if len(text) <= SHORT_CHARS else f"{text[:SHORT_CHARS]}..."
 
 
 def request_error(error: ValidationError) -> RequestError:
-    """Return the error for the client: the first wrong field, its value and the allowed values."""
+    """Return an error for the client about the first wrong field, with its value and the allowed values."""
     first = error.errors(include_url=False)[0]
     param = _path(first["loc"])
     kind = first["type"]
@@ -86,7 +86,7 @@ def request_error(error: ValidationError) -> RequestError:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """Return a location as text: ``('messages', 0, 'role')`` is ``messages[0].role``."""
+    """Return the location of a field as text: ``('messages', 0, 'role')`` becomes ``messages[0].role``."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
