@@ -18,8 +18,6 @@ from llm_serving.errors import ConfigError
 from llm_serving.formats.strict_yaml import parse_yaml, read_yaml_mapping
 from llm_serving.formats.typed_fields import short_repr
 
-__all__ = ["load_config", "parse_override"]
-
 MAX_OVERRIDE_CHARACTERS = 8192
 
 

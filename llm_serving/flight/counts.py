@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from llm_serving.scheduler.scheduler import Scheduler
 
-__all__ = ["STATE_NAMES", "Counts", "state_of"]
-
 STATE_NAMES = ("running", "waiting", "free blocks", "preemptions", "steps in flight", "swapped", "swaps")
 
 Counts = tuple[int, int, int, int, int, int, int]

@@ -17,8 +17,6 @@ from llm_serving.flight.counts import Counts
 from llm_serving.flight.steps import Growth
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 
-__all__ = ["DUE", "LOGGED", "REFUSED", "DecodeLog", "DecodeRun"]
-
 REFUSED, LOGGED, DUE = range(3)
 """Return values of ``DecodeLog.end``. DUE means LOGGED, and that the caller should call ``take`` now."""
 

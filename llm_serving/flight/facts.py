@@ -17,17 +17,6 @@ from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 from llm_serving.telemetry.receipt import Receipt, microseconds
 
-__all__ = [
-    "ending_indices",
-    "ending_tokens",
-    "is_gone",
-    "is_whole",
-    "make_request",
-    "make_result",
-    "request_facts",
-    "without_texts",
-]
-
 _SCALARS = (bool, int, float, str, bytes)
 
 

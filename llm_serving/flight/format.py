@@ -23,19 +23,6 @@ import msgspec
 
 from llm_serving.errors import LLMServingError
 
-__all__ = [
-    "FORMAT_VERSION",
-    "MAGIC",
-    "FlightRecordingError",
-    "FrameReader",
-    "SegmentHeader",
-    "Tag",
-    "encode_frame",
-    "replica_folder",
-    "replica_folders",
-    "segment_name",
-]
-
 MAGIC = b"LLMFLT01"
 FORMAT_VERSION = 4
 READ_VERSIONS = range(1, FORMAT_VERSION + 1)

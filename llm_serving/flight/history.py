@@ -23,8 +23,6 @@ from llm_serving.flight.reader import (
 from llm_serving.flight.steps import RecordedStep
 from llm_serving.scheduler.output import StepKind
 
-__all__ = ["Arrival", "StepTiming", "arrivals", "completed_steps", "step_timings"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:

@@ -21,8 +21,6 @@ from llm_serving.request import Request
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
 
-__all__ = ["WRITE_INTERVAL_S", "Journal"]
-
 _TIME, _SCHEDULE, _UPDATE, _DECODING = int(Tag.TIME), int(Tag.SCHEDULE), int(Tag.UPDATE), int(Tag.DECODING)
 """Plain numbers, because the encoder writes a number ten times as fast as a member of an enumeration."""
 WRITE_INTERVAL_S = 0.5

@@ -13,8 +13,6 @@ import secrets
 import struct
 from collections.abc import Callable, Iterable
 
-__all__ = ["ENDING_TOKEN", "FIRST_PSEUDONYM", "PLAIN_TOKEN", "PSEUDONYM_MASK", "Pseudonyms", "TokenChain"]
-
 PLAIN_TOKEN = 0
 """Replaces a sampled token if the recording has no pseudonyms."""
 ENDING_TOKEN = 1

@@ -20,23 +20,6 @@ from llm_serving.flight.format import SUFFIX, FlightRecordingError, FrameReader,
 from llm_serving.flight.pseudonyms import PLAIN_TOKEN
 from llm_serving.flight.steps import RecordedStep, StepReader
 
-__all__ = [
-    "Added",
-    "AgentLost",
-    "Completed",
-    "Event",
-    "FailedAll",
-    "Finished",
-    "Raised",
-    "Released",
-    "Scheduled",
-    "Segment",
-    "Stretch",
-    "TookEnded",
-    "VoidSteps",
-    "read_recording",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Added:

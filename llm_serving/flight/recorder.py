@@ -24,8 +24,6 @@ from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
 
-__all__ = ["UNRECORDED_METHODS", "FlightRecorder", "as_scheduler"]
-
 UNRECORDED_METHODS = frozenset(
     (
         *("capacity", "check_integrity", "counts", "known_prefix", "next_wakeup", "queue_full", "restore"),

@@ -11,8 +11,6 @@ from llm_serving.flight.pseudonyms import FIRST_PSEUDONYM, PLAIN_TOKEN, PSEUDONY
 from llm_serving.request import Request
 from llm_serving.scheduler.output import RequestUpdate
 
-__all__ = ["KnownRequests", "TokenNames"]
-
 _PACK = struct.Struct("<i").pack
 _UNPACK = struct.Struct("<I").unpack
 

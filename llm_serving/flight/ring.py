@@ -8,8 +8,6 @@ from pathlib import Path
 
 from llm_serving.flight.format import MAGIC, SUFFIX, encode_frame, segment_name
 
-__all__ = ["SEGMENTS_PER_RING", "SegmentRing"]
-
 SEGMENTS_PER_RING = 8
 """A full ring loses this fraction of its content at a time."""
 

@@ -12,8 +12,6 @@ from llm_serving.flight.ring import SegmentRing
 from llm_serving.flight.state import RecordingCodec
 from llm_serving.scheduler.scheduler import Scheduler
 
-__all__ = ["PAUSE_S", "SegmentWriter"]
-
 PAUSE_S = 60.0
 """Seconds between a failed write and the next attempt."""
 _FRAME_BYTES = 4096

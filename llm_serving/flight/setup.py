@@ -24,8 +24,6 @@ from llm_serving.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from llm_serving.config import Config
 
-__all__ = ["code_digest", "compares_tokens", "limits_from_map", "limits_to_map", "record", "recorder_of"]
-
 _MEBIBYTE = 1024 * 1024
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RECORDED_CODE = ("scheduler/**/*.py", "kvcache/*.py", "request.py", "telemetry/receipt.py")

@@ -23,8 +23,6 @@ from llm_serving.kvcache.prefix_index import PrefixIndex
 from llm_serving.request import Request, RequestStatus
 from llm_serving.scheduler.scheduler import Scheduler
 
-__all__ = ["RecordingCodec", "ReplayCodec", "first_difference", "restore_state"]
-
 
 class ReplayCodec:
     """The ``RequestCodec`` of a replay, in which all tokens are pseudonyms already.

@@ -11,8 +11,6 @@ from llm_serving.flight.steps import KIND_CODES, Growth
 from llm_serving.request import Request
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
 
-__all__ = ["StepWriter"]
-
 
 @dataclass(slots=True)
 class _Last:

@@ -22,8 +22,6 @@ from typing import Any
 from llm_serving.ipc.shm import MoveKind
 from llm_serving.scheduler.output import BlockMove, StepKind
 
-__all__ = ["KIND_CODES", "Growth", "RecordedStep", "StepReader"]
-
 _KINDS = list(StepKind)
 KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
 """Number of each kind of step in records."""

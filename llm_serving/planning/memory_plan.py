@@ -44,25 +44,9 @@ from llm_serving.planning.rank_memory import (
     MemoryItem,
     device_items,
     format_bytes,
-    format_count,
     host_block_items,
     rank_kv_bytes_per_token,
 )
-
-__all__ = [
-    "GIB",
-    "HOST_BLOCKS",
-    "KV_CACHE",
-    "MIB",
-    "WEIGHTS",
-    "MemoryItem",
-    "MemoryPlan",
-    "estimate_memory",
-    "estimate_rank_memory",
-    "format_bytes",
-    "format_count",
-    "plan_memory",
-]
 
 GIB = 1024**3
 MIB = 1024**2

@@ -24,8 +24,6 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["BALANCE_FACTOR", "Candidate", "Placed", "Routing", "choose"]
-
 BALANCE_FACTOR = 1.5
 """A load of at most this factor times the least load is in balance."""
 

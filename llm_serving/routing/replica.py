@@ -9,8 +9,6 @@ from llm_serving.scheduler.limits import BatchingStrategy, Policy, SchedulerLimi
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.scheduler.sequence import Sequence
 
-__all__ = ["Entry", "RoutedReplica", "Survey"]
-
 
 class Entry:
     """A request that the router has accepted and that has not ended."""

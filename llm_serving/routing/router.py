@@ -32,8 +32,6 @@ from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.scheduler.slo_order import make_order
 from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason
 
-__all__ = ["BALANCE_DIVISOR", "MAX_GROUPS", "Router"]
-
 BALANCE_DIVISOR = 8
 """For the sake of a cached prefix, loads of replicas may differ by the tokens of a KV cache divided by this number."""
 

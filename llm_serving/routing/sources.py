@@ -15,8 +15,6 @@ from llm_serving.routing.router import Router
 from llm_serving.scheduler.figures import Figures
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 
-__all__ = ["ReplicaSource", "RequestFront", "StepSource", "replica_sources"]
-
 
 class RequestFront(Protocol):
     """Accepts requests and ends them at the client's or the engine's wish. ``Scheduler`` documents the methods."""

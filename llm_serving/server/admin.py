@@ -20,8 +20,6 @@ from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.server.validation import StrictModel
 from llm_serving.telemetry.metrics import CONTENT_TYPE
 
-__all__ = ["ENDPOINTS"]
-
 RECENT_STEP_S = 5.0
 """If a step completed in the last seconds, the agents work, and ``/health/ready`` does not probe them."""
 PROBE_TIMEOUT_S = 2.0

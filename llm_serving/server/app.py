@@ -23,8 +23,6 @@ from llm_serving.server.validation import clip
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 
-__all__ = ["ServerApp", "create_app"]
-
 
 def create_app(engine: AsyncEngine, log: EventLog, metrics: Metrics, config: Config | ServerSettings) -> ServerApp:
     """Make the ASGI application that serves ``engine``. ``metrics`` reads its gauges from the engine's status."""

@@ -14,8 +14,6 @@ from llm_serving.server.limits import MAX_SEQUENCES
 from llm_serving.server.protocol import SamplingFields
 from llm_serving.server.sampling import GREEDY_BELOW, Choice
 
-__all__ = ["check_beam_fields", "search_answers"]
-
 _SAMPLING: dict[str, tuple[object, ...]] = {
     **{each.name: (None, each.default) for each in SAMPLER_PARAMETERS if each.name not in ("temperature", "seed")},
     "top_k": (None, 0, -1),

@@ -22,8 +22,6 @@ from llm_serving.server.errors import (
 from llm_serving.server.limits import BODY_TIMEOUT_S, MAX_JSON_DEPTH
 from llm_serving.server.validation import RequestModel, clip, request_error
 
-__all__ = ["json_response", "read_request"]
-
 ModelT = TypeVar("ModelT", bound=RequestModel)
 
 DRAIN_TIMEOUT_S = 1.0

@@ -26,8 +26,6 @@ from llm_serving.server.sse import EventStream
 from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.server.validation import LaxModel
 
-__all__ = ["ENDPOINTS", "chat"]
-
 Role = Literal["system", "user", "assistant"]
 
 

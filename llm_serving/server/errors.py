@@ -14,19 +14,6 @@ from starlette.responses import Response
 from llm_serving.errors import AgentError, EngineFailedError, LLMServingError, QueueFullError, RequestError
 from llm_serving.telemetry.log import EventLog
 
-__all__ = [
-    "BodyTimeoutError",
-    "ClientGoneError",
-    "ErrorReply",
-    "ForbiddenError",
-    "InvalidJSONError",
-    "MediaTypeError",
-    "PayloadTooLargeError",
-    "UnavailableError",
-    "error_reply",
-    "note_error",
-]
-
 RETRY_AFTER_S = 1
 INTERNAL_ERROR = "internal_error"
 

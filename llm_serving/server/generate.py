@@ -30,8 +30,6 @@ from llm_serving.server.sse import EventStream
 from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.server.validation import LaxModel
 
-__all__ = ["ENDPOINTS", "generate"]
-
 DEFAULT_MAX_NEW_TOKENS = 300
 
 

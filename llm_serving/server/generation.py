@@ -21,8 +21,6 @@ from llm_serving.server.sampling import Choice
 from llm_serving.server.scheduling import SchedulingFields, scheduling_of
 from llm_serving.server.state import ServerState
 
-__all__ = ["GENERATION", "Answer", "Generation"]
-
 GENERATION = "llm_serving.generation"
 """Key of the ASGI scope whose value is the request's ``Generation``, so that the application closes it at the end."""
 

@@ -17,8 +17,6 @@ from llm_serving.server.errors import ForbiddenError
 from llm_serving.server.state import ServerSettings
 from llm_serving.server.validation import clip
 
-__all__ = ["check_origin"]
-
 
 def check_origin(headers: Headers, settings: ServerSettings) -> None:
     """Raise ForbiddenError (403) for a request that a foreign web page makes a browser send."""

@@ -13,17 +13,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from llm_serving.server.limits import HEADER_TIMEOUT_S, MAX_HEADER_BYTES
 
-__all__ = [
-    "MAX_AGE_S",
-    "RECEIVED_AT",
-    "STREAM_CHANNEL",
-    "BoundedHttpProtocol",
-    "ChannelUser",
-    "Header",
-    "StreamChannel",
-    "age_of",
-]
-
 RECEIVED_AT = "llm_serving.received_at"
 """Key of the ASGI scope for the start of the request on the monotonic clock, from which latencies count.
 

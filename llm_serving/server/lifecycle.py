@@ -11,8 +11,6 @@ from starlette.types import Receive
 
 from llm_serving.server.errors import ClientGoneError, UnavailableError
 
-__all__ = ["ActiveRequests", "run_while_connected"]
-
 T = TypeVar("T")
 
 

@@ -10,8 +10,6 @@ from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.request import TokenLogits
 from llm_serving.server.sampling import Choice
 
-__all__ = ["LOWEST", "CompletionLogprobs", "chat_logprobs", "step_logits", "token_string"]
-
 LOWEST = -9999.0
 """Log-probability of an impossible token, as in OpenAI's API, because JSON has no infinity."""
 

@@ -26,8 +26,6 @@ from llm_serving.server.sampling import Choice, base_sampling, check_choices, ma
 from llm_serving.server.sse import EventStream
 from llm_serving.server.state import Endpoint, ServerState
 
-__all__ = ["ENDPOINTS", "create_chat_completion"]
-
 
 class ChatRequest(SamplingFields):
     """Request body of ``/v1/chat/completions``: a conversation that the assistant continues."""

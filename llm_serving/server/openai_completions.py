@@ -26,8 +26,6 @@ from llm_serving.server.sampling import Choice, base_sampling, check_choices, ma
 from llm_serving.server.sse import EventStream
 from llm_serving.server.state import Endpoint, ServerState
 
-__all__ = ["ENDPOINTS", "create_completion"]
-
 DEFAULT_MAX_TOKENS = 16
 
 

@@ -15,8 +15,6 @@ from llm_serving.server.generation import Answer, Generation
 from llm_serving.server.protocol import SamplingFields
 from llm_serving.server.sampling import Choice
 
-__all__ = ["DONE", "FINISH", "OpenAIStream", "check_stream_options", "stop_reason_json", "usage_of"]
-
 DONE = b"data: [DONE]\n\n"
 
 FINISH = {None: b"null", FinishReason.STOP: b'"stop"', FinishReason.LENGTH: b'"length"'}

@@ -20,8 +20,6 @@ from llm_serving.server.body import json_response
 from llm_serving.server.scheduling import SCHEDULING_HEADERS, SchedulingFields
 from llm_serving.server.state import Endpoint, ServerState
 
-__all__ = ["ENDPOINTS", "content_security_policy", "openapi_document"]
-
 _HEADERS = {
     "Cache-Control": "no-cache",
     "Referrer-Policy": "no-referrer",

@@ -12,17 +12,6 @@ from llm_serving.server.limits import INLINE_TOKENIZE_CHARS, MAX_PROMPTS
 from llm_serving.server.state import ServerSettings, ServerState
 from llm_serving.server.validation import short
 
-__all__ = [
-    "Prompt",
-    "check_prompt",
-    "check_vocabulary",
-    "encode_text",
-    "max_chars",
-    "max_output_tokens",
-    "parse_prompts",
-    "resolve_prompts",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

@@ -19,9 +19,6 @@ from llm_serving.server.limits import (
 from llm_serving.server.scheduling import SchedulingFields
 from llm_serving.server.validation import LaxModel, StrictModel, short
 
-__all__ = ["IGNORED", "DialectSampling", "MaxTokens", "Message", "Messages", "Name", "SamplingFields", "StreamOptions"]
-
-
 _MAX_STOP_STRINGS, _MAX_STOP_CHARS = PARAMETERS["stop"].max_items or 0, PARAMETERS["stop"].max_chars or 0
 
 

@@ -16,8 +16,6 @@ from llm_serving.server.scheduling import tenant_of
 from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.server.validation import short
 
-__all__ = ["ENDPOINTS", "UnknownRequestError", "receipt_json"]
-
 
 class UnknownRequestError(RequestError):
     """The request is unknown, or it belongs to another tenant."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from llm_serving.server import admin, chat, generate, openai_chat, openai_completions, pages, receipts
 
-__all__ = ["ENDPOINTS"]
-
 ENDPOINTS = (
     *openai_completions.ENDPOINTS,
     *openai_chat.ENDPOINTS,

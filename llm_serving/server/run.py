@@ -14,8 +14,6 @@ from llm_serving.server.app import ServerApp
 from llm_serving.server.http_protocol import BoundedHttpProtocol
 from llm_serving.server.limits import KEEP_ALIVE_S
 
-__all__ = ["serve"]
-
 GRACE_S = 3.0
 """Seconds that active requests have to complete when the server stops."""
 CLOSE_S = 1.0

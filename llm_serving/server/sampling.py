@@ -13,16 +13,6 @@ from llm_serving.server.limits import MAX_SEQUENCES
 from llm_serving.server.prompts import Prompt
 from llm_serving.server.protocol import DialectSampling, SamplingFields
 
-__all__ = [
-    "GREEDY_BELOW",
-    "Choice",
-    "base_sampling",
-    "check_choices",
-    "choice_seed",
-    "dialect_sampling",
-    "make_choices",
-]
-
 GREEDY_BELOW = 1e-5
 """A temperature below this value means greedy sampling, because logits divided by it could overflow."""
 

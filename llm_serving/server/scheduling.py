@@ -13,8 +13,6 @@ from llm_serving.server.limits import MAX_MILLISECONDS, MAX_NAME_CHARS, MAX_PRIO
 from llm_serving.server.state import ServerSettings
 from llm_serving.server.validation import LaxModel, RequestModel, request_error
 
-__all__ = ["SCHEDULING_HEADERS", "SchedulingFields", "scheduling_of", "tenant_of"]
-
 Priority = Annotated[
     int | None,
     Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Of equally urgent requests, the smaller number goes first."),

@@ -15,8 +15,6 @@ from llm_serving.server.generation import Generation
 from llm_serving.server.http_protocol import STREAM_CHANNEL, Header, StreamChannel
 from llm_serving.server.sampling import Choice
 
-__all__ = ["EventFormat", "EventStream"]
-
 _HEADERS: tuple[Header, ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

@@ -19,8 +19,6 @@ from llm_serving.server.validation import RequestModel, short
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 
-__all__ = ["AnyResponse", "Endpoint", "Handler", "ServerSettings", "ServerState"]
-
 _NOT_READY = {
     "starting": "The model is still being loaded; try again in a few seconds.",
     "recovering": "The server is recovering from the loss of an agent; try again in a few seconds.",

@@ -11,8 +11,6 @@ from pydantic_core import PydanticCustomError
 
 from llm_serving.errors import RequestError
 
-__all__ = ["LaxModel", "RequestModel", "StrictModel", "clip", "request_error", "short"]
-
 SHORT_CHARS = 80
 
 

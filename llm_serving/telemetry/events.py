@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["EVENTS", "LogEvent"]
-
 _TERMS = {
     "tenant": "hash of the API key; only if one was sent",
     "priority": "priority; only if it is not 0",

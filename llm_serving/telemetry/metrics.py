@@ -16,8 +16,6 @@ from llm_serving.telemetry.receipt import BlockReason
 from llm_serving.telemetry.status import EngineStatus
 from llm_serving.telemetry.status_metrics import StatusCollector
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-__all__ = ["MAX_BLOCKERS", "BlockReason", "Phase", "Receipt", "WaitingLine", "microseconds"]
-
 MAX_BLOCKERS = 8
 """Maximum number of blocking requests that a receipt names."""
 _TRACKED_BLOCKERS = 4 * MAX_BLOCKERS

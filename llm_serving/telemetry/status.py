@@ -9,8 +9,6 @@ from typing import Any
 
 from llm_serving.scheduler.figures import Figures
 
-__all__ = ["EngineState", "EngineStatus", "ReplicaStatus"]
-
 
 class EngineState(enum.Enum):
     """Whether requests are being served."""

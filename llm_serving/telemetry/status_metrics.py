@@ -10,8 +10,6 @@ from prometheus_client.registry import Collector
 
 from llm_serving.telemetry.status import EngineState, EngineStatus, ReplicaStatus
 
-__all__ = ["StatusCollector"]
-
 AGENT_STATES = ("starting", "ready", "restarting", "stopped")
 _AGENT_LABELS = ["replica", "rank"]
 

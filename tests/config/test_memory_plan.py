@@ -17,11 +17,9 @@ from llm_serving.planning.memory_plan import (
     MemoryPlan,
     estimate_memory,
     estimate_rank_memory,
-    format_bytes,
-    format_count,
     plan_memory,
 )
-from llm_serving.planning.rank_memory import device_items
+from llm_serving.planning.rank_memory import device_items, format_bytes, format_count
 from support.model_folders import write_model_folder
 
 PLENTY = Machine(1000 * GIB, "test machine")

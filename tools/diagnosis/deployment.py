@@ -14,7 +14,7 @@ from llm_serving.errors import LLMServingError
 from llm_serving.ipc.exchange import exchange_bytes
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout
 from llm_serving.listening import bound_socket
-from llm_serving.planning.memory_plan import format_bytes
+from llm_serving.planning.rank_memory import format_bytes
 from tools.diagnosis.finding import Finding, ok, problem, warning
 from tools.diagnosis.host import Host
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from llm_serving.config import Config
 from llm_serving.ipc.segment import SHM_DIRECTORY, SHM_PREFIX
 from llm_serving.planning.machine import Machine, control_group_available
-from llm_serving.planning.memory_plan import MemoryPlan, estimate_memory, format_bytes
+from llm_serving.planning.memory_plan import MemoryPlan, estimate_memory
+from llm_serving.planning.rank_memory import format_bytes
 from tools.diagnosis.finding import Finding, ok, problem, warning
 from tools.diagnosis.host import Host
 

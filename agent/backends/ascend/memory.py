@@ -10,7 +10,8 @@ from agent.backends.ascend.context import device_id
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 from llm_serving.planning.machine import Machine
-from llm_serving.planning.memory_plan import MemoryPlan, estimate_rank_memory, format_bytes
+from llm_serving.planning.memory_plan import MemoryPlan, estimate_rank_memory
+from llm_serving.planning.rank_memory import format_bytes
 
 logger = logging.getLogger("agent.ascend")
 
