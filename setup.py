@@ -1,11 +1,11 @@
-"""Builds the kernels (agent/kernels/libllm_kernels.so) and packs the data folders. The rest is in pyproject.toml.
+"""Builds the C++ kernels (agent/kernels/libllm_kernels.so) and puts configs and models into the package.
 
 An in-place build also makes two files that are never installed: performance/kernels/libllm_kernels_testing.so, which
-holds the same object files and entries for tests and benchmarks, and the program performance/ceilings.
+adds entries for tests and benchmarks to the kernels, and the program performance/ceilings.
 
-The kernels are compiled once per instruction set and chosen at run time, so the library runs on any machine of its
-architecture. An instruction set that the compiler does not know is left out. Object files stay in build/kernels; a file
-is compiled again only if something it depends on has changed (``Compiler``).
+The kernels are compiled once for each instruction set and chosen at run time, so the library runs on any machine of its
+architecture. An instruction set that the compiler does not know is left out. Object files stay in build/kernels. A file
+is compiled again only if one of its inputs has changed.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ COMPILE_FLAGS = [
     # GCC 12 warns about its own intrinsics (GCC bug 105593).
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 ]
-# nodelete: the threads of the library keep running after a dlclose.
+# With nodelete, the library stays in memory after a dlclose, because its threads keep running.
 LINK_FLAGS = ["-shared", "-pthread", "-Wl,-z,nodelete", "-Wl,--no-undefined"]
 
-# Calls of these functions go to performance/kernels/routes.cc, in the testing library alone.
+# Functions (mangled names) whose calls go to performance/kernels/routes.cc in the testing library, and only there.
 TESTING_WRAPS = ("_ZN4llmk12route_tokensERKNS_11RoutingArgsE", "_ZN4llmk12plugin_top_kERKNS_4CallE")
 
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -64,7 +64,7 @@ INSTRUCTION_SETS = {
     "neon_dot": ["-march=armv8.2-a+dotprod"],
     "neon_i8mm": ["-march=armv8.2-a+dotprod+i8mm"],
 }
-"""Maps the name of each file in arch/ to the compiler flags it needs. portable.cc needs none."""
+"""Compiler flags for each file in agent/kernels/arch, by its name. portable.cc needs none."""
 
 
 def mindspore_include() -> Path:
@@ -82,10 +82,9 @@ def mindspore_include() -> Path:
 class Compiler:
     """A C++ compiler that makes a file only if its inputs have changed.
 
-    Next to every output lies a ``.recipe``. It holds the command line and the version of the compiler, and its
-    modification time is the time when the command began. The output is made again if the recipe differs, or if an
-    input is missing or newer than that time. The inputs of an object file are its source and all headers except the
-    system's, as the compiler lists them.
+    Next to every output is a file ``.recipe`` with the command line and the version of the compiler. Its modification
+    time is the time when the command began. The output is made again if the recipe differs, or if an input is missing
+    or newer than that time. The inputs of an object file are its source and the headers that the compiler lists.
     """
 
     def __init__(self, name: str, make_all: bool) -> None:
@@ -97,7 +96,7 @@ class Compiler:
         self._version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
 
     def knows(self, flags: Sequence[str]) -> bool:
-        """Returns whether the compiler accepts the flags. It refuses the flags of other processors."""
+        """Returns True if the compiler accepts the flags. It refuses flags of other processors."""
         with tempfile.TemporaryDirectory() as folder:
             probe = Path(folder) / "probe.cc"
             probe.write_text("int main() { return 0; }\n")
@@ -115,7 +114,7 @@ class Compiler:
         self._make(output, [*flags, *map(str, objects)], objects)
 
     def _make(self, output: Path, arguments: list[str], inputs: Sequence[Path] | None) -> None:
-        """Runs the compiler if ``output`` is not current. ``inputs`` is None if they are not known yet."""
+        """Runs the compiler if ``output`` is out of date. ``inputs`` is None if they are not known yet."""
         command = [self._path, *arguments, "-o", str(output)]
         recipe, text = output.with_name(output.name + ".recipe"), "\n".join([*command, self._version])
         if not self._make_all and inputs is not None and output.is_file() and _is_current(recipe, text, inputs):
@@ -131,7 +130,7 @@ class Compiler:
 
 
 def _is_current(recipe: Path, text: str, inputs: Sequence[Path]) -> bool:
-    """Returns whether the output of ``recipe`` was made by the command ``text`` from the current ``inputs``."""
+    """Returns True if the output of ``recipe`` was made by the command ``text`` from the current ``inputs``."""
     if not recipe.is_file() or recipe.read_text() != text:
         return False
     begun = recipe.stat().st_mtime_ns
@@ -139,7 +138,7 @@ def _is_current(recipe: Path, text: str, inputs: Sequence[Path]) -> bool:
 
 
 def _listed_files(listing: Path) -> list[Path]:
-    """Returns the inputs in a Makefile rule, as GCC and Clang write it: ``object: source header ...``."""
+    """Returns the files after the colon of a Makefile rule, as compilers write it: ``object: source header ...``."""
     _, _, files = listing.read_text().partition(": ")
     names = re.findall(r"(?:\\[ #]|[^\s\\])+", files)
     return [Path(re.sub(r"\\([ #])", r"\1", name).replace("$$", "$")) for name in names]
@@ -186,7 +185,7 @@ class BuildKernels(build_ext):
 
 
 def _put(made: Path, target: Path) -> None:
-    """Copies a file to where it is used. A rename replaces the old file, which a process may have mapped."""
+    """Copies the file ``made`` to ``target``. A rename replaces the old file, because a process may have mapped it."""
     if target.is_file() and filecmp.cmp(made, target, shallow=False):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -196,14 +195,14 @@ def _put(made: Path, target: Path) -> None:
 
 
 def _general_flags(known: dict[str, list[str]]) -> list[str]:
-    """Flags of the files that do not depend on an instruction set."""
+    """Returns the compiler flags of the files that do not depend on an instruction set."""
     include = mindspore_include()
     headers = [f"-I{include / 'mindspore/ops'}", f"-I{include}", f"-I{include / 'mindspore'}"]
     return [*COMPILE_FLAGS, *(f"-DLLMK_HAVE_{name.upper()}" for name in known), *headers]
 
 
 def _product_units(folder: Path, known: dict[str, list[str]], general: list[str]) -> list[Unit]:
-    """The object files of the product library. The largest come first, so that no thread ends long after the others."""
+    """Returns the object files of the kernels. The largest come first, so that no thread ends long after the others."""
     units = []
     for source in sorted((ROOT / SOURCES).rglob("*.cc"), key=lambda path: (path.stem not in known, path)):
         if source.stem in known or source.stem not in INSTRUCTION_SETS:
@@ -213,13 +212,13 @@ def _product_units(folder: Path, known: dict[str, list[str]], general: list[str]
 
 
 def _units_of(sources: Path, folder: Path, general: list[str]) -> list[Unit]:
-    """The object files of the sources directly in a folder."""
+    """Returns the object files of the sources in a folder, without those in its subfolders."""
     files = sorted((ROOT / sources).glob("*.cc"))
     return [Unit(file, general, folder / file.relative_to(ROOT).with_suffix(".o")) for file in files]
 
 
 def _loops_units(folder: Path, known: dict[str, list[str]]) -> list[Unit]:
-    """The loops of the ceilings program, compiled once per instruction set."""
+    """Returns the object files of the loops in performance/ceilings, one for each instruction set."""
     table = f'-DLLMK_TABLE_FILE="{os.path.relpath(CEILINGS_LOOPS, SOURCES / "arch")}"'
     units = []
     for name, flags in {**known, "portable": []}.items():
@@ -230,7 +229,7 @@ def _loops_units(folder: Path, known: dict[str, list[str]]) -> list[Unit]:
 
 
 class BuildPython(build_py):
-    """Copies the configs and the embedded model into the installed package, where ``config/lookup.py`` finds them."""
+    """Copies configs and the embedded model into the installed package, where ``llm_serving`` searches for them."""
 
     def run(self) -> None:
         super().run()

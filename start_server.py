@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Start the server and its agents: ``python start_server.py --config llama_tiny_cpu.yaml``. See ``--help``."""
+"""Starts the server and its agents, for example: ``python start_server.py --config llama_tiny_cpu.yaml``."""
 
 import sys
 

@@ -134,9 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         help="override a key of the config; may be repeated; the value is parsed as YAML",
     )
     parser.add_argument("--check", action="store_true", help="check the config, print the memory plan, start nothing")
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the resolved config, start nothing"
-    )
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config, start nothing")
     parser.add_argument("--version", action="version", version=f"llm-serving {__version__}")
     return parser
 

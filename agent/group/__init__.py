@@ -1,1 +1,1 @@
-"""Connects the agents that share one model: an agent's part of the model, the exchange and the last tokens."""
+"""Connects the agents of a group, which share one model: the part of each agent, and the data that they exchange."""

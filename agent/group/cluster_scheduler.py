@@ -1,4 +1,4 @@
-"""The scheduler process of a MindSpore cluster, through which the agents of a group on Ascends find each other.
+"""The process through which the agents of a group on Ascends find each other (the scheduler of a MindSpore cluster).
 
 The launcher (``llm_serving/executor/hccl_cluster.py``) starts it as ``python -m agent.group.cluster_scheduler``, with
 the environment of the role ``MS_SCHED``. The process uses no device. It ends with the launcher or when it is killed.

@@ -1,8 +1,7 @@
-"""One agent's access to the exchange of its group (``llm_serving.ipc.exchange``): meeting, activations, sampled tokens.
+"""Passes activations and sampled tokens between the agents of a group on CPUs, through shared memory (the exchange).
 
-All agents of a group run the same steps in the same order. Therefore each agent counts the steps itself, and a counter
-in the exchange says how many steps its owner has completed. The kernels compute the sums within a stage
-(``agent/kernels/exchange``).
+All agents of a group run the same steps in the same order, and each agent counts the steps itself. A counter in the
+exchange shows how many steps its owner has completed. ``llm_serving/ipc/exchange.py`` has the layout of the memory.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class Exchange:
-    """Only the device thread of the agent may use it. A process has at most one."""
+    """An agent's access to the exchange of its group. Only the agent's device thread may use it."""
 
     def __init__(self, memory: ExchangeMemory, part: ModelPart, timeout_s: float) -> None:
-        """``timeout_s`` is the longest wait for another agent. After it the group counts as failed."""
+        """``timeout_s`` is the longest wait for another agent. After that time, the group counts as failed."""
         self._memory = memory
         self._layout = layout = memory.layout
         self._part = part
@@ -58,11 +57,11 @@ class Exchange:
 
     @property
     def is_down(self) -> bool:
-        """Whether an agent of the group has ended, or did not arrive before a timeout."""
+        """True if an agent of the group has ended, or made another agent wait longer than the timeout."""
         return self._memory.is_down
 
     def give_up(self) -> None:
-        """Reports to the other agents that this agent ends, so that they stop waiting."""
+        """Marks the group as failed, because this agent ends, so that the other agents stop waiting."""
         self._memory.mark_down()
 
     def send(self, stream: Array) -> None:
@@ -94,16 +93,15 @@ class Exchange:
     def post_tokens(self, rows: Int32Array, token_ids: Int32Array) -> None:
         """Publishes the tokens that the current step sampled for ``rows``.
 
-        The agent that samples calls this once for each step. No agent still needs the tokens that are overwritten. A
-        row's token is read by the row's next step, which this agent completes before it samples for the row again. And
-        the agents of the first stage cannot be behind, because the current step needed their output.
+        The agent that samples calls this once for each step. It may overwrite a row's earlier token, which only the
+        current step reads. The agents of the first stage have read it, because this step needed their output.
         """
         self._tokens[rows] = token_ids
         self._steps_sampled += 1
         collectives.publish(self._base + self._layout.token_line, self._steps_sampled)
 
     def tokens_after(self, step: int) -> Int32Array:
-        """Waits until ``step`` (counted from 0) has sampled. Returns each row's last token, [rows].
+        """Waits until step number ``step`` (from 0) has sampled. Returns the last token of each batch row, [rows].
 
         Raises GroupDownError.
         """
@@ -120,7 +118,7 @@ class Exchange:
 
 
 def all_agree(part: ModelPart | None, vote: bool) -> bool:
-    """Returns whether all agents of the stage voted True. All of them must call this at the same place of a step.
+    """Returns True if all agents of the stage voted True. Each of them must call this at the same place of a step.
 
     Raises GroupDownError.
     """

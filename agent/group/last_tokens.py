@@ -1,4 +1,7 @@
-"""Replaces LAST_TOKEN in a step's input if several agents share a model and only one of them samples."""
+"""Finds the input tokens of a step that was sent before they were sampled (LAST_TOKEN), in a group of agents.
+
+Only one agent of a group samples. The others read its tokens from the exchange.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,13 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class SharedLastTokens:
-    """Records, in every agent, which step sampled for which batch row.
+    """Records, in every agent, the step that sampled last for each batch row.
 
-    The token itself is in the exchange once that step has sampled. Therefore a step may be queued before the previous
-    step is completed, and all agents refuse the same steps.
+    The token is in the exchange once that step has sampled. All agents record the same, so all refuse the same steps.
     """
 
     def __init__(self, exchange: Exchange, part: ModelPart, table: RowTable) -> None:
-        """``table`` is this agent's own row table. Only the agent that samples fills it."""
+        """``table`` is the row table of this agent's sampler. Only the agent that samples has tokens in it."""
         self._exchange = exchange
         self._part = part
         self._table = table
@@ -34,14 +36,14 @@ class SharedLastTokens:
         self._sampled_in.fill(-1)
 
     def check(self, token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> None:
-        """Raises ProtocolError if the step needs the last token of a row that has none. Does not wait."""
+        """Raises ProtocolError if the step needs the last token of a batch row that has sampled none. Does not wait."""
         needed = self._rows_of_last_tokens(token_ids, rows, query_lens)
         if needed.size and int(self._sampled_in[needed].min()) < 0:
             row = int(needed[self._sampled_in[needed] < 0][0])
             raise ProtocolError(f"a step asks for the last token of row {row}, which has not sampled one")
 
     def resolve(self, token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> None:
-        """Replaces each LAST_TOKEN in ``token_ids`` [T]. The caller calls ``check`` first. Raises GroupDownError."""
+        """Replaces each LAST_TOKEN in ``token_ids`` [T] by the token. Call ``check`` first. Raises GroupDownError."""
         needed = self._rows_of_last_tokens(token_ids, rows, query_lens)
         if not needed.size:
             return
@@ -65,7 +67,7 @@ class SharedLastTokens:
 
     @staticmethod
     def _rows_of_last_tokens(token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> Int32Array:
-        """Returns the batch row of each LAST_TOKEN."""
+        """Returns the batch row of each LAST_TOKEN in ``token_ids``."""
         unknown = token_ids == LAST_TOKEN
         if not unknown.any():
             return np.empty(0, np.int32)

@@ -1,4 +1,4 @@
-"""The part of the model that one agent has, and the agent's role in its group."""
+"""The part of the model that one agent holds, and the agent's role in its group."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from llm_serving.model.parallel import RankPlace, Shard, local_shape, place
 from llm_serving.model.shape import ModelShape
 
 STAGE_GROUP = "stage"
-"""Name of the communication group of the agents of one stage, which have parts of the same layers."""
+"""Name of MindSpore's communication group of the agents of one stage, which have parts of the same layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """An agent's heads, columns, vocabulary and layers (``llm_serving.model.parallel``).
+    """The part of the model (heads, columns, vocabulary, layers) that one agent holds.
 
-    An agent without a group has the whole model.
+    An agent that is alone in its group holds the whole model.
     """
 
     parallel: ParallelConfig
@@ -24,7 +24,7 @@ class ModelPart:
     shard: Shard
     whole: ModelShape
     sum_shards: tuple[Shard, ...] = ()
-    """With ``parallel_config.sum_parts``, one agent adds its products as a group with these shards would."""
+    """Parts of the agents whose order of additions a single agent imitates (``parallel_config.sum_parts``)."""
 
     @classmethod
     def of(cls, config: Config, rank: int = 0) -> ModelPart:
@@ -33,12 +33,12 @@ class ModelPart:
 
     @property
     def is_split(self) -> bool:
-        """Whether other agents have parts of the same layers."""
+        """True if other agents hold parts of the same layers."""
         return self.parallel.tensor_parallel > 1
 
     @property
     def is_alone(self) -> bool:
-        """Whether the group has no other agent."""
+        """True if the group has only this agent."""
         return self.parallel.group_size == 1
 
     @property
@@ -48,14 +48,14 @@ class ModelPart:
 
     @property
     def returns_results(self) -> bool:
-        """Whether this agent samples and writes the results of a step."""
+        """True for the agent of the group that samples and writes the results of a step."""
         return self.shard.is_last_stage and self.place.tp_index == 0
 
     @property
     def vocab_stride(self) -> int:
-        """The number of vocabulary rows of each agent of the stage. The last agent may have fewer real rows."""
+        """Number of vocabulary rows of each agent of the stage, with the padding of the last agent."""
         return self.shard.vocab_stride if self.is_split else self.whole.vocab_size
 
     def narrow(self, config: Config) -> Config:
-        """Returns ``config`` with the sizes of this part's layers. The vocabulary keeps its whole size."""
+        """Returns ``config`` with the numbers of layers, heads and columns of this part. The vocabulary stays whole."""
         return config if self.is_alone else replace(config, shape=local_shape(self.whole, self.shard))

@@ -1,1 +1,1 @@
-"""The building blocks of models: MindSpore Cells that use a device only through the op table."""
+"""The building blocks of models: MindSpore Cells whose operators come from the op table of the device."""

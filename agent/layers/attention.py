@@ -5,17 +5,16 @@ from __future__ import annotations
 from mindspore import Tensor, nn
 
 from agent.backends.base import AttentionForm, OpTable
-from agent.layers.linear import NormLinear, RowParallelLinear
-from agent.layers.norm import NormWeight
+from agent.layers.linear import NormLinear, NormWeight, RowParallelLinear
 from agent.layers.parameter import unbound_parameter
 from llm_serving.model.shape import ModelShape
 
 
 class Attention(nn.Cell):
-    """Grouped-query attention (Ainslie et al. 2023) of the normalised residual stream.
+    """Grouped-query attention (Ainslie et al. 2023) of one layer, with the norm before it.
 
-    Depending on the model, it has biases, norms of queries and keys, and a sliding window. Owns its layer's parameters
-    of the KV cache. The op table decides their layout, and ``agent.kv_cache`` allocates their memory.
+    Some models add biases, norms of queries and keys, or a sliding window. The KV cache of the layer consists of two
+    parameters, whose layout the op table decides and whose memory ``agent/kv_cache.py`` allocates.
     """
 
     def __init__(self, ops: OpTable, shape: ModelShape, num_blocks: int, block_size: int, *, layer: int) -> None:
@@ -48,9 +47,9 @@ class Attention(nn.Cell):
         step: tuple[Tensor, ...],
         whole_prompts: bool,
     ) -> tuple[Tensor, Tensor]:
-        """hidden, residual [T, hidden_size], gamma [hidden_size] -> attention of the normalised sum, and the sum.
+        """Returns attention of RMSNorm(hidden + residual), and hidden + residual, both [T, hidden_size].
 
-        ``OpTable`` describes ``rotary``, ``step`` and ``whole_prompts``.
+        ``gamma`` [hidden_size] is the norm's weight. ``OpTable`` describes ``rotary``, ``step`` and ``whole_prompts``.
         """
         qkv, residual = self.qkv(hidden, residual, gamma, step)
         caches = (self.key_cache, self.value_cache)
@@ -59,7 +58,7 @@ class Attention(nn.Cell):
 
 
 def attention_form(shape: ModelShape, layer: int) -> AttentionForm:
-    """Returns the properties of one layer's attention."""
+    """Returns the properties of one layer's attention, which the op table needs to make the operator."""
     return AttentionForm(
         num_heads=shape.num_attention_heads,
         num_kv_heads=shape.num_key_value_heads,

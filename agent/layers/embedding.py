@@ -1,4 +1,4 @@
-"""The embedding: token ids to hidden states."""
+"""The embedding layer, which turns token ids into hidden states."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agent.layers.parameter import unbound_parameter
 
 
 class Embedding(nn.Cell):
-    """Looks up the row of each token id. The agents of a stage share the rows of the table."""
+    """Returns the row of the embedding table for each token id. The table is divided among the agents of a stage."""
 
     def __init__(self, ops: OpTable, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -17,5 +17,5 @@ class Embedding(nn.Cell):
         self.embed = ops.embedding(hidden_size)
 
     def construct(self, token_ids: Tensor, step: tuple[Tensor, ...]) -> Tensor:
-        """token_ids int32 [T] -> [T, hidden_size]."""
+        """Returns the hidden states [T, hidden_size] of ``token_ids``, int32 [T]."""
         return self.embed(self.weight, token_ids, step)

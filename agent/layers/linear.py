@@ -1,4 +1,4 @@
-"""Linear layers. A packed weight includes bias and scales. Without packing, they are separate parameters."""
+"""Linear layers and the weights of norms. A packed weight includes bias and scales; others have separate parameters."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ class Weight(nn.Cell):
         self.weight, self.scale, self.offset = parameters
 
     def operands(self) -> Any:
-        """Returns what operators take as the weight: the weight, or a tuple of weight, scales and offsets."""
+        """Returns the weight, with its scales and offsets in a tuple if there are any, as operators expect."""
         if self.scale is None:
             return self.weight
         return (self.weight, self.scale) if self.offset is None else (self.weight, self.scale, self.offset)
 
 
 class RowParallelLinear(Weight):
-    """``y = x @ weight.T + bias``, summed over the agents of the stage.
+    """A linear layer ``y = x @ weight.T + bias`` whose input columns are divided among the agents of a stage.
 
-    The agents share the columns of x and of the weight, and only the first agent adds the bias. An agent that has all
-    columns computes the plain linear layer."""
+    The products are summed over the agents, and only the first agent adds the bias."""
 
     def __init__(self, ops: OpTable, in_features: int, out_features: int, *, biased: bool = False) -> None:
         super().__init__(ops.linear_weight(in_features, out_features))
@@ -37,13 +36,13 @@ class RowParallelLinear(Weight):
         self.sum = ops.all_reduce(out_features) if ops.is_split else None
 
     def construct(self, x: Tensor, step: tuple[Tensor, ...]) -> Tensor:
-        """x [T, in_features] -> [T, out_features]."""
+        """Returns ``x @ weight.T + bias`` [T, out_features] for ``x`` [T, in_features]."""
         out = self.linear(x, self.operands(), self.bias, step)
         return out if self.sum is None else self.sum(out, step)
 
 
 class NormLinear(Weight):
-    """``y = RMSNorm(hidden + residual) @ weight.T + bias``; the caller passes the norm's ``gamma``."""
+    """A linear layer with the norm before it: ``y = RMSNorm(hidden + residual) @ weight.T + bias``."""
 
     def __init__(
         self, ops: OpTable, in_features: int, out_features: int, epsilon: float, *, first: bool, biased: bool = False
@@ -55,9 +54,17 @@ class NormLinear(Weight):
     def construct(
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """hidden, residual [T, in_features], gamma [in_features] -> [T, out_features], and the sum [T, in_features]."""
+        """Returns y [T, out_features] and hidden + residual [T, in_features]. ``gamma`` is the norm's weight."""
         out, total = self.norm_linear(hidden, residual, gamma, self.operands(), self.bias, step)
         return out, total
+
+
+class NormWeight(nn.Cell):
+    """The weight of an RMSNorm (Zhang and Sennrich 2019). The operator of the next linear layer computes the norm."""
+
+    def __init__(self, ops: OpTable, size: int) -> None:
+        super().__init__()
+        self.weight = unbound_parameter((size,), ops.dtype)
 
 
 def _bias(ops: OpTable, size: int, *, biased: bool) -> Tensor | None:

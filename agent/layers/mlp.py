@@ -1,4 +1,4 @@
-"""The gated MLP of Llama (SwiGLU, Shazeer 2020)."""
+"""The two kinds of MLP: the gated MLP (SwiGLU, Shazeer 2020), and a mixture of experts (Shazeer et al. 2017)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
 from agent.layers.linear import Weight
+from llm_serving.model.families import Experts
 
 
 class GatedMLP(nn.Cell):
-    """``down(silu(gate(x)) * up(x))`` of the normalised residual stream. Gate and up are one matrix product.
+    """``down(silu(gate(x)) * up(x))``, with the norm before it. Gate and up are one matrix product.
 
-    The agents of a stage share the intermediate columns, and the result is summed over the agents."""
+    The intermediate columns are divided among the agents of a stage, and the result is summed over the agents."""
 
     def __init__(self, ops: OpTable, hidden_size: int, intermediate_size: int, epsilon: float) -> None:
         super().__init__()
@@ -23,6 +24,30 @@ class GatedMLP(nn.Cell):
     def construct(
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """hidden, residual [T, hidden_size], gamma [hidden_size] -> the MLP of the normalised sum, and the sum."""
+        """Returns the MLP of RMSNorm(hidden + residual), and hidden + residual, both [T, hidden_size]."""
         out, total = self.mlp(hidden, residual, gamma, self.gate_up.operands(), self.down.operands(), step)
+        return (out if self.sum is None else self.sum(out, step)), total
+
+
+class ExpertMLP(nn.Cell):
+    """A mixture of experts: a router sends each token to a few gated MLPs, and their weighted outputs are added.
+
+    The weights are the router's softmax over all experts, in float32. The columns of every expert are divided among the
+    agents of a stage."""
+
+    def __init__(self, ops: OpTable, hidden_size: int, experts: Experts, epsilon: float) -> None:
+        super().__init__()
+        self.router = Weight((ops.router_weight(hidden_size, experts.count), None, None))
+        inner = experts.intermediate_size
+        self.gate_up = Weight(ops.expert_weight(experts.count, hidden_size, 2 * inner))
+        self.down = Weight(ops.expert_weight(experts.count, inner, hidden_size))
+        self.mlp = ops.expert_mlp(hidden_size, experts, epsilon)
+        self.sum = ops.all_reduce(hidden_size) if ops.is_split else None
+
+    def construct(
+        self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the experts' output for RMSNorm(hidden + residual), and hidden + residual, both [T, hidden_size]."""
+        weights = (self.router.weight, self.gate_up.operands(), self.down.operands())
+        out, total = self.mlp(hidden, residual, gamma, weights, step)
         return (out if self.sum is None else self.sum(out, step)), total

@@ -1,4 +1,4 @@
-"""MindSpore parameters that use our arrays as their memory, so that weights are in memory only once."""
+"""Makes MindSpore parameters whose memory is a NumPy array of the loader, so that weights are in memory only once."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ MINDSPORE_DTYPES = {
 
 
 def unbound_parameter(shape: tuple[int, ...], dtype: str) -> Parameter:
-    """Makes a parameter without memory. MindSpore names it by its place in the model. ``bind`` gives it values."""
+    """Makes a parameter without memory, until ``bind``. MindSpore names it by its place in the model."""
     with no_init_parameters():
         return Parameter(initializer("zeros", shape, MINDSPORE_DTYPES[dtype]), requires_grad=False)
 
 
 def bind(parameter: Parameter, array: Array) -> Array:
-    """Makes ``array`` (see ``agent.weights.storage``) the memory of ``parameter``. The array must stay alive.
+    """Makes ``array`` the memory of ``parameter``. The array must stay alive. Call this before the graph is compiled.
 
-    Returns the array whose memory the parameter uses. That is another array for int4 (two values in each byte of an
-    int8 array), because MindSpore copies it. A parameter of packed weights (uint8) takes its size from the array, which
-    is possible until the graph is compiled.
+    Returns the array whose memory the parameter uses. For int4 (two values in each byte of an int8 array), this is
+    another array, because MindSpore copies. A parameter of packed weights (uint8) takes its size from the array.
     """
     packed = array.dtype == np.uint8
     assert packed or parameter.shape == array.shape, (
@@ -48,7 +47,7 @@ def bind(parameter: Parameter, array: Array) -> Array:
 
 
 class _Memory:
-    """The bytes of an int4 tensor, for which NumPy has no type. An array of them keeps the tensor alive."""
+    """Lets NumPy read the bytes of an int4 tensor, a type that NumPy lacks. The array keeps the tensor alive."""
 
     def __init__(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
         self.tensor = tensor
@@ -56,11 +55,11 @@ class _Memory:
 
 
 def as_tensor(array: Array) -> Tensor:
-    """Makes a tensor that shares the array's memory. uint16 becomes bfloat16."""
+    """Makes a tensor that shares the array's memory. An array of uint16 is taken as bfloat16."""
     return Tensor.from_numpy(array.view(bfloat16) if array.dtype == np.uint16 else array)
 
 
 def as_storage(tensor: Tensor) -> Array:
-    """Waits for the tensor and returns its values; bfloat16 becomes uint16 (``agent.weights.storage``)."""
+    """Waits until the tensor is computed and returns its values as an array. bfloat16 is returned as uint16."""
     array: Array = tensor.asnumpy()
     return array if array.dtype in (np.float32, np.float16) else array.view(np.uint16)

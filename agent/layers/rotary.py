@@ -31,9 +31,9 @@ def rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32Array, 
 
 
 def rotary_frequencies(shape: ModelShape) -> Float32Array:
-    """Returns the angle between two positions in radians, float32 [head_dim / 2], with ``rope_scaling``.
+    """Returns the rotary frequencies, float32 [head_dim / 2]: the angles in radians by which one position turns.
 
-    For ``dynamic`` scaling, these are the frequencies within the trained context.
+    They include the model's ``rope_scaling``. With ``dynamic`` scaling, they are valid within the trained context.
     """
     frequencies = np.float32(1.0) / _powers(shape, np.float32(shape.rope_theta))
     scaling = shape.rope_scaling
@@ -48,18 +48,18 @@ def rotary_frequencies(shape: ModelShape) -> Float32Array:
 
 
 def _powers(shape: ModelShape, base: np.float32 | Float32Array) -> Float32Array:
-    """Returns ``base`` to the powers 0, 2/dim, 4/dim and so on, with one row for each base."""
+    """Returns ``base`` to the powers 0, 2/d, 4/d, ... where d is the head size. Several bases give several rows."""
     exponents = np.arange(0, shape.head_dim, 2, dtype=np.float32) / np.float32(shape.head_dim)
     powers: Float32Array = np.power(np.asarray(base, np.float64), exponents.astype(np.float64)).astype(np.float32)
     return powers
 
 
 def _dynamic_frequencies(shape: ModelShape, scaling: RopeScaling, num_positions: int) -> Float32Array:
-    """Returns the frequencies of each position after the trained context, float32 [positions, head_dim / 2].
+    """Returns rotary frequencies for each position after the trained context, float32 [positions, head_dim / 2].
 
     A position gets the base that NTK-aware scaling gives to a sequence that ends at this position. Therefore a rotation
-    does not depend on the chunks of a sequence or on its final length. The library transformers rotates a prompt that
-    is longer than the trained context with the base of its last position, and so differs.
+    does not depend on the chunks of a sequence or on its final length. The library transformers differs: it rotates all
+    positions of a prompt that is longer than the trained context with the base of its last position.
     """
     trained, factor, dim = scaling.original_max_position_embeddings, np.float32(scaling.factor), shape.head_dim
     lengths = np.arange(trained + 1, num_positions + 1, dtype=np.float32)
@@ -69,10 +69,10 @@ def _dynamic_frequencies(shape: ModelShape, scaling: RopeScaling, num_positions:
 
 
 def _yarn_frequencies(shape: ModelShape, scaling: RopeScaling) -> Float32Array:
-    """Returns the frequencies of YaRN, section 3.2.
+    """Returns the rotary frequencies of YaRN (Peng et al. 2023, section 3.2).
 
-    Frequencies that turn often within the trained context stay. Slow frequencies are divided by ``factor``. The
-    dimensions between change gradually.
+    Frequencies with many rotations within the trained context stay. Those with few rotations are divided by ``factor``.
+    Between the two, frequencies change gradually.
     """
     powers = _powers(shape, np.float32(shape.rope_theta))
     low, high = (_dimension_of(turns, shape, scaling) for turns in (scaling.beta_fast, scaling.beta_slow))
@@ -88,13 +88,16 @@ def _yarn_frequencies(shape: ModelShape, scaling: RopeScaling) -> Float32Array:
 
 
 def _dimension_of(turns: float, shape: ModelShape, scaling: RopeScaling) -> float:
-    """Returns the dimension (not rounded) whose angle turns ``turns`` times within the trained context."""
+    """Returns the head dimension, as a fraction, whose angle makes ``turns`` rotations within the trained context."""
     length = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
     return shape.head_dim * math.log(length) / (2 * math.log(shape.rope_theta))
 
 
 def _llama3_frequencies(frequencies: Float32Array, scaling: RopeScaling) -> Float32Array:
-    """Returns the frequencies of Llama 3.1: short waves stay, long waves are stretched, others are blended."""
+    """Returns the rotary frequencies of Llama 3.1.
+
+    High frequencies stay, low ones are divided by ``factor``, and those between are interpolated.
+    """
     trained = scaling.original_max_position_embeddings
     wavelengths = np.float32(2.0 * math.pi) / frequencies
     low, high = np.float32(scaling.low_freq_factor), np.float32(scaling.high_freq_factor)

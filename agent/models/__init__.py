@@ -1,1 +1,1 @@
-"""The models: ``llama`` has the network of all families, ``names`` has the names of their tensors in checkpoints."""
+"""The model code: ``llama.py`` has the network of all families, ``names.py`` the names of tensors in checkpoints."""

@@ -1,7 +1,7 @@
-"""Llama (Touvron et al. 2023; Llama 3, Grattafiori et al. 2024): RMSNorm, rotary, grouped-query attention, SwiGLU.
+"""The network of all model families: Llama (Touvron et al. 2023; Llama 3, Grattafiori et al. 2024).
 
-The other families are the same network with additional parts in the attention (``agent.layers.attention``) or with
-experts. ``agent.models.names`` has the names of the tensors in checkpoints.
+It has RMSNorm, rotary embedding, grouped-query attention and SwiGLU. Some families add parts to the attention
+(``agent/layers/attention.py``) or have experts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from mindspore import Tensor, nn
 from agent.backends.base import Operator, OpTable
 from agent.layers.attention import Attention, attention_form
 from agent.layers.embedding import Embedding
-from agent.layers.experts import ExpertMLP
-from agent.layers.linear import Weight
-from agent.layers.mlp import GatedMLP
-from agent.layers.norm import NormWeight
+from agent.layers.linear import NormWeight, Weight
+from agent.layers.mlp import ExpertMLP, GatedMLP
 from agent.layers.rotary import rotary_tables
 from agent.models.names import ignorable_suffixes, weight_specs
 from llm_serving.config import Config
@@ -26,10 +24,10 @@ __all__ = ["Llama", "build", "ignorable_suffixes", "weight_specs"]
 
 
 class Llama(nn.Cell):
-    """Computes the logits of each sequence's last token from token ids.
+    """The whole network, or one stage of it: computes the logits of each sequence's last token from token ids.
 
-    If the model is divided into stages, the first stage has the embedding and the last stage has the output. Each stage
-    passes the residual stream to the next.
+    If the model is divided into stages, the first stage has the embedding and the last stage has the output layer. Each
+    stage passes the residual stream to the next stage.
     """
 
     def __init__(self, config: Config, ops: OpTable) -> None:
@@ -57,11 +55,11 @@ class Llama(nn.Cell):
     def construct(
         self, entry: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
     ) -> Tensor:
-        """(entry, positions [T], last_tokens [S], step, whole_prompts) -> the output of ``OpTable.lm_head``, or the
-        output of ``OpTable.hand_over`` if another stage follows.
+        """Returns the logits of ``OpTable.lm_head``, or the residual stream of ``OpTable.hand_over`` for a next stage.
 
-        ``entry`` are token ids [T], or the residual stream [T, hidden_size] of the stage before. ``last_tokens`` are
-        the indices in T of each sequence's last token. ``OpTable`` describes ``step`` and ``whole_prompts``.
+        ``entry`` has token ids [T], or the residual stream [T, hidden_size] of the previous stage. ``positions`` [T]
+        are the tokens' positions, and ``last_tokens`` [S] the indices in T of each sequence's last token. ``OpTable``
+        describes ``step`` and ``whole_prompts``.
         """
         rotary = self.rotary(positions)
         hidden = self.embedding(entry, step) if self.is_first_stage else entry
@@ -84,7 +82,7 @@ class Llama(nn.Cell):
 
 
 class DecoderLayer(nn.Cell):
-    """Attention and MLP on the normalised residual stream. The following norm adds a block's output to the stream."""
+    """One layer: attention and an MLP, each with a norm before it. The next norm adds an output to the residual."""
 
     def __init__(self, config: Config, ops: OpTable, *, layer: int) -> None:
         super().__init__()
@@ -99,7 +97,7 @@ class DecoderLayer(nn.Cell):
             self.mlp = GatedMLP(ops, hidden, shape.intermediate_size, epsilon)
 
     def operands(self) -> tuple[Tensor, ...]:
-        """Returns the operands that ``OpTable.decoder_layers`` takes for this layer, which must not have experts."""
+        """Returns the parameters of this layer for ``OpTable.decoder_layers``. The layer must not have experts."""
         attention, mlp = self.attention, self.mlp
         norms = (self.input_norm.weight, self.post_attention_norm.weight)
         weights = (attention.qkv.weight, attention.output.weight, mlp.gate_up.weight, mlp.down.weight)
@@ -113,8 +111,10 @@ class DecoderLayer(nn.Cell):
         step: tuple[Tensor, ...],
         whole_prompts: bool,
     ) -> tuple[Tensor, Tensor]:
-        """(hidden, the last block's output; residual, the stream without that output) -> the same two, [T,
-        hidden_size]."""
+        """Returns the MLP's output and the residual stream without this output, both [T, hidden_size].
+
+        ``hidden`` and ``residual`` are the same for the previous layer.
+        """
         hidden, residual = self.attention(hidden, residual, self.input_norm.weight, rotary, step, whole_prompts)
         hidden, residual = self.mlp(hidden, residual, self.post_attention_norm.weight, step)
         return hidden, residual
@@ -135,5 +135,5 @@ def _layers_operator(ops: OpTable, shape: ModelShape, first: int, end: int) -> O
 
 
 def build(config: Config, ops: OpTable) -> Llama:
-    """Builds the Cell. Its parameters have no memory yet."""
+    """Builds the network. Its parameters have no memory yet."""
     return Llama(config, ops)

@@ -1,4 +1,4 @@
-"""Maps the tensors of a Hugging Face checkpoint of a decoder to the parameters of our models."""
+"""Lists the parameters of the network, and the tensors of a Hugging Face checkpoint from which each one is made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llm_serving.model.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """The names of a family's expert block and of the three matrices of each expert in checkpoints."""
+    """A family's names, in checkpoints, of the expert block and of the three matrices of each expert."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -21,11 +21,11 @@ class ExpertNames:
 
 _USUAL = ExpertNames()
 _EXPERT_NAMES = {"MixtralForCausalLM": ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")}
-"""By architecture. All other families use ``_USUAL``."""
+"""Names of experts by architecture. An architecture without an entry uses ``_USUAL``."""
 
 
 def weight_specs(shape: ModelShape) -> list[WeightSpec]:
-    """Returns every parameter to load, in the order of the layers, by the names of ``Llama``'s parameters."""
+    """Returns the parameters to load, in the order of the layers. They have the names of ``Llama``'s parameters."""
     experts = _EXPERT_NAMES.get(shape.architecture, _USUAL)
     hidden, vocab = shape.hidden_size, shape.vocab_size
     specs = [_plain("embedding.weight", "model.embed_tokens.weight", vocab, hidden)]
@@ -46,9 +46,9 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
 
 
 def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
-    """Returns the endings of tensor names that a checkpoint may contain and that the model does not need.
+    """Returns the endings of the names of tensors that a checkpoint may contain although the model does not need them.
 
-    Rotary frequencies follow from config.json. The output weight is not needed if it is the embedding.
+    Rotary frequencies follow from ``config.json``. A model that uses its embedding as output needs no output weight.
     """
     return ("rotary_emb.inv_freq", "lm_head.weight") if shape.tie_word_embeddings else ("rotary_emb.inv_freq",)
 
@@ -91,7 +91,7 @@ def _expert_specs(shape: ModelShape, ours: str, theirs: str, names: ExpertNames)
 def _gated_parts(
     theirs: str, hidden: int, inner: int, names: ExpertNames
 ) -> tuple[tuple[WeightPart, ...], tuple[WeightPart, ...]]:
-    """Returns the parts of the joined gate and up weight, and the part of the down weight."""
+    """Returns the checkpoint tensors of an MLP: those of the joined gate and up weight, and that of the down weight."""
     gate, up = (WeightPart(f"{theirs}.{name}.weight", (inner, hidden)) for name in (names.gate, names.up))
     return (gate, up), (WeightPart(f"{theirs}.{names.down}.weight", (hidden, inner)),)
 

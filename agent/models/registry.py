@@ -1,7 +1,7 @@
-"""Finds the code of a model by the ``architectures`` entry of its ``config.json``.
+"""Finds the module with the network of a model, by ``architectures`` of its ``config.json``.
 
-``llm_serving.model.families`` lists the families with their differences. The network in ``agent.models.llama`` serves
-all of them. A family with another network needs a module with the functions of ``ModelDefinition``, named here.
+The network in ``agent/models/llama.py`` serves all families of ``llm_serving/model/families.py``. A family with another
+network needs a module with the functions of ``ModelDefinition``, which ``find_model`` returns.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from llm_serving.model.shape import ModelShape
 
 
 class ModelDefinition(Protocol):
-    """The functions that every model's module must have."""
+    """The functions that a module with a network must have."""
 
     def weight_specs(self, shape: ModelShape) -> Sequence[WeightSpec]:
         """Returns every parameter to load, in the order of the layers."""
 
     def ignorable_suffixes(self, shape: ModelShape) -> tuple[str, ...]:
-        """Returns the endings of tensor names that a checkpoint may contain and that the model does not need."""
+        """Returns the endings of the names of tensors in a checkpoint that the model does not need."""
 
     def build(self, config: Config, ops: OpTable) -> Any:
-        """Builds the Cell. Its parameters have no memory yet."""
+        """Builds the network as a MindSpore Cell. Its parameters have no memory yet."""
 
 
 def find_model(architecture: str, model_type: str = "dyn") -> ModelDefinition:
-    """Returns the module of a model: ours, or the one of MindFormers if ``model_type`` is ``mindformers``.
+    """Returns the module with the network: this project's, or MindFormers' if ``model_type`` is ``mindformers``.
 
     Imports mindspore. Raises AgentStartError if the architecture is not supported.
     """

@@ -24,7 +24,7 @@ import numpy as np
 
 from agent.weights.storage import STORAGE_DTYPES, Array
 from llm_serving.errors import CheckpointError
-from llm_serving.formats.json_object import no_duplicate_keys
+from llm_serving.formats.small_files import no_duplicate_keys
 
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 _LENGTH_BYTES = 8

@@ -9,7 +9,7 @@ from pathlib import Path
 from agent.weights.safetensors_file import SafetensorsFile, TensorInfo
 from agent.weights.storage import Array
 from llm_serving.errors import CheckpointError
-from llm_serving.formats.bounded_file import read_small_text
+from llm_serving.formats.small_files import read_small_text
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm_serving.errors import CheckpointError
-from llm_serving.formats.bounded_file import read_small_text
+from llm_serving.formats.small_files import read_small_text
 from llm_serving.formats.typed_fields import TypedFields
 
 MAX_SETTINGS_BYTES = 16 * 1024 * 1024

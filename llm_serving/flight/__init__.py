@@ -1,8 +1,8 @@
-"""The flight recorder keeps every call of the scheduler, with its inputs and its decision, in a bounded ring on disk.
+"""The flight recorder writes every call of the scheduler, with inputs and decision, to files of limited total size.
 
-``recorder`` wraps the scheduler, and ``journal`` decides what is written of each call. ``decode_log`` collects
-undisturbed decoding, ``step_writer`` encodes steps, ``requests`` numbers the requests and names their
-tokens. ``segments``, ``ring`` and ``format`` define the files, and ``state`` the scheduler state that each begins
-with. ``reader`` and ``steps`` read them, and ``history`` follows requests through them. ``docs/flight_recorder.md``
-describes what is kept; ``tools/replay.py`` runs a recording again.
+Writing: ``recorder`` wraps the scheduler, and ``journal`` decides what is written. ``decode_log`` compresses decoding
+with an unchanged batch, ``step_writer`` encodes steps, ``requests`` numbers requests and replaces their tokens.
+Files: ``format``, ``ring`` and ``segments``; ``state`` is the scheduler's state at the start of each file.
+Reading: ``reader`` and ``steps`` restore the calls, and ``history`` finds steps and requests in them.
+``docs/flight_recorder.md`` describes the content; ``tools/replay.py`` runs a recording again.
 """

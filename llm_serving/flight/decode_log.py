@@ -1,8 +1,8 @@
-"""Records undisturbed decoding as numbers, because it makes up most loop iterations of a busy engine.
+"""Records decoding with an unchanged batch in a short form, because it makes up most iterations of a busy engine.
 
-An iteration is undisturbed under three conditions. Every result brings each sequence of the batch one token and ends no
-request. Every scheduled step continues the step before it with the same batch. The scheduler then waits for the next
-result. The times and the new blocks describe an undisturbed iteration completely. The engine calls this code in every
+A loop iteration is called undisturbed under three conditions. Every result brings each sequence of the batch one token
+and ends no request. Every scheduled step continues the step before it with the same batch. The scheduler then waits for
+the next result. Times and new blocks describe an undisturbed iteration completely. The engine calls this code in every
 step, so it compares whole columns in few calls and allocates little.
 """
 
@@ -13,21 +13,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import lt
 
-from llm_serving.flight.counts import Counts
+from llm_serving.flight.format import Counts
 from llm_serving.flight.steps import Growth
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 
 REFUSED, LOGGED, DUE = range(3)
-"""Return values of ``DecodeLog.end``. DUE means LOGGED, and that the caller should call ``take`` now."""
+"""Return values of ``DecodeLog.end``. DUE: the iteration is logged, and the caller should call ``take`` now."""
 
 _NO_TOKEN = -1
 _SPARE_RESULTS = 16
-"""Results beyond the maximum number of iterations that the log accepts."""
+"""The log accepts this number of results more than iterations, because an iteration may have several results."""
 
 
 @dataclass(slots=True)
 class DecodeRun:
-    """Consecutive undisturbed iterations. Lists have one entry per iteration, per result or per step, as stated."""
+    """Consecutive loop iterations in which the same batch decoded (undisturbed iterations)."""
 
     latest: ScheduledStep
     """The last step that was scheduled."""
@@ -36,32 +36,31 @@ class DecodeRun:
     first_step: int
     """Number of the first step that was scheduled."""
     table_lens: list[int]
-    """Length of each block table in ``latest``."""
+    """Length of each sequence's block table in the step ``latest``."""
     times: list[float] = field(default_factory=list)
     """Time of each iteration, in seconds."""
     times_us: list[tuple[int, int, int]] = field(default_factory=list)
     """queue_us, graph_us and sample_us of each result."""
     growths: list[Growth] = field(default_factory=list)
-    """Blocks that were added to block tables."""
+    """Blocks that steps of the run added to block tables."""
     counts: list[tuple[int, Counts]] = field(default_factory=list)
     """The scheduler's counts after each step that added blocks, with the index of that step."""
     updates: list[list[RequestUpdate]] = field(default_factory=list)
     """Updates of each result, if the log keeps them."""
     irregular: list[tuple[int, int, int, bool]] = field(default_factory=list)
-    """Iterations that do not have exactly one result, one step and an end. Each has its index, its numbers of results
-    and steps, and whether it ended."""
+    """Iterations without exactly one result, one step and an end, as (index, results, steps, whether it ended)."""
 
 
 class DecodeLog:
-    """Collects undisturbed iterations between ``begin`` and ``stop``.
+    """Collects loop iterations in which the same batch decodes, between ``begin`` and ``stop``.
 
-    ``result``, ``step`` and ``end`` refuse whatever disturbs decoding, and then leave the log as it was. The log asks
-    ``counts`` for the scheduler's counts when a step has more blocks. After ``max_iterations`` it accepts no more.
+    ``result``, ``step`` and ``end`` return False or REFUSED, and change nothing, for a call that does not fit.
+    ``counts`` returns the scheduler's counts, which the log adds to steps with new blocks.
     """
 
     def __init__(self, counts: Callable[[], Counts], max_iterations: int) -> None:
         self.due = -math.inf
-        """An iteration that ends at this time or later is DUE."""
+        """Engine time from which on ``end`` returns DUE, so that the caller writes the log."""
         self.num_steps = 0
         """Steps that the log has accepted since it was created."""
         self._counts = counts
@@ -86,7 +85,7 @@ class DecodeLog:
         ending_token_ids: set[int],
         keeps_updates: bool,
     ) -> None:
-        """Starts the log after ``latest``, whose block tables are recorded up to ``table_lens``.
+        """Starts the log after the step ``latest``, whose block tables are recorded up to ``table_lens``.
 
         The next result belongs to step ``next_result``. A token in ``ending_token_ids`` may end a request. ``latest``
         must not restart a batch row. Raises ValueError if the log is active or not empty.
@@ -101,7 +100,7 @@ class DecodeLog:
         self._is_active = True
 
     def result(self, result: StepResult, updates: list[RequestUpdate], now: float) -> bool:
-        """Logs a call of ``Scheduler.update``. Returns False if the result disturbs decoding."""
+        """Logs a call of ``Scheduler.update``. Returns False if the result is not one token for every sequence."""
         run = self._run
         if not self._is_active or run is None:
             return False
@@ -130,7 +129,7 @@ class DecodeLog:
         return True
 
     def step(self, step: ScheduledStep, now: float) -> bool:
-        """Logs a step that ``Scheduler.schedule`` returned. Returns False if it does not just continue the last one."""
+        """Logs a step that ``Scheduler.schedule`` returned. Returns False unless it only continues the last step."""
         run = self._run
         if not self._is_active or run is None or not self._iteration_results or now != self._now:
             return False
@@ -177,7 +176,7 @@ class DecodeLog:
         return DUE if len(run.times_us) >= self._max_iterations or now >= self.due else LOGGED
 
     def stop(self) -> None:
-        """Accepts nothing more until ``begin``. An iteration may stop before its end."""
+        """Stops logging until ``begin`` is called. The present iteration may be incomplete."""
         run = self._run
         if run is not None and self._iteration_results:
             self._end_iteration(run, has_ended=False)

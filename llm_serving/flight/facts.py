@@ -1,4 +1,4 @@
-"""The recorded facts about requests and results, without any text or token id.
+"""Selects what a flight recording keeps about requests and results: no text and no token id.
 
 A request has lengths, times, priorities and the sampling parameters that differ from their defaults. A result has the
 tokens that ended their requests and the device's times. Token ids, stop strings and error texts are never recorded.
@@ -21,7 +21,7 @@ _SCALARS = (bool, int, float, str, bytes)
 
 
 def _plain_defaults(kind: type, hidden: Iterable[str]) -> tuple[tuple[str, Any], ...]:
-    """Returns (name, default) of the fields of a dataclass that may be recorded."""
+    """Returns (name, default) of the dataclass fields that a recording may have: plain values that are not hidden."""
     return tuple(
         (declared.name, declared.default)
         for declared in fields(kind)
@@ -36,7 +36,7 @@ _SAMPLING_VALUES = attrgetter(*(name for name, _ in _SAMPLING_DEFAULTS))
 
 
 def request_facts(request: Request) -> dict[str, Any]:
-    """Returns what the scheduler knows of a new request except its tokens. Default values are left out."""
+    """Returns the recorded facts about a new request as a map. Default values and tokens are left out."""
     sampling = request.sampling
     facts: dict[str, Any] = {
         "request_id": request.request_id,
@@ -56,7 +56,7 @@ def request_facts(request: Request) -> dict[str, Any]:
 
 
 def make_request(facts: dict[str, Any], prompt: list[int] | None) -> Request:
-    """Creates a request from its facts. ``prompt`` has the pseudonyms of its tokens, or None without pseudonyms."""
+    """Creates a request from its recorded facts. ``prompt`` has pseudonyms of the tokens, or None without them."""
     values = dict(facts)
     num_prompt_tokens = values.pop("num_prompt_tokens")
     sampling = SamplingParams(max_tokens=values.pop("max_tokens"), **values.pop("sampling", {}))
@@ -75,14 +75,8 @@ def is_gone(request: Request) -> bool:
     return request.is_finished and request.row < 0
 
 
-def without_texts(sampling: SamplingParams) -> SamplingParams:
-    """Returns the sampling parameters that ``request_facts`` records."""
-    others = {name: getattr(sampling, name) for name, _ in _SAMPLING_DEFAULTS}
-    return SamplingParams(max_tokens=sampling.max_tokens, **others)
-
-
 def ending_tokens(request: Request) -> frozenset[int]:
-    """Returns the tokens that end a request."""
+    """Returns the token ids that end a request's output: its stop tokens, and the model's unless they are ignored."""
     stop_token_ids = request.sampling.stop_token_ids
     return stop_token_ids if request.sampling.ignore_eos else stop_token_ids | request.end_token_ids
 
@@ -116,9 +110,10 @@ def make_result(
     names: list[int] | None,
     times: tuple[int, int, int],
 ) -> StepResult:
-    """Creates a result that has the same meaning for the scheduler as the recorded one.
+    """Creates a result for a replay. The scheduler treats it like the recorded result.
 
-    ``do_sample`` is the column of the step. Without ``names`` the tokens are ``PLAIN_TOKEN`` and ``ENDING_TOKEN``.
+    ``do_sample`` is a column of the step: whether each sequence samples. ``names`` has the tokens' pseudonyms; without
+    them, tokens are ``PLAIN_TOKEN`` and ``ENDING_TOKEN``.
     """
     result = StepResult(seq, queue_us=times[0], graph_us=times[1], sample_us=times[2])
     signs, num_logits, num_sums = do_sample, len(do_sample), len(do_sample)

@@ -1,4 +1,4 @@
-"""The file format of the flight recorder: frames of records, each with a checksum.
+"""The file format of a flight recording: a file (segment) consists of frames of records, each with a checksum.
 
     segment = MAGIC, header frame, state frame, any number of record frames
     frame   = length (uint32), CRC-32 of the payload (uint32), payload: one MessagePack value; little-endian
@@ -26,10 +26,17 @@ from llm_serving.errors import LLMServingError
 MAGIC = b"LLMFLT01"
 FORMAT_VERSION = 4
 READ_VERSIONS = range(1, FORMAT_VERSION + 1)
-"""Version 1 has counts with every call and no decode runs. Version 2 has no irregular iterations. Up to version 3 the
-state lists the scheduler's objects and cannot be restored, so a replay starts at the beginning of a run."""
+"""Versions of the format that can be read. The state of versions 1 to 3 cannot be restored, so their replay starts at
+the beginning of a run."""
 SUFFIX = ".flight"
 _FRAME = struct.Struct("<II")
+
+STATE_NAMES = ("running", "waiting", "free blocks", "preemptions", "steps in flight", "swapped", "swaps")
+"""Names of the numbers that ``Scheduler.counts`` returns. Many records have these counts."""
+
+Counts = tuple[int, int, int, int, int, int, int]
+"""Type of the counts, with one number for each of ``STATE_NAMES``."""
+
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -40,55 +47,55 @@ class FlightRecordingError(LLMServingError):
 
 
 class Tag(enum.IntEnum):
-    """The kind of a record. The docstrings list the fields after the tag; a field with ``?`` may be None."""
+    """The kind of a record, mostly a call of the scheduler. Docstrings list the fields; one with ``?`` may be None."""
 
     TIME = 0
-    """``now``: time of the following calls."""
+    """Fields: engine time of the calls that follow."""
     ADD = 1
-    """number, request (a map, see ``llm_serving.flight.facts``), prompt pseudonyms?, refusal?."""
+    """``add_request``. Fields: number of the request, its facts (a map), prompt pseudonyms?, name of the error?."""
     SCHEDULE = 2
-    """step? (see ``llm_serving.flight.steps``), wake-up time?, counts after the call?. The counts are None unless they
-    can differ from those of the latest step."""
+    """``schedule``. Fields: encoded step?, wake-up time?, counts after the call?. The counts are None if they are those
+    of the latest step."""
     UPDATE = 3
-    """seq, fault? (see ``llm_serving.flight.facts``), ending indices, output pseudonyms?, queue_us, graph_us,
+    """``update``. Fields: step number, fault?, indices of ended sequences, output pseudonyms?, queue_us, graph_us,
     sample_us, number of updates or name of the raised error, counts?."""
     FINISH = 4
-    """number?, reason, whether the scheduler knew the request."""
+    """``finish_request``. Fields: number of the request?, reason, whether the scheduler knew the request."""
     AGENT_LOST = 5
-    """counts."""
+    """``agent_lost``. Fields: counts."""
     FAIL_ALL = 6
-    """number of requests that ended, counts."""
+    """``fail_all``. Fields: number of requests that ended, counts."""
     TAKE_ENDED = 7
-    """numbers of the requests that ``schedule`` ended itself."""
+    """``take_ended``. Fields: numbers of the requests that ``schedule`` ended itself."""
     VOID_STEPS = 8
-    """step numbers."""
+    """``void_steps``. Fields: step numbers."""
     RAISED = 9
-    """tag of the call, name of the error that the scheduler raised."""
+    """A call that raised an unexpected error. Fields: tag of the call, name of the error."""
     PLACE = 10
-    """A request that a router placed here. Fields of ``ADD``, with the pseudonyms of prompt and output; then arrival
+    """``place_request``, by a router. Fields: those of ``ADD``, with the pseudonyms of prompt and output; then arrival
     index and number of output tokens."""
     RELEASE = 11
-    """numbers of waiting requests that moved to another replica."""
+    """``release_requests``. Fields: numbers of waiting requests that moved to another replica."""
     DECODING = 12
-    """Undisturbed decoding (see ``llm_serving.flight.decode_log``): steps (see ``llm_serving.flight.steps``), number of
-    the first completed step, times, queue_us, graph_us, sample_us, counts, output pseudonyms?, irregular iterations.
-    ``times`` has one entry per iteration, the next three and the pseudonyms have one per result. ``counts`` has
+    """Several loop iterations in which the same batch decoded (``decode_log.py``). Fields: encoded steps, number of the
+    first completed step, times, queue_us, graph_us, sample_us, counts, output pseudonyms?, irregular iterations.
+    ``times`` has one entry per iteration. The next three fields and the pseudonyms have one per result. ``counts`` has
     ``[index of the step, counts]`` for the steps with counts. An irregular iteration is ``[index, number of results,
     number of steps, whether it ended]``: it has other numbers than one, or goes on in the next record."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """Everything that a reader needs to read a segment on its own."""
+    """The header of a segment: facts about the run, so that a segment can be read without the others."""
 
     run: str
-    """Name of the process's run. The segments of a run form one recording."""
+    """Name of the run of the server. All segments of a run form one recording."""
     index: int
     """Number of the segment in its run, from 0."""
     version: str
     """Version of the server."""
     code_digest: str
-    """Digest of the source of scheduler and KV cache manager."""
+    """Digest of the source code that decides: scheduler and KV cache manager."""
     config_digest: str
     limits: dict[str, Any]
     """``SchedulerLimits``."""
@@ -97,7 +104,7 @@ class SegmentHeader:
     engine_time: float
     """Start of the segment on the engine's clock, in seconds."""
     numbers: dict[str, int]
-    """Numbers of the requests in the scheduler at the start, by id."""
+    """Numbers of the requests that the scheduler has at the start of the segment, by request id."""
     after_gap: bool = False
     """True if records before the segment were lost because the disk was full."""
     format_version: int = FORMAT_VERSION
@@ -121,7 +128,7 @@ class SegmentHeader:
 
 
 def segment_name(run: str, index: int) -> str:
-    """Returns the file name of a segment. Names sort by time, within a run and between runs."""
+    """Returns the file name of a segment. Sorted names are in order of time."""
     return f"{run}-{index:06d}{SUFFIX}"
 
 
@@ -137,7 +144,7 @@ def replica_folders(folder: Path) -> list[Path]:
 
 
 def encode_frame(value: object) -> bytes:
-    """Encodes one frame. ``value`` consists of types that MessagePack knows."""
+    """Returns ``value``, which must consist of MessagePack's types, as the bytes of one frame."""
     payload = _ENCODER.encode(value)
     return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 

@@ -1,6 +1,6 @@
-"""Follows steps and requests through a recorded stretch.
+"""Finds the completed steps and the requests of a flight recording, each with its times.
 
-``step_timings`` returns data to fit a cost model of the device. ``arrivals`` returns a load that can run again.
+``completed_steps`` is the data for a cost model of the device. ``arrivals`` is a load that can run again.
 """
 
 from __future__ import annotations
@@ -21,51 +21,29 @@ from llm_serving.flight.reader import (
     TookEnded,
 )
 from llm_serving.flight.steps import RecordedStep
-from llm_serving.scheduler.output import StepKind
-
-
-@dataclass(frozen=True, slots=True)
-class StepTiming:
-    """The work of a step and the device's time for it. Times are seconds on the engine's clock."""
-
-    seq: int
-    kind: StepKind
-    num_seqs: int
-    num_tokens: int
-    num_prompt_tokens: int
-    """Tokens of the sequences that have more than one token in this step."""
-    num_context_tokens: int
-    """Tokens whose keys and values its attention reads: the contexts of its sequences."""
-    num_moves: int
-    scheduled: float
-    answered: float
-    queue_us: int
-    graph_us: int
-    sample_us: int
 
 
 @dataclass(slots=True)
 class Arrival:
-    """A recorded request: its arrival, its lengths and its outcome."""
+    """A request of a flight recording: its arrival, its lengths and its outcome."""
 
     number: int
     facts: dict[str, Any]
     prompt: list[int] | None
     refusal: str | None
     num_output_tokens: int = 0
-    """Output tokens in the recording, including those that it arrived with."""
+    """Number of output tokens, including those that the request brought from another replica."""
     end: str | None = None
-    """``stop``, ``length``, ``abort``, ``error``, or ``moved`` if it moved to another replica. None if it had not ended
-    by the end of the recording."""
+    """Outcome: ``stop``, ``length``, ``abort``, ``error``, or ``moved`` to another replica. None: it has not ended."""
     end_time: float | None = None
     first_token_time: float | None = None
     token_times: list[float] = field(default_factory=list)
     names: list[int] = field(default_factory=list)
-    """Pseudonyms of its output tokens, if the recording has them."""
+    """Pseudonyms of the output tokens, if the recording has them."""
 
 
 def completed_steps(stretch: Stretch) -> Iterator[tuple[RecordedStep, float, Completed]]:
-    """Yields the steps that ran without a fault, with their scheduling time, in the order of their results."""
+    """Yields the steps that ran without a fault as (step, scheduling time, result), in the order of their results."""
     sent: dict[int, tuple[float, RecordedStep]] = {}
     for event in stretch.events():
         if isinstance(event, Scheduled) and event.step is not None:
@@ -78,38 +56,13 @@ def completed_steps(stretch: Stretch) -> Iterator[tuple[RecordedStep, float, Com
                 yield step, scheduled, event
 
 
-def step_timings(stretch: Stretch) -> list[StepTiming]:
-    """Returns the work and the times of each of ``completed_steps``."""
-    return [_timing(*answered) for answered in completed_steps(stretch)]
-
-
-def _timing(step: RecordedStep, scheduled: float, answer: Completed) -> StepTiming:
-    return StepTiming(
-        seq=step.seq,
-        kind=step.kind,
-        num_seqs=step.num_seqs,
-        num_tokens=step.num_tokens,
-        num_prompt_tokens=sum(length for length in step.query_lens if length > 1),
-        num_context_tokens=step.num_context_tokens,
-        num_moves=len(step.moves),
-        scheduled=scheduled,
-        answered=answer.now,
-        queue_us=answer.queue_us,
-        graph_us=answer.graph_us,
-        sample_us=answer.sample_us,
-    )
-
-
 def arrivals(stretch: Stretch) -> list[Arrival]:
-    """Returns the requests that arrived during a stretch, in order, with their recorded outcome.
-
-    Requests that arrived before the stretch are left out.
-    """
+    """Returns the requests that arrived during the recorded segments of ``stretch``, in order, with their outcome."""
     return _Arrivals().of(stretch)
 
 
 class _Arrivals:
-    """Follows the tokens and ends of requests in the same way as the scheduler."""
+    """Finds the tokens and the end of each recorded request, by the same rules as the scheduler."""
 
     def __init__(self) -> None:
         self._found: dict[int, Arrival] = {}
@@ -157,7 +110,7 @@ class _Arrivals:
                 self._token(arrival, step.sample_positions[index], index in answer.ends, answer.now, name)
 
     def _token(self, arrival: Arrival, position: int, is_ending: bool, now: float, name: int | None) -> None:
-        if position != arrival.num_output_tokens:  # the step was void, so the token is computed again
+        if position != arrival.num_output_tokens:  # a void step, whose token is computed again
             return
         arrival.num_output_tokens += 1
         arrival.token_times.append(now)

@@ -1,8 +1,8 @@
-"""Decides what is written about each call of the scheduler, and when.
+"""Decides what the flight recorder writes about each call of the scheduler, and when.
 
-Undisturbed decoding goes into a ``DecodeLog``, which becomes one record later. Every other call becomes a record
-immediately. The journal writes its records together, in one system call that does not wait for the disk. It writes
-after ``WRITE_INTERVAL_S``, at the end of a loop iteration with a fault, and when no step is in flight.
+Decoding with an unchanged batch goes into a ``DecodeLog``, which becomes one record later. Every other call becomes a
+record immediately. The journal writes its records together, in one system call that does not wait for the disk. It
+writes after ``WRITE_INTERVAL_S``, at the end of a loop iteration with a fault, and when no step is in flight.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from operator import attrgetter
 
-from llm_serving.flight.counts import Counts
 from llm_serving.flight.decode_log import DecodeLog
 from llm_serving.flight.facts import ending_indices, is_whole
-from llm_serving.flight.format import Tag
+from llm_serving.flight.format import Counts, Tag
 from llm_serving.flight.requests import KnownRequests, TokenNames
 from llm_serving.flight.segments import SegmentWriter
 from llm_serving.flight.step_writer import StepWriter
@@ -22,13 +21,13 @@ from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResul
 from llm_serving.scheduler.scheduler import Scheduler
 
 _TIME, _SCHEDULE, _UPDATE, _DECODING = int(Tag.TIME), int(Tag.SCHEDULE), int(Tag.UPDATE), int(Tag.DECODING)
-"""Plain numbers, because the encoder writes a number ten times as fast as a member of an enumeration."""
+"""Tags as plain numbers, which the encoder writes ten times as fast as members of an enumeration."""
 WRITE_INTERVAL_S = 0.5
-"""Maximum time between writes while steps are in flight."""
+"""Maximum time in seconds between writes while steps are in flight."""
 _NOW = -math.inf
 _MAX_ITERATIONS = 1024
 _MAX_PENDING = 256
-"""This number of iterations or of records is written regardless of the time."""
+"""If this number of records waits, they are written before ``WRITE_INTERVAL_S`` is over."""
 _RESULT = attrgetter(
     "seq", "sampled_ids", "logits", "logsumexps", "error", "aborted", "queue_us", "graph_us", "sample_us"
 )
@@ -47,15 +46,15 @@ class Journal:
         self._requests = KnownRequests(names, self._forget_number)
         self._has_pseudonyms = names is not None
         self._sent: dict[int, ScheduledStep] = {}
-        """Steps in flight by number. A step from the decode log is represented by the latest step of its batch."""
+        """Steps in flight by number. A step in the decode log is replaced by the latest step of the same batch."""
         self._steps = StepWriter()
         self.decode_log = DecodeLog(self._scheduler.counts, _MAX_ITERATIONS)
         self._num_steps = 0
         self._is_step_latest = False
-        """The latest call was ``schedule``, and it returned a step."""
+        """True if the latest call of the scheduler was ``schedule`` and returned a step."""
         self._counted_requests: list[Request] | None = None
         self._counted_lens: list[int] = []
-        """Requests and lengths of block tables of the latest step with counts. None: the next step gets counts."""
+        """Lengths of the latest step's block tables. A next step with equal requests and lengths needs no counts."""
         self._pending: list[object] = []
         self._due = _NOW
         self._now = 0.0
@@ -65,13 +64,13 @@ class Journal:
         """Number of recorded steps."""
         return self._num_steps + self.decode_log.num_steps
 
-    # Calls in every loop iteration that the decode log refuses
+    # Calls of ``schedule`` and ``update`` that the decode log refuses
 
     def record_step(self, step: ScheduledStep, now: float) -> None:
         """Records that ``schedule`` returned a step.
 
-        The record has the scheduler's counts if they can differ from those of the latest step. That is so if the step
-        has other sequences or more blocks, or follows another call than ``schedule`` and ``update``.
+        The record has the scheduler's counts only if they can differ from those of the latest step. They can if the
+        step has other sequences or more blocks, or follows another call than ``schedule`` and ``update``.
         """
         self._stop_log()
         self._num_steps += 1
@@ -120,8 +119,10 @@ class Journal:
             self._begin_segment()
 
     def record(self, record: list[object], now: float | None = None, *, urgent: bool = False) -> None:
-        """Adds a record of a call that is rare. An urgent record reports a fault: it is written, with all records
-        before it, at the end of this loop iteration."""
+        """Adds a record of a call other than ``schedule`` and ``update``.
+
+        An urgent record reports a fault. It is written at the end of the loop iteration, with all records before it.
+        """
         self._stop_log()
         self._is_step_latest = False
         self._counted_requests = None
@@ -134,7 +135,7 @@ class Journal:
             self.flush()
 
     def add_request(self, request: Request, *, refused: bool) -> tuple[int, bytes | None]:
-        """Returns the number of a new request, and the packed pseudonyms of its tokens if the recording has them."""
+        """Gives a new request a number. Returns the number, and pseudonyms of its tokens if the recording has them."""
         self._stop_log()
         num_requests = sum(self._scheduler.counts()[:2])
         if not refused and len(self._requests) > 2 * num_requests + _MAX_PENDING:
@@ -164,7 +165,7 @@ class Journal:
     def flush(self) -> None:
         """Writes all pending records, then starts the next segment if the present one is full.
 
-        Records are lost while the recording pauses. A new segment begins with the scheduler's present state.
+        While the recording pauses, the records are dropped.
         """
         self.begin()
         self._take_run()
@@ -175,7 +176,7 @@ class Journal:
             self._begin_segment()
 
     def finish(self) -> None:
-        """Writes everything, including an iteration that has not ended."""
+        """Writes all records, including those of a loop iteration that has not ended."""
         self._stop_log()
         self.flush()
 
@@ -192,7 +193,7 @@ class Journal:
         self._segments.close()
 
     def _begin_segment(self) -> None:
-        """Starts a segment. Its records refer to nothing outside it, so the writers' memory starts empty as well."""
+        """Starts a segment. Forgets earlier steps, because its records must not refer to other segments."""
         self._stop_log()
         self._requests.forget_ended()
         self._steps = StepWriter()
@@ -206,7 +207,7 @@ class Journal:
     # Undisturbed decoding
 
     def _start_log(self) -> None:
-        """Starts the decode log if all steps in flight are decode steps of one batch."""
+        """Starts the decode log if all steps in flight decode the same batch."""
         latest = next(reversed(self._sent.values()), None)
         if latest is None or latest.requests is not self._counted_requests:
             return
@@ -218,7 +219,7 @@ class Journal:
             self.decode_log.begin(seqs[0], latest, lens, self._requests.endings, self._has_pseudonyms)
 
     def _take_run(self) -> None:
-        """Turns the logged iterations into a record."""
+        """Turns the iterations of the decode log into a record."""
         run = self.decode_log.take()
         if run is None:
             return
@@ -241,7 +242,7 @@ class Journal:
         self._is_step_latest = not has_ended and num_steps > 0
 
     def _stop_log(self) -> None:
-        """Stops the decode log and writes its iterations as a record, before the record of the next call."""
+        """Stops the decode log and turns its iterations into a record, because another record follows."""
         self.decode_log.stop()
         self._take_run()
 

@@ -1,9 +1,9 @@
-"""Pseudonyms of tokens. They only reveal which prefixes are equal.
+"""Computes pseudonyms, which replace tokens in a flight recording. They only reveal which prefixes are equal.
 
 The pseudonym of token ``i`` of a sequence is ``BLAKE2b(key, salt, tokens 0 .. i)``, cut to 31 bits. If two sequences
-have the same salt, their pseudonyms are equal exactly as far as their tokens are (except for one chance in 2^31). The
-prefix cache needs no more than that. The key never leaves the process, so a recording cannot be searched for a known
-text. A pseudonym costs 0.4 us.
+have the same salt, their pseudonyms are equal exactly as far as their tokens are (except for one chance in 2^31). This
+is enough for the prefix cache of a replay. The key never leaves the process, so a recording cannot be searched for a
+known text. A pseudonym costs 0.4 us.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import struct
 from collections.abc import Callable, Iterable
 
 PLAIN_TOKEN = 0
-"""Replaces a sampled token if the recording has no pseudonyms."""
+"""Token of a replay for each recorded token if the recording has no pseudonyms."""
 ENDING_TOKEN = 1
-"""Replaces a token that ends its request."""
+"""Token of a replay for a recorded token that ended its request."""
 FIRST_PSEUDONYM = 2
 
 _PACK = struct.Struct("<i").pack
@@ -35,7 +35,7 @@ class TokenChain:
         self._hash = state
         self.update: Callable[[bytes], None] = state.update
         self.digest: Callable[[], bytes] = state.digest
-        """Returns the latest token's pseudonym before it is masked and raised to ``FIRST_PSEUDONYM``."""
+        """Returns the hash of all tokens so far. Its low 31 bits are the pseudonym of the latest token."""
 
     def extend(self, token_ids: Iterable[int]) -> list[int]:
         """Appends tokens to the sequence and returns their pseudonyms."""
@@ -54,7 +54,7 @@ class TokenChain:
 
 
 class Pseudonyms:
-    """Creates token chains with one secret key, which is random unless it is given."""
+    """Creates ``TokenChain`` objects with a secret key, which is random unless it is given."""
 
     def __init__(self, key: bytes | None = None) -> None:
         self._key = secrets.token_bytes(32) if key is None else key

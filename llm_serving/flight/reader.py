@@ -1,16 +1,16 @@
-"""Reads flight recordings: joins segments into stretches and turns records into events.
+"""Reads flight recordings: turns the records of segments (files) into events, which are calls of the scheduler.
 
     for stretch in read_recording(Path("output/flight")):
         for event in stretch.events():
             ...
 
-``llm_serving.flight.history`` follows steps and requests through them.
+A stretch consists of segments of one run that follow each other without a gap.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,7 @@ class Added:
     """Engine time of the latest call that has a time, in seconds."""
     number: int
     facts: dict[str, Any]
-    """See ``llm_serving.flight.facts.request_facts``."""
+    """Lengths, times and parameters of the request, as ``request_facts`` of ``facts.py`` returns them."""
     prompt: list[int] | None
     """Pseudonyms of the prompt's tokens, or None if the recording has none."""
     refusal: str | None
@@ -41,7 +41,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A call of ``release_requests``: the requests moved to another replica."""
+    """A call of ``release_requests``, with the numbers of the requests, which moved to another replica."""
 
     now: float
     numbers: list[int]
@@ -49,14 +49,13 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A call of ``schedule``, which returned a step, or None with the time to call it again."""
+    """A call of ``schedule``. If it returned no step, ``wakeup`` is the time to call it again."""
 
     now: float
     step: RecordedStep | None
     wakeup: float | None
     state: list[int] | None
-    """The scheduler's counts after the call, see ``llm_serving.flight.counts.STATE_NAMES``. None if they cannot differ
-    from those of the latest step."""
+    """The scheduler's counts after the call, in the order of ``STATE_NAMES``. None: those of the latest step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class Completed:
     seq: int
     fault: list[Any] | None
     ends: list[int]
-    """Indices of the step's sequences whose token ended them."""
+    """Indices of the sequences that ended with the token of this step."""
     names: list[int] | None
     """Pseudonyms of the sampled tokens, or None if the recording has none."""
     queue_us: int
@@ -76,7 +75,7 @@ class Completed:
     outcome: int | str
     """Number of updates that the call returned, or name of the error that it raised."""
     state: list[int] | None
-    """See ``Scheduled.state``."""
+    """The scheduler's counts after the call, or None if the call raised no error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class FailedAll:
 
 @dataclass(frozen=True, slots=True)
 class TookEnded:
-    """A call of ``take_ended`` that returned requests which ``schedule`` ended."""
+    """A call of ``take_ended``, with the numbers of the requests that ``schedule`` ended at their deadline."""
 
     now: float
     numbers: list[int]
@@ -133,10 +132,21 @@ class Raised:
 
 Event = Added | Released | Scheduled | Completed | Finished | AgentLost | FailedAll | TookEnded | VoidSteps | Raised
 
+_EVENTS: dict[Tag, Callable[..., Event]] = {
+    Tag.RELEASE: Released,
+    Tag.UPDATE: Completed,
+    Tag.FINISH: Finished,
+    Tag.AGENT_LOST: AgentLost,
+    Tag.FAIL_ALL: FailedAll,
+    Tag.TAKE_ENDED: TookEnded,
+    Tag.VOID_STEPS: VoidSteps,
+}
+"""Classes of the events whose fields, after ``now``, are the fields of the record with this tag."""
+
 
 @dataclass(slots=True)
 class Segment:
-    """One file of a recording."""
+    """One file of a flight recording."""
 
     file: Path
     header: SegmentHeader
@@ -147,7 +157,7 @@ class Segment:
     """True if the file ends within a frame, so that its last records are lost."""
 
     def events(self) -> Iterator[Event]:
-        """Yields the events of the segment in order."""
+        """Yields the recorded calls of the segment in order."""
         now, steps = self.header.engine_time, StepReader()
         for record in self.records:
             if record[0] == Tag.TIME:
@@ -175,9 +185,9 @@ class Stretch:
 
 
 def read_recording(path: Path) -> list[Stretch]:
-    """Reads a segment file or a folder of segments and returns its stretches, the oldest first.
+    """Reads a segment file or a folder of segments. Returns sequences of segments without a gap, the oldest first.
 
-    The stretches of several replicas in a folder follow replica by replica. Raises FlightRecordingError if there is no
+    If the folder has several replicas, those of replica 0 come first. Raises FlightRecordingError if there is no
     segment, or if a file is not a segment.
     """
     if folders := replica_folders(path):
@@ -216,7 +226,7 @@ def _read_segment(file: Path) -> Segment | None:
 
 
 def _decoding(record: list[Any], steps: StepReader) -> Iterator[Event]:
-    """Yields the events of undisturbed decoding."""
+    """Yields the calls that a record of decoding with an unchanged batch stands for."""
     _, run, first_result, times, queue_us, graph_us, sample_us, counts, names, *rest = record
     irregular = {index: tuple(numbers) for index, *numbers in (rest[0] if rest else [])}
     num_sent = len(times) + sum(num_steps - 1 for _, num_steps, _ in irregular.values())
@@ -247,21 +257,9 @@ def _event(record: list[Any], now: float, steps: StepReader) -> Event:
         prompt = None if tokens is None else tokens[:num_prompt_tokens]
         output = [PLAIN_TOKEN] * num_output_tokens if tokens is None else tokens[num_prompt_tokens:]
         return Added(now, number, facts, prompt, refusal, arrival_index, output)
-    if tag is Tag.RELEASE:
-        return Released(now, record[1])
     if tag is Tag.SCHEDULE:
         step, wakeup, state = fields
         return Scheduled(now, None if step is None else steps.step(step), wakeup, state)
-    if tag is Tag.UPDATE:
-        return Completed(now, *fields)
-    if tag is Tag.FINISH:
-        return Finished(now, *fields)
-    if tag is Tag.AGENT_LOST:
-        return AgentLost(now, *fields)
-    if tag is Tag.FAIL_ALL:
-        return FailedAll(now, *fields)
-    if tag is Tag.TAKE_ENDED:
-        return TookEnded(now, *fields)
-    if tag is Tag.VOID_STEPS:
-        return VoidSteps(now, *fields)
-    return Raised(now, Tag(fields[0]), fields[1])
+    if tag is Tag.RAISED:
+        return Raised(now, Tag(fields[0]), fields[1])
+    return _EVENTS[tag](now, *fields)

@@ -1,8 +1,7 @@
-"""The flight recorder: wraps a scheduler, offers the same methods and records each call.
+"""The flight recorder: wraps a scheduler, has the same methods and records each call.
 
-It changes nothing and decides nothing. It passes on what the scheduler returns and raises, and reports each call to the
-``Journal``. An error of the recorder never reaches the engine: it is logged, and a full disk pauses the recording while
-any other error ends it.
+The recorder returns and raises the same as the scheduler, and reports each call to the ``Journal``. An error of the
+recorder never reaches the engine. It is logged. A full disk pauses the recording, and any other error ends it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any, cast
 
-from llm_serving.flight.counts import state_of
 from llm_serving.flight.decode_log import DUE, LOGGED
 from llm_serving.flight.facts import request_facts
 from llm_serving.flight.format import SegmentHeader, Tag
@@ -24,20 +22,12 @@ from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
 
-UNRECORDED_METHODS = frozenset(
-    (
-        *("capacity", "check_integrity", "counts", "known_prefix", "next_wakeup", "queue_full", "restore"),
-        *("sequences", "snapshot", "steps_in_flight"),
-    )
-)
-"""Methods of the scheduler that are not recorded: they change nothing, and a recorded scheduler is never restored."""
-
 
 class FlightRecorder:
-    """Records ``scheduler`` into ``ring``. ``header`` is the header of the run's first segment.
+    """Records the calls of ``scheduler``, which must be new, into ``ring``.
 
-    ``scheduler`` must be new. If it ``compares_tokens``, the recording has pseudonyms.
-    ``seconds`` and ``num_steps`` report what recording costs.
+    ``header`` is the header of the run's first segment. If ``compares_tokens`` is True, because the prefix cache is on,
+    the recording has pseudonyms of tokens. ``seconds`` and ``num_steps`` show the cost of recording.
     """
 
     def __init__(
@@ -51,7 +41,7 @@ class FlightRecorder:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.seconds = 0.0
-        """Time spent on recording."""
+        """Seconds that recording has taken since the start."""
         self.next_wakeup = scheduler.next_wakeup
         self._scheduler = scheduler
         self._state = scheduler._state
@@ -73,13 +63,12 @@ class FlightRecorder:
 
     @property
     def is_idle(self) -> bool:
-        """See ``Scheduler``. The engine asks in every loop iteration, so this avoids the slow ``__getattr__``."""
+        """True if the scheduler has no request. Declared, because ``__getattr__`` is slow and the engine asks often."""
         return self._scheduler.is_idle
 
-    # Methods of the scheduler
+    # Methods of ``Scheduler``, which has their documentation
 
     def add_request(self, request: Request) -> None:
-        """See ``Scheduler``, also for the following methods."""
         refusal: str | None = None
         try:
             self._scheduler.add_request(request)
@@ -167,7 +156,7 @@ class FlightRecorder:
 
     def fail_all(self, error: str, now: float) -> list[RequestUpdate]:
         updates = self._scheduler.fail_all(error, now)
-        self._record(self._record_fault, [Tag.FAIL_ALL, len(updates), state_of(self._scheduler)], now)
+        self._record(self._record_fault, [Tag.FAIL_ALL, len(updates), self._scheduler.counts()], now)
         return updates
 
     def close(self) -> None:
@@ -186,7 +175,7 @@ class FlightRecorder:
         self.seconds += perf_counter() - begin
 
     def _guarded(self, action: Callable[..., None], *details: Any) -> None:
-        """Runs ``action`` unless the recording has ended."""
+        """Runs ``action`` unless the recording has ended, and keeps its errors from the engine."""
         if self._ended:
             return
         try:
@@ -221,7 +210,7 @@ class FlightRecorder:
         self._journal.record(record, now, urgent=True)
 
     def _record_lost(self, now: float) -> None:
-        self._record_fault([Tag.AGENT_LOST, state_of(self._scheduler)], now)
+        self._record_fault([Tag.AGENT_LOST, self._scheduler.counts()], now)
         self._journal.lose_steps()
 
     def _record_ended(self, updates: list[RequestUpdate]) -> None:
@@ -233,5 +222,5 @@ class FlightRecorder:
 
 
 def as_scheduler(recorder: FlightRecorder) -> Scheduler:
-    """Returns the recorder with the type of a scheduler, because it has all public members of one."""
+    """Returns the recorder with the type ``Scheduler``, whose public members it has."""
     return cast(Scheduler, recorder)

@@ -1,4 +1,4 @@
-"""The requests that a recording knows: their numbers, the tokens that end them, and the pseudonyms of their tokens."""
+"""The requests of a flight recording: their numbers, the tokens that end them, and the pseudonyms of their tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNPACK = struct.Struct("<I").unpack
 
 
 class TokenNames:
-    """The pseudonyms of all tokens of the known requests.
+    """The pseudonyms (names) of all tokens of the requests that have not been forgotten.
 
     A recording needs them if the prefix cache compares tokens. They cost about 0.7 us per token.
     """
@@ -25,10 +25,10 @@ class TokenNames:
         self.pseudonyms = pseudonyms or Pseudonyms()
         self._names: dict[Request, array[int]] = {}
         self._chains: dict[Request, tuple[Callable[[bytes], None], Callable[[], bytes], Callable[[int], None]]] = {}
-        """For each request: update and digest of its token chain, and append of its names."""
+        """Methods by request: ``update`` and ``digest`` of its token chain, and ``append`` of its pseudonyms."""
 
     def add(self, request: Request) -> bytes:
-        """Names the tokens of a new request. Returns the names, packed as ``array('i')``."""
+        """Computes the pseudonyms of a new request's tokens. Returns them as packed 32-bit integers."""
         chain = self.pseudonyms.chain(request.cache_salt)
         names = self._names[request] = array("i", chain.extend(request.prompt_token_ids))
         if request.output_token_ids:
@@ -37,7 +37,7 @@ class TokenNames:
         return names.tobytes()
 
     def take(self, updates: list[RequestUpdate], num_sampled: int) -> list[int]:
-        """Names the tokens of a step's result. Returns one name per entry of its ``sampled_ids``."""
+        """Computes the pseudonyms of the tokens in a step's result. Returns one for each entry of ``sampled_ids``."""
         step_names, chains = [PLAIN_TOKEN] * num_sampled, self._chains
         for update in updates:
             token_id = update.token_id
@@ -50,7 +50,7 @@ class TokenNames:
         return step_names
 
     def of(self, request: Request) -> list[int] | None:
-        """Returns the names of a request's prompt and output, or None for an unknown request."""
+        """Returns the pseudonyms of a request's prompt and output, or None for an unknown request."""
         names = self._names.get(request)
         return None if names is None else names.tolist()
 
@@ -61,15 +61,16 @@ class TokenNames:
 
 
 class KnownRequests:
-    """Numbers the requests in the order of their arrival.
+    """Gives requests numbers in the order of their arrival, and finds them by id until they are forgotten.
 
-    ``names`` is None if the recording has no pseudonyms. ``on_forget`` receives the number of each forgotten request.
+    ``names`` is None if the recording has no pseudonyms. ``on_forget`` is called with the number of each forgotten
+    request.
     """
 
     def __init__(self, names: TokenNames | None, on_forget: Callable[[int], None]) -> None:
         self.names = names
         self.endings: set[int] = set()
-        """Tokens that end a known request, or a request that was known since ``settle_endings``."""
+        """Token ids that end a known request, or a request that was forgotten since ``settle_endings``."""
         self._on_forget = on_forget
         self._requests: dict[str, tuple[int, Request]] = {}
         self._num_requests = 0
@@ -79,11 +80,11 @@ class KnownRequests:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Numbers by request id."""
+        """Numbers of the known requests by request id."""
         return {request_id: number for request_id, (number, _) in self._requests.items()}
 
     def add(self, request: Request, *, refused: bool) -> tuple[int, bytes | None]:
-        """Returns a new request's number and the packed pseudonyms of its tokens. A refused request stays unknown."""
+        """Returns a new request's number and the packed pseudonyms of its tokens. A refused request is not kept."""
         number = self._num_requests
         self._num_requests += 1
         if refused:
@@ -115,5 +116,5 @@ class KnownRequests:
                 self.forget(request_id)
 
     def settle_endings(self) -> None:
-        """Reduces ``endings`` to the tokens of the requests that are known now."""
+        """Removes the token ids of forgotten requests from ``endings``."""
         self.endings = set().union(*(ending_tokens(request) for _, request in self._requests.values()))

@@ -1,4 +1,4 @@
-"""The ring on disk: segment files of bounded size. The newest segment replaces the oldest."""
+"""Writes a flight recording to files (segments) of limited total size. A new segment replaces the oldest one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from llm_serving.flight.format import MAGIC, SUFFIX, encode_frame, segment_name
 
 SEGMENTS_PER_RING = 8
-"""A full ring loses this fraction of its content at a time."""
+"""Number of segments in a full ring. Deleting the oldest segment loses one part in this number."""
 
 
 class SegmentRing:
     """Appends frames to segments in ``folder``, which together have at most ``max_bytes`` bytes.
 
-    Segments of earlier runs count as well and are deleted first. Each call hands its frames to the kernel, so they
-    survive the process. No call waits for the disk. The methods raise OSError.
+    Segments of earlier runs count as well and are deleted first. Each call passes its frames to the operating system,
+    so they survive the process. No call waits for the disk. The methods raise OSError.
     """
 
     def __init__(self, folder: Path, max_bytes: int, run: str) -> None:
@@ -25,7 +25,7 @@ class SegmentRing:
         self.num_segments = 0
         """Number of segments that this run has started."""
         self.num_bytes = 0
-        """Size of the present segment."""
+        """Size of the present segment in bytes."""
         self._folder = folder
         self.max_bytes = max_bytes
         self._descriptor = -1
@@ -35,7 +35,7 @@ class SegmentRing:
         return self._descriptor >= 0
 
     def begin(self, frames: list[bytes], num_bytes: int) -> None:
-        """Closes the present segment and starts the next with these frames. It may grow to about ``num_bytes``."""
+        """Closes the present segment and starts the next with ``frames``. The next may grow to about ``num_bytes``."""
         self.close()
         data = b"".join([MAGIC, *frames])
         self._folder.mkdir(parents=True, exist_ok=True)

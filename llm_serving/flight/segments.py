@@ -1,4 +1,4 @@
-"""Divides a recording into segments: when a segment ends, how the next begins, and what happens on a full disk."""
+"""Divides a flight recording into segments (files): decides when a segment ends, and writes the start of the next."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from llm_serving.scheduler.scheduler import Scheduler
 PAUSE_S = 60.0
 """Seconds between a failed write and the next attempt."""
 _FRAME_BYTES = 4096
-"""A segment ends if fewer bytes are left, or less than twice its largest frame. It may end earlier while the scheduler
-is idle, because its state is small then."""
+"""A segment ends if fewer bytes than this, or than twice its largest frame, are left. It may end earlier while the
+scheduler is idle, because the state that the next segment begins with is small then."""
 _SEGMENT_STATES = 4
-"""Minimum size of a segment, as a multiple of the state that it begins with."""
+"""A segment has at least this number of times the bytes of the scheduler's state that it begins with."""
 _RING_STATES = 8
-"""Minimum size of the ring, as a multiple of a state. A larger state is not written."""
+"""A state is written only if the ring has at least this number of times its bytes."""
 
 
 class SegmentWriter:
     """Writes frames of records into segments of ``ring``. Each segment begins with the state of ``scheduler``.
 
-    ``header`` is the header of the run's first segment, at whose start the scheduler is new. ``names`` replace tokens
-    in the state if the recording has pseudonyms. The methods raise OSError if the disk is full; the caller then calls
+    ``header`` is the header of the run's first segment, at whose start the scheduler is new. ``names`` has pseudonyms
+    for the tokens in the state, or is None. The methods raise OSError if the disk is full; the caller then calls
     ``pause``.
     """
 
@@ -41,7 +41,7 @@ class SegmentWriter:
         wall_clock: Callable[[], float],
     ) -> None:
         self.is_new = True
-        """True until the first segment starts or fails to start."""
+        """True until the first segment has started or has failed to start."""
         self._ring = ring
         self._header = header
         self._scheduler = scheduler
@@ -61,7 +61,7 @@ class SegmentWriter:
             self._largest_frame = max(self._largest_frame, ring.num_bytes - before)
 
     def wants_next(self, now: float) -> bool:
-        """Returns True if the next segment should start: the present one is full, or a pause is over."""
+        """Returns True if the next segment should start: the present segment is full, or a pause is over."""
         if not self._ring.is_open:
             return self._paused_until is not None and now >= self._paused_until
         room = self._segment_bytes - self._ring.num_bytes
@@ -70,7 +70,7 @@ class SegmentWriter:
         return room < max(_FRAME_BYTES, 2 * self._largest_frame) or self._scheduler.is_idle
 
     def begin(self, now: float, numbers: dict[str, int]) -> None:
-        """Starts the next segment at engine time ``now``. ``numbers`` has the number of each known request by id."""
+        """Starts the next segment at engine time ``now``. ``numbers`` has the numbers of known requests by id."""
         header = replace(
             self._header,
             index=self._ring.num_segments,
@@ -101,7 +101,7 @@ class SegmentWriter:
         self._ring.close()
 
     def _state(self) -> dict[str, Any]:
-        """Returns the content of the state frame."""
+        """Returns the content of the state frame, which is the scheduler's state at the start of the segment."""
         if self.is_new:
             return {"new": True}
         return self._scheduler.snapshot(RecordingCodec(self._names))

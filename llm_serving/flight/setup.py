@@ -32,9 +32,9 @@ _RECORDED_CODE = ("scheduler/**/*.py", "kvcache/*.py", "request.py", "telemetry/
 def recorder_of(
     config: Config, scheduler: Scheduler, on_error: Callable[[str], None], replica: int = 0
 ) -> FlightRecorder | None:
-    """Returns the recorder that the configuration asks for, or None if it is switched off.
+    """Returns a flight recorder as configured for one replica, or None if recording is switched off.
 
-    Each of several replicas gets its own folder and its fraction of the size limit."""
+    Each of several replicas has its own folder and an equal fraction of the size limit."""
     settings = config.log_config
     if settings.flight_recorder_mib == 0:
         return None
@@ -61,7 +61,7 @@ def record(
     on_error: Callable[[str], None],
     wall_clock: Callable[[], float] = time.time,
 ) -> FlightRecorder:
-    """Returns a recorder of a new ``scheduler``, which writes at most ``max_bytes`` of segments into ``folder``."""
+    """Returns a flight recorder of a new ``scheduler``. It writes at most ``max_bytes`` into ``folder``."""
     limits = scheduler.limits
     run = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(wall_clock()))}-{os.getpid()}-{os.urandom(2).hex()}"
     header = SegmentHeader(
@@ -101,13 +101,13 @@ def compares_tokens(limits: SchedulerLimits) -> bool:
 
 
 def limits_to_map(limits: SchedulerLimits) -> dict[str, Any]:
-    """Returns the limits as plain values, for ``limits_from_map``."""
+    """Returns the scheduler's limits as a map of plain values. ``limits_from_map`` reverses this."""
     values = {declared.name: getattr(limits, declared.name) for declared in fields(limits)}
     return {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
 
 
 def limits_from_map(values: dict[str, Any]) -> SchedulerLimits:
-    """Returns the limits of a recording. Raises FlightRecordingError if this version does not know them."""
+    """Returns the scheduler's limits in a recording. Raises FlightRecordingError if this version lacks one of them."""
     hints = typing.get_type_hints(SchedulerLimits)
     unknown = values.keys() - hints.keys()
     if unknown:

@@ -1,9 +1,8 @@
 """Replaces tokens and texts in a snapshot of the scheduler, so that a recorded state contains neither.
 
-A recording with a prefix cache has pseudonyms instead of tokens, see ``llm_serving.flight.pseudonyms``. A pseudonym
-depends on the tokens before it. The tokens of a cached block follow those of its parent block, which has a smaller
-entry number. If the parent is no longer cached, no request can find the block, so its content is left out. A
-recording without a prefix cache has no tokens at all, only their numbers.
+If the prefix cache is on, a recording has pseudonyms instead of tokens. A pseudonym depends on all tokens before it, so
+the pseudonyms of a cached block follow those of its parent block. If the parent is no longer cached, no request can
+find the block, and zeros are recorded. If the prefix cache is off, a recording has only the number of tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from llm_serving.scheduler.scheduler import Scheduler
 
 
 class ReplayCodec:
-    """The ``RequestCodec`` of a replay, in which all tokens are pseudonyms already.
+    """Saves and restores requests and blocks in a replay, in which all tokens are pseudonyms already.
 
     ``keeps_tokens`` is False if the recording has no pseudonyms.
     """
@@ -39,7 +38,7 @@ class ReplayCodec:
         return [request_facts(request), request.status.name, len(request.output_token_ids), tokens]
 
     def load_request(self, state: list[Any]) -> Request:
-        """Returns a request with zeros instead of tokens that were not saved."""
+        """Returns a request from what ``save_request`` returned. Tokens that were not saved are zeros."""
         facts, status, num_output_tokens, tokens = state
         num_prompt_tokens = facts["num_prompt_tokens"]
         if tokens is None:
@@ -50,7 +49,7 @@ class ReplayCodec:
         return request
 
     def block_contents(self, index: PrefixIndex) -> list[bytes]:
-        """Returns the packed tokens of each block. Blocks whose parent is not cached have zeros."""
+        """Returns the packed tokens of each cached block. Blocks whose parent is no longer cached have zeros."""
         contents = [b""] * len(index.entries)
         known: set[int | bytes] = set()
         for entry, block, parent, content in index.in_order():
@@ -69,7 +68,10 @@ class ReplayCodec:
 
 
 class RecordingCodec(ReplayCodec):
-    """The ``RequestCodec`` of a recorder. ``names`` has the pseudonyms, or is None if the recording has none."""
+    """Saves requests and blocks for a recording, with the pseudonyms in ``names`` instead of tokens.
+
+    ``names`` is None if the recording has no pseudonyms.
+    """
 
     def __init__(self, names: TokenNames | None) -> None:
         super().__init__(names is not None)
@@ -103,7 +105,7 @@ class RecordingCodec(ReplayCodec):
 
 
 def restore_state(scheduler: Scheduler, state: dict[str, Any], codec: ReplayCodec) -> int:
-    """Restores the state of a segment into a new scheduler. Returns the number of cached blocks that were lost.
+    """Restores a segment's recorded state into a new scheduler. Returns the number of cached blocks that are missing.
 
     Raises FlightRecordingError if the state does not fit this version of the scheduler.
     """
@@ -117,7 +119,7 @@ def restore_state(scheduler: Scheduler, state: dict[str, Any], codec: ReplayCode
 
 
 def first_difference(recorded: Any, replayed: Any, path: str = "") -> tuple[str, object, object] | None:
-    """Returns path, recorded value and replayed value of the first difference of two states, or None."""
+    """Returns the path and both values of the first difference between two states, or None if they are equal."""
     if isinstance(recorded, dict) and isinstance(replayed, dict) and recorded.keys() == replayed.keys():
         pairs = [(f"{path}.{key}".lstrip("."), recorded[key], replayed[key]) for key in recorded]
     elif _is_list(recorded) and _is_list(replayed) and len(recorded) == len(replayed):

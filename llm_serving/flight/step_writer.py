@@ -1,4 +1,4 @@
-"""Encodes scheduled steps as the records that ``llm_serving.flight.steps`` defines."""
+"""Encodes scheduled steps for a flight recording, as differences to earlier steps (format in ``steps.py``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
 
 @dataclass(slots=True)
 class _Last:
-    """The latest step of a kind. ``numbers`` are the numbers of its requests."""
+    """The latest recorded step of a kind (prefill, decode, ...), as the base of the next step's differences."""
 
     kind: StepKind
     requests: list[Request]
@@ -29,15 +29,14 @@ class _Last:
     reason: StepReason
     reason_name: str
     is_plain: bool
-    """True if each sequence has one token and samples."""
+    """True if every sequence of the step has one token and samples."""
 
 
 class StepWriter:
-    """Encodes steps. Each segment needs a new writer.
+    """Encodes the steps of one segment.
 
-    A step with the same sequences as the one before costs a few calls that compare whole columns. The writer keeps the
-    columns to compare them with the next step. Therefore the scheduler must not change a column of a scheduled
-    step, except that block tables may grow at the end.
+    The writer keeps the columns of a step to compare them with those of the next step. Therefore the scheduler must not
+    change a column of a scheduled step, except that block tables may grow at the end.
     """
 
     def __init__(self) -> None:
@@ -45,8 +44,8 @@ class StepWriter:
         self._latest: _Last | None = None
         self._has_grown = False
         self._tables: dict[int, tuple[list[int], int]] = {}
-        """Block table and its recorded length, by request number. If ``_has_grown`` is set, ``table_lens`` of the
-        latest step is more recent."""
+        """Block table and its recorded length by request number. If ``_has_grown`` is True, the lengths of the latest
+        step's tables are in ``_latest`` instead."""
 
     def forget(self, number: int) -> None:
         """Forgets a request that has ended."""
@@ -71,7 +70,7 @@ class StepWriter:
         if last is None or not _same_batch(step, last):
             return self._new_batch(step, number_of, table_lens)
         tables, starts, positions = step.block_tables, step.starts, step.sample_positions
-        # Differences are small numbers, which Python caches. So only the lists are allocated.
+        # Fast, because the differences are small integers, which Python does not allocate.
         goes_on = list(map(sub, starts, last.starts)) == last.query_lens
         samples_next = list(map(sub, positions, last.sample_positions)).count(1) == len(positions)
         blocks: list[object] = []
@@ -87,10 +86,10 @@ class StepWriter:
         return _record(step, last, None, None if goes_on else starts, None if samples_next else positions, blocks)
 
     def table_lens_of(self, sent: Sequence[ScheduledStep]) -> list[int] | None:
-        """Returns the recorded lengths of the block tables of the steps in flight, ``sent``.
+        """Returns the recorded lengths of the block tables of ``sent``, the steps in flight, if they decode one batch.
 
-        Returns None unless the last of them is the latest step and all have its sequences. Each sequence must have one
-        token, sample and not restart its batch row."""
+        Returns None if the last of them is not the latest recorded step, or if they have different sequences. Also
+        returns None if a sequence has several tokens, does not sample, or restarts its batch row."""
         last = self._latest
         if (
             last is None
@@ -104,9 +103,7 @@ class StepWriter:
         return last.table_lens
 
     def record_run(self, first_seq: int, growths: Sequence[Growth]) -> list[object]:
-        """Returns the record of a run of steps that only continue the latest one, see ``llm_serving.flight.steps``.
-
-        The caller must call ``go_to`` next."""
+        """Returns the record of steps that only continue the latest one. The caller must call ``go_to`` next."""
         last = self._latest
         assert last is not None
         return [first_seq, KIND_CODES[last.kind], growths, last.reason_name]
@@ -152,13 +149,13 @@ class StepWriter:
         return _record(step, last, batch, step.starts, step.sample_positions, blocks)
 
     def _grown(self, tables: list[list[int]], last: _Last, table_lens: list[int]) -> list[object]:
-        """Returns the new blocks of a step with the sequences of ``last``. Looks only at tables that changed."""
+        """Returns the new blocks of a step with the same sequences as ``last``."""
         if tables is not last.block_tables and not all(map(is_, tables, last.block_tables)):
             self._note_growth()
             changed = list(range(len(tables)))
         else:
             changed = list(compress(range(len(tables)), map(ne, table_lens, last.table_lens)))
-            if last is self._latest:  # no step of another kind has recorded their growth
+            if last is self._latest:  # no step of another kind can have recorded the new blocks
                 self._has_grown = self._has_grown or bool(changed)
                 known = last.table_lens
                 return [(index, known[index], tables[index][known[index] : table_lens[index]]) for index in changed]
@@ -177,7 +174,7 @@ class StepWriter:
         return list(blocks)
 
     def _note_growth(self) -> None:
-        """Stores the recorded lengths of the latest step's tables, before a step that does not continue it."""
+        """Stores the block tables' recorded lengths in ``_tables``, before a step that does not continue the latest."""
         latest = self._latest
         if self._has_grown and latest is not None:
             known_tables = self._tables

@@ -1,4 +1,4 @@
-"""The record of a scheduled step, which holds only the differences to the steps before it.
+"""Decodes the records of scheduled steps in a flight recording. A record has only the differences to earlier steps.
 
     [seq, kind, batch?, starts?, sample_positions?, blocks, moves, restarts?, histories, reason]
 
@@ -6,8 +6,8 @@
 Otherwise it is ``[numbers, rows, query_lens?, do_sample?]``, where None means all ones and all true. ``starts`` is None
 if each sequence continues where that step ended, ``sample_positions`` if each sequence samples the next position.
 ``blocks`` has ``[index, place, ids]`` for each block table that changed since the sequence's latest step: its entries
-from ``place`` on. ``restarts`` and ``histories`` are indices. The writer (``step_writer``) and the reader keep the same
-memory of earlier steps, so the reader restores the whole step.
+from ``place`` on. ``restarts`` and ``histories`` are indices of sequences. ``StepWriter`` and ``StepReader`` remember
+the same earlier steps, so the reader restores the whole step.
 
 A run of steps that only continue the latest one is a single record: ``[seq of the first, kind, growths, reason]``. A
 growth is ``[index of the step in the run, index, place, ids]`` and replaces the ``blocks`` of a step.
@@ -32,7 +32,7 @@ Growth = tuple[int, int, int, list[int]]
 
 @dataclass(slots=True)
 class RecordedStep:
-    """A step as the scheduler decided it. Requests are numbers; the other columns equal those of ``ScheduledStep``."""
+    """A scheduled step from a recording. It has the columns of ``ScheduledStep``, with numbers instead of requests."""
 
     seq: int
     kind: StepKind
@@ -43,7 +43,7 @@ class RecordedStep:
     do_sample: list[bool]
     sample_positions: list[int]
     blocks: list[tuple[int, int, list[int]]]
-    """(index, place, block ids) of each block table that changed, from ``place`` on."""
+    """(index of the sequence, first place, block ids) of each change of a block table."""
     moves: list[BlockMove] = field(default_factory=list)
     restarts: list[int] = field(default_factory=list)
     histories: list[int] = field(default_factory=list)
@@ -59,7 +59,7 @@ class RecordedStep:
 
     @property
     def num_context_tokens(self) -> int:
-        """Number of tokens that the step's attention reads: all tokens of its sequences after the step."""
+        """Number of tokens whose keys and values the attention reads: all tokens of all sequences after the step."""
         return sum(self.starts) + sum(self.query_lens)
 
 
@@ -101,7 +101,7 @@ class StepReader:
         return self._last[_KINDS[run[1]]].num_seqs
 
     def run(self, record: list[Any], count: int) -> list[RecordedStep]:
-        """Returns the ``count`` steps of a run."""
+        """Returns the ``count`` steps of a record of consecutive steps that only continue each other."""
         first, code, growths, reason = record
         blocks: list[list[list[Any]]] = [[] for _ in range(count)]
         for place, *growth in growths:

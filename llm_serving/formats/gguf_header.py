@@ -22,7 +22,7 @@ _MAX_ENTRIES = 65_536
 
 
 def read_gguf_uint32(path: Path, wanted: str) -> int | None:
-    """Return the metadata entry ``wanted``, or None if the file has no such u32 entry. Raises CheckpointError."""
+    """Return the metadata entry ``wanted`` of type u32, or None if it is absent. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             return _find(file, wanted.encode())

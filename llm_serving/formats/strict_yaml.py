@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from llm_serving.errors import ConfigError
-from llm_serving.formats.bounded_file import read_small_text
+from llm_serving.formats.small_files import read_small_text
 
 MAX_YAML_BYTES = 64 * 1024
 MAX_YAML_DEPTH = 32

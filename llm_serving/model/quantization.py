@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llm_serving.errors import CheckpointError
 from llm_serving.formats.gguf_header import read_gguf_uint32
-from llm_serving.formats.json_object import read_json_object
+from llm_serving.formats.small_files import read_json_object
 from llm_serving.formats.typed_fields import TypedFields
 from llm_serving.model.number_formats import STORED_FORMATS, WeightFormat, stored_format
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm_serving.errors import CheckpointError
-from llm_serving.formats.json_object import read_json_object
+from llm_serving.formats.small_files import read_json_object
 from llm_serving.formats.typed_fields import TypedFields
 from llm_serving.model.families import Experts, family_of, read_biases, read_experts, read_window
 from llm_serving.model.quantization import read_quantization

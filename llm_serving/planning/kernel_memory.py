@@ -3,8 +3,8 @@
 A thread keeps the scratch memory of its largest call, and a quarter more (``agent/kernels/common/thread_pool.h``).
 The bounds are for the largest possible step. ``tests/agent/test_kernel_memory.py`` compares them with the kernels.
 
-T is the number of tokens in the largest step, N the number of threads, W the number of inputs of the widest linear
-layer, h the hidden size, I the intermediate size, D the head size, V the vocabulary size, and b the bytes of a number:
+T is the number of tokens in the largest step, N the number of threads, and b the bytes of a number. W is the number of
+inputs of the widest linear layer. h is the hidden size, I the intermediate size, D the head size, V the vocabulary:
 
     rows             inputs of a linear layer in float32 (W x 4) and results of the norm before it (h x max(b, 2)), for
                      each token. Fused: 256 rows for each thread; 128 x N for the calling thread, or T if it is the

@@ -105,8 +105,8 @@ def _weight_bytes(config: Config, part: _Part) -> int:
 def _output_stays_float(config: Config, part: _Part) -> bool:
     """Return True if the output layer stays float although the linear layers are integers.
 
-    With native operators, this happens in three cases: the output layer is the embedding; the vocabulary is too large
-    for the weight-only primitive; or it does not fill whole bytes of integers.
+    This happens with native operators, in three cases. The output layer is the embedding. The vocabulary is too large
+    for the weight-only primitive. Or it does not fill whole bytes of integers.
     """
     if config.op_table != "native":
         return False

@@ -112,47 +112,37 @@ ENDPOINTS = (
 
 def _summary(generation: Generation, parameters: GenerateParameters, answer: Answer) -> dict[str, Any]:
     """Return the JSON members next to ``generated_text``: finish reason, number of tokens, seed and details."""
-    summary: dict[str, Any] = {
+    figures = {
         "finish_reason": answer.finish_reason,
         "generated_tokens": len(answer.token_ids),
         "seed": answer.choice.sampling.seed,
-        "details": None,
     }
+    summary: dict[str, Any] = {**figures, "details": None}
     if generation.return_receipt:
         summary["receipt"] = generation.receipt()
     if parameters.details:
         summary["details"] = {
-            "finish_reason": answer.finish_reason,
-            "generated_tokens": len(answer.token_ids),
-            "seed": answer.choice.sampling.seed,
+            **figures,
             "prefill": [],
-            "tokens": [_token(generation, entry) for entry in answer.logits],
+            "tokens": [_token(generation, entry.token_id, entry.logprob) for entry in answer.logits],
             "top_tokens": [_top_tokens(generation, parameters, entry) for entry in answer.logits],
         }
     return summary
 
 
-def _token(generation: Generation, entry: TokenLogits, text: str | None = None) -> dict[str, Any]:
+def _token(generation: Generation, token_id: int, logprob: float, text: str | None = None) -> dict[str, Any]:
     tokenizer = generation.state.engine.tokenizer
     return {
-        "id": entry.token_id,
-        "text": token_string(tokenizer, entry.token_id) if text is None else text,
-        "logprob": max(entry.logprob, LOWEST),
-        "special": entry.token_id in tokenizer.special_token_ids,
+        "id": token_id,
+        "text": token_string(tokenizer, token_id) if text is None else text,
+        "logprob": max(logprob, LOWEST),
+        "special": token_id in tokenizer.special_token_ids,
     }
 
 
 def _top_tokens(generation: Generation, parameters: GenerateParameters, entry: TokenLogits) -> list[dict[str, Any]]:
-    tokenizer = generation.state.engine.tokenizer
-    return [
-        {
-            "id": token_id,
-            "text": token_string(tokenizer, token_id),
-            "logprob": max(logit - entry.logsumexp, LOWEST),
-            "special": token_id in tokenizer.special_token_ids,
-        }
-        for token_id, logit in entry.top[: parameters.top_n_tokens or 0]
-    ]
+    best = entry.top[: parameters.top_n_tokens or 0]
+    return [_token(generation, token_id, logit - entry.logsumexp) for token_id, logit in best]
 
 
 class GenerateEvents:
@@ -195,7 +185,7 @@ class GenerateEvents:
             is_last = i == len(entries) - 1
             token = None
             if entry is not None:
-                token = _token(self._generation, entry, piece.text if is_last else "")
+                token = _token(self._generation, entry.token_id, entry.logprob, piece.text if is_last else "")
             elif piece.text:
                 token = {"id": None, "text": piece.text, "logprob": None, "special": False}
             event: dict[str, Any] = {

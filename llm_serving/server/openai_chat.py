@@ -14,12 +14,19 @@ from starlette.responses import Response
 from llm_serving.errors import RequestError
 from llm_serving.request import RequestOutput
 from llm_serving.server.beams import check_beam_fields, search_answers
-from llm_serving.server.body import json_response, read_request
+from llm_serving.server.body import read_request
 from llm_serving.server.generation import Answer, Generation
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.limits import MAX_LOGPROBS
 from llm_serving.server.logprobs import chat_logprobs
-from llm_serving.server.openai_stream import FINISH, OpenAIStream, check_stream_options, stop_reason_json, usage_of
+from llm_serving.server.openai_stream import (
+    FINISH,
+    OpenAIStream,
+    check_stream_options,
+    choice_of,
+    response_of,
+    stop_reason_json,
+)
 from llm_serving.server.prompts import Prompt, check_prompt, encode_text, max_chars, max_output_tokens
 from llm_serving.server.protocol import IGNORED, MaxTokens, Messages, SamplingFields
 from llm_serving.server.sampling import Choice, base_sampling, check_choices, make_choices
@@ -75,7 +82,8 @@ async def create_chat_completion(state: ServerState, request: Request) -> Respon
     else:
         work = generation.answers(keep_logits=bool(body.logprobs))
     answers = await run_while_connected(state.active, request.receive, work)
-    return json_response(_response(generation, body, answers), generation.request_id)
+    choices = [_choice(generation, body, answer) for answer in answers]
+    return response_of(generation, "chat.completion", choices, answers)
 
 
 ENDPOINTS = (
@@ -116,32 +124,12 @@ async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> li
     return make_choices(request_id, [Prompt(ids, text)], [(params, max_tokens)], n, body.seed)
 
 
-def _response(generation: Generation, body: ChatRequest, answers: list[Answer]) -> dict[str, Any]:
-    return {
-        "id": generation.request_id,
-        "object": "chat.completion",
-        "created": generation.created,
-        "model": generation.state.engine.model_name,
-        "choices": [_choice(generation, body, answer) for answer in answers],
-        **usage_of(generation, answers),
-    }
-
-
 def _choice(generation: Generation, body: ChatRequest, answer: Answer) -> dict[str, Any]:
     logprobs = None
     if body.logprobs:
         logprobs = chat_logprobs(generation.state.engine.tokenizer, answer.logits, body.top_logprobs or 0)
-    result: dict[str, Any] = {
-        "index": answer.choice.index,
-        "message": {"role": "assistant", "content": answer.text, "refusal": None},
-        "logprobs": logprobs,
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-    }
-    if body.return_token_ids:
-        result["token_ids"] = answer.token_ids
-        result["prompt_token_ids"] = list(answer.choice.prompt.token_ids)
-    return result
+    message = {"role": "assistant", "content": answer.text, "refusal": None}
+    return choice_of(body, answer, {"message": message}, logprobs)
 
 
 class ChatStream(OpenAIStream):

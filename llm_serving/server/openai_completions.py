@@ -14,12 +14,19 @@ from starlette.responses import Response
 from llm_serving.errors import RequestError
 from llm_serving.request import RequestOutput
 from llm_serving.server.beams import check_beam_fields, search_answers
-from llm_serving.server.body import json_response, read_request
+from llm_serving.server.body import read_request
 from llm_serving.server.generation import Answer, Generation
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.limits import MAX_LOGPROBS
 from llm_serving.server.logprobs import CompletionLogprobs
-from llm_serving.server.openai_stream import FINISH, OpenAIStream, check_stream_options, stop_reason_json, usage_of
+from llm_serving.server.openai_stream import (
+    FINISH,
+    OpenAIStream,
+    check_stream_options,
+    choice_of,
+    response_of,
+    stop_reason_json,
+)
 from llm_serving.server.prompts import max_output_tokens, parse_prompts, resolve_prompts
 from llm_serving.server.protocol import IGNORED, MaxTokens, SamplingFields
 from llm_serving.server.sampling import Choice, base_sampling, check_choices, make_choices
@@ -74,7 +81,8 @@ async def create_completion(state: ServerState, request: Request) -> Response | 
     else:
         work = generation.answers(keep_logits=body.logprobs is not None)
     answers = await run_while_connected(state.active, request.receive, work)
-    return json_response(_response(generation, body, answers), generation.request_id)
+    choices = [_choice(generation, body, answer) for answer in answers]
+    return response_of(generation, "text_completion", choices, answers)
 
 
 ENDPOINTS = (
@@ -117,34 +125,13 @@ async def _choices(state: ServerState, body: CompletionRequest, request_id: str)
     return make_choices(request_id, prompts, sampling, n, body.seed)
 
 
-def _response(generation: Generation, body: CompletionRequest, answers: list[Answer]) -> dict[str, Any]:
-    return {
-        "id": generation.request_id,
-        "object": "text_completion",
-        "created": generation.created,
-        "model": generation.state.engine.model_name,
-        "choices": [_choice(generation, body, answer) for answer in answers],
-        **usage_of(generation, answers),
-    }
-
-
 def _choice(generation: Generation, body: CompletionRequest, answer: Answer) -> dict[str, Any]:
-    tokenizer = generation.state.engine.tokenizer
-    choice = answer.choice
+    tokenizer, choice = generation.state.engine.tokenizer, answer.choice
     logprobs = None
     if body.logprobs is not None:
         logprobs = CompletionLogprobs(tokenizer, choice, body.logprobs).take(answer.logits)
-    result: dict[str, Any] = {
-        "index": choice.index,
-        "text": (choice.prompt.as_text(tokenizer) if body.echo else "") + answer.text,
-        "logprobs": logprobs,
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-    }
-    if body.return_token_ids:
-        result["token_ids"] = answer.token_ids
-        result["prompt_token_ids"] = list(choice.prompt.token_ids)
-    return result
+    text = (choice.prompt.as_text(tokenizer) if body.echo else "") + answer.text
+    return choice_of(body, answer, {"text": text}, logprobs)
 
 
 class CompletionStream(OpenAIStream):

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import orjson
+from starlette.responses import Response
 
 from llm_serving.errors import RequestError
 from llm_serving.request import FinishReason, RequestOutput
+from llm_serving.server.body import json_response
 from llm_serving.server.errors import ErrorReply
 from llm_serving.server.generation import Answer, Generation
 from llm_serving.server.protocol import SamplingFields
@@ -21,13 +23,30 @@ FINISH = {None: b"null", FinishReason.STOP: b'"stop"', FinishReason.LENGTH: b'"l
 """Maps the finish reason of a piece to its JSON. None: the output continues."""
 
 
-def usage_of(generation: Generation, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return ``usage`` of a whole response, and ``receipt`` if the request asked for it."""
+def response_of(
+    generation: Generation, kind: str, choices: list[dict[str, Any]], answers: Sequence[Answer]
+) -> Response:
+    """Return a response that is not streamed. ``kind`` is its member ``object``."""
     num_output_tokens = sum(len(answer.token_ids) for answer in answers)
-    members: dict[str, Any] = {"usage": _usage(generation, num_output_tokens)}
+    content = _head(generation, kind) | {"choices": choices, "usage": _usage(generation, num_output_tokens)}
     if generation.return_receipt:
-        members["receipt"] = generation.receipt()
-    return members
+        content["receipt"] = generation.receipt()
+    return json_response(content, generation.request_id)
+
+
+def choice_of(request: SamplingFields, answer: Answer, output: dict[str, Any], logprobs: object) -> dict[str, Any]:
+    """Return one member of ``choices`` in a response. ``output`` has the text under the endpoint's own key."""
+    choice = {
+        "index": answer.choice.index,
+        **output,
+        "logprobs": logprobs,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }
+    if request.return_token_ids:
+        choice["token_ids"] = answer.token_ids
+        choice["prompt_token_ids"] = list(answer.choice.prompt.token_ids)
+    return choice
 
 
 def stop_reason_json(piece: RequestOutput) -> bytes:
@@ -56,13 +75,7 @@ class OpenAIStream(ABC):
         self.tokenizer = generation.state.engine.tokenizer
         self.wants_token_ids = bool(request.return_token_ids)
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
-        head = {
-            "id": generation.request_id,
-            "object": self.object,
-            "created": generation.created,
-            "model": generation.state.engine.model_name,
-        }
-        self._open = b"data: " + orjson.dumps(head)[:-1]
+        self._open = b"data: " + orjson.dumps(_head(generation, self.object))[:-1]
         self._head = self._open + b',"choices":[{"index":'
         self._tail = b'}],"usage":null}\n\n' if self._include_usage else b"}]}\n\n"
         self._started: set[int] = set()
@@ -107,6 +120,16 @@ class OpenAIStream(ABC):
         if self.generation.return_receipt:
             members["receipt"] = self.generation.receipt()
         return self._open + b"," + orjson.dumps(members)[1:] + b"\n\n"
+
+
+def _head(generation: Generation, kind: str) -> dict[str, Any]:
+    """Return the first members of a response or of a chunk. ``kind`` is the member ``object``."""
+    return {
+        "id": generation.request_id,
+        "object": kind,
+        "created": generation.created,
+        "model": generation.state.engine.model_name,
+    }
 
 
 def _usage(generation: Generation, num_output_tokens: int) -> dict[str, Any]:

@@ -117,10 +117,3 @@ def choice_seed(seed: int, index: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
-
-
-def _temperature(value: float | None) -> float:
-    """Return the temperature: 1 by default, as in OpenAI's API, and 0 for a value close to 0."""
-    if value is None:
-        return 1.0
-    return 0.0 if value < GREEDY_BELOW else value

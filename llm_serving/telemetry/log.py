@@ -36,10 +36,10 @@ RESERVED = ("time", "level", "event")
 MAX_DEPTH = 6
 SHORT_TEXT = 256
 MIRROR_BYTES = 4000
-"""Maximum length of a message on standard error. It is below PIPE_BUF, see ``_takes_output``."""
+"""Maximum bytes of a message on standard error. Below PIPE_BUF (4096), so a write to a pipe with space never waits."""
 MIRROR_HEAD_BYTES, MIRROR_TAIL_BYTES = 1000, 2800
 
-# Characters that end a line for str.splitlines() and JavaScript, but that JSON does not escape.
+# Characters that JSON does not escape, although str.splitlines() and JavaScript end a line there.
 _LINE_BREAKS = (
     (b"\xc2\x85", b"\\u0085"),
     (b"\xe2\x80\xa8", b"\\u2028"),
@@ -80,7 +80,7 @@ class EventLog:
         self._file_descriptor, self._torn = _open(self.path)
 
     def event(self, name: str, /, *, level: str = "info", **fields: object) -> None:
-        """Write one line. ``fields`` may have all values of JSON. Other values are written as text."""
+        """Write one event as a line. ``fields`` may have any values; those that JSON does not know become text."""
         rank = LEVELS.get(level, LEVELS["info"])
         if rank < self._threshold:
             return
@@ -156,7 +156,7 @@ class EventLog:
 
 
 def _open(path: Path | None) -> tuple[int, bool]:
-    """Return a descriptor for appending, or -1 for no file, and whether the file ends inside a line."""
+    """Open a log file for appending. Returns its descriptor (-1 without a file), and True if it ends inside a line."""
     if path is None:
         return -1, False
     try:
@@ -172,7 +172,7 @@ def _open(path: Path | None) -> tuple[int, bool]:
 
 
 def encode_line(record: Mapping[str, object], max_bytes: int = MAX_LINE_BYTES) -> bytes:
-    """Return ``record`` as one line of UTF-8 JSON with its newline. It has at most ``max_bytes``, 8 KiB or more."""
+    """Return ``record`` as a line of JSON with at most ``max_bytes`` bytes. Long values are cut if necessary."""
     line = _encode(record)
     if len(line) > max_bytes:
         size = len(line)
@@ -201,7 +201,7 @@ def readable(record: Mapping[str, object]) -> str:
 
 
 def _report(text: str) -> None:
-    """Write to standard error. If it is closed, or a full pipe, the text is dropped and the server continues."""
+    """Write ``text`` to standard error. It is dropped if standard error is closed or a full pipe."""
     data = text.encode("utf-8", "backslashreplace")
     if len(data) > MIRROR_BYTES:
         data = data[:MIRROR_HEAD_BYTES] + b"\n    ... more in the log ...\n" + data[-MIRROR_TAIL_BYTES:]
@@ -214,7 +214,7 @@ def _report(text: str) -> None:
 
 
 def _takes_output(stream: TextIO) -> bool:
-    """Return whether a short write would not wait. A pipe is writable if it has space for PIPE_BUF bytes."""
+    """Return True if a write to ``stream`` of at most PIPE_BUF bytes would not wait."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):  # the stream is not a file, so a write does not wait
@@ -225,7 +225,7 @@ def _takes_output(stream: TextIO) -> bool:
 def _encode(record: Mapping[str, object]) -> bytes:
     try:
         line = _ENCODER.encode(record)
-    except Exception:  # lone surrogates, cycles or a failing __str__: describe the values instead
+    except Exception:  # lone surrogates, cycles or a failing __str__
         line = _ENCODER.encode(_plain(record, MAX_DEPTH))
     if not line.isascii():
         for raw, escaped in _LINE_BREAKS:

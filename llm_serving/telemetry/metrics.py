@@ -6,7 +6,7 @@ have several.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 
@@ -34,59 +34,49 @@ class Metrics:
     """
 
     def __init__(self, *, process: bool = True) -> None:
-        """``process``: add the memory, CPU time and open files of this process."""
+        """If ``process`` is True, the metrics include memory, CPU time and open files of this process."""
         self.registry = CollectorRegistry(auto_describe=True)
         self._engine_counters()
         self._engine_histograms()
-        self._http = Counter(
-            "llm_serving_http_responses",
-            "HTTP responses by route and status.",
-            ["route", "status"],
-            registry=self.registry,
+        self._http = self._counter(
+            "llm_serving_http_responses", "HTTP responses by route and status.", "route", "status"
         )
         self._present = StatusCollector()
         self.registry.register(self._present)
         if process:
             ProcessCollector(registry=self.registry)
 
+    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return Counter(name, meaning, labels, registry=self.registry)
+
+    def _histogram(self, name: str, meaning: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(name, meaning, labels, buckets=buckets, registry=self.registry)
+
     def _engine_counters(self) -> None:
-        registry = self.registry
-        self._finished = Counter(
-            "llm_serving_requests_finished", "Requests that ended, by reason.", ["reason"], registry=registry
-        )
-        self._refused = Counter(
-            "llm_serving_requests_refused", "Requests that the engine refused, by code.", ["code"], registry=registry
-        )
-        self._prompt_tokens = Counter(
-            "llm_serving_prompt_tokens", "Prompt tokens of requests that ended.", registry=registry
-        )
-        self._generated_tokens = Counter("llm_serving_generated_tokens", "Tokens generated.", registry=registry)
-        preemptions = Counter(
+        counter = self._counter
+        self._finished = counter("llm_serving_requests_finished", "Requests that ended, by reason.", "reason")
+        self._refused = counter("llm_serving_requests_refused", "Requests that the engine refused, by code.", "code")
+        self._prompt_tokens = counter("llm_serving_prompt_tokens", "Prompt tokens of requests that ended.")
+        self._generated_tokens = counter("llm_serving_generated_tokens", "Tokens generated.")
+        preemptions = counter(
             "llm_serving_preemptions",
             "Requests that lost their cache blocks, by kind: computed again, or moved to host memory.",
-            ["kind"],
-            registry=registry,
+            "kind",
         )
         self._preemptions = {kind: preemptions.labels(kind) for kind in ("recompute", "swap")}
-        parts = Counter(
-            "llm_serving_request_part_seconds",
-            "Time of requests, by the parts of their receipts.",
-            ["part"],
-            registry=registry,
-        )
+        parts = counter("llm_serving_request_part_seconds", "Time of requests, by the parts of their receipts.", "part")
         self._parts = {part: parts.labels(part) for part in PARTS}
-        blocked = Counter(
+        blocked = counter(
             "llm_serving_queue_blocked_seconds",
             "Time requests waited because the next in line could not start, by reason.",
-            ["reason"],
-            registry=registry,
+            "reason",
         )
         self._blocked = {reason: blocked.labels(reason.value) for reason in BlockReason}
-        objectives = Counter(
+        objectives = counter(
             "llm_serving_request_objectives",
             "Requests with objectives that ended, by objective and whether it was met; 'both' and 'true' is goodput.",
-            ["objective", "met"],
-            registry=registry,
+            "objective",
+            "met",
         )
         self._objectives = {
             (objective, met): objectives.labels(objective, str(met).lower())
@@ -97,56 +87,41 @@ class Metrics:
             self._finished.labels(reason.value)
 
     def _engine_histograms(self) -> None:
-        registry = self.registry
-        self._ttft = Histogram(
+        histogram = self._histogram
+        self._ttft = histogram(
             "llm_serving_time_to_first_token_seconds",
             "Time from a streamed request's first byte until its first output was written to the socket.",
-            buckets=_LATENCY,
-            registry=registry,
+            _LATENCY,
         )
-        self._tpot = Histogram(
-            "llm_serving_time_per_output_token_seconds", "Mean time between a request's tokens after the first.",
-            buckets=_PER_TOKEN, registry=registry,
-        )  # fmt: skip
-        self._e2e = Histogram(
-            "llm_serving_request_seconds", "Time from a request's first byte to the last byte of its response.",
-            buckets=_LATENCY, registry=registry,
-        )  # fmt: skip
-        self._queue = Histogram(
-            "llm_serving_queue_seconds",
-            "Time from a request's arrival in the queue to its first step.",
-            buckets=_LATENCY,
-            registry=registry,
+        self._tpot = histogram(
+            "llm_serving_time_per_output_token_seconds",
+            "Mean time between a request's tokens after the first.",
+            _PER_TOKEN,
         )
-        self._prompt_length = Histogram(
-            "llm_serving_request_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS, registry=registry
+        self._e2e = histogram(
+            "llm_serving_request_seconds",
+            "Time from a request's first byte to the last byte of its response.",
+            _LATENCY,
         )
-        self._output_length = Histogram(
-            "llm_serving_request_output_tokens", "Generated tokens of a request.", buckets=_TOKENS, registry=registry
+        self._queue = histogram(
+            "llm_serving_queue_seconds", "Time from a request's arrival in the queue to its first step.", _LATENCY
         )
-        self._host_overhead = Histogram(
+        self._prompt_length = histogram("llm_serving_request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._output_length = histogram("llm_serving_request_output_tokens", "Generated tokens of a request.", _TOKENS)
+        self._host_overhead = histogram(
             "llm_serving_engine_host_overhead_seconds",
             "Host time of a step during which the device was idle: from the arrival of a step's result until the next "
             "step was sent. 0 if another step was in flight. Not observed if there was no next step.",
-            buckets=_HOST,
-            registry=registry,
+            _HOST,
         )
-        step = Histogram(
-            "llm_serving_step_seconds",
-            "Time from sending a step to its result.",
-            ["kind"],
-            buckets=_STEP,
-            registry=registry,
-        )
-        size = Histogram(
-            "llm_serving_step_sequences", "Sequences in a step.", ["kind"], buckets=_BATCH, registry=registry
-        )
-        tokens = Counter("llm_serving_step_tokens", "Tokens computed, by kind of step.", ["kind"], registry=registry)
+        step = histogram("llm_serving_step_seconds", "Time from sending a step to its result.", _STEP, "kind")
+        size = histogram("llm_serving_step_sequences", "Sequences in a step.", _BATCH, "kind")
+        tokens = self._counter("llm_serving_step_tokens", "Tokens computed, by kind of step.", "kind")
         kinds = ("prefill", "decode", "mixed", "move")
         self._step = {kind: (step.labels(kind), size.labels(kind), tokens.labels(kind)) for kind in kinds}
 
     def bind(self, status: Callable[[], EngineStatus]) -> None:
-        """Set the function that returns the engine's status, from which gauges are read."""
+        """Set the function that returns the engine's status. Gauges are read from the status at each scrape."""
         self._present.status = status
 
     # Called by the engine
@@ -181,12 +156,12 @@ class Metrics:
             self._blocked[one.reason].inc(one.seconds)
 
     def objectives(self, met: Mapping[str, bool]) -> None:
-        """Count the objectives of a request that ended. ``met``: see ``met_objectives``."""
+        """Count the objectives (``ttft``, ``tbt``, ``both``) of a request that ended, and whether each was met."""
         for objective, is_met in met.items():
             self._objectives[objective, is_met].inc()
 
     def host_overhead(self, seconds: float) -> None:
-        """Observe the time during which the device was idle after a step because the host was not ready."""
+        """Observe the seconds that the device was idle after a step because the host had not sent the next step."""
         self._host_overhead.observe(seconds)
 
     def request_refused(self, code: str) -> None:

@@ -1,4 +1,4 @@
-"""The start's progress: a bar on a terminal, and a line for each completed stage."""
+"""Shows the progress of the server's start: a bar on a terminal, and a line for each completed stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REDRAW_S = 0.05
 
 @dataclass(slots=True)
 class _Stage:
-    """The present stage of an agent."""
+    """The stage of the start that an agent is in, for example loading the weights."""
 
     name: str
     began: float
@@ -27,10 +27,10 @@ class _Stage:
 
 
 class ProgressDisplay:
-    """Shows the stages of the start on a stream. Threads may share it. After ``close`` it shows nothing.
+    """Shows the stages of the agents' start on a stream, until ``close``. Threads may share the object.
 
-    Several agents pass through the same stages. A stage has one line, with the time of the slowest agent, which is
-    written when the last agent has completed the stage. ``clock`` gives seconds.
+    Several agents pass through the same stages. When the last agent has completed a stage, a line with the time of the
+    slowest agent is written.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class ProgressDisplay:
         self._drawn_at = 0.0
         self._current: dict[int, _Stage] = {}
         self._completed: dict[str, dict[int, float]] = {}
-        """Seconds that each agent needed for a stage, until all agents have completed it."""
+        """Seconds that agents needed for a stage, by stage and rank, until all agents have completed the stage."""
         self._is_closed = False
 
     def note(self, text: str) -> None:
-        """Write a line. It ends the present stages."""
+        """Write the line ``text``, and end the stages that are shown."""
         with self._lock:
             self._end_all()
             self._write(text)
@@ -71,7 +71,7 @@ class ProgressDisplay:
                 self._draw(now)
 
     def close(self) -> None:
-        """End the present stages and show nothing more."""
+        """End the stages that are shown. Later calls show nothing."""
         with self._lock:
             self._end_all()
             self._is_closed = True
@@ -99,7 +99,7 @@ class ProgressDisplay:
         self._write(f"  {label:<34} {seconds[slowest]:6.2f} s{which}")
 
     def _draw(self, now: float) -> None:
-        """Show the bar of the slowest agent: the agent whose stage began first and has the fewest completed units."""
+        """Show the progress bar of one agent: the one whose stage began first."""
         self._drawn_at = now
         rank, stage = min(self._current.items(), key=lambda each: (each[1].began, each[1].done / each[1].total))
         label = f"agent {rank}: {stage.name}"
@@ -110,6 +110,6 @@ class ProgressDisplay:
             self._bar.start()
 
     def _write(self, text: str) -> None:
-        """Write a line above the bar."""
+        """Write a line above the progress bar."""
         if not self._is_closed:
             self._console.print(text)

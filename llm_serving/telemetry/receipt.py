@@ -20,13 +20,13 @@ class Phase(enum.IntEnum):
     QUEUED = 0
     """From the arrival in the queue to the first scheduled step."""
     PREFILL = 1
-    """Until the step that samples the first token has completed."""
+    """From the first scheduled step to the first token."""
     DECODE = 2
-    """Until the last token."""
+    """From the first token to the last token, without the phases that follow."""
     PREEMPTED = 3
-    """From the loss of its blocks to its next token. The request waits again and lost tokens are computed again."""
+    """From a preemption with recompute to the next token. The request waits, and its tokens are computed again."""
     SWAPPED = 4
-    """From the move to host memory to the next token."""
+    """From a preemption with swap, which moves blocks to host memory, to the next token."""
     RESTARTED = 5
     """From the loss of computed tokens to the next token, because an agent was lost or a step never ran. The request
     waits for the agent's restart, waits again, and is computed again."""
@@ -43,18 +43,20 @@ class BlockReason(enum.Enum):
     ADMISSION = "admission"
     """The running requests are expected to need the free blocks."""
     BATCH = "batch"
-    """The step is full, or the batch waits for more requests."""
+    """The next step is full, or the batch waits for more requests."""
     POLICY = "policy"
     """The policy chose another kind of step."""
     PREFIX = "prefix"
-    """The request's prefix is being computed for another request, and will be shared."""
+    """A step computes the request's prefix for another request. The request waits to share the blocks."""
     PREEMPTED_FIRST = "preempted_first"
     """A request that was preempted or restarted starts first."""
 
 
 class WaitingLine:
-    """The reasons why the first request of a queue could not start, over time. All requests behind it wait for the same
-    reason. Each queue has one object."""
+    """Times for which the first request of a queue could not start, by reason. Each queue has one object.
+
+    The times count for all requests of the queue, because they wait behind the first one.
+    """
 
     __slots__ = ("_blocked_us", "_reason", "_since", "blockers")
 
@@ -73,7 +75,7 @@ class WaitingLine:
             self.blockers = tuple(by[:MAX_BLOCKERS])
 
     def moved(self, now: float) -> None:
-        """Note that the first request starts, or that the queue was empty. No reason applies from now on."""
+        """Note that the first request starts, or that the queue was empty, so nothing blocks the queue any more."""
         if self._reason is not None:
             self._blocked_us = self.total(microseconds(now))
             self._reason = None
@@ -87,7 +89,7 @@ class WaitingLine:
 
 
 class Receipt:
-    """The time in each phase, and the reasons for which the request was blocked.
+    """The times of one request: the time in each phase, and the time for which it was blocked, by reason.
 
     ``start`` and ``now`` are seconds on one clock that never goes back. One thread writes. Other threads may read.
     """
@@ -98,7 +100,7 @@ class Receipt:
 
     def __init__(self, start: float = 0.0) -> None:
         self.start_us = microseconds(start)
-        # Replaced as a whole, so that other threads read a consistent state.
+        # Phase, its start and the times of phases. One tuple, so that other threads read a consistent state.
         self._state = (Phase.QUEUED, self.start_us, (0,) * len(Phase))
         self.preemptions = 0
         """How often the request lost its blocks and had to be computed again."""
@@ -109,27 +111,26 @@ class Receipt:
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache at the first start."""
         self.num_blocked: dict[BlockReason, int] = {}
-        """How often the request could not start as the first of the queue, by reason."""
+        """Number of attempts to start the request as the first of its queue that failed, by reason."""
         self.blocked_us: dict[BlockReason, int] = {}
-        """Microseconds by reason for which the request was blocked. In a waiting line, the reasons of the line's first
-        request count."""
+        """Microseconds for which the request, or the first request of its queue, could not start, by reason."""
         self._blockers: dict[str, int] = {}
         self._reason: BlockReason | None = None
         self._blocked_since = 0
         self._line: WaitingLine | None = None
         self._joined_at: dict[BlockReason, int] = {}
         self._blocked_before: dict[BlockReason, int] = {}
-        """The microseconds by reason in earlier waiting lines."""
+        """Microseconds in earlier queues (``WaitingLine``), by reason."""
 
     def join(self, line: WaitingLine, now: float | None = None) -> None:
-        """Wait in a line, from the start or from ``now``, until the request enters another phase or line."""
+        """Note that the request waits in the queue of ``line``, from ``now`` or from its start."""
         now_us = self.start_us if now is None else microseconds(now)
         if self._line is not None:
             self._blocked_before = self._blocked_in_lines(now_us)
         self._line, self._joined_at = line, line.total(now_us)
 
     def enter(self, phase: Phase, now: float) -> None:
-        """End the present phase and enter another. PREEMPTED and SWAPPED count a preemption or a swap."""
+        """End the present phase and begin ``phase``. PREEMPTED and SWAPPED also count a preemption or a swap."""
         before, since, _ = self._state
         if before is Phase.DONE:
             raise AssertionError(f"a request that has ended enters {phase.name}")
@@ -161,7 +162,7 @@ class Receipt:
         self._close_block(microseconds(now))
 
     def blocked_until(self, now: float) -> dict[BlockReason, int]:
-        """Return ``blocked_us``, with the present line counted up to ``now``."""
+        """Return ``blocked_us`` as of the time ``now``, including the queue in which the request waits."""
         return self.blocked_us.copy() if self._line is None else self._blocked_in_lines(microseconds(now))
 
     @property
@@ -176,7 +177,7 @@ class Receipt:
 
     @property
     def end_us(self) -> int:
-        """When the present phase began. For an ended request, this is its end."""
+        """Start of the present phase in microseconds. For an ended request, this is its end."""
         return self._state[1]
 
     @property
@@ -190,7 +191,7 @@ class Receipt:
         return self.phase_us[phase] / 1e6
 
     def phases_until(self, now: float) -> tuple[int, ...]:
-        """Return ``phase_us``, with the present phase counted up to ``now``."""
+        """Return ``phase_us`` as of the time ``now``, including the present phase."""
         return self._phases_until(microseconds(now))
 
     def _phases_until(self, now_us: int) -> tuple[int, ...]:
@@ -211,12 +212,12 @@ class Receipt:
             return
         self.blocked_us = self._blocked_in_lines(now_us)
         self._line, self._joined_at, self._blocked_before = None, {}, {}
-        if self.blocked_us and not self._blockers:  # the request was never the first: take the blockers of the first
+        if self.blocked_us and not self._blockers:  # the request was never the first of its queue
             for request_id in line.blockers:
                 self._note_blocker(request_id)
 
     def _blocked_in_lines(self, now_us: int) -> dict[BlockReason, int]:
-        """Return the microseconds by reason of all waiting lines, up to ``now_us``."""
+        """Return the microseconds by reason in all queues in which the request has waited, up to ``now_us``."""
         line, joined_at, total = self._line, self._joined_at, self._blocked_before
         if line is None:
             return total.copy()

@@ -1,4 +1,4 @@
-"""Definitions of the latency figures, for the load test (client side) and the log analysis (server side).
+"""Defines and computes latency statistics, for the load test (client side) and the log analysis (server side).
 
 start              time at which the request's first byte was written (client) or read (server). No latency includes the
                    network between them or a late start of the client; the load test reports that lateness separately
@@ -23,7 +23,7 @@ EXACT_LIMIT = 500_000
 RELATIVE_ERROR = 0.001
 """Maximum error of a percentile from buckets, relative to its value."""
 SMALLEST = 1e-9
-"""Values up to this one are in the bucket of zero."""
+"""Values up to this one count as zero, because a logarithmic bucket cannot hold zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def summarize(values: Iterable[float]) -> Summary:
 
 
 def time_per_output_token(first_token: float, last_token: float, output_tokens: int) -> float | None:
-    """Return ``tpot`` in the unit of the two times. None for fewer than two tokens."""
+    """Return the mean time between tokens, in the unit of the two times. None for fewer than two tokens."""
     if output_tokens < 2:
         return None
     return (last_token - first_token) / (output_tokens - 1)
@@ -86,7 +86,7 @@ def normalized_latency(e2e: float, output_tokens: int) -> float | None:
 
 
 class Distribution:
-    """Collects values in bounded memory.
+    """Collects values in bounded memory and summarises them.
 
     The summary is exact for the first ``exact_limit`` values. With more values, they move to logarithmic buckets
     (DDSketch, Masson et al., VLDB 2019). The relative error of a percentile is then at most ``RELATIVE_ERROR``. Count,
@@ -123,7 +123,7 @@ class Distribution:
             self._values = array("d")
 
     def extend(self, values: Sequence[float]) -> None:
-        """Add values. This is faster than ``add`` while all values are kept."""
+        """Add several values. This is faster than calling ``add`` for each of them."""
         if not values or not self.is_exact or len(self._values) + len(values) > self._exact_limit:
             for value in values:
                 self.add(value)
@@ -161,7 +161,7 @@ class Distribution:
         return lower + (self._bucket_value(math.ceil(rank)) - lower) * (rank - math.floor(rank))
 
     def _bucket_value(self, rank: int) -> float:
-        """Return the approximate value with ascending rank ``rank``, from 0."""
+        """Return the approximate value at place ``rank``, from 0, of all values in ascending order."""
         seen = self._zeros
         if seen > rank:
             return max(self._min, 0.0)

@@ -1,4 +1,4 @@
-"""The state of the engine and its replicas, as status pages and metrics show it."""
+"""The status of the engine and its replicas, which ``/server_info`` and the metrics show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llm_serving.scheduler.figures import Figures
 
 
 class EngineState(enum.Enum):
-    """Whether requests are being served."""
+    """State of the engine: whether it serves requests."""
 
     STARTING = "starting"
     """No agent has been ready yet. Requests wait."""
@@ -24,7 +24,7 @@ class EngineState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """State and figures of one replica. Its waiting requests are those that were placed there."""
+    """State and figures of one replica. Waiting requests count only if the router has placed them at the replica."""
 
     replica: int
     state: str
@@ -34,12 +34,12 @@ class ReplicaStatus:
     """Tokens that the replica must still compute if each of its requests gets its maximum output. The value is from the
     last placement. This field and the following ones are 0 if there is only one replica."""
     placed: Mapping[str, int] = field(default_factory=dict)
-    """Requests that were placed there, by reason."""
+    """Number of requests that the router placed at the replica, by reason."""
     recalled: int = 0
-    """Requests that were moved from there to another replica."""
+    """Number of requests that the router moved from the replica to another one."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the status under its public names."""
+        """Return the status as JSON with its public names."""
         return {
             "replica": self.replica,
             "state": self.state,
@@ -68,7 +68,7 @@ class EngineStatus:
     replicas: list[ReplicaStatus] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the status under its public names."""
+        """Return the status as JSON with its public names."""
         return {
             "state": self.state,
             "steps": self.steps,

@@ -1,4 +1,4 @@
-"""Metrics that are read from the engine's status at each scrape."""
+"""Prometheus metrics that are read from the engine's status at each scrape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llm_serving.telemetry.status import EngineState, EngineStatus, ReplicaStatu
 AGENT_STATES = ("starting", "ready", "restarting", "stopped")
 _AGENT_LABELS = ["replica", "rank"]
 
-# The fields of a status and of its figures, and the name and help text of the metric with the field's value.
+# Each table maps a field of a status, or of its figures, to the name and the help text of its metric.
 
 _ENGINE_GAUGES = {
     "running": ("requests_running", "Requests in the batch."),
@@ -47,7 +47,7 @@ _REPLICA_COUNTERS = {
 
 
 class StatusCollector(Collector):
-    """Collects the metrics of a status. ``status`` returns the engine's; while it is None there are no metrics."""
+    """Collects metrics from the engine's status, which ``status`` returns. While ``status`` is None, there are none."""
 
     def __init__(self) -> None:
         self.status: Callable[[], EngineStatus] | None = None
@@ -65,7 +65,7 @@ class StatusCollector(Collector):
 
 
 def _value(status: EngineStatus | ReplicaStatus, field: str) -> float:
-    """Return a field of the status or of its figures."""
+    """Return the value of a field, which the status or its figures have."""
     value: float = getattr(status if hasattr(status, field) else status.figures, field)
     return value
 
@@ -112,7 +112,7 @@ def _replica_families(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
 
 
 def _agent_families(agents: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:
-    """Return the metrics of each agent, with the labels ``replica`` and ``rank``. See ``Executor.agents``."""
+    """Return the metrics of each agent, with the labels ``replica`` and ``rank``."""
     state = GaugeMetricFamily(
         "llm_serving_agent_state", "1 for the agent's present state.", labels=[*_AGENT_LABELS, "state"]
     )

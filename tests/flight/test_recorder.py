@@ -11,11 +11,11 @@ import sys
 import pytest
 
 from llm_serving.errors import ContextLengthError, ProtocolError
-from llm_serving.flight.counts import STATE_NAMES, state_of
-from llm_serving.flight.history import arrivals, step_timings
+from llm_serving.flight.format import STATE_NAMES
+from llm_serving.flight.history import arrivals, completed_steps
 from llm_serving.flight.journal import WRITE_INTERVAL_S
 from llm_serving.flight.reader import Added, Completed, Finished, Raised, Scheduled, read_recording
-from llm_serving.flight.recorder import UNRECORDED_METHODS, FlightRecorder
+from llm_serving.flight.recorder import FlightRecorder
 from llm_serving.flight.segments import PAUSE_S
 from llm_serving.flight.setup import limits_from_map, limits_to_map, record
 from llm_serving.scheduler.limits import Policy
@@ -26,6 +26,14 @@ from support.recorded_runs import RING_BYTES, record_random_run, recorded_simula
 from support.simulation import random_run
 from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
+
+UNRECORDED_METHODS = frozenset(
+    (
+        *("capacity", "check_integrity", "counts", "known_prefix", "next_wakeup", "queue_full", "restore"),
+        *("sequences", "snapshot", "steps_in_flight"),
+    )
+)
+"""Methods of the scheduler that change nothing, and ``restore``, because a recorded scheduler is never restored."""
 
 
 def public(kind, predicate):
@@ -44,7 +52,7 @@ def test_properties_are_those_of_the_scheduler(tmp_path):
     _, recorder = recorded_simulation(tmp_path)
     for name in public(Scheduler, lambda value: isinstance(value, property)):
         assert getattr(recorder, name) == getattr(recorder._scheduler, name)
-    assert len(state_of(recorder._scheduler)) == len(STATE_NAMES)
+    assert len(recorder._scheduler.counts()) == len(STATE_NAMES)
 
 
 def test_a_run_is_the_same_with_and_without_a_recorder(tmp_path):
@@ -79,7 +87,7 @@ def test_the_events_are_the_calls(tmp_path):
     steps = [event.step for event in others if isinstance(event, Scheduled) and event.step is not None]
     assert [step.seq for step in steps] == [step.seq for step in simulation.steps]
     assert others[-1] == Completed(
-        8.0, 99, [False, False, [[], 0, 0]], [], None, 0, 0, 0, "ProtocolError", state_of(recorder)
+        8.0, 99, [False, False, [[], 0, 0]], [], None, 0, 0, 0, "ProtocolError", list(recorder.counts())
     )
     assert {event.now for event in others[:-1]} == {7.5}
     (arrival, _) = arrivals(stretch)
@@ -101,7 +109,7 @@ def test_arrivals_have_the_outcome_of_the_requests(tmp_path):
         assert found[name].end_time == request.finish_time
 
 
-def test_step_timings_have_the_times_of_the_device(tmp_path):
+def test_completed_steps_have_the_times_of_the_device(tmp_path):
     simulation, recorder = recorded_simulation(tmp_path)
     simulation.add(make_request("a", 5, 3))
     for microseconds in (500, 20, 30):
@@ -112,25 +120,17 @@ def test_step_timings_have_the_times_of_the_device(tmp_path):
         recorder.update(result, simulation.now)
     recorder.close()
     (stretch,) = read_recording(tmp_path)
-    first, second, third = step_timings(stretch)
-    assert (first.kind.value, first.num_tokens, first.num_prompt_tokens, first.num_context_tokens) == (
-        "prefill",
-        5,
-        5,
-        5,
-    )
-    assert (second.kind.value, second.num_tokens, second.num_prompt_tokens, second.num_context_tokens) == (
-        "decode",
-        1,
-        0,
-        6,
-    )
-    assert [(step.queue_us, step.graph_us, step.sample_us) for step in (first, second, third)] == [
+    steps = list(completed_steps(stretch))
+    first, second = (step for step, _, _ in steps[:2])
+    assert (first.kind.value, first.num_tokens, first.num_context_tokens) == ("prefill", 5, 5)
+    assert (second.kind.value, second.num_tokens, second.num_context_tokens) == ("decode", 1, 6)
+    assert [(event.queue_us, event.graph_us, event.sample_us) for _, _, event in steps] == [
         (1, 500, 2),
         (1, 20, 2),
         (1, 30, 2),
     ]
-    assert (first.scheduled, first.answered) == (0.0, 0.25)
+    _, scheduled, completed = steps[0]
+    assert (scheduled, completed.now) == (0.0, 0.25)
 
 
 def test_the_ring_keeps_its_size_and_each_segment_has_the_state(tmp_path):

@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from llm_serving.flight.history import arrivals, step_timings
+from llm_serving.flight.history import arrivals, completed_steps
 from llm_serving.flight.reader import AgentLost, read_recording
 from support.server_process import ServerProcess
 from support.small_configs import REPOSITORY
@@ -65,7 +65,7 @@ def test_a_servers_recording_replays_though_it_was_killed(tmp_path, settings):
     ended = [arrival for arrival in arrivals(stretch) if arrival.end is not None]
     assert len(ended) >= 60
     assert {"stop", "length"} <= {arrival.end for arrival in ended}
-    assert all(timing.graph_us > 0 for timing in step_timings(stretch))
+    assert all(completed.graph_us > 0 for _, _, completed in completed_steps(stretch))
     replayed = run_replay(tmp_path / "flight", "--html", tmp_path / "t.html")
     assert replayed.returncode == 0, replayed.stdout
     assert re.match(r"identical, \d+ steps\n", replayed.stdout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llm_serving.flight.counts import STATE_NAMES
+from llm_serving.flight.format import STATE_NAMES
 from llm_serving.flight.reader import (
     Added,
     AgentLost,

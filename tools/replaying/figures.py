@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from llm_serving.flight.counts import STATE_NAMES
+from llm_serving.flight.format import STATE_NAMES
 from llm_serving.flight.history import Arrival, arrivals
 from llm_serving.flight.reader import Scheduled, Stretch
 from llm_serving.telemetry.statistics import Summary, summarize

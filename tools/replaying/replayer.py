@@ -10,9 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from llm_serving.errors import LLMServingError
-from llm_serving.flight.counts import STATE_NAMES, state_of
 from llm_serving.flight.facts import make_request, make_result
-from llm_serving.flight.format import FlightRecordingError, Tag
+from llm_serving.flight.format import STATE_NAMES, FlightRecordingError, Tag
 from llm_serving.flight.pseudonyms import PLAIN_TOKEN
 from llm_serving.flight.reader import (
     Added,
@@ -280,7 +279,7 @@ class _Replayer:
     def _compare_state(self, call: str, recorded: list[int] | None) -> None:
         if recorded is None:
             return
-        for name, before, after in zip(STATE_NAMES, recorded, state_of(self._scheduler), strict=True):
+        for name, before, after in zip(STATE_NAMES, recorded, self._scheduler.counts(), strict=True):
             self._compare(call, name, before, after)
 
 
