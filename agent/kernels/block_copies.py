@@ -9,26 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.library import KernelError, load_library
+from agent.kernels.library import KernelError, load_library, structure
 
 Array = npt.NDArray[Any]
 Int32Array = npt.NDArray[np.int32]
 _MOVE_WIDTH = 3
-
-
-class _CopyBlocksArgs(ctypes.Structure):
-    """llmk::CopyBlocksArgs of ops/copy_blocks.h, field for field."""
-
-    _fields_ = (
-        ("device", ctypes.c_void_p),
-        ("host", ctypes.c_void_p),
-        ("moves", ctypes.c_void_p),
-        ("num_arrays", ctypes.c_int64),
-        ("num_moves", ctypes.c_int64),
-        ("block_bytes", ctypes.c_int64),
-        ("device_blocks", ctypes.c_int64),
-        ("host_blocks", ctypes.c_int64),
-    )
+_CopyBlocksArgs = structure(
+    "CopyBlocksArgs", "pointer: device host moves; int64: num_arrays num_moves block_bytes device_blocks host_blocks"
+)
+"""llmk::CopyBlocksArgs of ops/copy_blocks.h."""
 
 
 class BlockCopies:

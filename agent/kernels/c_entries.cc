@@ -62,10 +62,6 @@ LLMK_ENTRY int llmk_join_weight_parts(void* blob, int64_t blob_bytes, int parts)
   return llmk::join_weight_parts(blob, blob_bytes, parts);
 }
 
-LLMK_ENTRY int llmk_check_packed_weight(const void* blob, int64_t blob_bytes) {
-  return llmk::check_packed_weight("check_packed_weight", blob, blob_bytes);
-}
-
 LLMK_ENTRY int64_t llmk_primitive_blob_bytes(const llmk::PrimitiveWeight* weight) {
   return llmk::primitive_blob_bytes(*weight);
 }

@@ -4,53 +4,23 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.library import KernelError, load_library
+from agent.kernels.library import KernelError, load_library, structure
 from llm_serving.errors import GroupDownError
 
 _DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
-"""llmk::DType."""
+"""The numbers of llmk::DType in common/types.h."""
 _GROUP_DOWN = 3
-
-
-class _ExchangeArgs(ctypes.Structure):
-    """llmk::ExchangeArgs of exchange/collectives.h, field for field."""
-
-    _fields_ = (
-        ("base", ctypes.c_void_p),
-        ("down", ctypes.c_int64),
-        ("lines", ctypes.c_int64),
-        ("buffers", ctypes.c_int64),
-        ("piece_bytes", ctypes.c_int64),
-        ("timeout_ms", ctypes.c_int64),
-        ("size", ctypes.c_int32),
-        ("index", ctypes.c_int32),
-    )
-
-
-class _GatherRowsArgs(ctypes.Structure):
-    """llmk::GatherRowsArgs of exchange/collectives.h, field for field."""
-
-    _fields_ = (
-        ("input", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("in_width", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("whole", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-    )
-
-
-class _Times(ctypes.Structure):
-    """llmk::ExchangeTimes of exchange/collectives.h, field for field."""
-
-    _fields_ = (("total_ns", ctypes.c_int64), ("waiting_ns", ctypes.c_int64), ("pieces", ctypes.c_int64))
+# Structs of exchange/collectives.h, member for member.
+_ExchangeArgs = structure(
+    "ExchangeArgs", "pointer: base; int64: down lines buffers piece_bytes timeout_ms; int32: size index"
+)
+_GatherRowsArgs = structure("GatherRowsArgs", "pointer: input output; int64: rows in_width stride whole out_stride")
+_Times = structure("ExchangeTimes", "int64: total_ns waiting_ns pieces")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +33,6 @@ class ExchangeTimes:
     pieces: int
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    library = load_library()
-    library.llmk_line_publish.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
-    library.llmk_line_publish.restype = None
-    library.llmk_line_wait.argtypes = [
-        *(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64)
-    ]
-    library.llmk_all_reduce.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    library.llmk_all_gather.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    return library
-
-
 def open_exchange(
     base: int, *, down: int, lines: int, buffers: int, piece_bytes: int, timeout_s: float, size: int, index: int
 ) -> None:
@@ -84,13 +41,13 @@ def open_exchange(
     Raises KernelError if the arguments are not valid.
     """
     args = _ExchangeArgs(base, down, lines, buffers, piece_bytes, int(timeout_s * 1000), size, index)
-    if _library().llmk_exchange_open(ctypes.byref(args)) != 0:
+    if load_library().llmk_exchange_open(ctypes.byref(args)) != 0:
         raise KernelError("the exchange was refused; the reason is on standard error")
 
 
 def publish(line: int, value: int) -> None:
     """Sets the counter of the flag line at an address, and wakes the agents that wait for it."""
-    _library().llmk_line_publish(line, value & 0xFFFFFFFF)
+    load_library().llmk_line_publish(line, value & 0xFFFFFFFF)
 
 
 def wait_for(reason: str, line: int, target: int, down: int, timeout_s: float) -> None:
@@ -98,7 +55,7 @@ def wait_for(reason: str, line: int, target: int, down: int, timeout_s: float) -
 
     Raises GroupDownError if the word at ``down`` is set. After ``timeout_s``, sets that word and raises the error too.
     """
-    if _library().llmk_line_wait(reason.encode(), line, target & 0xFFFFFFFF, down, int(timeout_s * 1000)) != 0:
+    if load_library().llmk_line_wait(reason.encode(), line, target & 0xFFFFFFFF, down, int(timeout_s * 1000)) != 0:
         raise GroupDownError(f"{reason}: another agent of this group ended or did not arrive within {timeout_s:g} s")
 
 
@@ -106,7 +63,7 @@ def all_reduce(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
     """Returns the sum of the agents' arrays of ``dtype`` (bfloat16 as uint16). Raises GroupDownError."""
     array = np.ascontiguousarray(array)
     out = np.empty_like(array)
-    _check(_library().llmk_all_reduce(_DTYPES[dtype], array.ctypes.data, out.ctypes.data, array.size))
+    _check(load_library().llmk_all_reduce(_DTYPES[dtype], array.ctypes.data, out.ctypes.data, array.size))
     return out
 
 
@@ -114,7 +71,7 @@ def all_gather(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     """Returns the arrays of all agents of the stage, [size, ...]. Raises GroupDownError."""
     array = np.ascontiguousarray(array)
     out = np.empty((size, *array.shape), array.dtype)
-    _check(_library().llmk_all_gather(array.ctypes.data, out.ctypes.data, array.nbytes))
+    _check(load_library().llmk_all_gather(array.ctypes.data, out.ctypes.data, array.nbytes))
     return out
 
 
@@ -125,13 +82,13 @@ def gather_rows_to_first(own: npt.NDArray[Any], out: npt.NDArray[Any] | None, st
     args = _GatherRowsArgs(
         own.ctypes.data, None if out is None else out.ctypes.data, len(own), own_width, stride, whole, whole
     )
-    _check(_library().llmk_gather_rows_to_first(ctypes.byref(args)))
+    _check(load_library().llmk_gather_rows_to_first(ctypes.byref(args)))
 
 
 def exchange_times() -> ExchangeTimes:
     """Returns the times since this process started."""
     times = _Times()
-    _library().llmk_exchange_times(ctypes.byref(times))
+    load_library().llmk_exchange_times(ctypes.byref(times))
     return ExchangeTimes(times.total_ns, times.waiting_ns, times.pieces)
 
 

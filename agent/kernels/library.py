@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,45 @@ import numpy.typing as npt
 from llm_serving.errors import AgentError
 
 Float32Array = npt.NDArray[np.float32]
+
+_POINTER, _INT, _INT64, _TEXT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_char_p
+_ENTRIES: dict[str, tuple[Any, ...]] = {
+    "llmk_all_gather": (_INT, _POINTER, _POINTER, _INT64),
+    "llmk_all_reduce": (_INT, _INT, _POINTER, _POINTER, _INT64),
+    "llmk_begin_recording": (None,),
+    "llmk_copy_blocks": (_INT, _POINTER),
+    "llmk_copy_step": (_INT, _POINTER),
+    "llmk_end_recording": (_POINTER, _POINTER, _POINTER, _INT64, _POINTER, ctypes.POINTER(_TEXT)),
+    "llmk_exchange_open": (_INT, _POINTER),
+    "llmk_exchange_times": (None, _POINTER),
+    "llmk_forget_primitive": (None, _POINTER),
+    "llmk_forget_recording": (None, _POINTER),
+    "llmk_gather_rows_to_first": (_INT, _POINTER),
+    "llmk_generalise_recording": (_INT, _POINTER, _POINTER, _POINTER, ctypes.POINTER(_TEXT)),
+    "llmk_has_failed": (_INT,),
+    "llmk_has_penalties": (_INT, _POINTER),
+    "llmk_hold_failures": (None, _INT),
+    "llmk_isa": (_TEXT,),
+    "llmk_join_weight_parts": (_INT, _POINTER, _INT64, _INT),
+    "llmk_keep_primitive": (_INT, _POINTER, _POINTER, _INT64),
+    "llmk_line_publish": (None, _POINTER, ctypes.c_uint32),
+    "llmk_line_wait": (_INT, _TEXT, _POINTER, ctypes.c_uint32, _POINTER, _INT64),
+    "llmk_num_threads": (_INT,),
+    "llmk_pack_weight": (_INT, _POINTER, _POINTER, _INT64),
+    "llmk_packed_weight_bytes": (_INT64, _INT, _INT64, _INT64, _INT64, _INT),
+    "llmk_primitive_blob_bytes": (_INT64, _POINTER),
+    "llmk_recordings_bytes": (_INT64,),
+    "llmk_replay": (_POINTER, _POINTER, _INT),
+    "llmk_resize_recording": (_INT64, _POINTER, _INT64, _INT64),
+    "llmk_sample": (_INT, _POINTER),
+    "llmk_scratch_bytes": (_INT64, _INT),
+    "llmk_set_attentive": (None, _INT),
+    "llmk_set_threads": (None, _INT),
+    "llmk_spoil_memory": (None, _POINTER),
+    "llmk_take_failure": (_TEXT,),
+    "llmk_widen_bfloat16": (None, _POINTER, _POINTER, _INT64),
+}
+"""The type of the result of each C entry, followed by the types of its arguments."""
 
 
 class KernelsNotBuiltError(AgentError):
@@ -43,45 +83,23 @@ def library_path() -> Path:
 def load_library() -> ctypes.CDLL:
     """Loads the library once and declares the types of its entries."""
     library = ctypes.CDLL(str(library_path()))
-    library.llmk_set_threads.argtypes = [ctypes.c_int]
-    library.llmk_set_threads.restype = None
-    library.llmk_set_attentive.argtypes = [ctypes.c_int]
-    library.llmk_set_attentive.restype = None
-    library.llmk_num_threads.restype = ctypes.c_int
-    library.llmk_scratch_bytes.argtypes = [ctypes.c_int]
-    library.llmk_scratch_bytes.restype = ctypes.c_int64
-    library.llmk_isa.restype = ctypes.c_char_p
-    library.llmk_sample.argtypes = [ctypes.c_void_p]
-    library.llmk_sample.restype = ctypes.c_int
-    library.llmk_has_penalties.argtypes = [ctypes.c_void_p]
-    library.llmk_has_penalties.restype = ctypes.c_int
-    library.llmk_copy_step.argtypes = [ctypes.c_void_p]
-    library.llmk_copy_step.restype = ctypes.c_int
-    library.llmk_hold_failures.argtypes = [ctypes.c_int]
-    library.llmk_hold_failures.restype = None
-    library.llmk_take_failure.restype = ctypes.c_char_p
-    library.llmk_begin_recording.restype = None
-    library.llmk_end_recording.argtypes = [
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
-        ctypes.POINTER(ctypes.c_char_p),
-    ]
-    library.llmk_end_recording.restype = ctypes.c_void_p
-    library.llmk_forget_recording.argtypes = [ctypes.c_void_p]
-    library.llmk_forget_recording.restype = None
-    library.llmk_replay.argtypes = [ctypes.c_void_p, ctypes.c_int]
-    library.llmk_replay.restype = ctypes.c_void_p
-    library.llmk_generalise_recording.argtypes = [*[ctypes.c_void_p] * 3, ctypes.POINTER(ctypes.c_char_p)]
-    library.llmk_generalise_recording.restype = ctypes.c_int
-    library.llmk_resize_recording.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    library.llmk_resize_recording.restype = ctypes.c_int64
-    library.llmk_spoil_memory.argtypes = [ctypes.c_void_p]
-    library.llmk_spoil_memory.restype = None
-    library.llmk_recordings_bytes.restype = ctypes.c_int64
-    library.llmk_widen_bfloat16.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    library.llmk_widen_bfloat16.restype = None
-    library.llmk_copy_blocks.argtypes = [ctypes.c_void_p]
-    library.llmk_copy_blocks.restype = ctypes.c_int
+    for name, (result, *arguments) in _ENTRIES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library
+
+
+def structure(name: str, layout: str) -> type[ctypes.Structure]:
+    """Makes the class of a C struct from its members in order, as "type: names; type: names".
+
+    The types are pointer, int64, int32, float and bool.
+    """
+    kinds = {"pointer": _POINTER, "int64": _INT64, "int32": _INT, "float": ctypes.c_float, "bool": ctypes.c_bool}
+    fields = []
+    for line in layout.split(";"):
+        kind, names = line.strip().split(":")
+        fields += [(field, kinds[kind]) for field in names.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
 def set_threads(num_threads: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.library import KernelError, load_library
+from agent.kernels.library import KernelError, load_library, structure
 from llm_serving.model.number_formats import weight_format
 
 Array = npt.NDArray[Any]
@@ -17,24 +17,11 @@ Blob = npt.NDArray[np.uint8]
 
 _SOURCE_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 _HUGE_PAGE = 2 << 20
-
-
-class _PackSource(ctypes.Structure):
-    """llmk::PackSource of ops/linear.h, field for field."""
-
-    _fields_ = (
-        ("format", ctypes.c_int32),
-        ("source_dtype", ctypes.c_int),
-        ("columns", ctypes.c_int64),
-        ("depth", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-        ("gated", ctypes.c_bool),
-        ("asymmetric", ctypes.c_bool),
-        ("values", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("zeros", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-    )
+_PackSource = structure(
+    "PackSource",
+    "int32: format source_dtype; int64: columns depth group; bool: gated asymmetric; pointer: values scales zeros bias",
+)
+"""llmk::PackSource of ops/linear.h, member for member."""
 
 
 def packed_weight_bytes(fmt: str, columns: int, depth: int, group: int = 0, *, biased: bool = False) -> int:
@@ -44,10 +31,7 @@ def packed_weight_bytes(fmt: str, columns: int, depth: int, group: int = 0, *, b
     size: only integer formats have groups, groups are multiples of 8, and integer formats take at most 65536 inputs.
     """
     code = weight_format(fmt).kernel_code
-    function = load_library().llmk_packed_weight_bytes
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
-    function.restype = ctypes.c_int64
-    num_bytes = int(function(code, columns, depth, group, int(biased)))
+    num_bytes = int(load_library().llmk_packed_weight_bytes(code, columns, depth, group, int(biased)))
     if num_bytes == 0:
         raise ValueError(f"no packed {fmt} weight can have {columns} columns, depth {depth} and group {group}")
     return num_bytes
@@ -116,9 +100,7 @@ def pack_weight(
     )  # fmt: skip
     if out_blob.dtype != np.uint8 or not out_blob.flags.c_contiguous or not out_blob.flags.writeable:
         raise ValueError("the blob must be contiguous, writeable uint8; weight_blob() makes one")
-    function = load_library().llmk_pack_weight
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    if function(ctypes.byref(source), out_blob.ctypes.data, out_blob.size) != 0:
+    if load_library().llmk_pack_weight(ctypes.byref(source), out_blob.ctypes.data, out_blob.size) != 0:
         raise KernelError(f"packing a {fmt} weight of {columns} x {depth} failed; the reason is on standard error")
 
 
@@ -128,14 +110,5 @@ def join_weight_parts(blob: Blob, parts: int) -> None:
     The packed weights follow the first 64 bytes of ``blob``, each aligned to 64 bytes. Raises KernelError if the parts
     do not fit each other.
     """
-    function = load_library().llmk_join_weight_parts
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-    if function(blob.ctypes.data, blob.size, parts) != 0:
+    if load_library().llmk_join_weight_parts(blob.ctypes.data, blob.size, parts) != 0:
         raise KernelError(f"{parts} parts of a weight could not be joined; the reason is on standard error")
-
-
-def is_packed_weight(blob: Blob) -> bool:
-    """Returns whether the kernels accept ``blob``. If not, the reason is on standard error."""
-    function = load_library().llmk_check_packed_weight
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    return bool(function(blob.ctypes.data, blob.size) == 0)

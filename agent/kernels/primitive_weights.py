@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.library import KernelError, load_library
+from agent.kernels.library import KernelError, load_library, structure
 from agent.kernels.packing import Blob, weight_blob
 from llm_serving.model.number_formats import weight_format
 
@@ -57,21 +57,11 @@ class PrimitiveWeight:
     """Whether integers multiply float activations (WeightQuantBatchMatmul)."""
 
 
-class _PrimitiveWeight(ctypes.Structure):
-    """llmk::PrimitiveWeight, field for field."""
-
-    _fields_ = (
-        ("values", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("offsets", ctypes.c_void_p),
-        ("type", ctypes.c_int32),
-        ("scale_type", ctypes.c_int32),
-        ("transposed", ctypes.c_int32),
-        ("float_products", ctypes.c_int32),
-        ("columns", ctypes.c_int64),
-        ("depth", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-    )
+_PrimitiveWeight = structure(
+    "PrimitiveWeight",
+    "pointer: values scales offsets; int32: type scale_type transposed float_products; int64: columns depth group",
+)
+"""llmk::PrimitiveWeight of ops/primitive_weight.h, member for member."""
 
 
 class KeptWeights:
@@ -83,9 +73,6 @@ class KeptWeights:
 
     def __init__(self) -> None:
         self._library = load_library()
-        self._library.llmk_primitive_blob_bytes.restype = ctypes.c_int64
-        self._library.llmk_forget_primitive.argtypes = [ctypes.c_void_p]
-        self._library.llmk_keep_primitive.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         self._kept: dict[int, tuple[PrimitiveWeight, Blob]] = {}
         self._released: list[tuple[int, int]] = []
 
@@ -151,7 +138,7 @@ def _matrices(weight: PrimitiveWeight) -> list[PrimitiveWeight]:
     ]
 
 
-def _described(weight: PrimitiveWeight) -> _PrimitiveWeight:
+def _described(weight: PrimitiveWeight) -> ctypes.Structure:
     if weight.type not in VALUE_TYPES:
         raise ValueError(f"a weight of type {weight.type!r} is not known; there are {', '.join(VALUE_TYPES)}")
     if weight.values.ndim != 2 or weight.values.dtype != _STORAGE[weight.type]:

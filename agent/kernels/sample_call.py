@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.library import KernelError, load_library
+from agent.kernels.library import KernelError, load_library, structure
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 
 Float32Array = npt.NDArray[np.float32]
@@ -65,32 +65,14 @@ _OUTPUTS: dict[str, Any] = {
     "top_ids": np.int32,
     "top_logits": np.float32,
 }
-
-
-class _SampleArgs(ctypes.Structure):
-    """llmk::SampleArgs of ops/sampler.h, field for field."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("vocab_size", ctypes.c_int64),
-        *((each.name, ctypes.c_void_p) for each in SAMPLER_PARAMETERS),
-        ("sample_position", ctypes.c_void_p),
-        ("num_top_logits", ctypes.c_void_p),
-        ("do_sample", ctypes.c_void_p),
-        ("best_ids", ctypes.c_void_p),
-        ("history", ctypes.c_void_p),
-        ("history_lens", ctypes.c_void_p),
-        ("history_prompt_lens", ctypes.c_void_p),
-        ("sampled_ids", ctypes.c_void_p),
-        ("sampled_logit", ctypes.c_void_p),
-        ("logsumexp", ctypes.c_void_p),
-        ("top_ids", ctypes.c_void_p),
-        ("top_logits", ctypes.c_void_p),
-        ("table_rows", ctypes.c_void_p),
-        ("last_tokens", ctypes.c_void_p),
-        ("last_tokens_size", ctypes.c_int64),
-    )
+_SampleArgs = structure(
+    "SampleArgs",
+    "pointer: logits; int64: rows vocab_size;"
+    f"pointer: {' '.join(each.name for each in SAMPLER_PARAMETERS)} sample_position num_top_logits do_sample best_ids;"
+    f"pointer: history history_lens history_prompt_lens {' '.join(_OUTPUTS)} table_rows last_tokens;"
+    "int64: last_tokens_size",
+)
+"""llmk::SampleArgs of ops/sampler.h, member for member."""
 
 
 def _address(name: str, array: npt.NDArray[Any] | None, wanted: Any, length: int) -> int | None:
@@ -179,7 +161,7 @@ class SampleCall:
 
 
 def _set_histories(
-    args: _SampleArgs,
+    args: ctypes.Structure,
     histories: Sequence[Int32Array | None] | None,
     prompt_lens: Sequence[int] | Int32Array | None,
     num_rows: int,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.library import load_library
+from agent.kernels.library import load_library, structure
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -64,32 +64,14 @@ class StepBuffers:
 
 
 _COPIED = ("token_ids", "positions", "slot_mapping", "query_lens", "context_lens", "block_tables", "rows")
-
-
-class _Args(ctypes.Structure):
-    """llmk::StepCopyArgs of ops/step_copy.h, field for field."""
-
-    _fields_ = (
-        ("tokens", ctypes.c_int64),
-        ("seqs", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("decode", ctypes.c_int32),
-        ("lowest_token", ctypes.c_int32),
-        ("lowest_slot", ctypes.c_int32),
-        ("lowest_top_logits", ctypes.c_int32),
-        ("vocab_size", ctypes.c_int64),
-        ("max_model_len", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("num_blocks", ctypes.c_int64),
-        ("num_rows", ctypes.c_int64),
-        ("max_top_logits", ctypes.c_int64),
-        *((field.name, ctypes.c_void_p) for field in fields(StepArrays)),
-        ("row_last_tokens", ctypes.c_void_p),
-        *((f"own_{name}", ctypes.c_void_p) for name in _COPIED),
-        ("last_tokens", ctypes.c_void_p),
-        ("sampled_tokens", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-    )
+_Args = structure(
+    "StepCopyArgs",
+    "int64: tokens seqs width; int32: decode lowest_token lowest_slot lowest_top_logits;"
+    "int64: vocab_size max_model_len block_size num_blocks num_rows max_top_logits;"
+    f"pointer: {' '.join(field.name for field in fields(StepArrays))} row_last_tokens;"
+    f"pointer: {' '.join(f'own_{name}' for name in _COPIED)} last_tokens sampled_tokens counts",
+)
+"""llmk::StepCopyArgs of ops/step_copy.h, member for member."""
 
 
 class StepCopy:

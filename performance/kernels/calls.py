@@ -1,7 +1,6 @@
 """Runs the kernels that work on rows, matrices or ready attention.
 
-A tensor is a NumPy array of its storage: float32, float16, or uint16 for bfloat16. ``reference=True`` runs the scalar
-reference instead of the kernel.
+A tensor is a NumPy array of its storage: float32, float16, or uint16 for bfloat16.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from agent.kernels.library import structure
 from performance.kernels.library import load_testing_library
 
 Array = npt.NDArray[Any]
@@ -40,29 +40,25 @@ def load(stored: Array, dtype: str) -> npt.NDArray[np.float64]:
     return stored.astype(np.float64)
 
 
-def _struct(name: str, layout: str) -> type[ctypes.Structure]:
-    """Makes a ctypes structure from "kind: names" lines; kinds are p(ointer), i(nt64), f(loat), d(type), b(ool)."""
-    kinds = {"p": _POINTER, "i": _INT64, "f": ctypes.c_float, "d": ctypes.c_int, "b": ctypes.c_bool}
-    fields = []
-    for line in layout.split(";"):
-        kind, names = line.strip().split(":")
-        fields += [(field, kinds[kind]) for field in names.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
-RmsNormArgs = _struct("RmsNormArgs", "p: x residual gamma y rstd sum; i: rows width; f: epsilon; d: dtype gamma_dtype")
-SwigluArgs = _struct("SwigluArgs", "p: input out; i: outer inner; d: dtype")
-SiluArgs = _struct("SiluArgs", "p: input out; i: count; d: dtype")
-RotaryArgs = _struct(
-    "RotaryArgs",
-    "p: x out cos sin positions; i: tokens heads dim x_stride out_stride; d: dtype table_dtype; b: interleaved",
+# Structs of the headers in agent/kernels/ops, member for member.
+RmsNormArgs = structure(
+    "RmsNormArgs",
+    "pointer: x residual gamma y rstd sum; int64: rows width; float: epsilon; int32: dtype gamma_dtype",
 )
-MatMulArgs = _struct("MatMulArgs", "p: x w out; i: rows columns depth; d: dtype")
-AttentionArgs = _struct(
+SwigluArgs = structure("SwigluArgs", "pointer: input out; int64: outer inner; int32: dtype")
+SiluArgs = structure("SiluArgs", "pointer: input out; int64: count; int32: dtype")
+RotaryArgs = structure(
+    "RotaryArgs",
+    "pointer: x out cos sin positions; int64: tokens heads dim x_stride out_stride; int32: dtype table_dtype;"
+    "bool: interleaved",
+)
+MatMulArgs = structure("MatMulArgs", "pointer: x w out; int64: rows columns depth; int32: dtype")
+AttentionArgs = structure(
     "RotaryAttentionArgs",
-    "p: qkv out key_cache value_cache cos sin positions slots block_tables context_lens query_lens query_starts;"
-    "p: query_gamma key_gamma; i: tokens num_seqs table_width table_rows num_blocks block_size heads kv_heads dim;"
-    "i: window; f: epsilon scale; d: dtype; b: int8_cache write_first ready laid_out; p: key_starts first_keys",
+    "pointer: qkv out key_cache value_cache cos sin positions slots block_tables context_lens query_lens query_starts;"
+    "pointer: query_gamma key_gamma;"
+    "int64: tokens num_seqs table_width table_rows num_blocks block_size heads kv_heads dim window;"
+    "float: epsilon scale; int32: dtype; bool: int8_cache write_first ready laid_out; pointer: key_starts first_keys",
 )
 
 
@@ -78,10 +74,10 @@ def _fill(struct: type[ctypes.Structure], **values: Any) -> ctypes.Structure:
     return struct(**filled)
 
 
-def matmul(x: Array, w: Array, dtype: str, *, reference: bool = False) -> Array:
+def matmul(x: Array, w: Array, dtype: str) -> Array:
     out = np.full((x.shape[0], w.shape[0]), 77, x.dtype)
     args = _fill(MatMulArgs, x=x, w=w, out=out, rows=x.shape[0], columns=w.shape[0], depth=x.shape[1], dtype=dtype)
-    load_testing_library().llmk_test_matmul(ctypes.byref(args), int(reference))
+    load_testing_library().llmk_test_matmul(ctypes.byref(args))
     return out
 
 
@@ -92,38 +88,35 @@ class Normed:
     sum: Array | None
 
 
-def rms_norm(
-    x: Array, gamma: Array, dtype: str, gamma_dtype: str, residual: Array | None = None, *, reference: bool = False
-) -> Normed:
+def rms_norm(x: Array, gamma: Array, dtype: str, gamma_dtype: str, residual: Array | None = None) -> Normed:
     rows, width = x.shape
     result = Normed(np.empty_like(x), np.empty(rows, np.float32), None if residual is None else np.empty_like(x))
     args = _fill(
         RmsNormArgs, x=x, residual=residual, gamma=gamma, y=result.y, rstd=result.rstd, sum=result.sum,
         rows=rows, width=width, epsilon=1e-5, dtype=dtype, gamma_dtype=gamma_dtype,
     )  # fmt: skip
-    load_testing_library().llmk_test_rms_norm(ctypes.byref(args), int(reference))
+    load_testing_library().llmk_test_rms_norm(ctypes.byref(args))
     return result
 
 
-def swiglu(x: Array, dtype: str, *, reference: bool = False) -> Array:
+def swiglu(x: Array, dtype: str) -> Array:
     rows, width = x.shape
     out = np.empty((rows, width // 2), x.dtype)
     args = _fill(SwigluArgs, input=x, out=out, outer=rows, inner=width // 2, dtype=dtype)
-    load_testing_library().llmk_test_swiglu(ctypes.byref(args), int(reference))
+    load_testing_library().llmk_test_swiglu(ctypes.byref(args))
     return out
 
 
-def silu(x: Array, dtype: str, *, reference: bool = False) -> Array:
+def silu(x: Array, dtype: str) -> Array:
     out = np.empty_like(x)
     args = _fill(SiluArgs, input=x, out=out, count=x.size, dtype=dtype)
-    load_testing_library().llmk_test_silu(ctypes.byref(args), int(reference))
+    load_testing_library().llmk_test_silu(ctypes.byref(args))
     return out
 
 
 def rotary(
-    x: Array, cos: Array, sin: Array, positions: Array | None, dtypes: tuple[str, str], *,
-    interleaved: bool = False, reference: bool = False,
-) -> Array:  # fmt: skip
+    x: Array, cos: Array, sin: Array, positions: Array | None, dtypes: tuple[str, str], *, interleaved: bool = False
+) -> Array:
     """Rotates ``x`` [tokens, heads, dim] by ``cos`` and ``sin`` [rows, dim]. ``dtypes``: those of x and the tables."""
     tokens, heads, dim = x.shape
     out = np.empty_like(x)
@@ -131,7 +124,7 @@ def rotary(
         RotaryArgs, x=x, out=out, cos=cos, sin=sin, positions=positions, tokens=tokens, heads=heads, dim=dim,
         x_stride=heads * dim, out_stride=heads * dim, dtype=dtypes[0], table_dtype=dtypes[1], interleaved=interleaved,
     )  # fmt: skip
-    load_testing_library().llmk_test_rotary(ctypes.byref(args), int(reference))
+    load_testing_library().llmk_test_rotary(ctypes.byref(args))
     return out
 
 

@@ -16,17 +16,15 @@ from performance.kernels.library import load_testing_library
 _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 
 
-def sum_parts(
-    parts: list[npt.NDArray[Any]], dtype: str, out_dtype: str = "", *, use_reference: bool = False
-) -> npt.NDArray[Any]:
+def sum_parts(parts: list[npt.NDArray[Any]], dtype: str, out_dtype: str = "") -> npt.NDArray[Any]:
     """Returns what ``all_reduce`` makes of the agents' arrays. Only float32 parts may have another ``out_dtype``."""
     addresses = (_POINTER * len(parts))(*[part.ctypes.data for part in parts])
     out = np.empty(parts[0].shape, STORAGE_DTYPES[out_dtype or dtype])
     function = load_testing_library().llmk_test_sum_parts
-    function.argtypes = [ctypes.c_int, _POINTER, ctypes.c_int, ctypes.c_int, _POINTER, _INT64, ctypes.c_int]
+    function.argtypes = [ctypes.c_int, _POINTER, ctypes.c_int, ctypes.c_int, _POINTER, _INT64]
     function.restype = None
     numbers = (DTYPES.index(dtype), DTYPES.index(out_dtype or dtype))
-    function(numbers[0], addresses, len(parts), numbers[1], out.ctypes.data, out.size, int(use_reference))
+    function(numbers[0], addresses, len(parts), numbers[1], out.ctypes.data, out.size)
     return out
 
 

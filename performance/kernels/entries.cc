@@ -1,5 +1,5 @@
-// The C entries of libllm_kernels_testing.so, for tests and benchmarks. Each one runs a single kernel outside any
-// graph; with `use_reference` 1 it runs the scalar reference instead.
+// The C entries of libllm_kernels_testing.so, for tests and benchmarks. Each entry runs a single kernel outside any
+// graph. With `use_reference` 1, an entry runs the scalar reference instead of the kernel.
 //
 // The library holds the object files of the product library as well, so these entries run exactly the shipped kernels.
 #include <chrono>
@@ -9,6 +9,7 @@
 #include "../../agent/kernels/custom_ops.h"
 #include "../../agent/kernels/exchange/lines.h"
 #include "../../agent/kernels/exchange/sum.h"
+#include "../../agent/kernels/ops/experts.h"
 #include "../../agent/kernels/ops/sampler.h"
 #include "reference.h"
 
@@ -41,9 +42,9 @@ int64_t now_ns() {
 }
 
 template <class Args>
-void run(void (*kernel)(const Args&), void (*reference)(const Args&), const Args* args, int use_reference) {
+void run(void (*kernel)(const Args&), const Args& args) {
   const StandardFloatingPoint scope;
-  (use_reference != 0 ? reference : kernel)(*args);
+  kernel(args);
 }
 
 }  // namespace
@@ -51,29 +52,12 @@ void run(void (*kernel)(const Args&), void (*reference)(const Args&), const Args
 
 extern "C" {
 
-LLMK_ENTRY void llmk_test_rms_norm(const llmk::RmsNormArgs* args, int use_reference) {
-  llmk::run(llmk::kernels().rms_norm, llmk::reference::rms_norm, args, use_reference);
-}
-
-LLMK_ENTRY void llmk_test_swiglu(const llmk::SwigluArgs* args, int use_reference) {
-  llmk::run(llmk::kernels().swiglu, llmk::reference::swiglu, args, use_reference);
-}
-
-LLMK_ENTRY void llmk_test_silu(const llmk::SiluArgs* args, int use_reference) {
-  llmk::run(llmk::kernels().silu, llmk::reference::silu, args, use_reference);
-}
-
-LLMK_ENTRY void llmk_test_rotary(const llmk::RotaryArgs* args, int use_reference) {
-  llmk::run(llmk::kernels().rotary, llmk::reference::rotary, args, use_reference);
-}
-
-LLMK_ENTRY void llmk_test_matmul(const llmk::MatMulArgs* args, int use_reference) {
-  llmk::run(llmk::kernels().matmul, llmk::reference::matmul, args, use_reference);
-}
-
-LLMK_ENTRY void llmk_test_route_tokens(const llmk::RoutingArgs* args, int use_reference) {
-  llmk::run(llmk::route_tokens, llmk::reference::route_tokens, args, use_reference);
-}
+LLMK_ENTRY void llmk_test_rms_norm(const llmk::RmsNormArgs* args) { llmk::run(llmk::kernels().rms_norm, *args); }
+LLMK_ENTRY void llmk_test_swiglu(const llmk::SwigluArgs* args) { llmk::run(llmk::kernels().swiglu, *args); }
+LLMK_ENTRY void llmk_test_silu(const llmk::SiluArgs* args) { llmk::run(llmk::kernels().silu, *args); }
+LLMK_ENTRY void llmk_test_rotary(const llmk::RotaryArgs* args) { llmk::run(llmk::kernels().rotary, *args); }
+LLMK_ENTRY void llmk_test_matmul(const llmk::MatMulArgs* args) { llmk::run(llmk::kernels().matmul, *args); }
+LLMK_ENTRY void llmk_test_route_tokens(const llmk::RoutingArgs* args) { llmk::run(llmk::route_tokens, *args); }
 
 // Runs attention over ready queries and keys, as the native primitives do. If block_tables is null, `key_rows` is the
 // number of rows of keys.
@@ -82,7 +66,7 @@ LLMK_ENTRY int llmk_test_attention(const llmk::RotaryAttentionArgs* given, int64
   std::vector<int64_t> starts(static_cast<size_t>(2 * args.num_seqs) + 1);
   const int error = llmk::check_ready_attention("Attention", &args, key_rows, starts.data());
   if (error != 0) return error;
-  llmk::run(llmk::kernels().rotary_attention, llmk::reference::rotary_attention, &args, use_reference);
+  llmk::run(use_reference != 0 ? llmk::reference::rotary_attention : llmk::kernels().rotary_attention, args);
   return 0;
 }
 
@@ -125,10 +109,10 @@ LLMK_ENTRY void llmk_test_philox(const uint32_t* counter, const uint32_t* key, u
 }
 
 LLMK_ENTRY void llmk_test_sum_parts(int dtype, const void* const* parts, int num_parts, int out_dtype, void* out,
-                                    int64_t count, int use_reference) {
+                                    int64_t count) {
   const llmk::StandardFloatingPoint scope;
   const auto in = static_cast<llmk::DType>(dtype), to = static_cast<llmk::DType>(out_dtype);
-  (use_reference != 0 ? llmk::reference::sum_parts : llmk::sum_parts)(in, parts, num_parts, to, out, count);
+  llmk::sum_parts(in, parts, num_parts, to, out, count);
 }
 
 // Measures the nanoseconds of each of `times` sums of `count` elements. `all_reduce` is the product library's entry

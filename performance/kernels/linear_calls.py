@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.library import KernelError
+from agent.kernels.library import KernelError, structure
 from agent.kernels.packing import Blob, pack_weight, packed_weight_bytes, weight_blob
 from performance.kernels.calls import DTYPES, Array
 from performance.kernels.library import load_testing_library
@@ -18,22 +18,12 @@ MODES = {"kernel": 0, "quantized": 1, "reference": 2}
 """kernel: it quantizes the rows itself; quantized: they are quantized first, as fused operators do."""
 
 
-class LinearArgs(ctypes.Structure):
-    """llmk::LinearArgs of ops/linear.h, field for field."""
-
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("quantized", ctypes.c_void_p),
-        ("dtype", ctypes.c_int),
-        ("rows", ctypes.c_int64),
-        ("x_stride", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("epilogue", ctypes.c_int32),
-        ("best_ids", ctypes.c_void_p),
-        ("best_values", ctypes.c_void_p),
-    )
+LinearArgs = structure(
+    "LinearArgs",
+    "pointer: weight x quantized; int32: dtype; int64: rows x_stride out_stride; pointer: out; int32: epilogue;"
+    "pointer: best_ids best_values",
+)
+"""llmk::LinearArgs of ops/linear.h, member for member."""
 
 
 def packed(fmt: str, values: Array, *, group: int = 0, gated: bool = False, **options: Any) -> Blob:

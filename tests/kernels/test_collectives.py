@@ -122,7 +122,10 @@ def test_the_fast_sum_is_the_plain_one(dtype: str) -> None:
     for shift in (0, 1, 4096, 40_000):
         for count in (len(first), 13, 8, 3):
             parts = [first[:count].copy(), np.roll(first, shift)[:count].copy()]
-            fast, plain = (sum_parts(parts, dtype, use_reference=use) for use in (False, True))
+            total = to_float32(parts[0], dtype)
+            with np.errstate(invalid="ignore", over="ignore"):
+                total = total + to_float32(parts[1], dtype)
+            fast, plain = sum_parts(parts, dtype), from_float32(total, dtype)
             width = np.uint32 if dtype == "float32" else np.uint16
             same = fast.view(width) == plain.view(width)
             values = to_float32(plain, dtype)
@@ -135,5 +138,4 @@ def test_sums_of_float32_are_rounded_once(out_dtype: str) -> None:
     generator = np.random.default_rng(3)
     parts = [generator.standard_normal(1003).astype(np.float32) for _ in range(3)]
     expected = from_float32(parts[0] + parts[1] + parts[2], out_dtype)
-    for use in (False, True):
-        np.testing.assert_array_equal(sum_parts(parts, "float32", out_dtype, use_reference=use), expected)
+    np.testing.assert_array_equal(sum_parts(parts, "float32", out_dtype), expected)

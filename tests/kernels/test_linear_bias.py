@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agent.kernels.packing import is_packed_weight, packed_weight_bytes
+from agent.kernels.library import KernelError
+from agent.kernels.packing import packed_weight_bytes
 from performance.kernels.calls import load, store
 from performance.kernels.linear_calls import linear, linear_best, packed
 
@@ -54,10 +55,10 @@ def test_the_largest_is_that_with_bias() -> None:
 
 
 def test_a_blob_without_room_for_its_bias_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    _, blob, _ = made("bfloat16", "bfloat16", 0, 130)
+    x, blob, _ = made("bfloat16", "bfloat16", 0, 130)
     assert packed_weight_bytes("bfloat16", 130, DEPTH, biased=True) == blob.size
-    assert is_packed_weight(blob)
-    assert not is_packed_weight(blob[:-4])
+    with pytest.raises(KernelError):
+        linear(x, blob[:-4], "bfloat16")
     assert "its header asks for" in capfd.readouterr().err
 
 

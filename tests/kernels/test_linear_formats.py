@@ -10,14 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent.kernels.library import KernelError
-from agent.kernels.packing import (
-    is_packed_weight,
-    join_weight_parts,
-    pack_weight,
-    packed_weight_bytes,
-    weight_blob,
-)
+from agent.kernels.library import KernelError, load_library
+from agent.kernels.packing import join_weight_parts, pack_weight, packed_weight_bytes, weight_blob
+from performance.kernels.attention_calls import EntryCall
 from performance.kernels.linear_calls import linear, packed
 from support.time_limits import time_limit
 
@@ -116,9 +111,17 @@ def test_packing_refuses_what_does_not_fit() -> None:
         pack_weight("int8", values, weight_blob(1 << 20), source_dtype="int3")
 
 
+def is_accepted(blob: np.ndarray) -> bool:
+    """Returns whether PackedLinear takes the blob, which should have 64 columns, for a step of no rows."""
+    columns, depth = blob[16:32].view(np.int64)
+    x, out = np.zeros((1, depth), np.float32), np.zeros((1, columns), np.float32)
+    tensors = [(x, None), (blob, None), (np.zeros(4, np.int32), None), (out, None)]
+    return EntryCall(tensors).run(load_library().PackedLinear) == 0
+
+
 def test_damaged_blobs_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     blob = packed("int8", np.ones((64, 64), np.float32))
-    assert is_packed_weight(blob)
+    assert is_accepted(blob)
     for word, value, reason in (
         (0, 1, "the weight is not packed: it starts with 00000001"),
         (2, 9, "packed in layout 9; this build reads layout 3: pack it again"),
@@ -129,9 +132,9 @@ def test_damaged_blobs_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
         damaged = weight_blob(blob.size)
         damaged[:] = blob
         damaged.view(np.int32)[word] = value
-        assert not is_packed_weight(damaged)
+        assert not is_accepted(damaged)
         assert reason in capfd.readouterr().err
-    assert not is_packed_weight(blob[:32])
+    assert not is_accepted(blob[:32])
 
 
 def test_the_kernel_refuses_what_does_not_go_together() -> None:
@@ -155,13 +158,13 @@ def parts_of(*shapes: tuple[int, int]) -> np.ndarray:
 def test_parts_of_a_weight_are_joined() -> None:
     blob = parts_of((64, 24), (64, 40), (64, 8))
     join_weight_parts(blob, 3)
-    assert is_packed_weight(blob)
-    assert not is_packed_weight(blob[:-64]), "the last part is cut off"
+    assert is_accepted(blob)
+    assert not is_accepted(blob[:-64]), "the last part is cut off"
     for place, value in ((24, 73), (48, 4)):  # the depth, the number of parts
         damaged = weight_blob(blob.size)
         damaged[:] = blob
         damaged[place] = value
-        assert not is_packed_weight(damaged)
+        assert not is_accepted(damaged)
 
 
 @pytest.mark.parametrize("shapes", [[(64, 24), (128, 24)], [(64, 24)]])
