@@ -10,7 +10,7 @@ namespace {
 
 using Head = std::vector<double>;
 
-// Returns a head of qkv as floats, with RMSNorm if the model normalises queries and keys.
+// Returns head `head` of a token's row of qkv, after RMSNorm if the model normalises queries and keys.
 Head load_head(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
   Head x(static_cast<size_t>(args.dim));
   const int64_t first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
@@ -36,7 +36,7 @@ Head rotate(const RotaryAttentionArgs& args, int64_t token, const Head& x) {
   return out;
 }
 
-// The places of the elements of a head's key or value in the cache.
+// Locates the key or the value of one token and kv head in the cache.
 struct Held {
   int64_t chunk, row, head;
   bool is_key;

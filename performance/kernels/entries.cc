@@ -16,7 +16,7 @@
 namespace llmk {
 namespace {
 
-// The quantized activations of a linear layer, in memory of their own.
+// Quantizes the activations of a linear layer into memory of its own, by the kernel or by the reference.
 struct OwnRows {
   OwnRows(const LinearArgs& args, bool use_reference) {
     if (!wants_quantized_rows(args.weight)) return;
@@ -59,8 +59,8 @@ LLMK_ENTRY void llmk_test_rotary(const llmk::RotaryArgs* args) { llmk::run(llmk:
 LLMK_ENTRY void llmk_test_matmul(const llmk::MatMulArgs* args) { llmk::run(llmk::kernels().matmul, *args); }
 LLMK_ENTRY void llmk_test_route_tokens(const llmk::RoutingArgs* args) { llmk::run(llmk::route_tokens, *args); }
 
-// Runs attention over ready queries and keys, as the native primitives do. If block_tables is null, `key_rows` is the
-// number of rows of keys.
+// Runs attention over rotated queries and existing keys, as the native primitives do. If block_tables is null,
+// `key_rows` is the number of rows of keys.
 LLMK_ENTRY int llmk_test_attention(const llmk::RotaryAttentionArgs* given, int64_t key_rows, int use_reference) {
   llmk::RotaryAttentionArgs args = *given;
   std::vector<int64_t> starts(static_cast<size_t>(2 * args.num_seqs) + 1);
@@ -82,8 +82,8 @@ LLMK_ENTRY int llmk_reference_rotary_attention(int nparam, void** params, int* n
   return error;
 }
 
-// Runs a linear layer. mode 0: the kernel quantizes x itself; 1: the rows are quantized first, as fused operators do;
-// 2: the reference.
+// Runs a linear layer. In mode 0, the kernel quantizes x itself. In mode 1, this entry quantizes the rows first, as
+// fused operators do. Mode 2 is the reference.
 LLMK_ENTRY int llmk_test_linear(const llmk::LinearArgs* given, int64_t blob_bytes, int mode) {
   const llmk::StandardFloatingPoint scope;
   llmk::LinearArgs args = *given;
@@ -128,8 +128,8 @@ LLMK_ENTRY int llmk_measure_all_reduce(int (*all_reduce)(int, const void*, void*
   return 0;
 }
 
-// Measures the lower bound of a sum between processes: the nanoseconds of each of `times` round trips of a counter
-// between two processes that never sleep. Both lines hold 0 at the start. The process with `serves` writes first.
+// Measures the nanoseconds of each of `times` round trips of a counter between two processes that never sleep. They are
+// the lower bound of a sum between processes. Both lines hold 0 at the start. The process with `serves` writes first.
 LLMK_ENTRY void llmk_measure_ping_pong(void* own, void* other, int serves, int64_t times, int64_t* nanoseconds) {
   auto* mine = static_cast<llmk::FlagLine*>(own);
   auto* theirs = static_cast<llmk::FlagLine*>(other);

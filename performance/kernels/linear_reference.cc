@@ -9,7 +9,7 @@ namespace llmk {
 namespace reference {
 namespace {
 
-// The values, scales and biases of a packed weight.
+// Reads single values, scales and biases of a packed weight.
 struct LinearWeights {
   explicit LinearWeights(const void* blob)
       : header(header_of(blob)), shape(weight_shape(header)),
@@ -34,7 +34,7 @@ struct LinearWeights {
   const uint8_t* scales(const uint8_t* panel, int64_t g) const {
     return group(panel, g) + smaller(shape.group_steps, shape.steps - g * shape.group_steps) * shape.step_bytes;
   }
-  // The value of a weight before its scale is applied.
+  // Returns a weight before its scale is applied.
   double value(int64_t column, int64_t k) const {
     const uint8_t* panel;
     int lane;
@@ -69,7 +69,8 @@ struct LinearWeights {
   const uint8_t* panels;
 };
 
-// One product of a row and a column: to the bit for integer formats, in double for float formats.
+// Returns the product of a row and a column. For int8 and int4 it has the bits of the kernel, otherwise it is added up
+// in double.
 float product_element(const LinearArgs& args, const LinearWeights& w, const QuantizedRows& rows, int64_t row,
                       int64_t column) {
   const int64_t depth = w.header.depth, span = w.header.group == 0 ? depth : w.header.group;

@@ -1,11 +1,12 @@
 // Records which experts tokens are routed to, and routes tokens as an earlier run did.
 //
-// Rounding decides near ties between experts, so two correct runs can choose different experts and then differ widely.
-// A test compares such runs with the same experts: it records the choices of one run, lets the other run follow them,
-// and checks that every choice that was replaced was a near tie.
+// Rounding decides near ties between experts. So two correct runs can choose different experts and then differ widely.
+// A test records the choices of one run and lets a second run follow them. Then the runs are comparable. The test also
+// checks that every replaced choice was a near tie.
 //
 // The testing library is linked with --wrap for both functions that choose experts: route_tokens, and plugin_top_k of
-// MindFormers' models. All their callers in that library get here. The product library has none of this.
+// MindFormers' models. All their callers in the testing library call the functions of this file instead. The product
+// library has none of this.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -25,12 +26,13 @@ struct Routes {
   bool records = false;
   std::vector<int32_t> chosen;    // the experts of every row so far, row after row
   std::vector<int32_t> followed;  // the choices of the earlier run; empty: rows keep their own
-  float widest_margin = 0;        // of all replaced choices: how much the row preferred its own, in router logits
+  // The largest preference of a row for its own experts over those it had to follow, in router logits.
+  float widest_margin = 0;
 };
 Routes routes;
 
-// Takes the choice of a row. In a run that follows another, replaces `ids` and returns true if the set of experts
-// differs. `logit` gives the router logit of an expert, up to a constant.
+// Records the experts `ids` that a row chose. In a run that follows another, replaces `ids` and returns true if the set
+// of experts differs. `logit` gives the router logit of an expert, up to a constant.
 template <class Id, class Logit>
 bool take_row(Id* ids, int64_t count, const Logit& logit) {
   const size_t at = routes.chosen.size(), end = at + static_cast<size_t>(count);

@@ -18,6 +18,7 @@ import pytest
 
 from agent.weights.storage import from_float32, to_float32
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+from performance.kernels.calls import store
 from performance.kernels.collective_calls import sum_parts
 from support.collective_values import DTYPES, SIZES, contribution
 from support.time_limits import time_limit
@@ -122,10 +123,10 @@ def test_the_fast_sum_is_the_plain_one(dtype: str) -> None:
     for shift in (0, 1, 4096, 40_000):
         for count in (len(first), 13, 8, 3):
             parts = [first[:count].copy(), np.roll(first, shift)[:count].copy()]
-            total = to_float32(parts[0], dtype)
             with np.errstate(invalid="ignore", over="ignore"):
-                total = total + to_float32(parts[1], dtype)
-            fast, plain = sum_parts(parts, dtype), from_float32(total, dtype)
+                total = to_float32(parts[0], dtype) + to_float32(parts[1], dtype)
+                plain = store(total, dtype)
+            fast = sum_parts(parts, dtype)
             width = np.uint32 if dtype == "float32" else np.uint16
             same = fast.view(width) == plain.view(width)
             assert (same | np.isnan(total)).all()

@@ -31,7 +31,7 @@ def route(logits: Array, chosen: int, *, normalised: bool) -> tuple[Array, Array
 
 
 def exact_route(logits: Array, chosen: int, *, normalised: bool) -> tuple[Array, Array]:
-    """Returns the experts of each row and their weights, in float64. Of equal logits the first comes first."""
+    """Returns the experts of each row and their weights, in float64. The first of equal logits comes first."""
     ids = np.argsort(-logits.astype(np.float32), axis=1, kind="stable")[:, :chosen]
     shares = np.exp(logits - logits.max(1, keepdims=True))
     weights = np.take_along_axis(shares / shares.sum(1, keepdims=True), ids, 1)

@@ -1,7 +1,7 @@
 // The loops behind the ceilings: each one only multiplies and adds, or only reads memory.
 //
-// setup.py compiles this file once per instruction set: agent/kernels/arch/table.h includes it instead of the kernels
-// if LLMK_TABLE_FILE names it. main.cc picks the loops of the instruction set in use.
+// setup.py compiles this file once per instruction set. It sets LLMK_TABLE_FILE, so that agent/kernels/arch/table.h
+// includes this file instead of the kernels. main.cc picks the loops of the instruction set in use.
 #pragma once
 #include "../../../agent/kernels/common/types.h"
 
@@ -10,12 +10,12 @@ namespace llmk {
 constexpr int kReadLoops = 3;
 
 struct CeilingLoops {
-  // Each repeats one step `steps` times and returns the number of operations; a multiply-add counts as two.
+  // Each loop repeats one step `steps` times and returns the number of operations; a multiply-add counts as two.
   int64_t (*fma)(int64_t steps);       // float32 multiply-adds
   int64_t (*dot_bf16)(int64_t steps);  // products of bfloat16 pairs, as ops/dot.h computes them
   int64_t (*dot_int8)(int64_t steps);  // products of four bytes, as ops/linear.h computes them
-  // Read `bytes` (a multiple of 1024) from one, two or four places simultaneously and return a sum of the data. If
-  // `next` is not null, they also prefetch as many bytes from there into the second-level cache.
+  // Each loop reads `bytes` (a multiple of 1024) from one, two or four places simultaneously and returns a sum of the
+  // data. If `next` is not null, it also prefetches as many bytes from there into the second-level cache.
   int32_t (*read[kReadLoops])(const void* data, int64_t bytes, const void* next);
 };
 
@@ -31,17 +31,18 @@ struct CeilingLoops {
 namespace llmk {
 namespace LLMK_ARCH {
 
-// How many sums a loop adds to in turn. Enough that no sum waits for its previous addition, and few enough that all of
-// them stay in registers next to the operands. Without VNNI a product of bytes also needs two temporary registers.
+// Number of sums that a loop adds to one after the other. It is so large that no sum waits for its previous addition.
+// It is so small that all sums stay in registers next to the operands. Without VNNI a product of bytes also needs two
+// temporary registers.
 #if defined(LLMK_VEC_AVX512)
 constexpr int kChains = 12, kByteChains = 12;
 #else
 constexpr int kChains = 6, kByteChains = 2;
 #endif
 
-// Makes the compiler assume that a value may have changed, at no cost. The operands of the loops are constant. Without
-// this the compiler would multiply them once before the loop, or leave out a multiplication by one; then the loop would
-// only add.
+// Makes the compiler assume that a value may have changed, at no cost. The operands of the loops are constant.
+// Otherwise the compiler would multiply them once before the loop, or leave out a multiplication by one, and the loop
+// would only add.
 #if defined(LLMK_VEC_AVX512)
 LLMK_INLINE void hide(__m512& a) { __asm__ volatile("" : "+v"(a)); }
 LLMK_INLINE void hide(__m512i& a) { __asm__ volatile("" : "+v"(a)); }
@@ -71,8 +72,8 @@ LLMK_INLINE void hide_memory(T& a) {
   __asm__ volatile("" : "+m"(a));
 }
 
-// The sum of all lanes of all sums goes to memory, so no product can be left out. It is not inlined, so that a loop's
-// function holds no other multiplications and no other loop.
+// Writes the sum of all lanes of all sums to memory, so that the compiler leaves out no product. Not inlined, so that a
+// loop's function holds no other multiplications and no other loop.
 static __attribute__((noinline)) void keep(const Vec* totals, int count) {
   float result = 0;
   for (int i = 0; i < count; ++i) result += sum(totals[i]);
@@ -115,7 +116,8 @@ LLMK_INLINE int64_t run_steps(int64_t steps) {
 static int64_t ceiling_fma(int64_t steps) { return run_steps<float>(steps); }
 
 #ifdef LLMK_AMX
-// Four products of tiles a step, which do not wait for each other. The instructions are volatile and cannot be hoisted.
+// Repeats four products of tiles that do not wait for each other. The instructions are volatile, so the compiler cannot
+// move them out of the loop.
 template <class Multiply>
 LLMK_INLINE int64_t run_tiles(int64_t steps, const Multiply& multiply) {
   alignas(64) uint8_t ones[kAmxRows * 64];

@@ -95,7 +95,8 @@ double measure_rate(int64_t (*loop)(int64_t), double seconds) {
   return best;
 }
 
-// GB/s at which the threads together read `bytes`. read(thread) returns the sum of the data that the thread read.
+// Returns the GB/s at which the threads together read `bytes`. read(thread) returns the sum of the data that the thread
+// read.
 template <class Read>
 double timed_reads(int64_t bytes, const Read& read) {
   int32_t total = 0;
@@ -109,9 +110,11 @@ double timed_reads(int64_t bytes, const Read& read) {
 
 constexpr int64_t kReadBytes = 256 << 20;
 
-// Measures the read bandwidth over 256 MB in huge pages, if the system has them. round(memory, method) reads all of it
-// once. Of `methods` methods the one with the best median of three rounds is used. Returns the upper quartile of its
-// rounds within about `seconds` seconds, not the best one: a virtual machine may get twice its rate for a short time.
+// Measures the read bandwidth over 256 MB in huge pages, if the system has them.
+// round(memory, method) reads all of the
+// memory once and returns the rate. Three rounds of each of the `methods` methods choose the method with the best
+// median. Then returns the upper quartile of its rounds within about `seconds` seconds. The best round would mislead,
+// because a virtual machine may get twice its rate for a short time.
 template <class Round>
 double measure_reads(double seconds, int methods, const Round& round) {
   constexpr int64_t kHugePage = 2 << 20;
@@ -140,7 +143,7 @@ double measure_reads(double seconds, int methods, const Round& round) {
   return quantile(rates, 3);
 }
 
-// In order: every thread reads its own part, at one place or at several in turn.
+// Measures reads in memory order: every thread reads its own part, from one place or from several places in turn.
 double measure_read_bandwidth(double seconds) {
   return measure_reads(seconds, kReadLoops, [](const char* memory, int method) {
     const int64_t part = kReadBytes / num_threads() / 1024 * 1024;
@@ -150,8 +153,8 @@ double measure_read_bandwidth(double seconds) {
   });
 }
 
-// In pieces of 12 KB in random order, as the blocks of a sequence lie (16 keys of 12 heads of 64 in int8). Half of the
-// methods also prefetch the thread's next piece.
+// Measures reads of pieces of 12 KB in random order, as a step reads blocks of a KV cache. A piece has the size of 16
+// keys of 12 heads of 64 in int8. Half of the methods also prefetch the thread's next piece.
 double measure_paged_read_bandwidth(double seconds) {
   constexpr int64_t kPiece = 12 << 10, kPieces = kReadBytes / kPiece;
   std::vector<int64_t> order(kPieces);
