@@ -17,6 +17,7 @@ from llm_serving import __version__
 from llm_serving.config import Config, load_config
 from llm_serving.config.schema import section_keys
 from llm_serving.config.sections import SECTIONS
+from llm_serving.config.source import unused_lines
 from llm_serving.errors import CheckpointError, ConfigError, MemoryPlanError
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import MemoryPlan, plan_memory
@@ -88,7 +89,7 @@ def describe(config: Config, plan: MemoryPlan) -> str:
         f"lengths    sequences of {config.max_model_len} tokens, prompts of {config.max_prompt_len}, "
         f"{config.max_num_batched_tokens} tokens per step, {config.max_num_seqs} running sequences",
         f"address    {config.serving_config.server_ip}, port {config.serving_config.server_port or 'any free one'}",
-        *(f"note       {note}" for note in config.notes),
+        *(f"note       {note}" for note in (*config.notes, *unused_lines(config.unused))),
         "memory",
         plan.table(),
     ]

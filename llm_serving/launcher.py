@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from llm_serving import __version__
 from llm_serving.cli import EXIT_USAGE, Launch, launch_from_command_line
 from llm_serving.config import Config
+from llm_serving.config.source import unused_lines, unused_summary
 from llm_serving.errors import AgentStartError, ConfigError, LLMServingError
 from llm_serving.listening import listen
 from llm_serving.model.parallel import group_ranks
@@ -69,7 +70,7 @@ class _Launcher:
     async def run(self) -> int:
         self._handle_signals()
         self._display.note(f"llm-serving {__version__}: {self._config.model_name} on {self._config.device}")
-        for note in self._config.notes:
+        for note in (*self._config.notes, *unused_summary(self._config.unused)):
             self._display.note(f"note: {note}")
         self._display.note(self._plan.table())
         with ExitStack() as owned:
@@ -94,6 +95,8 @@ class _Launcher:
         tokenizer = load_tokenizer(config)
         log = owned.enter_context(EventLog(config.log_config.path, config.log_config.level))
         log.event("server_start", version=__version__, pid=os.getpid(), config=asdict(config))
+        for line in unused_lines(config.unused):
+            log.event("settings_unused", message=line)
         metrics = Metrics()
 
         def new_detokenizer(request: Request) -> IncrementalDetokenizer:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import cache
 from pathlib import Path
 
 from agent.group.model_part import ModelPart
-from llm_serving.config import Config
+from llm_serving.config import Config, MindSporeContext
 from llm_serving.errors import AgentStartError
 
 _PLUGIN_PATH = "MS_OP_PLUGIN_PATH"
@@ -33,6 +33,7 @@ def start_runtime(config: Config, rank: int = 0) -> None:
         os.sched_setaffinity(0, cores)  # before any thread of MindSpore or the kernels starts
     if not _cpu_set_up:  # MindSpore accepts some settings only once, so the first config decides for the process
         _cpu_set_up.append(config.op_table)
+        prepare_graph_dumps(config.context)
         _set_up_cpu(config.context.max_call_depth, config.op_table == "native")
     threads = config.model_config.cpu_threads
     if threads == 0 and config.parallel_config.world_size > 1 and not config.model_config.cpu_cores:
@@ -63,12 +64,20 @@ def _set_up_ascend(config: Config, rank: int) -> None:
     from agent.backends.ascend.memory import check_device_memory
 
     check_limits(config)
+    prepare_graph_dumps(config.context)
     prepare_environment(config)
     import mindspore as ms
 
     set_up_device(config, ms, rank)
     check_device_memory(config, ms, rank)
     join_group(ModelPart.of(config, rank), ms)
+
+
+def prepare_graph_dumps(context: MindSporeContext, variables: MutableMapping[str, str] = os.environ) -> None:
+    """Sets the variables that make MindSpore write compiled graphs to files. Must run before MindSpore is imported."""
+    if context.save_graphs:
+        variables.setdefault("MS_DEV_SAVE_GRAPHS", str(context.save_graphs))
+        variables.setdefault("MS_DEV_SAVE_GRAPHS_PATH", str(Path(context.save_graphs_path).absolute()))
 
 
 @cache

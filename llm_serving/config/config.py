@@ -20,6 +20,7 @@ from llm_serving.config.sections import (
     TokenizerConfig,
     WarmupInputsConfig,
 )
+from llm_serving.config.source import UnusedSetting
 from llm_serving.errors import ConfigError
 from llm_serving.model.number_formats import AUTO, KvFormat, WeightFormat, kv_format, weight_format
 from llm_serving.model.parallel import Shard, place, shard_of
@@ -57,6 +58,8 @@ class Config:
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     notes: tuple[str, ...] = ()
     """Messages for the log about contradicting values, which say the value that applies."""
+    unused: tuple[UnusedSetting, ...] = ()
+    """Settings of the YAML files that were read but have no effect, with the reasons."""
 
     @property
     def model_name(self) -> str:

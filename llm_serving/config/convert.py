@@ -9,23 +9,41 @@ import typing
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, cast
 
+from llm_serving.config.published_sections import PUBLISHED_SECTIONS
 from llm_serving.config.schema import KeyInfo, key_info
 from llm_serving.config.sections import SECTIONS
-from llm_serving.config.source import RawConfig, key_error
+from llm_serving.config.source import RawConfig, UnusedSetting, key_error
 from llm_serving.errors import ConfigError
+from llm_serving.formats.typed_fields import short_repr
 
 MAX_LIST_LENGTH = 256
 T = TypeVar("T")
 
 _NO_LIMITS = KeyInfo("", published=False)
+_ALL_SECTIONS = SECTIONS | PUBLISHED_SECTIONS
 
 
 def build_sections(raw: RawConfig) -> dict[str, Any]:
     """Return an object of every section's class, by section name. A missing section has its defaults."""
     for name in raw.sections:
-        if name not in SECTIONS:
+        if name not in _ALL_SECTIONS:
             raise ConfigError(f"{raw.file}: unknown section {name!r}{nearest(name, list(SECTIONS))}")
-    return {name: _build_section(raw, name, cls) for name, cls in SECTIONS.items()}
+    return {name: _build_section(raw, name, cls) for name, cls in _ALL_SECTIONS.items()}
+
+
+def find_unused(raw: RawConfig, sections: dict[str, Any]) -> list[UnusedSetting]:
+    """Return the stated settings that have no effect. A setting with its default value asks for nothing."""
+    unused = []
+    for name, keys in raw.sections.items():
+        declared = {each.name: each for each in fields(cast(Any, _ALL_SECTIONS[name]))}
+        for key in keys:
+            info = key_info(declared[key]) or _NO_LIMITS
+            value = getattr(sections[name], key)
+            if info.no_effect and value != declared[key].default:
+                path = f"{name}.{key}"
+                shown = list(value) if isinstance(value, tuple) else value
+                unused.append(UnusedSetting(raw.source(path), path, short_repr(shown), info.no_effect))
+    return unused
 
 
 def _build_section(raw: RawConfig, name: str, cls: type[T]) -> T:
@@ -53,7 +71,7 @@ def nearest_key(section: str, key: str) -> str:
     for name, cls in SECTIONS.items():
         if key in {each.name for each in fields(cast(Any, cls))}:
             return f"; did you mean '{name}.{key}'?"
-    return nearest(key, [each.name for each in fields(cast(Any, SECTIONS[section]))])
+    return nearest(key, [each.name for each in fields(cast(Any, _ALL_SECTIONS[section]))])
 
 
 def convert(value: object, hint: Any, source: str, path: str, info: KeyInfo = _NO_LIMITS) -> Any:
@@ -97,7 +115,7 @@ def _convert_list(value: object, element: Any, source: str, path: str, info: Key
         raise key_error(source, path, value, f"must be a list of {_describe(element)}, as in [1]")
     if len(value) > MAX_LIST_LENGTH:
         raise key_error(source, path, value, f"has {len(value)} elements; at most {MAX_LIST_LENGTH}")
-    if not value and info is not _NO_LIMITS:
+    if not value and info is not _NO_LIMITS and not info.no_effect:
         raise key_error(source, path, value, "must not be empty")
     return tuple(convert(item, element, source, path, info) for item in value)
 
@@ -116,7 +134,7 @@ def _convert_scalar(value: object, hint: type, source: str, path: str, info: Key
 
 
 def _check_text(value: str, source: str, path: str, info: KeyInfo) -> str:
-    if info is not _NO_LIMITS and (not value or "\0" in value):
+    if info is not _NO_LIMITS and not info.no_effect and (not value or "\0" in value):
         raise key_error(source, path, value, "must not be empty or hold a null character")
     name = info.normalise(value) if info.normalise is not None else value
     if info.choices and name not in info.choices:

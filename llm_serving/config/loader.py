@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import typing
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from llm_serving.config.config import Config
-from llm_serving.config.convert import build_sections, nearest, nearest_key
+from llm_serving.config.convert import build_sections, find_unused, nearest, nearest_key
 from llm_serving.config.lookup import find_config_file, has_ascend
 from llm_serving.config.resolve import Resolver
 from llm_serving.config.sections import SECTIONS
 from llm_serving.config.source import COMMAND_LINE, RawConfig
-from llm_serving.config.validation import check_cache, check_model_name, check_serving
+from llm_serving.config.validation import agents_of_graphs, check_cache, check_model_name, check_serving
 from llm_serving.errors import ConfigError
 from llm_serving.formats.strict_yaml import parse_yaml, read_yaml_mapping
 from llm_serving.formats.typed_fields import short_repr
@@ -31,10 +32,18 @@ def load_config(path_or_name: str, overrides: Sequence[str] = (), *, ascend: boo
     file = find_config_file(path_or_name)
     raw = _raw_config(file, read_yaml_mapping(file), overrides)
     sections = build_sections(raw)
+    notes = []
+    if agents := agents_of_graphs(raw, sections):
+        sections["parallel_config"] = replace(sections["parallel_config"], tensor_parallel=agents)
+        reason = f"model_path.prefill_model has {agents} graphs, so parallel_config.tensor_parallel is {agents}"
+        notes.append(f"{file}: {reason}")
+    unused = find_unused(raw, sections)
     check_serving(raw, sections["serving_config"], sections["parallel_config"])
     check_model_name(raw, sections["model_config"].model_name)
     check_cache(raw, sections["pa_config"])
-    return Resolver(raw, sections, has_ascend(os.environ) if ascend is None else ascend).config()
+    own = {name: section for name, section in sections.items() if name in SECTIONS}
+    resolver = Resolver(raw, own, has_ascend(os.environ) if ascend is None else ascend, notes, unused)
+    return resolver.config()
 
 
 def parse_override(text: str) -> tuple[str, str, object]:
@@ -48,7 +57,7 @@ def parse_override(text: str) -> tuple[str, str, object]:
         raise ConfigError(f"{COMMAND_LINE} {text!r}: must be section.key=value, as in pa_config.num_blocks=2048")
     if len(text) > MAX_OVERRIDE_CHARACTERS:
         raise ConfigError(f"{COMMAND_LINE} {path}: has more than {MAX_OVERRIDE_CHARACTERS} characters")
-    if section not in SECTIONS:
+    if section not in SECTIONS:  # the published sections without effect cannot be overridden
         raise ConfigError(f"{COMMAND_LINE} {text!r}: unknown section {section!r}{nearest(section, list(SECTIONS))}")
     hints = typing.get_type_hints(SECTIONS[section])
     if key not in hints:

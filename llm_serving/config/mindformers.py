@@ -1,4 +1,4 @@
-"""Reads the ``context`` section and the model's sizes from a YAML of MindFormers. All other keys are ignored."""
+"""Reads the ``context`` section and the model's sizes from a YAML of MindFormers. Lists all other keys."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm_serving.config.mindformers_unused import find_unused
+from llm_serving.config.source import UnusedSetting
 from llm_serving.errors import ConfigError
 from llm_serving.formats.strict_yaml import read_yaml_mapping
 from llm_serving.formats.typed_fields import TypedFields
-from llm_serving.model.rope import MAX_POSITIONS, RopeScaling
+from llm_serving.model.rope import MAX_POSITIONS, RopeScaling, read_rope_scaling
 from llm_serving.model.shape import (
     MAX_HEADS,
     MAX_HIDDEN_SIZE,
@@ -34,7 +36,8 @@ KEYS_READ = {
     "context.graph_kernel_flags": "flags of that fusion",
     "context.max_call_depth": "limit of nested calls in a graph",
     "context.max_device_memory": 'device memory the model may take, as in `"58GB"`; the memory plan of an Ascend',
-    "context.use_flash_attention": "must be true: flash attention is always on; also read from `model.model_config`",
+    "context.save_graphs": "true or 1 to 3: write the compiled graphs to files; 0 by default",
+    "context.save_graphs_path": 'folder of the graphs of `save_graphs`; `"./graph"` by default',
     "model.arch.type": "`LlamaForCausalLM`",
     "model.model_config.type": "`LlamaConfig`",
     "model.model_config.hidden_size": "size of the residual stream",
@@ -50,15 +53,17 @@ KEYS_READ = {
     "model.model_config.max_position_embedding": "the same; replaces `seq_length`",
     "model.model_config.rms_norm_eps": "epsilon of RMSNorm; 1e-5 by default",
     "model.model_config.theta": "base of the rotary angles; 10000 by default",
-    "model.model_config.extend_method": '`"None"`, or `"PI"`: positions are divided by `scaling_factor`',
-    "model.model_config.scaling_factor": "factor of `extend_method`",
+    "model.model_config.extend_method": '`"None"`; `"PI"`: positions are divided by `scaling_factor`; `"LLAMA3"`',
+    "model.model_config.scaling_factor": "factor of `extend_method`; for LLAMA3 a mapping as in `config.json`",
     "model.model_config.tie_word_embeddings": "output projection is the embedding; false by default",
     "model.model_config.bos_token_id": "first token",
     "model.model_config.eos_token_id": "end token or tokens",
     "model.model_config.pad_token_id": "padding token",
-    "model.model_config.qkv_has_bias": "must be false",
-    "model.model_config.compute_dtype": "checked; `model_config.model_dtype` decides",
+    "model.model_config.qkv_has_bias": "true for a Qwen2; the sizes are then those of `model_path`",
+    "model.model_config.compute_dtype": "replaces a `model_dtype` of `DataType.FLOAT32` with native operators",
     "model.model_config.param_init_type": "checked; `model_config.model_dtype` decides",
+    "model.model_config.params_dtype": "checked; `model_config.model_dtype` decides",
+    "pretrained_model_dir": "model folder, if `model_config.model_path` is null",
 }
 """The keys that are read from a MindFormers YAML, with their meaning. Sizes have the names of MindFormers' Llama.
 
@@ -77,6 +82,9 @@ class MindSporeContext:
     graph_kernel_flags: str = ""
     max_call_depth: int = 10_000
     max_device_memory_bytes: int | None = None
+    save_graphs: int = 0
+    """Amount of compiled graphs that MindSpore writes to files: 0 for none, 3 for all."""
+    save_graphs_path: str = "./graph"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +94,10 @@ class MindFormersFile:
     context: MindSporeContext
     shape: ModelShape | None
     """Sizes of the model. None if the file has no ``model.model_config``, or one without sizes."""
+    compute_dtype: str | None = None
+    model_folder: str | None = None
+    """``pretrained_model_dir``, as stated."""
+    unused: tuple[UnusedSetting, ...] = ()
 
 
 def read_mindformers_yaml(path: Path) -> MindFormersFile:
@@ -94,17 +106,18 @@ def read_mindformers_yaml(path: Path) -> MindFormersFile:
     model = document.mapping("model")
     sizes = model.mapping("model_config") if "model_config" in model else None
     return MindFormersFile(
-        _context(document.mapping("context"), sizes), None if sizes is None else _shape(sizes, model.mapping("arch"))
+        _context(document.mapping("context")),
+        None if sizes is None else _shape(sizes, model.mapping("arch")),
+        sizes.text("compute_dtype", "", ("", *_DTYPES)) or None if sizes is not None else None,
+        document.text("pretrained_model_dir", "") or None,
+        find_unused(document, KEYS_READ),
     )
 
 
-def _context(fields: TypedFields, sizes: TypedFields | None) -> MindSporeContext:
+def _context(fields: TypedFields) -> MindSporeContext:
     if fields.integer("mode", GRAPH_MODE, 0, 1) != GRAPH_MODE:
         raise fields.fail("mode", "only 0 (graph mode) is available")
     target = fields.text("device_target", "auto", ("auto", "CPU", "Ascend")) if "device_target" in fields else None
-    for section in (fields, *([] if sizes is None else [sizes])):
-        if not section.boolean("use_flash_attention", True):
-            raise section.fail("use_flash_attention", "attention always uses flash kernels; set True or remove the key")
     return MindSporeContext(
         device_target=target,
         device_id=fields.integer("device_id", 0, 0, 255),
@@ -112,7 +125,15 @@ def _context(fields: TypedFields, sizes: TypedFields | None) -> MindSporeContext
         graph_kernel_flags=fields.text("graph_kernel_flags", ""),
         max_call_depth=fields.integer("max_call_depth", 10_000, 1, 1_000_000),
         max_device_memory_bytes=_memory(fields, "max_device_memory"),
+        save_graphs=_save_graphs(fields),
+        save_graphs_path=fields.text("save_graphs_path", "./graph"),
     )
+
+
+def _save_graphs(fields: TypedFields) -> int:
+    """Return the amount of graphs to write, from 0 to 3. MindSpore also accepts true for 1 and false for 0."""
+    value = fields.value("save_graphs")
+    return int(value) if isinstance(value, bool) else fields.integer("save_graphs", 0, 0, 3)
 
 
 def _memory(fields: TypedFields, key: str) -> int | None:
@@ -128,11 +149,12 @@ def _memory(fields: TypedFields, key: str) -> int | None:
 def _shape(fields: TypedFields, arch: TypedFields) -> ModelShape | None:
     """Return the model's sizes, or None if ``model.model_config`` has none. The model folder then has the sizes.
 
-    Keys are those of MindFormers' Llama or, for other models, those of ``config.json``.
+    Keys are those of MindFormers' Llama or, for other models, those of ``config.json``. A Qwen2 has no sizes here.
     """
     if "num_hidden_layers" in fields or "num_attention_heads" in fields:
         return _shape_in_hugging_face_names(fields)
-    if not any(key in fields for key in _LLAMA_SIZES):
+    has_biases = fields.boolean("qkv_has_bias", False)  # a Qwen2, whose folder has the sizes
+    if has_biases or not any(key in fields for key in _LLAMA_SIZES):
         _check_types(fields)
         return None
     return _llama_shape(fields, arch)
@@ -155,10 +177,10 @@ def _llama_shape(fields: TypedFields, arch: TypedFields) -> ModelShape:
     hidden = fields.integer("hidden_size", None, 1, MAX_HIDDEN_SIZE)
     heads = fields.integer("num_heads", None, 1, MAX_HEADS)
     vocab_size = fields.integer("vocab_size", None, 1, MAX_VOCAB_SIZE)
-    if fields.boolean("qkv_has_bias", False):
-        raise fields.fail("qkv_has_bias", "is not supported; the linear layers have no bias")
-    for key in ("compute_dtype", "param_init_type"):
+    for key in ("compute_dtype", "param_init_type", "params_dtype"):
         fields.text(key, "float16", _DTYPES)
+    longest = fields.integer("seq_length", 2048, 1, MAX_POSITIONS)
+    longest = fields.integer("max_position_embedding", longest, 1, MAX_POSITIONS)
     first, pad = fields.token_ids("bos_token_id", vocab_size), fields.token_ids("pad_token_id", vocab_size)
     shape = ModelShape(
         architecture=arch.text("type", "LlamaForCausalLM", ("LlamaForCausalLM",)),
@@ -171,11 +193,9 @@ def _llama_shape(fields: TypedFields, arch: TypedFields) -> ModelShape:
         vocab_size=vocab_size,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-5, 0.0, 1.0),
         rope_theta=fields.number("theta", 10_000.0, 0.0, 1e12),
-        rope_scaling=_rope_scaling(fields),
+        rope_scaling=_rope_scaling(fields, longest),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-        max_position_embeddings=fields.integer(
-            "max_position_embedding", fields.integer("seq_length", 2048, 1, MAX_POSITIONS), 1, MAX_POSITIONS
-        ),
+        max_position_embeddings=longest,
         hidden_act="silu",
         attention_bias=False,
         mlp_bias=False,
@@ -199,8 +219,13 @@ def _intermediate_size(fields: TypedFields, hidden: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _rope_scaling(fields: TypedFields) -> RopeScaling | None:
-    """Return the rotary scaling. ``extend_method: PI`` divides positions by ``scaling_factor``; None does nothing."""
-    method = fields.text("extend_method", "None", ("None", "PI"))
+def _rope_scaling(fields: TypedFields, trained: int) -> RopeScaling | None:
+    """Return the scaling of ``extend_method``: None, PI (positions are divided by ``scaling_factor``), or LLAMA3.
+
+    ``trained``: the maximum length of a sequence in tokens.
+    """
+    method = fields.text("extend_method", "None", ("None", "PI", "LLAMA3"))
+    if method == "LLAMA3":
+        return read_rope_scaling(fields.mapping("scaling_factor").with_value("type", "llama3"), trained)
     factor = fields.number("scaling_factor", 1.0, 0.0, 1e6)
     return RopeScaling("linear", factor) if method == "PI" and factor != 1.0 else None

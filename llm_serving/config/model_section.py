@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llm_serving.config.schema import own, published
+from llm_serving.config.schema import own, published, without_effect
 from llm_serving.model.number_formats import GROUP_SIZES, GROUP_SIZES_TEXT, INTEGER_FORMATS, INTEGER_KV_FORMATS
 
 MAX_TOKENS = 16 * 1024 * 1024
@@ -64,10 +64,11 @@ class ModelConfig:
     )
     zactivate_len: tuple[int, ...] = published(
         (4096,),
-        "Cache lengths of static graphs. Accepted without effect, because lengths are dynamic.",
+        "Cache lengths of static graphs.",
         unit="tokens",
         low=1,
         high=MAX_TOKENS,
+        no_effect="the lengths of the graphs are dynamic",
     )
     model_type: str = published(
         "dyn",
@@ -78,8 +79,14 @@ class ModelConfig:
     )
     seq_type: str = published(
         "static",
-        "Shape of prompts in the published server. Accepted without effect, because prompts are never padded.",
+        "Shape of prompts in the published server.",
         choices=("static", "dyn"),
+        no_effect="prompts are never padded",
+    )
+    fastserve: bool = without_effect(
+        "Order requests as FastServe does.",
+        "FastServe's queues are not available; scheduler_config.policy chooses the order",
+        default=False,
     )
     batch_waiting_time: float = published(
         0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from llm_serving.config.lookup import find_path
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
 from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers, check_op_table
 from llm_serving.config.sections import ModelConfig, ServingConfig, TokenizerConfig
-from llm_serving.config.source import RawConfig
+from llm_serving.config.source import RawConfig, UnusedSetting
 from llm_serving.config.validation import (
     check_ascend_options,
     check_batches,
@@ -52,21 +53,29 @@ _COMPARED_SIZES = (
 class Resolver:
     """Makes the ``Config`` of a YAML: replaces names by paths, and ``auto`` by values of the model or the machine."""
 
-    def __init__(self, raw: RawConfig, sections: dict[str, Any], ascend: bool) -> None:
+    def __init__(
+        self,
+        raw: RawConfig,
+        sections: dict[str, Any],
+        ascend: bool,
+        notes: Sequence[str] = (),
+        unused: Sequence[UnusedSetting] = (),
+    ) -> None:
         self._raw = raw
+        self._unused = list(unused)
         self._sections = sections
         self._model: ModelConfig = sections["model_config"]
         self._tokenizer: TokenizerConfig = sections["tokenizer"]
         self._ascend = ascend
-        self._notes: list[str] = []
+        self._notes = list(notes)
 
     def config(self) -> Config:
         """Return the config. Raises ConfigError, or CheckpointError about the model folder."""
-        folder = self._find("model_config.model_path", self._model.model_path)
         mindformers_path = self._find("model_config.model_cfg_path", self._model.model_cfg_path)
         mindformers = read_mindformers_yaml(mindformers_path) if mindformers_path else None
+        folder = self._folder(mindformers)
         context = mindformers.context if mindformers else MindSporeContext()
-        device, op_table = self._device(context)
+        device, op_table = self._device(context, mindformers)
         shape = self._shape(folder, mindformers)
         model = replace(
             self._model,
@@ -92,6 +101,7 @@ class Resolver:
             stored_weight_format=stored_weight_format(folder) if folder and model.load_format != "dummy" else None,
             stored_weight_group=stored_weight_group(folder) if folder and model.load_format != "dummy" else 1,
             notes=tuple(self._notes),
+            unused=(*self._unused, *(mindformers.unused if mindformers else ())),
         )
         check_stored_format(self._raw, config)
         check_group(self._raw, config)
@@ -125,7 +135,33 @@ class Resolver:
             raise self._raw.error(key, name, "no such path, from the working directory, the config's folder or here")
         return path
 
-    def _device(self, context: MindSporeContext) -> tuple[str, str]:
+    def _folder(self, mindformers: MindFormersFile | None) -> Path | None:
+        """Return the model folder: ``model_path``, or ``pretrained_model_dir`` of the MindFormers YAML."""
+        stated = mindformers.model_folder if mindformers else None
+        if self._model.model_path is not None or stated is None or self._model.load_format == "dummy":
+            return self._find("model_config.model_path", self._model.model_path)
+        folder = find_path(stated, Path(self._raw.file).parent)
+        if folder is None:
+            problem = f"its pretrained_model_dir = {stated!r} does not exist; set model_config.model_path to the folder"
+            raise self._raw.error("model_config.model_cfg_path", self._model.model_cfg_path, problem)
+        return folder
+
+    def _take_compute_dtype(self, op_table: str, mindformers: MindFormersFile | None) -> None:
+        """Replace a published FLOAT32 by MindFormers' ``compute_dtype`` if the native operators need another type.
+
+        In the published server, ``model_dtype`` is the type of the logits, and MindFormers computes in
+        ``compute_dtype``.
+        """
+        key, stated = "model_config.model_dtype", mindformers.compute_dtype if mindformers else None
+        if op_table != "native" or self._model.model_dtype != "float32" or self._raw.is_overridden(key):
+            return
+        if stated in (None, "float32"):
+            return
+        self._model = replace(self._model, model_dtype=stated)
+        problem = f"native operators do not take float32; compute_dtype {stated} of the MindFormers YAML is used"
+        self._notes.append(str(self._raw.error(key, "float32", problem)))
+
+    def _device(self, context: MindSporeContext, mindformers: MindFormersFile | None) -> tuple[str, str]:
         wanted = self._model.device_target or context.device_target or "auto"
         if wanted == "Ascend" and not self._ascend:
             problem = "there is no Ascend here (no /dev/davinci* or no CANN in the environment); use auto or CPU"
@@ -137,6 +173,7 @@ class Resolver:
             op_table = "native" if device == "Ascend" or theirs else "fused"
         if theirs:
             check_op_table(self._raw, op_table)
+        self._take_compute_dtype(op_table, mindformers)
         check_device(self._raw, device, op_table, self._model.model_dtype, self._model.backend)
         return device, op_table
 

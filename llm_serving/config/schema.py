@@ -30,6 +30,8 @@ class KeyInfo:
     unavailable: tuple[tuple[object, str], ...] = ()
     """Values of the published server's configs that this server refuses, each with the reason: (value, reason)."""
     normalise: Callable[[str], str] | None = None
+    no_effect: str = ""
+    """Reason why a published key has no effect here. Its type is checked. Empty for a key with an effect."""
 
 
 def published(default: object, meaning: str, **details: Any) -> Any:
@@ -40,6 +42,12 @@ def published(default: object, meaning: str, **details: Any) -> Any:
 def own(default: object, meaning: str, **details: Any) -> Any:
     """Declare a key that only this project has."""
     return _key(default, KeyInfo(meaning, published=False, **details))
+
+
+def without_effect(meaning: str, reason: str, default: object = None, **details: Any) -> Any:
+    """Declare a key of the published configs that is read and checked, but has no effect, with the reason."""
+    null = "not stated" if default is None else ""
+    return _key(default, KeyInfo(meaning, published=True, no_effect=reason, null=null, **details))
 
 
 def _key(default: object, info: KeyInfo) -> Any:

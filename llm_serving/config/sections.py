@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from llm_serving.config.model_section import MAX_SEQS, MAX_TOKENS, ModelConfig
 from llm_serving.config.parallel_section import ParallelConfig
-from llm_serving.config.schema import own, published
+from llm_serving.config.schema import own, published, without_effect
 
 __all__ = [
     "SECTIONS",
@@ -50,6 +50,15 @@ class ServingConfig:
     )
     server_port: int = published(
         DEFAULT_SERVER_PORT, "Port of the HTTP server; 0 takes any free port.", low=0, high=65535
+    )
+    prefill_batch_waiting_time: float | None = without_effect(
+        "Maximum waiting time of a prefill step.", "model_config.batch_waiting_time has this meaning"
+    )
+    decode_batch_waiting_time: float | None = without_effect(
+        "Maximum waiting time of a decode step.", "model_config.decode_batch_waiting_time has this meaning"
+    )
+    enable_host_post_sampling: bool = without_effect(
+        "Sample on the host instead of the device.", "the device decides where tokens are sampled", default=False
     )
     allow_remote: bool = own(
         False,
@@ -121,18 +130,14 @@ class TokenizerConfig:
 class BasicInputsConfig:
     """Inputs of every step."""
 
-    type: str = published(
-        "LlamaBasicInputs", "Kind of inputs. Accepted; the model decides.", choices=("LlamaBasicInputs",)
-    )
+    type: str = published("LlamaBasicInputs", "Kind of inputs. The model decides.", choices=("LlamaBasicInputs",))
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraInputsConfig:
     """Additional inputs of a step for some graphs."""
 
-    type: str = published(
-        "LlamaExtraInputs", "Kind of inputs. Accepted; the model decides.", choices=("LlamaExtraInputs",)
-    )
+    type: str = published("LlamaExtraInputs", "Kind of inputs. The model decides.", choices=("LlamaExtraInputs",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,7 @@ class WarmupInputsConfig:
 
     type: str = published(
         "LlamaWarmupInputs",
-        "Kind of inputs. Accepted; the warm-up runs the largest configured steps.",
+        "Kind of inputs. The warm-up runs the largest configured steps.",
         choices=("LlamaWarmupInputs",),
     )
 

@@ -1,8 +1,11 @@
-"""Keeps, for error messages, whether a value of the configuration comes from the YAML or from the command line."""
+"""Keeps the source of each value (YAML or command line) for messages, and lists settings without effect."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from llm_serving.errors import ConfigError
 from llm_serving.formats.typed_fields import short_repr
@@ -29,6 +32,34 @@ class RawConfig:
     def error(self, key: str, value: object, problem: str) -> ConfigError:
         """Return an error for a wrong value of ``section.key``, which names the YAML or the command line."""
         return key_error(self.source(key), key, value, problem)
+
+
+@dataclass(frozen=True, slots=True)
+class UnusedSetting:
+    """A setting of a YAML that was read but has no effect."""
+
+    file: str
+    """Path of the YAML."""
+    key: str
+    """The full name, as ``context.ascend_config``."""
+    value: str
+    """The value as text, shortened to a line."""
+    reason: str
+
+
+def unused_lines(settings: Sequence[UnusedSetting]) -> list[str]:
+    """Return a line for each file and reason, with the settings that share them."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for each in settings:
+        groups.setdefault((each.file, each.reason), []).append(f"{each.key} = {each.value}")
+    return [f"{Path(file).name}: no effect: {', '.join(keys)}: {reason}" for (file, reason), keys in groups.items()]
+
+
+def unused_summary(settings: Sequence[UnusedSetting]) -> list[str]:
+    """Return a line for each file with the number of its settings without effect."""
+    counts = Counter(each.file for each in settings)
+    where = "--check, the log (settings_unused) and /server_info list them with the reasons"
+    return [f"{Path(file).name}: {count} settings have no effect here; {where}" for file, count in counts.items()]
 
 
 def key_error(source: str, key: str, value: object, problem: str) -> ConfigError:

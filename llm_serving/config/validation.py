@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from llm_serving.config.config import Config
 from llm_serving.config.parallel_section import MAX_RANKS
@@ -44,6 +46,28 @@ def check_serving(raw: RawConfig, serving: ServingConfig, parallel: ParallelConf
     if not _is_loopback(raw, "serving_config.server_ip", serving.server_ip) and not serving.allow_remote:
         problem = "other machines could connect, and there is no authentication; set serving_config.allow_remote: true"
         raise raw.error("serving_config.server_ip", serving.server_ip, problem)
+
+
+def agents_of_graphs(raw: RawConfig, sections: Mapping[str, Any]) -> int | None:
+    """Return the number of agents that a published config states by its number of prefill graphs.
+
+    The published server splits a model over one agent for each graph. The result is None for a single graph, and if the
+    config has its own ``parallel_config``. Raises ConfigError if the graphs and the agents' ports differ in number.
+    """
+    graphs, decode, ports = (
+        sections["model_path"].prefill_model or (),
+        sections["model_path"].decode_model or (),
+        sections["serving_config"].agent_ports,
+    )
+    key = "model_path.prefill_model"
+    if graphs and decode and len(graphs) != len(decode):
+        raise raw.error(key, list(graphs), f"has {len(graphs)} graphs, and decode_model has {len(decode)}")
+    if raw.sections.get("parallel_config") or len(graphs) <= 1:
+        return None
+    if ports != (0,) and len(ports) != len(graphs):
+        problem = f"has {len(graphs)} graphs, and serving_config.agent_ports has {len(ports)} ports; they must agree"
+        raise raw.error(key, list(graphs), problem)
+    return len(graphs)
 
 
 def _ports_problem(num_ports: int, parallel: ParallelConfig) -> str:

@@ -1,4 +1,4 @@
-"""Reads YAML strictly: it refuses tags that build objects, duplicate keys and deep nesting.
+"""Reads YAML strictly: it refuses tags that build objects, contradicting duplicate keys and deep nesting.
 
 Values without quotes follow YAML 1.2: ``yes``, ``on``, ``1:30`` and ``010`` are text, and ``1e-5`` is a number.
 PyYAML follows YAML 1.1 and would read true, true, 90, 8 and text.
@@ -20,7 +20,7 @@ MAX_YAML_DEPTH = 32
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A PyYAML loader that refuses duplicate keys and deep nesting while it parses, before it makes objects."""
+    """A PyYAML loader that refuses duplicate keys with different values, and deep nesting, before it makes objects."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (the loop below fills the dict of the class)
     _depth = 0
@@ -38,14 +38,20 @@ class _StrictLoader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
+        seen: dict[str, yaml.Node] = {}
+        for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.composer.ComposerError(None, None, "a key must be plain text", key.start_mark)
-            if key.value in seen:
+            if key.value in seen and not _is_same_scalar(seen[key.value], value):
                 raise yaml.composer.ComposerError(None, None, f"duplicate key {key.value!r}", key.start_mark)
-            seen.add(key.value)
+            seen[key.value] = value
         return node
+
+
+def _is_same_scalar(first: yaml.Node, second: yaml.Node) -> bool:
+    """Return whether both nodes are the same plain value. A published config states one key twice in this way."""
+    scalars = isinstance(first, yaml.ScalarNode) and isinstance(second, yaml.ScalarNode)
+    return scalars and (first.tag, first.value) == (second.tag, second.value)
 
 
 for _tag, _pattern, _first in (

@@ -40,6 +40,10 @@ class TypedFields:
         """Return the keys in the order of the file."""
         return tuple(self._values)
 
+    def with_value(self, key: str, value: object) -> TypedFields:
+        """A copy with one more value."""
+        return TypedFields(self.source, {**self._values, key: value}, self._error, self._prefix)
+
     def value(self, key: str) -> object:
         """Return the value of a key without any check, or None if the key is absent."""
         return self._values.get(key)

@@ -112,6 +112,7 @@ async def _server_info(state: ServerState, request: Request) -> Response:
                 "stop_strings": PARAMETERS["stop"].max_items,
                 "logprobs": MAX_LOGPROBS,
             },
+            "settings": state.settings.settings,
             "engine": state.engine.status().as_json(),
         }
     )

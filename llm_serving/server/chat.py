@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llm_serving.errors import ContextLengthError
 from llm_serving.request import RequestOutput
 from llm_serving.server.body import json_response, read_request
 from llm_serving.server.errors import ErrorReply
@@ -71,9 +72,12 @@ class GenerationSettings(DialectSampling):
         "num_return_sequences": (None, 1),
     }
 
-    max_length: MaxTokens = Field(default=None, description="Maximum number of tokens to generate.")
+    max_length: MaxTokens = Field(
+        default=None, description="Maximum length of the conversation in tokens, prompt and output together."
+    )
     max_new_tokens: MaxTokens = Field(
-        default=None, description="Maximum number of tokens to generate. The smaller of the two values applies."
+        default=None,
+        description="Maximum number of tokens to generate. With `max_length`, the limit that is reached first applies.",
     )
     prefix_text: str | None = Field(
         default=None, description="Start of the response. The model continues it; the response does not repeat it."
@@ -136,7 +140,7 @@ async def _choices(
     text += settings.prefix_text or ""
     ids = await encode_text(state, text, "messages", add_special_tokens=False)
     check_prompt(len(ids), state.settings, "messages")
-    limit, name = _smaller_limit(settings)
+    limit, name = _output_limit(settings, len(ids))
     max_tokens = max_output_tokens(len(ids), limit, state.settings, name)
     return make_choices(request_id, [Prompt(ids, text)], [(dialect_sampling(settings), max_tokens)], 1, settings.seed)
 
@@ -168,17 +172,23 @@ def _usage(generation: Generation, num_output_tokens: int) -> dict[str, int]:
     }
 
 
-def _smaller_limit(settings: GenerationSettings) -> tuple[int | None, str]:
-    """Return the smaller of ``max_new_tokens`` and ``max_length``, and its name for messages."""
-    limits = [
-        (limit, name)
-        for limit, name in (
-            (settings.max_new_tokens, "gen_kwargs.max_new_tokens"),
-            (settings.max_length, "gen_kwargs.max_length"),
+def _output_limit(settings: GenerationSettings, num_prompt_tokens: int) -> tuple[int | None, str]:
+    """Return the maximum number of new tokens, and the name of the setting that limits them.
+
+    ``max_length`` counts the prompt as well. Raises ContextLengthError if the prompt alone reaches ``max_length``.
+    """
+    name, limit = "gen_kwargs.max_new_tokens", settings.max_new_tokens
+    if settings.max_length is None:
+        return limit, name
+    rest = settings.max_length - num_prompt_tokens
+    if rest < 1:
+        raise ContextLengthError(
+            f"gen_kwargs.max_length is {settings.max_length} tokens for prompt and output together, and the prompt has "
+            f"{num_prompt_tokens}. Raise gen_kwargs.max_length above {num_prompt_tokens}, or use "
+            "gen_kwargs.max_new_tokens, which counts only the output.",
+            param="gen_kwargs.max_length",
         )
-        if limit is not None
-    ]
-    return min(limits) if limits else (None, "gen_kwargs.max_new_tokens")
+    return (rest, "gen_kwargs.max_length") if limit is None or rest < limit else (limit, name)
 
 
 class ChatEvents:

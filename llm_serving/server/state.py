@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from starlette.requests import Request
@@ -46,6 +46,8 @@ class ServerSettings:
     """Names of this server that are allowed in the header ``Host``, in addition to ``localhost``."""
     info: dict[str, object] = field(default_factory=dict)
     """Facts about the model that ``/server_info`` shows."""
+    settings: dict[str, object] = field(default_factory=dict)
+    """Settings of MindSpore as they took effect, and settings without effect. ``/server_info`` shows them."""
 
     @classmethod
     def from_config(cls, config: Config) -> ServerSettings:
@@ -68,6 +70,13 @@ class ServerSettings:
                 "vocab_size": config.shape.vocab_size,
                 "max_num_seqs": config.max_num_seqs,
                 "policy": config.scheduler_config.policy,
+            },
+            settings={
+                "use_flash_attention": True,
+                "save_graphs": config.context.save_graphs,
+                "save_graphs_path": config.context.save_graphs_path if config.context.save_graphs else None,
+                "notes": list(config.notes),
+                "without_effect": [asdict(each) for each in config.unused],
             },
         )
 

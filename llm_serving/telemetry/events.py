@@ -29,6 +29,10 @@ EVENTS: Mapping[str, LogEvent] = {
         "The server process has started.",
         {"version": "version of the server", "pid": "process id", "config": "every setting as it takes effect"},
     ),
+    "settings_unused": LogEvent(
+        "Settings of a YAML were read but have no effect. One event for each file and reason.",
+        {"message": "file, settings and reason"},
+    ),
     "server_ready": LogEvent(
         "All agents are ready; requests are served.",
         {"url": "address of the server", "start_seconds": "seconds since the process started"},

@@ -1,4 +1,4 @@
-"""A MindFormers YAML: context and sizes are read and checked, and all other keys are ignored."""
+"""A MindFormers YAML: context and sizes are read and checked, and all other keys are listed with a reason."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from agent.backends.runtime import prepare_graph_dumps
 from llm_serving.config.mindformers import KEYS_READ, MindSporeContext, read_mindformers_yaml
 from llm_serving.errors import ConfigError
 from llm_serving.formats.strict_yaml import read_yaml_mapping
@@ -86,7 +87,45 @@ def test_every_documented_key_is_read_and_checked(tmp_path: Path) -> None:
             read_mindformers_yaml(file)
 
 
-def test_unknown_keys_of_a_mindformers_yaml_are_ignored(tmp_path: Path) -> None:
+def test_keys_without_effect_are_listed_with_the_reason(tmp_path: Path) -> None:
+    text = (
+        "run_mode: predict\nseed: 7\nload_checkpoint: ''\nlayer_decay: 0.65\n"
+        "context: {mode: 0, use_flash_attention: False, ascend_config: {precision_mode: must_keep_origin_dtype}}\n"
+        "model: {model_config: {use_flash_attention: True, use_past: True, block_size: 16, compute_dtype: bfloat16}}\n"
+    )
+    file = write(tmp_path, text)
+    read = read_mindformers_yaml(file)
+    assert read.compute_dtype == "bfloat16"
+    assert {each.file for each in read.unused} == {str(file)}
+    assert {each.key: each.value for each in read.unused} == {
+        "seed": "7",
+        "layer_decay": "0.65",
+        "context.use_flash_attention": "False",
+        "context.ascend_config": "{...}",
+        "model.model_config.block_size": "16",
+    }
+    reasons = {each.key: each.reason for each in read.unused}
+    assert reasons["context.use_flash_attention"].startswith("attention always uses flash kernels")
+    assert reasons["layer_decay"] == "not a setting of this server"
+
+
+def test_the_sizes_of_a_qwen2_are_those_of_its_folder(tmp_path: Path) -> None:
+    assert read_mindformers_yaml(with_sizes(tmp_path, qkv_has_bias=True)).shape is None
+
+
+def test_llama3_scaling(tmp_path: Path) -> None:
+    factor = "{factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 8192}"
+    shape = shape_in(with_sizes(tmp_path, extend_method="LLAMA3", scaling_factor=factor))
+    assert shape.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+
+
+@pytest.mark.parametrize(("text", "level"), [("True", 1), ("False", 0), ("3", 3)])
+def test_save_graphs(tmp_path: Path, text: str, level: int) -> None:
+    context = read_mindformers_yaml(write(tmp_path, f"context: {{save_graphs: {text}, save_graphs_path: /g}}")).context
+    assert (context.save_graphs, context.save_graphs_path) == (level, "/g")
+
+
+def test_unknown_keys_of_a_mindformers_yaml_are_accepted(tmp_path: Path) -> None:
     anchors = (
         "train_dataset: &data {batch_size: 6}\ntask: {dataset_config: *data, merged: {<<: *data, batch_size: 7}}\n"
     )
@@ -132,14 +171,6 @@ def test_position_interpolation(tmp_path: Path) -> None:
     [
         ("context: {mode: 1}", "context.mode = 1: only 0 (graph mode) is available"),
         (
-            "context: {use_flash_attention: False}",
-            "context.use_flash_attention = False: attention always uses flash kernels; set True or remove the key",
-        ),
-        (
-            "{context: {}, model: {model_config: {use_flash_attention: False}}}",
-            "model.model_config.use_flash_attention = False: attention always uses flash kernels",
-        ),
-        (
             "context: {device_target: GPU}",
             "context.device_target = 'GPU': is not supported; only auto or CPU or Ascend",
         ),
@@ -147,13 +178,15 @@ def test_position_interpolation(tmp_path: Path) -> None:
         ("context: {max_device_memory: 58MB}", "context.max_device_memory = '58MB': must be a size above 0 like"),
         ("context: {max_device_memory: 0GB}", "context.max_device_memory = '0GB': must be a size above 0 like"),
         ("context: {enable_graph_kernel: 1}", "context.enable_graph_kernel = 1: must be true or false"),
+        ("context: {use_flash_attention: 1}", "context.use_flash_attention = 1: must be true or false"),
+        ("context: {save_graphs: 4}", "context.save_graphs = 4: must be from 0 to 3"),
+        ("context: {ascend_config: 1}", "context.ascend_config = 1: must be a mapping"),
+        ("callbacks: {a: 1}", "callbacks = {'a': 1}: must be a list"),
+        ("model: {model_config: {top_p: x}}", "model.model_config.top_p = 'x': must be an integer or a number"),
         (
-            "context: {use_flash_attention: False}",
-            "context.use_flash_attention = False: attention always uses flash kernels",
-        ),
-        (
-            "model: {model_config: {use_flash_attention: False}}",
-            "model.model_config.use_flash_attention = False: attention always uses flash kernels",
+            "model: {model_config: {hidden_size: 64, num_layers: 2, num_heads: 4, vocab_size: 300, "
+            "extend_method: LLAMA3, scaling_factor: 8.0}}",
+            "model.model_config.scaling_factor = 8.0: must be a mapping",
         ),
         ("context: [1]", "context = [1]: must be a mapping"),
         ("model: {model_config: {num_layers: 2}}", "model.model_config.hidden_size = (absent): must be an integer"),
@@ -172,7 +205,7 @@ def test_bad_value_is_named(tmp_path: Path, text: str, message: str) -> None:
         ({"type": "GPT2Config"}, "type = 'GPT2Config': is not supported; only LlamaConfig"),
         ({"n_kv_heads": 3}, "n_kv_heads = 3: must divide num_heads = 4"),
         ({"num_heads": 6}, "num_heads = 6: does not divide hidden_size = 64"),
-        ({"qkv_has_bias": True}, "qkv_has_bias = True: is not supported"),
+        ({"qkv_has_bias": 1}, "qkv_has_bias = 1: must be true or false"),
         ({"extend_method": "NTK"}, "extend_method = 'NTK': is not supported; only None or PI"),
         ({"compute_dtype": "int8"}, "compute_dtype = 'int8': is not supported; only float16 or"),
         ({"eos_token_id": 300}, "eos_token_id = 300: every id must be from 0 to 299"),
@@ -245,3 +278,11 @@ def test_a_yaml_without_sizes_uses_those_of_the_model_folder(tmp_path: Path) -> 
 
 def test_a_yaml_without_a_model_section_has_no_sizes(tmp_path: Path) -> None:
     assert read_mindformers_yaml(write(tmp_path, "context: {}")).shape is None
+
+
+def test_mindspore_writes_graphs_only_if_save_graphs_asks_for_them() -> None:
+    variables: dict[str, str] = {}
+    prepare_graph_dumps(MindSporeContext(), variables)
+    assert variables == {}
+    prepare_graph_dumps(MindSporeContext(save_graphs=2, save_graphs_path="/graphs"), variables)
+    assert variables == {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": "/graphs"}

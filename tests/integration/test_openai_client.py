@@ -107,7 +107,7 @@ def test_the_published_dialects(server):
         "query": "What is the capital of France?",
         "role": "user",
         "history": [],
-        "gen_kwargs": {"temperature": 0, "max_length": 40, "max_new_tokens": 12, "prefix_text": "The capital"},
+        "gen_kwargs": {"temperature": 0, "max_length": 200, "max_new_tokens": 12, "prefix_text": "The capital"},
     }
     reply = server.post("/chat", chat)
     assert reply["request_id"] == "r1"

@@ -137,16 +137,27 @@ def test_the_querys_role_and_the_request_id(server, engine, tokenizer):
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
-        ({"max_length": 5, "max_new_tokens": 9}, 5),
-        ({"max_length": 9, "max_new_tokens": 5}, 5),
-        ({"max_length": 7}, 7),
+        ({"max_length": 10, "max_new_tokens": 9}, 5),
+        ({"max_length": 14, "max_new_tokens": 5}, 5),
+        ({"max_length": 12}, 7),
+        ({"max_length": 128}, 123),
         ({"max_new_tokens": 6}, 6),
         ({}, 123),
     ],
 )
-def test_the_smaller_limit_wins(server, engine, limits, expected):
+def test_max_length_counts_the_prompt_of_five_tokens_too(server, engine, limits, expected):
     assert server.post("/chat", {"query": "fox", "gen_kwargs": limits}).status_code == 200
+    assert len(engine.submitted[0].prompt_token_ids) == 5
     assert engine.submitted[0].sampling.max_tokens == expected
+
+
+@pytest.mark.parametrize("path", ["/chat", "/stream_chat_post"])
+def test_a_prompt_that_reaches_max_length_is_refused(server, engine, path):
+    response = server.post(path, {"query": "fox", "gen_kwargs": {"max_length": 5, "max_new_tokens": 3}})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "gen_kwargs.max_length")
+    assert "is 5 tokens for prompt and output together, and the prompt has 5." in error["message"]
+    assert engine.submitted == []
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from llm_serving.config.mindformers import KEYS_READ
+from llm_serving.config.published_sections import PUBLISHED_SECTIONS
 from llm_serving.config.schema import KeyInfo, key_info, section_keys
 from llm_serving.config.sections import SECTIONS
 
@@ -26,24 +27,28 @@ A deployment is one YAML file. The files of this repository are in `configs/`.
   package).
 - **Overrides.** `--set section.key=value` overrides the file, and a later one overrides an earlier one. The value is
   YAML: `--set 'serving_config.agent_ports=[0]'`, `--set model_config.end_token=null`.
-- **Strict.** Unknown or duplicate keys, wrong types, values out of range and impossible combinations are errors. The
-  message names file, key, value and the nearest valid key. The exit code is 2, and nothing has been started. Scalars
-  follow YAML 1.2: `true` and `false` are the booleans, and `yes` is text. Tags (`!!python/...`) are refused.
+- **Strict.** Unknown keys, duplicate keys with different values, wrong types, values out of range and impossible
+  combinations are errors. The message names file, key, value and the nearest valid key. The exit code is 2, and
+  nothing has been started. Scalars follow YAML 1.2: `true` and `false` are the booleans, and `yes` is text. Tags
+  (`!!python/...`) are refused.
 - **Show it.** `--check` prints the plan: model, limits, memory. `--print-config` prints every key as it takes effect.
 - **Another model.** `--set model_config.model_path=FOLDER` serves any folder of a family in [models](models.md) with
   any of the files. Sizes, vocabulary and end tokens are then those of the folder. The log notes settings of the file
   that belong to another model. An end token or padding token from `--set` is kept. A vocabulary size from `--set`
   must agree.
 
-Keys marked **P** are those of the published MindSpore serving configs and keep their meaning. The others belong to this
-project. A default of "null" means that the value follows from something else, as stated.
+Keys marked **P** are those of the published MindSpore serving configs and keep their meaning. The published files load
+unchanged. Some of their keys have no effect here. The start log and `/server_info` list those that a file states, with
+the reason. The other keys belong to this project. A default of "null" means that the value follows from something else,
+as stated.
 """
 
 MINDFORMERS = """\
 ## The MindFormers YAML (`model_config.model_cfg_path`)
 
-A YAML in the format of MindFormers, for example `configs/llama/predict_llama2_7b.yaml`. Only these keys are read, and
-their types are checked. Files of newer MindFormers models, for example `configs/mindformers/predict_qwen3_0_6b.yaml`,
+A YAML in the format of MindFormers, for example `configs/llama/predict_llama2_7b.yaml`. These keys are read, and their
+types are checked. The start log and `/server_info` list all other keys of the file, with the reason why they have no
+effect. Files of newer MindFormers models, for example `configs/mindformers/predict_qwen3_0_6b.yaml`,
 use the names of `config.json` for sizes (`architectures`, `num_hidden_layers` and others). If they have no sizes,
 those of `model_path` count. Both forms are read.
 
@@ -54,7 +59,8 @@ those of `model_path` count. Both forms are read.
 
 def configuration_page() -> str:
     """Returns the page docs/configuration.md."""
-    sections = "\n".join(section_page(name, cls) for name, cls in SECTIONS.items())
+    every_section = SECTIONS | PUBLISHED_SECTIONS
+    sections = "\n".join(section_page(name, cls) for name, cls in every_section.items())
     keys = "".join(f"| `{key}` | {meaning} |\n" for key, meaning in KEYS_READ.items())
     return f"{INTRODUCTION}\n{sections}\n{MINDFORMERS}{keys}"
 
@@ -73,7 +79,8 @@ def section_page(name: str, cls: type) -> str:
 
 
 def meaning(info: KeyInfo) -> str:
-    return f"{info.meaning} null: {info.null}." if info.null else info.meaning
+    text = f"{info.meaning} null: {info.null}." if info.null else info.meaning
+    return f"{text} No effect: {info.no_effect}." if info.no_effect else text
 
 
 def type_name(hint: Any) -> str:
