@@ -26,7 +26,7 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 
 @dataclass(frozen=True, slots=True)
 class _Unused:
-    """One setting: its kinds, the reason, and the value that asks for nothing else than what this server does."""
+    """One setting: the accepted types, the reason, and the value with which this server agrees."""
 
     kinds: tuple[type, ...]
     reason: str

@@ -1,6 +1,6 @@
 """Sections of the published MindSpore serving configs that have no effect here. Their keys are read and checked.
 
-The start log and ``/server_info`` list these keys with the reason, so that nobody expects an effect.
+The start log and ``/server_info`` list these keys with the reason.
 """
 
 from __future__ import annotations
