@@ -1,3 +1,3 @@
-"""``test_serving_performance.py`` is a program, not a test: pytest passes it by. Tests are in tests/performance/."""
+"""Excludes ``test_serving_performance.py`` from pytest, because it is a program. Tests are in tests/performance/."""
 
 collect_ignore = ["test_serving_performance.py"]

@@ -17,7 +17,7 @@ from llm_serving.errors import LLMServingError
 EXIT_FAILURES = 1
 EXIT_NOT_STARTED = 2
 EXIT_UNSTEADY = 3
-"""The result proves nothing, because the machine's speed changed during the measurement."""
+"""Exit code of a measurement that proves nothing, because the machine's speed changed during it."""
 EXIT_INTERRUPTED = 130
 
 Range = tuple[int, int]

@@ -17,10 +17,9 @@ Settings = dict[str, object]
 def gpt_settings(config: Config) -> Settings:
     """Returns the arguments of the configuration classes of MindFormers' newer models.
 
-    These are the sizes of ``config.json``, the length of the longest sequence, and the model's type for all types. The
-    rotary tables have a row for each position. A norm in ``model_dtype`` computes in float32 inside the
-    primitive and rounds once, so a cast to float32 around it changes nothing. Rotary tables are computed in float32 and
-    rounded once.
+    They are the sizes of ``config.json``, the maximum sequence length, and ``model_dtype`` (for softmax float32).
+    Norms may have ``model_dtype``: their primitive computes in float32 and rounds once, so a cast to float32 around it
+    would change nothing. The rotary tables are also computed in float32 and rounded once.
     """
     shape, dtype = config.shape, config.model_config.model_dtype
     settings: Settings = {
@@ -98,7 +97,7 @@ def llama_settings(config: Config) -> Settings:
 
 
 def _yarn(scaling: RopeScaling) -> Settings:
-    """Returns ``rope_scaling`` for the newer models. They multiply cosines by ``coeff`` ln(``factor``) + 1."""
+    """Returns ``rope_scaling`` for the newer models, which multiply cosines by ``coeff`` * ln(``factor``) + 1."""
     assert scaling.type == "yarn", "the server refuses all other types"
     return {
         "rope_type": "yarn",
@@ -113,8 +112,8 @@ def _yarn(scaling: RopeScaling) -> Settings:
 def _llama_scaling(scaling: RopeScaling) -> Settings:
     """Returns the arguments of ``LlamaConfig`` for rotary scaling.
 
-    Its type for linear scaling refuses numeric factors. ``PI`` is the same rule, applied to positions instead of
-    frequencies.
+    ``LlamaConfig`` refuses numeric factors for linear scaling. Its method ``PI`` has the same effect: it divides the
+    positions instead of the frequencies.
     """
     if scaling.type == "linear":
         return {"extend_method": "PI", "scaling_factor": scaling.factor}
@@ -124,14 +123,14 @@ def _llama_scaling(scaling: RopeScaling) -> Settings:
         bounds = {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
         return {"extend_method": "LLAMA3", "scaling_factor": {**common, **bounds}}
     assert scaling.type == "yarn", "the server refuses all other types"
-    # Cosines and sines are multiplied by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
+    # MindFormers multiplies cosines by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
     bounds = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     magnitude = {"mscale": _magnitude(scaling) / 0.1, "mscale_all_dim": 0.0}
     return {"extend_method": "YARN", "scaling_factor": {**common, **bounds, **magnitude}}
 
 
 def _magnitude(scaling: RopeScaling) -> float:
-    """Returns c in attention_factor = c ln(factor) + 1."""
+    """Returns the c for which ``attention_factor`` is c * ln(``factor``) + 1, as MindFormers calculates it."""
     return 0.1 if scaling.factor == 1 else (scaling.attention_factor - 1) / math.log(scaling.factor)
 
 
@@ -166,7 +165,7 @@ INFERENCE_MODELS = {
         settings=moe_settings,
     ),
 }
-"""By architecture. Must have the keys of ``llm_serving.config.mindformers_models``; a test compares them."""
+"""The MindFormers classes of each architecture. A test compares the keys with the configuration's list."""
 
 
 def inference_model(architecture: str) -> InferenceModel:

@@ -27,7 +27,7 @@ class GptAdapter(nn.Cell):
     """
 
     owns_caches = False
-    """Whether the caches are parameters of MindFormers' layers."""
+    """Whether the KV caches are parameters of MindFormers' layers. Otherwise the adapter owns them."""
 
     def __init__(self, network: Any, config: Config, ops_table: OpTable) -> None:
         super().__init__(auto_prefix=False)
@@ -35,7 +35,7 @@ class GptAdapter(nn.Cell):
         self.gpt = network.model
         self.gpt.return_hidden_states = True
         self.gpt.move_lens_to_cpu = False
-        self._network = (network,)  # in a tuple, because as a child it would be a second parent of the same Cells
+        self._network = (network,)  # as a plain attribute, it would be a second parent of the same Cells
         layout = ops_table.cache_layout(cache.num_blocks, cache.block_size, shape.num_key_value_heads, shape.head_dim)
         keys, values = zip(*cache_names(shape.num_layers), strict=True)
         self.key_caches = ParameterTuple([_cache(name, *layout) for name in keys])
@@ -45,9 +45,9 @@ class GptAdapter(nn.Cell):
         self.gather = ops.Gather()
 
     def take_form(self, *, whole_prompts: bool) -> None:
-        """Chooses the attention of the next graph to be compiled: among the tokens of the step, or over the cache.
+        """Chooses the attention of the next compiled graph: among the step's tokens (whole prompts), or over the cache.
 
-        Rotary always takes a row of cosines and sines for each token, as it does for MindFormers' chunks.
+        The flag for chunks is always set, so that the rotary embedding takes a row of cosines and sines for each token.
         """
         (network,) = self._network
         network.add_flags_custom_mcore(is_prefill=whole_prompts)
@@ -56,10 +56,10 @@ class GptAdapter(nn.Cell):
     def construct(
         self, token_ids: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
     ) -> Tensor:
-        """(token_ids [T], positions [T], last_tokens [S], step, whole_prompts) -> logits [S, vocab_size].
+        """Returns the logits [sequences, vocab_size] of each sequence's last token.
 
-        ``last_tokens`` are the indices in T of each sequence's last token. ``OpTable`` describes ``step`` and
-        ``whole_prompts``.
+        ``token_ids`` and ``positions`` are [tokens]. ``last_tokens`` [sequences] has the index of each sequence's last
+        token. ``OpTable`` describes ``step`` and ``whole_prompts``.
         """
         slot_mapping, block_tables, context_lens, query_lens = step[:4]
         mask = self.no_mask

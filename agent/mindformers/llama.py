@@ -20,25 +20,25 @@ class LlamaAdapter(nn.Cell):
     """Computes the logits of each sequence's last token. Call ``take_form`` before a graph is compiled."""
 
     owns_caches = True
-    """Whether the caches are parameters of MindFormers' layers."""
+    """Whether the KV caches are parameters of MindFormers' layers. Otherwise the adapter owns them."""
 
     def __init__(self, network: Any, config: Config, ops_table: OpTable) -> None:
         super().__init__(auto_prefix=False)
         self.llama, self.lm_head = network.model, network.lm_head
-        self._network = (network,)  # in a tuple, because as a child it would be a second parent of the same Cells
+        self._network = (network,)  # as a plain attribute, it would be a second parent of the same Cells
         self.hidden_size = config.shape.hidden_size
         self.no_mask = no_mask(ops_table.dtype)
         self.gather, self.reshape = ops.Gather(), ops.Reshape()
 
     def take_form(self, *, whole_prompts: bool) -> None:
-        """Chooses the network's form for the next step: whole prompts, or sequences that read the cache."""
+        """Sets the network up for the next compiled graph: for whole prompts, or for sequences that read the cache."""
         (network,) = self._network
         network.add_flags_custom(is_first_iteration=whole_prompts)
 
     def construct(
         self, token_ids: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
     ) -> Tensor:
-        """Like the method of ``GptAdapter``."""
+        """Returns the logits [sequences, vocab_size] of each sequence's last token, as ``GptAdapter`` does."""
         slot_mapping, block_tables, context_lens, query_lens = step[:4]
         hidden = self.llama(
             self.reshape(token_ids, (1, -1)),

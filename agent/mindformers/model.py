@@ -1,4 +1,4 @@
-"""Builds a MindFormers model instead of ours. An implementation of ``agent.models.registry.ModelDefinition``."""
+"""Builds a MindFormers model instead of ours. Implements ``agent.models.registry.ModelDefinition``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["build", "ignorable_suffixes", "weight_specs"]
 
 
 def build(config: Config, ops_table: OpTable) -> Any:
-    """Builds the Cell. Its parameters have no memory yet, and have our names.
+    """Builds the network of MindFormers in its adapter. Its parameters have our names and no memory yet.
 
     Raises AgentStartError if the package is not installed or its model does not fit the weights.
     """

@@ -21,14 +21,16 @@ _STACKED = {"qkv": ("query", "key", "value"), "gate_up": ("gate", "up")}
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names of one kind of MindFormers model, by our names."""
+    """Maps our parameter names to the names of one kind of MindFormers model."""
 
     outside: Mapping[str, str]
     layers: str
-    """The prefix of the layers."""
+    """The prefix of all parameters inside of layers."""
     inside: Mapping[str, str]
-    """The names inside of a layer, without the last part (``weight``, ``bias``). If only our name has a last part, our
-    name includes it."""
+    """The names inside of a layer, without the last part (``weight``, ``bias``).
+
+    If MindFormers' name has no last part, our name is complete, for example ``mlp.down.weight``.
+    """
     stacked: bool
     """Whether q, k and v are one weight, and gate and up are one weight."""
 
@@ -99,25 +101,25 @@ LLAMA_NAMES = Names(
 
 
 def names_of(architecture: str) -> Names:
-    """Returns the names for an ``architectures`` entry."""
+    """Returns the parameter names of MindFormers' model for an ``architectures`` entry."""
     return {"LlamaForCausalLM": LLAMA_NAMES, "Qwen3MoeForCausalLM": MOE_NAMES}.get(architecture, GPT_NAMES)
 
 
 def weight_specs(shape: ModelShape) -> list[WeightSpec]:
-    """Returns every parameter to load, by our names. Splits the parameters that MindFormers does not stack."""
+    """Returns every parameter to load, with our names. Parameters that MindFormers keeps separate are separate."""
     specs = our_specs(shape)
     return specs if names_of(shape.architecture).stacked else [part for spec in specs for part in _split(spec)]
 
 
 def our_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Returns name and shape of every parameter to load. Biases are separate; a tied output weight is left out."""
+    """Returns name and shape of every parameter to load. Biases have their own entry; a tied output weight has none."""
     specs = [spec for spec in weight_specs(shape) if not spec.packed_only]
     biases = [spec.bias_spec() for spec in specs if spec.bias]
     return {spec.parameter: _loaded_shape(spec) for spec in [*specs, *biases]}
 
 
 def _loaded_shape(spec: WeightSpec) -> tuple[int, ...]:
-    """Returns the shape that ``load_weights`` returns without packing; it transposes the weights of experts."""
+    """Returns the shape of a parameter after ``load_weights``, which transposes the weights of experts."""
     if not spec.experts:
         return spec.shape
     experts, rows, depth = spec.shape

@@ -21,7 +21,7 @@ _OUTPUT_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class AWQDecoder(Decoder):
-    """Decodes integers of 4 bits with zero points."""
+    """Decodes AWQ weights: integers of 4 bits with zero points."""
 
     marker = "qweight"
     axes: ClassVar[dict[str, tuple[Axis, ...]]] = {

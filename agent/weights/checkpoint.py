@@ -59,7 +59,7 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of stored values that were read. A tensor that was read whole and then cut counts whole."""
+        """Number of bytes of stored values that were read, including unused parts of tensors that were read whole."""
         return self._files.bytes_read
 
     def names(self) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ class Checkpoint:
         self._files.close()
 
     def _read_unless_bias(self, name: str) -> tuple[Array, str] | None:
-        """Reads a tensor. Returns None for a bias that the model reads as a separate tensor."""
+        """Reads a stored tensor, or returns None if it does not exist or is a bias that the model loads separately."""
         return None if name in self._parts and name.endswith(".bias") else self._files.read_optional(name)
 
     def _is_quantised(self, name: str) -> bool:
@@ -133,7 +133,7 @@ class Checkpoint:
         return (StoredTensor(part.name, (), (part.shape,)),)
 
     def _hint(self) -> str:
-        """Returns a hint for a quantised folder whose config.json has no ``quantization_config``."""
+        """Returns advice if the folder seems to be quantised, but its config.json has no ``quantization_config``."""
         quantised = any(name.endswith((".qweight", ".weight_packed")) for name in self._files.names())
         return (
             "; the tensors are quantised, but config.json has no quantization_config"
@@ -158,7 +158,7 @@ class Checkpoint:
 
     @contextmanager
     def _with_folder_in_errors(self) -> Iterator[None]:
-        """Adds the folder to errors about a tensor."""
+        """Adds the path of the model folder to a CheckpointError that names only a tensor."""
         try:
             yield
         except CheckpointError as reason:

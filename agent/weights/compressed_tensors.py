@@ -33,7 +33,7 @@ from agent.weights.quantized import QuantizedTensor, signed, unpacked, without_u
 
 
 class IntQuantizedDecoder(Decoder):
-    """Decodes integers of 8 bits, one in each byte."""
+    """Decodes the layout ``int-quantized``: integers of 8 bits, one in each byte."""
 
     marker = "weight_scale"
     axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
@@ -62,7 +62,7 @@ class IntQuantizedDecoder(Decoder):
 
 
 class PackQuantizedDecoder(Decoder):
-    """Decodes integers of 4 or 8 bits in int32 words."""
+    """Decodes the layout ``pack-quantized``: integers of 4 or 8 bits, several in each int32 word."""
 
     marker = "weight_packed"
     axes: ClassVar[dict[str, tuple[Axis, ...]]] = {

@@ -1,4 +1,4 @@
-"""Parts of tensors: the rows and columns that one agent of a group reads."""
+"""Defines parts of tensors: the rows and columns that one agent of a group reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TensorCut:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the part."""
+        """The shape of the part."""
         rest = self.whole[1:] if self.columns is None else (len(self.columns),)
         return (len(self.rows), *rest)
 
@@ -36,7 +36,7 @@ class TensorCut:
         return part if self.columns is None else part[:, self.columns.slice]
 
     def of_quantised(self, tensor: QuantizedTensor) -> QuantizedTensor:
-        """Copies the part of a whole quantised tensor. Raises CheckpointError if the columns divide a group."""
+        """Copies the part of a whole quantised tensor. Raises CheckpointError if it would divide a group of inputs."""
         groups = slice(None) if self.columns is None else self.groups(tensor.scheme)
         if self.columns is not None and tensor.group_of_input is not None:
             raise CheckpointError("groups of inputs are not consecutive (desc_act), so agents cannot share it")
@@ -48,7 +48,10 @@ class TensorCut:
         )
 
     def groups(self, scheme: Scheme) -> slice:
-        """Returns the groups that the columns contain. Raises CheckpointError if the columns divide a group."""
+        """Returns the groups of inputs (which share a scale) in the part's columns.
+
+        Raises CheckpointError if the part begins or ends inside of a group.
+        """
         if self.columns is None or scheme.group == 0:
             return slice(None)
         start, stop = self.columns.start, self.columns.stop

@@ -1,4 +1,4 @@
-"""The common base of the readers of quantised checkpoint formats.
+"""Defines the common base of the readers of quantised checkpoint formats.
 
 To add a format, write a ``Decoder`` and name it in ``agent.weights.checkpoint``.
 """
@@ -27,7 +27,7 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that a checkpoint must contain, or may contain."""
+    """Describes a tensor of a checkpoint: name, allowed types and shapes, and whether it may be absent."""
 
     name: str
     types: tuple[str, ...]
@@ -38,16 +38,19 @@ class StoredTensor:
 
 
 class StoredTensors:
-    """The tensors that represent one weight, by the last part of their names. Optional tensors may be absent."""
+    """Reads the stored tensors that represent one quantised weight, such as integers and scales.
+
+    A tensor is selected by ``end``, the last part of its name, for example ``qweight``.
+    """
 
     def __init__(self, stem: str, read: Callable[[str], tuple[Array, str] | None]) -> None:
         self.stem = stem
         self._read = read
         self.first_group = 0
-        """The number of the first group of inputs, counted in the whole weight."""
+        """Number of the first group of inputs that the tensors contain. It is not 0 only for a part of a weight."""
         self.has_all_columns = True
         self.weight_shape: tuple[int, ...] | None = None
-        """Shape of the whole weight, if these tensors are only a part of it."""
+        """Shape of the whole weight if only a part of it is read, otherwise None."""
 
     def array(self, end: str) -> Array:
         """Returns a tensor as it is stored. Valid while the checkpoint is open."""
@@ -70,7 +73,7 @@ class StoredTensors:
         return values
 
     def fail(self, end: str, problem: str) -> CheckpointError:
-        """Makes the error for a problem with one of the tensors."""
+        """Makes a CheckpointError about the tensor ``end``."""
         return CheckpointError(f"tensor {self.stem}.{end} {problem}")
 
 
@@ -79,7 +82,7 @@ Axis = Literal["out", "in", "group", "out_words", "in_words"]
 
 
 class CutTensors(StoredTensors):
-    """The parts of these tensors that represent a part of the weight. They are views, so the rest is not read."""
+    """Reads only those parts of the stored tensors that represent a part (``cut``) of the weight, as views."""
 
     def __init__(self, whole: StoredTensors, cut: TensorCut, decoder: Decoder, count: Callable[[int], None]) -> None:
         super().__init__(whole.stem, self._read_cut)
@@ -104,7 +107,7 @@ class CutTensors(StoredTensors):
         return array, found[1]
 
     def _range(self, kind: Axis, size: int, name: str) -> slice:
-        """Returns the range of an axis of ``size`` that belongs to the part. An axis of size 1 is always used whole."""
+        """Returns the range of a stored tensor's axis that belongs to the part. An axis of size 1 is never divided."""
         if size == 1:
             return slice(None)
         if kind == "group":
@@ -123,7 +126,7 @@ class CutTensors(StoredTensors):
 
 
 def decoder_groups(decoder: Decoder, cut: TensorCut) -> slice:
-    """Returns the groups of a part's columns."""
+    """Returns the groups of inputs (which share a scale) in the columns of ``cut``."""
     return cut.groups(decoder.scheme())
 
 
@@ -133,13 +136,13 @@ class Decoder(ABC):
     axes: ClassVar[dict[str, tuple[Axis, ...]]]
     """The axes of the stored tensors, by the last part of their names. Other tensors are read whole."""
     marker: str
-    """Last part of the name of a tensor that only a quantised weight has."""
+    """Last part of a tensor name that only quantised weights have. It shows that a weight is quantised."""
 
     def __init__(self, quantization: Quantization) -> None:
         self.quantization = quantization
 
     def scheme(self) -> Scheme:
-        """Returns the scheme of all quantised tensors of the checkpoint."""
+        """Returns how all quantised tensors of the checkpoint are quantised."""
         return Scheme(self.quantization.format.name, self.quantization.group)
 
     def groups(self, part: WeightPart) -> int:
@@ -150,8 +153,7 @@ class Decoder(ABC):
         return depth // group
 
     def words(self, part: WeightPart, count: int) -> int:
-        """Returns the number of int32 words of ``count`` integers. Raises CheckpointError if the integers do not fill
-        them."""
+        """Returns the number of int32 words that ``count`` integers fill. Raises CheckpointError for a partial word."""
         per_word = 32 // self.quantization.bits
         if count % per_word:
             raise CheckpointError(f"tensor {part.name}: {count} values do not fill words of {per_word}")
@@ -159,7 +161,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:
-        """Returns the tensors that represent the weight."""
+        """Returns the tensors that the checkpoint must or may contain for the weight ``part``."""
 
     @abstractmethod
     def decode(self, part: WeightPart, tensors: StoredTensors) -> QuantizedTensor:
@@ -190,7 +192,10 @@ def check_zero(tensors: StoredTensors, end: str) -> None:
 
 
 def uneven_groups(part: WeightPart, groups: int, tensors: StoredTensors, end: str) -> npt.NDArray[np.int32] | None:
-    """Returns the group of each input, or None if groups are consecutive inputs. Some tools write -1 for no groups."""
+    """Reads the group of each input (int32 [in]) from the tensor ``end``. Returns None if groups are consecutive.
+
+    Some tools write -1 for a weight without groups. Raises CheckpointError for wrong numbers.
+    """
     stored, depth = tensors.optional(end), part.shape[1]
     if stored is None or bool((stored == -1).all()):
         return None

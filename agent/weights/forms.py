@@ -44,7 +44,7 @@ FLOAT = "float"
 
 @dataclass(frozen=True, slots=True)
 class LinearForm:
-    """How a native primitive takes the weight of one linear layer."""
+    """The form in which a native primitive takes the weight of a linear layer: format, groups and offsets."""
 
     format: str = FLOAT
     """``FLOAT``, or the format that the primitive computes."""
@@ -56,17 +56,17 @@ class LinearForm:
 
     @property
     def is_float(self) -> bool:
-        """Whether the weight is in ``model_dtype``."""
+        """True if the weight consists of floats of ``model_dtype``."""
         return self.format == FLOAT
 
     @property
     def weights(self) -> WeightFormat:
-        """The registry's entry of the integers. Raises UnknownFormatError."""
+        """The entry of the format in the registry of weight formats. Raises UnknownFormatError for floats."""
         return weight_format(self.format)
 
     @property
     def quantises_activations(self) -> bool:
-        """Whether the primitive multiplies integers by integers."""
+        """True if the primitive quantises the activations, too, and multiplies integers by integers."""
         return not self.is_float and self.weights.quantises_activations
 
 
@@ -80,14 +80,16 @@ class LinearForms:
 
 
 def scale_type(form: LinearForm, dtype: str, *, of_experts: bool) -> str:
-    """Returns the type of the scales, for activations of ``dtype``."""
+    """Returns the type of a weight's scales that the primitive requires for activations of ``dtype``."""
     if not form.quantises_activations:
         return dtype
     return "bfloat16" if of_experts and dtype == "bfloat16" else "float32"
 
 
 def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Packing) -> LinearForms:
-    """Returns the forms for ``packing`` and for the stored form of the weights in ``source``. Reads no values.
+    """Chooses the forms of the weights from the settings ``packing`` and the stored types in ``source``.
+
+    Reads no values.
 
     An output layer that is the embedding stays floats. So does an output layer whose vocabulary is larger than the
     primitive's limit ``MAX_WEIGHT_ONLY_SIZE`` or does not fill whole bytes. Raises ConfigError if the primitives do
@@ -111,12 +113,15 @@ def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Pac
 
 
 def _wanted(packing: Packing) -> WeightFormat:
-    """Returns the format that the primitives compute."""
+    """Returns the weight format in which the native primitives compute, for example ``int4_weight_only`` for int4."""
     return weight_format(packing.weight_format).on("native")
 
 
 def _stored(spec: WeightSpec, source: WeightSource, packing: Packing) -> Scheme | None:
-    """Returns the scheme in which all parts of a weight are stored."""
+    """Returns how a weight is stored: a scheme of integers, or None for floats.
+
+    Raises ConfigError if its parts differ, or if the primitives cannot use the stored integers.
+    """
     schemes = {source.scheme(part) for part in spec.parts}
     if len(schemes) > 1:
         raise _error(packing, f"the parts of {spec.parameter} are stored in different formats; use auto")
@@ -158,7 +163,7 @@ def _form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearFor
 
 
 def _expert_form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearForm:
-    """Returns the form of all experts' weights, within the limits of GroupedMatmulV4."""
+    """Returns the form of all experts' weights. Raises ConfigError if GroupedMatmulV4 does not support it."""
     wanted, (columns, depth) = _wanted(packing), spec.expert(0).shape
     stored = _stored(spec, source, packing)
     group = stored.group if stored is not None else packing.group if wanted.has_groups else 0

@@ -131,7 +131,7 @@ class GGUFFile:
             ) from reason
 
     def close(self) -> None:
-        """Drops the tensors. The file is unmapped with the last view."""
+        """Forgets the tensors. The file stays mapped until the last view of a tensor is deleted."""
         self._tensors = {}
 
     def _type_of(self, name: str) -> str:
@@ -152,7 +152,7 @@ class GGUFFile:
         return (data.reshape(-1).view("<u2") if type_name == "BF16" else data), _FLOATS[type_name]
 
     def _row_order(self, part: WeightPart) -> Any:
-        """Returns the file's row number for each row."""
+        """Returns, for each row of a tensor in Hugging Face's order, its row number in the file."""
         for kind, key in (("q_proj", "llama.attention.head_count"), ("k_proj", "llama.attention.head_count_kv")):
             if part.name.endswith(f"{kind}.weight"):
                 heads = self._fields.get(key, self._fields.get("llama.attention.head_count"))
@@ -208,7 +208,7 @@ def gguf_name(name: str) -> str:
 
 
 def _open(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads the tensors by name, and the metadata of a Llama."""
+    """Opens a GGUF file. Returns its tensors by name, and the metadata of a Llama."""
     try:
         from gguf import GGUFReader
     except ImportError as reason:

@@ -27,7 +27,7 @@ from agent.weights.quantized import QuantizedTensor, signed, unpacked, without_u
 
 
 class GPTQDecoder(Decoder):
-    """Decodes integers of 4 bits, or of 8 bits without zero points."""
+    """Decodes GPTQ weights: integers of 4 bits, or of 8 bits without zero points."""
 
     marker = "qweight"
     axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
@@ -55,7 +55,7 @@ class GPTQDecoder(Decoder):
         zeros = unpacked(tensors.array("qzeros"), bits)
         if self.quantization.zeros_minus_one:
             zeros += np.uint8(1)
-            zeros &= np.uint8(2**bits - 1)  # a stored 15 is a zero point of 0
+            zeros &= np.uint8(2**bits - 1)  # format "gptq" stores zero - 1, so 15 stands for a zero point of 0
         scales = np.ascontiguousarray(tensors.floats("scales").T)
         group_of_input = uneven_groups(part, self.groups(part), tensors, "g_idx")
         scheme = self.scheme()

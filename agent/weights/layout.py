@@ -39,8 +39,10 @@ class WeightSpec:
     padded_rows: int = 0
     """Number of rows of the parameter, if it has more rows than its parts. The additional rows are zero."""
     input_spans: tuple[Span, ...] = ()
-    """Ranges of inputs whose products are added in float32, as agents that share the layer would do. Empty means one
-    product over all inputs."""
+    """Ranges of inputs. The layer multiplies each range separately and adds the products in float32.
+
+    Agents that share the layer would do the same. Empty means one product over all inputs.
+    """
 
     @property
     def tensors(self) -> tuple[WeightPart, ...]:
@@ -55,12 +57,12 @@ class WeightSpec:
         return (self.experts, rows // self.experts, *rest) if self.experts else (rows, *rest)
 
     def expert(self, index: int) -> WeightSpec:
-        """Returns the weight of one expert."""
+        """Returns the description of one expert's weight."""
         each = len(self.parts) // self.experts
         return replace(self, parts=self.parts[index * each : (index + 1) * each], experts=0)
 
     def bias_spec(self) -> WeightSpec:
-        """Returns the bias as a separate parameter."""
+        """Returns the description of the bias as a parameter of its own."""
         return WeightSpec(f"{self.parameter.removesuffix('.weight')}.bias", self.bias)
 
 

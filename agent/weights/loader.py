@@ -20,7 +20,7 @@ from llm_serving.model.quantization import checkpoint_quantization
 def open_weights(
     folder: Path | None, specs: Sequence[WeightSpec], *, seed: int | None, ignorable: Iterable[str] = ()
 ) -> WeightSource:
-    """Opens the source of the tensors of ``specs``: random weights if there is a ``seed``, else the folder.
+    """Opens the source of a model's weights: random numbers if there is a ``seed``, else the model folder.
 
     Raises CheckpointError, before it reads any values, if the folder's files do not fit ``specs``.
     """
@@ -71,7 +71,7 @@ def load_weights(
 
 
 def _unpacked(specs: Sequence[WeightSpec]) -> list[WeightSpec]:
-    """Returns the parameters of a model without packing, with biases as separate parameters."""
+    """Returns the parameters that a model without packed weights has: biases have their own parameters."""
     kept = [spec for spec in specs if not spec.packed_only]
     return [each for spec in kept for each in ((spec, spec.bias_spec()) if spec.bias else (spec,))]
 

@@ -52,17 +52,17 @@ class Packing:
 
     @property
     def keeps_floats(self) -> bool:
-        """Whether all weights become floats."""
+        """True if all weights are used as floats, including those that are stored as integers."""
         return self.weight_format != AUTO and weight_format(self.weight_format).is_float
 
     def zero_points(self, fmt: str) -> bool:
-        """Whether floats that become ``fmt`` get zero points."""
+        """True if weights get zero points when floats are quantised to ``fmt``."""
         return self.asymmetric and weight_format(fmt).zero != 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The format that a parameter is packed to, and the source of its values."""
+    """The format to which a parameter is packed, and whether its values are stored integers or floats."""
 
     format: str
     group: int
@@ -71,7 +71,7 @@ class _Plan:
 
 
 class LinearPacker:
-    """Packs one parameter after another. Its scratch memory has the size of the largest parameter."""
+    """Packs linear layers for the kernels, one parameter after another, and reuses its scratch memory."""
 
     def __init__(self, packing: Packing, source: WeightSource, dtype: str) -> None:
         self._packing = packing
@@ -86,7 +86,7 @@ class LinearPacker:
                 self._plan(each)
 
     def pack(self, spec: WeightSpec) -> Array:
-        """Returns the blob, uint8 [bytes]. The blobs of experts follow each other, equally long and aligned."""
+        """Returns a packed parameter, uint8 [bytes]. Packed experts follow each other, equally long and aligned."""
         if spec.input_spans:
             return self._pack_parts(spec)
         weights = _each_weight(spec)
@@ -98,7 +98,7 @@ class LinearPacker:
         return blob
 
     def _pack_parts(self, spec: WeightSpec) -> Array:
-        """Packs the inputs of each span separately, as an agent with only these inputs would."""
+        """Packs each range of ``input_spans`` as a separate weight, as an agent with only these inputs would."""
         plan, bias = self._plan(spec), self._bias(spec)
         values, dtype = self._floats(spec, plan)
         sizes = [
@@ -153,7 +153,7 @@ class LinearPacker:
             )
 
     def _bias(self, spec: WeightSpec) -> Array | None:
-        """Returns the bias as float32, without rounding, or None if there is none."""
+        """Reads the bias of a linear layer as float32, without rounding, or returns None if it has no bias."""
         if not spec.bias:
             return None
         bias = np.empty(sum(part.shape[0] for part in spec.bias), np.float32)
@@ -183,7 +183,7 @@ class LinearPacker:
         return _Plan(stored.format if wanted == AUTO else wanted, stored.group, stored)
 
     def _stored_scheme(self, spec: WeightSpec) -> Scheme | None:
-        """Returns the scheme of all parts. Raises CheckpointError if they differ."""
+        """Returns how all tensors of a parameter are quantised, or None. Raises CheckpointError if they differ."""
         schemes = [self._source.scheme(part) for part in spec.parts]
         for part, scheme in zip(spec.parts, schemes, strict=True):
             if scheme != schemes[0]:
@@ -194,7 +194,7 @@ class LinearPacker:
         return schemes[0]
 
     def _floats(self, spec: WeightSpec, plan: _Plan) -> tuple[Array, str]:
-        """Returns all rows as floats, and their type.
+        """Reads all rows of a parameter as floats. Returns them and their type.
 
         If the weight is quantised here, the floats keep their stored type, so that they are rounded only once.
         """
@@ -208,7 +208,7 @@ class LinearPacker:
         return values, dtype
 
     def _join(self, spec: WeightSpec, plan: _Plan) -> QuantizedTensor:
-        """Returns all rows as one quantised tensor."""
+        """Reads all tensors of a parameter, such as q, k and v, and joins them to one quantised tensor."""
         assert plan.stored is not None, "floats are not joined here"
         values = self._memory(spec.shape, np.dtype(plan.stored.weights.storage))
         tensors = []
@@ -225,7 +225,7 @@ class LinearPacker:
         return QuantizedTensor(plan.stored, values, scales, _joined_zeros(tensors))
 
     def _memory(self, shape: tuple[int, ...], storage: Any) -> Array:
-        """Returns uninitialised memory, which the next parameter reuses: new pages would cost more than reading."""
+        """Returns uninitialised memory that the next parameter reuses, because new pages would cost much time."""
         num_bytes = int(np.prod(shape)) * np.dtype(storage).itemsize
         if self._scratch.size < num_bytes:
             self._scratch = np.empty(0, np.uint8)
@@ -235,12 +235,12 @@ class LinearPacker:
 
 
 def _each_weight(spec: WeightSpec) -> list[WeightSpec]:
-    """Returns the single weights of a parameter."""
+    """Returns the weights of which a parameter consists: one for each expert, or the parameter itself."""
     return [spec.expert(index) for index in range(spec.experts)] if spec.experts else [spec]
 
 
 def _joined_zeros(tensors: Sequence[QuantizedTensor]) -> npt.NDArray[np.uint8] | None:
-    """Joins the zero points of all parts. Returns None if no part has zero points."""
+    """Joins the zero points of tensors along their rows. Returns None if no tensor has zero points."""
     if all(each.zeros is None for each in tensors):
         return None
     zeros: list[npt.NDArray[np.uint8]] = [

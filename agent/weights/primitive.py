@@ -1,4 +1,4 @@
-"""Loads the integers, scales and offsets of linear layers as the native primitives take them (``agent.weights.forms``).
+"""Loads integers, scales and offsets of linear layers in the forms of native primitives (``agent.weights.forms``).
 
 Floats are quantised here and rounded to nearest. The scale is max|w| / 127 for 8 bits and max|w| / 7 for 4 bits. If the
 scale has a 16-bit type, it is rounded first, so that the integers fit the rounded scale.
@@ -40,7 +40,7 @@ def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dty
 
 
 def _load_experts(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str) -> dict[str, Array]:
-    """Loads all experts of a layer. Each is [in, out] with scales and offsets [out] or [groups, out]."""
+    """Loads the weights of all experts of a layer: [experts, in, out], with scales and offsets for each expert."""
     kind, per_byte = scale_type(form, dtype, of_experts=True), form.weights.values_per_byte
     columns, depth = spec.expert(0).shape
     weight = allocate((spec.experts, depth, columns // per_byte), "int8")
@@ -70,7 +70,7 @@ class _Numbers:
 
 
 def _read(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str, kind: str) -> _Numbers:
-    """Reads one weight. ``kind`` is the type that its scales will have."""
+    """Reads or quantises one weight of a native primitive. ``kind`` is the final type of its scales."""
     columns, depth = spec.shape
     groups = -(-depth // form.group) if form.group else 1
     integers = allocate((columns, depth), "int8")
@@ -100,7 +100,10 @@ def _quantise(
     integers: Array,
     scales: npt.NDArray[np.float32],
 ) -> None:
-    """Quantises a tensor of floats. ``types`` are the types of the activations and of the final scales."""
+    """Reads a tensor of floats and quantises it to ``integers`` and ``scales``.
+
+    ``types`` are the type of the activations and the final type of the scales.
+    """
     (dtype, kind), (rows, depth) = types, part.shape
     kept = source.float_dtype(part.name) or dtype
     values, largest = allocate((rows, depth), kept), np.float32(form.weights.largest)
@@ -126,7 +129,7 @@ def _take(
     scales: npt.NDArray[np.float32],
     offsets: npt.NDArray[np.float32],
 ) -> None:
-    """Copies stored integers. Integers with zero points become signed: (integer - zero + offset) * scale."""
+    """Copies a stored quantised tensor. Makes its integers signed: value = (integer + offset) * scale."""
     if tensor.group_of_input is not None:
         raise CheckpointError(
             f"tensor {part.name}: its groups are not consecutive inputs (GPTQ's desc_act), which "
@@ -140,7 +143,7 @@ def _take(
 
 
 def _pairs(integers: Array) -> Array:
-    """[out, in] from -8 to 7 -> int8 [in, out / 2]. The even output is in the low half of a byte."""
+    """Packs ``integers`` [out, in] from -8 to 7 into int8 [in, out / 2], two outputs in a byte, the even one first."""
     columns, depth = integers.shape
     out = allocate((depth, columns // 2), "int8")
     for start in range(0, columns, _PIECE_ROWS):

@@ -1,4 +1,4 @@
-"""Quantised tensors in memory, in one form for all file formats: value = (integer - zero) * scale."""
+"""Defines quantised tensors in memory, in one form for all file formats: value = (integer - zero) * scale."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Scheme:
 
     @property
     def weights(self) -> WeightFormat:
-        """The registry's entry. Raises UnknownFormatError."""
+        """The format's entry in the registry of weight formats. Raises UnknownFormatError."""
         return weight_format(self.format)
 
     def __str__(self) -> str:
@@ -34,21 +34,23 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
-    """Integers [out, in]. Scale i of a row belongs to the inputs ``group * i`` to ``group * (i + 1) - 1``."""
+    """A quantised weight. Scale i of a row belongs to the inputs ``group * i`` to ``group * (i + 1) - 1``."""
 
     scheme: Scheme
     values: Array
-    """[out, in], one integer in each byte: int8, or uint8 for formats with zero points."""
+    """Integers [out, in], one in each byte: int8, or uint8 for formats with zero points."""
     scales: npt.NDArray[np.float32]
-    """[out, groups]"""
+    """Scales [out, groups]."""
     zeros: npt.NDArray[np.uint8] | None = None
     """Zero points [out, groups]. None means the format's own zero point everywhere."""
     group_of_input: npt.NDArray[np.int32] | None = None
-    """[in]: the group of each input, if groups are not consecutive inputs (GPTQ's ``desc_act``), which kernels cannot
-    read."""
+    """The group of each input [in], if groups are not consecutive inputs (GPTQ's ``desc_act``), otherwise None.
+
+    The kernels cannot read weights with these groups.
+    """
 
     def dequantise_rows(self, begin: int, end: int) -> npt.NDArray[np.float32]:
-        """Returns rows as float32 [end - begin, in]. The difference is exact, the product is rounded once."""
+        """Returns the values of rows as float32 [end - begin, in]: (integer - zero) * scale, rounded once."""
         scales, zeros = self.scales[begin:end], None if self.zeros is None else self.zeros[begin:end]
         rows, zero = self.values[begin:end].astype(np.float32), np.float32(self.scheme.weights.zero)
         if self.group_of_input is not None:
@@ -62,14 +64,14 @@ class QuantizedTensor:
         return rows
 
     def dequantise_into(self, out: Array, dtype: str) -> None:
-        """Writes all rows to ``out`` as ``dtype``, in pieces that fit a cache. Raises OverflowError."""
+        """Writes the values of all rows to ``out`` as ``dtype``. Raises OverflowError if a value does not fit."""
         step = max(1, _PIECE_ELEMENTS // max(self.values.shape[1], 1))
         for row in range(0, len(out), step):
             out[row : row + step] = from_float32(self.dequantise_rows(row, row + step), dtype)
 
 
 def nibbles(words: Array) -> npt.NDArray[np.uint8]:
-    """int32 [..., n] -> uint8 [..., 8 n] from 0 to 15, with the lowest four bits of a word first."""
+    """Unpacks int32 [..., n] to integers of 4 bits, uint8 [..., 8 n]. The lowest bits of a word come first."""
     pairs = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
     values = np.empty((*pairs.shape[:-1], 2 * pairs.shape[-1]), np.uint8)
     np.bitwise_and(pairs, 15, out=values[..., 0::2])
@@ -78,12 +80,15 @@ def nibbles(words: Array) -> npt.NDArray[np.uint8]:
 
 
 def bytes_of(words: Array) -> npt.NDArray[np.uint8]:
-    """int32 [..., n] -> uint8 [..., 4 n], with the lowest eight bits of a word first. Makes a copy."""
+    """Unpacks int32 [..., n] to its bytes, uint8 [..., 4 n], in a copy. The lowest bits of a word come first."""
     return np.array(words, "<i4", order="C").view(np.uint8)
 
 
 def unpacked(words: Array, bits: int) -> npt.NDArray[np.uint8]:
-    """int32 [..., n] -> uint8 [..., 32 / bits * n]. Raises CheckpointError for an unsupported number of bits."""
+    """Unpacks int32 [..., n] to integers of ``bits`` bits, uint8 [..., 32 / bits * n].
+
+    Raises CheckpointError for an unsupported number of bits.
+    """
     if bits not in _UNPACKERS:
         raise CheckpointError(f"integers of {bits} bits cannot be unpacked; only {sorted(_UNPACKERS)}")
     return _UNPACKERS[bits](words)

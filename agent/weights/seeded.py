@@ -37,7 +37,7 @@ DUMMY_STD = 0.02
 
 @cache
 def normal_table() -> npt.NDArray[np.float32]:
-    """Returns the table of step 1 above."""
+    """Returns 65,536 equally likely values of a standard normal, the ``table`` of the module's description."""
     inverse_cdf = statistics.NormalDist().inv_cdf
     return np.array([inverse_cdf((i + 0.5) / TABLE_SIZE) for i in range(TABLE_SIZE)], np.float32)
 
@@ -76,7 +76,7 @@ def fill_seeded_cut(name: str, out: Array, dtype: str, cut: TensorCut, *, seed: 
 
 
 class _DrawnChunk:
-    """Generates a tensor's elements and keeps the last chunk."""
+    """Generates parts of a random tensor. Keeps the chunk that was generated last, because the next part needs it."""
 
     def __init__(self, table: Array, key: str, total: int) -> None:
         self._table = table
@@ -86,7 +86,7 @@ class _DrawnChunk:
         self._chunk = np.empty(0, table.dtype)
 
     def read(self, begin: int, end: int) -> Array:
-        """Returns elements of the flattened tensor in new memory."""
+        """Returns the elements ``begin`` to ``end`` of the flattened tensor, in new memory."""
         out = np.empty(end - begin, self._table.dtype)
         at = begin
         while at < end:

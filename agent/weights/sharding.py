@@ -27,7 +27,7 @@ _EMBEDDING, _OUTPUT, _NORM = "embedding.weight", "lm_head.weight", "norm.weight"
 
 @dataclass(frozen=True, slots=True)
 class ShardedSpecs:
-    """The parameters of an agent and the parts of the tensors to read. Tensors without a cut are read whole."""
+    """The parameters of an agent, and the part of each tensor to read. Tensors without a cut are read whole."""
 
     specs: tuple[WeightSpec, ...]
     cuts: dict[str, TensorCut]
@@ -68,7 +68,7 @@ def _split_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabula
 
 
 def _own_stage(spec: WeightSpec, part: ModelPart) -> WeightSpec | None:
-    """Returns the parameter with its name in this stage, or None if another stage has it."""
+    """Returns a parameter with the name that it has in this pipeline stage, or None if another stage has it."""
     shard, layer = part.shard, _LAYER.fullmatch(spec.parameter)
     if layer is not None:
         number = int(layer[1])
@@ -97,7 +97,7 @@ def _split(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut], *, equ
 
 
 def _input_spans(spec: WeightSpec, part: ModelPart) -> tuple[Span, ...]:
-    """Returns the input ranges of a layer whose products are added as a group of agents would add them."""
+    """Returns the ranges of inputs whose products are added separately, so that one agent adds as a group would."""
     name = _end_of(spec.parameter)
     if name == "attention.output.weight":
         return tuple(_of_heads(shard.query_heads, part) for shard in part.sum_shards)

@@ -1,4 +1,4 @@
-"""The interface between the weight loader and the places that weights come from: checkpoints and random numbers."""
+"""Defines the interface between the weight loader and the sources of weights: checkpoints and random numbers."""
 
 from __future__ import annotations
 

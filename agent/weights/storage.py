@@ -20,7 +20,7 @@ STORAGE_DTYPES: dict[str, Any] = {
     "int8": np.int8,
     "uint8": np.uint8,
 }
-"""The NumPy type for the elements of a ``model_dtype``, of an int8 cache and of packed weights."""
+"""The NumPy type in which elements of a type are stored."""
 
 _CHUNK_ELEMENTS = 1 << 15
 _ALIGNMENT = 64
@@ -55,10 +55,10 @@ def huge_page_bytes() -> int:
 
 
 def convert_into(source: Array, source_dtype: str, out: Array, out_dtype: str) -> None:
-    """Copies ``source`` to ``out`` in pieces that fit a cache. Both are contiguous and have the same number of
-    elements.
+    """Copies ``source`` to ``out`` and converts the type, in pieces that fit a cache.
 
-    Raises OverflowError if a finite value does not fit ``out_dtype``.
+    Both arrays are contiguous and have the same number of elements. Raises OverflowError if a finite value does not
+    fit ``out_dtype``.
     """
     source, out = source.reshape(-1), out.reshape(-1)
     for start in range(0, source.size, _CHUNK_ELEMENTS):
@@ -70,7 +70,7 @@ def convert_into(source: Array, source_dtype: str, out: Array, out_dtype: str) -
 
 
 def to_float32(array: Array, dtype: str) -> npt.NDArray[np.float32]:
-    """Converts to float32 without rounding: every value of the three types is a float32."""
+    """Converts float16, bfloat16 or float32 to float32, without rounding."""
     if dtype == "bfloat16":
         bits = array.astype(np.uint32)
         bits <<= np.uint32(16)
@@ -79,14 +79,13 @@ def to_float32(array: Array, dtype: str) -> npt.NDArray[np.float32]:
 
 
 def from_float32(array: npt.NDArray[np.float32], dtype: str) -> Array:
-    """Rounds to ``dtype``. Raises OverflowError if a finite value does not fit."""
+    """Rounds float32 values to ``dtype``. Raises OverflowError if a finite value does not fit."""
     if dtype == "float32":
         return array
     with np.errstate(over="ignore"):
         rounded = _round_to_bfloat16(array) if dtype == "bfloat16" else array.astype(np.float16)
-    largest = (
-        0x7F80 if dtype == "bfloat16" else 0x7C00
-    )  # the bits of infinity; every value that is not finite has at least these bits
+    # These are the bits of infinity. Only infinity and NaN have bits that are as large (without the sign).
+    largest = 0x7F80 if dtype == "bfloat16" else 0x7C00
     if int((rounded.view(np.uint16) & np.uint16(0x7FFF)).max(initial=0)) >= largest:
         overflow = np.isinf(to_float32(rounded, dtype)) & np.isfinite(array)
         if overflow.any():

@@ -18,14 +18,14 @@ _LISTED = 8
 
 
 class TensorFiles:
-    """Owns the mapped files of a folder. Tensors are views that are valid until ``close``."""
+    """Owns the mapped safetensors files of a model folder. Tensors are views that are valid until ``close``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: list[SafetensorsFile] = []
         self._file_of: dict[str, SafetensorsFile] = {}
         self.bytes_read = 0
-        """Bytes of values that were read; see ``count``."""
+        """Number of bytes that were read from the files."""
         try:
             self._open()
         except BaseException:
@@ -58,7 +58,7 @@ class TensorFiles:
         return self._file_of[name].read_stored(name) if name in self._file_of else None
 
     def count(self, num_bytes: int) -> None:
-        """Counts bytes of a view that were read."""
+        """Adds bytes to ``bytes_read``. The caller reports them, because a view is read only when it is used."""
         self.bytes_read += num_bytes
 
     def release(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Compares a benchmark's figure in this tree and in another tree, in alternating runs.
+"""Compares a benchmark of this source tree with the same benchmark of another tree, in alternating runs.
 
 A machine's speed changes over minutes. Runs of both trees therefore alternate, and each ratio compares two runs that
 followed each other.
@@ -25,7 +25,7 @@ SHOWN_CHARS = 2000
 
 
 def add_against_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--against`` and ``--rounds``."""
+    """Adds the options ``--against`` (the other source tree) and ``--rounds`` to a benchmark's parser."""
     parser.add_argument(
         "--against", type=Path, metavar="TREE", help="compare with another tree (kernels built) in alternating runs"
     )
@@ -35,9 +35,10 @@ def add_against_options(parser: argparse.ArgumentParser) -> None:
 def compare_trees(
     script: str, arguments: Sequence[str] | None, name: str, figure: str, *, root: Path = REPOSITORY
 ) -> int:
-    """Runs ``script`` of both trees with the other options of ``arguments`` and prints a ratio for each row.
+    """Runs a benchmark script of both source trees and prints, for each row of its result, the ratio of the two trees.
 
-    ``name`` and ``figure`` are keys of a row in the script's JSON. A ratio is this tree's figure divided by the other
+    ``arguments`` without the options of this comparison go to the script. ``name`` and ``figure`` are keys of a row in
+    the script's JSON. A ratio is this tree's figure divided by the other
     tree's: the median over the rounds, with the smallest and the largest. Raises LoadTestError if a run fails.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False)

@@ -1,9 +1,9 @@
-"""Ceilings of this machine: read bandwidth and the peak rate of each kind of multiply-add.
+"""Measures the ceilings of this machine: read bandwidth and the peak rate of each kind of multiply-add.
 
     python -m performance.bench.ceilings [--threads N]        prints the ceilings as JSON
 
-The program ``performance/ceilings`` measures them in a process of its own, so that no thread pool of the benchmark
-takes part. Its source is ``performance/kernels/ceilings/main.cc``.
+The program ``performance/ceilings`` measures the ceilings in its own process, without the threads of a benchmark. Its
+source is ``performance/kernels/ceilings/main.cc``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ PROGRAM = REPOSITORY / "performance" / "ceilings"
 ATTEMPT_SECONDS = 0.1
 TIMEOUT_S = 60.0
 DRIFT = 1.15
-"""Bandwidths before and after a run that differ by more than this factor give a warning."""
+"""A warning is printed if the read bandwidth changes by more than this factor during a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Rates in 10^9 a second of all threads together. A multiply-add is two operations.
+    """Maximum rates of a machine, in 10^9 per second for all threads together. A multiply-add is two operations.
 
     If the processor has no unit for a format, the rate is that of the instructions that the kernels use instead.
     """
 
     read_gb_s: float
     paged_read_gb_s: float
-    """In pieces of 12 KB in random order, as the blocks of a sequence lie."""
+    """Read rate of pieces of 12 KB in random order. Attention reads the blocks of a sequence like this."""
     bf16_gflops: float
     int8_gops: float
     fp32_gflops: float
@@ -61,7 +61,7 @@ def measure_ceilings(threads: int = 0) -> Ceilings:
 
 
 def drift_text(before: Ceilings, after: Ceilings) -> str | None:
-    """Returns a warning if the bandwidth changed during a run. On shared machines it does; ratios then mean little."""
+    """Returns a warning if the read bandwidth changed much during a run, which makes ratios meaningless, or None."""
     low, high = sorted((before.read_gb_s, after.read_gb_s))
     if high < DRIFT * low:
         return None

@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def measure(dtype: str) -> dict[str, Any]:
-    """Measures in two processes. A call takes as long as the slower process needs."""
+    """Starts two processes that exchange data, and returns their times. The slower process determines each time."""
     memory = ExchangeMemory.create(LAYOUT)
     agents = []
     try:
@@ -71,7 +71,7 @@ def measure(dtype: str) -> dict[str, Any]:
 
 
 def run_agent(name: str, index: int, dtype: str) -> dict[str, Any]:
-    """Runs one of the two processes."""
+    """Measures round trips and sums in one of the two processes. ``index`` is 0 or 1."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
         os.sched_setaffinity(0, {cores[index]})
@@ -87,7 +87,7 @@ def run_agent(name: str, index: int, dtype: str) -> dict[str, Any]:
         size=2,
         index=index,
     )
-    collectives.all_reduce(np.zeros(1, np.float32), "float32")  # waits for the other process
+    collectives.all_reduce(np.zeros(1, np.float32), "float32")  # waits until the other process has started
     lines = [base + LAYOUT.arrival_line(each) for each in (0, 1)]
     turns = measure_ping_pong(lines[index], lines[1 - index], TURNS, serves=index == 0)
     sums = {}
@@ -102,7 +102,7 @@ def run_agent(name: str, index: int, dtype: str) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Returns the figures as text."""
+    """Returns the times of sums as a table."""
     rows = []
     for size, each in figures["sums"].items():
         rows.append([size, f"{each['median_us']:.2f}", f"{each['p99_us']:.2f}", f"{each['times_one_way']:.1f}"])

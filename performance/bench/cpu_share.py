@@ -17,12 +17,12 @@ AGENT_ARGUMENTS = ["-m", "agent"]
 
 
 class NoServerProcessError(Exception):
-    """The server's process cannot be found."""
+    """Raised if the server's process cannot be found."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuShare:
-    """Seconds of processor time in a run, by group: ``server``, ``agent`` or ``children``, ``client``."""
+    """Seconds of processor time in a run, by group of processes: ``server``, ``agent``, ``children``, ``client``."""
 
     wall_s: float
     processors: int
@@ -30,15 +30,15 @@ class CpuShare:
 
     @property
     def shares_of_used(self) -> dict[str, float]:
-        """Fraction of the processor time that all groups used."""
+        """Each group's fraction of the processor time that all groups used together."""
         used = sum(self.cpu_s.values())
         return {group: seconds / used if used else 0.0 for group, seconds in self.cpu_s.items()}
 
     @property
     def shares_of_machine(self) -> dict[str, float]:
-        """Fraction of the machine's processor time."""
-        there_was = self.wall_s * self.processors
-        return {group: seconds / there_was for group, seconds in self.cpu_s.items()}
+        """Each group's fraction of the processor time that the machine had during the run."""
+        available = self.wall_s * self.processors
+        return {group: seconds / available for group, seconds in self.cpu_s.items()}
 
     def text(self) -> str:
         used, whole = self.shares_of_used, self.shares_of_machine
@@ -59,7 +59,7 @@ class CpuShare:
 
 
 class CpuMeter:
-    """Measures between ``start`` and ``stop``. The time of a process that ends in between may be missing."""
+    """Measures processor time between ``start`` and ``stop``. The time of a process that ends before may be missing."""
 
     def __init__(self, server_pid: int) -> None:
         try:

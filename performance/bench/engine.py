@@ -29,7 +29,7 @@ from llm_serving.telemetry.status import EngineState
 
 
 class BenchmarkError(LLMServingError):
-    """The engine ended a request that should have completed."""
+    """Raised if the engine ended a request that should have completed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class StepTime:
 
 @dataclass(slots=True)
 class Times:
-    """Times of requests that were submitted together, in seconds since then."""
+    """Times of requests that were submitted together, in seconds since their submission."""
 
     first_tokens: list[float] = field(default_factory=list)
     """Time of each request's first token, in order of arrival."""
@@ -69,7 +69,7 @@ class Times:
 
 
 class OfflineEngine:
-    """Runs batches of requests. The caller's thread is the engine's thread."""
+    """Runs batches of requests without a server. The caller's thread does the work of the engine thread."""
 
     def __init__(self, config: Config, executor: AgentExecutor, log: EventLog) -> None:
         self._recorder = _Recorder()
@@ -134,7 +134,7 @@ def _record(outputs: Sequence[EngineOutput], now: float, times: Times, new_token
 
 @contextmanager
 def offline_engine(config: Config) -> Iterator[OfflineEngine]:
-    """Yields an engine with a ready agent, and stops both. Raises AgentStartError."""
+    """Starts an engine and an agent, yields the engine, and stops both. Raises AgentStartError."""
     with ExitStack() as owned:
         folder = Path(owned.enter_context(tempfile.TemporaryDirectory(prefix="bench_engine_")))
         settings = config.serving_config
@@ -151,7 +151,7 @@ def offline_engine(config: Config) -> Iterator[OfflineEngine]:
 
 
 class _Recorder(Metrics):
-    """The server's metrics, which cost as much as in a server, and the times of every step."""
+    """The metrics of a server, with the same cost as in a server. It also stores the times of every step."""
 
     def __init__(self) -> None:
         super().__init__(process=False)
@@ -164,7 +164,7 @@ class _Recorder(Metrics):
 
 
 class _NoText:
-    """Replaces the detokenizer, because other engines are measured on token ids, too."""
+    """Replaces the detokenizer and makes no text, because other engines are also measured without text."""
 
     def append(self, token_ids: Sequence[int], /) -> tuple[str, str | None]:
         return "", None

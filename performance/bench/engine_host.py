@@ -51,7 +51,7 @@ RECORDING_BYTES = 64 << 20
 
 
 class Stopwatch:
-    """Adds up the seconds of calls by name. The calls must not be nested."""
+    """Measures calls of wrapped functions, and adds up their seconds by name. The calls must not be nested."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -83,7 +83,7 @@ class InstantExecutor:
         self._read = stopwatch.wrap("read", self._read_answer)
         self._is_new = True
         self._others = np.ones(evict_mib << 17)
-        """Memory that evicts other data from the caches, 8 bytes per element."""
+        """Array of 8-byte elements. Reading it evicts all other data from the processor's caches."""
         self.device_seconds = 0.0
         self.last_kind: StepKind | None = None
 

@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def overrides(parsed: argparse.Namespace) -> list[str]:
-    """Returns the settings from named options, and a free port for the agent."""
+    """Returns config overrides: those of ``--weights``, ``--kv`` and similar options, and a free port for the agent."""
     named = {"weight_format": parsed.weights, "kv_format": parsed.kv, "op_table": parsed.op_table}
     named["cpu_threads"] = parsed.threads or None
     settings = [f"model_config.{key}={value}" for key, value in named.items() if value is not None]

@@ -61,7 +61,7 @@ def add_case_options(parser: argparse.ArgumentParser, batches: tuple[int, ...], 
 
 
 def cases_of(parsed: argparse.Namespace, config: Config) -> list[Case]:
-    """Returns the cases of ``add_case_options`` within the config's limits."""
+    """Returns the cases that the options of ``add_case_options`` select. Prompts are within the config's limits."""
     longest = min(config.max_prompt_len, config.max_model_len - 1)
     return [
         *(Case("decode", batch, parsed.prompt, parsed.new) for batch in parsed.batch),
@@ -76,13 +76,13 @@ def random_prompts(case: Case, vocab_size: int, seed: int) -> list[list[int]]:
 
 
 def numbers_of(config: Config) -> Numbers:
-    """Returns the formats that a config's operators compute."""
+    """Returns the number formats in which a config's operators compute."""
     model = config.model_config
     return Numbers(model.model_dtype, config.linear_format.name, config.kv_format, model.weight_group)
 
 
 def measure_case(engine: OfflineEngine, case: Case, config: Config, ceilings: Ceilings, repeats: int) -> dict[str, Any]:
-    """Returns the medians over ``repeats`` runs after a warm-up run."""
+    """Runs a case ``repeats`` times after a warm-up run, and returns the medians of its rates and times."""
     shape, numbers = config.shape, numbers_of(config)
     engine.generate(random_prompts(case, shape.vocab_size, seed=-1), min(case.new, 8))
     rows = []
@@ -131,7 +131,7 @@ def figures(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceili
 def _decode_least(
     case: Case, steps: int, shape: ModelShape, numbers: Numbers, ceilings: Ceilings, *, by_blocks: bool = False
 ) -> float:
-    """Returns the minimum time of as many full decode steps as the counted tokens fill, with the longest contexts."""
+    """Returns the minimum seconds of the last ``steps`` decode steps of a case, when all its sequences run."""
     first = case.prompt + case.new - steps
     return decode_seconds(shape, case.batch, first, steps, numbers, ceilings, by_blocks=by_blocks)
 

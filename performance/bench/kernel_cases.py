@@ -1,4 +1,4 @@
-"""The measured kernels and shapes. A case owns its arrays, so only one case exists at a time.
+"""Defines the measured kernels and shapes. A case owns large arrays, so only one case exists at a time.
 
 A case has several copies of the data that it must read, together at least ``ROTATION_BYTES``, and uses them in turn.
 With one copy the weights would stay in the last-level cache, which does not happen in a model.
@@ -29,7 +29,7 @@ SHAPE_NAMES = ("llama_160m", "llama_1b", "llama_7b")
 LINEAR_FORMATS = ("bfloat16", *(each.name for each in INTEGER_FORMATS))
 LINEAR_ROWS = (1, 8, 64, 512)
 ROTATION_BYTES = 160 << 20
-"""Five times the largest last-level cache that was found so far."""
+"""Minimum size of all copies of a case's data: five times the largest known last-level cache."""
 GROUP = 64
 BLOCK_SIZE = 16
 DECODE_SEQS, DECODE_CONTEXT = 64, 512
@@ -48,7 +48,7 @@ class Case:
     calls: Sequence[Callable[[], object]]
     operator: Operator
     others: Sequence[Callable[[], object]] = ()
-    """The same calls of another build of the kernels, with the same arrays."""
+    """The calls of another build of the kernels, with the same arrays, if two builds are compared."""
 
 
 def load_shape(name: str) -> ModelShape:
@@ -114,7 +114,7 @@ def linear_calls(
             weight=blob.ctypes.data, x=x.ctypes.data, dtype=DTYPES.index(dtype), rows=rows, x_stride=depth,
             out_stride=columns, out=out.ctypes.data,
         )  # fmt: skip
-        arrays = (blob, x, out)  # keeps the arrays alive as long as the call
+        arrays = (blob, x, out)  # the closure keeps the arrays alive
         return lambda: _checked(entry(ctypes.byref(args), arrays[0].size, 0))
 
     return [prepared(blob) for blob in blobs]
@@ -178,7 +178,7 @@ def _attention_tensors(
     tables = np.random.default_rng(0).permutation(seqs * width).astype(np.int32).reshape(seqs, width)
     caches = [cache_array(seqs * width, kv_heads, BLOCK_SIZE, dim, kv_format) for _ in range(2)]
     for cache in caches:
-        cache.fill(0)  # otherwise all unwritten pages would be the same page
+        cache.fill(0)  # without a write, all pages would be one page of zeros that stays in the cache
     qkv = ordinary(seqs * queries, (heads + 2 * kv_heads) * dim, dtype=dtype)
     positions = np.tile(np.arange(context - queries, context, dtype=np.int32), seqs)
     slots = (tables[:, positions[:queries] // BLOCK_SIZE] * BLOCK_SIZE + positions[:queries] % BLOCK_SIZE).ravel()

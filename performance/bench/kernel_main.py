@@ -119,7 +119,7 @@ def kernel_library(text: str) -> ctypes.CDLL:
     path = Path(text)
     if path.is_dir():
         tree, path = path, path / "performance" / "kernels" / "libllm_kernels_testing.so"
-        if not path.is_file():  # a tree from before there was a testing library
+        if not path.is_file():  # older source trees have no testing library
             path = tree / "agent" / "kernels" / "libllm_kernels.so"
     path = path.resolve()
     try:
@@ -162,7 +162,7 @@ def cases_of(parsed: argparse.Namespace) -> Iterator[Case]:
 
 
 def measured(case: Case, seconds: float, ceilings: Ceilings) -> Row:
-    """Returns the row of a case, with the ratio to the other build if there is one."""
+    """Measures a case and returns its row, with the ratio to another build of the kernels if there is one."""
     if not case.others:
         return row_of(case, median_call_seconds(case.calls, seconds), ceilings)
     own, others = alternating_passes([case.calls, case.others], seconds)
@@ -171,14 +171,15 @@ def measured(case: Case, seconds: float, ceilings: Ceilings) -> Row:
 
 
 def median_call_seconds(calls: Sequence[Callable[[], object]], seconds: float) -> float:
-    """Returns the median seconds of a call, over passes through all calls for ``seconds``."""
+    """Passes through all calls again and again for ``seconds``, and returns the median time of a call."""
     return statistics.median(alternating_passes([calls], seconds)[0])
 
 
 def alternating_passes(each: Sequence[Sequence[Callable[[], object]]], seconds: float) -> list[list[float]]:
-    """Returns the seconds per call of each pass. Passes of the given builds alternate.
+    """Runs passes through the calls of each build in alternation. Returns the seconds per call of each pass.
 
-    Each build gets ``seconds``, and a first pass that does not count.
+    ``each`` has the calls of one or two builds of the kernels. Each build runs for ``seconds``, after a pass that does
+    not count.
     """
     for calls in each:
         _pass_seconds(calls)

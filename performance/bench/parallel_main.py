@@ -62,12 +62,12 @@ def config_of(arguments: argparse.Namespace, group: tuple[int, ...]) -> Config:
     """Returns the config with the group's parallel sizes."""
     parallel = [f"parallel_config.tensor_parallel={group[0]}", f"parallel_config.pipeline_parallel={group[1]}"]
     if group[0] > 1:
-        parallel.append("parallel_config.sum_parts=1")  # the setting applies to agents that do not share layers
+        parallel.append("parallel_config.sum_parts=1")  # sum_parts is only allowed if tensor_parallel is 1
     return load_config(arguments.config, [*arguments.settings, *parallel])
 
 
 def measure(arguments: argparse.Namespace, group: tuple[int, ...]) -> dict[str, Any]:
-    """Returns the figures of the responding agent, with the first agent's communication."""
+    """Runs the agents of one group. Returns the measurements of the agent that samples: the first of the last stage."""
     config = config_of(arguments, group)
     exchange = None
     if config.parallel_config.group_size > 1:
@@ -87,8 +87,8 @@ def measure(arguments: argparse.Namespace, group: tuple[int, ...]) -> dict[str, 
         for agent in agents:
             agent.kill()
             agent.wait()
-    answering = outputs[(group[1] - 1) * group[0]]
-    return {"group": list(group), **answering}
+    responding = outputs[(group[1] - 1) * group[0]]
+    return {"group": list(group), **responding}
 
 
 def layout_of(config: Config) -> ExchangeLayout:
@@ -97,7 +97,7 @@ def layout_of(config: Config) -> ExchangeLayout:
 
 
 def run_agent(arguments: argparse.Namespace, rank: int, group: tuple[int, int], exchange_name: str) -> dict[str, Any]:
-    """Runs one agent, which makes the same steps as the others."""
+    """Runs one agent of a group in this process. All agents of a group run the same steps."""
     config = config_of(arguments, group)
     exchange = None if exchange_name == "none" else ExchangeMemory.attach(exchange_name, layout_of(config))
     runner = ModelRunner(config, lambda *_: None, rank, exchange)
@@ -110,7 +110,7 @@ def run_agent(arguments: argparse.Namespace, rank: int, group: tuple[int, int], 
 
 
 def decode_steps(runner: ModelRunner, config: Config, batch: int) -> dict[str, float]:
-    """Measures steps of ``batch`` sequences: milliseconds, and the fraction of sums and gathers."""
+    """Measures decode steps of ``batch`` sequences: their time, and the fraction of it in sums and gathers."""
     context = min(CONTEXT, config.max_model_len)
     slot = make_step(config, [1] * batch, [context] * batch)
     width, blocks = config.max_blocks_per_seq, config.pa_config.num_blocks - 1
@@ -151,7 +151,7 @@ def generate(runner: ModelRunner, config: Config, number: int) -> dict[str, list
 
 
 def table(figures: Sequence[dict[str, Any]]) -> str:
-    """Returns the figures as text."""
+    """Returns the times of all groups as a table."""
     header = ["agents", "threads each", "batch", "step ms", "in sums and gathers", "waiting in them", "same texts"]
     rows = []
     for each in figures:

@@ -34,13 +34,13 @@ Sequences = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """An operator of a step: the minimum of bytes and operations, and the unit that computes."""
+    """An operator of a step: the bytes that it must read, its operations, and the processor's unit for them."""
 
     name: str
     num_bytes: float
     operations: float
     unit: str
-    """A field of ``Ceilings``: bf16_gflops, int8_gops or fp32_gflops."""
+    """Name of the field of ``Ceilings`` with the unit's rate: bf16_gflops, int8_gops or fp32_gflops."""
 
     def seconds(self, ceilings: Ceilings) -> float:
         return max(self.read_seconds(ceilings), self.compute_seconds(ceilings))
@@ -108,7 +108,7 @@ def attention(name: str, sequences: Sequences, heads: int, kv_heads: int, head_d
 
 
 def layer_linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Returns columns and depth of the linear layers of a decoder layer, as they are fused."""
+    """Returns columns and depth of the linear layers of a decoder layer. q, k and v are one, as are gate and up."""
     query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     return {
         "qkv": (query + 2 * key, shape.hidden_size),
@@ -119,7 +119,7 @@ def layer_linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def step_operators(shape: ModelShape, sequences: Sequences, numbers: Numbers) -> list[Operator]:
-    """Returns the operators of one layer, and the lm_head. ``step_seconds`` multiplies the former by the layers."""
+    """Returns the operators of one decoder layer, followed by the output layer (lm_head)."""
     rows = sum(queries for queries, _ in sequences)
     heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
     return [
@@ -151,7 +151,8 @@ def decode_seconds(
 ) -> float:
     """Returns the minimum time of ``steps`` decode steps, the first with a context of ``first`` tokens.
 
-    Between changes of the bound, time is linear in the context, so the mean context represents all steps.
+    The time of a step grows linearly with its context, so all steps together take ``steps`` times a step of the mean
+    context. This is exact unless an operator changes from reading to computing as its bound.
     """
     middle = first + (steps - 1) // 2
     return steps * step_seconds(shape, [(1, middle)] * batch, numbers, ceilings, by_blocks=by_blocks)

@@ -72,7 +72,10 @@ def serving_parser() -> argparse.ArgumentParser:
 
 
 def _meter(options: LoadOptions, server_pid: int | None) -> CpuMeter | None:
-    """Returns None if the server runs elsewhere. Raises UsageError if the named process does not exist."""
+    """Returns a meter of the server's processor time, or None if the server runs on another machine.
+
+    Raises UsageError if the process of ``--server-pid`` does not exist.
+    """
     try:
         if server_pid is not None:
             return CpuMeter(server_pid)
@@ -86,7 +89,7 @@ def _meter(options: LoadOptions, server_pid: int | None) -> CpuMeter | None:
 
 
 def summary(figures: LoadFigures, share: CpuShare | None) -> str:
-    """Returns the lines with the figures that the goals refer to."""
+    """Returns a short summary: completed requests, tokens per second, TTFT, and processor time."""
     ttft = figures.ttft_ms
     lines = [
         f"  {figures.completed} of {figures.requests} requests done in {figures.total_time_s:.1f} s, "
@@ -103,7 +106,7 @@ def _ms(summary_: Summary, name: str) -> str:
 
 
 def write_results(run: LoadRun, figures: LoadFigures, share: CpuShare | None, png: Path | None) -> None:
-    """Writes the requested files. ``cpu`` is added to the load test's JSON."""
+    """Writes the load test's JSON, with the processor time as ``cpu``, and the picture, if they are requested."""
     content: dict[str, Any] = report_json(run, figures) | {"cpu": None if share is None else share.as_dict()}
     write_json(run.options.json_path, content)
     if png is not None and figures.requests:

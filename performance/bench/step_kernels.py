@@ -22,7 +22,7 @@ SECONDS_EACH = 0.05
 
 
 class StepKernels:
-    """Measures steps of one model in one set of formats. It packs every weight once."""
+    """Measures the kernels of one model in given number formats. Packs copies of every weight only once."""
 
     def __init__(self, shape: ModelShape, numbers: Numbers) -> None:
         self._shape = shape

@@ -13,7 +13,7 @@ batch           sends each request when it is due, and waits for all of them
 client          the run: connect, warm up, measure
 closed_loop     a run in which each client waits for its previous request
 progress        the display during a run
-statistics      the figures
+statistics      latencies, rates and counts of a run
 report, plot    table, JSON, picture
 watches         the server's metrics, memory, and other processes' time during a run
 

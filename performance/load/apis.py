@@ -36,11 +36,11 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Api(ABC):
-    """A streaming API, without state."""
+    """One kind of streaming API: the path and the body of its requests, and the events of its responses."""
 
     @abstractmethod
     def path(self, generation: Generation) -> str:
-        """Returns the path of the endpoint."""
+        """Returns the URL path of the endpoint."""
 
     @abstractmethod
     def body(self, request: LoadRequest, generation: Generation, request_id: str, seed: int) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class OpenAIChunk(msgspec.Struct):
 
 
 class OpenAIApi(Api):
-    """The common part of completions and chat completions: everything except the prompt."""
+    """Base of the OpenAI APIs for completions and chat completions. It has everything except the prompt."""
 
     _decoder = msgspec.json.Decoder(OpenAIChunk)
 
@@ -156,7 +156,7 @@ class GenerateChunk(msgspec.Struct):
 
 
 class GenerateApi(Api):
-    """``/models/{name}/generate_stream``. The last event has the number of tokens."""
+    """The API ``/models/{name}/generate_stream``. Its last event has the number of tokens."""
 
     _decoder = msgspec.json.Decoder(GenerateChunk)
 
@@ -188,7 +188,7 @@ class ChatChunk(msgspec.Struct):
 
 
 class ChatApi(Api):
-    """``/stream_chat_post`` with one query and no history."""
+    """The API ``/stream_chat_post``, which is called with one query and without a history."""
 
     _decoder = msgspec.json.Decoder(ChatChunk)
 
@@ -237,7 +237,7 @@ def _dialect_sampling(generation: Generation, seed: int) -> dict[str, Any]:
 
 
 def error_text(error: Any) -> str:
-    """Returns the message of an error object, or the object as text."""
+    """Returns the message of an API's error object, or the whole object as text."""
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         return str(error["message"])
     return str(error)

@@ -1,4 +1,4 @@
-"""Due times of requests: ascending seconds from the start. The same seed gives the same times on every machine."""
+"""Calculates when requests are due, in seconds from the start. Equal seeds give equal times on every machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def arrival_times(kind: str, rate: float, duration: float, seed: int) -> list[fl
 
 
 def uniform_arrivals(count: int, duration: float) -> list[float]:
-    """Returns evenly spaced times; the first is 0."""
+    """Returns ``count`` evenly spaced times within ``duration``. The first time is 0."""
     return [index * duration / count for index in range(count)]
 
 

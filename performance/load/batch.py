@@ -13,7 +13,7 @@ from performance.load.http_client import ConnectionPool
 from performance.load.stream import RequestRecord, StreamExchange
 
 START_DELAY_S = 0.05
-"""Time from the start of the batch to the zero of the due times."""
+"""Delay before time 0 of the due times, in which the pacing thread starts."""
 DISPLAY_INTERVAL_S = 0.5
 
 
@@ -61,7 +61,7 @@ class Batch:
         self._failed = 0
         self._finished_pieces = 0
         self.keep_text = False
-        """If True, records contain the text."""
+        """If True, records contain the text of the responses."""
         self.records: list[RequestRecord] = []
         self.start = 0.0
 

@@ -46,15 +46,15 @@ class LoadRun:
     model: str
     records: list[RequestRecord]
     start: float
-    """Zero of the due times, on the clock of ``perf_counter``."""
+    """Time 0 of the due times, on the clock of ``perf_counter``."""
     started_at: float
-    """The same time as Unix time."""
+    """Unix time of ``start``."""
     client_cpu_s: float
     interrupted: bool
 
     @property
     def total_time_s(self) -> float:
-        """Time from the zero of the due times to the end of the last request."""
+        """Seconds from time 0 of the due times to the end of the last request."""
         return max((record.end - self.start for record in self.records if record.end is not None), default=0.0)
 
 

@@ -47,7 +47,7 @@ class ClosedLoopBatch(Batch):
 
 
 class ClosedLoopClient(LoadClient):
-    """A load client with given requests."""
+    """A load client that sends given requests in a closed loop."""
 
     def __init__(
         self, options: LoadOptions, requests: Sequence[LoadRequest], clients: int, display: Display | None

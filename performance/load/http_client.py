@@ -70,7 +70,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(_stamped(data))
 
     def abandon(self) -> None:
-        """Closes the connection immediately, without a callback to the exchange."""
+        """Closes the connection immediately. The current exchange gets no callback."""
         self._exchange = None
         self._pool.forget(self)
         transport, self._transport = self._transport, None
@@ -243,7 +243,7 @@ class ConnectionPool:
 
 
 def connect_error_text(error: OSError) -> str:
-    """Returns a short reason. The text of asyncio's error repeats the address."""
+    """Returns why a connection failed, without the address, which the text of asyncio's error repeats."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     if isinstance(error, socket.gaierror):
@@ -252,7 +252,7 @@ def connect_error_text(error: OSError) -> str:
 
 
 def _stamped(request: bytes) -> bytes:
-    """Adds the header with the send time. A server that reads it counts its latencies from this time."""
+    """Adds the header X-Request-Start with the current time to a request. The server can count latencies from it."""
     return request.replace(b"\r\n", b"\r\nX-Request-Start: t=%.6f\r\n" % time(), 1)
 
 

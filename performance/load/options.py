@@ -73,7 +73,7 @@ class LoadOptions:
     beginnings: tuple[int, int] = (0, 0)
     """Number of common beginnings of prompts, and the number of words or tokens in each."""
     keep_text: bool = False
-    """If True, records contain the text."""
+    """If True, records contain the text of the responses."""
     api_key: str | None = None
     warmup: int = 0
     timeout_s: float = 600.0
@@ -92,13 +92,13 @@ class LoadOptions:
         return arrival_times(self.arrivals, self.rate, self.duration, self.seed)
 
     def workload(self, count: int, seed: int) -> list[LoadRequest]:
-        """Returns requests that ``api`` can express. Raises ``UsageError`` if it cannot."""
+        """Returns the requests of a run. Raises ``UsageError`` if ``api`` cannot express one of them."""
         requests = self.requests(count, seed)
         APIS[self.api].check(requests)
         return requests
 
     def requests(self, count: int, seed: int) -> list[LoadRequest]:
-        """Returns the requests, whatever the API."""
+        """Returns the requests of a run. Does not check whether ``api`` can express them."""
         if self.dataset is not None:
             return dataset_workload(self.dataset, count, seed, self.output_len)
         if self.token_ids:

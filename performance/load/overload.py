@@ -36,7 +36,7 @@ REFUSED = "http 429"
 REFUSAL_PERCENTS = (("p50", 50), ("p99", 99), ("p99.9", 99.9), ("max", 100))
 MEMORY_INTERVAL_S = 1.0
 SETTLE_S = 1.0
-"""Pause before a load, so that the previous one has ended completely."""
+"""Pause before a load in seconds, so that the previous load has ended completely."""
 
 
 @exits_with_errors

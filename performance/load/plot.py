@@ -1,4 +1,4 @@
-"""Draws a run over time."""
+"""Draws the arrivals, running requests, latencies and throughput of a load test over time."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def figure_tables(figures: LoadFigures) -> tuple[str, str]:
 
 
 def goodput_text(options: LoadOptions, figures: LoadFigures) -> str:
-    """Returns the line about requests that met the objectives."""
+    """Returns a line with the goodput: the requests that met their objectives, as a fraction and per second."""
     return (
         f"goodput  {100 * figures.goodput_fraction:.1f} % of requests, {format_number(figures.goodput_per_s)} per "
         f"second ({objective_text(options)})"

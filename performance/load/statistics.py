@@ -1,11 +1,9 @@
 """Calculates the figures of a load test. ``llm_serving.telemetry.statistics`` defines the figures themselves.
 
-- A piece is a streamed event with output. The first piece stands for the first token, the last piece for the last
-token.
-- Latencies count from the time at which the request's first byte was written, as in the server's log. A late client
-must
-  not hide its delay ("coordinated omission"): ``lateness_ms`` is the delay of the write. ``ttft_from_due_ms`` and
-  ``e2e_from_due_s`` count from the due time and include the delay.
+- A piece is a streamed event with output. The first piece stands for the first token, the last for the last token.
+- Latencies count from the time at which the request's first byte was written, as in the server's log.
+- A late client must not hide its delay ("coordinated omission"). ``lateness_ms`` is the delay of the write.
+  ``ttft_from_due_ms`` and ``e2e_from_due_s`` count from the due time and include the delay.
 - Latencies include only requests that succeeded. Throughput includes all tokens that arrived.
 """
 
@@ -23,7 +21,7 @@ from performance.load.stream import RequestRecord
 
 BUSY_CPU_PERCENT = 70.0
 LATE_MS = 50.0
-"""Above these limits, the client may have determined the figures instead of the server."""
+"""If the client used more processor time, or sent requests later, the client may have limited the load test."""
 LATENCIES = {
     "ttft_ms": "time to first token (ms)",
     "tbt_ms": "time between tokens (ms)",
@@ -43,7 +41,7 @@ LATE_FRACTION = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RequestFigures:
-    """The figures of a request. The latencies are None if the request failed."""
+    """The latencies of a request. They are None if the request failed."""
 
     record: RequestRecord
     lateness_ms: float
@@ -60,7 +58,7 @@ class RequestFigures:
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """The figures of a run."""
+    """Counts, rates and latencies of all requests of a run."""
 
     requests: int
     failures: dict[str, int]
@@ -68,7 +66,7 @@ class LoadFigures:
     qps: float
     """Successful requests per second of total time."""
     prompt_tokens: int | None
-    """None if the server did not report the number."""
+    """Number of prompt tokens, or None if the server did not report it."""
     output_tokens: int
     output_tokens_per_s: float
     tokens_are_counted_pieces: bool
@@ -112,7 +110,7 @@ class LoadFigures:
 
 
 def measure(run: LoadRun) -> LoadFigures:
-    """Calculates all figures of ``run``."""
+    """Calculates counts, rates and latencies of ``run``."""
     per_request = [_request_figures(record, run.options) for record in run.records]
     gaps = Distribution()
     for record in run.records:

@@ -24,11 +24,11 @@ class RequestRecord:
     index: int
     due: float
     sent: float
-    """When the first byte was written. It is later than ``due`` by the client's delay and the connection's setup."""
+    """Time at which the first byte was written: ``due``, plus the client's delay and the setup of a connection."""
     piece_times: array[float] = field(default_factory=lambda: array("d"))
     """Arrival times of the pieces with output."""
     end: float | None = None
-    """When the response was complete, or had failed."""
+    """Time at which the response was complete or had failed."""
     http_status: int = 0
     prompt_tokens: int | None = None
     output_tokens: int = 0
@@ -38,7 +38,7 @@ class RequestRecord:
     request_id: str | None = None
     """The server's request id, from the header X-Request-ID or from the response. The server's log contains it, too."""
     text: str | None = None
-    """The text, if it was requested."""
+    """The text of the response, if ``keep_text`` was set."""
     failure: str | None = None
     detail: str | None = None
 

@@ -48,13 +48,13 @@ SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The result of one server."""
+    """The measurements of one server, which ran with one value of the compared setting."""
 
     value: str
     seed: int
     figures: LoadFigures
     metrics: Mapping[str, float]
-    """The server's metrics at the end."""
+    """The server's metrics at the end of the load."""
     texts: tuple[str | None, ...]
 
     @property
@@ -63,7 +63,7 @@ class Measurement:
 
     @property
     def found(self) -> float:
-        """Fraction of the looked-up prompt tokens that the prefix cache had."""
+        """Fraction of the looked-up prompt tokens that the prefix cache had, 0 to 1."""
         asked = self._sum("llm_serving_prefix_cache_query_tokens_total")
         return self._sum("llm_serving_prefix_cache_hit_tokens_total") / asked if asked else 0.0
 

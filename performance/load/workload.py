@@ -1,4 +1,4 @@
-"""Prompts and output lengths: generated from a seed, or read from a JSONL file."""
+"""Creates the requests of a load test: generated from a seed, or read from a JSONL file."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def peer_environment(threads: int) -> dict[str, str]:
 
 
 def peer_rows(output: str) -> Rows:
-    """Extracts the rows from a peer's output."""
+    """Extracts the rows of results from the output of a peer's driver."""
     lines = (line for line in output.splitlines() if line.startswith(MARK))
     return {row_name(row): row for row in map(json.loads, (line.removeprefix(MARK) for line in lines))}
 

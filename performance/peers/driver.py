@@ -22,12 +22,12 @@ Generate = Callable[[list[list[int]], int], None]
 """Generates that number of greedy tokens for each prompt (token ids), ignoring end tokens."""
 
 MakeGenerate = Callable[[dict[str, Any]], Generate]
-"""Loads the model for a request. ``max_batch`` and ``max_tokens`` (per sequence) are the largest needed."""
+"""Loads the model that a request names. ``max_batch`` and ``max_tokens`` are the largest sizes of its cases."""
 
 FIRST_PLAIN_TOKEN = 10
 WARM_UP_TOKENS = 4
 MARK = "peer-result "
-"""Marks the lines for ``compare`` in the peer's output."""
+"""Begins each line of the output that has a result. Other lines come from the peer itself."""
 
 
 def main(make_generate: MakeGenerate) -> None:
@@ -44,7 +44,7 @@ def main(make_generate: MakeGenerate) -> None:
             row = _measure(generate, case, request)
         print(MARK + json.dumps(row), flush=True)
     sys.stdout.flush()
-    os._exit(0)  # does not wait for the peer's threads
+    os._exit(0)  # ends without waiting for the peer's threads
 
 
 @contextlib.contextmanager
@@ -64,7 +64,7 @@ def _cases(request: dict[str, Any]) -> Iterator[tuple[str, int, int, int]]:
 
 
 def _measure(generate: Generate, case: tuple[str, int, int, int], request: dict[str, Any]) -> dict[str, Any]:
-    """Returns medians. The decode rate excludes the time of a run with one token."""
+    """Runs a case several times and returns the median rates. The decode rate excludes the time to the first token."""
     kind, batch, prompt, new = case
     generate(_prompts(case, request, -1), min(new, WARM_UP_TOKENS))
     runs = []

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes a Hugging Face Llama folder (bfloat16 or float32, one file) as GGUF, and quantises it as llama.cpp does.
 
-It runs in llama.cpp's Python, which has ``gguf`` and ``llama_cpp`` but no safetensors library:
+The script runs in llama.cpp's Python, which has ``gguf`` and ``llama_cpp`` but no safetensors library:
 
     /tmp/peers/llamacpp/bin/python performance/peers/gguf_folder.py /tmp/peers/llama-160m /tmp/peers/gguf Q4_0 Q8_0
 """
@@ -36,7 +36,7 @@ LAYER_NAMES = {
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields every tensor as float32."""
+    """Yields name and float32 values of every tensor in a safetensors file."""
     data = np.memmap(path, np.uint8, "r")
     start = 8 + int(data[:8].view(np.uint64)[0])
     header = json.loads(bytes(data[8:start]))

@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Model:
-    """A model. It creates a new context if the number or the length of the sequences changes."""
+    """A model in llama.cpp. Creates a new context if the number or the length of the sequences changes."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._request = request

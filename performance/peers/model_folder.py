@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Writes a shape of ``models/shapes`` as a Hugging Face folder with random weights, for peers that load folders.
 
-python performance/peers/model_folder.py models/shapes/llama_160m /tmp/peers/llama-160m [--w8a8]
+For example::
+
+    python performance/peers/model_folder.py models/shapes/llama_160m /tmp/peers/llama-160m [--w8a8]
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def write_model_folder(shape: Path, folder: Path, *, w8a8: bool = False, seed: i
 
 
 def _quantize(bits: Array) -> tuple[Array, Array]:
-    """Quantises symmetrically, with one scale per row."""
+    """Quantises a bfloat16 matrix to int8, symmetrically with one scale per row. Returns integers and scales."""
     values = (bits.astype(np.uint32) << 16).view(np.float32)
     scale = np.abs(values).max(axis=1, keepdims=True) / INT8_LIMIT
     return np.rint(values / scale).astype(np.int8), scale.astype(np.float32)

@@ -21,7 +21,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
 mixed step has the class of a prefill. The real queue is in ``agent/task_queue.py``."""
 
 Sampler = Callable[[ScheduledStep], list[int]]
-"""Returns the sampled token of each row of a step, or -1 where the row samples nothing."""
+"""Returns the sampled token of each batch row of a step, or -1 for a row that samples no token."""
 
 
 def agent_order(policy: str) -> dict[str, int]:
@@ -38,7 +38,7 @@ def agent_order(policy: str) -> dict[str, int]:
 @dataclass(slots=True)
 class _Queued:
     rank: tuple[int, int]
-    """Class and sequence number; the smallest rank runs first."""
+    """Priority class and sequence number of the step. The step with the smallest rank runs first."""
     ready: float
     """Time at which the step reaches the agent's queue."""
     step: ScheduledStep
@@ -79,7 +79,7 @@ class VirtualAgent:
     def submit(self, step: ScheduledStep, ready: float) -> None:
         seconds = self._device.seconds(step)
         if self._draws is not None:
-            ratio = self._draws.draw(max(ready, self._free_at) - self._noise_s)  # the approximate begin
+            ratio = self._draws.draw(max(ready, self._free_at) - self._noise_s)  # approximates the begin of the step
             self._noise_s += (ratio - 1.0) * seconds
             seconds *= ratio
         kind = step.kind.value
@@ -89,7 +89,7 @@ class VirtualAgent:
         self.kind_s[kind] = self.kind_s.get(kind, 0.0) + seconds
 
     def next_answer(self) -> float | None:
-        """Returns the time of the next result if no other step is submitted, or None without a step."""
+        """Returns when the next result arrives if no other step is submitted, or None if there is no step."""
         if self._running is not None:
             return self._free_at + self._answer_delay_s
         if not self._queue:
@@ -141,7 +141,7 @@ class VirtualAgent:
         return True
 
     def _next_start(self) -> tuple[float, _Queued]:
-        """Returns the next step and its start: the first in order of those that are queued when the device is free."""
+        """Returns the start of the next step, and the step: the first by priority when the device becomes free."""
         queue = self._queue
         if len(queue) == 1:
             return max(self._free_at, queue[0].ready), queue[0]

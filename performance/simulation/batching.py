@@ -49,8 +49,11 @@ MODES: dict[str, tuple[str, bool]] = {
     "continuous": ("continuous", False),
     "paged": ("continuous", True),
 }
-"""``batching_strategy`` and ``page_attention`` of each mode. Batches predate paged attention. In mode none a request
-has the whole cache."""
+"""The settings ``batching_strategy`` and ``page_attention`` of each compared mode.
+
+Servers with whole batches are older than paged attention, so they run without it. In mode ``none`` a single request
+has the whole cache, so paged attention makes no difference.
+"""
 PROMPT_LEN = (64, 256)
 OUTPUTS = (64, 128, 256)
 VOCAB = 1000
@@ -67,13 +70,13 @@ DEFAULT_MODES = ("static", "dynamic", "continuous", "paged")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The result of one mode."""
+    """The measurements of one batching mode."""
 
     mode: str
     figures: LoadFigures
     kv_waste: float | None
     texts: tuple[str | None, ...] = ()
-    """The requests' texts in order; empty for a simulation."""
+    """The generated texts in the order of the requests; empty for a simulation."""
 
     def as_json(self) -> dict[str, Any]:
         return {"requests_per_s": self.figures.qps, "kv_waste": self.kv_waste, **figures_json(self.figures)}
@@ -109,7 +112,7 @@ def _simulate(mode: str, requests: Sequence[LoadRequest], parsed: argparse.Names
 
 
 def mode_settings(mode: str, batch_size: int, batch_wait_s: float) -> list[str]:
-    """Returns the settings of a mode as ``--set`` takes them."""
+    """Returns the config overrides of a batching mode, as ``--set`` takes them."""
     strategy, paged = MODES[mode]
     settings = [f"model_config.batching_strategy={strategy}", f"model_config.page_attention={str(paged).lower()}"]
     if strategy in ("static", "dynamic"):
@@ -151,7 +154,7 @@ def measure_mode(mode: str, requests: Sequence[LoadRequest], parsed: argparse.Na
 
 
 def results_json(measured: Sequence[Measured], parsed: argparse.Namespace) -> dict[str, Any]:
-    """Returns the results. ``texts_identical`` is None if there are no texts."""
+    """Returns the comparison as JSON. ``texts_identical`` is None if there are no texts."""
     by_mode = {one.mode: one for one in measured}
     texts = [one.texts for one in measured if one.texts]
     return {

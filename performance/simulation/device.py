@@ -30,7 +30,7 @@ __all__ = ["CostModel", "DeviceRates", "RooflineDevice"]
 
 
 class CostModel(Protocol):
-    """Gives the seconds of a step: from leaving the agent's queue until the next step can begin."""
+    """Gives the seconds of a step: from its start on the device until the next step can start."""
 
     name: str
 
@@ -43,7 +43,7 @@ class DeviceRates:
 
     name: str
     operations_per_s: dict[str, float]
-    """By the type of the operands: ``float16``, ``bfloat16``, ``int8``, ``float32``."""
+    """Rate of matrix products by the type of their operands: ``float16``, ``bfloat16``, ``int8``, ``float32``."""
     attention_share: float
     """Fraction of ``operations_per_s`` that attention over a prompt achieves."""
     memory_bytes_per_s: float
@@ -54,13 +54,13 @@ class DeviceRates:
     copy_bytes_per_s: float
     """Rate of copying blocks on the device."""
     step_overhead_s: float
-    """Time of every step that overlaps nothing: inputs to the device, the call of the graph, results to the host."""
+    """Time of every step before and after its kernels: inputs to the device, graph call, results to the host."""
     sample_row_s: float
     kernel_launch_s: float = 0.0
     kernels_per_layer: int = 0
     kernels_per_step: int = 0
     overlap: float = math.inf
-    """How much reading and computing overlap; see the module's docstring."""
+    """Exponent with which read time and compute time are added: 1 is their sum, infinity the longer one."""
     move_overhead_s: float = 0.0
     """Time of a step that only moves blocks."""
     block_overhead_s: float = 0.0
@@ -68,7 +68,7 @@ class DeviceRates:
 
 
 class RooflineDevice:
-    """A cost model from a device's rates and a model's sizes."""
+    """Calculates the time of a step from a device's rates and a model's sizes."""
 
     def __init__(self, rates: DeviceRates, model: ModelWork) -> None:
         self.name = rates.name

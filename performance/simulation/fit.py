@@ -67,8 +67,7 @@ TOLERANCE = 1e-10
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A completed step. ``seconds`` is the time from when the device could start it until it could start the next
-    one."""
+    """A completed step. ``seconds`` is the time for which the step occupied the device."""
 
     work: StepWork
     seconds: float
@@ -82,7 +81,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class StepFit:
-    """Coefficients by term, in seconds, and their origin. A fit is valid for one model in one set of number formats."""
+    """The coefficients of a fit by term, in seconds, with their origin. Valid for one model in one number format."""
 
     coefficients: dict[str, float]
     spread: Spread
@@ -109,7 +108,7 @@ class StepFit:
 
 
 def terms_of(work: StepWork, swapped: int = 0, copied: int = 0) -> list[float]:
-    """Returns the counts of a step in the order of ``TERMS``."""
+    """Returns the count of each term of ``TERMS`` in a step, for example its tokens."""
     tokens = work.tokens
     return [
         1.0,
@@ -127,7 +126,7 @@ def terms_of(work: StepWork, swapped: int = 0, copied: int = 0) -> list[float]:
 
 
 def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None = None) -> StepFit:
-    """Fits the coefficients. Raises UsageError if there are too few steps."""
+    """Fits the time of a step to measured steps. Raises UsageError if there are too few steps."""
     steps = [step for step in steps if step.seconds > 0.0]
     if len(steps) < MIN_STEPS:
         raise UsageError(f"{len(steps)} steps with a time are recorded; a fit needs at least {MIN_STEPS}")
@@ -202,7 +201,7 @@ def _median_ratio(fit: StepFit, steps: Sequence[MeasuredStep]) -> float:
 
 
 def _coefficients(counts: Array, seconds: Array) -> Array:
-    """Returns the coefficients of at least 0 with which ``counts @ coefficients`` is closest to ``seconds``.
+    """Solves ``counts @ coefficients = seconds`` by least squares, with coefficients that are not negative.
 
     Columns of ``counts`` may be zero or depend on each other.
     """
@@ -213,7 +212,7 @@ def _coefficients(counts: Array, seconds: Array) -> Array:
 
 
 class FittedDevice:
-    """A cost model that uses a fit."""
+    """Calculates the time of a step from the coefficients of a fit."""
 
     def __init__(self, fit: StepFit) -> None:
         self.name = str(fit.provenance.get("name", "fitted"))

@@ -1,4 +1,4 @@
-"""The time that the server process adds to a step: the engine thread, the transfer to the agent and back, and HTTP.
+"""Defines the time that the server process adds to a step: engine thread, transfer to the agent and back, and HTTP.
 
 The defaults for the engine thread come from ``performance/bench_engine_host.py``. On two cores of an AMD EPYC (Zen 4)
 it measured 57 us per step and 1.7 us per sequence. Processing a result (reading, updating, text) takes 32 us + 1.25 us
@@ -18,26 +18,26 @@ class HostModel:
     """Times of the server process, in seconds."""
 
     answer_s: float = 32e-6
-    """Engine thread: processing the result of a step."""
+    """Time of the engine thread for the result of a step."""
     answer_seq_s: float = 1.25e-6
-    """Engine thread: processing the result of one sequence."""
+    """Additional time of the engine thread for the result of each sequence of a step."""
     send_s: float = 25e-6
-    """Engine thread: scheduling and writing a step."""
+    """Time of the engine thread to schedule and write a step. ``send_seq_s`` is added for each sequence."""
     send_seq_s: float = 0.45e-6
     request_s: float = 20e-6
-    """Engine thread: accepting a request."""
+    """Time of the engine thread to accept a request."""
     to_agent_s: float = 60e-6
-    """From the written step slot to the agent's queue: a frame over a socket, and a thread that wakes up."""
+    """Time from the written step slot to the agent's queue: a frame over a socket, and a thread that wakes up."""
     from_agent_s: float = 60e-6
-    """From the agent's result to the engine thread."""
+    """Time from the agent's result to the engine thread."""
     interrupt_s: float = 0.0
     """Delay of the running step by an arriving request, because HTTP and client share the device's processor cores.
 
     It is 0 for a device with cores of its own.
     """
     accept_s: float = 600e-6
-    """From a request's first byte to the engine's queue: HTTP, JSON, checks and tokenizer."""
+    """Time from a request's first byte to the engine's queue: HTTP, JSON, checks and tokenizer."""
     deliver_s: float = 150e-6
-    """From the engine thread to the client's socket, for the first piece of a step: two wake-ups."""
+    """Time from the engine thread to the client's socket, for the first piece of a step: two wake-ups."""
     deliver_piece_s: float = 15e-6
     """Additional time for each earlier piece of the same step."""

@@ -31,7 +31,10 @@ def write_runs(path: Path, runs: Sequence[LoadRun], others: float = 0.0) -> None
 
 
 def read_runs(path: Path, options: Sequence[LoadOptions]) -> list[LoadRun]:
-    """Reads the runs that ``write_runs`` wrote; ``options`` are theirs. Raises UsageError if the file is different."""
+    """Reads runs that ``write_runs`` wrote. ``options`` are the options of these runs, which the file does not have.
+
+    Raises UsageError if the file does not fit the options.
+    """
     try:
         content = orjson.loads(path.read_bytes())["runs"]
         runs = [_run(run, asked) for run, asked in zip(content, options, strict=True)]

@@ -197,7 +197,7 @@ def _distribution(axes: Axes, values: Sequence[float], label: str, colour: str) 
     ordered = np.sort(np.array(values))
     if len(ordered) > 2000:
         ordered = np.quantile(ordered, np.linspace(0, 1, 2000))
-    dashes = "--" if label == Policy.SLO.value else "-"  # its line mostly covers the one of chunked
+    dashes = "--" if label == Policy.SLO.value else "-"  # the lines of slo and chunked nearly coincide
     axes.plot(ordered, np.linspace(0, 1, len(ordered)), dashes, color=colour, label=label, linewidth=1.2)
     axes.set_xscale("log")
 

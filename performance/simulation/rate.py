@@ -12,7 +12,7 @@ from performance.simulation.runs import SimulatedRun
 __all__ = ["RateFound", "find_rate", "meets_objectives"]
 
 PRECISION = 0.02
-"""The bisection ends when the interval's width relative to the rate is below this value."""
+"""The search ends when the rate is known to this relative precision."""
 LOWEST_RATE = 1 / 64
 HIGHEST_RATE = 65_536.0
 

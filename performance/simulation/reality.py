@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
 
 
 class _Study:
-    """One execution of the program."""
+    """One execution of the program: calibration, validation loads, and their comparison with simulations."""
 
     def __init__(self, parsed: argparse.Namespace, program: Path, folder: Path) -> None:
         self._parsed = parsed
@@ -142,7 +142,7 @@ class _Study:
         return parts
 
     def _read_tries(self, load: Load, fit: StepFit) -> list[list[Try]]:
-        """Reads the stored tries and evaluates their probes with this fit."""
+        """Reads the stored tries of a load, and evaluates their probes with ``fit``."""
         scale, probe = self._parsed.scale, [one.options(self._parsed.scale) for one in PROBE]
         parts = []
         for part in range(load.parts):
@@ -201,7 +201,7 @@ class _Study:
         return with_delivery(fit, self._recordings, records)
 
     def _probed(self, load: Load, runs: list[LoadRun], fit: StepFit) -> Probe:
-        """Evaluates a completed probe. The server is idle, so the recording contains all of the probe's steps."""
+        """Calculates the machine's speed from a completed probe, whose steps are all in the flight recording."""
         from performance.simulation.recording import slowdown_within
 
         return Probe(runs, slowdown_within(fit, self._recording_of(load), [_span(run) for run in runs]))
@@ -218,12 +218,12 @@ class _Study:
 
 
 def _span(run: LoadRun) -> tuple[float, float]:
-    """Returns start and end on the engine's clock, which is also the client's."""
+    """Returns start and end of a run on the engine's clock, which the client also uses."""
     return run.start, run.start + run.total_time_s
 
 
 def _simulated(run: LoadRun, setup: Setup, seed: int) -> LoadRun:
-    """Simulates the same requests at the same times."""
+    """Simulates the requests of a real run at the times at which they were sent."""
     arrivals = of_load_test(_report([run]), run.options)
     options = replace(run.options, seed=seed)
     return simulate("", setup, OpenLoop(arrivals.requests, arrivals.times), options).run

@@ -1,4 +1,4 @@
-"""The loads of ``validate_simulator.py``: for the fit, for the probes, and for the comparison."""
+"""Defines the loads of ``validate_simulator.py``: for the fit, for the probes, and for the comparison."""
 
 from __future__ import annotations
 
@@ -56,4 +56,4 @@ VALIDATION = (
     Load("many answers", 8, 10, (32, 64), (64, 192), 2, parts=12),
     Load("long prompts", 2, 10, (128, 1024), (32, 128), 3, parts=10),
 )
-"""A part is so short that the speed stays constant; there are enough parts to average out chance."""
+"""Loads for the comparison. A part is short, so that the machine's speed stays constant; many parts reduce chance."""

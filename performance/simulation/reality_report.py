@@ -1,4 +1,4 @@
-"""The comparison of simulations with real runs, as text and as JSON."""
+"""Presents the comparison of simulations with real runs as text and as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ComparedLoad:
         return is_evidence(self.parts)
 
     def counts(self, one: Try) -> bool:
-        """Returns True if the figures include this try."""
+        """Returns True if this try is compared with a simulation."""
         return any(one is other for other in comparable(self.parts))
 
     def as_json(self) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class ComparedLoad:
 
 
 def result_text(result: ComparedLoad, scale: float) -> str:
-    """Returns the load, the probes of every part, and the comparison."""
+    """Returns the result of a load as text: its parameters, the probes of every part, and the comparison."""
     load = result.load
     options = load.options(scale)
     lines = [
@@ -80,7 +80,7 @@ def closing_text(results: Sequence[ComparedLoad]) -> str:
 
 
 def comparison_json(results: Sequence[ComparedLoad]) -> dict[str, Any]:
-    """Returns the comparison for programs."""
+    """Returns the comparison of all loads as JSON."""
     return {
         "goal": GOAL,
         "tolerance": TOLERANCE,

@@ -39,31 +39,31 @@ from performance.simulation.workload import SimulatedRequest
 __all__ = ["TimedStep", "fit_recording", "of_recording", "slowdown_within", "timed_steps", "with_delivery"]
 
 MIN_BACK_TO_BACK = 20
-"""Below this number of back-to-back steps, the agent's overhead cannot be distinguished from noise."""
+"""Minimum number of back-to-back steps. With fewer steps, the agent's overhead cannot be separated from noise."""
 MICROSECOND = 1e-6
 Span = tuple[float, float]
-"""Begin (included) and end (excluded) on the engine's clock."""
+"""A time span on the engine's clock: begin (included) and end (excluded), in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A completed step. Times are seconds on the engine's clock."""
+    """A completed step of a recording. Times are seconds on the engine's clock."""
 
     step: RecordedStep
     scheduled: float
     completed_at: float
     queue_s: float
     run_s: float
-    """Time in graph and sampler."""
+    """Time that the step ran on the agent, in graph and sampler."""
 
     @property
     def transfer_s(self) -> float:
-        """Transfer time in both directions: everything that is neither queueing nor running."""
+        """Transfer time to the agent and back: the time in which the step neither waited in the queue nor ran."""
         return self.completed_at - self.scheduled - self.queue_s - self.run_s
 
     @property
     def end(self) -> float:
-        """End of the step on the device, if both transfers take equally long."""
+        """Time at which the step ended on the device. Assumes that both transfers take equally long."""
         return self.completed_at - self.transfer_s / 2
 
     @property
@@ -72,7 +72,7 @@ class TimedStep:
 
 
 def timed_steps(stretch: Stretch) -> list[TimedStep]:
-    """Returns the steps without a fault, in the order of their results."""
+    """Returns the completed steps of a recording, in the order of their results. Failed steps are left out."""
     return [
         TimedStep(
             step,
@@ -145,7 +145,7 @@ def _scheduled_within(span: Span, moments: Sequence[float], steps: Sequence[Meas
 
 
 def _count_between(moments: Sequence[float], begin: float, end: float) -> int:
-    """Returns how many of the sorted ``moments`` are in the half-open interval."""
+    """Returns how many of the sorted times are in the interval from ``begin`` (included) to ``end`` (excluded)."""
     return bisect_left(moments, end) - bisect_left(moments, begin)
 
 
@@ -182,14 +182,17 @@ def _measured(timed: TimedStep, own_s: float, num_arrivals: int) -> MeasuredStep
 
 
 def _host(host: HostModel, timed: Iterable[TimedStep], own_s: float) -> HostModel:
-    """Returns the host model with the mean transfer time, because the slow transfers of a busy machine count, too."""
+    """Returns the host model with the recorded mean transfer times.
+
+    The mean is used instead of the median, because slow transfers are a part of a busy machine's latency.
+    """
     ways = [each.transfer_s - own_s - host.send_s - host.send_seq_s * each.step.num_seqs for each in timed]
     way_s = max(0.0, statistics.fmean(ways)) / 2
     return replace(host, to_agent_s=way_s, from_agent_s=way_s)
 
 
 def _with_edge(host: HostModel, requests: Iterable[Arrival]) -> HostModel:
-    """Returns the host model with the time that the event loop adds.
+    """Returns the host model with the times of HTTP: accepting a request, and delivering a piece.
 
     Accepting a request takes the recorded mean. Delivering a piece is not recorded; it takes at least as long as waking
     another thread of the server did.

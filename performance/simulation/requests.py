@@ -1,4 +1,4 @@
-"""Creates the requests of a simulation: generated as in the load test, from a trace, or from an earlier run."""
+"""Creates the requests of a simulation: generated as in the load test, from a trace, or from a real load test."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from performance.simulation.workload import Source
 __all__ = ["NOWHERE", "SimulatedRun", "simulate"]
 
 NOWHERE = Endpoint("simulated", 0)
-"""Address of a simulated server."""
+"""Address that stands for a simulated server, which has none."""
 
 
 @dataclass(frozen=True, slots=True)

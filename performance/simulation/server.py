@@ -35,12 +35,12 @@ from performance.simulation.workload import SimulatedRequest, Source
 __all__ = ["Outcome", "VirtualServer"]
 
 TOKEN = 7
-"""The token that the device samples. It never ends a request."""
+"""The token id that the simulated device samples. It never ends a request."""
 END_TOKEN = 2
 MAX_ITERATIONS = 1000
 """Maximum number of loop iterations at the same virtual time; more mean that time does not advance."""
 WASTE_SAMPLES = 8
-"""KV waste is sampled in every eighth decode step."""
+"""The empty fraction of KV blocks is measured in every eighth decode step."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Outcome:
     """The result of a run. Times are virtual seconds since the start."""
 
     records: list[RequestRecord]
-    """Records in order of arrival."""
+    """Records of the requests in order of arrival."""
     preemptions: int = 0
     swaps: int = 0
     """Preemptions that swapped blocks to the host."""
@@ -61,14 +61,14 @@ class Outcome:
     peak_running: int = 0
     peak_waiting: int = 0
     device_busy_s: float = 0.0
-    """Sum over all devices."""
+    """Seconds in which devices ran steps, summed over all devices."""
     num_replicas: int = 1
     placed: list[dict[str, int]] = field(default_factory=list)
-    """With several replicas: by replica, the number of requests placed there, by reason."""
+    """For each of several replicas: the number of requests that the router placed there, by reason."""
     steps: dict[str, int] = field(default_factory=dict)
-    """Number of steps by kind."""
+    """Number of steps by kind of step."""
     step_s: dict[str, float] = field(default_factory=dict)
-    """Device time by kind."""
+    """Seconds on the device by kind of step."""
 
     @property
     def prefix_hit_share(self) -> float:
@@ -78,7 +78,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Replica:
-    """A source of steps and the device that runs them."""
+    """A replica of the model: the source of its steps, and the device that runs them."""
 
     source: StepSource
     agent: VirtualAgent
@@ -86,7 +86,7 @@ class _Replica:
 
 
 class VirtualServer:
-    """One run of one workload. An instance is used once."""
+    """Simulates a server that serves one workload. An instance is used once."""
 
     def __init__(
         self,
@@ -184,12 +184,12 @@ class VirtualServer:
         enough."""
         due = self._source.next_due()
         if due is not None and not self._has_interrupted and min(self._other_events(), default=due) >= due:
-            self._interrupt(due)  # nothing is sent before the request arrives, so the running step is known
+            self._interrupt(due)  # the step that will run when the request arrives is already known
         times = [] if due is None else [due + self._host.accept_s]
         return min([*times, *self._other_events()], default=None)
 
     def _other_events(self) -> list[float]:
-        """Returns the times at which replicas wake the engine next."""
+        """Returns the times of the next results and of the schedulers' next wake-ups, of all replicas."""
         times: list[float] = []
         for replica in self._replicas:
             moments = (replica.agent.next_answer(), replica.source.next_wakeup(self._free_at))

@@ -1,4 +1,4 @@
-"""Builds what a simulated run needs from a config, a device and settings. It reads neither weights nor a device."""
+"""Builds the parts of a simulated run from a config, a device name and settings. Reads no weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WITHOUT_FILES = (
     "tokenizer.type=auto",
 )
 ANY_PORTS = "serving_config.agent_ports=[0]"
-"""Zero stands for any number of free ports; a simulation listens on none."""
+"""Setting for agent ports. 0 fits any number of agents, and a simulation opens no port."""
 OWN_SECTIONS = ("device", "host")
 """Sections of ``--set`` and ``--sweep`` that belong to the simulator and not to the config."""
 
@@ -47,7 +47,7 @@ Figures = TypeVar("Figures", DeviceRates, HostModel)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A deployment to simulate."""
+    """A deployment to simulate: config, scheduler limits, and models of device and host."""
 
     config: Config
     limits: SchedulerLimits

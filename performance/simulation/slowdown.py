@@ -1,4 +1,4 @@
-"""How much slower a machine is now than when it was fitted, for each kind of step."""
+"""Describes how much slower a machine is now than when the simulator was fitted to it, for each kind of step."""
 
 from __future__ import annotations
 

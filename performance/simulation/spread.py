@@ -1,4 +1,4 @@
-"""How far single steps deviate from the fitted time, and for how long.
+"""Models how far single steps deviate from the fitted time, and for how long.
 
 The time of equal steps varies because of other activity: other processes, a hypervisor that takes away cores, other
 users of the memory. Part of this noise lasts: for some time every step is slow. The model therefore splits the

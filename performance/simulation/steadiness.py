@@ -34,7 +34,7 @@ take one of two cores for one second of 25, all steps of that second wait. This 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Runs of the probe's loads, and the speed of the machine during them."""
+    """A probe: runs of short loads that are always the same, and the speed of the machine during them."""
 
     runs: list[LoadRun]
     slowdown: Slowdown

@@ -22,7 +22,7 @@ PERCENTS = (50, 95)
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A figure, measured and simulated."""
+    """One quantity of a load test, such as the median TTFT: its measured and its simulated value."""
 
     name: str
     measured: float
@@ -97,7 +97,7 @@ def _percentile(requests: Sequence[dict[str, Any]], key: str, percent: float) ->
 
 
 def comparison_text(rows: Sequence[Compared]) -> str:
-    """Returns a table, and the number of figures within the goal."""
+    """Returns a table of the comparison, and how many simulated values are within the goal."""
     header = ["", "measured", "simulated", "error"]
     cells = [
         [row.name, format_number(row.measured), format_number(row.simulated), f"{100 * row.error:+.1f} %"]

@@ -16,14 +16,14 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The counts that determine a step's time."""
+    """The amount of work in a step, which determines its time."""
 
     kind: StepKind
     tokens: int = 0
-    """Rows of the linear layers' inputs."""
+    """Number of tokens that the step computes: the rows of the linear layers' inputs."""
     sequences: int = 0
     samples: int = 0
-    """Rows of the output layer's input: the sequences that sample."""
+    """Number of sequences that sample a token: the rows of the output layer's input."""
     context: int = 0
     """Keys read: the sum of the sequences' context lengths after the step."""
     pairs: int = 0
@@ -37,7 +37,7 @@ def work_of(step: ScheduledStep) -> StepWork:
 
 
 def count_work(kind: StepKind, starts: Sequence[int], query_lens: Sequence[int], do_sample: Sequence[bool]) -> StepWork:
-    """Counts the work in a step with these columns."""
+    """Counts the work in a step. Each sequence has a start position, a number of query tokens, and may sample."""
     sequences, tokens = len(starts), sum(query_lens)
     context = sum(starts) + tokens
     if tokens == sequences:
@@ -60,7 +60,7 @@ class ModelWork:
     layer_bytes: float
     """Weights and scales of the linear layers, without the output layer."""
     layer_operations: float
-    """Operations of these layers per token."""
+    """Operations of the linear layers per token, without the output layer."""
     head_bytes: float
     head_operations: float
     """Operations of the output layer per sampled row."""

@@ -1,4 +1,4 @@
-"""Sources of simulated requests: an open loop with given arrival times, and a closed loop of clients."""
+"""Defines sources of simulated requests: an open loop with given arrival times, and a closed loop of clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embedding and attention of the native op table."""
+"""Implements rotary embedding and attention of the native op table with MindSpore's primitives."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from agent.layers.parameter import MINDSPORE_DTYPES, as_tensor
 from agent.weights.storage import Array, from_float32
 
 _ROTATE_HALVES = 2
-"""``cos_format``: rotates each element with the element half a head away; cos and sin have one row for each token."""
+"""``cos_format`` of ApplyRotaryPosEmb: rotates pairs of elements that are half a head apart, with a row of cos and
+sin for each token."""
 _MASK_SIZE = 128
 _BAND_MASK_SIZE = 2048
 """Size of the compressed mask that ``sparse_mode`` 4 requires."""
 _BAND = 4
 """``sparse_mode``: a query sees from ``pre_tokens`` before it to ``next_tokens`` after it."""
 _MASKED = -10000.0
-"""Value that a mask adds to hidden scores. In bfloat16, FlashAttentionScore takes a mask of 0 and 1 instead."""
+"""Value that a mask adds to the scores of masked positions. In bfloat16, FlashAttentionScore takes 0 and 1 instead."""
 
 
 def causal_mask(form: AttentionForm, dtype: str) -> Tensor:
@@ -42,7 +43,7 @@ def no_mask(dtype: str) -> Tensor:
 
 
 class Rotary(nn.Cell):
-    """(positions [T]) -> the rows of cos and sin of each token, in the model's type."""
+    """Returns cos and sin of each token, both [tokens, head_size] in the model's type, for ``positions`` [tokens]."""
 
     def __init__(self, cos: Array, sin: Array, dtype: str) -> None:
         super().__init__()
@@ -55,7 +56,10 @@ class Rotary(nn.Cell):
 
 
 class RotaryAndMask(nn.Cell):
-    """Like ``Rotary``, with a mask [T, positions] for attention windows: 0 for a visible position, else ``_MASKED``."""
+    """Returns cos and sin of each token like ``Rotary``, and a mask [tokens, positions] for an attention window.
+
+    The mask is 0 for a position that the token may attend to, else ``_MASKED``.
+    """
 
     def __init__(self, cos: Array, sin: Array, dtype: str, window: int) -> None:
         super().__init__()
@@ -75,9 +79,9 @@ class RotaryAndMask(nn.Cell):
 
 
 class ChunkMask(nn.Cell):
-    """Makes PagedAttention's mask [T, positions] for steps where a sequence has several tokens.
+    """Makes PagedAttention's mask [tokens, positions] for steps in which a sequence has several tokens.
 
-    The mask is 0 for a visible position, else ``_MASKED``.
+    The mask is 0 for a position that the token may attend to, else ``_MASKED``.
     """
 
     def __init__(self, max_positions: int, dtype: str) -> None:
@@ -93,7 +97,7 @@ class ChunkMask(nn.Cell):
 
 
 class Attention(nn.Cell):
-    """Splits, normalises and rotates queries, keys and values, writes the cache and attends."""
+    """Splits qkv, normalises and rotates queries and keys, writes keys and values to the cache, and attends."""
 
     def __init__(self, form: AttentionForm, dtype: str, causal_mask: Tensor) -> None:
         super().__init__()
@@ -105,7 +109,7 @@ class Attention(nn.Cell):
         self.paged = PagedAttention(form.num_heads, scale, form.num_kv_heads)
         self.norm = None if form.norm_epsilon is None else _HeadNorm(form.head_dim, form.norm_epsilon)
         self.has_window = form.window > 0
-        # On an Ascend only the masks make both primitives causal. Our CPU kernels are also causal by position.
+        # The masks make the attention causal. Our CPU kernels do not need them, because they compare positions.
         band = {"pre_tokens": form.window - 1, "next_tokens": 0, "sparse_mode": _BAND} if self.has_window else {}
         self.flash = FlashAttentionScore(head_num=form.num_heads, scale_value=scale, input_layout="TH", **band)
         self.causal_mask = causal_mask
@@ -136,7 +140,7 @@ class Attention(nn.Cell):
 
 
 class _HeadNorm(nn.Cell):
-    """RMSNorm of each head."""
+    """Applies RMSNorm to each head of queries or keys."""
 
     def __init__(self, head_dim: int, epsilon: float) -> None:
         super().__init__()
@@ -144,7 +148,7 @@ class _HeadNorm(nn.Cell):
         self.reshape, self.norm, self.shape = ops.Reshape(), RmsNorm(epsilon), ops.Shape()
 
     def construct(self, heads: Tensor, gamma: Tensor) -> Tensor:
-        """heads [T, heads x head_dim], gamma [head_dim] -> the normalised heads, in the same shape."""
+        """Normalises ``heads`` [tokens, heads x head_size] with ``gamma`` [head_size]. Keeps the shape."""
         width = self.shape(heads)[1]
         return self.reshape(self.norm(self.reshape(heads, (-1, self.head_dim)), gamma)[0], (-1, width))
 

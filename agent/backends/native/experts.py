@@ -1,4 +1,4 @@
-"""The mixture of experts of the native op table, for weights of floats or integers (``agent.weights.forms``)."""
+"""Implements the mixture of experts of the native op table, for float or integer weights (``agent.weights.forms``)."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from agent.weights.forms import LinearForm
 from llm_serving.model.families import Experts
 
 _COUNTS = 2
-"""MoeInitRoutingV2: return the number of tokens of each expert, not running sums."""
+"""Argument of MoeInitRoutingV2: return the number of tokens of each expert instead of running sums."""
 _ONE_OUTPUT, _ROWS, _SIZES = 3, 0, 1
-"""GroupedMatmulV4: ``split_item``, ``group_type`` and ``group_list_type``.
+"""The last three arguments of GroupedMatmulV4: ``split_item``, ``group_type`` and ``group_list_type``.
 
-The operands are x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, pre_token_scale, group_list, three
-operands of an activation, and these. Each call names them one by one, because with a starred argument the graph loses
-the layer that the call belongs to."""
+The arguments before them are x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, pre_token_scale,
+group_list, and three arguments for an activation. Each call below writes out all arguments. With a starred argument,
+MindSpore's graph would no longer record the layer of the call.
+"""
 
 
 def grouped_product(form: LinearForm) -> Operator:
-    """Makes the product (rows [N, in], weight, groups) -> [N, out].
+    """Returns an operator that multiplies each row by the weight of its expert.
 
-    The rows are ordered by expert. The weight is as for ``OpTable.expert_mlp``. ``groups`` int64 [experts] has the
-    number of rows of each expert.
+    It takes rows [n, in] that are ordered by expert, a weight as ``OpTable.expert_mlp`` describes, and the number of
+    rows of each expert (int64 [experts]). It returns [n, out].
     """
     if form.is_float:
         return _FloatProducts()
@@ -54,7 +55,7 @@ class _FloatProducts(nn.Cell):
 
 
 class _DynamicProducts(nn.Cell):
-    """Quantises the activations with one scale for each row, then multiplies integers by integers."""
+    """Multiplies rows by integer weights of experts. First quantises the rows to int8, with one scale for each row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class _DynamicProducts(nn.Cell):
 
 
 class _WeightOnlyProducts(nn.Cell):
-    """Converts the integer weights to floats inside the product; activations stay floats."""
+    """Multiplies float rows by integer weights of experts. The primitive converts the weights to floats."""
 
     def __init__(self) -> None:
         super().__init__()

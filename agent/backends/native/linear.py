@@ -1,4 +1,4 @@
-"""Matrix products of the native op table, for weights of floats or integers (``agent.weights.forms``)."""
+"""Implements matrix products of the native op table, for float or integer weights (``agent.weights.forms``)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_transposed(form: LinearForm) -> bool:
 
 
 def _scale_shape(form: LinearForm, in_features: int, out_features: int) -> tuple[int, ...]:
-    """Returns the shape of the scales, whose groups are on the same axis as the inputs of the weight."""
+    """Returns the shape of a weight's scales: [out], or with groups of inputs [out, groups] or [groups, out]."""
     if form.group == 0:
         return (out_features,)
     groups = -(-in_features // form.group)
@@ -52,14 +52,14 @@ def _scale_shape(form: LinearForm, in_features: int, out_features: int) -> tuple
 
 
 def matrix_product(form: LinearForm, dtype: str) -> Operator:
-    """Makes the product (x [T, in], weight as for ``OpTable.linear``) -> [T, out]."""
+    """Returns an operator: x [tokens, in] times a weight (described in ``OpTable.linear``) gives [tokens, out]."""
     if form.is_float:
         return ops.MatMul(transpose_b=True)
     return _DynamicProduct(dtype) if form.quantises_activations else _WeightOnlyProduct(form)
 
 
 class _DynamicProduct(nn.Cell):
-    """Quantises the activations with one scale for each token, then multiplies integers by integers."""
+    """Multiplies tokens by an integer weight. First quantises the tokens to int8, with one scale for each token."""
 
     def __init__(self, dtype: str) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _DynamicProduct(nn.Cell):
 
 
 class _WeightOnlyProduct(nn.Cell):
-    """Converts the integer weights to floats inside the product; activations stay floats."""
+    """Multiplies float tokens by an integer weight. The primitive converts the weight to floats."""
 
     def __init__(self, form: LinearForm) -> None:
         super().__init__()

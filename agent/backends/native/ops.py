@@ -28,7 +28,7 @@ from llm_serving.model.families import Experts
 
 
 class NativeOps(OpTable):
-    """Uses the primitives in float16 or bfloat16. Their Python front end takes no float32."""
+    """The op table of MindSpore's primitives, in float16 or bfloat16. Their Python interface accepts no float32."""
 
     traits: ClassVar[DeviceTraits] = DeviceTraits("native")
 
@@ -125,7 +125,7 @@ class _Linear(nn.Cell):
 
 
 class _NormLinear(nn.Cell):
-    """The first layer of a stage, where ``residual`` is ``hidden``."""
+    """Normalises and multiplies in the first layer of a pipeline stage, where ``residual`` equals ``hidden``."""
 
     def __init__(self, epsilon: float, form: LinearForm, dtype: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Operators of the native op table for agents that share a model: MindSpore's communication primitives.
+"""Implements the native op table's operators for agents that share a model, with communication primitives.
 
 On an Ascend, HCCL runs the primitives. On a CPU, our kernels run them over shared memory
 (``agent/kernels/plugin/collectives.cc``) and need neither ``mindspore.communication.init`` nor ``msrun``.
@@ -15,7 +15,7 @@ from agent.layers.parameter import MINDSPORE_DTYPES
 
 
 def all_gather(size: int) -> Operator:
-    """(x [n, ...]) -> [size * n, ...].
+    """Returns an operator that joins x [n, ...] of ``size`` agents to [size * n, ...].
 
     Does not use the primitive's Python class, which would query the group's size from the communication library. That
     library may be absent.
@@ -28,7 +28,7 @@ def all_gather(size: int) -> Operator:
 
 
 class Sum(nn.Cell):
-    """(x, step) -> the sum of x over the agents of the stage."""
+    """Returns the sum of x over the agents of a pipeline stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,10 @@ class Embedding(nn.Cell):
 
 
 class GatheredLogits(nn.Cell):
-    """Gathers the logits of all agents, [agents * S, part]. ``StepGraph`` puts the parts side by side."""
+    """Gathers the logits of all agents: [agents * sequences, part of the vocabulary].
+
+    ``StepGraph`` rearranges them to [sequences, vocabulary].
+    """
 
     def __init__(self, head: Operator, part: ModelPart) -> None:
         super().__init__()
@@ -81,7 +84,7 @@ class GatheredLogits(nn.Cell):
 
 
 class HandOver(nn.Cell):
-    """(hidden, residual, step) -> hidden + residual, rounded as AddRmsNorm rounds the sum."""
+    """Returns hidden + residual for the next pipeline stage, rounded as AddRmsNorm rounds the sum."""
 
     def __init__(self) -> None:
         super().__init__()
