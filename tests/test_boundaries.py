@@ -178,6 +178,15 @@ def test_every_file_in_the_architecture_exists():
     assert missing == []
 
 
+def test_places_for_changes_in_the_architecture_exist():
+    """Each row of the table says "to change X, open file Y, look for Z"."""
+    section = (REPOSITORY / "docs/architecture.md").read_text().partition("## Where to change what")[2]
+    rows = [row.split("|")[2:4] for row in section.partition("\n## ")[0].splitlines() if "`" in row and row[0] == "|"]
+    places = [(file, look.strip(" `")) for files, look in rows for file in re.findall(r"`([^`]+)`", files)]
+    assert len(places) > 40
+    assert [place for place in places if place[1] not in (REPOSITORY / place[0]).read_text()] == []
+
+
 def test_lines_of_the_kernels_have_at_most_120_columns():
     sources = [
         path for suffix in ("h", "cc") for path in sorted((REPOSITORY / "agent" / "kernels").rglob(f"*.{suffix}"))

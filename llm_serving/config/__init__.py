@@ -2,32 +2,7 @@
 
 from llm_serving.config.config import Config
 from llm_serving.config.loader import load_config
-from llm_serving.config.mindformers import MindSporeContext
-from llm_serving.config.sections import (
-    BasicInputsConfig,
-    ExtraInputsConfig,
-    LogConfig,
-    ModelConfig,
-    PagedAttentionConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    ServingConfig,
-    TokenizerConfig,
-    WarmupInputsConfig,
-)
+from llm_serving.config.model_section import ModelConfig
+from llm_serving.config.parallel_section import ParallelConfig
 
-__all__ = [
-    "BasicInputsConfig",
-    "Config",
-    "ExtraInputsConfig",
-    "LogConfig",
-    "MindSporeContext",
-    "ModelConfig",
-    "PagedAttentionConfig",
-    "ParallelConfig",
-    "SchedulerConfig",
-    "ServingConfig",
-    "TokenizerConfig",
-    "WarmupInputsConfig",
-    "load_config",
-]
+__all__ = ["Config", "ModelConfig", "ParallelConfig", "load_config"]

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from llm_serving.config.convert import build_dataclass
 from llm_serving.config.mindformers import MindSporeContext
+from llm_serving.config.model_section import ModelConfig
+from llm_serving.config.parallel_section import ParallelConfig
 from llm_serving.config.sections import (
     BasicInputsConfig,
     ExtraInputsConfig,
     LogConfig,
-    ModelConfig,
     PagedAttentionConfig,
-    ParallelConfig,
     SchedulerConfig,
     ServingConfig,
     TokenizerConfig,

@@ -198,7 +198,6 @@ def _llama_shape(fields: TypedFields, arch: TypedFields) -> ModelShape:
         max_position_embeddings=longest,
         hidden_act="silu",
         attention_bias=False,
-        mlp_bias=False,
         bos_token_id=first[0] if first else None,
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
         pad_token_id=pad[0] if pad else None,

@@ -12,7 +12,8 @@ from llm_serving.config.config import Config
 from llm_serving.config.lookup import find_path
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
 from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers, check_op_table
-from llm_serving.config.sections import ModelConfig, ServingConfig, TokenizerConfig
+from llm_serving.config.model_section import ModelConfig
+from llm_serving.config.sections import ServingConfig, TokenizerConfig
 from llm_serving.config.source import RawConfig, UnusedSetting
 from llm_serving.config.validation import (
     check_ascend_options,

@@ -11,20 +11,6 @@ from llm_serving.config.model_section import MAX_SEQS, MAX_TOKENS, ModelConfig
 from llm_serving.config.parallel_section import ParallelConfig
 from llm_serving.config.schema import own, published, without_effect
 
-__all__ = [
-    "SECTIONS",
-    "BasicInputsConfig",
-    "ExtraInputsConfig",
-    "LogConfig",
-    "ModelConfig",
-    "PagedAttentionConfig",
-    "ParallelConfig",
-    "SchedulerConfig",
-    "ServingConfig",
-    "TokenizerConfig",
-    "WarmupInputsConfig",
-]
-
 MAX_BLOCKS = 64 * 1024 * 1024
 MAX_SECONDS = 86_400.0
 DEFAULT_SERVER_PORT = 8835

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from llm_serving.config.config import Config
-from llm_serving.config.parallel_section import MAX_RANKS
-from llm_serving.config.sections import ModelConfig, PagedAttentionConfig, ParallelConfig, ServingConfig
+from llm_serving.config.model_section import ModelConfig
+from llm_serving.config.parallel_section import MAX_RANKS, ParallelConfig
+from llm_serving.config.sections import PagedAttentionConfig, ServingConfig
 from llm_serving.config.source import RawConfig
 from llm_serving.model.number_formats import (
     AUTO,

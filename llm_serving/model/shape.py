@@ -40,7 +40,6 @@ class ModelShape:
     hidden_act: str
     attention_bias: bool
     """If True, query, key and value have biases."""
-    mlp_bias: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
@@ -179,7 +178,6 @@ def shape_of_fields(
         max_position_embeddings=positions,
         hidden_act="silu",
         attention_bias=biases[0],
-        mlp_bias=False,
         bos_token_id=first[0] if first else None,
         eos_token_ids=end_fields.token_ids("eos_token_id", vocab_size),
         pad_token_id=_pad_token_id(fields, vocab_size),

@@ -61,7 +61,6 @@ def test_llama2_7b() -> None:
         max_position_embeddings=4096,
         hidden_act="silu",
         attention_bias=False,
-        mlp_bias=False,
         bos_token_id=1,
         eos_token_ids=(2,),
         pad_token_id=0,

@@ -36,7 +36,6 @@ def test_every_key_of_config_json_is_read(tmp_path: Path) -> None:
         max_position_embeddings=4096,
         hidden_act="silu",
         attention_bias=False,
-        mlp_bias=False,
         bos_token_id=1,
         eos_token_ids=(2, 3),
         pad_token_id=0,

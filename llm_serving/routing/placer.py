@@ -1,0 +1,179 @@
+"""Moves waiting requests from the router's queue to replicas that can start them, and back if they cannot start."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from llm_serving.routing.placement import Candidate, Placed, Routing, choose
+from llm_serving.routing.replica import Entry, RoutedReplica, Survey
+from llm_serving.scheduler.figures import Capacity
+from llm_serving.scheduler.intake import Intake
+from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason
+
+BALANCE_DIVISOR = 8
+"""Loads of replicas are in balance if they differ by at most the tokens of a KV cache divided by this number."""
+
+MAX_GROUPS = 4096
+"""Maximum number of groups (samples of a prompt, beams of a search) whose replica is remembered."""
+
+
+class Placer:
+    """Decides for the first request of the router's queue when it goes to a replica, and to which one.
+
+    ``intake`` is the router's queue, and ``entries`` has all requests of the router by id.
+    """
+
+    def __init__(
+        self, replicas: Sequence[RoutedReplica], intake: Intake, entries: dict[str, Entry], routing: Routing
+    ) -> None:
+        limits: SchedulerLimits = replicas[0].scheduler.limits
+        self.placed: set[int] = set()
+        """Replicas that got requests since their last call of ``schedule``."""
+        self._replicas = replicas
+        self._intake = intake
+        self._entries = entries
+        self._routing = routing
+        self._balance_tokens = (limits.num_blocks - 1) * limits.block_size // BALANCE_DIVISOR
+        self._groups: OrderedDict[str, RoutedReplica] = OrderedDict()
+        self._next_index = 0
+        self._blocked: tuple[Entry, bool, list[Capacity]] | None = None
+        """The first waiting request that no replica could start, whether it was late, and the replicas' capacities."""
+
+    def place(self, now: float) -> None:
+        """Moves waiting requests, in order, to replicas that can start them, until no replica can start the first."""
+        live = [replica for replica in self._replicas if replica.is_live]
+        if not live:
+            return
+        if self._intake:
+            self._recall_held_up(live, now)
+            self._learn(live)
+            self._place_all(live, now)
+        elif len(live) > 1 and any(one.scheduler.num_waiting for one in live) and self._recall_held_up(live, now):
+            self._place_all(live, now)
+
+    def recall(self, replica: RoutedReplica, entries: Sequence[Entry], now: float) -> None:
+        """Moves requests that wait at a replica back to the router's queue."""
+        if not entries:
+            return
+        replica.scheduler.release_requests([entry.request.request_id for entry in entries])
+        replica.num_recalled += len(entries)
+        for entry in entries:
+            del replica.entries[entry.request.request_id]
+            entry.replica, entry.hashes, entry.cached_tokens = None, None, 0
+            if entry.has_run:
+                self._intake.put_back(entry.sequence)
+            else:
+                self._intake.enqueue(entry.sequence, now)
+
+    def _place_all(self, live: list[RoutedReplica], now: float) -> None:
+        surveys: dict[int, Survey] = {}
+        while self._intake:
+            entry = self._entries[self._intake.peek(now).request.request_id]
+            choice = self._replica_of_group(entry)
+            if choice is None:
+                if not surveys and self._is_still_blocked(entry, live):
+                    return
+                candidates = self._candidates(entry, live, surveys)
+                choice = self._choose(entry, candidates)
+            if choice is None:
+                self._note_blocked(entry, live, candidates, now)
+                return
+            replica, why = choice
+            surveys.pop(replica.index, None)
+            self._bind(entry, replica, why, now)
+
+    def _replica_of_group(self, entry: Entry) -> tuple[RoutedReplica, Placed] | None:
+        """Returns the replica to which the last request of the same group went, if it is ready."""
+        replica = self._groups.get(entry.request.group)
+        return None if replica is None or not replica.is_live else (replica, Placed.GROUP)
+
+    def _candidates(self, entry: Entry, live: list[RoutedReplica], surveys: dict[int, Survey]) -> list[Candidate]:
+        is_late = self._is_late(entry)
+        for replica in live:
+            if replica.index not in surveys:
+                surveys[replica.index] = replica.survey()
+        return [replica.candidate(entry, surveys[replica.index], is_late=is_late) for replica in live]
+
+    def _is_late(self, entry: Entry) -> bool:
+        return not entry.has_run and self._intake.order.is_late(entry.sequence)
+
+    def _choose(self, entry: Entry, candidates: list[Candidate]) -> tuple[RoutedReplica, Placed] | None:
+        choice = choose(candidates, self._routing, self._balance_tokens, self._next_index)
+        if choice is None:
+            return None
+        index, why = choice
+        entry.cached_tokens = next(one.cached_tokens for one in candidates if one.index == index)
+        return self._replicas[index], why
+
+    def _bind(self, entry: Entry, replica: RoutedReplica, why: Placed, now: float) -> None:
+        """Moves a request, which is the first of the router's queue, to a replica."""
+        request = entry.request
+        if entry.is_paid and not entry.has_run:
+            self._intake.remove(entry.sequence)
+        else:
+            self._intake.start(entry.sequence, now)
+        self._intake.line.moved(now)
+        entry.is_paid = True
+        entry.replica = replica
+        request.replica = replica.index
+        replica.entries[request.request_id] = entry
+        replica.num_placed[why] += 1
+        self._next_index = (replica.index + 1) % len(self._replicas)
+        if request.group:
+            self._groups[request.group] = replica
+            self._groups.move_to_end(request.group)
+            if len(self._groups) > MAX_GROUPS:
+                self._groups.popitem(last=False)
+        self.placed.add(replica.index)
+        replica.scheduler.place_request(request, entry.sequence.arrival_index, now)
+
+    def _recall_held_up(self, live: list[RoutedReplica], now: float) -> bool:
+        """Moves requests that wait at a replica and cannot start there back to the queue, if another replica can start
+        them.
+
+        Requests that have run or belong to a group stay. Returns True if a request was moved.
+        """
+        recalled = False
+        for replica in live:
+            if not replica.scheduler.num_waiting or not replica.scheduler.capacity().is_held_up:
+                continue
+            stuck = [entry for entry in replica.entries.values() if not entry.has_run and not entry.request.group]
+            others = [other for other in live if other is not replica]
+            if stuck and self._choose(stuck[0], self._candidates(stuck[0], others, {})) is not None:
+                self.recall(replica, stuck, now)
+                recalled = True
+        return recalled
+
+    def _learn(self, live: list[RoutedReplica]) -> None:
+        """Passes the learned prefill time of the fastest replica to policy ``slo``'s order of the router's queue."""
+        known = [estimate for replica in live if any(estimate := replica.scheduler.prefill_estimate)]
+        if known:
+            self._intake.order.learn(*min(known))
+
+    def _note_blocked(self, entry: Entry, live: list[RoutedReplica], candidates: list[Candidate], now: float) -> None:
+        """Notes why no replica can start the first waiting request: full steps, no batch rows, or else no blocks."""
+        capacities = [replica.scheduler.capacity() for replica in live]
+        reason = BlockReason.BLOCKS
+        if any(one.fits for one in candidates):
+            reason = BlockReason.BATCH
+        elif all(one.num_free_rows <= one.num_all for one in capacities):
+            reason = BlockReason.ROWS
+        if reason is not BlockReason.BATCH:
+            self._intake.limit_starts(0)
+        by = [request_id for replica in live for request_id in list(replica.entries)[:MAX_BLOCKERS]][:MAX_BLOCKERS]
+        entry.request.receipt.blocked(reason, by, now)
+        self._intake.line.blocked(reason, by, now)
+        self._blocked = (entry, self._is_late(entry), capacities)
+
+    def _is_still_blocked(self, entry: Entry, live: list[RoutedReplica]) -> bool:
+        """Returns True if the same request is still first and no replica's capacity has grown.
+
+        This makes frequent calls of ``place`` cheap.
+        """
+        if self._blocked is None or self._blocked[0] is not entry or self._blocked[1] != self._is_late(entry):
+            return False
+        capacities = [replica.scheduler.capacity() for replica in live]
+        before = self._blocked[2]
+        return len(capacities) == len(before) and not any(map(Capacity.has_grown, capacities, before))
