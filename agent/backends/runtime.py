@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 
 from agent.group.model_part import ModelPart
-from llm_serving.config import Config, MindSporeContext
+from llm_serving.config import Config
+from llm_serving.config.mindformers import MindSporeContext
 from llm_serving.errors import AgentStartError
 
 _PLUGIN_PATH = "MS_OP_PLUGIN_PATH"
