@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,9 +21,13 @@ from agent.backends.ascend.limits import check_limits
 from agent.backends.ascend.memory import check_device_memory
 from agent.group.model_part import ModelPart
 from agent.warm_up import captured_steps
-from llm_serving.config import Config, load_config
+from llm_serving.config import Config, load_config, mindformers_models
 from llm_serving.errors import AgentStartError, ConfigError
+from llm_serving.executor.agent_executor import AgentExecutor
+from llm_serving.executor.agent_process import bind_agent_ports
+from llm_serving.executor.base import AgentLost
 from llm_serving.model.families import Experts
+from support.executor_steps import events_until
 from support.time_limits import time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,10 +124,21 @@ def test_one_capture_for_each_decode_size(tmp_path: Path) -> None:
     assert "MS_DEV_RUNTIME_CONF" not in environment(published())
 
 
-def test_nz_layout_is_enabled_for_the_integer_product_only() -> None:
+def test_nz_layout_is_enabled_for_integer_products_only() -> None:
     config = published("model_config.weight_format=int8", "model_config.weight_layout=nz")
     assert environment(config)["MS_INTERNAL_ENABLE_NZ_OPS"] == "QuantBatchMatmul"
     assert "MS_INTERNAL_ENABLE_NZ_OPS" not in environment(published("model_config.weight_format=int8"))
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "layout", "wanted"),
+    [("int8", "nd", "GroupedMatmulV4"), ("int8", "nz", "QuantBatchMatmul,GroupedMatmulV4"), ("auto", "nd", None)],
+)
+def test_int8_experts_always_have_the_nz_layout(weight_format: str, layout: str, wanted: str | None) -> None:
+    given = [f"model_config.weight_format={weight_format}", f"model_config.weight_layout={layout}"]
+    given += ["model_config.load_format=dummy", "tokenizer.vocab_file=models/tiny_llama"]
+    config = load_config("qwen3_30b_a3b_int8_kbk_pa_dyn.yaml", given, ascend=True)
+    assert environment(config).get("MS_INTERNAL_ENABLE_NZ_OPS") == wanted
 
 
 @pytest.mark.parametrize(
@@ -150,7 +168,76 @@ def test_capture_is_refused_for_groups_and_with_fusion(tmp_path: Path) -> None:
 def test_environment_variables_that_are_set_are_kept() -> None:
     variables = {"MS_ALLOC_CONF": "enable_vmm:False"}
     prepare_environment(published(), variables)
-    assert variables == {"MS_ALLOC_CONF": "enable_vmm:False", "GLOG_v": "3", "RUN_MODE": "predict"}
+    assert variables == {
+        "MS_ALLOC_CONF": "enable_vmm:False",
+        "GLOG_v": "3",
+        "RUN_MODE": "predict",
+        "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST": "FlashAttentionScore,PagedAttention",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("", "FlashAttentionScore,PagedAttention"),
+        ("AddRmsNormQuantV2", "AddRmsNormQuantV2,FlashAttentionScore,PagedAttention"),
+        ("PagedAttention,FlashAttentionScore,MatMul", "PagedAttention,FlashAttentionScore,MatMul"),
+    ],
+)
+def test_a_list_of_disabled_kernels_keeps_its_names_and_gets_ours(given: str, wanted: str) -> None:
+    variables = {"MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST": given}
+    prepare_environment(published(), variables)
+    assert variables["MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"] == wanted
+
+
+def test_variables_that_come_too_late_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mindspore", SimpleNamespace())
+    for name in ("GLOG_v", "RUN_MODE", "MS_ALLOC_CONF"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.delenv("MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST", raising=False)
+    with pytest.raises(AgentStartError, match=r"could be set: MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST$"):
+        prepare_environment(published())
+    monkeypatch.setenv("MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST", "PagedAttention,FlashAttentionScore")
+    prepare_environment(published())
+
+
+SPY = """
+import json, os, sys
+
+class Spy:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mindspore" and not os.path.exists(os.environ["SPY_FILE"]):
+            with open(os.environ["SPY_FILE"], "w") as file:
+                json.dump({"argv": sys.argv, **os.environ}, file)
+
+sys.meta_path.insert(0, Spy())
+"""
+"""A ``sitecustomize`` that writes the environment of a process to a file when mindspore is first imported."""
+
+
+@pytest.mark.parametrize("config", ["llama_7b_kbk_pa_dyn.yaml", "qwen3_mindformers.yaml"])
+def test_a_real_agent_has_the_variables_when_it_imports_mindspore(
+    tmp_path: Path, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both paths, our graphs and MindFormers' models, start the same process. It ends without an Ascend."""
+    monkeypatch.setattr(mindformers_models, "_missing_package", lambda: "")
+    (tmp_path / "sitecustomize.py").write_text(SPY, encoding="utf-8")
+    given = ["model_config.load_format=dummy", "tokenizer.vocab_file=models/tiny_llama"]
+    loaded = load_config(config, [*given, "model_config.model_path=models/tiny_llama"], ascend=True)
+    found = tmp_path / "environment.json"
+    with bind_agent_ports("127.0.0.1", [0]) as listeners:
+        with mock.patch.dict(os.environ, {"SPY_FILE": str(found), "PYTHONPATH": str(tmp_path)}):
+            executor = AgentExecutor(loaded, listeners, tmp_path)
+            executor.start()
+        try:
+            (lost,) = events_until(executor, AgentLost, 60)
+        finally:
+            executor.close()
+    assert "Unsupported device target Ascend" in lost.error
+    variables = json.loads(found.read_text(encoding="utf-8"))
+    assert variables["argv"][0].endswith("agent/__main__.py")
+    assert variables["MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"] == "FlashAttentionScore,PagedAttention"
+    assert variables["RUN_MODE"] == "predict"
 
 
 @pytest.mark.parametrize(

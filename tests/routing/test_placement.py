@@ -76,9 +76,7 @@ def test_properties_of_every_choice(
     assert chosen.is_open or (routing is Routing.PREFIX and chosen.cached_tokens)
     least = min(one.load for one in candidates)
     if not is_balanced(chosen.load, least, balance_tokens) and routing is not Routing.ROUND_ROBIN:
-        assert all(chosen.load <= one.load for one in candidates if one.is_open), (
-            "a higher load without need"
-        )
+        assert all(chosen.load <= one.load for one in candidates if one.is_open), "a higher load without need"
     if why is Placed.PREFIX:
         better = [one for one in candidates if one.cached_tokens > chosen.cached_tokens and one.is_open]
         assert not any(is_balanced(one.load, least, balance_tokens) for one in better)

@@ -22,6 +22,8 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops import auto_generate
 
+from agent.backends.ascend import context
+from agent.backends.ascend import ops as ascend_ops
 from agent.backends.native import attention as native_attention
 from agent.backends.native import experts as native_experts
 from agent.backends.native import linear as native_linear
@@ -64,6 +66,13 @@ INT8_MOE_PAIR, INT4_MOE_PAIR = (
     replace(config, parallel_config=PAIR.parallel_config) for config in (INT8_MOE, INT4_MOE)
 )
 STAGES = replace(CONFIG, parallel_config=ParallelConfig(pipeline_parallel=2))
+BFLOAT16 = replace(CONFIG, model_config=replace(CONFIG.model_config, model_dtype="bfloat16"))
+
+
+def with_sizes(head_dim: int, block_size: int) -> Any:
+    """Returns CONFIG with other sizes of heads and blocks."""
+    shape, cache = replace(GQA, head_dim=head_dim), replace(CONFIG.pa_config, block_size=block_size)
+    return replace(CONFIG, shape=shape, pa_config=cache)
 
 
 class Attention(native_attention.Attention):
@@ -278,6 +287,36 @@ def ones_mask() -> Any:
     return patched("causal_mask", lambda form, dtype: Tensor(mask, ms.float16))
 
 
+def variables(**changes: str | None) -> Any:
+    """Starts the agent with other environment variables. None removes a variable."""
+    real = context.environment
+
+    def environment(config: Any) -> dict[str, str]:
+        return {name: value for name, value in (real(config) | changes).items() if value is not None}
+
+    return mock.patch.object(context, "environment", environment)
+
+
+def jit(level: str, infer_boost: str) -> Any:
+    return mock.patch.object(context, "jit_config", return_value={"jit_level": level, "infer_boost": infer_boost})
+
+
+def paged(**settings: Any) -> Any:
+    return in_attention("PagedAttention", lambda *given: auto_generate.PagedAttention(*given, **settings))
+
+
+def unlimited() -> Any:
+    """Leaves out the check of limits at the start."""
+    return mock.patch.object(ascend_ops, "check_limits")
+
+
+class HalfMask(native.ChunkMask):
+    """Makes the mask in float16, whatever the type of the model is."""
+
+    def __init__(self, max_positions: int, dtype: str) -> None:
+        super().__init__(max_positions, "float16")
+
+
 def flash(**settings: Any) -> Any:
     return in_attention("FlashAttentionScore", lambda **given: auto_generate.FlashAttentionScore(**(given | settings)))
 
@@ -361,6 +400,27 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
         lambda: mock.patch.object(native.parallel, "Sum", OwnPart),
     ),
     "sums of an agent's part": ("decode", PAIR, lambda: mock.patch.object(native.parallel, "Sum", OwnPart)),
+    "kernels, no list of disabled ones": (
+        "decode",
+        CONFIG,
+        lambda: variables(MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST=None),
+    ),
+    "kernels, another one disabled": (
+        "chunked",
+        CONFIG,
+        lambda: variables(MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST="FlashAttentionScore"),
+    ),
+    "kernels, trapezoidal mask": ("decode", CONFIG, lambda: paged(mask_mode="TRAPEZOIDAL")),
+    "kernels, latent cache": ("decode", CONFIG, lambda: paged(mla_v_dim=16)),
+    "kernels, sparse mode of a band": ("prefill", CONFIG, lambda: flash(sparse_mode=4)),
+    "kernels, running sums": ("prefill", CONFIG, lambda: flash(input_layout="TND")),
+    "kernels, ND experts": ("decode", INT8_MOE, lambda: variables(MS_INTERNAL_ENABLE_NZ_OPS=None)),
+    "kernels, heads of 24": ("decode", with_sizes(24, 16), unlimited),
+    "kernels, heads of 288": ("decode", with_sizes(288, 16), unlimited),
+    "kernels, blocks of 48": ("decode", with_sizes(32, 48), unlimited),
+    "kernels, large blocks": ("decode", with_sizes(256, 128), unlimited),
+    "kernels, type of the chunk mask": ("chunked", BFLOAT16, lambda: patched("ChunkMask", HalfMask)),
+    "kernels, graph kernel level": ("decode", CONFIG, lambda: jit("O1", "off")),
 }
 
 

@@ -57,6 +57,19 @@ CAUGHT = {
     "experts, ends of groups": "GroupedMatmulV4 of layer 0: group_list_type is 0; it must be 1",
     "experts, running sums": "of layer 0: expert_tokens_count_or_cumsum_flag is 1; it must be 2",
     "experts, sums of an agent's part": "0 x AllReduce for 2 layers; there should be 5",
+    "kernels, no list of disabled ones": "the custom kernel is selected, which reads three sizes of the query",
+    "kernels, another one disabled": "the custom kernel is selected, which reads three sizes of the query",
+    "kernels, trapezoidal mask": "the custom kernel is selected, which reads three sizes of the query",
+    "kernels, latent cache": "refused: ",
+    "kernels, sparse mode of a band": "sparse_mode is 4; the kernel of the Ascend Transformer Boost library takes 0",
+    "kernels, running sums": "refused: ",
+    "kernels, ND experts": "GroupedMatmulV4 of layer 0: int8 weights of experts stay in layout ND",
+    "kernels, heads of 24": "heads have 24 elements; the kernel takes multiples of 16 up to 256",
+    "kernels, heads of 288": "heads have 288 elements; the kernel takes multiples of 16 up to 256",
+    "kernels, blocks of 48": "blocks have 48 tokens; the kernel takes 16, 32, 64, 128",
+    "kernels, large blocks": "head size x block size is 32768; the kernel takes at most 16384",
+    "kernels, type of the chunk mask": "attn_mask is f16 and query bf16; the kernel takes one type",
+    "kernels, graph kernel level": "only O0 with infer_boost has this primitive's kernel",
 }
 SWEPT_MISTAKES = (
     "query heads",
@@ -75,6 +88,11 @@ SWEPT_MISTAKES = (
     "experts, bytes for pairs",
     "experts, running sums",
     "experts, sums of an agent's part",
+    "kernels, another one disabled",
+    "kernels, latent cache",
+    "kernels, running sums",
+    "kernels, heads of 288",
+    "kernels, large blocks",
 )
 """These run in ``make test-sweeps`` only, because each has a counterpart that ``make test`` plants."""
 KINDS = ("prefill", "chunked", "decode")

@@ -1,6 +1,7 @@
 """Checks a compiled graph against the public documentation (sources: docs/ascend.md).
 
-The golden listing shows that a graph has changed. These rules show that it cannot be correct.
+The golden listing shows that a graph has changed. These rules show that it cannot be correct. ``kernels`` adds the
+rules of the kernels that a device selects.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from agent.backends.ascend import context
 from agent.group.model_part import ModelPart
 from agent.weights.forms import LinearForms
 from llm_serving.config import Config
 from tools.ascend_graph.experts import EXPERT_PRIMITIVES, ExpertRules
+from tools.ascend_graph.kernels import DeviceSettings, KernelRules
 from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Graph, Node, Operand, TensorType
 from tools.ascend_graph.products import PRODUCTS, TYPES, ProductRules
@@ -77,6 +80,8 @@ class _Rules:
         self._dtype = TYPES[config.model_config.model_dtype]
         self._products = ProductRules(self._wiring, forms, config.model_config.model_dtype)
         self._experts = ExpertRules(self._wiring, forms.experts, self._shape, config.model_config.model_dtype)
+        settings = DeviceSettings(context.environment(config), context.jit_config(config))
+        self._kernels = KernelRules(self._wiring, self._type, settings)
         self._floats = forms.layers.format == "float"
         heads, kv_heads, dim = self._shape.num_attention_heads, self._shape.num_key_value_heads, self._shape.head_dim
         self._query, self._key = heads * dim, kv_heads * dim
@@ -95,7 +100,7 @@ class _Rules:
         checks |= self._experts.checks
         for node in self._calls:
             check = self._experts.router_problems if self._experts.is_router(node) else checks.get(node.primitive)
-            for problem in check(node) if check is not None else ():
+            for problem in (*(check(node) if check is not None else ()), *self._kernels.problems(node)):
                 yield f"{node.primitive} of {_where(node)}: {problem}"
 
     def _check_inputs(self) -> Iterator[str]:

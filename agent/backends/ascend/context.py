@@ -6,6 +6,7 @@ Calls that only MindSpore on an Ascend supports go through the argument ``mindsp
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -17,22 +18,42 @@ _JIT_LEVELS = {"kbk": "O0", "ge": "O2"}
 """O0 launches kernel by kernel, which dynamic shapes need. O2 runs the whole graph through GE."""
 _FUSION_JIT_LEVEL = "O1"
 """O1 launches kernel by kernel, with fused operators (graph kernel)."""
+_DISABLED_CUSTOM_KERNELS = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
+_NZ_PRIMITIVES = "MS_INTERNAL_ENABLE_NZ_OPS"
+_LISTS = (_DISABLED_CUSTOM_KERNELS, _NZ_PRIMITIVES)
+"""Variables that hold names separated by commas."""
 
 
 def environment(config: Config) -> dict[str, str]:
-    """Returns the environment variables that MindSpore reads when it is imported."""
+    """Returns the environment variables that MindSpore reads when it is imported.
+
+    Without the list of disabled kernels, an Ascend runs decode steps with a PagedAttention kernel that reads three
+    sizes of the query. Our query has two: tokens and width (``tools/ascend_graph/kernels.py``).
+    """
     variables = {
         "GLOG_v": "3",  # log only errors
         "RUN_MODE": "predict",  # read by MindFormers' models
         "MS_ALLOC_CONF": "enable_vmm:True",  # prevents fragmentation of device memory between pools
+        _DISABLED_CUSTOM_KERNELS: "FlashAttentionScore,PagedAttention",
     }
-    if config.model_config.weight_layout == "nz":
-        variables["MS_INTERNAL_ENABLE_NZ_OPS"] = "QuantBatchMatmul"
+    in_nz = _primitives_in_nz(config)
+    if in_nz:
+        variables[_NZ_PRIMITIVES] = ",".join(in_nz)
     if config.captured_batch_sizes:
         variables["MS_DEV_RUNTIME_CONF"] = f"graph_capture_max_number:{len(config.captured_batch_sizes)}"
     if config.context.enable_graph_kernel and config.context.graph_kernel_flags:
         variables["MS_DEV_GRAPH_KERNEL_FLAGS"] = config.context.graph_kernel_flags
     return variables
+
+
+def _primitives_in_nz(config: Config) -> list[str]:
+    """Returns the primitives whose int8 weights MindSpore converts to the block layout of the matrix unit.
+
+    Integer products of experts always have this layout, because no other inference project uses them without it.
+    """
+    names = ["QuantBatchMatmul"] if config.model_config.weight_layout == "nz" else []
+    has_experts = config.shape.experts is not None
+    return [*names, "GroupedMatmulV4"] if has_experts and config.quantises_activations else names
 
 
 def jit_config(config: Config) -> dict[str, str]:
@@ -53,9 +74,20 @@ def device_id(config: Config, rank: int = 0) -> int:
 
 
 def prepare_environment(config: Config, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Sets the variables that are not set yet. Must run before MindSpore is imported."""
+    """Sets the variables that are not set yet, and extends lists that are set. MindSpore must not be imported yet.
+
+    Raises AgentStartError if MindSpore is already imported and a variable would change.
+    """
+    changed = {}
     for name, value in environment(config).items():
-        variables.setdefault(name, value)
+        given = variables.get(name)
+        if given is None:
+            changed[name] = value
+        elif name in _LISTS and not set(value.split(",")) <= set(given.split(",")):
+            changed[name] = ",".join(dict.fromkeys([*filter(None, given.split(",")), *value.split(",")]))
+    if changed and variables is os.environ and "mindspore" in sys.modules:
+        raise AgentStartError(f"mindspore was imported before these variables could be set: {', '.join(changed)}")
+    variables.update(changed)
 
 
 def set_up_device(config: Config, mindspore: Any, rank: int = 0) -> None:

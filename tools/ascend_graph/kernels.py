@@ -1,0 +1,197 @@
+"""Predicts which kernel an Ascend runs for a node, and checks that this kernel takes the node's operands.
+
+MindSpore's library for inference has two kernels for some primitives. Environment variables and operands decide between
+them. The front end does not know this selection, so a graph whose types and shapes are right can still be given to a
+kernel that reads other dimensions. The rules are those of the 910B and the 910_93.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from tools.ascend_graph.listing import Wiring
+from tools.ascend_graph.mind_ir import Node, Operand, TensorType
+
+DISABLED_LIST = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
+ENABLED_LIST = "MS_INTERNAL_ENABLE_CUSTOM_KERNEL_LIST"
+NZ_LIST = "MS_INTERNAL_ENABLE_NZ_OPS"
+_WHEEL = "libms_kernels_internal.so of the aarch64 wheel of mindspore 2.9.0"
+DEFAULT_LIST = frozenset(
+    {
+        "MatMul", "RmsNorm", "Add", "Sub", "FlashAttentionScore", "PagedAttention", "PagedAttentionMask", "AddRmsNorm",
+        "AddLayerNorm", "MatMulAllReduce", "InferenceMatmulSplit", "AddRmsNormQuantV2", "InferenceSwiGLU",
+        "QbmmAllReduceAdd", "QbmmAdd",
+    }
+)  # fmt: skip
+"""Primitives whose custom kernel is used unless a variable disables it. Source: ``IsOpEnabled`` in ``_WHEEL``."""
+_LAYOUTS = {0: "BSH", 1: "BNSD", 2: "SBH", 3: "BSND", 4: "TND", 5: "TH", 6: "NSD", 7: "SH"}
+"""``input_layout`` of FlashAttentionScore. Source: ``InputLayoutMode`` in the wheel's ``op_param.h``."""
+_RAGGED = ("TND", "TH")
+_BLOCK_SIZES = (16, 32, 64, 128)
+_MAX_HEAD, _HEAD_MULTIPLE, _MAX_BLOCK_ELEMENTS, _MAX_GROUP = 256, 16, 128 * 128, 128
+_DEFAULT_MASK, _TRAPEZOIDAL_MASK = 0, 1
+"""``mask_mode`` of PagedAttention. Source: ``MaskMode`` in the wheel's ``op_param.h``."""
+
+
+class Kernel(enum.Enum):
+    """The kernels that MindSpore's library for inference has for an attention primitive."""
+
+    CUSTOM = "the custom kernel"
+    """``Internal...Op`` of the library."""
+    ATB = "the kernel of the Ascend Transformer Boost library"
+    """``Asd...Op`` of the library."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSettings:
+    """The settings of an agent's process that select kernels."""
+
+    environment: Mapping[str, str]
+    jit_config: Mapping[str, str]
+
+    def uses_custom_kernel(self, primitive: str) -> bool:
+        """Returns whether the custom kernel of a primitive is enabled.
+
+        Source: ``IsOpEnabled`` in ``_WHEEL``. It starts with the default list unless ``MS_ENABLE_INTERNAL_BOOST`` is
+        ``off``, adds the enabled names and removes the disabled names.
+        """
+        is_default = self.environment.get("MS_ENABLE_INTERNAL_BOOST") != "off"
+        enabled = (DEFAULT_LIST if is_default else frozenset()) | self.names(ENABLED_LIST)
+        return primitive in enabled - self.names(DISABLED_LIST)
+
+    def names(self, variable: str) -> frozenset[str]:
+        """Returns the names in a variable, which commas separate."""
+        return frozenset(filter(None, self.environment.get(variable, "").split(",")))
+
+
+TypeOf = Callable[[Operand], TensorType | None]
+
+
+class KernelRules:
+    """Finds nodes that the selected kernel does not take."""
+
+    def __init__(self, wiring: Wiring, type_of: TypeOf, settings: DeviceSettings) -> None:
+        """``type_of`` returns the type of an operand."""
+        self._wiring, self._type_of, self._settings = wiring, type_of, settings
+        self._checks: dict[str, Callable[[Node], Iterator[str]]] = {
+            "PagedAttention": self._paged_attention,
+            "FlashAttentionScore": self._flash_attention,
+            "ReshapeAndCache": self._cache_write,
+            "MatMul": self._matrix_product,
+            "GroupedMatmulV4": self._grouped_product,
+        }
+
+    def problems(self, node: Node) -> Iterator[str]:
+        """Yields why the kernel that the device selects for ``node`` does not take it."""
+        check = self._checks.get(node.primitive)
+        if check is not None:
+            yield from check(node)
+
+    def paged_attention_kernel(self, node: Node) -> Kernel:
+        """Returns the kernel of an unquantised PagedAttention.
+
+        Source: ``PagedAttentionOp::Router`` in ``_WHEEL``. The trapezoidal mask goes to the custom kernel and MLA to
+        the other one. Otherwise the lists of enabled and disabled kernels decide. The rank of the query does not count.
+        """
+        operands = self._wiring.operands(node)
+        if operands[14].value == _TRAPEZOIDAL_MASK:
+            return Kernel.CUSTOM
+        if operands[15].value:
+            return Kernel.ATB
+        return Kernel.CUSTOM if self._settings.uses_custom_kernel("PagedAttention") else Kernel.ATB
+
+    def flash_attention_kernel(self, node: Node) -> Kernel:
+        """Returns the kernel of a FlashAttentionScore.
+
+        Source: ``FlashAttentionScoreOp`` and its ``Router`` in ``_WHEEL`` ("Use AsdOp when input layout is TH or TND.",
+        "Use AsdOp when attn_mask is Bfloat16.").
+        """
+        operands = self._wiring.operands(node)
+        mask = self._type_of(operands[6])
+        if _LAYOUTS.get(operands[16].value) in _RAGGED or (mask is not None and mask.dtype == "bf16"):
+            return Kernel.ATB
+        return Kernel.CUSTOM if self._settings.uses_custom_kernel("FlashAttentionScore") else Kernel.ATB
+
+    def _paged_attention(self, node: Node) -> Iterator[str]:
+        yield from self._inference_mode()
+        operands = self._wiring.operands(node)
+        query, cache, mask = (self._type_of(operands[at]) for at in (0, 1, 7))
+        kernel = self.paged_attention_kernel(node)
+        rank = 0 if query is None else len(query.shape)
+        # Source: InternalPagedAttentionTilingImpl reads the second and the third size of the query, whatever its rank.
+        # If the rank is not 3, it takes the sizes as batch, heads, queries, head size.
+        if kernel is Kernel.CUSTOM and rank not in (3, 4):
+            yield (
+                f"{kernel.value} is selected, which reads three sizes of the query, and the query has {rank}; "
+                f"add PagedAttention to {DISABLED_LIST} and use the default mask_mode"
+            )
+        if operands[14].value != _DEFAULT_MASK and mask is not None:
+            yield f"mask_mode is {operands[14].value}; with attn_mask it must be {_DEFAULT_MASK}"
+        if operands[15].value:
+            yield f"mla_v_dim is {operands[15].value}; a cache of keys and values of its own has 0"
+        if mask is not None and query is not None and mask.dtype != query.dtype:
+            yield f"attn_mask is {mask.dtype} and query {query.dtype}; the kernel takes one type"
+        if cache is not None:
+            yield from self._cache_sizes(cache)
+        heads, kv_heads = operands[10].value, operands[12].value
+        if kv_heads and heads // kv_heads > _MAX_GROUP:
+            yield f"{heads // kv_heads} query heads share a key-value head; the kernel takes at most {_MAX_GROUP}"
+
+    def _cache_sizes(self, cache: TensorType) -> Iterator[str]:
+        """Source: the refusals of ``InternalPagedAttentionTilingImpl`` in ``_WHEEL``."""
+        if len(cache.shape) != 4:
+            yield f"key_cache is {cache}; it must be [blocks, block size, heads, head size]"
+            return
+        block, head = cache.shape[1], cache.shape[3]
+        if block not in _BLOCK_SIZES:
+            yield f"blocks have {block} tokens; the kernel takes {', '.join(map(str, _BLOCK_SIZES))}"
+        if head % _HEAD_MULTIPLE or head > _MAX_HEAD:
+            yield f"heads have {head} elements; the kernel takes multiples of {_HEAD_MULTIPLE} up to {_MAX_HEAD}"
+        if head * block > _MAX_BLOCK_ELEMENTS:
+            yield f"head size x block size is {head * block}; the kernel takes at most {_MAX_BLOCK_ELEMENTS}"
+
+    def _flash_attention(self, node: Node) -> Iterator[str]:
+        operands = self._wiring.operands(node)
+        query, mask = self._type_of(operands[0]), self._type_of(operands[6])
+        kernel, layout = self.flash_attention_kernel(node), _LAYOUTS.get(operands[16].value, "unknown")
+        # Source: the refusal "Only support sparse mode in {0}" in _WHEEL.
+        if operands[17].value != 0:
+            yield f"sparse_mode is {operands[17].value}; {kernel.value} takes 0 only"
+        ranks = {"TH": 2, "TND": 3, "SH": 2, "BSH": 3, "SBH": 3, "NSD": 3, "BNSD": 4, "BSND": 4}
+        if query is not None and layout in ranks and len(query.shape) != ranks[layout]:
+            yield f"query has rank {len(query.shape)}; layout {layout} has {ranks[layout]}"
+        # Source: vllm-mindspore, model_executor/models/attention_mask.py.
+        if mask is not None and query is not None and mask.dtype != query.dtype:
+            yield f"attn_mask is {mask.dtype} and query {query.dtype}; the kernel takes one type"
+
+    def _cache_write(self, node: Node) -> Iterator[str]:
+        yield from self._inference_mode()
+        key = self._type_of(self._wiring.operands(node)[0])
+        # Source: the refusal "The rank of key and value should be 2 (TH) or 3 (BSH)" in _WHEEL.
+        if key is not None and len(key.shape) not in (2, 3):
+            yield f"key has rank {len(key.shape)}; the kernel takes 2 or 3"
+
+    def _matrix_product(self, node: Node) -> Iterator[str]:
+        weight = self._type_of(self._wiring.operands(node)[1])
+        # Source: the refusal "MatMul weight shape rank must be 2" in _WHEEL.
+        if weight is not None and len(weight.shape) != 2:
+            yield f"the weight has rank {len(weight.shape)}; the kernel takes 2"
+
+    def _grouped_product(self, node: Node) -> Iterator[str]:
+        operands = self._wiring.operands(node)
+        x, weight = self._type_of(operands[0]), self._type_of(operands[1])
+        if x is None or weight is None or (x.dtype, weight.dtype) != ("i8", "i8"):
+            return
+        # Source: MindFormers 1.9, golden_stick/a8dynw8.py, casts these weights to NZ. MindSpore does so if the variable
+        # names the primitive (UpdateFormat in ops/kernel/ascend/internal/internal_kernel_plugin.cc).
+        if "GroupedMatmulV4" not in self._settings.names(NZ_LIST):
+            yield f"int8 weights of experts stay in layout ND; add GroupedMatmulV4 to {NZ_LIST}"
+
+    def _inference_mode(self) -> Iterator[str]:
+        # Source: MsContext::IsEnableInferBoost in libmindspore_core.so of the same wheel, and context.py of mindspore
+        # 2.9.0 ("Only jit_level set O0 can set infer_boost to on.").
+        given = dict(self._settings.jit_config)
+        if (given.get("jit_level"), given.get("infer_boost")) != ("O0", "on"):
+            yield f"jit_config is {given}; only O0 with infer_boost has this primitive's kernel"
