@@ -1,1 +1,1 @@
-"""The load test, the benchmarks and the simulator: programs that measure."""
+"""Contains the programs that measure: load test, benchmarks and simulator."""

@@ -21,7 +21,7 @@ EXIT_UNSTEADY = 3
 EXIT_INTERRUPTED = 130
 
 Range = tuple[int, int]
-"""Inclusive bounds of a length; lengths are drawn uniformly."""
+"""Smallest and largest length. Lengths are drawn uniformly between them."""
 
 Arguments = ParamSpec("Arguments")
 
@@ -31,11 +31,11 @@ class LoadTestError(Exception):
 
 
 class UsageError(LoadTestError):
-    """An option or a data set is wrong."""
+    """Raised if an option or a data set is wrong."""
 
 
 class ServerUnreachableError(LoadTestError):
-    """No server responds at the address, or its response does not name a model."""
+    """Raised if no server responds at the address, or if its response does not name a model."""
 
 
 def exits_with_errors(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
@@ -55,7 +55,7 @@ def exits_with_errors(main: Callable[Arguments, int]) -> Callable[Arguments, int
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """Parses ``1,8,32``: whole numbers of at least 1."""
+    """Parses an option such as ``1,8,32``: whole numbers of at least 1."""
     try:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -85,7 +85,7 @@ def positive(text: str) -> float:
 
 
 def parse_range(text: str) -> Range:
-    """Parses ``N`` or ``A:B``, inclusive bounds of at least 1."""
+    """Parses an option ``N`` or ``A:B``: the smallest and largest value of a range, at least 1."""
     try:
         low, _, high = text.partition(":")
         bounds = (int(low), int(high or low))
@@ -97,7 +97,7 @@ def parse_range(text: str) -> Range:
 
 
 def parse_values(text: str) -> tuple[str, tuple[str, ...]]:
-    """Parses ``KEY=V1,V2``: a setting and values for it. A comma inside brackets belongs to a value."""
+    """Parses an option ``KEY=V1,V2``: a setting and its values. A comma inside brackets belongs to a value."""
     key, equals, values = text.partition("=")
     if not key or not equals or not values:
         raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=V1,V2")
@@ -107,7 +107,7 @@ def parse_values(text: str) -> tuple[str, tuple[str, ...]]:
 def new_parser(
     description: str | None, config: str | None = None, *, starts_servers: bool = False
 ) -> argparse.ArgumentParser:
-    """Returns a parser with the options that programs share: ``--json``, and the config's and the servers'."""
+    """Returns a parser with the options that several programs share, such as ``--json``, ``--config`` and ``--set``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file, too")
     if config is not None:

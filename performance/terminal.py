@@ -17,7 +17,7 @@ from llm_serving.telemetry.statistics import Summary
 SUMMARY_COLUMNS = ("mean", "p50", "p90", "p99", "max")
 """Fields of ``Summary`` that every table of latencies shows. To add a column, add its name here."""
 MAX_WIDTH = 1000
-"""A table is never wrapped: programs and ``grep`` read it, too."""
+"""Width of the console for tables. It is large, so that no line is wrapped, because programs read tables, too."""
 
 
 def format_number(value: float | None) -> str:
@@ -53,7 +53,7 @@ def format_summaries(title: str, summaries: Sequence[tuple[str, Summary]]) -> st
 
 
 def summary_cells(summary: Summary) -> list[str]:
-    """Returns the numbers of ``SUMMARY_COLUMNS``."""
+    """Returns the cells of a table row for a summary: its values in the order of ``SUMMARY_COLUMNS``."""
     return [format_number(getattr(summary, column)) for column in SUMMARY_COLUMNS]
 
 

@@ -107,7 +107,7 @@ _REJECTED = [(re.compile(rejected.pattern, re.IGNORECASE), rejected) for rejecte
 
 @dataclass(frozen=True)
 class Sentence:
-    """One sentence of prose and the line where it begins."""
+    """A sentence of a comment, docstring or page, and the line where it begins."""
 
     path: Path
     line: int

@@ -42,7 +42,7 @@ WAIT = 2
 """Number of steps for which a dynamic batch waits for more requests."""
 
 Span = tuple[int, int, int, int]
-"""Request, batch row, first step, step after the last."""
+"""A request's place in the picture: request number, batch row, first step, and the step after the last."""
 
 
 def schedule(mode: str) -> list[Span]:

@@ -71,9 +71,9 @@ class Quality:
     name: str
     perplexity: float
     change: float
-    """Relative change of the perplexity from the baseline."""
+    """Relative change of the perplexity from that of the baseline format."""
     agreement: float
-    """Fraction of positions with the same best token as the baseline."""
+    """Fraction of positions whose most probable token is the same as with the baseline format."""
     limit: float | None
     seconds: float
 

@@ -48,7 +48,7 @@ def gpt_settings(config: Config) -> Settings:
 
 
 def moe_settings(config: Config) -> Settings:
-    """Returns the arguments for a mixture of experts. Its router is float32."""
+    """Returns the arguments of MindFormers' configuration class for a mixture of experts, with a float32 router."""
     experts = config.shape.experts
     assert experts is not None, "the server refuses a model without experts"
     return {
@@ -136,7 +136,7 @@ def _magnitude(scaling: RopeScaling) -> float:
 
 @dataclass(frozen=True, slots=True)
 class InferenceModel:
-    """The full names of a family's classes in MindFormers 1.9 and of our adapter class."""
+    """Full names of the classes for a model family: configuration and network in MindFormers 1.9, and our adapter."""
 
     config: str
     network: str

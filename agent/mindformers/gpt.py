@@ -35,7 +35,7 @@ class GptAdapter(nn.Cell):
         self.gpt = network.model
         self.gpt.return_hidden_states = True
         self.gpt.move_lens_to_cpu = False
-        self._network = (network,)  # as a plain attribute, it would be a second parent of the same Cells
+        self._network = (network,)  # in a tuple, so that its Cells get no second parent
         layout = ops_table.cache_layout(cache.num_blocks, cache.block_size, shape.num_key_value_heads, shape.head_dim)
         keys, values = zip(*cache_names(shape.num_layers), strict=True)
         self.key_caches = ParameterTuple([_cache(name, *layout) for name in keys])
@@ -70,7 +70,7 @@ class GptAdapter(nn.Cell):
         hidden = self.gpt(
             token_ids,
             positions=positions,
-            # FlashAttentionScore uses this input as the lengths of the queries.
+            # For whole prompts, FlashAttentionScore takes this argument as the number of query tokens.
             batch_valid_length=query_lens if whole_prompts else context_lens,
             context_lens_tensor=context_lens,
             q_seq_lens=query_lens,

@@ -32,7 +32,7 @@ class Names:
     If MindFormers' name has no last part, our name is complete, for example ``mlp.down.weight``.
     """
     stacked: bool
-    """Whether q, k and v are one weight, and gate and up are one weight."""
+    """True if q, k and v are one parameter, and gate and up are one parameter."""
 
     def theirs(self, parameter: str) -> str:
         """Returns MindFormers' name of one of our parameters."""
@@ -63,7 +63,7 @@ GPT_NAMES = Names(
     },
     stacked=True,
 )
-"""The names of ``GPTModel``, which all newer models use."""
+"""Parameter names of MindFormers' ``GPTModel``, which all newer models use."""
 
 MOE_NAMES = replace(
     GPT_NAMES,
@@ -74,7 +74,7 @@ MOE_NAMES = replace(
         "mlp.down.weight": "mlp.experts.weight2",
     },
 )
-"""The names of a ``GPTModel`` with experts in all layers."""
+"""Parameter names of a MindFormers ``GPTModel`` with experts in all layers."""
 
 LLAMA_NAMES = Names(
     outside={
@@ -97,7 +97,7 @@ LLAMA_NAMES = Names(
     },
     stacked=False,
 )
-"""The names of the older library's Llama, whose layers own the KV cache."""
+"""Parameter names of the Llama of MindFormers' older library, whose layers own the KV cache."""
 
 
 def names_of(architecture: str) -> Names:

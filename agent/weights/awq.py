@@ -49,7 +49,7 @@ class AWQDecoder(Decoder):
 
 
 def _outputs_first(words: Array) -> npt.NDArray[np.uint8]:
-    """int32 [n, out / 8] -> uint8 [out, n]. Transposes words, which is faster than transposing their eight values."""
+    """Unpacks int32 [n, out / 8] to uint8 [out, n]. First transposes the words, which are fewer than the integers."""
     four = bytes_of(words.T).reshape(words.shape[1], len(words), 4)
     values = np.empty((words.shape[1], 8, len(words)), np.uint8)
     for byte in range(4):

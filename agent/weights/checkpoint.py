@@ -27,7 +27,7 @@ _DECODERS: dict[str, type[Decoder]] = {
 
 
 class Checkpoint:
-    """A WeightSource for a folder. Owns the mapped files."""
+    """Reads weights from a model folder (a WeightSource). Owns the memory-mapped files."""
 
     def __init__(self, folder: Path, quantization: Quantization | None = None) -> None:
         self.folder = folder

@@ -16,7 +16,7 @@ _PIECE_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class TensorCut:
-    """A range of rows of a tensor. For a matrix, also a range of columns."""
+    """A part of a tensor: a range of rows, and for a matrix also a range of columns."""
 
     whole: tuple[int, ...]
     """Shape of the whole tensor."""

@@ -53,18 +53,18 @@ class StoredTensors:
         """Shape of the whole weight if only a part of it is read, otherwise None."""
 
     def array(self, end: str) -> Array:
-        """Returns a tensor as it is stored. Valid while the checkpoint is open."""
+        """Returns the tensor ``end`` as it is stored. The array is valid while the checkpoint is open."""
         found = self._read(f"{self.stem}.{end}")
         assert found is not None, "the checkpoint has been checked for required tensors"
         return found[0]
 
     def optional(self, end: str) -> Array | None:
-        """Returns a tensor as it is stored, or None if it is absent."""
+        """Returns the tensor ``end`` as it is stored, or None if the checkpoint does not have it."""
         found = self._read(f"{self.stem}.{end}")
         return None if found is None else found[0]
 
     def floats(self, end: str) -> npt.NDArray[np.float32]:
-        """Returns a tensor as float32, without rounding. Raises CheckpointError if a value is not finite."""
+        """Returns the tensor ``end`` as float32, without rounding. Raises CheckpointError if a value is not finite."""
         found = self._read(f"{self.stem}.{end}")
         assert found is not None, "the checkpoint has been checked for required tensors"
         values = np.array(to_float32(found[0], _FLOAT_NAMES[found[1]]))
@@ -165,7 +165,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def decode(self, part: WeightPart, tensors: StoredTensors) -> QuantizedTensor:
-        """Decodes a weight. Raises CheckpointError, with the tensor's name, if its values are not valid."""
+        """Decodes the stored tensors of a weight. Raises CheckpointError if their values are not valid."""
 
 
 def stem_of(name: str) -> str:

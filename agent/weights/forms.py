@@ -1,4 +1,4 @@
-"""The forms in which native primitives take the weights of linear layers.
+"""Describes the forms in which native primitives take the weights of linear layers.
 
     form              primitive                           weight                         scales, offsets
     float             MatMul                              model_dtype [out, in]
@@ -39,7 +39,7 @@ from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
 GROUP_MULTIPLE = 32
 """Groups of WeightQuantBatchMatmul are multiples of this number and smaller than the number of inputs."""
 FLOAT = "float"
-"""The form of weights in ``model_dtype``."""
+"""Name of the form of weights that are floats of ``model_dtype``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class LinearForm:
     """The form in which a native primitive takes the weight of a linear layer: format, groups and offsets."""
 
     format: str = FLOAT
-    """``FLOAT``, or the format that the primitive computes."""
+    """``FLOAT``, or the integer format of the weight that the primitive takes."""
     group: int = 0
     """Number of inputs that share a scale. 0 means all inputs."""
     has_offsets: bool = False
     stored: Scheme | None = None
-    """The scheme in which the checkpoint stores the weight. None means floats."""
+    """How the checkpoint stores the weight. None means floats, which are quantised when they are loaded."""
 
     @property
     def is_float(self) -> bool:

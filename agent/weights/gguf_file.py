@@ -50,7 +50,7 @@ _IN_LAYERS = {
     "mlp.down_proj": "ffn_down",
 }
 _IGNORED = ("rope_freqs.weight",)
-"""The frequencies of llama3 scaling, which follow from ``config.json``."""
+"""Tensors that are not read: the frequencies of llama3 scaling, which follow from ``config.json``."""
 
 
 def find_gguf(folder: Path) -> Path | None:
@@ -139,7 +139,7 @@ class GGUFFile:
         return type_name
 
     def _data(self, name: str) -> npt.NDArray[np.uint8]:
-        """Returns the bytes of a tensor that is neither F32 nor F16."""
+        """Returns the stored bytes of a quantised or BF16 tensor."""
         return np.asarray(self._tensors[gguf_name(name)].data).reshape(-1).view(np.uint8)
 
     def _floats(self, name: str) -> tuple[Array, str]:
@@ -187,7 +187,7 @@ def _unpack_bytes(packed: Array, values: npt.NDArray[np.uint8]) -> None:
 
 
 def _unpack_halves(packed: Array, values: npt.NDArray[np.uint8]) -> None:
-    """Unpacks input i from the low four bits of byte i, and input i + 16 from its high four bits."""
+    """Unpacks blocks of Q4_0: byte i has input i in its low four bits and input i + 16 in its high four bits."""
     np.bitwise_and(packed, 15, out=values[:, :, : GGUF_GROUP // 2])
     np.right_shift(packed, 4, out=values[:, :, GGUF_GROUP // 2 :])
 

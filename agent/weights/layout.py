@@ -67,7 +67,7 @@ class WeightSpec:
 
 
 def rows_of(parts: Sequence[WeightPart]) -> Iterator[tuple[WeightPart, slice]]:
-    """Yields each part with its rows in the joined parameter."""
+    """Yields each part of a parameter, with the range of rows that it has in the joined parameter."""
     row = 0
     for part in parts:
         yield part, slice(row, row + part.shape[0])

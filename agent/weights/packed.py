@@ -40,7 +40,7 @@ class Packing:
     """Number of inputs that share a scale, if floats become a format with groups. The last group of a layer may be
     shorter. Stored integers keep their groups."""
     asymmetric: bool = False
-    """Whether floats get zero points if they become a format with zero points."""
+    """True if floats that are quantised to a format with zero points get zero points."""
     output_format: str | None = None
     """The format of an output layer of floats, if ``weight_format`` is an integer format. None means ``weight_format``.
     Rounding the output layer costs the most quality (docs/quantization.md has figures)."""

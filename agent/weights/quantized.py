@@ -16,10 +16,10 @@ _PIECE_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a tensor is quantised. Tensors that are joined must have the same scheme."""
+    """Describes how a tensor is quantised: integer format and groups. Joined tensors must have equal schemes."""
 
     format: str
-    """Name of the format that keeps these integers as they are stored."""
+    """Name of the weight format that uses the stored integers without a change."""
     group: int
     """Number of inputs that share a scale. 0 means all inputs of an output."""
 
@@ -98,7 +98,7 @@ _UNPACKERS = {4: nibbles, 8: bytes_of}
 
 
 def without_usual_zeros(zeros: npt.NDArray[np.uint8], scheme: Scheme) -> npt.NDArray[np.uint8] | None:
-    """Returns the zero points, or None if all of them are the format's own."""
+    """Returns ``zeros``, or None if every zero point is the format's usual one."""
     return None if bool((zeros == scheme.weights.zero).all()) else zeros
 
 

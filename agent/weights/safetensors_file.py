@@ -46,7 +46,7 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """One mapped file. The constructor raises CheckpointError if the header is wrong or the file too short."""
+    """A memory-mapped safetensors file. The constructor raises CheckpointError for a wrong header or a short file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

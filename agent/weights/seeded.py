@@ -115,7 +115,7 @@ def _fill_chunk(table: Array, out: Array, key: str) -> None:
 
 
 class SeededWeights:
-    """A WeightSource of random weights of any shape."""
+    """Generates random weights of any shape (a WeightSource)."""
 
     def __init__(self, seed: int, std: float = DUMMY_STD) -> None:
         self._seed = seed
@@ -130,7 +130,7 @@ class SeededWeights:
         return None
 
     def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
-        """Must not be called, because no tensor is quantised."""
+        """Raises AssertionError. It must not be called, because random weights are never quantised."""
         raise AssertionError(f"{part.name} is not quantised")
 
     def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:

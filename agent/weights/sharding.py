@@ -120,7 +120,7 @@ def _whole(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> Wei
 
 
 def _heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Cuts the rows of q, k and v, and of their biases."""
+    """Takes the rows of q, k, v and their biases that belong to the agent's heads."""
     query, key_value = (_of_heads(span, part) for span in (part.shard.query_heads, part.shard.key_value_heads))
     rows = (query, key_value, key_value)
     parts = tuple(_cut(each, cuts, span) for each, span in zip(spec.parts, rows, strict=True))
@@ -133,7 +133,7 @@ def _from_heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -
 
 
 def _to_intermediate(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Cuts the rows of gate and up, for every expert."""
+    """Takes the agent's rows of gate and up, of every expert."""
     span = _intermediate(spec, part)
     return replace(spec, parts=tuple(_cut(each, cuts, span) for each in spec.parts))
 
@@ -171,7 +171,7 @@ def _intermediate(spec: WeightSpec, part: ModelPart) -> Span:
 
 
 def _columns(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut], span: Span) -> WeightSpec:
-    """Cuts the columns of a layer whose products are summed over the agents. Only the first agent has the bias."""
+    """Takes the agent's columns of a layer whose products are summed over the agents. The first agent has the bias."""
     parts = tuple(_cut(each, cuts, Span(0, each.shape[0]), span) for each in spec.parts)
     return replace(spec, parts=parts, bias=spec.bias if part.place.tp_index == 0 else ())
 

@@ -67,7 +67,7 @@ def compare_trees(
 
 
 def _figures(tree: Path, script: str, arguments: Sequence[str], name: str, figure: str) -> dict[str, float]:
-    """Runs the script once in ``tree`` and returns the figure of each row by the row's name."""
+    """Runs the script once in a source tree. Returns the value of ``figure`` in each row, by the row's name."""
     with tempfile.TemporaryDirectory(prefix="against_") as folder:
         path = Path(folder) / "result.json"
         command = [sys.executable, str(tree / script), *arguments, "--json", str(path)]

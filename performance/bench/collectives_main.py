@@ -32,7 +32,7 @@ LAYOUT = ExchangeLayout(2, 1, hidden_size=64, max_tokens=1, max_rows=1)
 
 
 def main() -> int:
-    """Prints the figures and optionally writes them to a file. Returns the exit code."""
+    """Prints the times of sums and optionally writes them to a file. Returns the exit code."""
     parser = new_parser(__doc__)
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--agent", nargs=2, metavar=("EXCHANGE", "INDEX"), help=argparse.SUPPRESS)

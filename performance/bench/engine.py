@@ -50,7 +50,7 @@ class Times:
     first_tokens: list[float] = field(default_factory=list)
     """Time of each request's first token, in order of arrival."""
     tokens: list[tuple[float, int]] = field(default_factory=list)
-    """Pairs of a time and the number of tokens that arrived then."""
+    """Pairs of a time and the number of tokens that arrived at that time, of all requests."""
     steps: list[StepTime] = field(default_factory=list)
 
     @property

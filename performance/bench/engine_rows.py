@@ -1,4 +1,4 @@
-"""Measures an engine: one row of figures per batch size and per prefill length."""
+"""Measures an engine: one row of rates and times for each batch size and each prefill length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST_PLAIN_TOKEN = 10
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``batch`` prompts of ``prompt`` tokens, with ``new`` generated tokens each."""
+    """A measured load: ``batch`` prompts of ``prompt`` tokens, with ``new`` generated tokens each."""
 
     kind: str
     """``decode`` or ``prefill``."""
@@ -35,7 +35,7 @@ class Case:
 
 
 def median_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the medians of the figures of repeated rows. A value that is not a float comes from the first row."""
+    """Combines the rows of repeated runs: the median of each float, and other values from the first row."""
     return {
         key: statistics.median(row[key] for row in rows) if isinstance(value, float) else value
         for key, value in rows[0].items()
@@ -51,7 +51,7 @@ def prefill_case(tokens: int, longest: int) -> Case:
 
 
 def add_case_options(parser: argparse.ArgumentParser, batches: tuple[int, ...], new: int, repeats: int) -> None:
-    """Adds the options of decode and prefill rows, with a program's own defaults."""
+    """Adds the options that select decode and prefill rows to a parser, with the given defaults."""
     default = ",".join(map(str, batches))
     parser.add_argument("--batch", type=parse_counts, default=batches, help=f"sizes of decode rows (default {default})")
     parser.add_argument("--prompt", type=parse_count, default=64, help="tokens of a prompt (default %(default)s)")

@@ -40,7 +40,7 @@ CACHE_LINE = 64
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel at one shape: calls that differ only in the data they read, and the minimum work of a call."""
+    """A measured kernel at one shape: calls that differ only in their data, and the minimum work of a call."""
 
     kernel: str
     shape: str
@@ -126,7 +126,7 @@ def _checked(code: int) -> None:
 
 
 def attention_cases(names: Sequence[str], other: ctypes.CDLL | None = None) -> Iterator[Case]:
-    """Yields decode of many sequences, prefill of one prompt, and a chunk of a prompt after a long context."""
+    """Yields cases of attention: decode, prefill of a prompt, and a chunk of a prompt after a long context."""
     for name in names:
         shape = load_shape(name)
         decode_seqs = DECODE_SEQS if shape.num_key_value_heads * shape.head_dim < 2048 else DECODE_SEQS // 4
@@ -197,7 +197,7 @@ def _attention_tensors(
 
 
 def row_cases() -> Iterator[Case]:
-    """Yields kernels that only read and write rows. At these sizes the rows are in the caches."""
+    """Yields cases of norm and SwiGLU, which only read and write rows. Their rows are in the caches."""
     for rows, width in ((1, 4096), (512, 4096)):
         x, gamma = ordinary(rows, width, dtype=DTYPE), ordinary(width, dtype=DTYPE)
         shape = f"{rows}x{width}"

@@ -148,7 +148,7 @@ def names_out_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def cases_of(parsed: argparse.Namespace) -> Iterator[Case]:
-    """Yields the cases that --only may select. Others are not created, because weights are large."""
+    """Yields cases of the kernels that --only selects. Other cases are not created, because their weights are large."""
 
     def wanted(*kernels: str) -> bool:
         return any(parsed.only in kernel for kernel in kernels)

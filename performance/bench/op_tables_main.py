@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def compare(name: str, weights: str, fused_weights: str, parsed: argparse.Namespace) -> dict[str, Any]:
-    """Measures a model with both tables and prints the rows."""
+    """Measures a model with the native and the fused op table, and prints the rows."""
     if fused_weights == SAME:
         fused_weights = weights if weights == AUTO else weight_format(weights).on("native").name
     configs = {

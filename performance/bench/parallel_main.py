@@ -39,7 +39,7 @@ FIRST_PLAIN_TOKEN = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the figures and optionally writes them to a file. Returns the exit code."""
+    """Prints the times of all groups and optionally writes them to a file. Returns the exit code."""
     parser = new_parser(__doc__, "llama_160m_cpu.yaml")
     parser.add_argument("--groups", default="", help="tensor x pipeline parallel, such as 1x1,2x1")
     parser.add_argument("--texts", type=int, default=1, help="number of compared texts (default %(default)s)")
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def config_of(arguments: argparse.Namespace, group: tuple[int, ...]) -> Config:
-    """Returns the config with the group's parallel sizes."""
+    """Returns the config of a group: ``group`` is (tensor_parallel, pipeline_parallel)."""
     parallel = [f"parallel_config.tensor_parallel={group[0]}", f"parallel_config.pipeline_parallel={group[1]}"]
     if group[0] > 1:
         parallel.append("parallel_config.sum_parts=1")  # sum_parts is only allowed if tensor_parallel is 1
@@ -92,7 +92,7 @@ def measure(arguments: argparse.Namespace, group: tuple[int, ...]) -> dict[str, 
 
 
 def layout_of(config: Config) -> ExchangeLayout:
-    """Returns the layout of the group's exchange memory."""
+    """Returns the layout of the shared memory through which the agents of a group exchange data."""
     return ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
 
 
@@ -173,7 +173,7 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
 
 
 def first_difference(text: dict[str, list[Any]], other: dict[str, list[Any]]) -> int | None:
-    """Returns the position of the first different token, or None."""
+    """Returns the position of the first token that differs between two texts, or None."""
     pairs = zip(text["tokens"], other["tokens"], strict=True)
     return next((position for position, (a, b) in enumerate(pairs) if a != b), None)
 

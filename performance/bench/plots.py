@@ -76,7 +76,7 @@ def plot_engine(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def plot_comparison(path: Path, rates: Mapping[str, Mapping[str, float | None]]) -> None:
-    """Draws tokens per second, one panel per row (inner key). Names of this engine begin with "ours"."""
+    """Draws the tokens per second of several engines (outer key), with one panel for each row (inner key)."""
     names = list(dict.fromkeys(name for each in rates.values() for name in each))
     figure, panels = _figure(len(names), (2.6 * len(names), 0.5 + 0.32 * len(rates) + 1.2))
     for panel, name in zip(panels, names, strict=True):

@@ -29,7 +29,7 @@ from performance.bench.ceilings import Ceilings
 SCALE_BYTES = 4
 
 Sequences = Sequence[tuple[int, int]]
-"""For each sequence of a step: the number of queries, and the context including them."""
+"""For each sequence of a step: the number of query tokens, and the length of the context including them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class Numbers:
 
 
 def float_unit(dtype: str) -> str:
-    """Returns the unit of a float type; float16 is computed in float32."""
+    """Returns the name of the rate in ``Ceilings`` for a float type. Kernels compute float16 in float32."""
     return "bf16_gflops" if dtype == "bfloat16" else "fp32_gflops"
 
 
 def weight_unit(name: str, dtype: str) -> str:
-    """Returns the unit that multiplies weights of format ``name`` by ``dtype``. Raises UnknownFormatError."""
+    """Returns the name of the rate in ``Ceilings`` for weights of format ``name``. Raises UnknownFormatError."""
     return "int8_gops" if weight_format(name).quantises_activations else float_unit(dtype)
 
 
@@ -100,7 +100,7 @@ def kv_token_bytes(name: str, kv_heads: int, head_dim: int) -> int:
 
 def attention(name: str, sequences: Sequences, heads: int, kv_heads: int, head_dim: int,
               numbers: Numbers) -> Operator:  # fmt: skip
-    """Returns attention over causal contexts: a query attends to itself and to earlier positions."""
+    """Returns the minimum work of causal attention: a query attends to itself and to earlier positions."""
     context = sum(length for _, length in sequences)
     pairs = sum(queries * length - queries * (queries - 1) / 2 for queries, length in sequences)
     num_bytes = context * kv_token_bytes(numbers.kv_format, kv_heads, head_dim)
@@ -159,5 +159,5 @@ def decode_seconds(
 
 
 def prefill_seconds(shape: ModelShape, prompts: Sequence[int], numbers: Numbers, ceilings: Ceilings) -> float:
-    """Returns the minimum time of the prompts in one step. More steps would read the weights again."""
+    """Returns the minimum time of a prefill that computes all prompts in one step."""
     return step_seconds(shape, [(length, length) for length in prompts], numbers, ceilings)

@@ -72,7 +72,7 @@ class StepKernels:
 
 
 def add_kernel_shares(rows: Sequence[dict[str, Any]], shape: ModelShape, numbers: Numbers) -> None:
-    """Adds ``kernel_ms`` (the step's kernels alone) and ``kernel_share`` (that divided by the whole step)."""
+    """Adds to each row the time of the step's kernels alone (``kernel_ms``), and its fraction of the step's time."""
     kernels = StepKernels(shape, numbers)
     for row in rows:
         seconds = kernels.seconds(**step_of(row))
@@ -81,7 +81,7 @@ def add_kernel_shares(rows: Sequence[dict[str, Any]], shape: ModelShape, numbers
 
 
 def step_of(row: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the middle decode step of a row, or its prefill."""
+    """Returns the sizes of the step that represents a row: the middle decode step, or the prefill."""
     batch, prompt, new = row["batch"], row["prompt"], row["new"]
     if row["kind"] == "prefill":
         return {"rows": batch * prompt, "sequences": batch, "queries": prompt, "context": prompt}

@@ -14,7 +14,7 @@ from performance.program import UsageError
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """Options that are the same for every request of a run."""
+    """Options of text generation that are the same for every request of a run."""
 
     model: str
     temperature: float = 0.0

@@ -15,7 +15,7 @@ def request_count(rate: float, duration: float) -> int:
 
 
 def arrival_times(kind: str, rate: float, duration: float, seed: int) -> list[float]:
-    """Returns ``request_count(rate, duration)`` due times in [0, duration)."""
+    """Returns the due times of a run's requests, in seconds from 0 to ``duration``."""
     count = request_count(rate, duration)
     if kind == "poisson":
         return poisson_arrivals(count, duration, seed)

@@ -1,4 +1,4 @@
-"""Sends many requests, each when it is due."""
+"""Sends the requests of a load test, each when it is due."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DISPLAY_INTERVAL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LiveCounts:
-    """The current state of a run, for the progress display."""
+    """Counts of requests in the current state of a run, for the progress display."""
 
     elapsed_s: float
     total: int
@@ -27,7 +27,7 @@ class LiveCounts:
     done: int
     failed: int
     pieces: int
-    """Pieces received so far, which is close to the number of tokens."""
+    """Number of streamed pieces received so far, which is close to the number of tokens."""
 
 
 Display = Callable[[LiveCounts], None]

@@ -118,7 +118,7 @@ class LoadClient:
     async def _measured(self, requests: Sequence[LoadRequest]) -> LoadRun:
         batch = self._measured_batch(requests)
         gc.collect()
-        gc.freeze()  # excludes existing objects from garbage collection during the run
+        gc.freeze()  # the garbage collector does not visit existing objects during the run
         cpu = time.process_time()
         await batch.send_all(self._display)
         cpu = time.process_time() - cpu

@@ -1,4 +1,4 @@
-"""Clients in a closed loop: each sends its next request when its previous one has completed."""
+"""Runs clients in a closed loop: each sends its next request when its previous one has completed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["run_closed_loop"]
 
 
 class ClosedLoopBatch(Batch):
-    """Keeps ``clients`` requests running until none is left. The due time of a request is when it is sent."""
+    """Keeps ``clients`` requests running until all are sent. A request is due when it is sent."""
 
     clients = 1
 
@@ -35,8 +35,7 @@ class ClosedLoopBatch(Batch):
             self._send_due(self._next - 1, perf_counter())
 
     def _over(self, exchange: StreamExchange) -> None:
-        # The next request is sent in the next loop iteration. Otherwise these calls would nest if a server rejects
-        # every request.
+        # Sends the next request from the event loop. A direct call would recurse if a server rejects every request.
         asyncio.get_running_loop().call_soon(self._continue)
         super()._over(exchange)
 

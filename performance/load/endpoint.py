@@ -1,4 +1,4 @@
-"""The address of a server."""
+"""Parses the address of a server and sends simple requests to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from performance.program import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The address of a server. ``prefix`` precedes every path."""
+    """Host and port of a server. ``prefix`` is put before every URL path."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""Keep-alive HTTP/1.1 connections for many responses that stream at the same time.
+"""Implements keep-alive HTTP/1.1 connections for many responses that stream at the same time.
 
 There is no task and no queue per request: the callbacks of an exchange run as bytes arrive. This saves processor time,
 which matters because client and server share the machine.
@@ -23,7 +23,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class Exchange(Protocol):
-    """A request with its response. ``now`` is ``perf_counter()`` at the arrival of the bytes."""
+    """Receives the response to a request. ``now`` is ``perf_counter()`` at the arrival of the bytes."""
 
     is_over: bool
     """True if nothing waits for the response, for example after a timeout."""
@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
         self.lost(error, perf_counter())
 
     def _feed(self, data: bytes) -> None:
-        if self._exchange is None:  # without a request, the server's data means that it closes the connection
+        if self._exchange is None:  # data without a request announces that the server closes the connection
             self.abandon()
             return
         try:
@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
         if self._exchange is None:
             return
         if self._headers_done and not self._has_length and error is None:
-            self._finish()  # the body ends with the connection
+            self._finish()  # without a length, the end of the connection is the end of the body
         else:
             self._fail("disconnected", str(error or "the server closed the connection"))
 
@@ -165,7 +165,7 @@ class Connection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """Connections to one server, opened on demand, in one event loop."""
+    """Keeps the connections to one server, and opens new ones on demand, in one event loop."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -212,7 +212,7 @@ class ConnectionPool:
             else:
                 secure = loop.create_connection(lambda: connection, endpoint.host, endpoint.port, ssl=self._tls)
                 await asyncio.wait_for(secure, CONNECT_TIMEOUT_S)
-        except asyncio.TimeoutError as error:  # not an OSError before Python 3.11
+        except asyncio.TimeoutError as error:  # before Python 3.11, this is no OSError
             raise OSError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from error
         return connection
 

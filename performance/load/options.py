@@ -1,4 +1,4 @@
-"""The command line of the load test."""
+"""Defines the command line of the load test."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class LoadOptions:
     ignore_eos: bool = False
     return_token_ids: bool = False
     beginnings: tuple[int, int] = (0, 0)
-    """Number of common beginnings of prompts, and the number of words or tokens in each."""
+    """Number of common beginnings of prompts, and their length in words or tokens. (0, 0) means none."""
     keep_text: bool = False
     """If True, records contain the text of the responses."""
     api_key: str | None = None
@@ -150,7 +150,7 @@ def add_arrival_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
 
 
 def add_objective_options(group: argparse._ArgumentGroup) -> None:
-    """Adds the options of the objectives, which the simulator also uses."""
+    """Adds the options for latency objectives (SLO), which the simulator also uses."""
     group.add_argument("--slo-ttft-ms", type=positive, default=1000.0, help="objective (default %(default)s)")
     group.add_argument("--slo-tpot-ms", type=positive, default=100.0, help="objective (default %(default)s)")
     group.add_argument("--slo-tbt-ms", type=positive, help="objective for a request's longest time between tokens")
@@ -206,7 +206,7 @@ def options_of(parsed: argparse.Namespace) -> LoadOptions:
 
 
 def workload_options(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Returns the fields that ``add_workload_options`` defines. Raises ``UsageError`` on a wrong combination."""
+    """Returns the values of the options of ``add_workload_options``. Raises ``UsageError`` on a wrong combination."""
     if parsed.dataset is not None and parsed.beginnings[0]:
         raise UsageError("--beginnings applies to generated prompts; a data set has its own prompts")
     return {field: getattr(parsed, field) for field in WORKLOAD_FIELDS}

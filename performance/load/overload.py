@@ -41,7 +41,7 @@ SETTLE_S = 1.0
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """Returns 0, or 2 if the server did not start or failed requests other than by rejecting them."""
+    """Returns 0, or 2 if the server did not start or if requests failed for other reasons than rejection."""
     parsed = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench_overload_") as folder:
         settings = [

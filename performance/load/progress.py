@@ -1,4 +1,4 @@
-"""The progress display of a load test: a bar on a terminal, otherwise a line every ten seconds."""
+"""Shows the progress of a load test: a bar on a terminal, otherwise a line every ten seconds."""
 
 from __future__ import annotations
 

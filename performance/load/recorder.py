@@ -36,7 +36,7 @@ WARM_UP = 4
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The result for one number of clients. Times are microseconds."""
+    """The cost of the flight recorder with one number of clients. Times are microseconds."""
 
     clients: int
     steps: float
@@ -49,7 +49,10 @@ class Share:
 
     @classmethod
     def of(cls, clients: int, seconds: float, before: Mapping[str, float], after: Mapping[str, float]) -> Share:
-        """Calculates the result. Raises LoadTestError if a metric is missing or the server ran no step."""
+        """Calculates the cost from the server's metrics before and after a run.
+
+        Raises LoadTestError if a metric is missing or the server ran no step.
+        """
         try:
             recorder_s, steps, cpu_s = (after[name] - before[name] for name in (RECORDER, STEPS, CPU))
         except KeyError as error:

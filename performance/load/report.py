@@ -1,4 +1,4 @@
-"""Presents a run as text and as JSON."""
+"""Presents a load test's run as text and as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMNS: dict[str, Callable[[LoadFigures], float | None]] = {
     "goodput %": lambda figures: 100 * figures.goodput_fraction,
     "failed": lambda figures: figures.failed,
 }
-"""Columns of tables that compare runs. Each table names the columns that it shows."""
+"""All columns that tables for the comparison of runs can have, with the calculation of their values."""
 
 
 def objective_text(options: LoadOptions) -> str:
@@ -36,7 +36,7 @@ def objective_text(options: LoadOptions) -> str:
 
 
 def load_text(run: LoadRun) -> str:
-    """Returns one line that describes the run."""
+    """Returns a line that describes the load: server, model, rate, duration and seed."""
     options = run.options
     return (
         f"{options.endpoint.url} {options.api} model {run.model}: {options.rate:g} requests/s ({options.arrivals}) "
@@ -111,7 +111,7 @@ def _failure_text(figures: LoadFigures) -> str:
 
 
 def figures_json(figures: LoadFigures) -> dict[str, Any]:
-    """Returns the figures of a run that comparisons store."""
+    """Returns counts, rates and latencies of a run as JSON, for programs that compare runs."""
     return {
         "requests": figures.requests,
         "failed": figures.failed,
@@ -123,7 +123,7 @@ def figures_json(figures: LoadFigures) -> dict[str, Any]:
 
 
 def report_json(run: LoadRun, figures: LoadFigures) -> dict[str, Any]:
-    """Returns the JSON of a run. ``requests`` is a number; ``per_request`` has the requests."""
+    """Returns the complete JSON of a run. ``requests`` is their number; ``per_request`` has each request."""
     options = run.options
     return {
         **figures_json(figures),

@@ -25,7 +25,7 @@ SHOWN_LINES = 20
 
 
 class ServerStartError(LoadTestError):
-    """The server ended, or did not start in time."""
+    """Raised if the server ended, or did not start in time."""
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def configured_server(
 ) -> Iterator[Endpoint]:
     """Starts a server of ``config`` on free ports, with its log in ``folder``. Yields its address.
 
-    ``settings`` are KEY=VALUE; the last value of a key counts. Raises as ``running_server``.
+    ``settings`` are KEY=VALUE; the last value of a key counts. Raises ``ServerStartError``.
     """
     own = ["serving_config.server_port=0", "serving_config.agent_ports=[0]", f"log_config.path={folder}/server.log"]
     arguments = ["--config", config, *(part for setting in [*own, *settings] for part in ("--set", setting))]
@@ -83,7 +83,7 @@ def _wait_until_ready(name: str, process: subprocess.Popen[str], output: Path, t
 
 
 def _read_lines(stream: TextIO, lines: queue.Queue[str | None]) -> None:
-    """Runs in a thread as long as the server lives, because a full pipe would block the server."""
+    """Reads the server's output in a thread until the server ends, because a full pipe would block the server."""
     with stream:
         for line in stream:
             lines.put(line)

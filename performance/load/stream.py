@@ -1,4 +1,4 @@
-"""Reads one streamed response: events become time stamps, counts, and a kind of failure."""
+"""Reads one streamed response, and records the times of its events, token counts, and any failure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RequestRecord:
     sent: float
     """Time at which the first byte was written: ``due``, plus the client's delay and the setup of a connection."""
     piece_times: array[float] = field(default_factory=lambda: array("d"))
-    """Arrival times of the pieces with output."""
+    """Arrival times of the streamed pieces that contain output."""
     end: float | None = None
     """Time at which the response was complete or had failed."""
     http_status: int = 0
@@ -48,7 +48,7 @@ class RequestRecord:
 
 
 class StreamExchange:
-    """Fills a record from the callbacks of a connection, and then calls ``on_over`` once."""
+    """Receives a response, fills the request's record, and calls ``on_over`` once at the end."""
 
     def __init__(
         self,

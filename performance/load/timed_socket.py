@@ -1,4 +1,4 @@
-"""A TCP socket that knows when its bytes arrived at this machine.
+"""Implements a TCP socket that knows when received bytes arrived at this machine.
 
 The load test shares its cores with the server. Arrived bytes wait in the socket until the event loop wakes up and reads
 them; real clients do not have this delay. Therefore the arrival time is when the kernel received the bytes

@@ -69,7 +69,7 @@ class Measurement:
 
     @property
     def prompt_steps_s(self) -> float:
-        """Seconds of prefill and mixed steps."""
+        """Seconds that the server spent in steps with prompt tokens (prefill and mixed steps)."""
         kinds = ("prefill", "mixed")
         return sum(self.metrics.get(f'llm_serving_step_seconds_sum{{kind="{kind}"}}', 0.0) for kind in kinds)
 
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure_all(parsed: argparse.Namespace, base: LoadOptions, program: Path) -> list[Measurement]:
-    """Measures all values. The order of the values is reversed in every other repeat."""
+    """Runs a server for each value of the setting and each repeat. Every other repeat has the reverse order."""
     key, values = parsed.vary
     measurements = []
     with tempfile.TemporaryDirectory(prefix="compare_settings_") as folder:
@@ -164,7 +164,7 @@ def _progress_line(measurement: Measurement, repeat: int, repeats: int) -> str:
 
 
 def results_json(measurements: Sequence[Measurement], parsed: argparse.Namespace) -> dict[str, Any]:
-    """Returns the results. A ratio is the first value's figure divided by another value's, for equal loads.
+    """Returns the comparison as JSON. A ratio divides a result of the first value by that of another value.
 
     ``texts_identical`` is None if decoding is not greedy.
     """

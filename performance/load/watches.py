@@ -1,4 +1,4 @@
-"""Measurements during a run: the server's metrics, the memory of its processes, and the time of other processes."""
+"""Measures during a run: the server's metrics, the memory of processes, and the time of other processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 5.0
 
 @contextmanager
 def sampled(interval_s: float, sample: Callable[[], float | None]) -> Iterator[list[float]]:
-    """Yields the list to which a thread appends a sample immediately and after each interval. It skips None."""
+    """Starts a thread that calls ``sample`` at intervals, and yields the list of its values. None is skipped."""
     values: list[float] = []
     stop = threading.Event()
 

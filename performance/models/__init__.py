@@ -1,1 +1,1 @@
-"""Models with seeded random weights, written as Hugging Face folders: for tests, golden files and comparisons."""
+"""Defines models with seeded random weights and writes their folders, for tests, golden files and comparisons."""

@@ -97,9 +97,11 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         tied_or_head = variant.config["tie_word_embeddings"] or name == "lm_head.weight"
         return float(variant.logit_scale * shape[1] ** -0.5) if tied_or_head else 0.3
-    if name.endswith((".mlp.gate.weight", "moe.gate.weight")):  # large router logits: rounding rarely changes a choice
+    if name.endswith(
+        (".mlp.gate.weight", "moe.gate.weight")
+    ):  # makes router logits large, so that rounding rarely changes the chosen experts
         return float(3.0 * shape[1] ** -0.5)
-    if name.endswith(".bias"):  # smaller than the products, so that the text still depends on its context
+    if name.endswith(".bias"):  # biases are smaller than the products, so that the text still depends on its context
         return 0.4 if name.endswith(("q_proj.bias", "k_proj.bias")) else 0.15
     gain = 2.0 if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight")) else 1.2
     return float(gain * shape[1] ** -0.5) if len(shape) == 2 else 1.0

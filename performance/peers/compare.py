@@ -36,7 +36,7 @@ MAX_STEP_TOKENS = 4096
 OUTPUT_TAIL = 3000
 
 Rows = dict[str, dict[str, Any]]
-"""Rows by name, such as ``batch 8`` or ``prefill 1024``."""
+"""Measured rows of an engine by name, such as ``batch 8`` or ``prefill 1024``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def row_name(row: Mapping[str, Any]) -> str:
 
 
 def rate(row: Mapping[str, Any] | None) -> float | None:
-    """Returns the rate by which rows are compared: decode or prefill tokens per second."""
+    """Returns the rate of a row: decode or prefill tokens per second."""
     if row is None:
         return None
     value: float | None = row["decode_tokens_per_s" if row["kind"] == "decode" else "prefill_tokens_per_s"]
@@ -190,7 +190,7 @@ def rate(row: Mapping[str, Any] | None) -> float | None:
 
 
 def rates_of(ours: Mapping[str, Rows], peers: Mapping[str, Rows]) -> dict[str, dict[str, float | None]]:
-    """Returns each engine's rate in each row, this engine first. Decode rows come first, by batch size."""
+    """Returns the rate of each engine in each row. This engine is first, and decode rows are first."""
     names = {name for rows in (*ours.values(), *peers.values()) for name in rows}
     ordered = sorted(names, key=lambda name: (name.split()[0], int(name.split()[1])))
     everyone = {**{f"ours {name}": rows for name, rows in ours.items()}, **peers}

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Generate = Callable[[list[list[int]], int], None]
-"""Generates that number of greedy tokens for each prompt (token ids), ignoring end tokens."""
+"""Generates a number of greedy tokens for each prompt of token ids. End tokens are ignored."""
 
 MakeGenerate = Callable[[dict[str, Any]], Generate]
 """Loads the model that a request names. ``max_batch`` and ``max_tokens`` are the largest sizes of its cases."""

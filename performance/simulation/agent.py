@@ -1,4 +1,4 @@
-"""The agent on a virtual clock: a queue of steps in the policy's order, and a device that runs one step at a time."""
+"""Simulates the agent on a virtual clock: a queue of steps, and a device that runs one step at a time."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class VirtualAgent:
         step = self._running
         if step is not None and moment < self._free_at:
             self._free_at += seconds
-        else:  # the step has ended, its result is in transfer, and the next step has begun
+        else:  # at this time the step has ended, and the next step has begun while the result is in transfer
             start, step = self._next_start() if self._queue else (moment, None)
             if step is None or start > moment:
                 return
@@ -130,7 +130,7 @@ class VirtualAgent:
         return answers
 
     def _begin(self, now: float) -> bool:
-        """Starts the next step if there is one that can start by ``now``. Returns True if it did."""
+        """Starts the next step if one can start by ``now``. Returns True if a step was started."""
         if not self._queue:
             return False
         start, chosen = self._next_start()

@@ -48,7 +48,7 @@ class DeviceRates:
     """Fraction of ``operations_per_s`` that attention over a prompt achieves."""
     memory_bytes_per_s: float
     attention_bytes_per_s: float
-    """Rate of reading keys and values through block tables."""
+    """Rate at which attention reads keys and values through block tables."""
     host_bytes_per_s: float
     """Rate between device and host in one direction, for blocks that are swapped."""
     copy_bytes_per_s: float
@@ -91,7 +91,7 @@ class RooflineDevice:
         return self._rates.step_overhead_s + max(self._launch_s, busy)
 
     def move_seconds(self, step: ScheduledStep) -> float:
-        """Returns the seconds of the block moves before the graph."""
+        """Returns the seconds of a step's block moves, which precede its computation."""
         seconds, rates, size = 0.0, self._rates, self._model.block_bytes
         for move in step.moves:
             rate = rates.copy_bytes_per_s if move.kind is MoveKind.COPY else rates.host_bytes_per_s

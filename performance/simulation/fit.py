@@ -76,7 +76,7 @@ class MeasuredStep:
     arrivals: int = 0
     """Number of requests that arrived during the step."""
     begin: float = 0.0
-    """Start on the engine's clock, in seconds."""
+    """Start of the step on the engine's clock, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class StepFit:
     provenance: dict[str, Any] = field(default_factory=dict)
     host: HostModel = field(default_factory=HostModel)
     slowdown: Slowdown = field(default_factory=Slowdown)
-    """Factors by which steps take longer than the sum of their terms."""
+    """Factors by which steps take longer now than when the coefficients were measured."""
 
     def slowed(self, by: Slowdown) -> StepFit:
         """Returns the fit of the same machine in a slower period. The host's times grow by the factor of all steps."""

@@ -15,7 +15,7 @@ __all__ = ["HostModel"]
 
 @dataclass(frozen=True, slots=True)
 class HostModel:
-    """Times of the server process, in seconds."""
+    """Times that the server process needs for steps and requests, in seconds."""
 
     answer_s: float = 32e-6
     """Time of the engine thread for the result of a step."""
@@ -40,4 +40,4 @@ class HostModel:
     deliver_s: float = 150e-6
     """Time from the engine thread to the client's socket, for the first piece of a step: two wake-ups."""
     deliver_piece_s: float = 15e-6
-    """Additional time for each earlier piece of the same step."""
+    """Additional delivery time of a piece for each piece of the same step that is delivered before it."""

@@ -48,7 +48,7 @@ SAME_NAMES = ("config", "device", "recording", "fit", "save_fit", "trace", "vali
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One combination of a policy and swept values."""
+    """One simulated variant: a combination of a policy and values of the swept settings."""
 
     name: str
     settings: tuple[str, ...]

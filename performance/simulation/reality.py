@@ -123,7 +123,7 @@ class _Study:
         return runs
 
     def _run_tries(self, load: Load, fit: StepFit) -> list[list[Try]]:
-        """Runs every part of a load on one server, and returns the tries of each part."""
+        """Runs every part of a load on one server, again until it is steady. Returns all tries of each part."""
         scale, parts = self._parsed.scale, []
         with self._server(load.name, self._recording_of(load)) as endpoint:
 

@@ -15,7 +15,7 @@ WARM_UP = 4
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An open-loop load of random tokens."""
+    """A load of requests with random tokens at a given rate."""
 
     name: str
     rate: float
@@ -28,7 +28,7 @@ class Load:
     """Number of parts. Each part has its own requests and starts on an idle server."""
 
     def options(self, scale: float, part: int = 0) -> LoadOptions:
-        """Returns the options without an address. At a lower rate the load lasts longer, with as many requests."""
+        """Returns the load test's options. ``scale`` multiplies the rate; the number of requests stays the same."""
         seed = self.seed + 100 * part
         return LoadOptions(
             NOWHERE, rate=self.rate * scale, duration=self.duration / scale, seed=seed, token_ids=True,

@@ -15,7 +15,7 @@ __all__ = ["ComparedLoad", "closing_text", "comparison_json", "result_text"]
 
 @dataclass(frozen=True, slots=True)
 class ComparedLoad:
-    """All tries of each part of a load, and the figures of the compared tries."""
+    """The result of a load: all tries of each part, and the compared latencies and rates."""
 
     load: Load
     parts: list[list[Try]]
@@ -63,7 +63,7 @@ def _speeds(probe: Probe) -> str:
 
 
 def closing_text(results: Sequence[ComparedLoad]) -> str:
-    """Returns how many figures are within the goal, counting only loads during which the machine was steady."""
+    """Returns how many simulated values are within the goal. Loads on an unsteady machine do not count."""
     off = [abs(row.error) for one in results if one.is_steady for row in one.rows]
     unsteady = [one.load.name for one in results if not one.is_steady]
     lines = []

@@ -110,7 +110,7 @@ def fit_recording(path: Path, config: Config, repeated: Sequence[Sequence[Span]]
 
 
 def slowdown_within(fit: StepFit, path: Path, spans: Sequence[Span]) -> Slowdown:
-    """Returns how much slower the steps scheduled within ``spans`` were than the fit. Raises as ``fit_recording``."""
+    """Returns how much slower the steps that were scheduled within ``spans`` ran than the fit predicts."""
     own_s = fit.provenance["agents_share_us"] * MICROSECOND
     steps = []
     for stretch in read_recording(path):
@@ -163,7 +163,7 @@ def _agent_overhead(timed: Iterable[Sequence[TimedStep]]) -> float:
 
 
 def _measured_steps(timed: Iterable[TimedStep], requests: Iterable[Arrival], own_s: float) -> list[MeasuredStep]:
-    """Returns the steps with their times and the number of ``requests`` that arrived while each ran."""
+    """Converts recorded steps for the fit, with their times and the number of requests that arrived while each ran."""
     moments = sorted(one.facts["arrival_time"] for one in requests)
     return [_measured(each, own_s, _count_between(moments, each.begin, each.end)) for each in timed]
 

@@ -23,7 +23,7 @@ SERVER_COLUMNS: dict[str, Callable[[SimulatedRun], float]] = {
 
 
 def run_title(simulated: SimulatedRun) -> str:
-    """Returns one line that describes the run."""
+    """Returns a line that describes a simulated run: device, model, policy, load and seed."""
     options = simulated.run.options
     return (
         f"simulated on {simulated.device}: {simulated.run.model}, {simulated.name}: {options.rate:g} requests/s "
@@ -32,7 +32,7 @@ def run_title(simulated: SimulatedRun) -> str:
 
 
 def run_text(simulated: SimulatedRun) -> str:
-    """Returns the report of a load test, with additional figures that only the server knows."""
+    """Returns the report of a simulated run: that of a load test, with counts that only the server knows."""
     figures, outcome = simulated.figures, simulated.outcome
     steps = ", ".join(f"{count} {kind}" for kind, count in outcome.steps.items())
     lines = [
@@ -68,7 +68,7 @@ def comparison_table(runs: Sequence[SimulatedRun]) -> str:
 
 
 def result_json(options: SimulationOptions, runs: Sequence[SimulatedRun], rates: dict[str, Any]) -> dict[str, Any]:
-    """Returns the results for programs. ``policies`` has a load test's JSON by run; sweeps omit ``per_request``."""
+    """Returns all runs as JSON. ``policies`` has the JSON of each run; with sweeps it has no single requests."""
     return {
         "config": options.config,
         "device": options.device,

@@ -23,7 +23,7 @@ Encode = Callable[[LoadRequest], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Requests and their arrival times, in seconds from the start."""
+    """Requests of a simulation, and their arrival times in seconds from the start."""
 
     requests: Sequence[SimulatedRequest]
     times: Sequence[float]
@@ -155,7 +155,7 @@ def of_load_test(content: dict[str, Any], options: LoadOptions) -> Arrivals:
 
 
 def some_tokens(count: int, generator: random.Random) -> tuple[int, ...]:
-    """Returns a random prompt, which shares no prefix with others."""
+    """Returns ``count`` random token ids, so that prompts do not share a prefix."""
     return tuple(generator.choices(range(FIRST_PLAIN_TOKEN, 30_000), k=count))
 
 

@@ -24,7 +24,7 @@ NOWHERE = Endpoint("simulated", 0)
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """The result of a simulation, and the name under which it is compared."""
+    """The result of a simulation. ``name`` identifies the run in a comparison."""
 
     name: str
     run: LoadRun
@@ -41,7 +41,7 @@ class SimulatedRun:
         return self.outcome.device_busy_s / total if total > 0 else 0.0
 
     def as_json(self, *, per_request: bool = True) -> dict[str, Any]:
-        """Returns the JSON of a load test, with additional figures that only the server knows."""
+        """Returns the run as the JSON of a load test, with counts that only the server knows."""
         content = report_json(self.run, self.figures)
         content["options"]["url"] = f"simulated {self.device}"
         if not per_request:
@@ -65,7 +65,7 @@ class SimulatedRun:
 
 
 def simulate(name: str, setup: Setup, source: Source, options: LoadOptions) -> SimulatedRun:
-    """Simulates ``source`` until every request has ended."""
+    """Simulates the requests of ``source`` until every request has ended."""
     start = time.process_time()
     parallel = setup.config.parallel_config
     server = VirtualServer(

@@ -1,4 +1,4 @@
-"""The server on a virtual clock: it drives the real scheduler as the engine thread does.
+"""Simulates the server on a virtual clock: drives the real scheduler as the engine thread does.
 
 Virtual time passes in three places that work in parallel, as in a real server. In HTTP, requests arrive and pieces
 leave. The engine thread is a loop that first processes events and then sends steps. Each agent runs one step at a time.
@@ -45,7 +45,7 @@ WASTE_SAMPLES = 8
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of a run. Times are virtual seconds since the start."""
+    """The result of a simulated run. Times are virtual seconds since the start."""
 
     records: list[RequestRecord]
     """Records of the requests in order of arrival."""
@@ -314,7 +314,7 @@ class VirtualServer:
         self._waste_count += 1
 
     def _sample(self, step: ScheduledStep) -> list[int]:
-        """Samples tokens that end nothing, except where the workload specifies the end of the output."""
+        """Returns a token for each sequence of a step: the end token where the workload's output ends."""
         if not self._ends:
             return [TOKEN if samples else -1 for samples in step.do_sample]
         ends = self._ends

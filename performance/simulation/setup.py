@@ -54,7 +54,7 @@ class Setup:
     device: CostModel
     host: HostModel
     spread: Spread | None
-    """Deviations of single steps; None without a fit."""
+    """Random deviations of single steps from the fitted time. None without a fit."""
 
 
 def simulated_config(name: str, settings: Sequence[str], device: str) -> Config:
@@ -97,7 +97,7 @@ def make_setup(name: str, settings: Sequence[str], device: str, fit: StepFit | N
 
 
 def identity(config: Config) -> dict[str, str]:
-    """Returns what a fit depends on: the model, its number formats and the op table."""
+    """Returns the settings on which a fit depends: model, number formats and op table."""
     return {
         "model": config.model_name,
         "weight_format": config.weight_format,

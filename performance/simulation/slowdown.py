@@ -11,7 +11,7 @@ from performance.simulation.work import StepWork
 __all__ = ["FEW_ROWS", "MANY_ROWS", "Slowdown"]
 
 FEW_ROWS, MANY_ROWS = 4, 12
-"""Up to FEW_ROWS rows, a decode step mostly reads weights. From MANY_ROWS rows on, arithmetic takes as long."""
+"""Numbers of batch rows. A decode step of FEW_ROWS or less mostly reads weights; from MANY_ROWS on it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Slowdown:
     prompts: float = 1.0
 
     def of(self, work: StepWork) -> float:
-        """Returns the factor of a step. Between few and many rows, it interpolates."""
+        """Returns the factor by which a step is slower. Between few and many rows, the factor is interpolated."""
         if work.kind is not StepKind.DECODE:
             return self.prompts
         many = min(1.0, max(0.0, (work.tokens - FEW_ROWS) / (MANY_ROWS - FEW_ROWS)))

@@ -23,12 +23,14 @@ import numpy as np
 __all__ = ["Spread", "SpreadDraws", "lasting_part"]
 
 NEAREST_S, FARTHEST_S, CLASSES = 0.01, 2.56, 8
-"""Steps are compared at distances in this range, in classes that double. Shorter distances are between consecutive
-steps; over longer ones the state has decayed, or differs because the whole run was slow or fast."""
+"""Pairs of steps are compared by their distance in seconds, in classes from NEAREST_S to FARTHEST_S that double.
+
+Shorter distances are between consecutive steps. Over longer distances the machine's state has decayed.
+"""
 MIN_PAIRS = 100
-"""A class of distances with fewer pairs of steps is ignored."""
+"""Minimum number of pairs of steps in a class of distances. Classes with fewer pairs are ignored."""
 DECAY_TIMES_S = np.geomspace(0.01, 2.0, 107)
-"""Candidates for the decay time, 5 % apart."""
+"""Candidates for the time in which the machine's state decays, 5 % apart."""
 
 
 @dataclass(frozen=True, slots=True)

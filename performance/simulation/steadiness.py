@@ -43,7 +43,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """A real run between two probes."""
+    """One try: a real run of a load's part, between two probes."""
 
     before: Probe
     run: LoadRun
@@ -64,7 +64,7 @@ class Try:
 
     @property
     def unrest(self) -> float:
-        """Returns the deviation in units of the tolerances; above 1 the run proves nothing."""
+        """Returns how unsteady the run was, as a multiple of the tolerances. Above 1 the run proves nothing."""
         return max(self.distance / TOLERANCE, self.others / OTHERS_TOLERANCE)
 
     @property
@@ -97,12 +97,12 @@ def run_until_steady(
 
 
 def steadiest(tries: Sequence[Try]) -> Try:
-    """Returns the try with the smallest deviation."""
+    """Returns the try of a part whose two probes and other processes deviate least."""
     return min(tries, key=lambda one: one.unrest)
 
 
 def is_evidence(parts: Sequence[Sequence[Try]]) -> bool:
-    """Returns True if more than half of a load's parts have a steady try."""
+    """Returns True if a load may be compared: more than half of its parts had a steady try."""
     return 2 * len(_steady(parts)) > len(parts)
 
 

@@ -33,7 +33,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative error of the simulation; 0 if both figures are 0."""
+        """Relative error of the simulated value; 0 if both values are 0."""
         if self.measured == 0:
             return 0.0 if self.simulated == 0 else float("inf")
         return self.simulated / self.measured - 1.0
@@ -43,7 +43,7 @@ class Compared:
 
 
 def read_load_test(path: Path) -> dict[str, Any]:
-    """Reads the JSON of a load test. Raises UsageError if the file is something else."""
+    """Reads the JSON file of a load test. Raises UsageError if the file has other content."""
     try:
         content = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
@@ -56,9 +56,8 @@ def read_load_test(path: Path) -> dict[str, Any]:
 def compare(measured: dict[str, Any], simulated: dict[str, Any]) -> list[Compared]:
     """Compares two load tests by their JSON.
 
-    For the requests' TTFT, TPOT, longest time between tokens and total time, the figures are p50 and p95. For all times
-    between tokens they are p50, p95 and p99. The last two are the run's total time from the first arrival, and tokens
-    per second.
+    Compares p50 and p95 of the requests' TTFT, TPOT, longest time between tokens and total time. Also compares p50, p95
+    and p99 of all times between tokens, the run's total time from the first arrival, and tokens per second.
     """
     theirs = [one for one in measured["per_request"] if one["failure"] is None and one["ttft_ms"] is not None]
     ours = simulated["per_request"]
@@ -82,7 +81,7 @@ def compare(measured: dict[str, Any], simulated: dict[str, Any]) -> list[Compare
 
 
 def mean_of_runs(runs: Sequence[Sequence[Compared]]) -> list[Compared]:
-    """Returns the means of several simulated runs, which differ by chance, next to the same measured figures."""
+    """Combines comparisons of several simulated runs with one measured run: returns mean and deviation."""
     rows = []
     for figures in zip(*runs, strict=True):
         values = [one.simulated for one in figures]

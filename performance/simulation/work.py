@@ -25,7 +25,7 @@ class StepWork:
     samples: int = 0
     """Number of sequences that sample a token: the rows of the output layer's input."""
     context: int = 0
-    """Keys read: the sum of the sequences' context lengths after the step."""
+    """Number of keys that attention reads: the sum of the sequences' context lengths after the step."""
     pairs: int = 0
     """Query-key pairs: for each query, the number of positions it attends to. A decode step has as many as
     ``context``."""

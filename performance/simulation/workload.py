@@ -32,7 +32,7 @@ class Source(Protocol):
     requests: Sequence[SimulatedRequest]
 
     def next_due(self) -> float | None:
-        """Returns when the next request is sent, or None if none is sent before another one ends."""
+        """Returns when the next request is sent, or None if no request is sent before a running one ends."""
 
     def pop(self) -> int:
         """Removes the next request and returns its index."""
@@ -64,7 +64,7 @@ class OpenLoop:
 
 
 class ClosedLoop:
-    """``clients`` clients, each of which sends its next request when the previous one has completed."""
+    """Simulates clients, each of which sends its next request when its previous one has completed."""
 
     def __init__(self, requests: Sequence[SimulatedRequest], clients: int) -> None:
         if clients < 1:

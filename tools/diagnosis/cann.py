@@ -27,7 +27,7 @@ class Cann:
 
 
 def find_cann(host: Host) -> Cann | None:
-    """Returns the installation that the environment names, or one in the usual places."""
+    """Finds the CANN installation: the one that the environment names, or one in the usual folders."""
     for variable in HOME_VARIABLES:
         home = host.environment.get(variable, "").rstrip("/")
         if home and host.is_folder(home):
@@ -54,7 +54,7 @@ def cann_version(host: Host, home: str) -> str | None:
 
 
 def check_cann(host: Host, wanted: bool) -> tuple[Cann | None, list[Finding]]:
-    """Checks the installation. ``wanted`` is True if the config runs on an NPU."""
+    """Checks the installation of CANN. ``wanted`` is True if the config runs on an NPU."""
     cann = find_cann(host)
     named = [name for name in HOME_VARIABLES if host.environment.get(name)]
     if cann is None and named:

@@ -31,16 +31,16 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A known error. ``code`` is a code that CANN prints or a name. For a family of codes it is their prefix."""
+    """A known error. ``code`` is a code of CANN, a name, or the common prefix of a family of codes."""
 
     code: str
     title: str
     cause: str
     advice: tuple[str, ...]
     source: str
-    """Public documentation, or the thread that explains the error."""
+    """Address of a public page that explains the error."""
     follows: bool = False
-    """True if it is usually the result of another failure, such as a rank that waits for another one."""
+    """True if the error is usually the result of another failure, such as a failed rank for which others wait."""
     pattern: str = ""
     """Regular expression of log lines that have this error without its code, or empty."""
 

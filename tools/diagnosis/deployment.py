@@ -26,7 +26,7 @@ class Deployment:
     """A config and its device on this machine."""
 
     config: Config | None
-    """None if the config is wrong."""
+    """The loaded config, or None if it is wrong."""
     wants_ascend: bool
     findings: tuple[Finding, ...]
 
@@ -61,7 +61,7 @@ def num_agents(config: Config) -> int:
 
 
 def shared_bytes(config: Config) -> int:
-    """Returns the shared memory of all groups of agents: step slots, and the exchange of groups with several agents."""
+    """Returns the bytes of shared memory of all agents: step slots, and memory for exchange within groups."""
     limits, parallel = config.slot_limits(), config.parallel_config
     slots = SlotLayout.of(limits).slot_bytes * NUM_SLOTS
     return (slots + exchange_bytes(config.shape, limits, parallel)) * parallel.data_parallel

@@ -19,7 +19,7 @@ SHOWN_INCIDENTS = 3
 
 
 class UnknownThingError(Exception):
-    """The argument is neither a known code nor a file."""
+    """Raised if an argument of ``explain`` is neither a known code nor a file."""
 
 
 def explain(thing: str) -> tuple[str, dict[str, Any], bool]:

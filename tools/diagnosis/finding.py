@@ -1,4 +1,4 @@
-"""The result of a check: ok, a warning or a problem, with advice."""
+"""Defines the result of a check: ok, a warning or a problem, with advice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Level(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report."""
+    """A result of a check, which is one line of the doctor's report."""
 
     subject: str
     level: Level

@@ -43,7 +43,7 @@ CommandRunner = Callable[[Sequence[str], Mapping[str, str], str, float], Command
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str], stdin: str, timeout_s: float) -> CommandResult:
-    """Runs a command on the real machine."""
+    """Runs a command on the real machine, with a time limit."""
     try:
         done = subprocess.run(
             command,

@@ -48,7 +48,7 @@ _FILE_DEVICE = re.compile(r"(?:^|/)device-(\d+)(?=[/_])")
 
 @dataclass(slots=True)
 class Sighting:
-    """An error found in a log."""
+    """A known error that was found in a log, with its place, time and process."""
 
     entry: Entry
     file: str

@@ -58,7 +58,9 @@ class LogFile:
             self._owners[pid] = (known[0] if rank is None else rank, known[1] if device is None else device)
         entries = log_lines.entries_of(line) if len(self.sightings) < MAX_SIGHTINGS else []
         above = self._trace_above(pid, rank)
-        if not entries and above is not None:  # a line of a trace can complete the trace's first line
+        if (
+            not entries and above is not None
+        ):  # the line may belong to the trace of the error above, and complete its rank and device
             above.rank = rank if above.rank is None else above.rank
             above.device = device if above.device is None else above.device
         if entries and above is not None and own_time is None:  # an error inside a trace is of the trace's process

@@ -1,4 +1,4 @@
-"""The public documents that ``errors.ini`` and the checks refer to."""
+"""Addresses of the public documents to which ``errors.ini`` and the checks refer."""
 
 from __future__ import annotations
 

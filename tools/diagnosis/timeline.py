@@ -23,7 +23,7 @@ from tools.diagnosis.log_reader import LogFile
 INCIDENT_GAP = timedelta(hours=1)
 """Errors that are further apart in time belong to different incidents. It is twice HCCL_EXEC_TIMEOUT."""
 TOLERANCE = timedelta(seconds=60)
-"""A cause may be logged up to this time after its result, because clocks differ and logs are written late."""
+"""A cause may be logged this much later than its result, because clocks differ and logs are written late."""
 _UNKNOWN = datetime.max
 
 
@@ -43,7 +43,7 @@ def in_order(files: Sequence[LogFile]) -> list[Sighting]:
 
 
 def incidents(sightings: Sequence[Sighting]) -> list[list[Sighting]]:
-    """Divides sorted errors where a long time passed. Errors without a time belong to the last incident."""
+    """Divides sorted errors at gaps of more than ``INCIDENT_GAP``. The last incident has the errors without a time."""
     found: list[list[Sighting]] = []
     last: datetime | None = None
     for sighting in sightings:

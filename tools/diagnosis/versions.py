@@ -1,4 +1,4 @@
-"""Published combinations of MindSpore, CANN and driver (Ascend HDK)."""
+"""Lists the published combinations of MindSpore, CANN and driver (Ascend HDK)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ DRIVERS_OF_CANN: dict[Version, tuple[tuple[Version, ...], str]] = {
 
 
 def parse_version(text: str) -> Version | None:
-    """Parses ``8.3`` of ``8.3.RC1`` or ``24.1`` of ``24.1.rc3``. Returns None without two numbers."""
+    """Returns the first two numbers of a version, such as (8, 3) for ``8.3.RC1``, or None."""
     match = re.match(r"\s*[vV]?(\d+)\.(\d+)", text)
     return (int(match[1]), int(match[2])) if match else None
 

@@ -83,7 +83,7 @@ class LogAnalysis(RequestTotals):
     refused: int = 0
     """Requests that were rejected after their arrival, for example because the queue was full."""
     agents_back: int = 0
-    """Agents that became ready after an agent was lost."""
+    """Number of agents that became ready after an agent was lost."""
     phases: Phases = field(default_factory=Phases)
     why_slow: WhySlow = field(default_factory=WhySlow)
     engine: EngineTotals = field(default_factory=EngineTotals)
@@ -103,7 +103,7 @@ class LogAnalysis(RequestTotals):
 
     @property
     def unfinished_requests(self) -> int:
-        """Requests that arrived but have no end in the log."""
+        """Number of requests that arrived but have no end in the log."""
         return self.unfinished + len(self._open)
 
     @property
@@ -113,7 +113,7 @@ class LogAnalysis(RequestTotals):
 
     @property
     def total_time_s(self) -> float:
-        """Time from the first arrival to the last end, summed over the server's runs."""
+        """Seconds from the first arrival to the last end of a request, summed over the server's runs."""
         return self.active_seconds + (self._span[1] - self._span[0] if self._span else 0.0)
 
     def add(self, event: LogEvent) -> None:

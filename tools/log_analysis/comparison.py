@@ -27,7 +27,7 @@ Number = int | float
 
 
 class ComparisonError(Exception):
-    """The file is not a load test's JSON, or belongs to another server."""
+    """Raised if a file is not a load test's JSON, or if the log has none of its requests."""
 
 
 class ClientRequest(msgspec.Struct):

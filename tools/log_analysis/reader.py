@@ -27,7 +27,7 @@ class LogEvent:
 
 @dataclass(slots=True)
 class LogReader:
-    """Iterates over the events of ``file`` and counts lines. Blank lines do not count."""
+    """Iterates over the events of a log file, and counts lines. Blank lines do not count."""
 
     file: BinaryIO
     lines: int = 0
@@ -56,7 +56,7 @@ class LogReader:
                 yield event
 
     def reject(self, reason: str) -> None:
-        """Counts the last line as unreadable."""
+        """Counts the line that was read last as unreadable."""
         self.bad_lines += 1
         if len(self.bad_examples) < KEPT_BAD_LINES:
             self.bad_examples.append(f"line {self._line_number}: {reason}")

@@ -1,4 +1,4 @@
-"""Converts the analysis to JSON. Latency keys and units are those of the load test's JSON."""
+"""Converts the analysis of a log to JSON. Latencies have the keys and units of the load test's JSON."""
 
 from __future__ import annotations
 

@@ -150,5 +150,5 @@ def clock(unix_seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Escapes characters that would control the terminal."""
+    """Escapes control characters, which would change the terminal's state."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

@@ -55,7 +55,7 @@ class Blocker:
 
 @dataclass(frozen=True, slots=True)
 class SlowRequests:
-    """The comparison of slow requests with typical ones."""
+    """The comparison of slow requests with typical requests: mean times, waits, blockers and preemptions."""
 
     typical: Composition
     slow: Composition
@@ -146,7 +146,7 @@ def _blocked(slow: Sequence[RequestEnd]) -> dict[str, float]:
 
 
 def _blockers(slow: Sequence[RequestEnd]) -> list[Blocker]:
-    """Returns the most frequent blockers. Requests with equal counts are sorted by id."""
+    """Returns the requests that blocked most of the slow requests. Equal counts are sorted by id."""
     seen = Counter(request_id for end in slow for request_id in dict.fromkeys(end.blocked_by))
     ranked = sorted(seen.items(), key=lambda entry: (-entry[1], entry[0]))
     return [Blocker(request_id, requests) for request_id, requests in ranked[:TOP_BLOCKERS]]

@@ -1,1 +1,1 @@
-"""Parts of tools/quantize.py: rounding, GPTQ, calibration, and the writer of folders. They use only NumPy."""
+"""Converts weights for ``tools/quantize.py``: rounding, GPTQ, calibration and writing, only with NumPy."""

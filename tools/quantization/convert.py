@@ -78,7 +78,7 @@ def _is_plain_llama(shape: ModelShape) -> bool:
 
 
 class _Conversion:
-    """Converts the weights of one folder in the order of the layers."""
+    """Converts the weights of one model folder, in the order of the layers."""
 
     def __init__(self, files: TensorFiles, shape: ModelShape, out: Path, settings: Settings, report: Report) -> None:
         self._files = files

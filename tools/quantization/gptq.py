@@ -40,7 +40,7 @@ def gptq(weight: Float32Array, hessian: Float64Array, settings: Settings) -> Qua
     scales, zeros = _search(weight.reshape(rows, -1, group), diagonal.reshape(-1, group), settings)
     order = np.argsort(-diagonal, kind="stable")
     factor = _inverse_factor(hessian[np.ix_(order, order)])
-    work = np.where(diagonal == 0, np.float32(0), weight)[:, order]  # the weight of an input that is always 0 is 0
+    work = np.where(diagonal == 0, np.float32(0), weight)[:, order]  # an input that is always 0 gets the weight 0
     q = np.empty((rows, depth), np.uint8)
     for begin in range(0, depth, _BLOCK):
         end = min(begin + _BLOCK, depth)

@@ -29,9 +29,9 @@ class Settings:
     group: int
     """Number of inputs that share a scale; 0 means all inputs of an output."""
     asymmetric: bool
-    """If True, zero points are stored."""
+    """If True, each group has a stored zero point."""
     scale_dtype: str
-    """Type of the model's weights (float32, float16 or bfloat16). Integers are rounded with the rounded scales."""
+    """Type in which scales are stored. Weights are rounded with scales that already have this type."""
 
     def __post_init__(self) -> None:
         stored_format(self.bits)  # raises for a number of bits that no format has

@@ -42,7 +42,7 @@ from tools.replaying.result_order import ResultOrder
 __all__ = ["Difference", "Replay", "replay"]
 
 HISTORY = 8
-"""Number of events that are shown before a difference."""
+"""Number of earlier events that are shown with a difference."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Replay:
-    """The outcome of a replay."""
+    """The outcome of a replay: its size, the first difference if there is one, and notes for the user."""
 
     num_steps: int
     num_requests: int

@@ -23,7 +23,7 @@ __all__ = ["Counts", "DeviceStep", "Lane", "Span", "SpanPhase", "Timeline", "bui
 
 
 class SpanPhase(enum.IntEnum):
-    """The phases of a request."""
+    """The phases of a request that the timeline distinguishes."""
 
     UNDER_WAY = 0
     """The request arrived before the recording, and no event has mentioned it yet."""

@@ -114,7 +114,7 @@ def what_if(stretch: Stretch, limits: SchedulerLimits, model: DeviceModel) -> St
 
 
 class _VirtualRun:
-    """Runs the engine's loop on a virtual clock."""
+    """Simulates the engine's loop with recorded requests, on a virtual clock."""
 
     def __init__(self, wanted: list[Arrival], limits: SchedulerLimits, model: DeviceModel, folder: Path) -> None:
         self._recorder = record(Scheduler(limits), folder, _RING_BYTES, on_error=_fail)

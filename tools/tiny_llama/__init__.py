@@ -1,1 +1,1 @@
-"""Parts of ``tools/train_tiny_llama.py``: the corpus, the tokenizer, the model, the trainer and the export."""
+"""Trains the tiny Llama for ``tools/train_tiny_llama.py``: corpus, tokenizer, model, trainer and export."""

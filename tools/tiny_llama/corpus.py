@@ -10,7 +10,7 @@ from .sums import addition, number_fact, subtraction
 from .tables import pick, sections
 
 Turn = tuple[str, str]
-"""(role, text). The role is "text" for a plain document, otherwise "system", "user" or "assistant"."""
+"""A message as (role, text). The role is "system", "user" or "assistant", or "text" for a plain document."""
 Document = list[Turn]
 Pair = tuple[str, str]
 
@@ -18,7 +18,7 @@ QUESTION_WORDS = frozenset(sections("wordings")["question words"][0].split())
 
 
 def any_fact(rng: random.Random) -> Fact:
-    """Returns a fact or a sum."""
+    """Returns a random fact, or a question about numbers."""
     return number_fact(rng) if rng.random() < 0.4 else pick_kind(rng)(rng)
 
 

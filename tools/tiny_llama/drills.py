@@ -25,7 +25,7 @@ def some_words(rng: random.Random) -> str:
 
 
 def say_again(rng: random.Random) -> Document:
-    """Lets the assistant repeat the user's words."""
+    """Returns a conversation in which the assistant repeats the user's words."""
     phrase = some_words(rng)
     return [("user", pick(rng, "repeat words", phrase=phrase)), ("assistant", phrase)]
 
@@ -36,7 +36,7 @@ def twice(rng: random.Random) -> Document:
 
 
 def remember(rng: random.Random) -> Document:
-    """Lets the user introduce a name and ask for it."""
+    """Returns a conversation in which the user mentions a name and asks for it later."""
     return [turn for said, answer in talk.memory(rng) for turn in (("user", said), ("assistant", answer))]
 
 
@@ -47,7 +47,7 @@ def one_fact(rng: random.Random) -> Document:
 
 
 def sums(rng: random.Random) -> Document:
-    """Returns sums, one per line."""
+    """Returns a text of calculations with their results, one in each line."""
     kinds = (addition, addition, subtraction, multiplication)
     return [("text", "\n".join(rng.choice(kinds)(rng).answer for _ in range(rng.randint(1, 6))))]
 

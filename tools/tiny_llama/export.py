@@ -23,7 +23,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def weights(network: TinyLlama) -> dict[str, NDArray[np.float32]]:
-    """Returns the float32 parameters by their Hugging Face names."""
+    """Returns the network's float32 parameters by their Hugging Face names."""
     return {name: parameter.asnumpy() for name, parameter in network.parameters_and_names()}
 
 

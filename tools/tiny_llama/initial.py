@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 Matrix = NDArray[np.float32]
 HeadWeights = tuple[Matrix, Matrix]
-"""The weights of a head: (query, key) or (value, output)."""
+"""Two weight matrices of a head: (query, key) or (value, output)."""
 
 COMMON = 0.5
 WRITTEN = 0.14
 SHARPNESS = (10.0, 8.0, 6.0, 4.0, 2.0, 1.0)
-"""Attention logits of the previous-token head at its peak, by rotary frequency, the fastest first."""
+"""Contribution of each rotary frequency, the fastest first, to the peak of the previous-token head's logits."""
 MATCH_GAIN = 2.0
 
 
@@ -41,7 +41,7 @@ class Circuit:
         self.place = np.linalg.qr(rng.standard_normal((hidden_size, head_dim)))[0]
 
     def embedding(self, rng: np.random.Generator) -> Matrix:
-        """Returns random vectors of norm 1 plus the constant, ``[vocab, hidden]``."""
+        """Returns the embedding [vocab, hidden]: random vectors of norm 1, plus the same constant for every token."""
         vocab, hidden = self.vocab_size, self.hidden_size
         return as_float32(rng.standard_normal((vocab, hidden)) / np.sqrt(hidden) + COMMON * self.constant)
 
@@ -62,7 +62,7 @@ class Circuit:
         return as_float32(np.outer(query, read)), as_float32(np.outer(key, read))
 
     def previous_token_value_output(self) -> HeadWeights:
-        """Returns value ``[head_dim, hidden]`` and output ``[hidden, head_dim]``, which write the token's code."""
+        """Returns value [head_dim, hidden] and output [hidden, head_dim], which write the attended token's code."""
         return as_float32(self.code), as_float32(self.place * WRITTEN)
 
     def induction_query_key(self, half: int) -> HeadWeights:
@@ -83,7 +83,7 @@ class Circuit:
         return as_float32(query), as_float32(key)
 
     def copy_value_output(self, rng: np.random.Generator) -> HeadWeights:
-        """Returns value and output weights that write a projection of the attended token."""
+        """Returns value and output weights of a head that copies (a projection of) the attended token."""
         hidden, dim = self.hidden_size, self.head_dim
         value = rng.standard_normal((dim, hidden)) / np.sqrt(hidden)
         return as_float32(value), as_float32(value.T * WRITTEN)

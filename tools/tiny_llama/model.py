@@ -41,7 +41,7 @@ def rotary_tables(shape: ModelShape, length: int) -> tuple[NDArray[np.float32], 
 
 
 def initial_weight(rng: np.random.Generator, rows: int, columns: int, scale: float = 0.02) -> Tensor:
-    """Returns a normal ``[rows, columns]`` matrix of standard deviation ``scale``."""
+    """Returns a random normal matrix [rows, columns] with standard deviation ``scale``."""
     return Tensor((rng.standard_normal((rows, columns)) * scale).astype(np.float32))
 
 
@@ -51,7 +51,7 @@ def linear(rng: np.random.Generator, inputs: int, outputs: int, scale: float = 0
 
 
 class RMSNorm(nn.Cell):
-    """Root-mean-square normalisation of the last axis (Zhang and Sennrich, 2019)."""
+    """Normalises the last axis by its root mean square (Zhang and Sennrich, 2019)."""
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class RMSNorm(nn.Cell):
 
 
 class Attention(nn.Cell):
-    """Causal grouped-query attention over complete sequences. The query heads of a group are stacked, not repeated."""
+    """Causal grouped-query attention over complete sequences. Query heads that share a key head are stacked."""
 
     def __init__(self, shape: ModelShape, rng: np.random.Generator) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ class Hero:
 
 @dataclass(frozen=True)
 class Story:
-    """A complete story, and the words by which a user can ask for it."""
+    """A complete story, and the hero, place and thing by which a user can ask for it."""
 
     text: str
     hero: Hero
@@ -52,7 +52,7 @@ class Story:
 
 
 def make_hero(rng: random.Random, avoid: str = "") -> Hero:
-    """Returns a hero whose kind is not ``avoid``."""
+    """Returns a random hero, whose kind is not ``avoid``."""
     girl = rng.random() < 0.5
     name = rng.choice(GIRLS if girl else BOYS)
     group = rng.random()
@@ -67,7 +67,7 @@ def make_hero(rng: random.Random, avoid: str = "") -> Hero:
 
 
 def story_words(rng: random.Random, hero: Hero, friend: Hero, place: str, thing: str) -> dict[str, str]:
-    """Returns the values of a plot's slots."""
+    """Returns the words for the slots of a plot's sentences, such as names and pronouns."""
     coloured = a(f"{rng.choice(COLOURS)} {thing}")
     words = {
         "p": place,

@@ -1,4 +1,4 @@
-"""Generates arithmetic, counting and comparisons."""
+"""Generates questions about numbers: arithmetic, counting and comparisons."""
 
 import random
 
@@ -40,7 +40,7 @@ def multiplication(rng: random.Random) -> Fact:
 
 
 def apples(rng: random.Random) -> Fact:
-    """Asks for a sum in words."""
+    """Asks for a sum or a difference in a short story about things."""
     x, y = rng.randint(1, 10), rng.randint(1, 10)
     thing = rng.choice(COUNTABLE)
     name = rng.choice(OWNERS)

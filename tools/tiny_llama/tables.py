@@ -26,7 +26,7 @@ def pick(rng: random.Random, section: str, **slots: str) -> str:
 
 
 def items(lines: tuple[str, ...]) -> tuple[str, ...]:
-    """Splits a list at commas and line ends."""
+    """Returns the items of a list that are separated by commas and line ends."""
     return tuple(item for line in lines for item in line.split(", "))
 
 

@@ -24,13 +24,13 @@ PET_NAMES = ("Max", "Bella", "Coco", "Lucky", "Rocky", "Luna", "Milo", "Daisy")
 
 
 def small_talk(rng: random.Random) -> Pair:
-    """Returns something a user says, and an answer."""
+    """Returns a remark of a user, such as a greeting, and an answer."""
     said, answers = rng.choice(SMALL_TALK)
     return rng.choice(said), rng.choice(answers)
 
 
 def small_talk_about(rng: random.Random, start: str) -> Pair:
-    """Returns small talk of the group that begins with ``start``."""
+    """Returns small talk about the topic whose first phrase begins with ``start``, for example ``Hello``."""
     said, answers = next(group for group in SMALL_TALK if group[0][0].startswith(start))
     return rng.choice(said), rng.choice(answers)
 
@@ -77,7 +77,7 @@ def unknown(rng: random.Random) -> Pair:
 
 
 def repeat(rng: random.Random) -> Pair:
-    """Asks to repeat a phrase."""
+    """Returns a request to repeat a phrase, and the phrase."""
     words = ["the " + w if rng.random() < 0.5 else w for w in rng.sample(REPEATABLE, 3)]
     phrase = rng.choice(
         (" ".join(words), f"I like {words[0]} and {words[1]}.", rng.choice(JOKES).split("? ")[1], ", ".join(words))

@@ -26,7 +26,7 @@ _MASK_SIZE = 128
 _BAND_MASK_SIZE = 2048
 """Size of the compressed mask that ``sparse_mode`` 4 requires."""
 _BAND = 4
-"""``sparse_mode``: a query sees from ``pre_tokens`` before it to ``next_tokens`` after it."""
+"""Value of ``sparse_mode``: a query attends to ``pre_tokens`` tokens before it and ``next_tokens`` after it."""
 _MASKED = -10000.0
 """Value that a mask adds to the scores of masked positions. In bfloat16, FlashAttentionScore takes 0 and 1 instead."""
 

@@ -1,4 +1,4 @@
-"""The native op table: MindSpore's inference primitives, as an Ascend runs them."""
+"""Implements the native op table: the operators of the model code with MindSpore's inference primitives."""
 
 from __future__ import annotations
 
