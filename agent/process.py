@@ -21,7 +21,8 @@ from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from llm_serving.ipc.shm import NUM_SLOTS
 
 MakeRunner = Callable[[Config, StartReport, int, ExchangeMemory | None], ModelRunner]
-"""Takes the config, a function that reports the start, the agent's rank, and the memory that its group shares."""
+"""Creates the model runner. Takes the config, a function that reports the start, the agent's rank, and the memory
+that its group shares."""
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""The command line of the server. It returns the config and the memory plan.
+"""The command line of the server: parses the arguments, loads the config and plans the memory.
 
 Slow modules are not imported, so that a mistake is reported without delay, with exit code 2.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
@@ -113,7 +114,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    keys = "".join(f"  {name}\n{_wrapped(list(section_keys(cls)))}" for name, cls in SECTIONS.items())
+    keys = "".join(f"  {name}\n{_wrapped(section_keys(cls))}\n" for name, cls in SECTIONS.items())
     parser = argparse.ArgumentParser(
         description=_DESCRIPTION,
         epilog=_EXAMPLES + keys,
@@ -140,11 +141,5 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _wrapped(names: list[str], width: int = 96) -> str:
-    lines, line = [], "   "
-    for name in names:
-        if len(line) + len(name) + 1 > width:
-            lines.append(line)
-            line = "   "
-        line += f" {name}"
-    return "\n".join([*lines, line]) + "\n"
+def _wrapped(names: Iterable[str]) -> str:
+    return textwrap.fill(" ".join(names), 96, initial_indent="    ", subsequent_indent="    ")

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 
 class LLMServingError(Exception):
-    """Base of the tree. The text has the cause, the value, the limit and the remedy."""
+    """Base class of all errors of the project. The text has the cause, the value, the limit and the remedy."""
 
 
 class ConfigError(LLMServingError):

@@ -16,7 +16,10 @@ TOOLS = (*SERVING, "rich", "matplotlib")
 
 
 def use_own_python(packages: Sequence[str] = SERVING) -> None:
-    """Continue in ``.venv`` if needed. Exits with 2 and the remedy if that lacks the packages too."""
+    """Continue the program with the Python of ``.venv`` if this Python lacks the packages.
+
+    Exits with 2 and the remedy if ``.venv`` lacks the packages, too.
+    """
     prefer_own_python(packages)
     if not _has(packages):
         sys.stderr.write(f"error: {sys.executable} lacks packages that this program needs; run: make setup\n")
@@ -24,7 +27,7 @@ def use_own_python(packages: Sequence[str] = SERVING) -> None:
 
 
 def prefer_own_python(packages: Sequence[str] = SERVING) -> None:
-    """Continue in ``.venv`` if it exists and this Python lacks the packages; else do nothing."""
+    """Continue the program with the Python of ``.venv`` if that exists and this Python lacks the packages."""
     in_own = Path(sys.prefix).resolve() == VENV_PYTHON.parents[1].resolve()
     if not _has(packages) and VENV_PYTHON.is_file() and not in_own:
         os.execv(VENV_PYTHON, [str(VENV_PYTHON), *sys.argv])  # noqa: S606

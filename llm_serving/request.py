@@ -28,8 +28,8 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     """``max_tokens`` or the end of the model's context was reached."""
     ABORT = "abort"
-    """The client closed the connection or asked to stop. With ``RequestOutput.error``, the deadline passed before the
-    request started."""
+    """The client closed the connection or asked to stop. If ``RequestOutput.error`` is set, the deadline passed before
+    the request started."""
     ERROR = "error"
     """The server could not continue. ``RequestOutput.error`` has the reason."""
 
@@ -131,9 +131,12 @@ class Blocked:
 
     reason: BlockReason
     times: int
-    """How often the request itself could not start for this reason as the first of the queue."""
+    """Number of times that the request was the first of the queue and could not start for this reason."""
     seconds: float
-    """Time from these attempts to the next ones. It is part of ``queue``, ``preempted`` or ``restarted``."""
+    """Seconds for which the request, or the first request before it in the queue, waited for this reason.
+
+    They are part of ``queue``, ``preempted`` or ``restarted``.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ MAX_TOP_LOGITS = 32
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameter:
-    """A row of the table. Limits are inclusive unless their name says otherwise."""
+    """One sampling parameter, with its default and its range. ``low`` and ``high`` are included in the range."""
 
     name: str
-    """The same in the API, in ``SamplingParams``, in the step slot and in ``llmk::SampleArgs``."""
+    """Name of the parameter in the API, in ``SamplingParams``, in the step slot and in ``llmk::SampleArgs``."""
     default: Any
     """Value of a request that does not set the parameter. A sampler's parameter then changes nothing."""
     meaning: str
@@ -40,7 +40,7 @@ def _parameter(
     default: Any, meaning: str, *, column: str = "", low: float | None = None, above: float | None = None,
     high: float | None = None, max_items: int | None = None, max_chars: int | None = None, needs_history: bool = False,
 ) -> Any:  # fmt: skip
-    """Declares a field of ``SamplingParams``; ``_table`` makes the row from it."""
+    """Declares a field of ``SamplingParams``. Its metadata has the details of the sampling parameter."""
     details = {
         "meaning": meaning, "column": column, "low": low, "above": above, "high": high, "max_items": max_items,
         "max_chars": max_chars, "needs_history": needs_history,

@@ -198,7 +198,7 @@ class AsyncEngine:
         """
         sampling = SamplingParams(max_tokens=params.max_tokens, temperature=0.0)
         whole = self._new_request(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
-        search = BeamSearch(self._open_search_step, whole, params, scheduling, self._clock)
+        search = BeamSearch(self.open, whole, params, scheduling, self._clock)
         self._searches[request_id] = whole
         try:
             return await search.run()
@@ -296,19 +296,6 @@ class AsyncEngine:
             raise RequestError(
                 f"token id {wrong} in the prompt is not in the vocabulary (0 to {size - 1})", param="prompt"
             )
-
-    def _open_search_step(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        sink: PieceStream,
-        arrival_time: float | None,
-        scheduling: SchedulingParams,
-    ) -> OpenRequest:
-        return self.open(
-            request_id, token_ids, sampling, sink, arrival_time, scheduling=scheduling, streamed=False, quiet=True
-        )
 
     def _closed(self, opened: OpenRequest) -> None:
         """Abort a request whose reader has closed it, if it has not ended. Its id stays in use until its end."""

@@ -32,7 +32,7 @@ from llm_serving.telemetry.receipt import Phase
 MAX_BEAM_WIDTH = MAX_TOP_LOGITS // 2
 
 Expand = Callable[[Sequence[tuple[int, ...]]], Awaitable[list[TokenLogits]]]
-"""Takes the outputs of the live beams. Returns the model's ``num_candidates`` best next tokens of each."""
+"""Takes the outputs of the live beams. Returns, for each output, the model's ``num_candidates`` best next tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Beam:
     token_ids: tuple[int, ...] = ()
     """The tokens of the output, with the end token if there is one."""
     logits: tuple[TokenLogits, ...] = ()
-    """One entry for each token."""
+    """The logits of each token of the output."""
     logprob: float = 0.0
     """Sum of the tokens' log-probabilities."""
     finish_reason: FinishReason | None = None
@@ -95,17 +95,19 @@ class SearchResult:
 
 
 class OpenStep(Protocol):
-    """Opens an engine request for one step of a search. Logs and metrics ignore the request."""
+    """Opens an engine request for one step of a search: ``AsyncEngine.open``."""
 
     def __call__(
         self,
         request_id: str,
-        token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         sink: PieceStream,
         arrival_time: float | None,
+        *,
         scheduling: SchedulingParams,
-        /,
+        streamed: bool,
+        quiet: bool,
     ) -> OpenRequest: ...
 
 
@@ -162,10 +164,10 @@ class BeamSearch:
         )  # fmt: skip
 
     async def _expand(self, outputs: Sequence[tuple[int, ...]]) -> list[TokenLogits]:
-        """Compute the next token of each output. They are opened before the first wait, so they share a step."""
+        """Compute the next token of each output. All requests are opened before the first wait, to share a step."""
         whole, scheduling = self.whole, self._scheduling
         arrival = whole.arrival_time if self._step == 0 else None
-        if self._step > 0:  # from here on a step is due within the time between tokens, as in a stream
+        if self._step > 0:  # later steps have the objective for the time between tokens
             scheduling = replace(scheduling, deadline=None, ttft_objective=scheduling.tbt_objective)
         streams = [PieceStream() for _ in outputs]
         opened: list[OpenRequest] = []
@@ -173,7 +175,11 @@ class BeamSearch:
             for index, (output, stream) in enumerate(zip(outputs, streams, strict=True)):
                 name = f"{whole.request_id}.{self._step}.{index}"
                 tokens = [*whole.prompt_token_ids, *output]
-                opened.append(self._open_step(name, tokens, self._sampling, stream, arrival, scheduling))
+                opened.append(
+                    self._open_step(
+                        name, tokens, self._sampling, stream, arrival, scheduling=scheduling, streamed=False, quiet=True
+                    )
+                )
             entries = [_logits(await stream.next()) for stream in streams]
             self._note([one.request for one in opened])
         finally:

@@ -22,7 +22,7 @@ import jinja2.sandbox
 from llm_serving.errors import CheckpointError, RequestError
 
 MAX_COUNTED = 1_000_000
-"""Maximum of all numbers that the ``range`` calls of one rendering return. It keeps nested loops short."""
+"""Maximum total length of all ranges that a template makes in one rendering. It limits the time of nested loops."""
 MAX_REPEATED = 1_000_000
 """Maximum length of the result of ``text * number``, in characters or items."""
 _MAX_BITS = 256
@@ -91,7 +91,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Counter:
-    """The ``range`` function of one rendering."""
+    """Provides the ``range`` function of one rendering. It counts the numbers of all its ranges."""
 
     def __init__(self) -> None:
         self._left = MAX_COUNTED

@@ -79,7 +79,7 @@ class EngineCore:
         self.state = EngineState.STARTING
         self.stop_reason = ""
         self.ended = False
-        """The loop has ended and may ignore new commands. Check this attribute after ``submit``."""
+        """True if the loop has ended and may ignore new commands. Check this attribute after ``submit``."""
         self._front = front
         self._router = front if isinstance(front, Router) else None
         self._log = log

@@ -13,7 +13,7 @@ from llm_serving.sampling_params import SamplingParams
 
 
 class _Utf8Decoder(codecs.BufferedIncrementalDecoder):
-    """The decoder of the standard library. ``buffer`` holds the bytes of an unfinished character."""
+    """The UTF-8 decoder of the standard library. ``buffer`` holds the bytes of an unfinished character."""
 
     buffer: bytes
 
@@ -121,7 +121,7 @@ class IncrementalDetokenizer:
         self._strip_spaces = tokenizer.table.rule.strip_spaces if at_start else 0
         self._strip_first_token = at_start and tokenizer.table.rule.strip_first_token
         self._is_plain = not self._strip_spaces and not self._strip_first_token
-        """No space must be stripped any more. If a token has only whole characters, its text is a table entry."""
+        """True if no space must be stripped from further tokens, so that their text is found in the token table."""
         self.num_tokens = 0
         """Number of tokens processed. The tokens after a stop string are not counted."""
 

@@ -34,7 +34,7 @@ class PieceSink(Protocol):
         """Receive the next piece of request ``index``. The last one is ``finished``."""
 
     def fail(self, error: LLMServingError, /) -> None:
-        """A request was refused. It has no pieces."""
+        """Receive the error of a request that was refused. The request has no pieces."""
 
 
 class OpenRequest:
@@ -60,15 +60,15 @@ class OpenRequest:
         self.request = request
         self.sink = sink
         self.index = index
-        """Number of the request among those of its sink."""
+        """Number of the request among the requests of the same sink."""
         self.streamed = streamed
         self.quiet = quiet
-        """The request is a step of a larger request. Its end is not logged."""
+        """True for a step of a beam search, whose end is not logged."""
         self.ended: asyncio.Event | None = None
         """Set when the request ends, if its reader closed it before."""
         self.is_closed = False
         self.is_ended = False
-        """The last piece, or the refusal, has arrived."""
+        """True after the last piece, or the refusal, has arrived."""
         self.last_piece: RequestOutput | None = None
         self._on_close = on_close
         self._requests = requests
@@ -88,7 +88,7 @@ class OpenRequest:
         self._last = now
 
     def close(self, now: float | None = None) -> None:
-        """End the reader's interest. A request that has not ended is aborted. Further calls have no effect.
+        """Note that the reader wants no more pieces. Aborts a request that has not ended. Further calls have no effect.
 
         ``now``: when the whole response was written. The default is the time of the last ``delivered``.
         """

@@ -34,7 +34,7 @@ class RequestReceipt:
     """Owner of the request. Other tenants may not read the receipt."""
     priority: int
     state: str
-    """The part of its time that the sequence is in, or ``done``."""
+    """What the sequence does at present, for example ``queued`` or ``decode``, or ``done`` after its end."""
     finish_reason: str | None
     num_prompt_tokens: int
     num_output_tokens: int
@@ -157,5 +157,5 @@ def _blocked(receipt: Receipt, blocked_us: Mapping[BlockReason, int]) -> tuple[B
 
 
 def in_ms(seconds: float) -> float:
-    """Returns milliseconds as the log and the receipts show them, with a resolution of a microsecond."""
+    """Return milliseconds as the log and the receipts show them, with a resolution of a microsecond."""
     return round(seconds * 1000.0, 3)

@@ -39,16 +39,16 @@ class Replica:
         self.executor = executor
         self.log_fields: dict[str, Any] = {"replica": index} if named else {}
         self.is_ready = False
-        """Steps may be sent."""
+        """True if steps may be sent to the agents."""
         self.was_ready = False
         self.is_given_up = False
-        """The agents are lost and are not restarted."""
+        """True if the agents are lost and are not restarted."""
         self.wakeup: float | None = None
-        """When to schedule again without an event."""
+        """When to call the scheduler again even if no event arrives."""
         self.num_steps = 0
         """Steps that completed without an error, since the start."""
         self.last_result: float | None = None
-        """When the last of these steps completed."""
+        """When the last step without an error completed."""
         self._texts = texts
         self._state_line = state_line
         self._log = log
@@ -133,14 +133,17 @@ class Replica:
         return outputs
 
     def note_host_overhead(self, now: float, clock: Callable[[], float]) -> None:
-        """Report one value to the metrics for each step that completed since ``now``, when ``poll`` returned."""
+        """Report for each step that completed how long the device then waited for the host.
+
+        ``now``: when ``poll`` returned the results.
+        """
         completed, self._num_completed = self._num_completed, 0
         sent, self._num_just_sent = self._num_just_sent, 0
         if not completed or not self._sent:
             return
         self._metrics.host_overhead(clock() - now if len(self._sent) == sent else 0.0)
         for _ in range(completed - 1):
-            self._metrics.host_overhead(0.0)  # the device continued with the next step
+            self._metrics.host_overhead(0.0)  # the device did not wait for the host
 
     def note_preemptions(self) -> None:
         """Report the preemptions since the last call to the metrics."""

@@ -92,7 +92,7 @@ class TextStreams:
 
     def _end(self, request: Request, reason: FinishReason, now: float) -> None:
         if self._front.finish_request(request.request_id, reason, now) is None:
-            request.finish_reason = reason  # the scheduler had ended the request before
+            request.finish_reason = reason  # the scheduler has already ended the request
 
 
 def _last_text(stream: _Stream, token_ids: tuple[int, ...]) -> tuple[str, str | None]:

@@ -1,10 +1,10 @@
 """A table of the bytes of every token, so that decoding only joins bytes.
 
-In the supported tokenizers, the text of a sequence is the concatenation of its tokens' bytes, without a
-leading space that the tokenizer added. This is true for byte-level BPE (GPT-2, Radford et al. 2019), where each byte is
-a printable character of the vocabulary. It is also true for SentencePiece models with byte fallback (Kudo and
-Richardson 2018), where a space is U+2581 and an unknown character is a run of ``<0xNN>`` pieces. Decoding is therefore
-exact, needs no window over earlier tokens, and costs the same for each token.
+In the supported tokenizers, the text of a sequence is the concatenation of its tokens' bytes, without a leading space
+that the tokenizer added. This is true for byte-level BPE (GPT-2, Radford et al. 2019), where each byte is a printable
+character of the vocabulary. It is also true for SentencePiece models with byte fallback (Kudo and Richardson 2018),
+where a space is U+2581 and an unknown character is a run of ``<0xNN>`` pieces. Decoding is therefore exact, needs no
+window over earlier tokens, and costs the same for each token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llm_serving.errors import CheckpointError
@@ -63,26 +63,25 @@ def decode_rule(decoder: Mapping[str, Any] | None, source: str) -> DecodeRule:
 
 
 def _add_part(rule: DecodeRule, part: Mapping[str, Any], fused: bool, source: str) -> DecodeRule:
-    kind = part["type"]
-    replacements, byte_fallback, strip_spaces = rule.replacements, rule.byte_fallback, rule.strip_spaces
-    byte_level, strip_first_token = rule.byte_level, rule.strip_first_token
+    kind, replacements = part["type"], rule.replacements
     if kind == "ByteLevel":
-        byte_level = True
-    elif kind == "ByteFallback":
-        byte_fallback = True
-    elif kind == "Replace" and "String" in part["pattern"] and not fused:
-        replacements += ((part["pattern"]["String"], part["content"]),)
-    elif kind == "Metaspace":
-        replacements += ((part["replacement"], " "),)
+        return replace(rule, byte_level=True)
+    if kind == "ByteFallback":
+        return replace(rule, byte_fallback=True)
+    if kind == "Replace" and "String" in part["pattern"] and not fused:
+        return replace(rule, replacements=(*replacements, (part["pattern"]["String"], part["content"])))
+    if kind == "Metaspace":
         strip_first_token = part.get("prepend_scheme", "always") != "never"
-    elif kind == "Strip" and fused and part["content"] == " " and not part["stop"]:
-        strip_spaces += int(part["start"])
-    elif kind != "Fuse":
-        raise CheckpointError(
-            f"{source}: decoder {kind!r} with {dict(part)!r} is not supported; supported are ByteLevel, Metaspace, and "
-            "sequences of Replace (a string), ByteFallback, Fuse and Strip (spaces at the start, after Fuse)"
-        )
-    return DecodeRule(byte_level, replacements, byte_fallback, strip_spaces, strip_first_token)
+        replacements = (*replacements, (part["replacement"], " "))
+        return replace(rule, replacements=replacements, strip_first_token=strip_first_token)
+    if kind == "Strip" and fused and part["content"] == " " and not part["stop"]:
+        return replace(rule, strip_spaces=rule.strip_spaces + int(part["start"]))
+    if kind == "Fuse":
+        return rule
+    raise CheckpointError(
+        f"{source}: decoder {kind!r} with {dict(part)!r} is not supported; supported are ByteLevel, Metaspace, and "
+        "sequences of Replace (a string), ByteFallback, Fuse and Strip (spaces at the start, after Fuse)"
+    )
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -117,7 +116,7 @@ class TokenTable:
         self._added = dict(added)
         self._bytes: dict[int, bytes] = {}
         self.texts: dict[int, str] = {}
-        """Texts of the tokens whose bytes are whole characters, as far as they have occurred. See ``remember_text``."""
+        """Texts of the tokens whose bytes are whole characters, as far as they have occurred."""
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of a token. An id that only pads the model's vocabulary has none."""

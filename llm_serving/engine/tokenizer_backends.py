@@ -62,7 +62,7 @@ class FastTokenizer(Tokenizer):
             self._tokenizer = _byte_level_bpe(files) if is_bpe else tokenizers.Tokenizer.from_file(source)
         except CheckpointError:
             raise
-        except Exception as reason:  # the library raises plain Exception
+        except Exception as reason:  # the library ``tokenizers`` raises plain Exception
             raise CheckpointError(f"{source}: not a valid {files.vocabulary.name}: {reason}") from reason
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -167,7 +167,7 @@ class SentencePieceTokenizer(Tokenizer):
         return (*files.added_tokens, *named)
 
     def _piece_id(self, piece: str) -> int | None:
-        token_id: int = self._processor.piece_to_id(piece)  # for an unknown piece, the id of the unknown token
+        token_id: int = self._processor.piece_to_id(piece)  # an unknown piece gets the id of the unknown token
         return token_id if self._processor.id_to_piece(token_id) == piece else None
 
     def _end_of_text(self, files: TokenizerFiles, name: str, default: int) -> int | None:

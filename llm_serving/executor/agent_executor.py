@@ -76,7 +76,7 @@ class AgentExecutor:
         self._group.send(self._steps.write(step))
 
     def abort(self, seq: int) -> None:
-        """Ask a single agent to drop a step. Agents of a group cannot: one may have begun the step, another not."""
+        """Ask the agent to drop a step. Ignored with several agents: one may have begun the step, another not."""
         if self._group is not None and self._steps.join is None and seq in self._steps.slot_of:
             self._group.send(messages.Abort(seq=self._control_number(), step=seq))
 
@@ -172,7 +172,7 @@ class AgentExecutor:
 
     def _on_ready(self, group: AgentGroup) -> AgentReady:
         self._restarts.ready(time.monotonic())
-        self._steps = self._new_slots(group.memory.slots)
+        self._steps = self._new_slots(group.memory.slot_memory.slots)
         if self._agent_states.is_wanted:
             self.request_status()
         return AgentReady(group.summary)

@@ -36,7 +36,7 @@ class AgentGroup:
         ranks = group_ranks(replica, config.parallel_config)
         self.links: list[AgentLink] = []
         self.is_ready = False
-        """Every agent is ready."""
+        """True if every agent of the group is ready."""
         self._answering = answering_rank(replica, config.parallel_config) - ranks.start
         self.memory = GroupMemory.create(config)
         self._cluster: HcclCluster | None = None
@@ -59,7 +59,7 @@ class AgentGroup:
 
     @property
     def summary(self) -> dict[str, object]:
-        """The summary of the agent that returns results. For several agents, it has their number, too."""
+        """Facts for the log from the agent that returns the results, with the number of agents if there are several."""
         size = {"agents": len(self.links)} if len(self.links) > 1 else {}
         return {**self.links[self._answering].summary, **size}
 
@@ -110,7 +110,7 @@ class AgentGroup:
         """Ask all agents to end and wait for a short time, then close."""
         self.send(messages.Shutdown(seq=seq))
         for link in self.links:
-            link.hang_up()
+            link.channel.close()  # the agent ends when it notices that the connection is closed
         until = time.monotonic() + STOP_GRACE_S
         for link in self.links:
             link.process.stop(max(0.0, until - time.monotonic()))

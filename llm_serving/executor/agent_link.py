@@ -6,6 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from llm_serving.config import Config
@@ -16,25 +17,25 @@ from llm_serving.ipc.channel import Channel
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from llm_serving.ipc.messages import NONCE_BYTES, AgentMessage
 from llm_serving.ipc.segment import SHM_DIRECTORY
-from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, SlotMemory, StepSlot
+from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, SlotMemory
 
 ProgressReport = Callable[[int, str, int, int], None]
-"""Takes the rank, the stage, the completed units and all units of an agent's start."""
+"""Reports the progress of an agent's start. Takes its rank, the stage, and completed and total units of work."""
 
 CONNECT_TIMEOUT_S = 5.0
 EXIT_WAIT_S = 0.25
 """Maximum wait for an exit code. The sockets of a process close shortly before its exit code is known."""
 
 
+@dataclass(frozen=True, slots=True)
 class GroupMemory:
     """The shared memory of one group of agents: the step slots and, for several agents, the exchange.
 
     The server creates and frees it. Every agent of the group maps all of it.
     """
 
-    def __init__(self, slot_memory: SlotMemory, exchange: ExchangeMemory | None) -> None:
-        self.slot_memory = slot_memory
-        self.exchange = exchange
+    slot_memory: SlotMemory
+    exchange: ExchangeMemory | None
 
     @classmethod
     def create(cls, config: Config) -> GroupMemory:
@@ -54,15 +55,6 @@ class GroupMemory:
                 f"{SHM_DIRECTORY} has no room for {needed} bytes of step slots and exchange: {error.strerror}; "
                 "give it more, or lower scheduler_config.max_num_batched_tokens"
             ) from error
-
-    @property
-    def slots(self) -> list[StepSlot]:
-        return self.slot_memory.slots
-
-    @property
-    def exchange_name(self) -> str:
-        """Name of the exchange's segment. Empty if there is no exchange."""
-        return "" if self.exchange is None else self.exchange.name
 
     def mark_down(self) -> None:
         """Mark the group as ended, so that agents that wait for each other stop."""
@@ -102,7 +94,7 @@ class AgentLink:
     ) -> None:
         self.rank = rank
         self.is_connected = False
-        """The agent has proved the launch secret and mapped the shared memory."""
+        """True after the agent has proved the launch secret and mapped the shared memory."""
         self.is_ready = False
         self.summary: dict[str, str | int | float] = {}
         self.started_at = time.monotonic()
@@ -144,10 +136,6 @@ class AgentLink:
         if self.process.exit_code() is not None:
             raise self._lost("its process ended")
 
-    def hang_up(self) -> None:
-        """Close the connection. The agent ends when it notices."""
-        self.channel.close()
-
     def close(self) -> None:
         """End the process, wait until it has ended, and free the resources of this run."""
         self.channel.close()
@@ -182,7 +170,7 @@ class AgentLink:
             proof=messages.prove(self.process.secret, "server", challenge.nonce),
             shm_name=self._memory.slot_memory.name,
             num_slots=NUM_SLOTS,
-            exchange_name=self._memory.exchange_name,
+            exchange_name="" if self._memory.exchange is None else self._memory.exchange.name,
         )
         try:
             self.channel.send(messages.encode(connect))

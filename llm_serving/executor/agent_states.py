@@ -1,4 +1,4 @@
-"""The state of a replica's agents for status pages, and when lost agents are restarted."""
+"""Describes a replica's agents for status pages, and decides when lost agents are restarted."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class AgentStates:
 
     def __init__(self, config: Config, replica: int, listeners: Sequence[socket.socket], restarts: Restarts) -> None:
         self.is_wanted = False
-        """The agents have been asked for their status, or will be when they are ready."""
+        """True if the agents have been asked for their status, or will be asked when they are ready."""
         self._config = config
         self._replica = replica
         self._listeners = listeners

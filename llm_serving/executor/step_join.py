@@ -29,10 +29,11 @@ class StepJoin:
         """Why the group cannot continue. None while it can."""
 
     def add(self, member: int, reply: StepDone | StepFailed) -> StepDone | StepFailed | None:
-        """Process an agent's reply. ``member`` is its number in the group. The last reply returns the group's.
+        """Process an agent's reply. ``member`` is its number in the group.
 
-        Each time in it is the longest of all agents. If one agent failed, the step has failed. Raises AgentLostError if
-        an agent replies twice, or names another slot than the other agents.
+        Returns None until the last reply, then one reply for the whole group, with the longest times of all agents. If
+        one agent failed, the step has failed. Raises AgentLostError if an agent replies twice, or names another slot
+        than the other agents.
         """
         replies = self._replies.setdefault(reply.seq, {})
         if member in replies or any(other.slot != reply.slot for other in replies.values()):

@@ -51,7 +51,7 @@ class StepSlots:
 
     A slot is free, or it belongs to a step from ``write`` until ``take`` returns the step's result.
 
-    For each batch row, the object keeps what does not change from step to step, and gathers a step's rows from it. A
+    For each batch row, the object keeps what does not change from step to step, and copies it into the slots. A
     row's sampling parameters and block table are written when a request starts or restarts the row. Later only new
     blocks are added. A decode step with the sequences of the last decode step writes only what has changed: tokens,
     positions, lengths and longer tables. This relies on slots whose inputs only this class writes.

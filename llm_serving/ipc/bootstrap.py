@@ -18,7 +18,7 @@ from llm_serving.ipc.channel import FrameBuffer, frame
 
 
 class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The only frame on the inherited descriptor."""
+    """The content of the only frame that the launcher sends to a new agent."""
 
     secret: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     rank: Annotated[int, msgspec.Meta(ge=0)]

@@ -10,7 +10,7 @@ group with more than one agent, the server creates one segment, and each agent m
     collective buffers  two for each agent, used alternately: one piece of its contribution to a sum or a gather
     activation rings    one for each border between stages: the residual stream of the last ``RING_STEPS`` steps
 
-The comments at each wait explain why no data is overwritten too early.
+In the writers, a comment at each wait explains why no data is overwritten too early.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 EXCHANGE_MAGIC = 0x0E8C4A6E
 EXCHANGE_VERSION = 1
 COLLECTIVE_BYTES = 512 * 1024
-"""Size of a piece. Large sums pass through the buffers in pieces that fit a cache."""
+"""Bytes of one collective buffer. Larger sums and gathers are done in pieces of this size, which fit a CPU cache."""
 COLLECTIVE_BUFFERS = 2
 RING_STEPS = 2
 """Maximum number of steps that a stage may be ahead of the next one."""
@@ -56,7 +56,7 @@ class ExchangeLayout:
     max_tokens: int
     """Tokens of the largest step."""
     max_rows: int
-    """Number of state rows; each has a token."""
+    """Number of batch rows. The exchange has the last sampled token of each."""
 
     @classmethod
     def of(cls, shape: ModelShape, limits: SlotLimits, parallel: ParallelConfig) -> ExchangeLayout:
@@ -73,24 +73,24 @@ class ExchangeLayout:
         return self.tensor_parallel * self.pipeline_parallel
 
     def collective_line(self, member: int) -> int:
-        """Return the offset of the counter of pieces that a member (its rank in the group) has published."""
+        """Return the offset of a counter: the pieces that a member of the group has published. ``member``: its rank."""
         return LINE_BYTES * (1 + member)
 
     def arrival_line(self, member: int) -> int:
-        """Return the offset of the counter of a member's arrivals at the group's barrier."""
+        """Return the offset of a counter: how often a member of the group has arrived at the group's barrier."""
         return LINE_BYTES * (1 + self.group_size + member)
 
     def ring_written_line(self, border: int) -> int:
-        """Return the offset of the counter of steps that the stage before ``border`` has written."""
+        """Return the offset of a counter: the steps that the pipeline stage before ``border`` has written."""
         return LINE_BYTES * (1 + 2 * self.group_size + border)
 
     def ring_read_line(self, member: int) -> int:
-        """Return the offset of the counter of steps that a member of a later stage has read."""
+        """Return the offset of a counter: the steps that a member of a later pipeline stage has read."""
         return LINE_BYTES * (1 + 2 * self.group_size + self.pipeline_parallel + member)
 
     @property
     def token_line(self) -> int:
-        """Offset of the counter of steps whose sampled tokens are in ``tokens``."""
+        """Offset of a counter: the steps whose sampled tokens are in ``tokens``."""
         return LINE_BYTES * (1 + 3 * self.group_size + self.pipeline_parallel)
 
     @property
@@ -100,7 +100,7 @@ class ExchangeLayout:
 
     @property
     def collective_buffers(self) -> int:
-        """Offset of [group_size, COLLECTIVE_BUFFERS, COLLECTIVE_BYTES], page-aligned; empty for one agent a layer."""
+        """Offset of bytes [group_size, COLLECTIVE_BUFFERS, COLLECTIVE_BYTES]. Empty without tensor parallelism."""
         return _to_pages(self.tokens + 4 * self.max_rows)
 
     @property
@@ -114,7 +114,7 @@ class ExchangeLayout:
         return _to_pages(self.max_tokens * self.hidden_size * _ELEMENT_BYTES)
 
     def ring(self, border: int) -> int:
-        """Return the offset of the ring of a border, [RING_STEPS, ring_step_bytes]."""
+        """Return the offset of the ring between two pipeline stages, bytes [RING_STEPS, ring_step_bytes]."""
         after = self.collective_buffers + self.group_size * self.collective_member_bytes
         return after + border * RING_STEPS * self.ring_step_bytes
 
@@ -158,7 +158,7 @@ class ExchangeMemory(NamedSegment):
         return memory
 
     def mark_down(self) -> None:
-        """Set the word that the group has failed. Agents that wait in the exchange then end their processes."""
+        """Mark the group as failed. Agents that wait in the exchange then end their processes."""
         self.header[DOWN_WORD] = 1
 
     @property

@@ -101,7 +101,7 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         *(Field(each.name, each.column, seqs, f"[S] {each.meaning}") for each in SAMPLER_PARAMETERS),
         Field("sample_position", "int32", seqs, "[S] index of the token to sample in the output, from 0"),
         Field("num_top_logits", "int32", seqs, "[S] best pairs wanted, 0 to MAX_TOP_LOGITS, or NO_LOGSUMEXP"),
-        # Known tokens of a sequence with penalties. The step that starts or restarts its row sends them.
+        # Known tokens of sequences with penalties. The step that starts or restarts a batch row sends them.
         Field("history_lens", "int32", seqs, "[S] known tokens in `history`; 0 keeps what the row has"),
         Field("history_prompt_lens", "int32", seqs, "[S] how many of them are the prompt"),
         Field("history", "int32", limits.max_history, "[sum of history_lens] token ids"),
@@ -116,16 +116,8 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
     )
 
 
-HEADER = {
-    "magic": 0,
-    "seq_low": 1,
-    "seq_high": 2,
-    "num_tokens": 3,
-    "num_seqs": 4,
-    "table_width": 5,
-    "history_len": 6,
-    "num_moves": 7,
-}
+_HEADER_ENTRIES = ("magic", "seq_low", "seq_high", "num_tokens", "num_seqs", "table_width", "history_len", "num_moves")
+HEADER = {name: index for index, name in enumerate(_HEADER_ENTRIES)}
 """Index of each header entry. ``seq`` is the step's number, so that a torn or reused slot is an error."""
 
 

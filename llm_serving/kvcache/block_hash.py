@@ -28,7 +28,10 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def root_hash(namespace: bytes, salt: bytes, block_hash: BlockHash = blake2b_128) -> bytes:
-    """Returns the root of a chain. ``namespace``: model, weights and format of the cache. Equal ``salt``: may share."""
+    """Returns the root of a chain of block hashes. Only requests with equal roots share blocks.
+
+    ``namespace``: everything except tokens that keys and values depend on. ``salt`` keeps requests apart.
+    """
     return block_hash(len(namespace).to_bytes(4, "little") + namespace + salt)
 
 

@@ -94,7 +94,9 @@ class BlockPool:
         self.num_holds -= len(blocks)
 
     def register(self, block: int, block_hash: bytes, content: bytes, parent: Parent) -> int:
-        """Caches a held full block with ``content`` after ``parent``. Returns the block that lookups find from now on.
+        """Caches a held full block that has ``content`` and follows the block with the entry ``parent``.
+
+        Returns the block that lookups find from now on.
 
         If an equal block is cached already, lookups find that one, and this block stays private to its holder. If
         another block has the same hash (a collision, or a block whose prefix is no longer cached), it is not cached
@@ -112,7 +114,7 @@ class BlockPool:
         return block
 
     def register_tail(self, block: int, content: bytes, parent: Parent) -> None:
-        """Caches a held block that begins with ``content`` after ``parent`` and is not full. ``find_tail`` finds it.
+        """Caches a held block that is not full, for ``find_tail``. It has ``content`` and follows the entry ``parent``.
 
         If a cached block begins with the same content, nothing changes.
         """
@@ -190,7 +192,7 @@ class BlockCopy:
 
 
 class BlockCopies:
-    """Holds the sources of the copies that have begun and not ended."""
+    """Holds the source blocks of all copies until the copies have completed."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -198,15 +200,17 @@ class BlockCopies:
         self.num_under_way = 0
 
     def begin(self, source: int) -> BlockCopy:
-        """Begins a copy of a held or cached block to a new block of the caller. Another block than the source must be
-        free."""
+        """Allocates the destination of a copy for the caller, and holds the source, which is a held or cached block.
+
+        The caller has checked that a block other than the source is free.
+        """
         self._pool.share([source])
         self._sources[source] += 1
         self.num_under_way += 1
         return BlockCopy(source, self._pool.allocate(1)[0])
 
     def end(self, copies: Iterable[BlockCopy]) -> None:
-        """Ends copies, and frees their sources."""
+        """Releases the sources of copies that have completed or will never run."""
         for copy in copies:
             count = self._sources.pop(copy.source, 0) - 1
             if count < 0:
@@ -217,7 +221,7 @@ class BlockCopies:
             self._pool.free([copy.source])
 
     def sources(self) -> list[int]:
-        """Returns the sources. A source occurs once per hold."""
+        """Returns the source blocks. A block occurs once for each of its copies."""
         return list(self._sources.elements())
 
     def restore(self, sources: list[int]) -> None:

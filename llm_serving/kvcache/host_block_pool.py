@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class HostBlockPool:
-    """Blocks ``0 .. num_blocks - 1``, allocated last in, first out. The pool may be empty. It has no null block."""
+    """Host blocks ``0 .. num_blocks - 1``, allocated last in, first out. The pool may be empty."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 0:

@@ -25,10 +25,10 @@ from llm_serving.kvcache.prefix_index import PrefixIndex
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """The cached part of a sequence that starts."""
+    """The part of a starting sequence that the prefix cache has."""
 
     num_tokens: int
-    """Number of its first tokens that are computed once ``copies`` have run."""
+    """Number of the sequence's first tokens whose keys and values are present once ``copies`` have run."""
     copies: list[BlockCopy]
 
 
@@ -58,7 +58,7 @@ class KVCacheManager:
         self.block_size = block_size
         self._pool = BlockPool(num_blocks)
         self._contiguous = ContiguousPool(num_blocks) if contiguous else None
-        self._host_pool = HostBlockPool(num_host_blocks)
+        self.host_pool = HostBlockPool(num_host_blocks)
         self._prefix_cache = PrefixCache(self._pool, block_size, namespace, block_hash) if prefix_cache else None
         self._copies = BlockCopies(self._pool)
 
@@ -78,12 +78,12 @@ class KVCacheManager:
 
     @property
     def prefix_query_tokens(self) -> int:
-        """Tokens of all sequences at each of their starts."""
+        """Number of tokens looked up in the prefix cache: the known tokens of each sequence at each of its starts."""
         return self._prefix_cache.num_query_tokens if self._prefix_cache is not None else 0
 
     @property
     def prefix_hit_tokens(self) -> int:
-        """Number of these tokens that the prefix cache had."""
+        """Number of looked-up tokens that the prefix cache had."""
         return self._prefix_cache.num_hit_tokens if self._prefix_cache is not None else 0
 
     @property
@@ -92,6 +92,13 @@ class KVCacheManager:
         if self._contiguous is not None:
             return (self._contiguous.num_usable_blocks - self._contiguous.num_free_blocks) * self.block_size
         return (self._pool.num_holds - self._copies.num_under_way) * self.block_size
+
+    @property
+    def prefixes(self) -> PrefixCache:
+        """The prefix cache. Raises AssertionError if there is none."""
+        if self._prefix_cache is None:
+            raise AssertionError("there is no prefix cache")
+        return self._prefix_cache
 
     def blocks_for(self, num_tokens: int) -> int:
         """Returns the number of blocks for ``num_tokens`` tokens of one sequence."""
@@ -124,34 +131,20 @@ class KVCacheManager:
         return True
 
     def free(self, block_table: list[int], chain: PrefixChain | None = None) -> None:
-        """Takes all blocks of a table back. Committed blocks stay cached. ``chain`` is ready for the next start.
+        """Takes all blocks of a table back. Committed blocks stay cached. A sequence that starts again keeps ``chain``.
 
         The list does not change; the caller drops it.
         """
         (self._contiguous or self._pool).free(block_table)
         if chain is not None:
-            self._prefixes.withdraw(chain)
-
-    def new_chain(self, token_ids: Sequence[int], salt: bytes = b"") -> PrefixChain:
-        """Returns the chain with which a sequence is looked up. Sequences with different salts share nothing."""
-        return self._prefixes.new_chain(token_ids, salt)
-
-    def match_prefix(self, chain: PrefixChain) -> PrefixMatch:
-        """Returns the cached beginning of the chain without its last token. It changes nothing and holds no blocks."""
-        return self._prefixes.match(chain)
-
-    def known_prefix(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """Returns how many first blocks with these chained hashes are cached or announced, and how many of them are
-        held.
-
-        Returns (0, 0) without a prefix cache. It is a forecast for a choice between several caches.
-        """
-        return (0, 0) if self._prefix_cache is None else self._prefix_cache.known(hashes)
+            self.prefixes.withdraw(chain)
 
     def spare_blocks(self, match: PrefixMatch, num_tokens: int) -> int:
-        """Returns the free blocks after a sequence of ``num_tokens`` tokens adopts a match. Negative if too few are
-        free."""
-        blocks, _ = self._prefixes.current_part(match)
+        """Returns how many blocks would stay free if a sequence of ``num_tokens`` tokens adopted a match.
+
+        Negative if too few blocks are free.
+        """
+        blocks, _ = self.prefixes.current_part(match)
         missing = max(self.blocks_for(num_tokens) - len(blocks), 0)
         pool = self._pool
         return pool.num_free_blocks - sum(not pool.ref_count(block) for block in blocks) - missing
@@ -160,9 +153,9 @@ class KVCacheManager:
         """Starts a sequence: fills its empty table with the blocks of the match and new blocks for ``num_tokens``
         tokens.
 
-        Blocks that were evicted since the match are left out. The tail is left out too if too few blocks are free to
-        hold its source. The returned adoption has the number of cached tokens. Returns None without any change if too
-        few blocks are free.
+        Blocks that were evicted since the match are left out. The match may end with a tail: a part of a block, which
+        is copied. The tail is left out if too few blocks are free to hold its source. Returns None without any change
+        if too few blocks are free.
 
         Copying a tail is always worth it. A copy moves some KB per token. To compute a token takes two operations for
         each weight of the model, which is about a thousand times slower. So even a prompt that is cached to its end
@@ -170,7 +163,7 @@ class KVCacheManager:
         """
         if block_table:
             raise AssertionError(f"a table of {len(block_table)} blocks cannot adopt a prefix: it must be empty")
-        prefixes, pool = self._prefixes, self._pool
+        prefixes, pool = self.prefixes, self._pool
         blocks, tail = prefixes.current_part(match)
         missing = max(self.blocks_for(num_tokens) - len(blocks), 0)
         spare = pool.num_free_blocks - sum(not pool.ref_count(block) for block in blocks) - missing
@@ -183,40 +176,9 @@ class KVCacheManager:
         prefixes.begin(chain, adoption.num_tokens)
         return adoption
 
-    def announce(self, chain: PrefixChain, end: int) -> None:
-        """Announces that a step in flight computes the chain's tokens up to ``end``. Other sequences can wait for
-        them."""
-        self._prefixes.announce(chain, end)
-
-    def commit(self, block_table: list[int], chain: PrefixChain, num_computed: int) -> None:
-        """Caches the table's blocks with the first ``num_computed`` tokens of the chain, including a partial last
-        block.
-
-        The steps that computed them have completed. The caller uses this after prefill steps and before ``free``, not
-        for each decoded token, because it looks at all blocks of the chain. A table that ``adopt`` filled before the
-        last ``drop_all`` is not cached.
-        """
-        self._prefixes.commit(block_table, chain, num_computed)
-
-    def drop_all(self) -> None:
-        """Empties the prefix cache, because the device's memory was lost. Present tables are never committed.
-
-        Reference counts stay: the caller still frees each table and ends each copy.
-        """
-        if self._prefix_cache is not None:
-            self._prefix_cache.drop_all()
-
     def end_copies(self, copies: Iterable[BlockCopy]) -> None:
         """Ends the copies of a step that has completed or will never run. Their sources are no longer held."""
         self._copies.end(copies)
-
-    def host_allocate(self, count: int) -> list[int] | None:
-        """Returns blocks of the host pool. Returns None without any change if fewer are free."""
-        return self._host_pool.allocate(count)
-
-    def host_free(self, blocks: list[int]) -> None:
-        """Takes blocks of the host pool back."""
-        self._host_pool.free(blocks)
 
     @property
     def prefix_index(self) -> PrefixIndex:
@@ -229,7 +191,7 @@ class KVCacheManager:
         return {
             "pool": self._pool.snapshot(),
             "contiguous": None if contiguous is None else contiguous.snapshot(),
-            "host_pool": self._host_pool.snapshot(),
+            "host_pool": self.host_pool.snapshot(),
             "copies": self._copies.sources(),
             "prefix_cache": None if prefix_cache is None else prefix_cache.snapshot(contents),
         }
@@ -239,16 +201,9 @@ class KVCacheManager:
         self._pool.restore(state["pool"])
         if self._contiguous is not None:
             self._contiguous.restore(state["contiguous"])
-        self._host_pool.restore(state["host_pool"])
+        self.host_pool.restore(state["host_pool"])
         self._copies.restore(state["copies"])
         return 0 if self._prefix_cache is None else self._prefix_cache.restore(state["prefix_cache"])
-
-    def restore_chain(self, state: dict[str, Any], salt: bytes) -> PrefixChain:
-        """Returns the chain that ``PrefixChain.snapshot`` saved, and announces its blocks again."""
-        chain = self.new_chain([], salt)
-        chain.restore(state)
-        self._prefixes.restore_announcements(chain)
-        return chain
 
     def check_integrity(self, block_tables: list[list[int]], host_tables: Sequence[list[int]] = ()) -> None:
         """Raises AssertionError unless each usable block is free, in a table, or the source of a copy.
@@ -258,18 +213,12 @@ class KVCacheManager:
         held = [block for table in block_tables for block in table]
         held += self._copies.sources()
         (self._contiguous or self._pool).check_integrity(held)
-        self._host_pool.check_integrity([block for table in host_tables for block in table])
+        self.host_pool.check_integrity([block for table in host_tables for block in table])
         if self._prefix_cache is not None and not held:
             self._prefix_cache.check_idle()
 
-    @property
-    def _prefixes(self) -> PrefixCache:
-        if self._prefix_cache is None:
-            raise AssertionError("there is no prefix cache")
-        return self._prefix_cache
-
     def _adopt_tail(self, block_table: list[int], tail: TailMatch | None, spare: int) -> Adoption:
-        """Adds the tail's block or a copy of it to the table, if ``spare`` blocks allow to hold the source.
+        """Adds the tail, which is a partly matching block, to the table. Copying a free block needs a ``spare`` block.
 
         A free block whose only content is the tail needs no copy: the sequence continues in that block.
         """

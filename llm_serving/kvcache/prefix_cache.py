@@ -28,16 +28,19 @@ class TailMatch:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The cached beginning of a sequence at the time of a lookup. It holds no blocks; ``adopt`` checks them again."""
+    """The cached beginning of a sequence at the time of a lookup.
+
+    A match does not hold its blocks, so ``KVCacheManager.adopt`` checks them again.
+    """
 
     blocks: list[int]
-    """Full blocks from the first."""
+    """The cached full blocks, beginning with the sequence's first block."""
     entries: list[int]
     num_tokens: int
     """Tokens in ``blocks`` and ``tail``. They never include the sequence's last token, which must be computed."""
     tail: TailMatch | None
     num_pending_tokens: int
-    """Tokens in the full blocks after ``blocks`` that steps in flight compute."""
+    """Number of tokens in the full blocks after ``blocks`` that steps in flight compute at present."""
 
     @property
     def pending(self) -> bool:
@@ -69,14 +72,15 @@ class PrefixCache:
         self._block_hash = block_hash
         self._announced: dict[bytes, int] = {}
 
-    def new_chain(self, token_ids: Sequence[int], salt: bytes) -> PrefixChain:
-        """See ``KVCacheManager.new_chain``, also for the following methods."""
+    def new_chain(self, token_ids: Sequence[int], salt: bytes = b"") -> PrefixChain:
+        """Returns the chain of block hashes of a sequence. Chains with different salts share no blocks."""
         root = root_hash(self._namespace, salt, self._block_hash)
         chain = PrefixChain(token_ids, self._block_size, salt=salt, root=root, block_hash=self._block_hash)
         chain.epoch = self.epoch
         return chain
 
     def match(self, chain: PrefixChain) -> PrefixMatch:
+        """Returns the cached beginning of a sequence, without its last token. Changes no block and holds none."""
         size, usable = self._block_size, chain.num_tokens - 1
         self._refresh(chain)
         self._find_further(chain, usable // size)
@@ -90,7 +94,7 @@ class PrefixCache:
     def known(self, hashes: Iterable[bytes]) -> tuple[int, int]:
         """Returns how many first blocks with these hashes are cached or announced, and how many of them are held.
 
-        It compares hashes only, which is enough for a forecast.
+        The method compares hashes only, which is enough for a forecast.
         """
         num_known = num_held = 0
         for block_hash in hashes:
@@ -102,7 +106,10 @@ class PrefixCache:
         return num_known, num_held
 
     def announce(self, chain: PrefixChain, end: int) -> None:
-        """Announces the tokens before ``end``, which a step will compute."""
+        """Announces the full blocks of the first ``end`` tokens, because a step in flight computes them.
+
+        Other sequences can wait for announced blocks.
+        """
         if chain.announce_begin == chain.announce_end:
             chain.announce_begin = chain.announce_end = len(chain.blocks)
         for index in range(chain.announce_end, end // self._block_size):
@@ -111,11 +118,16 @@ class PrefixCache:
             chain.announce_end = index + 1
 
     def withdraw(self, chain: PrefixChain) -> None:
-        """Withdraws the announcements of blocks that are not committed."""
+        """Withdraws the announcements of blocks that are not committed, because no step will compute them."""
         self._take_announcements_back(chain, chain.announce_end)
 
     def commit(self, block_table: list[int], chain: PrefixChain, num_computed: int) -> None:
-        """Caches the blocks with the first ``num_computed`` tokens of the chain."""
+        """Caches the blocks with the first ``num_computed`` tokens of the chain, including a partial last block.
+
+        The steps that computed these tokens have completed. Call this method after prefill steps and before the blocks
+        are freed, but not for each decoded token, because it looks at all blocks of the chain. Blocks of a sequence
+        that started before the last ``drop_all`` are not cached.
+        """
         num_full = num_computed // self._block_size
         self._take_announcements_back(chain, num_full)
         if chain.epoch != self.epoch:
@@ -140,7 +152,7 @@ class PrefixCache:
         return match.blocks[:num_current], tail
 
     def begin(self, chain: PrefixChain, num_tokens: int) -> None:
-        """Counts a sequence that starts with ``num_tokens`` cached tokens, and sets its epoch."""
+        """Counts the tokens of a sequence that starts with ``num_tokens`` cached tokens, and sets its chain's epoch."""
         chain.epoch = self.epoch
         self.num_query_tokens += chain.num_tokens
         self.num_hit_tokens += num_tokens
@@ -153,21 +165,28 @@ class PrefixCache:
     def restore(self, state: dict[str, Any]) -> int:
         """Restores what ``snapshot`` returned. Returns the number of blocks that cannot be found any more.
 
-        The caller must then restore the chains and pass each to ``restore_announcements``."""
+        The caller must then restore all chains with ``restore_chain``.
+        """
         self.epoch, self.num_query_tokens, self.num_hit_tokens = state["counters"]
         self._announced = {}
         return self._index.restore(
             state["index"], self._block_hash, lambda salt: root_hash(self._namespace, salt, self._block_hash)
         )
 
-    def restore_announcements(self, chain: PrefixChain) -> None:
-        """Counts the announced blocks of a restored chain again."""
+    def restore_chain(self, state: dict[str, Any], salt: bytes) -> PrefixChain:
+        """Returns the chain that ``PrefixChain.snapshot`` saved, and announces its blocks again."""
+        chain = self.new_chain([], salt)
+        chain.restore(state)
         for index in range(chain.announce_begin, chain.announce_end):
             block_hash = chain.hash_at(index)
             self._announced[block_hash] = self._announced.get(block_hash, 0) + 1
+        return chain
 
     def drop_all(self) -> None:
-        """Empties the cache. Blocks in the present tables are never committed, because a new epoch begins."""
+        """Empties the cache, because the device's memory was lost. Blocks in the present tables are never committed.
+
+        Reference counts stay: the caller still frees each table and ends each copy.
+        """
         self._pool.drop_cached()
         self.epoch += 1
 
@@ -191,7 +210,7 @@ class PrefixCache:
         return (index - first) * self._block_size
 
     def _refresh(self, chain: PrefixChain) -> None:
-        """Removes blocks from the chain that have other content now, and all blocks after them."""
+        """Removes the first block of the chain whose content has changed, and all blocks after it."""
         num_current = self._num_current(chain.blocks, chain.entries)
         del chain.blocks[num_current:], chain.entries[num_current:]
 

@@ -15,20 +15,6 @@ class PrefixChain:
     public fields.
     """
 
-    __slots__ = (
-        "_block_bytes",
-        "_block_hash",
-        "_hashes",
-        "_packed",
-        "_root",
-        "announce_begin",
-        "announce_end",
-        "blocks",
-        "entries",
-        "epoch",
-        "salt",
-    )
-
     def __init__(
         self, token_ids: Sequence[int], block_size: int, *, salt: bytes, root: bytes, block_hash: BlockHash
     ) -> None:
@@ -36,7 +22,7 @@ class PrefixChain:
         self.blocks: list[int] = []
         """Cached blocks with the content of the chain's first blocks, at the last lookup."""
         self.entries: list[int] = []
-        """The entries of these blocks at that time."""
+        """The entries of the cached blocks (``PrefixIndex.entries``) at the last lookup."""
         self.announce_begin = 0
         self.announce_end = 0
         """The blocks ``announce_begin .. announce_end - 1`` are announced."""

@@ -30,7 +30,7 @@ class PrefixIndex:
 
     def __init__(self, num_blocks: int) -> None:
         self.entries = [NO_ENTRY] * num_blocks
-        """The entry of each block."""
+        """The number of each block's entry."""
         self._parents: list[Parent] = [NO_ENTRY] * num_blocks
         self._contents: list[bytes] = [b""] * num_blocks
         self._hashes: list[bytes] = [b""] * num_blocks

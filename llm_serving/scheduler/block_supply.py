@@ -38,6 +38,7 @@ class _PrefixSupply(BlockSupply):
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         super().__init__(kv_cache)
+        self._prefixes = kv_cache.prefixes
         self._num_changes = 0
 
     @property
@@ -61,12 +62,12 @@ class _PrefixSupply(BlockSupply):
             raise AssertionError(f"no blocks to start {request.request_id}")
         request.num_computed_tokens = adoption.num_tokens
         sequence.copies = adoption.copies
-        self._kv_cache.announce(chain, request.num_tokens)
+        self._prefixes.announce(chain, request.num_tokens)
         self._change(sequence)
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
         if sequence.prefix_chain is not None:
-            self._kv_cache.commit(sequence.block_table, sequence.prefix_chain, num_tokens)
+            self._prefixes.commit(sequence.block_table, sequence.prefix_chain, num_tokens)
             self._num_changes += 1
 
     def release(self, sequence: Sequence, *, computed: bool) -> None:
@@ -78,7 +79,7 @@ class _PrefixSupply(BlockSupply):
         self._change(sequence)
 
     def lose_all(self) -> None:
-        self._kv_cache.drop_all()
+        self._prefixes.drop_all()
         self._num_changes += 1
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
@@ -88,11 +89,11 @@ class _PrefixSupply(BlockSupply):
             return known[1]
         request, chain = sequence.request, sequence.prefix_chain
         if chain is None:
-            chain = self._kv_cache.new_chain(sequence.known_tokens(0, request.num_tokens), request.cache_salt)
+            chain = self._prefixes.new_chain(sequence.known_tokens(0, request.num_tokens), request.cache_salt)
             sequence.prefix_chain = chain
         elif chain.num_tokens < request.num_tokens:
             chain.extend(sequence.known_tokens(chain.num_tokens, request.num_tokens))
-        match = self._kv_cache.match_prefix(chain)
+        match = self._prefixes.match(chain)
         sequence.prefix_match = (self._num_changes, match)
         return match
 

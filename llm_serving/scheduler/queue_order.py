@@ -206,7 +206,7 @@ class FairQueue(Stateful):
         self._update_counters(tenant)
 
     def first(self) -> Sequence:
-        """Returns the first sequence. Raises IndexError if the queue is empty."""
+        """Returns the first sequence of the first tenant. Raises IndexError if the queue is empty."""
         return self._tenants[self._counters.first()].first()
 
     def charge_input(self, sequence: Sequence) -> None:
@@ -276,7 +276,7 @@ class VirtualTokenCounters(Stateful):
         """Returns the waiting tenant with the least counter. Raises IndexError if no tenant waits."""
         waiting = self._waiting
         while True:
-            # Counters only rise, so an outdated key is too small. Its tenant is found first, and gets its present key.
+            # Counters only rise, so an outdated key is too small. Its tenant comes first here, and the key is updated.
             tenant = waiting.first()
             counter, head = waiting.key(tenant)
             if counter == self._counters[tenant]:

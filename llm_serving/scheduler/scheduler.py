@@ -195,7 +195,7 @@ class Scheduler:
 
     def known_prefix(self, hashes: Iterable[bytes]) -> tuple[int, int]:
         """Returns how many first blocks with these hashes the prefix cache has or expects, and how many are in use."""
-        return self._kv_cache.known_prefix(hashes)
+        return self._kv_cache.prefixes.known(hashes) if self.limits.prefix_cache else (0, 0)
 
     @property
     def prefill_estimate(self) -> tuple[float, float]:

@@ -42,7 +42,9 @@ _PLENTY = 0.5
 
 
 class SloOrder(QueueOrder):
-    """Orders requests by due time. The base class has the late requests, which stay late unless the estimate changes.
+    """Orders requests by due time. Late requests follow in the order of the base class.
+
+    A late request stays late unless the estimate of prefill times changes.
 
     ``ttft_objective_s`` is for requests without an objective of their own.
     """

@@ -67,7 +67,7 @@ class Stateful:
         return {name: save(getattr(self, name)) for name in self.STATE}
 
     def restore(self, state: Any, sequences: Sequences) -> None:
-        """Restores what ``snapshot`` returned. The part must be new. It may keep the containers in ``state``."""
+        """Restores what ``snapshot`` returned. The part must be newly made. It may keep the containers in ``state``."""
         self.restore_attributes(self.STATE, state, sequences)
 
     def restore_attributes(self, names: Iterable[str], state: Any, sequences: Sequences) -> None:
@@ -81,7 +81,7 @@ class Stateful:
 
 
 def save(value: Any) -> Any:
-    """Returns a value of a part's state as plain data. A sequence that the scheduler has removed becomes None."""
+    """Returns an attribute of a scheduler part as plain data. A sequence that the scheduler removed becomes None."""
     if type(value) in _SCALARS:
         return value
     if isinstance(value, Sequence):
@@ -137,7 +137,7 @@ def load_sequence(state: dict[str, Any], codec: RequestCodec, kv_cache: KVCacheM
     sequence.state = SequenceState[state["state"]]
     sequence.copies = [BlockCopy(source, destination) for source, destination in state["copies"]]
     if state["prefix_chain"] is not None:
-        sequence.prefix_chain = kv_cache.restore_chain(state["prefix_chain"], request.cache_salt)
+        sequence.prefix_chain = kv_cache.prefixes.restore_chain(state["prefix_chain"], request.cache_salt)
     if state["prefix_match"] is not None:
         sequence.prefix_match = (version, PrefixMatch.restored(state["prefix_match"]))
     for name in _SEQUENCE_STATE:

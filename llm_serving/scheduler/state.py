@@ -36,7 +36,7 @@ class SchedulerState(Stateful):
     """Number of changes of the running set, of free batch rows and of free blocks when the first waiting request last
     found no capacity."""
     wakeup: float | None = None
-    """Time at which a request or a batch that the last ``schedule`` held back has waited long enough."""
+    """When ``schedule`` must be called again: a request or batch that it held back has then waited long enough."""
 
     @property
     def page_use(self) -> float:

@@ -95,7 +95,7 @@ class Swapper(Stateful):
         kv_cache = self._state.kv_cache
         if not self._choice.prefers_swap(sequence):
             return False
-        host_table = kv_cache.host_allocate(kv_cache.blocks_for(sequence.request.num_computed_tokens))
+        host_table = kv_cache.host_pool.allocate(kv_cache.blocks_for(sequence.request.num_computed_tokens))
         if not host_table:
             return False
         sequence.host_table = host_table
@@ -109,7 +109,7 @@ class Swapper(Stateful):
     def drop(self, sequence: Sequence) -> None:
         """Takes the host blocks of a sequence back. No MOVE step in flight uses them."""
         if sequence.host_table:
-            self._state.kv_cache.host_free(sequence.host_table)
+            self._state.kv_cache.host_pool.free(sequence.host_table)
             sequence.host_table = []
         sequence.on_host = False
         if sequence in self._leaving_for_host:

@@ -29,13 +29,13 @@ def test_a_chain_hashes_each_block_once() -> None:
         return hashlib.sha256(data).digest()
 
     manager = KVCacheManager(16, 2, prefix_cache=True, namespace=b"model", block_hash=counted)
-    chain = manager.new_chain([1, 2, 3], b"salt")
-    manager.match_prefix(chain)
+    chain = manager.prefixes.new_chain([1, 2, 3], b"salt")
+    manager.prefixes.match(chain)
     chain.extend([4, 5])
     for _ in range(3):
-        manager.match_prefix(chain)
-        manager.announce(chain, 5)
-        manager._prefixes.withdraw(chain)
+        manager.prefixes.match(chain)
+        manager.prefixes.announce(chain, 5)
+        manager.prefixes.withdraw(chain)
     assert [chain.hash_at(0), chain.hash_at(1)] == hash_blocks(
         [1, 2, 3, 4], 2, root_hash(b"model", b"salt", counted), counted
     )

@@ -8,13 +8,13 @@ from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 
 def test_allocation_is_all_or_nothing_and_starts_at_block_0() -> None:
     manager = KVCacheManager(4, 4, num_host_blocks=3)
-    table = manager.host_allocate(2)
+    table = manager.host_pool.allocate(2)
     assert table == [0, 1]
-    assert manager.host_allocate(2) is None
-    assert len(manager._host_pool._free) == 1
+    assert manager.host_pool.allocate(2) is None
+    assert len(manager.host_pool._free) == 1
     manager.check_integrity([], [table])
-    manager.host_free(table)
-    assert manager.host_allocate(3) == [0, 1, 2]
+    manager.host_pool.free(table)
+    assert manager.host_pool.allocate(3) == [0, 1, 2]
 
 
 def test_a_host_pool_may_be_empty() -> None:

@@ -18,8 +18,8 @@ def cached_manager(num_blocks: int = 16, block_size: int = 4, block_hash: BlockH
 
 def start(manager: KVCacheManager, tokens: list[int], salt: bytes = b"") -> tuple[list[int], PrefixChain, Adoption]:
     table: list[int] = []
-    chain = manager.new_chain(tokens, salt)
-    adoption = manager.adopt(table, chain, manager.match_prefix(chain), len(tokens))
+    chain = manager.prefixes.new_chain(tokens, salt)
+    adoption = manager.adopt(table, chain, manager.prefixes.match(chain), len(tokens))
     assert adoption is not None
     return table, chain, adoption
 
@@ -28,20 +28,20 @@ def serve(manager: KVCacheManager, tokens: list[int], salt: bytes = b"") -> list
     """Computes a sequence to its end and takes its blocks back. Returns its block table."""
     table, chain, adoption = start(manager, tokens, salt)
     manager.end_copies(adoption.copies)
-    manager.commit(table, chain, len(tokens))
+    manager.prefixes.commit(table, chain, len(tokens))
     manager.free(table, chain)
     return table
 
 
 def hit_tokens(manager: KVCacheManager, tokens: list[int], salt: bytes = b"") -> int:
-    return manager.match_prefix(manager.new_chain(tokens, salt)).num_tokens
+    return manager.prefixes.match(manager.prefixes.new_chain(tokens, salt)).num_tokens
 
 
 def test_a_finished_sequence_is_found_and_its_last_block_needs_no_copy() -> None:
     manager = cached_manager()
     assert serve(manager, PROMPT) == [1, 2, 3]
-    table, chain = [], manager.new_chain([*PROMPT, 1, 2, 3])
-    match = manager.match_prefix(chain)
+    table, chain = [], manager.prefixes.new_chain([*PROMPT, 1, 2, 3])
+    match = manager.prefixes.match(chain)
     assert (match.blocks, match.num_tokens, match.pending) == ([1, 2], 10, False)
     adoption = manager.adopt(table, chain, match, 13)
     assert adoption == Adoption(10, [])
@@ -54,7 +54,7 @@ def test_a_finished_sequence_is_found_and_its_last_block_needs_no_copy() -> None
 def test_a_held_last_block_is_copied() -> None:
     manager = cached_manager()
     first, chain, _ = start(manager, PROMPT)
-    manager.commit(first, chain, 10)
+    manager.prefixes.commit(first, chain, 10)
     second, _, adoption = start(manager, [*PROMPT, 1])
     assert (second, adoption) == ([1, 2, 4], Adoption(10, [BlockCopy(3, 4)]))
     manager.check_integrity([first, second])
@@ -89,8 +89,8 @@ def test_prompts_that_differ_inside_a_block_share_the_part_before() -> None:
 def test_a_hit_that_is_evicted_before_it_is_adopted_is_left_out() -> None:
     manager = cached_manager(num_blocks=5)
     serve(manager, PROMPT)
-    chain = manager.new_chain(PROMPT)
-    match = manager.match_prefix(chain)
+    chain = manager.prefixes.new_chain(PROMPT)
+    match = manager.prefixes.match(chain)
     assert (match.blocks, match.num_tokens) == ([1, 2], 9)
     other: list[int] = []
     assert manager.grow(other, 9)
@@ -135,9 +135,9 @@ def test_the_first_of_two_equal_blocks_is_found() -> None:
     first, first_chain, _ = start(manager, PROMPT)
     second, second_chain, _ = start(manager, PROMPT)
     assert (first, second) == ([1, 2, 3], [4, 5, 6])
-    manager.commit(second, second_chain, 10)
-    manager.commit(first, first_chain, 10)
-    assert manager.match_prefix(manager.new_chain(PROMPT)).blocks == [4, 5]
+    manager.prefixes.commit(second, second_chain, 10)
+    manager.prefixes.commit(first, first_chain, 10)
+    assert manager.prefixes.match(manager.prefixes.new_chain(PROMPT)).blocks == [4, 5]
     manager.free(first, first_chain)
     assert len(manager._pool._free_cached) == 0
     manager.free(second, second_chain)
@@ -150,15 +150,15 @@ def test_the_second_of_two_equal_blocks_is_found_after_the_first_was_evicted() -
     manager = cached_manager(num_blocks=6)
     first, first_chain, _ = start(manager, PROMPT[:8])
     second, second_chain, _ = start(manager, PROMPT[:8])
-    manager.commit(first, first_chain, 8)
-    manager.commit(second, second_chain, 8)
+    manager.prefixes.commit(first, first_chain, 8)
+    manager.prefixes.commit(second, second_chain, 8)
     manager.free(first, first_chain)
     other: list[int] = []
     assert manager.grow(other, 12)
     assert other == [5, 2, 1]
     second_chain.extend(range(4))
-    manager.commit(second, second_chain, 8)
-    assert manager.match_prefix(manager.new_chain(PROMPT)).blocks == [3, 4]
+    manager.prefixes.commit(second, second_chain, 8)
+    assert manager.prefixes.match(manager.prefixes.new_chain(PROMPT)).blocks == [3, 4]
     check_cache(manager)
 
 
@@ -167,10 +167,10 @@ def test_a_preempted_sequence_finds_its_own_blocks() -> None:
     table, chain, _ = start(manager, PROMPT)
     chain.extend([1, 2, 3])
     assert manager.grow(table, 12)
-    manager.commit(table, chain, 12)
+    manager.prefixes.commit(table, chain, 12)
     manager.free(table, chain)
     again: list[int] = []
-    match = manager.match_prefix(chain)
+    match = manager.prefixes.match(chain)
     assert (match.blocks, match.num_tokens) == ([1, 2, 3], 12)
     assert manager.adopt(again, chain, match, 13) == Adoption(12, [])
     assert again == [1, 2, 3, 4]
@@ -179,29 +179,29 @@ def test_a_preempted_sequence_finds_its_own_blocks() -> None:
 def test_announced_blocks_are_pending() -> None:
     manager = cached_manager()
     table, chain, _ = start(manager, PROMPT)
-    manager.announce(chain, 6)
-    assert manager.match_prefix(manager.new_chain(PROMPT)).num_pending_tokens == 4
-    manager.announce(chain, 10)
-    late = manager.match_prefix(manager.new_chain(PROMPT))
+    manager.prefixes.announce(chain, 6)
+    assert manager.prefixes.match(manager.prefixes.new_chain(PROMPT)).num_pending_tokens == 4
+    manager.prefixes.announce(chain, 10)
+    late = manager.prefixes.match(manager.prefixes.new_chain(PROMPT))
     assert (late.num_tokens, late.num_pending_tokens, late.pending) == (0, 8, True)
-    manager.commit(table, chain, 6)
-    half = manager.match_prefix(manager.new_chain(PROMPT))
+    manager.prefixes.commit(table, chain, 6)
+    half = manager.prefixes.match(manager.prefixes.new_chain(PROMPT))
     assert (half.num_tokens, half.num_pending_tokens) == (6, 4)
-    manager.commit(table, chain, 10)
-    assert not manager.match_prefix(manager.new_chain(PROMPT)).pending
+    manager.prefixes.commit(table, chain, 10)
+    assert not manager.prefixes.match(manager.prefixes.new_chain(PROMPT)).pending
 
 
 def test_announcements_of_a_failed_step_are_withdrawn() -> None:
     manager = cached_manager()
     table, chain, _ = start(manager, PROMPT)
     double, double_chain, _ = start(manager, PROMPT)
-    manager.announce(chain, 10)
-    manager.announce(double_chain, 4)
-    manager._prefixes.withdraw(chain)
-    assert manager.match_prefix(manager.new_chain(PROMPT)).num_pending_tokens == 4
+    manager.prefixes.announce(chain, 10)
+    manager.prefixes.announce(double_chain, 4)
+    manager.prefixes.withdraw(chain)
+    assert manager.prefixes.match(manager.prefixes.new_chain(PROMPT)).num_pending_tokens == 4
     manager.free(double, double_chain)
-    assert not manager.match_prefix(manager.new_chain(PROMPT)).pending
-    manager.announce(chain, 4)
+    assert not manager.prefixes.match(manager.prefixes.new_chain(PROMPT)).pending
+    manager.prefixes.announce(chain, 4)
     manager.free(table, chain)
     assert hit_tokens(manager, PROMPT) == 0
     manager.check_integrity([])
@@ -210,7 +210,7 @@ def test_announcements_of_a_failed_step_are_withdrawn() -> None:
 def test_the_check_finds_announcements_without_a_sequence() -> None:
     manager = cached_manager()
     table, chain, _ = start(manager, PROMPT)
-    manager.announce(chain, 10)
+    manager.prefixes.announce(chain, 10)
     manager.free(table)
     with pytest.raises(AssertionError, match="2 blocks are announced but no sequence computes them"):
         manager.check_integrity([])
@@ -222,7 +222,8 @@ def test_salts_share_nothing_and_do_not_evict_each_other() -> None:
     assert hit_tokens(manager, PROMPT) == hit_tokens(manager, PROMPT, b"two") == 0
     serve(manager, PROMPT, b"two")
     assert hit_tokens(manager, PROMPT, b"one") == hit_tokens(manager, PROMPT, b"two") == 9
-    assert manager.new_chain(PROMPT, b"one").hash_at(0) != manager.new_chain(PROMPT, b"two").hash_at(0)
+    one, two = (manager.prefixes.new_chain(PROMPT, salt) for salt in (b"one", b"two"))
+    assert one.hash_at(0) != two.hash_at(0)
 
 
 @pytest.mark.parametrize("salt", [b"", b"salt"])
@@ -246,7 +247,7 @@ def test_equal_tokens_after_colliding_prefixes_are_different() -> None:
     manager = cached_manager(num_blocks=5, block_size=2, block_hash=collides)
     serve(manager, [200, 1, 5, 6])
     table, chain, _ = start(manager, [201, 1])
-    manager.commit(table, chain, 2)
+    manager.prefixes.commit(table, chain, 2)
     assert hit_tokens(manager, [201, 1, 5, 6, 7]) == 2
 
 
@@ -254,33 +255,33 @@ def test_drop_all_empties_the_cache_and_keeps_reference_counts() -> None:
     manager = cached_manager()
     serve(manager, [1, 2, 3, 4])
     table, chain, _ = start(manager, PROMPT)
-    manager.commit(table, chain, 4)
-    waiting = manager.new_chain(PROMPT)
-    stale = manager.match_prefix(waiting)
+    manager.prefixes.commit(table, chain, 4)
+    waiting = manager.prefixes.new_chain(PROMPT)
+    stale = manager.prefixes.match(waiting)
     assert stale.blocks == [2]
-    manager.drop_all()
+    manager.prefixes.drop_all()
     assert hit_tokens(manager, PROMPT) == hit_tokens(manager, [1, 2, 3, 4]) == 0
     manager.check_integrity([table])
     check_cache(manager)
-    manager.commit(table, chain, 10)
+    manager.prefixes.commit(table, chain, 10)
     assert hit_tokens(manager, PROMPT) == 0
     manager.free(table, chain)
     assert manager.num_free_blocks == 15
     again: list[int] = []
     assert manager.adopt(again, waiting, stale, 10) == Adoption(0, [])
-    manager.commit(again, waiting, 10)
+    manager.prefixes.commit(again, waiting, 10)
     assert hit_tokens(manager, PROMPT) == 9
 
 
 def test_a_chain_with_more_blocks_than_its_table_had_at_the_start() -> None:
     manager = cached_manager()
-    late = manager.new_chain(PROMPT)
-    nothing = manager.match_prefix(late)
+    late = manager.prefixes.new_chain(PROMPT)
+    nothing = manager.prefixes.match(late)
     serve(manager, PROMPT)
-    assert manager.match_prefix(late).blocks == [1, 2]
+    assert manager.prefixes.match(late).blocks == [1, 2]
     table: list[int] = []
     assert manager.adopt(table, late, nothing, 10) == Adoption(0, [])
-    manager.commit(table, late, 6)
+    manager.prefixes.commit(table, late, 6)
     manager.free(table, late)
     assert hit_tokens(manager, [*PROMPT[:8], *PROMPT[4:6], 1]) == 8
     check_cache(manager)
@@ -301,7 +302,7 @@ def test_the_least_recently_freed_block_is_evicted_first_and_the_end_of_a_prefix
 
 def test_without_a_prefix_cache_there_are_no_chains() -> None:
     with pytest.raises(AssertionError, match="there is no prefix cache"):
-        KVCacheManager(4, 4).new_chain(PROMPT)
+        KVCacheManager(4, 4).prefixes.new_chain(PROMPT)
     assert KVCacheManager(4, 4).prefix_hit_tokens == 0
     with pytest.raises(ValueError, match="contiguous tables cannot share"):
         KVCacheManager(4, 4, prefix_cache=True, contiguous=True)
@@ -311,8 +312,8 @@ def test_a_table_of_full_blocks_uses_no_tail() -> None:
     manager = cached_manager()
     serve(manager, PROMPT)
     table: list[int] = []
-    chain = manager.new_chain(PROMPT)
-    assert manager.adopt(table, chain, manager.match_prefix(chain), 8) == Adoption(8, [])
+    chain = manager.prefixes.new_chain(PROMPT)
+    assert manager.adopt(table, chain, manager.prefixes.match(chain), 8) == Adoption(8, [])
     assert table == [1, 2]
     manager.check_integrity([table])
 
@@ -321,6 +322,6 @@ def test_the_latest_of_equal_tails_is_copied() -> None:
     manager = cached_manager()
     serve(manager, [1, 2, 3, 4])
     serve(manager, [1, 2, 5, 6])
-    tail = manager.match_prefix(manager.new_chain([1, 2, 7, 8, 9])).tail
+    tail = manager.prefixes.match(manager.prefixes.new_chain([1, 2, 7, 8, 9])).tail
     assert tail is not None
     assert (tail.block, tail.num_tokens) == (2, 2)

@@ -170,7 +170,7 @@ BUGS = [
     PlantedBug(
         "the prefixes of a lost agent stay cached",
         SCHEDULER + "block_supply.py",
-        "        self._kv_cache.drop_all()\n        self._num_changes += 1",
+        "        self._prefixes.drop_all()\n        self._num_changes += 1",
         "        self._num_changes += 1",
     ),
     PlantedBug(
@@ -205,9 +205,9 @@ BUGS = [
     ),
     PlantedBug(
         "requests of different salts share blocks",
-        KVCACHE + "kv_cache_manager.py",
-        "return self._prefixes.new_chain(token_ids, salt)",
-        'return self._prefixes.new_chain(token_ids, b"")',
+        SCHEDULER + "block_supply.py",
+        "sequence.known_tokens(0, request.num_tokens), request.cache_salt)",
+        'sequence.known_tokens(0, request.num_tokens), b"")',
     ),
     PlantedBug(
         "the end of a prefix is evicted after its beginning",

@@ -268,16 +268,16 @@ def test_a_sequence_preempted_while_it_returns_keeps_its_host_blocks() -> None:
 @pytest.mark.parametrize("how", ["aborted", "failed", "lost"])
 def test_a_sequence_preempted_while_it_returns_ends_or_restarts(how: str) -> None:
     simulation, third = preempted_on_its_way_back()
-    assert len(simulation.scheduler._kv_cache._host_pool._free) == 32 - 5
+    assert len(simulation.scheduler._kv_cache.host_pool._free) == 32 - 5
     if how == "aborted":
         simulation.end("c")
-        assert len(simulation.scheduler._kv_cache._host_pool._free) == 32 - 5  # moves in flight read these blocks
+        assert len(simulation.scheduler._kv_cache.host_pool._free) == 32 - 5  # moves in flight read these blocks
     elif how == "failed":
         assert simulation.device.queue[0].moves
         simulation.fail_step("the moves failed")
     else:
         simulation.lose_agent()
-        assert len(simulation.scheduler._kv_cache._host_pool._free) == 32
+        assert len(simulation.scheduler._kv_cache.host_pool._free) == 32
     simulation.finish()
     ends = {"aborted": FinishReason.ABORT, "failed": FinishReason.ERROR, "lost": FinishReason.LENGTH}
     assert third.finish_reason is ends[how]

@@ -80,13 +80,13 @@ class KVCacheModel:
         return [sequence for sequence in self.sequences if sequence.state is state]
 
     def add(self, tokens: list[int], salt: bytes) -> ModelSequence:
-        sequence = ModelSequence(list(tokens), salt, self.manager.new_chain(tokens, salt))
+        sequence = ModelSequence(list(tokens), salt, self.manager.prefixes.new_chain(tokens, salt))
         self.sequences.append(sequence)
         return sequence
 
     def look(self, sequence: ModelSequence) -> None:
         """Match a waiting sequence; what it is promised is in memory."""
-        match = sequence.match = self.manager.match_prefix(sequence.chain)
+        match = sequence.match = self.manager.prefixes.match(sequence.chain)
         assert match.num_tokens < len(sequence.tokens)
         assert match.num_pending_tokens % self.block_size == 0
         table = [*match.blocks, *([match.tail.block] if match.tail is not None else [])]
@@ -112,7 +112,7 @@ class KVCacheModel:
         if end == sequence.num_scheduled or not self.manager.grow(sequence.table, end):
             return False
         self._tell_chain(sequence)
-        self.manager.announce(sequence.chain, end)
+        self.manager.prefixes.announce(sequence.chain, end)
         self._launch(ModelStep(sequence, sequence.num_scheduled, end, copies=sequence.copies))
         sequence.copies = []
         sequence.num_scheduled = end
@@ -129,7 +129,7 @@ class KVCacheModel:
 
     def swap_out(self, sequence: ModelSequence) -> bool:
         num_blocks = self.manager.blocks_for(sequence.num_answered)
-        host_table = self.manager.host_allocate(num_blocks)
+        host_table = self.manager.host_pool.allocate(num_blocks)
         if host_table is None:
             return False
         sequence.host_table = host_table
@@ -158,11 +158,11 @@ class KVCacheModel:
         sequence.num_inflight -= 1
         self.manager.end_copies(step.copies)
         if step.swap_in or (step.swap_out and sequence.broken):
-            self.manager.host_free(sequence.host_table)
+            self.manager.host_pool.free(sequence.host_table)
             sequence.host_table = []
         if sequence.table and not sequence.broken:
             self._tell_chain(sequence)
-            self.manager.commit(sequence.table, sequence.chain, sequence.num_answered)
+            self.manager.prefixes.commit(sequence.table, sequence.chain, sequence.num_answered)
         self._settle(sequence)
 
     def lose_device(self) -> None:
@@ -171,12 +171,12 @@ class KVCacheModel:
             self.manager.end_copies(step.copies)
             step.sequence.num_inflight = 0
         self.steps.clear()
-        self.manager.drop_all()
+        self.manager.prefixes.drop_all()
         for memory in (*self.memory, *self.host_memory):
             memory[:] = [GARBAGE] * self.block_size
         for sequence in self.sequences:
             if sequence.host_table:
-                self.manager.host_free(sequence.host_table)
+                self.manager.host_pool.free(sequence.host_table)
                 sequence.host_table = []
             if sequence.state is State.SWAPPED:
                 sequence.state = State.WAITING
@@ -196,7 +196,7 @@ class KVCacheModel:
         for sequence in self.of_state(State.RUNNING):
             self.stop(sequence, finished=True)
         for sequence in self.of_state(State.SWAPPED):
-            self.manager.host_free(sequence.host_table)
+            self.manager.host_pool.free(sequence.host_table)
             sequence.state, sequence.host_table = State.GONE, []
         self.manager.check_integrity([])
         check_cache(self.manager)
@@ -244,7 +244,7 @@ class KVCacheModel:
         sequence, size = step.sequence, self.block_size
         if not sequence.broken:
             sequence.broken = True
-            self.manager._prefixes.withdraw(sequence.chain)
+            self.manager.prefixes.withdraw(sequence.chain)
         if outcome is Outcome.NEVER_RAN or step.swap_out:
             return
         for copy in step.copies:
@@ -261,7 +261,7 @@ class KVCacheModel:
             return
         self.manager.end_copies(sequence.copies)
         self._tell_chain(sequence)
-        self.manager.commit(sequence.table, sequence.chain, sequence.num_answered)
+        self.manager.prefixes.commit(sequence.table, sequence.chain, sequence.num_answered)
         self.manager.free(sequence.table, sequence.chain)
         sequence.table, sequence.copies, sequence.broken = [], [], False
         if sequence.host_table:

@@ -217,7 +217,7 @@ class RoutedSimulation(SimulatedClients):
         assert figures.free_blocks == figures.total_blocks
         for scheduler in self.inner:
             assert scheduler.is_idle
-            assert len(scheduler._kv_cache._host_pool._free) == self.limits.num_host_blocks
+            assert len(scheduler._kv_cache.host_pool._free) == self.limits.num_host_blocks
             check_cache(scheduler._kv_cache)
         assert (figures.running, figures.waiting, figures.swapped) == (0, 0, 0)
         self.check_texts(self.limits.max_model_len)

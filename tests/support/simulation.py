@@ -209,7 +209,7 @@ class Simulation(SimulatedClients):
         scheduler, figures = self.scheduler, self.scheduler.figures
         assert scheduler.is_idle
         assert figures.free_blocks == figures.total_blocks
-        assert len(scheduler._kv_cache._host_pool._free) == self.limits.num_host_blocks
+        assert len(scheduler._kv_cache.host_pool._free) == self.limits.num_host_blocks
         check_cache(scheduler._kv_cache)
         assert (figures.running, figures.waiting, figures.swapped) == (0, 0, 0)
         assert figures.steps_in_flight == 0
