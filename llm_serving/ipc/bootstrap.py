@@ -56,5 +56,5 @@ class BootstrapPipe:
 
 
 def encode_bootstrap(bootstrap: Bootstrap) -> bytes:
-    """Return the bytes that the launcher writes, with the frame."""
+    """Return the bytes that the launcher writes: the content with its length in front."""
     return frame(msgspec.msgpack.encode(bootstrap))

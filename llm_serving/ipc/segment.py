@@ -20,7 +20,7 @@ SHM_PREFIX = "llm-serving-"
 
 
 class NamedSegment:
-    """A mapped segment. ``has_name`` is True in the process that created it, until it removes the name."""
+    """A mapped segment of shared memory. ``has_name``: this process created it and has not removed its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -53,7 +53,7 @@ def new_segment(num_bytes: int) -> Iterator[tuple[str, mmap.mmap]]:
 
 
 def map_segment(name: str, num_bytes: int, kind: str) -> mmap.mmap:
-    """Map a segment that the server created. ``kind`` names it in messages.
+    """Map a segment that the server created. ``kind`` is its name in error messages.
 
     Raises ProtocolError if its name or size is wrong.
     """

@@ -43,7 +43,7 @@ class PrefixIndex:
         return self._blocks.get(block_hash)
 
     def holds(self, block: int, content: bytes, parent: Parent) -> bool:
-        """Returns True if a block has this content after this parent."""
+        """Returns True if a block has this content and follows a block with the entry ``parent``."""
         return self._contents[block] == content and self._parents[block] == parent
 
     def find(self, block_hash: bytes, content: bytes, parent: Parent) -> int | None:
