@@ -54,7 +54,10 @@ class NormLinear(Weight):
     def construct(
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Returns y [T, out_features] and hidden + residual [T, in_features]. ``gamma`` is the norm's weight."""
+        """Returns the layer's output [T, out_features], and hidden + residual [T, in_features].
+
+        ``gamma`` [in_features] is the weight of the norm.
+        """
         out, total = self.norm_linear(hidden, residual, gamma, self.operands(), self.bias, step)
         return out, total
 

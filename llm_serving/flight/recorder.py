@@ -26,8 +26,8 @@ from llm_serving.scheduler.scheduler import Scheduler
 class FlightRecorder:
     """Records the calls of ``scheduler``, which must be new, into ``ring``.
 
-    ``header`` is the header of the run's first segment. If ``compares_tokens`` is True, because the prefix cache is on,
-    the recording has pseudonyms of tokens. ``seconds`` and ``num_steps`` show the cost of recording.
+    ``header`` is the header of the run's first segment. If the prefix cache is on, the recording has pseudonyms of
+    tokens. ``seconds`` and ``num_steps`` show the cost of recording.
     """
 
     def __init__(
@@ -36,7 +36,6 @@ class FlightRecorder:
         ring: SegmentRing,
         header: SegmentHeader,
         *,
-        compares_tokens: bool,
         on_error: Callable[[str], None],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -46,7 +45,7 @@ class FlightRecorder:
         self._scheduler = scheduler
         self._state = scheduler._state
         self._on_error = on_error
-        names = TokenNames() if compares_tokens else None
+        names = TokenNames() if scheduler.limits.prefix_cache else None
         self._journal = Journal(scheduler, SegmentWriter(ring, header, scheduler, names, on_error, wall_clock), names)
         self._ended = False
         log = self._journal.decode_log

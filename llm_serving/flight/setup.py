@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import json
 import os
 import time
-import typing
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from llm_serving import __version__
 from llm_serving.flight.format import FlightRecordingError, SegmentHeader, replica_folder
@@ -79,7 +79,6 @@ def record(
         scheduler,
         SegmentRing(folder, max_bytes, run),
         header,
-        compares_tokens=compares_tokens(limits),
         on_error=on_error,
         wall_clock=wall_clock,
     )
@@ -95,33 +94,21 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def compares_tokens(limits: SchedulerLimits) -> bool:
-    """Returns True if decisions depend on which tokens are equal, because the prefix cache is on."""
-    return bool(getattr(limits, "prefix_cache", False))
-
-
 def limits_to_map(limits: SchedulerLimits) -> dict[str, Any]:
     """Returns the scheduler's limits as a map of plain values. ``limits_from_map`` reverses this."""
-    values = {declared.name: getattr(limits, declared.name) for declared in fields(limits)}
-    return {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
+    values: dict[str, Any] = msgspec.to_builtins(limits, builtin_types=(bytes,))
+    return values
 
 
 def limits_from_map(values: dict[str, Any]) -> SchedulerLimits:
     """Returns the scheduler's limits in a recording. Raises FlightRecordingError if this version lacks one of them."""
-    hints = typing.get_type_hints(SchedulerLimits)
-    unknown = values.keys() - hints.keys()
+    unknown = values.keys() - {declared.name for declared in fields(SchedulerLimits)}
     if unknown:
         raise FlightRecordingError(
             f"the recording has limits this version does not know: {', '.join(sorted(unknown))}."
             " Replay it with the version that recorded it."
         )
     try:
-        return SchedulerLimits(**{name: _convert(hints[name], value) for name, value in values.items()})
-    except (TypeError, ValueError) as error:
+        return msgspec.convert(values, SchedulerLimits)
+    except msgspec.ValidationError as error:
         raise FlightRecordingError(f"the limits {values} are invalid: {error}") from error
-
-
-def _convert(hint: Any, value: Any) -> Any:
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return hint(value)
-    return value

@@ -152,7 +152,8 @@ def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
     world = range(config.parallel_config.world_size)
     if config.device == "CPU":
         ranks = [_cpu_items(config, n, machine) for n in world]
-        items = (*_summed(ranks), *_exchange_items(config), _server_item())
+        server = MemoryItem("server process", SERVER_PROCESS_BYTES, "HTTP, scheduler, tokenizer")
+        items = (*_summed(ranks), *_exchange_items(config), server)
         return _plan(config, items, ranks, sum(rank_kv_bytes_per_token(config, n) for n in world), machine)
     ranks = [device_items(config, n) for n in world]
     fullest = max(world, key=lambda n: sum(item.num_bytes for item in ranks[n]))
@@ -228,10 +229,6 @@ def _agent_item(config: Config) -> MemoryItem:
         num_bytes = AGENT_PROCESS_BYTES + MINDFORMERS_BYTES
         return MemoryItem("agent process", num_bytes, "Python, MindSpore, MindFormers, graphs")
     return MemoryItem("agent process", AGENT_PROCESS_BYTES, "Python, MindSpore, graphs")
-
-
-def _server_item() -> MemoryItem:
-    return MemoryItem("server process", SERVER_PROCESS_BYTES, "HTTP, scheduler, tokenizer")
 
 
 def _without(name: str, items: tuple[MemoryItem, ...]) -> tuple[MemoryItem, ...]:

@@ -55,10 +55,6 @@ class ServerApp:
         finally:
             scope.pop(STREAM_CHANNEL, None)  # the channel refers to the scope: break the reference cycle
 
-    async def drain(self, grace_s: float) -> None:
-        """Refuse new requests. After ``grace_s`` seconds, end the active requests with an error."""
-        await self.state.active.drain(grace_s)
-
 
 class _Route:
     """The ASGI application of one endpoint: calls the handler, turns errors into responses, closes the generation."""

@@ -168,10 +168,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.scope[STREAM_CHANNEL] = StreamChannel(self, self.cycle)  # type: ignore[literal-required]
 
-    def cut_off(self) -> None:
-        """Close the connection now and discard the data that was not sent."""
-        self.transport.abort()
-
     def _await_headers(self) -> None:
         self._header_bytes = 0
         self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._refuse, b"408 Request Timeout")

@@ -63,7 +63,7 @@ class _Server(uvicorn.Server):
                 await asyncio.wait_for(self._stop.wait(), TICK_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        draining = asyncio.ensure_future(self._app.drain(self._grace_s))
+        draining = asyncio.ensure_future(self._app.state.active.drain(self._grace_s))
         cutting = asyncio.get_running_loop().call_later(self._grace_s + CLOSE_S, self._cut_off)
         await super().shutdown(sockets)
         cutting.cancel()
@@ -72,4 +72,4 @@ class _Server(uvicorn.Server):
     def _cut_off(self) -> None:
         for connection in list(self.server_state.connections):
             if isinstance(connection, BoundedHttpProtocol):
-                connection.cut_off()
+                connection.transport.abort()  # discards the data that was not sent

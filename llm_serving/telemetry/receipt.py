@@ -81,7 +81,7 @@ class WaitingLine:
             self._reason = None
 
     def total(self, now_us: int) -> dict[BlockReason, int]:
-        """Return the microseconds of each reason up to ``now_us``, since the object was made."""
+        """Return, for each reason, the microseconds for which it has blocked the queue up to ``now_us``."""
         total, reason = self._blocked_us.copy(), self._reason
         if reason is not None:
             total[reason] = total.get(reason, 0) + max(0, now_us - self._since)

@@ -28,7 +28,7 @@ from llm_serving.flight.reader import (
     TookEnded,
     VoidSteps,
 )
-from llm_serving.flight.setup import code_digest, compares_tokens, limits_from_map
+from llm_serving.flight.setup import code_digest, limits_from_map
 from llm_serving.flight.state import ReplayCodec, first_difference, restore_state
 from llm_serving.flight.step_writer import StepWriter
 from llm_serving.flight.steps import RecordedStep, StepReader
@@ -92,7 +92,7 @@ class _Replayer:
         if header.code_digest != code_digest():
             self._notes.append("the recording was made by another version of the scheduler's code")
         self._scheduler = Scheduler(limits_from_map(header.limits))
-        self._codec = ReplayCodec(compares_tokens(self._scheduler.limits))
+        self._codec = ReplayCodec(self._scheduler.limits.prefix_cache)
         self._order = ResultOrder(header.limits["policy"])
         self._requests: dict[int, Request] = {}
         self._numbers: dict[str, int] = {}
