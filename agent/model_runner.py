@@ -15,6 +15,7 @@ from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
 from agent.kernels import OperatorRefusedError, kernel_isa, num_threads
 from agent.model_loading import LoadedModel, load_model
+from agent.profiling import Profiling
 from agent.sampler import Sampler
 from agent.step_inputs import Int32Array, StepInputs, StepReader
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
@@ -69,6 +70,7 @@ class ModelRunner:
         self._model: LoadedModel | None = None
         self._graph: StepGraph | None = None
         self._seconds: dict[str, float] = {}
+        self.profiling = Profiling(config.device, rank, self._set_replaying)
 
     def load(self) -> None:
         """Builds the model and gives its parameters their values. Raises CheckpointError or AgentStartError."""
@@ -167,6 +169,10 @@ class ModelRunner:
         self._sampler.rows.reset()
         if self._last_tokens is not None:
             self._last_tokens.reset()
+
+    def _set_replaying(self, replaying: bool) -> None:
+        assert self._graph is not None, "compile() must come before a profile"
+        self._graph.set_replaying(replaying)
 
     def _after_failure(self, error: RuntimeError) -> AgentError:
         """Recovers from a failed graph. Returns the error for this step.

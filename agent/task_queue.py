@@ -16,9 +16,9 @@ import threading
 import time
 
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.messages import MessageClass, Shutdown, Step, message_class
+from llm_serving.ipc.messages import MessageClass, ProfileStart, ProfileStop, Shutdown, Step, message_class
 
-QueuedMessage = Step | Shutdown
+QueuedMessage = Step | ProfileStart | ProfileStop | Shutdown
 """The messages that wait in the queue. The socket thread handles ``Abort`` and ``Status`` immediately."""
 
 _LAST_CLASS = {"prefill_first": MessageClass.DECODE, "decode_first": MessageClass.PREFILL}
@@ -88,6 +88,6 @@ class TaskQueue:
     def _priority(self, message: QueuedMessage) -> tuple[int, bool]:
         """Returns the sort key of a message. The message with the smallest key runs first."""
         if self._in_order:
-            return int(not isinstance(message, Shutdown)), False
+            return int(isinstance(message, Step)), False
         kind = message_class(message)
         return min(kind, MessageClass.PREFILL), kind is self._last_class

@@ -10,7 +10,19 @@ from agent.model_runner import ModelRunner, StartReport
 from agent.server import AgentServer
 from agent.task_queue import TaskQueue
 from llm_serving.errors import GroupBrokenError, GroupDownError, LLMServingError
-from llm_serving.ipc.messages import Decode, Failed, Move, Progress, Ready, Shutdown, Step, StepDone, StepFailed
+from llm_serving.ipc.messages import (
+    Decode,
+    Failed,
+    Move,
+    ProfileStart,
+    ProfileStop,
+    Progress,
+    Ready,
+    Shutdown,
+    Step,
+    StepDone,
+    StepFailed,
+)
 from llm_serving.ipc.shm import SlotMemory
 
 logger = logging.getLogger("agent.worker")
@@ -56,6 +68,12 @@ class Worker:
             message, queue_us = self._queue.get()
             if isinstance(message, Shutdown):
                 return 0
+            if isinstance(message, ProfileStart):
+                self._server.send(runner.profiling.start(message.seq, message.folder))
+                continue
+            if isinstance(message, ProfileStop):
+                self._server.send(runner.profiling.stop(message.seq))
+                continue
             try:
                 result = _run_step(message, queue_us, memory, runner)
             except GroupDownError as error:
@@ -75,6 +93,8 @@ def _run_step(step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner
             graph_us, sample_us = runner.run_moves(slot)
         else:
             graph_us, sample_us = runner.run_step(slot, is_decode=isinstance(step, Decode))
+        kind = type(step).__name__.lower()
+        runner.profiling.add_step(kind, slot.num_tokens, slot.num_seqs, (queue_us, graph_us, sample_us))
     except GroupDownError:
         raise
     except Exception as error:

@@ -84,6 +84,10 @@ class DynamicStepGraph(StepGraph):
                 if kind in self.replays:
                     self.replays[kind].record(self._empty_entry, is_decode=kind == GraphKind.DECODE)
 
+    def set_replaying(self, replaying: bool) -> None:
+        for replays in self.replays.values():
+            replays.is_paused = not replaying
+
     def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
         with self._hooks.graph_run():
             logits = self._in_float32(self._result(inputs, entry))

@@ -31,6 +31,13 @@ class StepGraph(ABC):
         """Compiles the graphs and runs each of them once."""
 
     @abstractmethod
+    def set_replaying(self, replaying: bool) -> None:
+        """Turns replays of recorded launches on or off. A profile needs the launches that MindSpore makes.
+
+        Steps have the same bits with and without replays. A graph without replays ignores the call.
+        """
+
+    @abstractmethod
     def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
         """Runs a step of the last stage.
 

@@ -52,6 +52,9 @@ class StaticStepGraph(StepGraph):
         self._buffers.counts[:] = 0
         self._graph.compile(self._tensors)
 
+    def set_replaying(self, replaying: bool) -> None:
+        self.replays.is_paused = not replaying
+
     def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
         seqs = inputs.query_lens.size
         self._run(inputs, entry, (self._logits[:seqs], self._best_ids[:seqs]))

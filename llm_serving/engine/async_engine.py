@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from llm_serving.config import Config
 from llm_serving.engine.beam_search import BeamSearch, BeamSearchParams, SearchResult
-from llm_serving.engine.core import Abort, Add, EngineCore, Probe, Stop
+from llm_serving.engine.core import Abort, Add, EngineCore, Probe, Profile, Stop
 from llm_serving.engine.open_request import OpenRequest, PieceSink, PieceStream
-from llm_serving.engine.outputs import EngineOutput, ProbeAnswer
+from llm_serving.engine.outputs import EngineOutput, ProbeAnswer, ProfileAnswer
 from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, in_ms, receipt_of
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.engine.text_streams import DetokenizerFactory
@@ -66,6 +66,7 @@ class AsyncEngine:
         self._receipts = ReceiptBook()
         self._searches: dict[str, Request] = {}
         self._probes: list[asyncio.Future[bool]] = []
+        self._profile_answer: asyncio.Future[list[dict[str, object]]] | None = None
         self._recorders: list[FlightRecorder] = []
         limits = SchedulerLimits.from_config(config)
         schedulers = [self._recorded(Scheduler(limits), index, record) for index in range(len(executors))]
@@ -126,6 +127,17 @@ class AsyncEngine:
         finally:
             if answer in self._probes:
                 self._probes.remove(answer)
+
+    async def profile(self, folder: str | None, timeout: float) -> list[dict[str, object]]:
+        """Start a profile of all ready agents with files in ``folder``, or with None stop it.
+
+        Returns rank, error and summary of each agent; an empty error means success. The result is empty if no agent is
+        ready. Raises TimeoutError after ``timeout`` seconds. Only one call may run at a time.
+        """
+        answer: asyncio.Future[list[dict[str, object]]] = asyncio.get_running_loop().create_future()
+        self._profile_answer = answer
+        self._core.submit(Profile(folder))
+        return await asyncio.wait_for(answer, timeout)
 
     def queue_full(self) -> QueueFullError | None:
         """Return why a new request would be refused, or None if it may be accepted.
@@ -327,6 +339,10 @@ class AsyncEngine:
         for output in outputs:
             if isinstance(output, ProbeAnswer):
                 self._answer_probes()
+                continue
+            if isinstance(output, ProfileAnswer):
+                if self._profile_answer is not None and not self._profile_answer.done():
+                    self._profile_answer.set_result(output.agents)
                 continue
             opened = self._open.get(output.request_id)
             if opened is None:

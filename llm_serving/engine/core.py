@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llm_serving.engine.outputs import EngineOutput, ProbeAnswer, RequestRefused
+from llm_serving.engine.outputs import EngineOutput, ProbeAnswer, ProfileAnswer, RequestRefused
 from llm_serving.engine.replica import Replica
 from llm_serving.engine.state_line import StateLine
 from llm_serving.engine.text_streams import DetokenizerFactory, TextStreams
 from llm_serving.errors import AgentLostError, LLMServingError, QueueFullError, RequestError
-from llm_serving.executor.base import AgentLost, AgentReady, Executor, ExecutorEvent, Poll, poll_all
+from llm_serving.executor.base import AgentLost, AgentProfiled, AgentReady, Executor, ExecutorEvent, Poll, poll_all
 from llm_serving.request import Request
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import RequestFront, StepSource
@@ -47,13 +47,20 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class Profile:
+    """Start a profile of all ready agents with files in ``folder``, or with None stop it. ``ProfileAnswer`` follows."""
+
+    folder: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End every request with an error, then the loop."""
 
     reason: str = "the server is shutting down"
 
 
-Command = Add | Abort | Probe | Stop
+Command = Add | Abort | Probe | Profile | Stop
 
 
 class EngineCore:
@@ -99,6 +106,8 @@ class EngineCore:
         self._commands: deque[Command] = deque()
         self._outputs: list[EngineOutput] = []
         self._probed: set[int] = set()
+        self._profiling: set[int] = set()
+        self._profiled: list[dict[str, object]] = []
         self._running = True
         self._was_idle = True
 
@@ -188,6 +197,8 @@ class EngineCore:
                 has_aborts = True
             elif isinstance(command, Probe):
                 self._probe()
+            elif isinstance(command, Profile):
+                self._profile(command.folder)
             else:
                 self._give_up(command.reason, now)
                 self._running = False
@@ -202,6 +213,8 @@ class EngineCore:
             self._agent_ready(replica, event)
         elif isinstance(event, AgentLost):
             self._lose_agent(replica, event, now)
+        elif isinstance(event, AgentProfiled):
+            self._note_profile(replica, event.agents)
         else:
             self._answer_probe(replica)
 
@@ -274,6 +287,24 @@ class EngineCore:
             if not self._probed:
                 self._outputs.append(ProbeAnswer())
 
+    def _profile(self, folder: str | None) -> None:
+        """Tell the agents of all ready replicas to start or stop a profile."""
+        asked = [replica for replica in self._replicas if replica.is_ready]
+        self._profiling, self._profiled = {replica.index for replica in asked}, []
+        for replica in asked:
+            replica.executor.profile(folder)
+        if not asked:
+            self._outputs.append(ProfileAnswer([]))
+
+    def _note_profile(self, replica: Replica, agents: list[dict[str, object]]) -> None:
+        """Collect the replies of a replica's agents. After the last replica, they go to the event loop."""
+        if replica.index not in self._profiling:
+            return
+        self._profiling.remove(replica.index)
+        self._profiled += agents
+        if not self._profiling:
+            self._outputs.append(ProfileAnswer(self._profiled))
+
     def _agent_ready(self, replica: Replica, event: AgentReady) -> None:
         """Let a replica serve. The engine becomes ready when every replica has been ready once."""
         replica.is_ready = replica.was_ready = True
@@ -297,6 +328,7 @@ class EngineCore:
             self.state = EngineState.RECOVERING
         if len(self._probed) > 1:
             self._answer_probe(replica)
+        self._note_profile(replica, [{"replica": replica.index, "error": f"the agents were lost: {event.error}"}])
 
     def _give_up(self, reason: str, now: float) -> None:
         if self.state is not EngineState.STOPPED:

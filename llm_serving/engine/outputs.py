@@ -25,7 +25,15 @@ class ProbeAnswer:
     """Every agent replied to a probe."""
 
 
-EngineOutput = RequestOutput | RequestRefused | ProbeAnswer
+@dataclass(frozen=True, slots=True)
+class ProfileAnswer:
+    """All agents started or stopped a profile, or said why they could not."""
+
+    agents: list[dict[str, object]]
+    """Rank, error and summary of each agent."""
+
+
+EngineOutput = RequestOutput | RequestRefused | ProbeAnswer | ProfileAnswer
 
 
 def merge_outputs(pieces: Sequence[RequestOutput]) -> RequestOutput:

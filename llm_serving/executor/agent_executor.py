@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentLostError, AgentStartError
 from llm_serving.executor.agent_group import AgentGroup
 from llm_serving.executor.agent_link import AgentLink, ProgressReport
 from llm_serving.executor.agent_states import AgentStates, Restarts
-from llm_serving.executor.base import AgentLost, AgentReady, ExecutorEvent
+from llm_serving.executor.base import AgentLost, AgentProfiled, AgentReady, ExecutorEvent
 from llm_serving.executor.step_slots import StepSlots
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import AgentMessage
@@ -59,6 +61,7 @@ class AgentExecutor:
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         self._steps = self._new_slots(())
         self._control_seq = 0
+        self._profiled: dict[int, dict[str, object]] = {}
         self._restarts = Restarts(config.serving_config.agent_restart_limit)
         self._agent_states = AgentStates(config, replica, listeners, self._restarts)
 
@@ -84,6 +87,13 @@ class AgentExecutor:
         self._agent_states.ask()
         if self._group is not None and self._group.is_ready:
             self._group.send(messages.Status(seq=self._control_number()))
+
+    def profile(self, folder: str | None) -> None:
+        self._profiled = {}
+        if self._group is not None and self._group.is_ready:
+            seq = self._control_number()
+            start_or_stop = messages.ProfileStop(seq=seq) if folder is None else None
+            self._group.send(start_or_stop or messages.ProfileStart(seq=seq, folder=str(folder)))
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
         """Wait for the agents, a deadline or a wake-up. Every change of an agent's state becomes an event."""
@@ -183,6 +193,10 @@ class AgentExecutor:
         if isinstance(message, messages.StatusReply):
             assert self._group is not None
             return self._agent_states.add(member, message, self._group.links)
+        if isinstance(message, messages.ProfileReply):
+            self._profiled[member] = {"rank": self._ranks[member], **msgspec.to_builtins(message)}
+            if len(self._profiled) == len(self._ranks):
+                return AgentProfiled([self._profiled[each] for each in sorted(self._profiled)])
         return None
 
     def _control_number(self) -> int:

@@ -47,7 +47,15 @@ class AgentStatus:
     agents: list[dict[str, object]]
 
 
-ExecutorEvent = StepResult | AgentReady | AgentLost | AgentStatus
+@dataclass(frozen=True, slots=True)
+class AgentProfiled:
+    """Every agent replied to a ``profile``, or the agents were lost."""
+
+    agents: list[dict[str, object]]
+    """Rank, error and summary of each agent."""
+
+
+ExecutorEvent = StepResult | AgentReady | AgentLost | AgentStatus | AgentProfiled
 
 
 class Executor(Protocol):
@@ -69,6 +77,12 @@ class Executor(Protocol):
 
     def request_status(self) -> None:
         """Ask every agent for its status. ``poll`` reports ``AgentStatus`` when all have replied."""
+
+    def profile(self, folder: str | None) -> None:
+        """Tell every agent to start a profile with files in ``folder``, or with None to stop it.
+
+        ``poll`` reports ``AgentProfiled`` when all have replied.
+        """
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
         """Return the next events in order. If there are none, wait up to ``timeout_s``, or without limit if it is None.

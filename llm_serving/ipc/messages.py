@@ -14,6 +14,8 @@ A message names a step slot and a sequence number. It never contains an array. M
       |--- Prefill | Decode | Move -------->|   "run slot s as step n"
       | <------------------- StepDone ------|
       |--- Abort | Status | Shutdown ------>|
+      |--- ProfileStart | ProfileStop ----->|
+      | <------------------- ProfileReply --|
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import msgspec
 
 from llm_serving.errors import ProtocolError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 NONCE_BYTES = 16
 
 UInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -134,6 +136,44 @@ class Status(Message, frozen=True, tag="status"):
     seq: UInt
 
 
+class ProfileStart(Message, frozen=True, tag="profile_start"):
+    """Server to agent: profile the following steps. The files go to a subfolder of ``folder``."""
+
+    seq: UInt
+    folder: LongText
+
+
+class ProfileStop(Message, frozen=True, tag="profile_stop"):
+    """Server to agent: end the profile and write its files."""
+
+    seq: UInt
+
+
+class OperatorTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The time of all launches of one kind of operator during a profile."""
+
+    name: ShortText
+    count: UInt
+    total_ms: float
+
+
+class ProfileReply(Message, frozen=True, tag="profile_reply"):
+    """Agent to server: the profile has started or ended. ``error`` is empty on success.
+
+    The other fields are those of an ended profile: its folder, the number of steps, their microseconds in graph and
+    sampler, the operators with the largest times, and what to do with the files.
+    """
+
+    seq: UInt
+    error: LongText = ""
+    folder: LongText = ""
+    steps: UInt = 0
+    graph_us: UInt = 0
+    sample_us: UInt = 0
+    operators: Annotated[list[OperatorTime], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=list)
+    note: LongText = ""
+
+
 class Shutdown(Message, frozen=True, tag="shutdown"):
     """Server to agent: end now. There is no reply; the connection closes."""
 
@@ -174,8 +214,8 @@ class StatusReply(Message, frozen=True, tag="status_reply"):
 Step = Prefill | Decode | Move
 """A message with a slot. The agent replies with ``StepDone`` or ``StepFailed``."""
 
-ServerMessage = Connect | Prefill | Decode | Move | Abort | Status | Shutdown
-AgentMessage = Challenge | Connected | Progress | Ready | Failed | StepDone | StepFailed | StatusReply
+ServerMessage = Connect | Prefill | Decode | Move | Abort | Status | ProfileStart | ProfileStop | Shutdown
+AgentMessage = Challenge | Connected | Progress | Ready | Failed | StepDone | StepFailed | StatusReply | ProfileReply
 
 _M = TypeVar("_M")
 _ENCODER = msgspec.msgpack.Encoder()

@@ -5,7 +5,7 @@ To add an endpoint, write a module with an ``ENDPOINTS`` tuple and add one line 
 
 from __future__ import annotations
 
-from llm_serving.server import admin, chat, generate, openai_chat, openai_completions, pages, receipts
+from llm_serving.server import admin, chat, generate, openai_chat, openai_completions, pages, profile, receipts
 
 ENDPOINTS = (
     *openai_completions.ENDPOINTS,
@@ -13,6 +13,7 @@ ENDPOINTS = (
     *generate.ENDPOINTS,
     *chat.ENDPOINTS,
     *receipts.ENDPOINTS,
+    *profile.ENDPOINTS,
     *admin.ENDPOINTS,
     *pages.ENDPOINTS,
 )

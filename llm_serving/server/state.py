@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -46,6 +48,8 @@ class ServerSettings:
     """Names of this server that are allowed in the header ``Host``, in addition to ``localhost``."""
     info: dict[str, object] = field(default_factory=dict)
     """Facts about the model that ``/server_info`` shows."""
+    profile_folder: str = "output/profiles"
+    """Folder for the files of ``/profile/start``."""
     settings: dict[str, object] = field(default_factory=dict)
     """Settings of MindSpore as they took effect, and settings without effect. ``/server_info`` shows them."""
 
@@ -61,6 +65,7 @@ class ServerSettings:
             cache_salt=config.scheduler_config.cache_salt,
             loopback=not config.serving_config.allow_remote,
             hosts=frozenset({host}),
+            profile_folder=str(Path(config.log_config.path).parent / "profiles"),
             info={
                 "architecture": config.shape.architecture,
                 "dtype": config.model_config.model_dtype,
@@ -82,6 +87,19 @@ class ServerSettings:
 
 
 @dataclass(slots=True)
+class RunningProfile:
+    """The profile of the agents that runs, if any. ``lock`` is held while the agents start or stop a profile."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    folder: str | None = None
+    """Folder of the running profile. None if no profile runs."""
+    timer: asyncio.TimerHandle | None = None
+    """Ends a profile that no request has stopped."""
+    last: dict[str, Any] | None = None
+    """Result of a profile that the timer has stopped, until a request asks for it."""
+
+
+@dataclass(slots=True)
 class ServerState:
     """The objects and settings of one server. Every handler receives this object."""
 
@@ -91,6 +109,7 @@ class ServerState:
     settings: ServerSettings
     endpoints: Sequence[Endpoint]
     active: ActiveRequests = field(default_factory=ActiveRequests)
+    profile: RunningProfile = field(default_factory=RunningProfile)
     started_at: float = field(default_factory=time.time)
 
     def check_queue(self) -> None:

@@ -38,6 +38,18 @@ EVENTS: Mapping[str, LogEvent] = {
         {"url": "address of the server", "start_seconds": "seconds since the process started"},
     ),
     "server_stop": LogEvent("A signal stops the server."),
+    "profile_start": LogEvent(
+        "A request started a profile of the agents.",
+        {
+            "folder": "folder of the files",
+            "agents": "number of agents",
+            "max_seconds": "the profile stops by itself after this number of seconds",
+        },
+    ),
+    "profile_stop": LogEvent(
+        "The profile of the agents has ended.",
+        {"folder": "folder of the files", "agents": "number of agents", "message": "errors of agents; usually empty"},
+    ),
     "agent_ready": LogEvent(
         "An agent has loaded, compiled and warmed up.",
         {"summary": "the agent's report: device, memory, times of the start", **_REPLICA},

@@ -122,6 +122,8 @@ class InstantExecutor:
 
     def request_status(self) -> None: ...
 
+    def profile(self, folder: str | None) -> None: ...
+
     def agents(self) -> list[dict[str, object]]:
         return []
 

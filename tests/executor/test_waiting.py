@@ -34,6 +34,9 @@ class PipeExecutor:
     def request_status(self) -> None:
         raise AssertionError
 
+    def profile(self, folder: str | None) -> None:
+        raise AssertionError
+
     def agents(self) -> list[dict[str, object]]:
         return []
 

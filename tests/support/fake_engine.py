@@ -195,6 +195,9 @@ class FakeEngine:
         record.finished = True
         return SearchResult(self.beams[: params.width], self.num_cached_tokens)
 
+    async def profile(self, folder: str | None, timeout: float) -> list[dict[str, object]]:
+        return [{"rank": 0, "error": "", "folder": folder or ""}]
+
     async def probe(self, timeout_s: float, /) -> bool:
         self.num_probes += 1
         return self.probe_answer

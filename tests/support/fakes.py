@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus, ExecutorEvent
+from llm_serving.executor.base import AgentLost, AgentProfiled, AgentReady, AgentStatus, ExecutorEvent
 from llm_serving.request import FinishReason, Request, RequestOutput, RequestTimings
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
@@ -106,6 +106,9 @@ class FakeExecutor:
 
     def request_status(self) -> None:
         self.push(AgentStatus(self.agents()))
+
+    def profile(self, folder: str | None) -> None:
+        self.push(AgentProfiled([{"rank": 0, "error": "", "folder": folder or ""}]))
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
         with self._changed:

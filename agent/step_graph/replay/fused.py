@@ -44,6 +44,8 @@ class FusedReplays:
         self._all_agree = all_agree
         self._launches: RecordedLaunches | None = None
         self._confirmed = False
+        self.is_paused = False
+        """Whether steps run the graph although their replays are confirmed."""
         self._problem = ""
 
     @property
@@ -62,7 +64,9 @@ class FusedReplays:
         ``results`` are the parts of the graph's memory that the step fills. Raises RuntimeError if an operator refuses
         its inputs (OperatorRefusedError from a replay), and whatever ``all_agree`` raises.
         """
-        if self._confirmed:
+        if self._confirmed and self.is_paused:
+            self._graph_result()
+        elif self._confirmed:
             assert self._launches is not None, "a recording is confirmed"
             self._launches.run()
         elif self._problem or num_tokens > MAX_COMPARED_TOKENS:

@@ -74,6 +74,8 @@ class NativeReplays:
         self._launches: RecordedLaunches | None = None
         self._agreed = 0
         self._problem = ""
+        self.is_paused = False
+        """Whether steps run the graph although their replays are confirmed."""
 
     @property
     def is_confirmed(self) -> bool:
@@ -114,7 +116,8 @@ class NativeReplays:
         arrays = self._copy_inputs(inputs, entry)
         tokens, seqs = len(entry), inputs.query_lens.size
         is_small = tokens <= max(MAX_COMPARED_TOKENS, seqs)
-        if self._launches is None or not (self.is_confirmed or is_small):
+        is_paused = self.is_confirmed and self.is_paused
+        if self._launches is None or is_paused or not (self.is_confirmed or is_small):
             return self._graph_result(arrays)[0]
         self._launches.resize(StepSizes(tokens, seqs))
         return self._launches.run() if self.is_confirmed else self._confirm(self._launches, arrays)
