@@ -15,9 +15,8 @@ from jinja2 import Environment
 from safetensors import safe_open
 
 from support.time_limits import time_limit
-from tools.tiny_llama.corpus import documents
+from tools.tiny_llama.corpus import documents, training_documents
 from tools.tiny_llama.data import batches, encoded_documents, is_held_out
-from tools.tiny_llama.drills import training_documents
 from tools.tiny_llama.initial import Circuit, Matrix
 from tools.tiny_llama.tokenizer import BOS_ID, EOS_ID, encode_document, render
 

@@ -14,8 +14,8 @@ from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.tokenizer_backends import make_tokenizer
 from llm_serving.engine.tokenizer_files import find_vocabulary, read_tokenizer_files
 from llm_serving.errors import CheckpointError
+from tools.tiny_llama.corpus import training_documents
 from tools.tiny_llama.data import is_held_out
-from tools.tiny_llama.drills import training_documents
 from tools.tiny_llama.tokenizer import BOS, ROLE_TOKENS, render
 
 BUILTIN = "builtin"

@@ -12,7 +12,7 @@ from typing import Any
 from llm_serving.errors import LLMServingError
 from llm_serving.flight.facts import make_request, make_result
 from llm_serving.flight.format import STATE_NAMES, FlightRecordingError, Tag
-from llm_serving.flight.pseudonyms import PLAIN_TOKEN
+from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN
 from llm_serving.flight.reader import (
     Added,
     AgentLost,
@@ -36,7 +36,6 @@ from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.output import ScheduledStep
 from llm_serving.scheduler.scheduler import Scheduler
 from tools.replaying.describe import describe_event
-from tools.replaying.ending_names import EndingNames
 from tools.replaying.result_order import ResultOrder
 
 __all__ = ["Difference", "Replay", "replay"]
@@ -76,6 +75,30 @@ def replay(stretch: Stretch) -> Replay:
     Raises FlightRecordingError if no segment contains a state.
     """
     return _Replayer(stretch).run()
+
+
+class _EndingNames(frozenset[int]):
+    """A set of ending tokens that grows during the replay.
+
+    When the scheduler adds a request, it must know the tokens that end the request. But a recording names an ending
+    token only later, in the result that contains it. The replay then adds the token to ``names``. A union with another
+    set returns this object itself, so that the scheduler sees later additions.
+    """
+
+    names: set[int]
+
+    def __new__(cls) -> _EndingNames:
+        made = super().__new__(cls)
+        made.names = {ENDING_TOKEN}
+        return made
+
+    def __contains__(self, token: object) -> bool:
+        return token in self.names
+
+    def __or__(self, other: Any) -> _EndingNames:  # type: ignore[override]
+        return self
+
+    __ror__ = __or__
 
 
 class _DiffersError(Exception):
@@ -146,7 +169,7 @@ class _Replayer:
             self._notes.append(f"{lost} cached blocks cannot be found any more: replacing one may change decisions")
         for sequence in self._scheduler.sequences():
             request = sequence.request
-            sequence.ending_token_ids = request.end_token_ids = EndingNames()
+            sequence.ending_token_ids = request.end_token_ids = _EndingNames()
             if request.request_id in numbers:
                 self._know(numbers[request.request_id], request)
         for step in self._scheduler.steps_in_flight():
@@ -194,7 +217,7 @@ class _Replayer:
 
     def _add(self, event: Added) -> None:
         request, refusal = make_request(event.facts, event.prompt), None
-        request.end_token_ids = EndingNames()
+        request.end_token_ids = _EndingNames()
         try:
             if event.arrival_index is None:
                 self._scheduler.add_request(request)
@@ -249,7 +272,7 @@ class _Replayer:
             return
         for index in event.ends:
             endings = requests[index].end_token_ids
-            if event.names[index] != PLAIN_TOKEN and isinstance(endings, EndingNames):
+            if event.names[index] != PLAIN_TOKEN and isinstance(endings, _EndingNames):
                 endings.names.add(event.names[index])
 
     def _finish(self, event: Finished) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import sentencepiece as spm
 from numpy.typing import NDArray
 
-from .drills import training_documents
+from .corpus import training_documents
 from .tokenizer import BOS_ID, encode_document, render
 
 HELD_OUT_SHARE = 32

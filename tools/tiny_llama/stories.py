@@ -10,6 +10,7 @@ GIRLS, BOYS, ANIMALS, PEOPLE, TRAITS, PLACES, THINGS, COLOURS, FOODS, SKILLS = (
     items(TEXT[name])
     for name in ("girls", "boys", "animals", "people", "traits", "places", "things", "colours", "foods", "skills")
 )
+NOUNS = (*ANIMALS, *BOYS, *COLOURS, *FOODS, *GIRLS, *PEOPLE, *PLACES, *THINGS)
 OPENINGS, ENDINGS = TEXT["openings"], TEXT["endings"]
 PLOTS = tuple(
     tuple(tuple(step.split(" | ")) for step in lines) for name, lines in TEXT.items() if name.startswith("plot: ")

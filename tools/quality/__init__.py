@@ -1,1 +1,0 @@
-"""The measurement of a model's quality, for ``tools/quality_gate.py``."""
