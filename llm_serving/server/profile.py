@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from llm_serving.errors import LLMServingError, RequestError
 from llm_serving.server.body import json_response, read_request
+from llm_serving.server.errors import UnavailableError
 from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.server.validation import StrictModel
 
@@ -55,7 +56,9 @@ async def _start(state: ServerState, request: Request) -> Response:
         agents = await _tell(state, folder, START_TIMEOUT_S)
         if any(agent["error"] for agent in agents):
             await _tell(state, None, STOP_TIMEOUT_S)  # the agents that did start
-            raise LLMServingError("; ".join(str(agent["error"]) for agent in agents if agent["error"]))
+            raise UnavailableError(
+                "; ".join(str(agent["error"]) for agent in agents if agent["error"]), "profile_failed"
+            )
         running.folder, loop = folder, asyncio.get_running_loop()
         running.timer = loop.call_later(body.max_seconds, lambda: loop.create_task(_stop_late(state)))
     state.log.event("profile_start", folder=folder, agents=len(agents), max_seconds=body.max_seconds)
@@ -93,13 +96,15 @@ async def _stop_late(state: ServerState) -> None:
 
 
 async def _tell(state: ServerState, folder: str | None, timeout: float) -> list[dict[str, object]]:
-    """Start (with ``folder``) or stop the profile of all agents. Raises LLMServingError if they do not reply."""
+    """Start (with ``folder``) or stop the profile of all agents. Raises UnavailableError if they do not reply."""
     try:
         agents = await state.engine.profile(folder, timeout)
     except asyncio.TimeoutError:
-        raise LLMServingError(f"The agents did not reply within {timeout:g} seconds; see their logs.") from None
+        raise UnavailableError(
+            f"The agents did not reply within {timeout:g} seconds; see their logs.", "profile_failed"
+        ) from None
     if not agents:
-        raise LLMServingError("No agent is ready, so nothing can be profiled.")
+        raise UnavailableError("No agent is ready, so nothing can be profiled.", "profile_failed")
     return agents
 
 

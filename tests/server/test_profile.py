@@ -12,7 +12,7 @@ AGENT = {"rank": 0, "error": "", "steps": 3}
 
 
 @pytest.fixture
-def calls(engine):
+def calls(engine, monkeypatch):
     """The folders that the engine was told to profile into; None for a stop."""
     made = []
 
@@ -20,7 +20,7 @@ def calls(engine):
         made.append(folder)
         return [dict(AGENT)]
 
-    engine.profile = profile
+    monkeypatch.setattr(engine, "profile", profile)
     return made
 
 
@@ -49,11 +49,11 @@ def test_wrong_times_are_refused(server, calls, seconds):
     assert (answer.status_code, answer.json()["error"]["param"], calls) == (400, "max_seconds", [])
 
 
-def test_an_agents_failure_is_the_answer_and_no_profile_runs(server, engine):
+def test_an_agents_failure_is_the_answer_and_no_profile_runs(server, engine, monkeypatch):
     async def profile(folder, timeout):
         return [{"rank": 0, "error": "agent 0 cannot write"}] if folder else [dict(AGENT)]
 
-    engine.profile = profile
+    monkeypatch.setattr(engine, "profile", profile)
     answer = server.http.post("/profile/start")
-    assert answer.status_code == 500
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "agent 0 cannot write")
     assert server.http.post("/profile/stop").status_code == 409
