@@ -186,10 +186,6 @@ class Receipt:
         seen = sorted(self._blockers.copy().items(), key=lambda entry: -entry[1])
         return [request_id for request_id, _ in seen[:MAX_BLOCKERS]]
 
-    def seconds(self, phase: Phase) -> float:
-        """Return the time in a completed phase."""
-        return self.phase_us[phase] / 1e6
-
     def phases_until(self, now: float) -> tuple[int, ...]:
         """Return ``phase_us`` as of the time ``now``, including the present phase."""
         return self._phases_until(microseconds(now))

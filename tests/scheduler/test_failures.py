@@ -211,8 +211,8 @@ def test_a_restart_after_a_loss_is_no_preemption() -> None:
     assert request.receipt.phase is Phase.RESTARTED
     simulation.now = 11.0
     simulation.finish()
-    assert request.receipt.seconds(Phase.RESTARTED) == 10.0
-    assert request.receipt.seconds(Phase.PREEMPTED) == 0.0
+    assert request.receipt.phase_us[Phase.RESTARTED] == 10_000_000
+    assert request.receipt.phase_us[Phase.PREEMPTED] == 0
     assert (request.receipt.preemptions, request.num_preemptions) == (0, 0)
 
 
