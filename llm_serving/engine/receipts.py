@@ -75,9 +75,6 @@ class ReceiptBook:
         self._size = size
         self._receipts: OrderedDict[str, RequestReceipt] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._receipts)
-
     def add(self, receipt: RequestReceipt) -> None:
         """Keep a receipt. A receipt with the same id is replaced."""
         self._receipts.pop(receipt.request_id, None)

@@ -47,9 +47,9 @@ def sentencepiece_rule(*, add_dummy_prefix: bool) -> DecodeRule:
 
 
 def decode_rule(decoder: Mapping[str, Any] | None, source: str) -> DecodeRule:
-    """Read the ``decoder`` of a ``tokenizer.json``.
+    """Return the rule for the ``decoder`` of a ``tokenizer.json``.
 
-    If a text is not the concatenation of its tokens, this function raises CheckpointError with the part of the decoder.
+    Raises CheckpointError with the unsupported part if a text is not the concatenation of its tokens' bytes.
     """
     if decoder is None:
         raise CheckpointError(f"{source}: the tokenizer has no decoder, so its tokens cannot be turned into text")

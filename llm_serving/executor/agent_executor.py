@@ -232,7 +232,7 @@ class AgentExecutor:
         if self._restarts.due_at is not None:
             return self._restarts.due_at, "restart"
         if self._group is not None and not self._group.is_ready:
-            return self._group.started_at + self._config.serving_config.agent_start_timeout_s, "start"
+            return self._group.links[0].started_at + self._config.serving_config.agent_start_timeout_s, "start"
         steps = self._steps
         if steps.join is not None and (due := steps.join.overdue_at) is not None:
             return due, "join"

@@ -53,18 +53,13 @@ class AgentGroup:
             raise
 
     @property
-    def started_at(self) -> float:
-        """When the group was started, by ``time.monotonic``."""
-        return self.links[0].started_at
-
-    @property
     def summary(self) -> dict[str, object]:
         """Facts for the log from the agent that returns the results, with the number of agents if there are several."""
         size = {"agents": len(self.links)} if len(self.links) > 1 else {}
         return {**self.links[self._answering].summary, **size}
 
     def note_progress(self) -> None:
-        """Update the state after a message of the start. When every agent has mapped the memory, remove its name."""
+        """Update ``is_ready`` while agents start. Remove the memory's name when every agent has mapped the memory."""
         if all(link.is_connected for link in self.links):
             self.memory.unlink()
             self.is_ready = all(link.is_ready for link in self.links)

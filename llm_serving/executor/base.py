@@ -108,7 +108,7 @@ class Executor(Protocol):
 
 
 Poll = Callable[[float | None], list[tuple[int, ExecutorEvent]]]
-"""``Executor.poll`` for several executors. Each event comes with the index of its executor."""
+"""A function like ``Executor.poll`` for several executors. Each event comes with the index of its executor."""
 
 
 def poll_all(executors: Sequence[Executor]) -> Poll:

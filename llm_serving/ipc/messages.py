@@ -73,7 +73,7 @@ class Connect(Message, frozen=True, tag="connect"):
 
 
 class Connected(Message, frozen=True, tag="connected"):
-    """Agent to server: proof over the server's nonce. The agent has mapped the slots and the exchange."""
+    """Agent to server: proof over the server's nonce. The agent has mapped the shared memory."""
 
     proof: Proof
 

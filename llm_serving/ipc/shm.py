@@ -247,10 +247,6 @@ class SlotMemory(NamedSegment):
         self._mapping = mapping
         self.slots = [StepSlot(layout, mapping, index * layout.slot_bytes) for index in range(num_slots)]
 
-    @property
-    def num_bytes(self) -> int:
-        return self.layout.slot_bytes * self.num_slots
-
     @classmethod
     def create(cls, limits: SlotLimits, num_slots: int) -> SlotMemory:
         """Create a segment with reserved pages. Raises OSError if /dev/shm is too small."""

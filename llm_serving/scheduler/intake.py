@@ -168,9 +168,6 @@ class Intake(Stateful):
         """Number of waiting requests."""
         return len(self._preempted) + len(self.order)
 
-    def __bool__(self) -> bool:
-        return bool(self._preempted) or len(self.order) > 0
-
     @property
     def num_preempted(self) -> int:
         """Number of preempted sequences in the queue."""

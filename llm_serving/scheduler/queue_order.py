@@ -252,10 +252,6 @@ class VirtualTokenCounters(Stateful):
         self._last = ""
         """The tenant that waited last, while no tenant waits."""
 
-    def __len__(self) -> int:
-        """Number of tenants with a counter."""
-        return len(self._counters)
-
     def counter(self, tenant: str) -> int:
         """Returns a tenant's counter, or the value with which a new tenant would start."""
         return self._counters[tenant] if tenant in self._counters else self._floor()

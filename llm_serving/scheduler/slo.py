@@ -279,7 +279,7 @@ class StepCostModel(Stateful):
         return self.base_s + decode_s + self.prompt_token_s * num_prompt_tokens
 
     def prompt_tokens_within(self, seconds: float, num_decoding: int, num_context_tokens: int) -> float:
-        """Returns the prompt tokens that fit a step of ``seconds``. Negative if the decoding sequences alone do not."""
+        """Returns the prompt tokens that fit a step of ``seconds``. Negative if decoding alone takes longer."""
         spare = seconds - self.seconds(num_decoding, num_context_tokens, 0)
         return spare / self.prompt_token_s if self.prompt_token_s > 0.0 else spare * 1e9
 

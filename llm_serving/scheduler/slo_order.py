@@ -32,7 +32,7 @@ DEFAULT_MARGIN = 0.1
 """Fraction of the objective that is left for everything that the estimate does not know."""
 
 _RELEARN = 0.125
-"""Relative change of an estimate from which the waiting requests are sorted again."""
+"""If the learnt prefill time changes by more than this fraction, the waiting requests are sorted again."""
 
 STEPS_FOR_ONE_MORE = 32
 """Number of steps after which one more late request may run. With 8 or less, overload comes in waves."""

@@ -82,7 +82,7 @@ def test_the_book_forgets_the_oldest() -> None:
     for name in ("a", "b", "c", "a", "d"):
         book.add(receipt_of(make_request(name), 1.0))
     assert [book.get(name) is not None for name in "abcd"] == [True, False, True, True]
-    assert len(book) == 3
+    assert len(book._receipts) == 3
 
 
 def outcome(reason: FinishReason, ttft: float | None, tpot: float | None, **terms: Any) -> dict[str, bool]:

@@ -58,7 +58,7 @@ def test_idle_tenants_with_the_least_counters_are_dropped() -> None:
         counters.wait(str(index), 1)
         counters.charge(str(index), index)
         counters.leave(str(index))
-        assert len(counters) <= MAX_IDLE_TENANTS + 2
+        assert len(counters._counters) <= MAX_IDLE_TENANTS + 2
     last = str(2 * MAX_IDLE_TENANTS - 1)
     assert counters.counter(last) == 3 + 2 * MAX_IDLE_TENANTS - 1
     assert counters.counter("0") == counters.counter("always") == 3
