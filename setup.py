@@ -198,7 +198,9 @@ def _general_flags(known: dict[str, list[str]]) -> list[str]:
     """Returns the compiler flags of the files that do not depend on an instruction set."""
     include = mindspore_include()
     headers = [f"-I{include / 'mindspore/ops'}", f"-I{include}", f"-I{include / 'mindspore'}"]
-    return [*COMPILE_FLAGS, *(f"-DLLMK_HAVE_{name.upper()}" for name in known), *headers]
+    sets = " ".join(f"X({name})" for name in (*reversed(known), "portable"))
+    have = [f"-DLLMK_HAVE_{name.upper()}" for name in known]
+    return [*COMPILE_FLAGS, *have, f"-DLLMK_INSTRUCTION_SETS(X)={sets}", *headers]
 
 
 def _product_units(folder: Path, known: dict[str, list[str]], general: list[str]) -> list[Unit]:

@@ -30,7 +30,7 @@ def units() -> list[tuple[Path, list[str]]]:
     sources += sorted((ROOT / "performance/kernels").glob("*reference.cc"))
     sources += [ROOT / "tests/kernels/linear_selftest.cc"]
     plain = [(source, ["-Wno-unused-function"]) for source in sources]
-    have = [f"-DLLMK_HAVE_{name.upper()}" for name in INSTRUCTION_SETS]
+    have = ["-DLLMK_INSTRUCTION_SETS(X)=X(neon_i8mm) X(neon_dot) X(portable)"]
     special = [(KERNELS / f"arch/{name}.cc", [flag, "-Wno-unused-function"]) for name, flag in INSTRUCTION_SETS.items()]
     return [*plain, *special, (KERNELS / "arch/dispatch.cc", have)]
 

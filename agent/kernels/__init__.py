@@ -1,4 +1,4 @@
-"""The CPU kernels: one shared library, which MindSpore uses as op plugin and custom operators, and Python by ctypes."""
+"""Calls the CPU kernels from Python. MindSpore uses the same shared library as op plugin and as custom operators."""
 
 from agent.kernels.block_copies import BlockCopies
 from agent.kernels.launches import (

@@ -17,18 +17,18 @@ _MOVE_WIDTH = 3
 _CopyBlocksArgs = structure(
     "CopyBlocksArgs", "pointer: device host moves; int64: num_arrays num_moves block_bytes device_blocks host_blocks"
 )
-"""llmk::CopyBlocksArgs of ops/copy_blocks.h."""
+"""A ctypes class with the members of llmk::CopyBlocksArgs in ops/copy_blocks.h."""
 
 
 class BlockCopies:
-    """A call of the copy kernel, prepared for arrays that stay in place.
+    """Copies blocks between cache arrays and host arrays that stay in place, so their addresses are read only once.
 
     ``device[i]`` and ``host[i]`` hold the keys or the values of one layer, with the block as first axis. All blocks
     have the same size.
     """
 
     def __init__(self, device: Sequence[Array], host: Sequence[Array]) -> None:
-        """Raises ValueError if the arrays are not contiguous or do not fit each other."""
+        """Raises ValueError unless all arrays are contiguous and have equal blocks, and each has a counterpart."""
         arrays = [*device, *host]
         shapes = {(array.dtype, array.shape[1:]) for array in arrays}
         if len(shapes) != 1 or not all(array.flags.c_contiguous for array in arrays):

@@ -19,7 +19,7 @@ LLMK_ENTRY int llmk_num_threads() { return llmk::num_threads(); }
 LLMK_ENTRY int64_t llmk_scratch_bytes(int between_operators) { return llmk::scratch_bytes(between_operators != 0); }
 LLMK_ENTRY const char* llmk_isa() { return llmk::kernels().isa; }
 
-// Sampling and copies of a step.
+// Entries for sampling, and for copies of step inputs and cache blocks.
 
 LLMK_ENTRY int llmk_sample(const llmk::SampleArgs* args) {
   const llmk::StandardFloatingPoint scope;
@@ -41,7 +41,7 @@ LLMK_ENTRY void llmk_widen_bfloat16(const uint16_t* values, uint32_t* out, int64
   });
 }
 
-// Packed weights (ops/linear.h) and the weights of native primitives (ops/primitive_weight.h).
+// Entries that pack weights for linear layers (ops/linear.h) and for native primitives (ops/primitive_weight.h).
 
 LLMK_ENTRY int64_t llmk_packed_weight_bytes(int format, int64_t columns, int64_t depth, int64_t group, int biased) {
   return llmk::packed_weight_bytes(static_cast<llmk::WeightFormat>(format), columns, depth, group, biased != 0);
@@ -73,7 +73,7 @@ LLMK_ENTRY int llmk_keep_primitive(const llmk::PrimitiveWeight* weight, void* bl
 
 LLMK_ENTRY void llmk_forget_primitive(const void* values) { llmk::forget_primitive(values); }
 
-// The exchange between agents (agent/group/exchange.py, agent/kernels/collectives.py).
+// Entries for sums and gathers between agents (agent/group/exchange.py, agent/kernels/collectives.py).
 
 LLMK_ENTRY int llmk_exchange_open(const llmk::ExchangeArgs* args) { return llmk::open_exchange(*args); }
 

@@ -1,4 +1,4 @@
-"""Calls the kernels of the exchange: flag lines, and sums and gathers over the agents of a stage."""
+"""Sums and gathers arrays over the agents of a pipeline stage, through shared memory with flag lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llm_serving.errors import GroupDownError
 _DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 """The numbers of llmk::DType in common/types.h."""
 _GROUP_DOWN = 3
-# Structs of exchange/collectives.h, member for member.
+# ctypes classes with the members of the C structs of the same names in exchange/collectives.h.
 _ExchangeArgs = structure(
     "ExchangeArgs", "pointer: base; int64: down lines buffers piece_bytes timeout_ms; int32: size index"
 )
@@ -36,7 +36,9 @@ class ExchangeTimes:
 def open_exchange(
     base: int, *, down: int, lines: int, buffers: int, piece_bytes: int, timeout_s: float, size: int, index: int
 ) -> None:
-    """Makes this process agent ``index`` of the ``size`` agents of its stage. exchange/collectives.h has the offsets.
+    """Joins the exchange of a stage in the shared memory at ``base``, as agent ``index`` of ``size`` agents.
+
+    ``down``, ``lines`` and ``buffers`` are offsets in bytes, as exchange/collectives.h describes them.
 
     Raises KernelError if the arguments are not valid.
     """
@@ -46,7 +48,7 @@ def open_exchange(
 
 
 def publish(line: int, value: int) -> None:
-    """Sets the counter of the flag line at an address, and wakes the agents that wait for it."""
+    """Sets the counter of the flag line at address ``line``, and wakes the agents that wait for it."""
     load_library().llmk_line_publish(line, value & 0xFFFFFFFF)
 
 
@@ -76,8 +78,11 @@ def all_gather(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
 
 
 def gather_rows_to_first(own: npt.NDArray[Any], out: npt.NDArray[Any] | None, stride: int, whole: int) -> None:
-    """Columns of 4-byte elements [rows, own] of every agent, ``stride`` of each and ``whole`` in all, into ``out``
-    [rows, whole] of the first, which has put its own there already."""
+    """Collects the matrices ``own`` [rows, own width] of all agents, of 4-byte elements, in the first agent.
+
+    Agent ``i`` fills the columns from ``i * stride`` of ``out`` [rows, whole]. The first agent's own columns must be
+    there already. In other agents ``out`` is None.
+    """
     own_width = own.shape[1]
     args = _GatherRowsArgs(
         own.ctypes.data, None if out is None else out.ctypes.data, len(own), own_width, stride, whole, whole
@@ -86,7 +91,7 @@ def gather_rows_to_first(own: npt.NDArray[Any], out: npt.NDArray[Any] | None, st
 
 
 def exchange_times() -> ExchangeTimes:
-    """Returns the times since this process started."""
+    """Returns the time that sums and gathers have taken since this process started."""
     times = _Times()
     load_library().llmk_exchange_times(ctypes.byref(times))
     return ExchangeTimes(times.total_ns, times.waiting_ns, times.pieces)

@@ -25,7 +25,7 @@ using CustomOp = int (*)(const Tensors& t);
 // (plugin/launches.h).
 int launch(CustomOp custom_op, int outputs, const Tensors& tensors);
 
-// The positions of the arguments of an output layer.
+// The index of each argument of an output layer: LmHead and ShardedLmHead have them at different places.
 struct LmHeadArguments {
   int hidden, residual, gamma, epsilon, weight, last_tokens, logits, best_ids, counts, done;
 };
@@ -39,7 +39,7 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
 // that finds the number knows that logits and ids belong to this step.
 void mark_done(const Tensors& t, const LmHeadArguments& at);
 
-// The matrices of a norm: out = norm(x + residual) * gamma.
+// The inputs of an RMSNorm: out = norm(x + residual) * gamma, for rows of `width` elements of `dtype`.
 struct NormInput {
   const char* x;
   const char* residual;  // null: the norm of x alone, without a sum
@@ -50,7 +50,7 @@ struct NormInput {
   DType dtype;
 };
 
-// Computes the norm of row `from` and writes it to `out`.
+// Computes the norm of row `from` of the inputs and writes it to `out`. Also stores x + residual in `sum`.
 void norm_row(const NormInput& in, int64_t from, void* out);
 
 // Checks of arguments. Each returns 0, or an error code after one line on standard error.

@@ -29,7 +29,8 @@ enum Argument {
   kWindow, kQueryGamma, kKeyGamma, kEpsilon
 };
 
-// The output comes last. How many inputs precede it depends on the optional ones.
+// Returns the index of the output, which is the last tensor. The number of inputs before it depends on the optional
+// ones.
 int out_of(const Tensors& t) { return t.count - 1; }
 bool has_window(const Tensors& t) { return t.count > kWindow + 1; }
 bool has_norms(const Tensors& t) { return t.count > kEpsilon + 1; }
@@ -172,7 +173,8 @@ LLMK_CUSTOM_OP(RotaryAttention, 1, rotary_attention(t))
 
 extern "C" {
 
-// From qkv [Tm, (H + 2 K) D], a cache of K heads and rows of cos of D elements follows the output [Tm, H D].
+// Returns the shape of the output: that of qkv without the columns of keys and values. The number of kv heads comes
+// from the cache, the size of a head from the rows of cos.
 LLMK_ENTRY std::vector<int64_t> RotaryAttentionInferShape(int* ndims, int64_t** shapes, AotExtra*) {
   std::vector<int64_t> out(shapes[llmk::kQkv], shapes[llmk::kQkv] + ndims[llmk::kQkv]);
   out.back() -= 2 * shapes[llmk::kKeyCache][1] * shapes[llmk::kCos][1];

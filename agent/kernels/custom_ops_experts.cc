@@ -22,7 +22,8 @@ enum Argument {
   kHidden, kResidual, kGamma, kEpsilon, kRouter, kGateUp, kDown, kChoice, kCounts, kOut, kSum, kArguments
 };
 
-constexpr int64_t kPieceRows = 256;  // rows per call; a row occurs once for every expert that it chose
+// Number of rows computed together. It limits the memory, because a row is copied for every expert that it chose.
+constexpr int64_t kPieceRows = 256;
 
 struct ExpertJob {
   const Tensors& t;
@@ -35,7 +36,7 @@ struct ExpertJob {
   }
 };
 
-// The memory of a piece of rows.
+// Buffers for the rows that run_piece() computes together.
 struct PieceMemory {
   char* normed;    // [rows, width] of dtype
   float* floats;   // the same as float32
@@ -145,7 +146,7 @@ void widen_rows(const char* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = to_float(values[i]);
 }
 
-// Computes norm(hidden + residual) of `rows` rows from `first`, and stores the sum.
+// Computes norm(hidden + residual) of rows [first, first + rows) into `memory`, and stores the sums hidden + residual.
 void norm_piece(const ExpertJob& job, int64_t first, int64_t rows, const PieceMemory& memory) {
   const Tensors& t = job.t;
   const NormInput in{t.as<char>(kHidden), t.as<char>(kResidual), t.as<char>(kSum), t.data[kGamma],
@@ -178,7 +179,7 @@ int run_experts(const ExpertJob& job, const PieceMemory& memory) {
   return 0;
 }
 
-// out = the sum of weight * output over the row's experts in the order of their rank, rounded once.
+// Writes to `out` the sum of weight * output over the row's experts, added in the order of their rank and rounded once.
 template <class T>
 void sum_row(const ExpertJob& job, const PieceMemory& memory, int64_t row, T* out) {
   const float* weights = memory.weights + row * job.chosen;

@@ -16,21 +16,21 @@
 #include "common/tensors.h"
 #include "common/thread_pool.h"
 #include "custom_ops.h"
-#include "exchange/sum.h"
 #include "ops/gather.h"
 
 namespace llmk {
 namespace {
 
-constexpr int64_t kMlpRows = 256;     // rows of a piece: its activations stay in the cache between two linear layers
+constexpr int64_t kMlpRows = 256;     // rows that pass both layers of an MLP together, so they stay in the cache
 constexpr int64_t kThreadRows = 128;  // from this many rows per thread on, each thread computes rows of its own
 
 int64_t row_bytes(DType dtype, int64_t width) { return size_of(dtype) * width; }
 
 // Calls function(first row, number of rows) until all rows are computed. Returns 0, or the error of a call.
 //
-// With few rows all threads work together on at most `most` rows together. With many rows each thread computes pieces
-// of its own: it then finds in its own cache what it computed before, at the price that every thread reads all weights.
+// With few rows, all threads together compute at most `most` rows in each call. With many rows, each thread calls the
+// function for other rows. A thread then finds its earlier results in its own cache, but every thread reads all
+// weights.
 template <class Function>
 int for_row_pieces(int64_t rows, int64_t most, const Function& function) {
   const int64_t threads = num_threads();
@@ -105,18 +105,19 @@ NormedRows norm_rows(const NormInput& in, const void* weight, int64_t rows, cons
 
 constexpr int32_t kMostParts = 64;
 
-// out = the sum of `parts` arrays of `count` elements each.
+// Writes to `out` the sum of `parts` arrays of `count` elements each, with all threads.
 void sum_products(const float* const* products, int32_t parts, DType out_dtype, void* out, int64_t count) {
   constexpr int64_t kSpan = 16384;
   parallel_for(ceil_div(count, kSpan), [&](int64_t i) {
     const void* from[kMostParts];
     for (int32_t part = 0; part < parts; ++part) from[part] = products[part] + i * kSpan;
     char* to = static_cast<char*>(out) + row_bytes(out_dtype, i * kSpan);
-    sum_parts(DType::kFloat32, from, parts, out_dtype, to, smaller(kSpan, count - i * kSpan));
+    kernels().sum_parts(DType::kFloat32, from, parts, out_dtype, to, smaller(kSpan, count - i * kSpan));
   });
 }
 
-// Multiplies by each part of a weight and adds the products, some rows at a time. The output has no gaps between rows.
+// Multiplies by a weight in parts (ops/linear.h): computes the product with each part and adds the products, kMlpRows
+// rows at a time. The rows of the output must be adjacent.
 int run_parts(const Tensors& t, const LinearArgs& whole) {
   const PackedWeightHeader& header = header_of(whole.weight);
   if (header.parts > kMostParts) return refuse_text(t.op, "a weight in %d parts; at most %d", header.parts, kMostParts);
@@ -158,8 +159,8 @@ int run_linear(const Tensors& t, LinearArgs args, const NormedRows& in, int weig
   return error;
 }
 
-// Checks an output that may have the type of the activations, or float32. A sum over agents takes float32 and rounds
-// once.
+// Checks an output of type `dtype` or float32. Agents that add their outputs use float32, so that only the sum is
+// rounded.
 int check_sums(const Tensors& t, int i, int64_t rows, int64_t width, DType dtype) {
   return check_matrix(t, i, rows, width, t.dtype(i) == DType::kFloat32 ? DType::kFloat32 : dtype);
 }
@@ -200,7 +201,8 @@ int embed_tokens(const Tensors& t) {
 }  // namespace
 
 int norm_linear(const Tensors& t, bool has_residual) {
-  // hidden, (residual,) gamma, epsilon, weight, counts -> out (, sum)
+  // The arguments are hidden, residual (with has_residual only), gamma, epsilon, weight and counts, then the outputs
+  // out and sum (with has_residual only).
   const int hidden = 0, residual = 1, gamma = has_residual ? 2 : 1;
   const int epsilon = gamma + 1, weight = gamma + 2, counts = gamma + 3, out = gamma + 4, sum = gamma + 5;
   if (t.count != (has_residual ? sum : out) + 1) return refuse_text(t.op, "got %d arguments", t.count);
@@ -314,7 +316,7 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
   NormInput in{t.as<char>(at.hidden), t.as<char>(at.residual), nullptr, t.data[at.gamma], *t.as<float>(at.epsilon),
                width, dtype};
   in.sum = static_cast<char*>(thread_scratch(kScratchInner, tokens * row_bytes(dtype, width)));
-  for (int64_t begin = 0, end; begin < seqs; begin = end) {  // consecutive sequences that sample, together
+  for (int64_t begin = 0, end; begin < seqs; begin = end) {  // one product for consecutive sequences that sample
     end = begin + 1;
     if (last[begin] < 0) continue;
     while (end < seqs && last[end] >= 0) ++end;

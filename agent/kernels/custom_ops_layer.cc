@@ -1,8 +1,8 @@
 // The custom operators that run all decoder layers: for each layer (Add)NormLinear, RotaryAttention, PackedLinear and
 // GatedMlp. The data between them is in scratch memory.
 //
-// MindSpore takes 30 to 50 us for an operator of its graph: its data is not in the caches any more after the weights
-// passed through them, and it wakes a thread. The kernels' threads fall asleep meanwhile. One operator for all layers
+// MindSpore takes 30 to 50 us for each operator of its graph. It wakes a thread, and its own data has left the caches,
+// because the weights have passed through them. The kernels' threads fall asleep meanwhile. One operator for all layers
 // pays that once per step.
 #include <initializer_list>
 
@@ -20,13 +20,15 @@ enum Argument {
   kLayers
 };
 
-// The arguments of each layer, from kLayers on. Gammas of query and key heads follow if `form` says that there are any.
+// The arguments of one layer. The first layer has them from kLayers on. The two gammas at the end exist only if
+// form[kHeadNorms] is set.
 enum LayerArgument {
   kInputGamma, kPostGamma, kQkv, kOutput, kGateUp, kDown, kKeyCache, kValueCache, kPlainLayer,
   kQueryGamma = kPlainLayer, kKeyGamma, kNormedLayer
 };
 
-// The argument `form`: number of layers, window of attention (0: none), and whether query and key heads have a norm.
+// The elements of the argument `form`: number of layers, window of attention (0: none), and whether query and key heads
+// have a norm.
 enum FormField { kNumLayers, kWindow, kHeadNorms, kFormFields };
 
 // A matrix that one operator writes and a later one reads.
@@ -38,7 +40,8 @@ struct Between {
   int64_t bytes() const { return shape[0] * shape[1] * size_of(parse_dtype(dtype)); }
 };
 
-// The arguments of an inner operator: tensors of the whole operator, and matrices between.
+// Collects the arguments of an inner operator such as PackedLinear: arguments of the outer operator, and matrices of
+// type Between.
 class Call {
  public:
   Call(const char* op, const Tensors& layer) : op_(op), layer_(layer) {}
@@ -90,7 +93,7 @@ class Layer {
   }
 
  private:
-  // Gives the matrices between the operators their memory.
+  // Assigns scratch memory to the matrices that the inner operators pass on.
   int place() {
     const PackedWeightHeader* qkv_weight = packed_weight(t_, arguments_ + kQkv);
     const PackedWeightHeader* output_weight = packed_weight(t_, arguments_ + kOutput);
@@ -154,7 +157,7 @@ class Layer {
     return error == 0 && sharded_ ? sum(t_.data[out_]) : error;
   }
 
-  // Adds the parts of all agents.
+  // Adds own_ over all agents of the stage and writes the sum to `to`, in the type of the activations.
   int sum(void* to) {
     return all_reduce(t_.op, DType::kFloat32, own_.data, t_.dtype(kHidden), to, rows_ * width_);
   }
@@ -165,7 +168,7 @@ class Layer {
   const bool is_stream_, sharded_;
   const int64_t rows_, width_;
   Between qkv_{}, attended_{}, hidden_{}, residual_{}, window_{};
-  Between own_{};  // this agent's part of a sum, in float32: only the sum is rounded
+  Between own_{};  // this agent's part of a sum over agents, in float32 because only the sum is rounded
 };
 
 // Runs all layers. If `first`, the input is the residual stream itself, and the argument `residual` is not read. If

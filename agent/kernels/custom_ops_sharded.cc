@@ -8,10 +8,10 @@
 
 #include "common/check.h"
 #include "common/floating_point.h"
+#include "common/kernel_table.h"
 #include "common/thread_pool.h"
 #include "custom_ops.h"
 #include "exchange/collectives.h"
-#include "exchange/sum.h"
 #include "ops/gather.h"
 
 namespace llmk {
@@ -19,7 +19,7 @@ namespace {
 
 int64_t bytes_of(DType dtype, int64_t rows, int64_t width) { return size_of(dtype) * rows * width; }
 
-// x [T, width], counts -> the sum of x over the agents.
+// AllReduceRows: x [tokens, width], counts -> the sum of x over the agents.
 int all_reduce_rows(const Tensors& t) {
   enum { kX, kCounts, kOut };
   if (t.count != 3) return refuse_text(t.op, "got %d arguments; it takes 2 and gives 1", t.count);
@@ -31,8 +31,9 @@ int all_reduce_rows(const Tensors& t) {
   return error != 0 ? error : all_reduce(t.op, t.dtype(kX), t.data[kX], t.dtype(kOut), t.data[kOut], rows * width);
 }
 
-// ids [T], table [own vocabulary, width], vocabulary [2] = {first id of the table, size of the whole}, counts -> the
-// rows of the ids. An agent takes zeros for ids outside its table, and the rows are added over the agents.
+// ShardedEmbedTokens: ids [tokens], table [own vocabulary, width], vocabulary [2] = {first id of the table, size of the
+// whole vocabulary}, counts -> the rows of the ids [tokens, width]. An agent takes zeros for ids outside its table, and
+// the rows are added over the agents.
 int sharded_embed_tokens(const Tensors& t) {
   enum { kIds, kTable, kVocabulary, kCounts, kOut };
   if (t.count != 5) return refuse_text(t.op, "got %d arguments; it takes 4 and gives 1", t.count);
@@ -68,8 +69,8 @@ struct Best {
 };
 static_assert(sizeof(Best) == 8, "two elements of gather_rows_to_first");
 
-// Writes to best[i] the token of the largest logit over all agents, of equal ones the smallest token. Rows that do not
-// sample (last < 0) are skipped.
+// Writes to best[i] the token of the largest logit over all agents, on a tie the smallest token. Only the first agent
+// gets results. Rows that do not sample (last < 0) are skipped.
 int best_of_all(const char* op, int64_t seqs, const int32_t* last, const Best* own, int32_t* best) {
   const int size = exchange_size();
   Best* all = static_cast<Best*>(thread_scratch(kScratchRows, seqs * size * static_cast<int64_t>(sizeof(Best))));
@@ -135,8 +136,8 @@ int sharded_lm_head(const Tensors& t) {
   return error;
 }
 
-// hidden, residual, stream [T, width], counts -> the number of the step, counts[3], as int32 [1]. Writes hidden +
-// residual to stream, the input of the next stage.
+// HandOver: hidden, residual, stream [tokens, width], counts -> the number of the step, counts[3], as int32 [1]. Writes
+// hidden + residual to `stream`, the input of the next stage.
 int hand_over(const Tensors& t) {
   enum { kHidden, kResidual, kStream, kCounts, kOut };
   if (t.count != 5) return refuse_text(t.op, "got %d arguments; it takes 4 and gives 1", t.count);
@@ -149,7 +150,7 @@ int hand_over(const Tensors& t) {
   }
   if (error != 0) return error;
   const void* parts[] = {t.data[kHidden], t.data[kResidual]};
-  sum_parts(t.dtype(kHidden), parts, 2, t.dtype(kHidden), t.data[kStream], rows * width);
+  kernels().sum_parts(t.dtype(kHidden), parts, 2, t.dtype(kHidden), t.data[kStream], rows * width);
   t.as<int32_t>(kOut)[0] = t.as<int32_t>(kCounts)[3];
   return 0;
 }

@@ -23,7 +23,7 @@ _ANOTHER_AGENT = "another agent cannot replay its launches"
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The numbers on which the lengths of a graph's arguments depend."""
+    """The numbers of tokens and of sequences of a step. The lengths of a graph's arguments depend on them."""
 
     tokens: int
     seqs: int
@@ -63,7 +63,7 @@ class RecordedLaunches:
             self._shape, self._sizes = (-1, *self._shape[1:]), sizes
 
     def spoil(self) -> None:
-        """Fills the memory between a replay's operators with bytes that make every float not a number."""
+        """Fills the memory that a replay's operators write with bytes that make every float a NaN."""
         load_library().llmk_spoil_memory(self._handle)
 
     def generalise(self, sizes: StepSizes, other: RecordedLaunches, others: StepSizes, largest: StepSizes) -> str:
@@ -80,8 +80,8 @@ class RecordedLaunches:
     def agrees(self, result: Array) -> bool:
         """Replays the launches and returns whether the result has the same bits as ``result``.
 
-        If it has not, other memory that the replay wrote (such as keys and values) may be wrong, and the graph must run
-        again. Even after a refusal, the replay takes part in the sums with other agents.
+        If the bits differ, other memory that the replay wrote (such as keys and values) may be wrong. Then the graph
+        must run again. Even after a refusal, the replay takes part in the sums with other agents.
         """
         replayed = self.run(keeps_pace=True).tobytes()
         return take_failure() is None and replayed == result.tobytes()
@@ -170,7 +170,7 @@ def record_any_size(
 
 
 def _recorded(run: Callable[[], tuple[Array, int]], memory: list[Memory]) -> tuple[Array, RecordedLaunches | None, str]:
-    """Runs and records. Returns the result, the launches or None, and why there are no launches."""
+    """Runs a graph and records its launches. Returns its result, the launches or None, and why there are none."""
     library = load_library()
     library.llmk_begin_recording()
     problem = ctypes.c_char_p()

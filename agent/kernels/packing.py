@@ -21,7 +21,7 @@ _PackSource = structure(
     "PackSource",
     "int32: format source_dtype; int64: columns depth group; bool: gated asymmetric; pointer: values scales zeros bias",
 )
-"""llmk::PackSource of ops/linear.h, member for member."""
+"""A ctypes class with the members of llmk::PackSource in ops/linear.h."""
 
 
 def packed_weight_bytes(fmt: str, columns: int, depth: int, group: int = 0, *, biased: bool = False) -> int:

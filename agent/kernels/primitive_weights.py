@@ -61,7 +61,7 @@ _PrimitiveWeight = structure(
     "PrimitiveWeight",
     "pointer: values scales offsets; int32: type scale_type transposed float_products; int64: columns depth group",
 )
-"""llmk::PrimitiveWeight of ops/primitive_weight.h, member for member."""
+"""A ctypes class with the members of llmk::PrimitiveWeight in ops/primitive_weight.h."""
 
 
 class KeptWeights:
@@ -78,7 +78,7 @@ class KeptWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the packed copies."""
+        """Bytes of all packed copies."""
         return sum(blob.nbytes for _, blob in self._kept.values())
 
     def keep(self, weight: PrimitiveWeight, *, release: bool) -> None:
@@ -114,7 +114,7 @@ class KeptWeights:
         self._kept.clear()  # last: the arrays' memory must be writeable when it is freed
 
     def _release(self, values: Array) -> None:
-        """Gives whole pages back to the system. Pages that also contain other arrays stay."""
+        """Gives whole pages of an array's memory back to the system. Pages that also contain other arrays stay."""
         start = -(-values.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
         size = (values.ctypes.data + values.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
         if size > 0:

@@ -35,7 +35,7 @@ _OPTIONAL = ("do_sample", "rows")
 
 @dataclass(frozen=True, slots=True)
 class SampleOutputs:
-    """The arrays for the results, such as the fields of a step slot."""
+    """The arrays that the sampler writes, such as fields of a step slot."""
 
     sampled_ids: Int32Array
     sampled_logit: Float32Array
@@ -72,7 +72,7 @@ _SampleArgs = structure(
     f"pointer: history history_lens history_prompt_lens {' '.join(_OUTPUTS)} table_rows last_tokens;"
     "int64: last_tokens_size",
 )
-"""llmk::SampleArgs of ops/sampler.h, member for member."""
+"""A ctypes class with the members of llmk::SampleArgs in ops/sampler.h."""
 
 
 def _address(name: str, array: npt.NDArray[Any] | None, wanted: Any, length: int) -> int | None:
@@ -88,10 +88,7 @@ def _address(name: str, array: npt.NDArray[Any] | None, wanted: Any, length: int
 
 
 class SampleCall:
-    """A call of the sampler, prepared for arrays that stay in place, such as those of a step slot.
-
-    The arrays are checked once.
-    """
+    """Runs the sampler on arrays that stay in place, such as those of a step slot, and checks them only once."""
 
     def __init__(self, inputs: SampleInputs, outputs: SampleOutputs, max_rows: int) -> None:
         """Raises ValueError if an array has a wrong type, size or layout."""

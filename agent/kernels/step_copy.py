@@ -71,11 +71,11 @@ _Args = structure(
     f"pointer: {' '.join(field.name for field in fields(StepArrays))} row_last_tokens;"
     f"pointer: {' '.join(f'own_{name}' for name in _COPIED)} last_tokens sampled_tokens counts",
 )
-"""llmk::StepCopyArgs of ops/step_copy.h, member for member."""
+"""A ctypes class with the members of llmk::StepCopyArgs in ops/step_copy.h."""
 
 
 class StepCopy:
-    """A call of the copy, prepared once for arrays that stay in place, such as those of a step slot."""
+    """Copies and checks steps whose arrays stay in place, such as those of a step slot."""
 
     def __init__(
         self, arrays: StepArrays, buffers: StepBuffers, bounds: StepBounds, row_last_tokens: Int32Array | None = None

@@ -60,7 +60,7 @@ def _in_rows(cache: Array, keys: bool) -> Array:
 
 @dataclass
 class AttentionStep:
-    """The arguments of one call except the caches and the counts. Arrays may be longer than the step."""
+    """The arguments of a call of RotaryAttention, except the caches and counts. Arrays may be longer than the step."""
 
     qkv: Array
     """[Tm, (heads + 2 * kv_heads) * head_dim]"""

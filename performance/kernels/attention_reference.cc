@@ -4,8 +4,7 @@
 
 #include "reference.h"
 
-namespace llmk {
-namespace reference {
+namespace llmk::reference {
 namespace {
 
 using Head = std::vector<double>;
@@ -14,13 +13,13 @@ using Head = std::vector<double>;
 Head load_head(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
   Head x(static_cast<size_t>(args.dim));
   const int64_t first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
-  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] = load_any(args.dtype, args.qkv, first + d);
+  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] = load_element(args.dtype, args.qkv, first + d);
   const void* gamma = head < args.heads ? args.query_gamma : args.key_gamma;
   if (gamma == nullptr || head >= args.heads + args.kv_heads) return x;
   double squares = 0;
   for (const double value : x) squares += value * value;
   const double scale = 1 / std::sqrt(squares / static_cast<double>(args.dim) + args.epsilon);
-  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] *= scale * load_any(args.dtype, gamma, d);
+  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] *= scale * load_element(args.dtype, gamma, d);
   return x;
 }
 
@@ -84,7 +83,7 @@ Head read_cache(const RotaryAttentionArgs& args, const Held& at) {
     const int64_t i = at.element(args, d);
     x[static_cast<size_t>(d)] = args.int8_cache
                                     ? scale * double{static_cast<float>(static_cast<int8_t>(base[i] ^ at.bias(args)))}
-                                    : load_any(args.dtype, base, i);
+                                    : load_element(args.dtype, base, i);
   }
   return x;
 }
@@ -95,7 +94,7 @@ Head held_at(const RotaryAttentionArgs& args, int64_t seq, int64_t position, int
     const int64_t first = ready_place(args, seq, position) / size_of(args.dtype) + kv_head * args.dim;
     Head x(static_cast<size_t>(args.dim));
     const void* cache = is_key ? args.key_cache : args.value_cache;
-    for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] = load_any(args.dtype, cache, first + d);
+    for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] = load_element(args.dtype, cache, first + d);
     return x;
   }
   const int64_t block = args.block_tables[seq * args.table_width + position / args.block_size];
@@ -106,7 +105,7 @@ Head query_of(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
   if (!args.ready) return rotate(args, token, load_head(args, token, head));
   Head x(static_cast<size_t>(args.dim));
   const int64_t first = (token * args.heads + head) * args.dim;
-  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] = load_any(args.dtype, args.qkv, first + d);
+  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] = load_element(args.dtype, args.qkv, first + d);
   return x;
 }
 
@@ -156,5 +155,4 @@ void rotary_attention(const RotaryAttentionArgs& args) {
   }
 }
 
-}  // namespace reference
-}  // namespace llmk
+}  // namespace llmk::reference

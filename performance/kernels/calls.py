@@ -40,7 +40,7 @@ def load(stored: Array, dtype: str) -> npt.NDArray[np.float64]:
     return stored.astype(np.float64)
 
 
-# Structs of the headers in agent/kernels/ops, member for member.
+# ctypes classes with the members of the C structs of the same names in agent/kernels/ops.
 RmsNormArgs = structure(
     "RmsNormArgs",
     "pointer: x residual gamma y rstd sum; int64: rows width; float: epsilon; int32: dtype gamma_dtype",

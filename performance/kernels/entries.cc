@@ -8,7 +8,6 @@
 #include "../../agent/kernels/common/floating_point.h"
 #include "../../agent/kernels/custom_ops.h"
 #include "../../agent/kernels/exchange/lines.h"
-#include "../../agent/kernels/exchange/sum.h"
 #include "../../agent/kernels/ops/experts.h"
 #include "../../agent/kernels/ops/sampler.h"
 #include "reference.h"
@@ -112,7 +111,7 @@ LLMK_ENTRY void llmk_test_sum_parts(int dtype, const void* const* parts, int num
                                     int64_t count) {
   const llmk::StandardFloatingPoint scope;
   const auto in = static_cast<llmk::DType>(dtype), to = static_cast<llmk::DType>(out_dtype);
-  llmk::sum_parts(in, parts, num_parts, to, out, count);
+  llmk::kernels().sum_parts(in, parts, num_parts, to, out, count);
 }
 
 // Measures the nanoseconds of each of `times` sums of `count` elements. `all_reduce` is the product library's entry

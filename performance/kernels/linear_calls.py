@@ -23,7 +23,7 @@ LinearArgs = structure(
     "pointer: weight x quantized; int32: dtype; int64: rows x_stride out_stride; pointer: out; int32: epilogue;"
     "pointer: best_ids best_values",
 )
-"""llmk::LinearArgs of ops/linear.h, member for member."""
+"""A ctypes class with the members of llmk::LinearArgs in ops/linear.h."""
 
 
 def packed(fmt: str, values: Array, *, group: int = 0, gated: bool = False, **options: Any) -> Blob:

@@ -5,8 +5,7 @@
 #include "../../agent/kernels/ops/quantize_row.h"
 #include "reference.h"
 
-namespace llmk {
-namespace reference {
+namespace llmk::reference {
 namespace {
 
 // Reads single values, scales and biases of a packed weight.
@@ -81,7 +80,7 @@ float product_element(const LinearArgs& args, const LinearWeights& w, const Quan
     double sum = 0;
     for (int64_t k = g * span; k < smaller(depth, (g + 1) * span); ++k) {
       const double x =
-          integers ? rows.values[row * rows.stride + k] : load_any(args.dtype, args.x, row * args.x_stride + k);
+          integers ? rows.values[row * rows.stride + k] : load_element(args.dtype, args.x, row * args.x_stride + k);
       sum += x * w.value(column, k);
     }
     if (!is_integer(w.header.format)) return static_cast<float>(sum);
@@ -113,14 +112,15 @@ void quantize_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t
   int8_t* values = rows.values + row * rows.stride;
   float largest = 0, poison = 0;
   for (int64_t k = 0; k < depth; ++k) {
-    largest = std::fmax(largest, std::fabs(load_any(dtype, x, k)));
-    poison += load_any(dtype, x, k) * 0.0f;
+    largest = std::fmax(largest, std::fabs(load_element(dtype, x, k)));
+    poison += load_element(dtype, x, k) * 0.0f;
   }
   const float inverse = std::isnan(poison) ? 0.0f : quantize_inverse(largest);
   rows.scales[row] = std::isnan(poison) ? poison : largest / 127.0f;
   for (int64_t g = 0; g < rows.groups; ++g) rows.sums[row * rows.groups + g] = 0;
   for (int64_t k = 0; k < rows.stride; ++k) {
-    values[k] = k < depth && inverse != 0 ? static_cast<int8_t>(std::nearbyintf(load_any(dtype, x, k) * inverse)) : 0;
+    const float value = k < depth && inverse != 0 ? std::nearbyintf(load_element(dtype, x, k) * inverse) : 0.0f;
+    values[k] = static_cast<int8_t>(value);
     if (k < depth) rows.sums[row * rows.groups + k / group] += values[k];
   }
 }
@@ -144,5 +144,4 @@ void linear(const LinearArgs& args, const QuantizedRows& rows) {
   }
 }
 
-}  // namespace reference
-}  // namespace llmk
+}  // namespace llmk::reference

@@ -3,15 +3,9 @@
 #pragma once
 #include "../../agent/kernels/common/kernel_table.h"
 
-namespace llmk {
-namespace reference {
+namespace llmk::reference {
 
-// Loads element `index` of an array of `dtype` exactly, or stores it, rounded once.
-static inline float load_any(DType dtype, const void* x, int64_t index) {
-  if (dtype == DType::kFloat32) return static_cast<const float*>(x)[index];
-  if (dtype == DType::kFloat16) return to_float(static_cast<const half_t*>(x)[index]);
-  return to_float(static_cast<const bfloat_t*>(x)[index]);
-}
+// Stores element `index` of an array of `dtype`, rounded once.
 static inline void store_any(DType dtype, double value, void* out, int64_t index) {
   const float rounded = static_cast<float>(value);
   if (dtype == DType::kFloat32) static_cast<float*>(out)[index] = rounded;
@@ -28,5 +22,4 @@ void quantize_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t
 // which only these two formats read.
 void linear(const LinearArgs& args, const QuantizedRows& rows);
 
-}  // namespace reference
-}  // namespace llmk
+}  // namespace llmk::reference

@@ -51,15 +51,16 @@ double difference(WeightFormat format, const Case& shape, Epilogue epilogue) {
   }
   const int64_t width = epilogue == Epilogue::kSwiglu ? shape.columns / 2 : shape.columns;
   std::vector<float> out(static_cast<size_t>(shape.rows * width)), expected(out.size());
-  LinearArgs args{blob, x.data(), nullptr, dtype, shape.rows, shape.depth, width, out.data(), epilogue, nullptr, nullptr};
+  LinearArgs args{blob,  x.data(),   nullptr,  dtype,   shape.rows, shape.depth,
+                  width, out.data(), epilogue, nullptr, nullptr};
   kernels().linear(args);
   args.out = expected.data();
   reference::linear(args, rows);
   const DType out_dtype = epilogue == Epilogue::kStoreFloat ? DType::kFloat32 : dtype;
   double most = 0, largest = 1e-30;
   for (int64_t i = 0; i < shape.rows * width; ++i) {
-    const double right = reference::load_any(out_dtype, expected.data(), i);
-    most = std::fmax(most, std::fabs(reference::load_any(out_dtype, out.data(), i) - right));
+    const double right = load_element(out_dtype, expected.data(), i);
+    most = std::fmax(most, std::fabs(load_element(out_dtype, out.data(), i) - right));
     largest = std::fmax(largest, std::fabs(right));
   }
   return most / largest;

@@ -18,7 +18,7 @@ from support.kernel_threads import threads_as_before
 WIDTH, INNER, EPSILON = 48, 40, 1e-6
 TOLERANCE = {"float32": 3e-6, "float16": 4e-3, "bfloat16": 3e-2}
 RoutingArgs = structure("RoutingArgs", "pointer: logits ids weights; int64: rows experts chosen; bool: normalised")
-"""llmk::RoutingArgs of ops/experts.h, member for member."""
+"""A ctypes class with the members of llmk::RoutingArgs in ops/experts.h."""
 
 
 def route(logits: Array, chosen: int, *, normalised: bool) -> tuple[Array, Array]:

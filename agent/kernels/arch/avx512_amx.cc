@@ -5,6 +5,4 @@
 #define LLMK_VNNI
 #define LLMK_BF16_DOT
 #define LLMK_AMX
-#define LLMK_TABLE kAvx512AmxTable
-#define LLMK_ISA_NAME "avx512_amx"
 #include "table.h"

@@ -4,6 +4,4 @@
 #define LLMK_VEC_AVX512
 #define LLMK_VNNI
 #define LLMK_BF16_DOT
-#define LLMK_TABLE kAvx512Bf16Table
-#define LLMK_ISA_NAME "avx512_bf16"
 #include "table.h"

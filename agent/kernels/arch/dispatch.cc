@@ -1,4 +1,5 @@
-// Chooses the table of kernels once. setup.py defines LLMK_HAVE_<ISA> for each instruction set that was compiled.
+// Chooses the table of kernels once. setup.py defines LLMK_INSTRUCTION_SETS(X), which lists X(isa) for each instruction
+// set that was compiled, the fastest first. It also defines LLMK_HAVE_<ISA> for each of them.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,39 +16,18 @@
 
 namespace llmk {
 
-extern const KernelTable kNeonDotTable, kNeonI8mmTable;
-extern const KernelTable kPortableTable, kAvx2Table, kAvx512Table, kAvx512VnniTable, kAvx512Bf16Table, kAvx512AmxTable;
+#define LLMK_DECLARE_TABLE(isa) namespace isa { extern const KernelTable kTable; }
+LLMK_INSTRUCTION_SETS(LLMK_DECLARE_TABLE)
 
 namespace {
 
-// The best one comes first.
-const KernelTable* const kCompiled[] = {
-#ifdef LLMK_HAVE_AVX512_AMX
-    &kAvx512AmxTable,
-#endif
-#ifdef LLMK_HAVE_AVX512_BF16
-    &kAvx512Bf16Table,
-#endif
-#ifdef LLMK_HAVE_AVX512_VNNI
-    &kAvx512VnniTable,
-#endif
-#ifdef LLMK_HAVE_AVX512
-    &kAvx512Table,
-#endif
-#ifdef LLMK_HAVE_AVX2
-    &kAvx2Table,
-#endif
-#ifdef LLMK_HAVE_NEON_I8MM
-    &kNeonI8mmTable,
-#endif
-#ifdef LLMK_HAVE_NEON_DOT
-    &kNeonDotTable,
-#endif
-    &kPortableTable,
-};
+// The compiled tables, the fastest instruction set first.
+#define LLMK_TABLE_OF(isa) &isa::kTable,
+const KernelTable* const kCompiled[] = {LLMK_INSTRUCTION_SETS(LLMK_TABLE_OF)};
 
 #ifdef LLMK_HAVE_AVX512_AMX
-// Asks Linux for the tile registers. The permission is for the whole process and permanent (arch_prctl(2)).
+// Returns true if this process may use the tile registers of AMX, and asks Linux for the permission. The permission is
+// for the whole process and permanent (arch_prctl(2)).
 bool may_use_tiles() {
   constexpr unsigned kBFloat16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kWanted = kBFloat16 | kTile | kInt8;
   constexpr int kRequestPermission = 0x1023, kTileData = 18;

@@ -1,8 +1,7 @@
 // Ints: 16 int32 in two AVX registers, with exact products of bytes.
 #pragma once
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 struct Ints {
   __m256i low, high;
@@ -52,12 +51,12 @@ LLMK_INLINE Vec high_bfloats(Ints a) {
   return {_mm256_castsi256_ps(_mm256_and_si256(a.low, mask)), _mm256_castsi256_ps(_mm256_and_si256(a.high, mask))};
 }
 
-// Weights: bytes 0 and 2 of each lane as 16-bit numbers, and bytes 1 and 3. VPMADDWD multiplies them exactly;
-// VPMADDUBSW takes bytes but saturates.
+// Four uint8 weights of each 32-bit lane, as 16-bit numbers: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`. VPMADDWD
+// multiplies 16-bit numbers exactly; VPMADDUBSW would take bytes, but its sums saturate.
 struct Quads {
   Ints even, odd;
 };
-// Activations: the same 4 numbers in every lane.
+// Four int8 activations as 16-bit numbers, the same in every lane: numbers 0 and 2 in `even`, 1 and 3 in `odd`.
 struct BroadcastQuad {
   __m256i even, odd;
 };
@@ -85,7 +84,7 @@ LLMK_INLINE Quads low_nibbles(Ints a) {
 }
 LLMK_INLINE Quads high_nibbles(Ints a) { return low_nibbles(shift_right<4>(a)); }
 
-// a * b + c, rounded once.
+// Returns a * b + c, rounded once.
 LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 
 LLMK_INLINE Vec bits_below(uint32_t bits, Vec v) {
@@ -94,5 +93,4 @@ LLMK_INLINE Vec bits_below(uint32_t bits, Vec v) {
           _mm256_castsi256_ps(_mm256_sub_epi32(from, _mm256_castps_si256(v.high)))};
 }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

@@ -1,8 +1,7 @@
 // Ints: 16 int32 in one register, with exact products of bytes. Uses VPDPBUSD if the processor has it.
 #pragma once
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 struct Ints {
   __m512i v;
@@ -33,7 +32,7 @@ LLMK_INLINE Vec low_bfloats(Ints a) { return {_mm512_castsi512_ps(_mm512_slli_ep
 LLMK_INLINE Vec high_bfloats(Ints a) {
   return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))))};
 }
-// Puts the upper halves of a and b next to each other, as pairs of bfloat16. Exact if the floats are bfloat16 values.
+// Joins lane i of a and of b to a pair of bfloat16, a in the lower half. Exact if the floats are bfloat16 values.
 LLMK_INLINE Ints pair_bfloats(Vec a, Vec b) {
   const __m512i high = _mm512_and_si512(_mm512_castps_si512(b.v), _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)));
   return {_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a.v), 16), high)};
@@ -52,8 +51,8 @@ LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
   return {_mm512_dpbusd_epi32(total.v, w.v, x.v)};
 }
 #else
-// Bytes 0 and 2 of each lane as 16-bit numbers, and bytes 1 and 3. VPMADDWD multiplies them exactly; VPMADDUBSW takes
-// bytes but saturates.
+// Four bytes of each 32-bit lane, as 16-bit numbers: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`. VPMADDWD
+// multiplies 16-bit numbers exactly; VPMADDUBSW would take bytes, but its sums saturate.
 struct Quads {
   __m512i even, odd;
 };
@@ -78,7 +77,7 @@ LLMK_INLINE Quads high_nibbles(Ints a) {
   return quads({_mm512_and_si512(_mm512_srli_epi32(a.v, 4), _mm512_set1_epi8(15))});
 }
 
-// a * b + c, rounded once.
+// Returns a * b + c, rounded once.
 LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 
 LLMK_INLINE Vec bits_below(uint32_t bits, Vec v) {
@@ -86,5 +85,4 @@ LLMK_INLINE Vec bits_below(uint32_t bits, Vec v) {
   return {_mm512_castsi512_ps(_mm512_sub_epi32(from, _mm512_castps_si512(v.v)))};
 }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

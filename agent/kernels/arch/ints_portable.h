@@ -1,10 +1,9 @@
 // Ints: 16 int32 as a GCC vector, with exact products of bytes.
 #pragma once
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
-// A struct, because IntVec itself is the type of comparisons.
+// 16 integers. The struct makes Ints another type than IntVec, which is the result of comparing two Vec.
 struct Ints {
   IntVec v;
 };
@@ -33,7 +32,7 @@ LLMK_INLINE Ints low_bits(Ints a) {
   return {a.v & ((1 << kBits) - 1)};
 }
 LLMK_INLINE Vec to_floats(Ints a) { return __builtin_convertvector(a.v, Vec); }
-// The values must be whole numbers.
+// Converts floats that are whole numbers.
 LLMK_INLINE Ints to_ints(Vec a) { return {__builtin_convertvector(a, IntVec)}; }
 LLMK_INLINE void store_signed_bytes(int8_t* p, Ints a) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a.v[i]);
@@ -42,16 +41,15 @@ LLMK_INLINE Vec low_bfloats(Ints a) { return (Vec)(a.v << 16); }
 LLMK_INLINE Vec high_bfloats(Ints a) { return (Vec)(a.v & static_cast<int32_t>(0xFFFF0000u)); }
 
 #ifdef LLMK_NEON_DOT
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH
 #include "quads_neon.h"
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 #else
-// Weights: byte i of every lane. Activations: one number for each byte.
+// Four uint8 weights of each lane, widened to 32 bits: byte[i] has byte i of every lane.
 struct Quads {
   IntVec byte[4];
 };
+// Four int8 activations, the same for every lane.
 struct BroadcastQuad {
   int32_t value[4];
 };
@@ -68,7 +66,8 @@ LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
 LLMK_INLINE Quads low_nibbles(Ints a) { return quads({a.v & 0x0F0F0F0F}); }
 LLMK_INLINE Quads high_nibbles(Ints a) { return quads({(a.v >> 4) & 0x0F0F0F0F}); }
 
-// a * b + c, rounded once; fma() rounds twice here. A function of the C library computes each lane, so this is slow.
+// Returns a * b + c, rounded once; fma() in vec_portable.h rounds twice. Slow, because a function of the C library
+// computes each lane.
 LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) {
   Vec result;
   for (int i = 0; i < 16; ++i) result[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -77,5 +76,4 @@ LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) {
 
 LLMK_INLINE Vec bits_below(uint32_t bits, Vec v) { return (Vec)(bits - (UnsignedVec)v); }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

@@ -2,6 +2,4 @@
 #define LLMK_ARCH neon_i8mm
 #define LLMK_NEON_DOT
 #define LLMK_NEON_I8MM
-#define LLMK_TABLE kNeonI8mmTable
-#define LLMK_ISA_NAME "neon_i8mm"
 #include "table.h"

@@ -2,14 +2,14 @@
 #pragma once
 #include <arm_neon.h>
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
-// Weights: 4 uint8 in each lane. SDOT takes signed bytes, so it gets w - 128.
+// Four uint8 weights w in each lane. SDOT takes signed bytes only, so it gets w - 128.
 struct Quads {
   int32x4_t part[4];
 };
-// Activations: the same 4 int8 in every lane. SDOT also needs 128 times their sum, to correct for w - 128.
+// Four int8 activations, the same in every lane. `offset` is 128 times their sum, which corrects the product of SDOT
+// for the weights w - 128.
 struct BroadcastQuad {
   int8x16_t x;
   int32x4_t offset;
@@ -48,5 +48,4 @@ LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
   return result;
 }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

@@ -1,7 +1,8 @@
-// The table of kernels of one instruction set. Each arch/<isa>.cc ends by including this file.
+// Defines the table of function pointers to the kernels of one instruction set. Each arch/<isa>.cc ends by including
+// this file.
 //
-// setup.py compiles the same files once more with LLMK_TABLE_FILE, which names other code for every instruction set:
-// the loops of the ceilings program.
+// setup.py compiles each arch/<isa>.cc a second time with LLMK_TABLE_FILE set to loops.h of the ceilings program. Then
+// the file holds the measuring loops of that program instead of kernels.
 #pragma once
 #ifdef LLMK_TABLE_FILE
 #include LLMK_TABLE_FILE
@@ -9,23 +10,27 @@
 #include "vec.h"
 #include "../common/kernel_table.h"
 
-namespace llmk {
+#define LLMK_TEXT(name) #name
+#define LLMK_NAME_OF(arch) LLMK_TEXT(arch)
 
-extern const KernelTable LLMK_TABLE;
-const KernelTable LLMK_TABLE = {
-    LLMK_ISA_NAME,
-    LLMK_ARCH::kTileSteps,
-    LLMK_ARCH::rms_norm,
-    LLMK_ARCH::swiglu,
-    LLMK_ARCH::silu,
-    LLMK_ARCH::rotary,
-    LLMK_ARCH::matmul,
-    LLMK_ARCH::linear,
-    LLMK_ARCH::quantize_row,
-    LLMK_ARCH::paged::rotary_attention,
-    {LLMK_ARCH::logits_largest, LLMK_ARCH::logits_sum_exp, LLMK_ARCH::logits_divide, LLMK_ARCH::logits_collect,
-     LLMK_ARCH::logits_first_equal, LLMK_ARCH::logits_weights},
+namespace llmk::LLMK_ARCH {
+
+extern const KernelTable kTable;
+const KernelTable kTable = {
+    LLMK_NAME_OF(LLMK_ARCH),
+    kTileSteps,
+    rms_norm,
+    swiglu,
+    silu,
+    rotary,
+    matmul,
+    linear,
+    quantize_row,
+    sum_parts,
+    paged::rotary_attention,
+    {logits_largest, logits_sum_exp, logits_divide, logits_collect,
+     logits_first_equal, logits_weights},
 };
 
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH
 #endif

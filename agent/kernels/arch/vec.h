@@ -34,12 +34,11 @@
 #include "ints_portable.h"
 #endif
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 constexpr int kLanes = 16;
 
-// load_n and store_n for any n >= 0. A whole vector, the usual case, needs no mask.
+// Load or store the first n elements of a vector, for any n >= 0. For n >= 16, the usual case, they need no mask.
 template <class T>
 LLMK_INLINE Vec load_part(const T* p, int64_t n) {
   return n >= kLanes ? load(p) : load_n(p, n);
@@ -71,11 +70,11 @@ LLMK_INLINE Vec exponential(Vec x) {
   return zero_below(scale_by_power(p, n), x, kLowest);
 }
 
-// 1 / (1 + exp(-x)) with a relative error of 3e-7. |x| is limited to 86. The result for a NaN is undefined.
+// Returns 1 / (1 + exp(-x)) with a relative error of 3e-7. |x| is limited to 86. The result for a NaN is undefined.
 //
 // There is no division, because it is slow. exp(-x) = 2^n * 2^-r with |r| <= 1/2, by a minimax polynomial. The first
-// guess of 1 / d comes from the bits of d and is within 5.1 %. A step of third order reduces the error to 1.3e-4, a
-// step of second order to 1.7e-8. The processors' own approximate instructions are not used, because they differ.
+// guess of 1 / d comes from the bits of d and is within 5.1 %. A refinement of third order reduces the error to 1.3e-4,
+// a refinement of second order to 1.7e-8. The approximate reciprocals of processors are not used, because they differ.
 LLMK_INLINE Vec sigmoid(Vec x) {
   constexpr float kLimit = 86.0f, kLog2E = 1.44269504088896341f, kRest = 1.92596299e-8f;  // log2(e) - kLog2E
   constexpr uint32_t kGuess = 0xFEF311C3u;
@@ -100,5 +99,4 @@ LLMK_INLINE float exponential(float x) {
   return lanes[0];
 }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

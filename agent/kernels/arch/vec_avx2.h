@@ -2,8 +2,7 @@
 #pragma once
 #include <immintrin.h>
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 struct Vec {
   __m256 low, high;
@@ -110,7 +109,7 @@ LLMK_INLINE float sum(Vec v) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-// out[i] = sum(v[i]), in the tree of sum().
+// Writes out[i] = sum(v[i]), added in the order of sum().
 LLMK_INLINE void sums(const Vec (&v)[4], float* out) {
   const __m128 a = sum_to_four(v[0]), b = sum_to_four(v[1]), c = sum_to_four(v[2]), d = sum_to_four(v[3]);
   const __m128 ab = _mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a));
@@ -145,5 +144,4 @@ LLMK_INLINE int find_between(Vec v, float low, float high, int32_t* indices) {
   return found;
 }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

@@ -2,8 +2,7 @@
 #pragma once
 #include <immintrin.h>
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 struct Vec {
   __m512 v;
@@ -25,7 +24,7 @@ LLMK_INLINE __m256i narrow(__m512 v, half_t*) {
 }
 LLMK_INLINE __m256i narrow(__m512 v, bfloat_t*) {
 #ifdef LLMK_BF16_DOT
-  // VCVTNEPS2BF16 would be the same, except that it turns subnormal numbers into zeros.
+  // VCVTNEPS2BF16 rounds as the code below does, but turns subnormal numbers into zeros.
   constexpr int kDenormal = 0x20;
   if (__builtin_expect(_mm512_fpclass_ps_mask(v, kDenormal) == 0, 1)) {
     return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
@@ -91,8 +90,9 @@ LLMK_INLINE float sum(Vec v) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-// out[i] = sum(v[i]), in the tree of sum(), for 16 vectors together with two or four of them in each register.
-LLMK_INLINE __m512 sums_of_four(Vec a, Vec b, Vec c, Vec d) {  // lane group i: the last 4 lanes of vector i
+// Adds four vectors to groups of four lanes, in the order of sum(): group i holds the last four partial sums of vector
+// i.
+LLMK_INLINE __m512 sums_of_four(Vec a, Vec b, Vec c, Vec d) {
   const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a.v, b.v, 0x44), _mm512_shuffle_f32x4(a.v, b.v, 0xEE));
   const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c.v, d.v, 0x44), _mm512_shuffle_f32x4(c.v, d.v, 0xEE));
   return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
@@ -126,5 +126,4 @@ LLMK_INLINE int find_between(Vec v, float low, float high, int32_t* indices) {
   return found;
 }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

@@ -1,8 +1,7 @@
 // Vec: 16 floats as a GCC vector. The compiler uses the baseline of the architecture, such as SSE2 or NEON.
 #pragma once
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 typedef float Vec __attribute__((vector_size(64), aligned(64)));
 typedef int32_t IntVec __attribute__((vector_size(64), aligned(64)));
@@ -54,8 +53,8 @@ LLMK_INLINE Vec hide_first(Vec v, int64_t n, float other) {
   const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return select(lane < static_cast<int32_t>(n), broadcast(other), v);
 }
-// |v| must be below 2^22. Adding 1.5 * 2^23 puts the integer into the low bits of the mantissa, rounded to nearest
-// even.
+// Rounds to the nearest whole number, ties to even, if |v| < 2^22. Adding 1.5 * 2^23 moves the whole number into the
+// low bits of the mantissa and rounds away the rest.
 LLMK_INLINE Vec round_nearest(Vec v) { return (v + 12582912.0f) - 12582912.0f; }
 LLMK_INLINE Vec scale_by_power(Vec v, Vec n) {
   const IntVec shift = (IntVec)(n + 12582912.0f) << 23;
@@ -95,5 +94,4 @@ LLMK_INLINE int find_between(Vec v, float low, float high, int32_t* indices) {
   return found;
 }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

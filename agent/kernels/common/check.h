@@ -1,4 +1,4 @@
-// Refusals of bad arguments. Each function writes one line to standard error, with the operator, the argument, its
+// Functions that refuse a bad argument. Each writes one line to standard error, with the operator, the argument, its
 // value and the limit, and returns the error code for the caller.
 #pragma once
 #include <cstdint>

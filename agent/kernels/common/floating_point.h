@@ -31,8 +31,9 @@ class StandardFloatingPoint {
 };
 
 #if defined(__x86_64__)
-// The mode of products of bfloat16 tiles: subnormal inputs and results become zero. The compiler does not know the
-// mode. Code that needs it must be in a function that is not inlined.
+// While an object of this class exists, its thread treats subnormal inputs and results as zeros, as AMX does in
+// products of bfloat16. The compiler does not know of this mode. So code that needs the mode must be in a function that
+// is not inlined.
 class FlushedFloatingPoint {
  public:
   FlushedFloatingPoint() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlush); }

@@ -7,13 +7,14 @@
 #include "../ops/rotary.h"
 #include "../ops/rotary_attention.h"
 #include "../ops/silu.h"
+#include "../ops/sum_parts.h"
 #include "../ops/swiglu.h"
 
 namespace llmk {
 
 struct KernelTable {
   const char* isa;
-  int64_t tile_steps;  // layout of packed weights, see ops/linear.h
+  int64_t tile_steps;  // steps of a tile of packed weights, T in ops/linear.h
   void (*rms_norm)(const RmsNormArgs&);
   void (*swiglu)(const SwigluArgs&);
   void (*silu)(const SiluArgs&);
@@ -22,6 +23,7 @@ struct KernelTable {
   void (*linear)(const LinearArgs&);
   // Quantizes the elements `x` [depth] into row `row` of `rows`. Several threads may quantize different rows.
   void (*quantize_row)(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob);
+  void (*sum_parts)(DType dtype, const void* const* parts, int num_parts, DType out_dtype, void* out, int64_t count);
   void (*rotary_attention)(const RotaryAttentionArgs&);
   LogitsPasses logits;
 };

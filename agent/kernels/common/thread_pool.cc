@@ -60,9 +60,9 @@ int clamp_threads(int wanted) {
 // True while this thread runs a task. A task that starts a parallel loop runs all of it in this thread.
 thread_local bool inside_task = false;
 
-// The pool runs one job at a time. `state_` is epoch << 17 | open << 16 | number of workers inside the job. A worker
-// can enter only while the job is open. So no thread waits for a worker that wakes late, and it cannot touch a finished
-// job.
+// Runs one job at a time: calls of a function for a range of indices. `state_` is epoch << 17 | open << 16 | number of
+// workers inside the job. A worker can enter only while the job is open. So the caller need not wait for workers that
+// wake late, and they cannot touch a finished job.
 class ThreadPool {
  public:
   ThreadPool() {
@@ -190,7 +190,8 @@ ThreadPool& pool() {
   return *instance;
 }
 
-// The remaining indices of a thread's range, begin << 32 | end. The owner takes from the front, others from the back.
+// The indices that are left of a thread's range, as begin << 32 | end. The thread takes them from the front. Threads
+// that have finished their own range take them from the back.
 class alignas(64) Stretch {
  public:
   void set(int64_t begin, int64_t end) {
@@ -237,7 +238,7 @@ struct Scratch {
 void run_parallel(int64_t count, TaskFunction function, void* context) { pool().run(count, function, context); }
 
 void run_stretches(int64_t count, TaskFunction function, void* context) {
-  if (inside_task) return run_parallel(count, function, context);  // this thread runs all of it in order
+  if (inside_task) return run_parallel(count, function, context);  // a loop within a task: one thread runs it
   const int64_t threads = count < num_threads() ? count : num_threads();
   Stretch stretches[kMaxThreads];
   for (int64_t i = 0; i < threads; ++i) stretches[i].set(count * i / threads, count * (i + 1) / threads);

@@ -9,20 +9,20 @@ namespace llmk {
 using TaskFunction = void (*)(void* context, int64_t index);
 
 // Calls function(context, i) once for each i in [0, count) and returns when all calls have returned. The threads take
-// the indices from a shared counter. Any thread may call this. If the pool is busy, or the caller is such a function
-// itself, the caller makes all calls alone.
+// the indices from a shared counter. Any thread may call this. If the pool is busy, or the calling thread already runs
+// a task of the pool, the calling thread makes all calls alone.
 void run_parallel(int64_t count, TaskFunction function, void* context);
 
-// The same, but each thread has a range of consecutive indices. So a prefetch of the memory that follows pays off. A
-// thread that has finished its range takes indices from the ends of the other ranges.
+// Like run_parallel(), but each thread starts with a range of consecutive indices. So it pays to prefetch the memory
+// that the next index reads. A thread that has finished its range takes indices from the ends of the other ranges.
 void run_stretches(int64_t count, TaskFunction function, void* context);
 
 // Sets the number of threads, including the caller; 0 means every processor that the process may use.
 void set_num_threads(int num_threads);
 int num_threads();
 
-// While attentive, idle threads spin for 200 us instead of 20 us before they sleep. Set it during a step, when another
-// operator follows soon. Reset it when the step ends, so that other processes get the processors.
+// Sets how long idle threads spin before they sleep: 200 us if `attentive`, else 20 us. Set it during a step, when
+// another operator follows soon. Reset it when the step ends, so that other processes get the processors.
 void set_attentive(bool attentive);
 
 // Returns a buffer of this thread, aligned to 64 bytes, with undefined contents. It stays valid until the thread asks
@@ -32,10 +32,12 @@ void* thread_scratch(int slot, int64_t bytes);
 // Returns the bytes of scratch memory of all threads: either the data between operators (kScratchLayer and
 // kScratchExperts) or the rest.
 int64_t scratch_bytes(bool between_operators);
-// Adds memory that was allocated elsewhere to the rest; negative bytes when it is freed.
+// Adds `bytes` of memory from another allocator to the result of scratch_bytes(false). Negative bytes mean freed
+// memory.
 void count_scratch(int64_t bytes);
 
-// Both are `static`, so that the object file of each instruction set keeps its own instance.
+// Calls a C++ function with each index by run_parallel(), or below by run_stretches(). Both templates are `static`, so
+// that the object file of each instruction set keeps its own instance.
 template <class Function>
 static void parallel_for(int64_t count, const Function& function) {
   if (count == 1) {
@@ -65,7 +67,7 @@ enum ScratchSlot : int {
   kScratchLinearTile = 5,  // linear layer: sums of a panel (each thread)
   kScratchLinearBest = 6,  // linear layer: largest result of each row (caller)
   kScratchNormed = 7,      // rows after a norm (caller or each thread)
-  kScratchQuantized = 8,   // the same rows quantized (caller)
+  kScratchQuantized = 8,   // rows after a norm, quantized (caller)
   kScratchInner = 9,       // data between the linear layers of an operator (caller)
   kScratchBest = 10,       // largest logit of each row (caller)
   kScratchLayer = 11,      // data between the operators of a layer (caller)

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-// Marks an entry of the library. Everything else is hidden (-fvisibility=hidden).
+// Exports a function from the library. All other functions are hidden (-fvisibility=hidden).
 #define LLMK_ENTRY __attribute__((visibility("default")))
 
 // Inlines a function in every case: a call would send vector registers through memory.
@@ -80,6 +80,21 @@ static inline half_t to_half(float value) {
 static inline void from_float(float value, float* out) { *out = value; }
 static inline void from_float(float value, half_t* out) { *out = to_half(value); }
 static inline void from_float(float value, bfloat_t* out) { *out = to_bfloat(value); }
+
+// Calls function(T{}) with the element type T of `dtype`.
+template <class Function>
+LLMK_INLINE void with_element_type(DType dtype, const Function& function) {
+  if (dtype == DType::kFloat32) function(float{});
+  if (dtype == DType::kFloat16) function(half_t{});
+  if (dtype == DType::kBFloat16) function(bfloat_t{});
+}
+
+// Returns element `index` of an array of `dtype`.
+static inline float load_element(DType dtype, const void* x, int64_t index) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(x)[index];
+  if (dtype == DType::kFloat16) return to_float(static_cast<const half_t*>(x)[index]);
+  return to_float(static_cast<const bfloat_t*>(x)[index]);
+}
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

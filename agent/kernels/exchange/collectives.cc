@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "../common/check.h"
+#include "../common/kernel_table.h"
 #include "lines.h"
-#include "sum.h"
 
 namespace llmk {
 namespace {
@@ -19,7 +19,7 @@ int64_t now_ns() {
       .count();
 }
 
-// The exchange of this process. Only the thread that runs graphs uses it.
+// The state of this process in the exchange of its stage. Only the thread that runs graphs uses it.
 class Stage {
  public:
   int open(const ExchangeArgs& args) {
@@ -43,7 +43,8 @@ class Stage {
     return is_open_ ? 0 : refuse_text(op, "this process has no exchange with other agents");
   }
 
-  // Returns the buffer for this agent's next piece when no other agent reads it any more, or null after a failure.
+  // Waits until no agent reads this agent's next buffer any more, and returns the buffer. Returns null if the group is
+  // down.
   void* begin_piece(const char* op) {
     begun_ns_ = now_ns();
     waited_ns_ = 0;
@@ -113,7 +114,8 @@ int all_reduce(const char* op, DType dtype, const void* in, DType out_dtype, voi
     error = stage.wait_for_piece(op);
     if (error != 0) return error;
     for (int r = 0; r < stage.size(); ++r) parts[r] = r == stage.index() ? own : stage.buffer(r);
-    sum_parts(dtype, parts, stage.size(), out_dtype, static_cast<char*>(out) + begin * size_of(out_dtype), piece);
+    char* to = static_cast<char*>(out) + begin * size_of(out_dtype);
+    kernels().sum_parts(dtype, parts, stage.size(), out_dtype, to, piece);
     stage.end_piece();
   }
   return 0;
@@ -141,13 +143,14 @@ int all_gather(const char* op, const void* in, void* out, int64_t bytes) {
 
 namespace {
 
-// A piece: rows [row, row + rows) and columns [column, column + columns) of every agent's matrix.
+// Transfers one piece of gather_rows_to_first(): rows [row, row + rows) and columns [column, column + columns) of every
+// agent's matrix.
 int gather_tile(const char* op, const GatherRowsArgs& args, int64_t row, int64_t rows, int64_t column,
                 int64_t columns) {
   const bool first = stage.index() == 0;
   void* buffer = stage.begin_piece(op);
   if (buffer == nullptr) return kGroupDown;
-  const auto columns_of = [&](int r) {  // how many of these columns agent r has
+  const auto columns_of = [&](int r) {  // number of columns of this piece that agent r has
     return larger(0, smaller(columns, smaller(args.stride, args.whole - r * args.stride) - column));
   };
   if (!first) {

@@ -29,15 +29,17 @@ struct ExchangeArgs {
 // Opens the exchange. Each process calls it once, before the other functions. Returns 0 or an error code.
 int open_exchange(const ExchangeArgs& args);
 
-// The number of agents of the stage, and the index of this one; 1 and 0 before open_exchange.
+// Return the number of agents of the stage, and the index of this agent: 1 and 0 before open_exchange().
 int exchange_size();
 int exchange_index();
 
-// out = the sum of `in` over the agents. If `in` is float32, `out` may have any type, else the same. If the types are
-// equal, `in` and `out` may be the same memory. Returns 0, or an error code after one line on standard error.
+// Writes to `out` the sum of `in` over the agents of the stage. If `in` is float32, `out` may have any type, else it
+// must have the type of `in`. If the types are equal, `in` and `out` may be the same memory. Returns 0, or an error
+// code after one line on standard error.
 int all_reduce(const char* op, DType dtype, const void* in, DType out_dtype, void* out, int64_t count);
 
-// out [size, bytes] = the `in` of every agent, in the order of the ranks.
+// Writes to out [size, bytes] the `in` of every agent of the stage, in the order of the ranks. Returns 0 or an error
+// code.
 int all_gather(const char* op, const void* in, void* out, int64_t bytes);
 
 // Collects rows of 4-byte elements in the first agent: `in` [rows, in_width] of agent r goes to column r * stride of
@@ -45,7 +47,7 @@ int all_gather(const char* op, const void* in, void* out, int64_t bytes);
 // must be in `out` already.
 struct GatherRowsArgs {
   const void* in;
-  void* out;  // in the first agent only
+  void* out;  // used in the first agent only
   int64_t rows;
   int64_t in_width;
   int64_t stride;
@@ -54,7 +56,8 @@ struct GatherRowsArgs {
 };
 int gather_rows_to_first(const char* op, const GatherRowsArgs& args);
 
-// Nanoseconds in these functions since the process began, how many of them waiting for others, and pieces exchanged.
+// The time of this process in all_reduce() and the gathers, the part of it spent waiting for other agents, and the
+// number of exchanged pieces.
 struct ExchangeTimes {
   int64_t total_ns;
   int64_t waiting_ns;

@@ -14,18 +14,18 @@ struct alignas(64) FlagLine {
 static_assert(sizeof(FlagLine) == 64, "a flag has a cache line to itself");
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "processes share no locks");
 
-constexpr int kGroupDown = 3;  // an error code that common/check.h does not have
+constexpr int kGroupDown = 3;  // error code: the group is down. common/check.h has the smaller codes.
 
 static inline bool has_reached(const FlagLine& line, uint32_t target) {
   return static_cast<int32_t>(line.value.load(std::memory_order_acquire) - target) >= 0;
 }
 
-// Sets the counter and wakes the waiting processes. They then see everything that was written before.
+// Sets the counter and wakes the waiting processes, which then see everything that this process wrote before.
 void publish(FlagLine* line, uint32_t value);
 
-// Waits until the counter has reached `target` and returns 0. Spins for a few microseconds, then sleeps, so that it
-// takes no processor from the agent that it waits for. Returns kGroupDown if `down` gets set, or after `timeout_ms`;
-// then it sets `down` itself, so that the others do not wait for this process. One line on standard error names the
+// Waits until the counter has reached `target` and returns 0. Spins for 50 us, then sleeps, so that the waiting agent
+// takes no processor from the other one. Returns kGroupDown if another process sets `down`, or after `timeout_ms`. A
+// timeout also sets `down`, so that other agents do not wait for this process. One line on standard error names the
 // reason.
 int wait_for(const char* op, FlagLine* line, uint32_t target, std::atomic<uint32_t>* down, int64_t timeout_ms);
 

@@ -2,14 +2,13 @@
 //
 //   TDPBSUD, TDPBF16PS   sums [m][16] += x [m][64 bytes] * w [16][16 columns][4 bytes]
 //
-// The product multiplies a block of rows by 16 steps (linear.h) of 16 columns of a panel in its memory layout. With
-// bfloat16, the pairs of the 16 steps are added in order in float32 from zero, and the result is added to the sum. The
-// bits do not depend on the number of rows.
+// A tile product multiplies up to 16 rows by 16 steps of 16 columns of packed weights (linear.h), as they are in
+// memory. With bfloat16, the pairs of the 16 steps are added in order in float32 from zero, and the result is added to
+// the sum. The bits do not depend on the number of rows.
 #pragma once
 #include "../common/types.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 constexpr int64_t kAmxRows = 16;
 constexpr int64_t kAmxSteps = 16;
@@ -39,12 +38,13 @@ static inline void configure_tiles(int64_t upper, int64_t lower) {
 // Releases the tiles, so that context switches need not save them and the core may enter deep sleep states.
 static inline void release_tiles() { __asm__ volatile("tilerelease"); }
 
-// Assembly, because the macros of GCC 12 accept only digits and do not declare that they access memory.
+// Loads a tile. This is assembly, because the macros of GCC 12 accept only digits and do not declare that they access
+// memory.
 template <int T>
 LLMK_INLINE void load_tile(const void* from, int64_t row_stride) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_stride), "i"(T) : "memory");
 }
-// Loads with a non-temporal hint, so that other lines stay in the L1 cache.
+// Loads a tile that is used once: a non-temporal hint keeps other lines in the L1 cache.
 template <int T>
 LLMK_INLINE void load_tile_once(const void* from, int64_t row_stride) {
   __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_stride), "i"(T) : "memory");
@@ -74,5 +74,4 @@ LLMK_INLINE void multiply_bfloats() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));
 }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

@@ -8,8 +8,7 @@
 
 #ifdef LLMK_ARCH
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 template <class X, class W>
 struct Dot {
@@ -39,7 +38,7 @@ struct Dot<bfloat_t, bfloat_t> {
 };
 #endif
 
-// The type of packed columns, which the dot product takes without conversion.
+// The type to which columns of T are packed, so that the dot product needs no conversion.
 template <class T>
 struct Packed {
   using Type = float;
@@ -51,7 +50,7 @@ struct Packed<bfloat_t> {
 };
 #endif
 
-// Packs one step: n elements, then zeros.
+// Copies n elements of a column in the packed type, then zeros up to a whole step.
 LLMK_INLINE void copy_step(float* to, const float* from, int64_t n) { store(to, load_n(from, n)); }
 LLMK_INLINE void copy_step(float* to, const half_t* from, int64_t n) { store(to, load_n(from, n)); }
 LLMK_INLINE void copy_step(float* to, const bfloat_t* from, int64_t n) { store(to, load_n(from, n)); }
@@ -61,8 +60,8 @@ LLMK_INLINE void copy_step(bfloat_t* to, const bfloat_t* from, int64_t n) {
 }
 #endif
 
-// The places of the columns. They are separate, or packed step by step: kStep elements of each column, then the next
-// step. Zeros fill the last step.
+// Both classes return the address of element k of column c. The columns of ColumnPointers are separate arrays.
+// PackedColumns has kStep elements of each column, then the next kStep of each column; zeros fill the last step.
 template <int C, class W>
 struct ColumnPointers {
   const W* column[C];
@@ -80,7 +79,7 @@ struct PackedColumns {
   }
 };
 
-// total[r][c] += the products of row r and column c, k from 0 to depth.
+// Adds to total[r][c] the products of row r and column c, for k from 0 to depth.
 template <int R, int C, class X, class W, template <int, class> class Columns>
 LLMK_INLINE void dot_tile(const X* const (&x)[R], const Columns<C, W>& w, int64_t depth, Vec (&total)[R][C]) {
   using D = Dot<X, W>;
@@ -115,7 +114,7 @@ LLMK_INLINE void clear(Vec (&total)[R][C]) {
   }
 }
 
-// out[r * C + c] = sum(total[r][c])
+// Writes out[r * C + c] = sum(total[r][c]).
 template <int R, int C>
 LLMK_INLINE void sum_tile(const Vec (&total)[R][C], float* out) {
   constexpr int kCount = R * C;
@@ -138,6 +137,5 @@ LLMK_INLINE void sum_tile(const Vec (&total)[R][C], float* out) {
   for (; i < kCount; ++i) out[i] = sum(total[i / C][i % C]);
 }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH
 #endif

@@ -19,8 +19,8 @@ struct RoutingArgs {
 
 void route_tokens(const RoutingArgs& args);
 
-// Sorts the choices by expert (stable counting sort). place[i] is the new place of choice i (row * chosen + rank).
-// starts [experts + 1] has the first row of each expert.
+// Sorts the choices of all rows by expert (stable counting sort). place[i] receives the new place of choice i, which is
+// row * chosen + rank. starts[e] [experts + 1] receives the place of the first choice of expert e.
 void group_by_expert(const int32_t* ids, int64_t choices, int64_t experts, int64_t* starts, int64_t* place);
 
 }  // namespace llmk

@@ -2,11 +2,11 @@
 //
 //   x [rows, depth]   weight blob (columns x depth)   ->   out[r][c] = sum over k of x[r][k] * w[c][k] (+ bias[c])
 //
-// A blob has a 64-byte header, then panels of 64 columns. A panel has four vectors of 16 columns. One load returns one
-// step of the depth for 16 columns, one per lane. The kernel multiplies it by a broadcast activation. Half a panel has
-// two vectors. They are stored as alternating tiles: T steps of the first vector, then T steps of the second. T is 16
-// (a tile of 1 KB) for the matrix unit and 1 otherwise. With T = 1 half a panel is one sequential stream. Hardware
-// prefetchers follow one stream at twice the rate of two streams through the same page.
+// A blob has a 64-byte header, then panels of 64 columns. A panel has four vectors of 16 columns, one column per lane.
+// A step is what one load of a vector reads: 1 to 8 consecutive depths. The kernel multiplies a step by broadcast
+// activations. Half a panel has two vectors. They are stored as alternating tiles: T steps of the first vector, then T
+// steps of the second. T is 16 (a tile of 1 KB) for the matrix unit and 1 otherwise. With T = 1 half a panel is one
+// sequential stream. Hardware prefetchers follow one stream at twice the rate of two streams through the same page.
 //
 //   float32, float16       [panels][2 halves][steps / T][2 vectors][T steps][16]
 //   bfloat16               [panels][2][steps / T][2][T steps][16][2 depths]
@@ -82,14 +82,14 @@ constexpr bool formats_are_in_order() {
 }
 static_assert(formats_are_in_order(), "kFormats has a row for each WeightFormat, in its order");
 
-// Returns true if a number from outside is a WeightFormat. traits_of() accepts no other number.
+// Returns true if a number that a caller or a blob gives is a WeightFormat. traits_of() accepts no other number.
 static inline bool is_known(WeightFormat format) {
   return static_cast<int32_t>(format) >= 0 && static_cast<int32_t>(format) < kNumFormats;
 }
 static inline const FormatTraits& traits_of(WeightFormat format) { return kFormats[static_cast<int32_t>(format)]; }
 
 constexpr uint32_t kPackedWeightMagic = 0x4B50574C;  // "LWPK"
-constexpr int32_t kPackedWeightLayout = 3;           // half panels are stored as tiles of tile_steps
+constexpr int32_t kPackedWeightLayout = 3;           // version 3: half panels consist of tiles of tile_steps
 
 struct PackedWeightHeader {
   uint32_t magic;
@@ -99,7 +99,7 @@ struct PackedWeightHeader {
   int64_t columns, depth, group;  // group 0: one scale per column
   int32_t asymmetric;             // 1: the blob has zero points
   int32_t biased;                 // 1: the blob has a bias
-  int32_t parts;                  // number of blobs that follow; 0: panels follow
+  int32_t parts;                  // number of parts, which follow as blobs; 0: no parts, panels follow
   int32_t tile_steps;             // T above, which depends on the instruction set
   int32_t reserved[2];
 };
@@ -112,7 +112,7 @@ static_assert(sizeof(PackedWeightHeader) == 64, "the header is one cache line");
 //   Integer formats without `scales`: values are floats of source_dtype, quantised here to nearest. kInt8* is symmetric
 //     with scale = max|w| / 127. kInt4* has scale = max|w| / 7 and zero 8. If `asymmetric`, the scale is
 //     (max - min) / 15 over a range that contains 0, with zero points.
-// gated: rows are gate [0, columns / 2), then up [columns / 2, columns).
+//   gated: rows [0, columns / 2) are the gate of a SwiGLU, rows [columns / 2, columns) its other factor, up.
 struct PackSource {
   WeightFormat format;
   DType source_dtype;
@@ -146,9 +146,9 @@ struct QuantizedRows {
   int64_t groups;
 };
 
-bool wants_quantized_rows(const void* blob);                                  // true if its format quantizes_rows
-int64_t quantized_rows_bytes(const void* blob, int64_t rows);                 // size of values, scales and sums
-QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory);  // places them in memory (64-byte aligned)
+bool wants_quantized_rows(const void* blob);                                 // true: takes int8 activations
+int64_t quantized_rows_bytes(const void* blob, int64_t rows);                // bytes of QuantizedRows
+QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory);  // in `memory`, 64-byte aligned
 
 enum class Epilogue : int32_t {
   kStore = 0,       // out is of dtype
@@ -159,7 +159,7 @@ enum class Epilogue : int32_t {
 struct LinearArgs {
   const void* weight;
   const void* x;                   // [rows, depth] of dtype; unused when `quantized` is given
-  const QuantizedRows* quantized;  // null: an integer format first quantises x
+  const QuantizedRows* quantized;  // null: a format that takes int8 activations first quantises x
   DType dtype;                     // type of x, of out except with kStoreFloat, and of the weight in float formats
   int64_t rows, x_stride, out_stride;  // strides in elements
   void* out;                           // may be null if best_ids is set: then only the arg-max is computed
@@ -171,7 +171,7 @@ struct LinearArgs {
 // Checks the arguments of kernels().linear. Returns 0, or an error code after one line on standard error.
 int check_linear(const char* op, const LinearArgs& args);
 
-// The parts of a blob.
+// Number of columns of a panel.
 constexpr int64_t kPanelColumns = 64;
 
 struct WeightShape {
@@ -210,7 +210,7 @@ static inline WeightShape weight_shape(const PackedWeightHeader& header) {
                       header.asymmetric != 0);
 }
 
-// Size of the panels. A bias follows them.
+// Returns the bytes of all panels. A bias follows them in the blob.
 static inline int64_t panels_bytes(const WeightShape& shape) { return shape.panels * shape.panel_bytes; }
 static inline int64_t bias_bytes(const WeightShape& shape) { return shape.panels * kPanelColumns * 4; }
 
@@ -218,13 +218,14 @@ static inline const PackedWeightHeader& header_of(const void* blob) {
   return *static_cast<const PackedWeightHeader*>(blob);
 }
 
-// Size of a blob without parts.
+// Returns the bytes of a blob that is not a weight in parts.
 static inline int64_t blob_bytes(const PackedWeightHeader& header) {
   const WeightShape shape = weight_shape(header);
   return static_cast<int64_t>(sizeof(header)) + panels_bytes(shape) + (header.biased != 0 ? bias_bytes(shape) : 0);
 }
 
-// Returns the first part of a blob, or the part after another. A part occupies packed_weight_bytes, rounded up to 64.
+// Return the first part of a weight in parts, and the part after another. A part occupies packed_weight_bytes(),
+// rounded up to 64.
 static inline const void* first_part(const void* blob) {
   return static_cast<const char*>(blob) + sizeof(PackedWeightHeader);
 }
@@ -243,7 +244,8 @@ static inline const float* bias_of(const void* blob) {
   return reinterpret_cast<const float*>(panels + panels_bytes(weight_shape(header)));
 }
 
-// First column of vector v (16 lanes) of a panel, and the end of the columns that the vector may hold.
+// Return the number of the first weight column in vector v (0 to 3) of a panel, and the limit of the columns in this
+// vector. Lanes at or above the limit hold zeros.
 static inline int64_t vector_column(const PackedWeightHeader& header, int64_t panel, int v) {
   if (header.gated == 0) return panel * kPanelColumns + v * 16;
   return panel * (kPanelColumns / 2) + v / 2 * 16 + (v % 2 == 0 ? 0 : header.columns / 2);

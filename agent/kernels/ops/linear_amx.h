@@ -12,8 +12,7 @@
 #include "linear_epilogue.h"
 #include "linear_tiles.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 constexpr int64_t kTileBytes = kAmxSteps * 64;
 static_assert(kTileSteps == kAmxSteps, "16 steps of a vector are a tile");
@@ -38,7 +37,8 @@ struct BFloatTiles16 {
   }
 };
 
-// Fewer rows of int8 are faster in vector registers. The results are the same.
+// The least number of rows of int8 that tiles compute. Vector registers are faster for fewer rows, with the same
+// results.
 constexpr int64_t kLeastTiledRows = 5;
 
 // Returns true if the depth consists of whole tiles. A shorter last tile would read past the weights and the rows.
@@ -126,7 +126,8 @@ struct TiledForm {
   static void task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
     if (row_end - row <= kAmxRows) return one_block_task<Finish>(job, panel, row, row_end - row);
     const int64_t rows = row_end - row, units = job.shape.steps / kAmxSteps, chunks = ceil_div(units, kChunkUnits);
-    // With several chunks, all sums are kept for the next chunk. Otherwise only those of two blocks are kept.
+    // Rows whose sums stay in memory. If there are several chunks of weights, all rows wait for the next chunk.
+    // Otherwise only two blocks of rows are in progress.
     const int64_t kept = chunks == 1 ? 2 * kBlockOfRows : rows;
     float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, kept * kPanelColumns * 4));
     const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
@@ -146,7 +147,7 @@ struct TiledForm {
   static constexpr int64_t kChunkUnits = 12;  // 24 KB of weights
   static constexpr int64_t kBlockOfRows = 2 * kAmxRows;
 
-  // The rows of a block in two tiles. `stride` is the distance between rows in bytes.
+  // The activations of a block of rows, in two tiles. `stride` is the distance between rows in bytes.
   struct Rows {
     const X *upper, *lower;
     int64_t stride;
@@ -242,8 +243,9 @@ struct TiledForm {
   }
 };
 
-// Weights with one scale per group. A panel is unpacked to signed bytes minus their zeros. Tiles compute the integer
-// sums of a group for 16 rows by 16 columns. Vector registers scale and add these sums while the next are multiplied.
+// Multiplies weights that have one scale per group of depths. A panel is unpacked to signed bytes minus their zero
+// points. Tiles compute the integer sums of a group for 16 rows by 16 columns. Meanwhile vector registers scale and add
+// the sums of earlier groups.
 template <class Step>
 struct GroupedTiles {
   using X = int8_t;
@@ -317,9 +319,9 @@ struct GroupedTiles {
   static constexpr int kTogether = 4;  // groups in progress, with one tile of sums each
   using Products = int32_t[kAmxRows][kLanes];
 
-  // total = fma(float(sum of a group), scale, total) in the order of the groups, for one vector of columns. Tile
-  // products of the next groups run while earlier sums are added. Each sum is stored as late as possible, because a
-  // store that waits for its product delays everything after it.
+  // Computes total = fma(float(sum of a group), scale, total) in the order of the groups, for one vector of columns.
+  // Tile products of the next groups run while earlier sums are added. Each sum is stored as late as possible, because
+  // a store that waits for its product delays everything after it.
   static void add_groups(const LinearJob& job, const int8_t* x, const uint8_t* bytes, const uint8_t* group, int v,
                          Fetch* fetch, float* sums) {
     const int64_t tiles = job.header.group / kTileDepth, groups = job.shape.groups;
@@ -354,7 +356,8 @@ struct GroupedTiles {
     for (int r = 0; r < kAmxRows; ++r) store(sums + r * kPanelColumns, total[r]);
   }
 
-  // Multiplies a group into tile S. The rows stay in the L1 cache. The panel is larger than this cache.
+  // Multiplies 16 rows by one group of weights and stores the sums in tile S. The rows stay in the L1 cache; the panel
+  // is larger than this cache.
   template <int S>
   LLMK_INLINE void multiply_group(const int8_t** x, int64_t x_stride, const uint8_t** w, int64_t tiles) {
     clear_tile<S>();
@@ -366,7 +369,7 @@ struct GroupedTiles {
   }
 };
 
-// Runs all panels for one block of rows after the other. A block of rows fits the L2 cache.
+// Multiplies one block of rows by all panels, then the next block. A block of rows fits the L2 cache.
 template <class Form>
 static void run_tiles(const LinearJob& job) {
   constexpr int64_t kBlockBytes = 3 << 18, kMostBlockRows = 256, kLeastBlockRows = 64;
@@ -380,5 +383,4 @@ static void run_tiles(const LinearJob& job) {
   });
 }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

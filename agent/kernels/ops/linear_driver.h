@@ -12,15 +12,15 @@
 #include "linear_tiles.h"
 #include "quantize_row.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 constexpr int64_t kBlockRows = 256;
 constexpr int64_t kPieceBytes = 384 << 10;
-// Above this number of rows, three or more tiles of kMostRows are at least as fast as two tall tiles.
+// The most rows that form two tall tiles, of up to kTallRows rows each. With more rows, three or more tiles of
+// kMostRows rows are at least as fast.
 constexpr int64_t kMostTallTilesRows = 16;
 
-// A piece of a panel. Units are steps or groups.
+// A part of the depth of one panel. PlainForm counts it in units of steps, GroupedForm in units of groups.
 struct Piece {
   const uint8_t* weights;
   int64_t half_bytes;  // distance from the first half of the steps to the second
@@ -30,7 +30,7 @@ struct Piece {
   int64_t next_half_bytes;  // distance from its first half to its second
 };
 
-// Sums over steps without groups: float formats, and int8 with one scale per column.
+// Adds up products over the whole depth, for weights without groups: float formats, and int8 with one scale per column.
 template <class S, int64_t kTile = kTileSteps>
 struct PlainForm {
   using Step = S;
@@ -38,9 +38,9 @@ struct PlainForm {
   static constexpr int64_t kWholeUnits = kTile;  // pieces begin at multiples of this number
   static int64_t units(const WeightShape& shape) { return shape.steps; }
   static int64_t unit_bytes(const WeightShape& shape) { return shape.step_bytes; }
-  // Distance from one unit to the next within half a panel. A group contains both of its halves.
+  // Returns the bytes from one step to the next within half a panel.
   static int64_t unit_stride(const WeightShape& shape) { return shape.step_bytes / 2; }
-  // Distance from the first half of a piece to its second: half a panel.
+  // Returns the bytes from the first half of a piece to its second half: half a panel.
   static int64_t half_bytes(const WeightShape& shape, int64_t) { return shape.steps * shape.step_bytes / 2; }
 
   template <int R, int kLines>
@@ -80,7 +80,7 @@ struct PlainForm {
 template <class S>
 struct GroupedForm {
   using Step = S;
-  static constexpr int kTallRows = Step::kMostRows;  // the totals need registers as well
+  static constexpr int kTallRows = Step::kMostRows;  // no tall tiles, because the float totals need registers as well
   static constexpr int64_t kWholeUnits = 1;
   static int64_t units(const WeightShape& shape) { return shape.groups; }
   static int64_t unit_bytes(const WeightShape& shape) {
@@ -108,14 +108,14 @@ struct GroupedForm {
 #if defined(LLMK_VNNI) && !defined(LLMK_AMX)
   static constexpr bool kStreamsRow = true;
 #else
-  static constexpr bool kStreamsRow = false;  // too few registers, or not measured yet
+  static constexpr bool kStreamsRow = false;  // AVX2 and NEON have too few registers; AMX is not measured yet
 #endif
 
   // A group of the depth: its weights, and the activations of the tile's rows.
   struct Group {
     const uint8_t* weights;
     const int8_t* x;
-    const int32_t* x_sums;  // sums of the first row; the next row follows at shape.groups
+    const int32_t* x_sums;  // sums of the activations of the first row; those of the next row follow shape.groups later
     int64_t number, steps;
 
     Group(const LinearJob& job, const Piece& piece, int64_t row)
@@ -188,7 +188,8 @@ struct GroupedForm {
   }
 };
 
-// kLines 0 and 2 are used only for tiles of ordinary height, so tall tiles with them are not compiled.
+// Runs the tile function for `rows` rows, R or fewer. Tall tiles use only kLines 1 and 4 (linear_tiles.h), so the other
+// variants of tall tiles are not compiled.
 template <class Form, int kLines, int R = (kLines == 1 || kLines == 4) ? Form::kTallRows : Form::Step::kMostRows>
 static inline void any_tile(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
                             const uint8_t* next) {
@@ -205,7 +206,7 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
   const bool tall = Form::kTallRows > Form::Step::kMostRows && rows > Form::Step::kMostRows &&
                     rows <= kMostTallTilesRows;
   const int64_t tiles = ceil_div(rows, tall ? Form::kTallRows : Form::Step::kMostRows);
-  // Number of tiles that prefetch, each one a part of the next piece.
+  // Number of tiles that prefetch. Each prefetches another part of the next piece.
   const int64_t fetching = piece.bytes == 0 ? 0 : tiles >= 4 ? 4 : tiles >= 2 ? 2 : 1;
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin, first = row + begin;
@@ -218,7 +219,7 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
       any_tile<Form, 4>(job, piece, first, count, tile_sums, nullptr);
     } else if (fetching == 2 && !tall) {
       any_tile<Form, 2>(job, piece, first, count, tile_sums, next);
-    } else {  // a tall tile has twice the number of steps, and each of two tiles prefetches
+    } else {  // one of four tiles, or one of two tall tiles, which read a panel in halves and so take twice the steps
       any_tile<Form, 1>(job, piece, first, count, tile_sums, next);
     }
     finish(first, count, tile_sums);
@@ -235,7 +236,7 @@ static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t
   const auto start = [&](int64_t p) {
     return p == pieces ? units : units * p / pieces / Form::kWholeUnits * Form::kWholeUnits;
   };
-  // Prefetch the scales of the columns, which follow the last piece.
+  // Prefetches the scales of the columns, which follow the last piece.
   for (int64_t at = units * unit_bytes; at < job.shape.panel_bytes; at += 64) __builtin_prefetch(weights + at);
   for (int64_t p = 0; p < pieces; ++p) {
     const int64_t begin = start(p), end = start(p + 1);
@@ -259,7 +260,7 @@ template <class Run>
 static inline void spread(const LinearJob& job, int64_t tasks, const Run& run) {
   const bool small = job.shape.panels * job.shape.panel_bytes < (256 << 10) &&
                      job.args.rows * job.header.columns * job.header.depth < (1 << 20);
-  if (small) {  // too small for a second thread
+  if (small) {  // not worth waking a second thread
     for (int64_t i = 0; i < tasks; ++i) run(i);
   } else {
     parallel_stretches(tasks, run);
@@ -280,16 +281,14 @@ static void run_panels(const LinearJob& job) {
   for_panels(job, [&](int64_t panel, int64_t row, int64_t row_end) { panel_task<Form>(job, panel, row, row_end); });
 }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH
 
 #include "linear_weight_only.h"
 #ifdef LLMK_AMX
 #include "linear_amx.h"
 #endif
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 // Calls function(row) for every row, with several threads if there is enough work.
 template <class Function>
@@ -412,5 +411,4 @@ static void linear(const LinearArgs& args) {
   }
 }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

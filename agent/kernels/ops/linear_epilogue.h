@@ -4,11 +4,10 @@
 #include "linear.h"
 #include "swiglu.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
-// The scales that the sums still need: kIntegerBoth multiplies integer sums by the scales of row and column.
-// kUnsignedBoth first removes an offset of 128 from the weights.
+// Names the scales by which the sums must still be multiplied. kIntegerBoth multiplies integer sums by the scales of
+// row and column. kUnsignedBoth first removes an offset of 128 from the weights.
 enum class Scaling : int { kNone, kRow, kColumn, kIntegerBoth, kUnsignedBoth };
 
 struct LinearJob {
@@ -77,7 +76,7 @@ LLMK_INLINE Vec scaled(const float* sum, Vec row_scale, Ints excess, const float
 struct HalfPanel {
   const float* scales;  // used only without groups
   const float* bias;    // or null
-  int64_t first;        // first column in the order of the blob
+  int64_t first;        // number of the first column in the packed order
   int64_t column[2], width[2];  // output column of each vector, and number of columns from there
   bool whole;
 
@@ -100,7 +99,7 @@ template <Scaling kScaling, bool kSwiglu, bool kBest, class T>
 struct Finish {
   static constexpr int kStores = kSwiglu ? 1 : 2;
 
-  // Local copies of the job's values, because the compiler must assume that each store changes the job.
+  // Uses local copies of the job's values, because the compiler must assume that each store changes the job.
   static void finish_rows(const LinearJob& job, const HalfPanel& to, int64_t row, int64_t count, const float* sums) {
     constexpr bool kByRow = kScaling != Scaling::kNone && kScaling != Scaling::kColumn;
     const float *scales = to.scales, *bias = to.bias, *row_scales = job.rows.scales;
@@ -142,7 +141,7 @@ struct Finish {
   }
 };
 
-// Calls visit(Finish<...>()) with the template arguments of the job.
+// Calls visit(Finish<...>()), with the template arguments that the epilogue and the type of the output require.
 template <Scaling kScaling, class T, class Visit>
 static inline auto choose_epilogue(const LinearJob& job, const Visit& visit) {
   return job.args.epilogue == Epilogue::kSwiglu ? visit(Finish<kScaling, true, false, T>())
@@ -165,10 +164,9 @@ static inline void set_finish(LinearJob* job) {
   job->finish = choose_finish<kScaling>(*job, [](auto finish) { return &decltype(finish)::finish_half; });
 }
 
-// Finishes `count` rows from `row`. sums: [count][64].
+// Finishes rows [row, row + count) of a panel, both halves. `sums` is [count][64].
 static inline void finish_tile(const LinearJob& job, int64_t panel, int64_t row, int64_t count, const float* sums) {
   for (int half = 0; half < 2; ++half) job.finish(job, panel, half, row, count, sums + 2 * half * kLanes);
 }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

@@ -21,12 +21,10 @@ const char* problem_of_sizes(WeightFormat format, int64_t columns, int64_t depth
 }
 
 float source_value(const PackSource& source, int64_t index) {
-  if (source.source_dtype == DType::kFloat32) return static_cast<const float*>(source.values)[index];
-  if (source.source_dtype == DType::kFloat16) return to_float(static_cast<const half_t*>(source.values)[index]);
-  return to_float(static_cast<const bfloat_t*>(source.values)[index]);
+  return load_element(source.source_dtype, source.values, index);
 }
 
-// One column of one group: the stored integers (int8: w + 128), the scale and the zero point.
+// The quantised weights of one column in one group: the stored integers (int8: w + 128), the scale and the zero point.
 struct GroupCodes {
   uint8_t codes[kLargestIntegerDepth];
   float scale;
@@ -43,7 +41,7 @@ float inverse_of(float scale) {
   return std::isfinite(inverse) ? inverse : 0.0f;
 }
 
-// Quantises floats, rounding to nearest.
+// Quantises the floats of a column at depths [begin, end), rounding to nearest.
 void quantize_group(const PackSource& source, int64_t column, int64_t begin, int64_t end, GroupCodes* out) {
   const int64_t base = column * source.depth;
   float low = 0, high = 0;
@@ -68,7 +66,7 @@ void quantize_group(const PackSource& source, int64_t column, int64_t begin, int
   out->zero = static_cast<uint8_t>(zero);
 }
 
-// Copies weights that are already quantised.
+// Copies the weights of a column at depths [begin, end), which are already quantised.
 void copy_group(const PackSource& source, int64_t column, int64_t group, int64_t groups, int64_t begin, int64_t end,
                 GroupCodes* out) {
   const uint8_t* values = static_cast<const uint8_t*>(source.values) + column * source.depth;
@@ -154,14 +152,14 @@ void place_bias(const float* bias, const PackedWeightHeader& header, const Weigh
 
 int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth, int64_t group, bool biased) {
   if (problem_of_sizes(format, columns, depth, group) != nullptr) return 0;
-  // The size allows for the additional panel of a gated weight and for zero points.
+  // The size allows for the additional panel that a gated weight may need, and for zero points.
   const WeightShape plain = weight_shape(format, columns, depth, group, false, true);
   const WeightShape gated = weight_shape(format, columns, depth, group, true, true);
   const WeightShape& most = gated.panels > plain.panels ? gated : plain;
   return static_cast<int64_t>(sizeof(PackedWeightHeader)) + panels_bytes(most) + (biased ? bias_bytes(most) : 0);
 }
 
-// Returns true if a zero point is 16, which is GPTQ's meaning of a stored 15.
+// Returns true if a zero point is above 16. GPTQ stores 15 for the zero point 16.
 static bool has_large_zeros(const PackSource& source) {
   if (!has_nibbles(source.format) || source.scales == nullptr || source.zeros == nullptr) return false;
   const int64_t groups = source.group == 0 ? 1 : ceil_div(source.depth, source.group);
@@ -207,7 +205,7 @@ int pack_weight(const PackSource& source, void* blob) {
   return 0;
 }
 
-// Checks a weight in parts.
+// Checks a weight in parts: each part, and whether the parts go together.
 static int check_parts(const char* op, const void* blob, int64_t bytes) {
   const PackedWeightHeader& whole = header_of(blob);
   const char *part = static_cast<const char*>(first_part(blob)), *end = static_cast<const char*>(blob) + bytes;
@@ -303,7 +301,8 @@ bool wants_quantized_rows(const void* blob) {
 
 static int64_t round_up(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
 
-// An odd number of cache lines, because rows at a power of two would share a few sets of the caches.
+// Returns the bytes from one quantised row to the next. They are an odd number of cache lines, because rows at a power
+// of two would share a few sets of the caches.
 static int64_t row_stride(int64_t depth) { return (ceil_div(depth, 64) | 1) * 64; }
 
 int64_t quantized_rows_bytes(const void* blob, int64_t rows) {

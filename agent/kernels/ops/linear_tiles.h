@@ -3,8 +3,7 @@
 #include "../common/types.h"
 #include "dot.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 // Number of steps in a tile of packed weights (T in linear.h).
 #ifdef LLMK_AMX
@@ -13,9 +12,12 @@ constexpr int64_t kTileSteps = 16;
 constexpr int64_t kTileSteps = 1;
 #endif
 
-// The shapes of tiles. kMostRows: maximum rows of a tile whose sums stay in registers. columns(R): vectors in a tile
-// of R rows. Few rows form one or two tall tiles of up to kTallRows rows, which read a panel in two halves.
-// A Step multiplies one step of a panel. kDepth: depths of a step. kVectorBytes: bytes of 16 columns of weights.
+// The shapes of tiles. A tile multiplies R rows of activations by columns(R) vectors of a panel. kMostRows is the
+// maximum of R for which all sums stay in registers. Few rows form one or two tall tiles of up to kTallRows rows, which
+// read a panel in two halves.
+//
+// A Step is derived from one of the shapes and multiplies one step of a panel. kDepth: depths of a step. kVectorBytes:
+// bytes of 16 columns of weights.
 struct WideTiles {
   static constexpr int kMostRows = 6;
 #ifdef LLMK_VEC_AVX512
@@ -119,7 +121,7 @@ struct NibbleStep : ByteTiles {
 // A tile prefetches kLines cache lines per step (a template argument).
 //   4: A single tile of rows prefetches its own weights, kFetchAhead bytes ahead.
 //   2: Each of two or three tiles prefetches half of the next piece, from `next`.
-//   1: Each of four or more tiles prefetches a quarter of it.
+//   1: Each of four or more tiles prefetches a quarter of the next piece.
 //   0: The tile prefetches nothing.
 constexpr int64_t kFetchAhead = 4096;
 
@@ -137,8 +139,8 @@ LLMK_INLINE void load_sum(const float* p, Ints* total) { *total = load_ints(p); 
 LLMK_INLINE void store_sum(float* p, Vec total) { store(p, total); }
 LLMK_INLINE void store_sum(float* p, Ints total) { store_ints(p, total); }
 
-// Adds the products of vectors v + c to total[r][c]. `w` is the first of `steps` steps, at the start of a tile of kTile
-// steps. `half_bytes` is the distance from the first half of the panel to the second.
+// Adds the products of row r and vector v + c of a panel to total[r][c]. `w` is the first of `steps` steps, at the
+// start of a tile of kTile steps. `half_bytes` is the distance from the first half of the panel to the second.
 template <class Step, int R, int C, int kLines, int64_t kTile>
 LLMK_INLINE void sum_steps(const uint8_t* w, int64_t half_bytes, int v, const typename Step::X* x, int64_t x_stride,
                            int64_t steps, const uint8_t* next, typename Step::Sum (&total)[R][C]) {
@@ -174,5 +176,4 @@ LLMK_INLINE void sum_steps(const uint8_t* w, int64_t half_bytes, int v, const ty
   }
 }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

@@ -1,16 +1,15 @@
-// Multiplies integer weights by float activations. It unpacks one block of the depth into the L1 cache, in the type of
-// the multiplication, and continues like a float format. Every int8 and every int4 minus its zero point is exact in
-// bfloat16.
+// Multiplies integer weights by float activations. The kernel unpacks one block of the depth into the L1 cache, to
+// float32 or bfloat16. Then it multiplies as for a float format. Every int8, and every int4 minus its zero point, is
+// exact in bfloat16.
 #pragma once
 #include "../common/types.h"
 #include "linear_epilogue.h"
 #include "linear_tiles.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
-// Unpacks 16 columns. A step has kDepth depths in 64 bytes. floats() returns one vector of floats per depth. pairs()
-// returns pairs of bfloat16. `shift` is added to a stored number to get the weight.
+// Unpacks one step of 16 columns of int8: kDepth depths in 64 bytes. floats() returns one vector of floats per depth,
+// pairs() returns pairs of bfloat16. `shift` is added to a stored number to get the weight.
 struct ByteWeights {
   static constexpr int kDepth = 4;
   LLMK_INLINE Ints shift(const uint8_t*) { return broadcast_int(-128); }
@@ -30,7 +29,8 @@ struct ByteWeights {
 #endif
 };
 
-// kZeros: the weights have zero points from 0 to 16. Otherwise all zero points are 8.
+// Unpacks one step of 16 columns of int4, like ByteWeights. With kZeros the weights have zero points from 0 to 16.
+// Otherwise all zero points are 8.
 template <bool kZeros>
 struct NibbleWeights {
   static constexpr int kDepth = 8;
@@ -48,8 +48,9 @@ struct NibbleWeights {
     out[7] = to_floats(add(shift_right<28>(step), shift));
   }
 #ifdef LLMK_BF16_DOT
-  // Reorders the bytes of a column. The nibbles of its lower half become depths 0 4 2 6, and those of its upper half
-  // depths 1 5 3 7. Then five bits of each half select a bfloat16 from a table.
+  // Unpacks 8 depths of 4 bits in each 32-bit lane to pairs of bfloat16. A shuffle moves the even depths, in the order
+  // 0 4 2 6, to the lower half of the lane. The odd depths 1 5 3 7 go to the upper half. Then choose() turns the lowest
+  // nibbles of both halves into a pair.
   LLMK_INLINE void pairs(Ints step, Ints shift, Ints (&out)[kDepth / 2]) {
     const __m512i order = _mm512_set4_epi32(0x0F0D0E0C, 0x0B090A08, 0x07050604, 0x03010200);
     const Ints halves = {_mm512_shuffle_epi8(step.v, order)};
@@ -60,6 +61,7 @@ struct NibbleWeights {
   }
 
  private:
+  // Looks up a bfloat16 for the lowest five bits of each half of a lane, after adding the shift if kZeros.
   LLMK_INLINE Ints choose(Ints halves, Ints shift) {
     if constexpr (!kZeros) return {_mm512_permutexvar_epi16(halves.v, _mm512_load_si512(kLessEight))};
     const __m512i shifts = _mm512_mask_blend_epi16(0xAAAAAAAA, shift.v, _mm512_slli_epi32(shift.v, 16));
@@ -67,7 +69,8 @@ struct NibbleWeights {
     return {_mm512_permutexvar_epi16(numbers, _mm512_load_si512(kSigned))};
   }
 
-  // Tables of bfloat16: 0 to 15 minus 8 (the fifth bit is ignored), and five-bit numbers in two's complement.
+  // Tables of bfloat16. kLessEight: the lowest four bits minus 8; the fifth bit is ignored. kSigned: five-bit numbers
+  // in two's complement.
   alignas(64) static constexpr uint16_t kLessEight[32] = {
       0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
       0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
@@ -79,10 +82,12 @@ struct NibbleWeights {
 #endif
 };
 
-// Distance from one step of a vector to the next, within a tile or between tiles of one step.
+// Bytes from one step of a vector to the next. Steps are adjacent within a tile of 16 steps. Tiles of one step
+// alternate between two vectors.
 constexpr int64_t kStepStride = kTileSteps == 1 ? 128 : 64;
 
-// Prefetches a step. Nibbles go to the L1 cache, because unpacking takes longer. Bytes go where linear_tiles.h wants.
+// Prefetches the step that follows kFetchAhead bytes after `from`. int4 goes to the L1 cache, because unpacking it
+// takes longer. int8 goes to the cache that kFetchLocality names.
 template <class Weights>
 LLMK_INLINE void fetch_step(const uint8_t* from) {
   __builtin_prefetch(from + kFetchAhead, 0, Weights::kDepth == 8 ? 3 : kFetchLocality);
@@ -155,7 +160,7 @@ static inline bool scales_groups(const LinearJob& job) {
   return job.header.group != 0 || has_nibbles(job.header.format);
 }
 
-// total = fma(sum, scale, total) for `rows` rows and C vectors of a panel.
+// Computes total = fma(sum, scale, total) for `rows` rows and C vectors of a panel.
 template <int C>
 LLMK_INLINE void fold_group(const float* sums, const float* scales, int64_t rows, bool first, float* totals) {
   Vec scale[C];
@@ -170,7 +175,7 @@ LLMK_INLINE void fold_group(const float* sums, const float* scales, int64_t rows
   }
 }
 
-// Multiplies blocks in vector registers with Step.
+// Unpacks weights block by block and multiplies each block in vector registers, by the functions of Step.
 template <class Weights, class Step>
 struct WeightOnlyForm {
   using X = typename Step::X;
@@ -224,16 +229,14 @@ struct WeightOnlyForm {
   }
 };
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH
 
 #ifdef LLMK_AMX
 #include "linear_weight_only_amx.h"
 #include "linear_weight_only_row.h"
 #endif
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 template <class Form>
 static void run_form(const LinearJob& job) {
@@ -255,7 +258,8 @@ static void run_weights(const LinearJob& job) {
   run_form<WeightOnlyForm<Weights, FloatStep<float>>>(job);
 }
 
-// X: type of the activations: bfloat_t if the machine multiplies pairs of bfloat16, otherwise float.
+// Multiplies integer weights by float activations of type X: bfloat_t if the processor multiplies pairs of bfloat16,
+// otherwise float.
 template <class X>
 static void run_weight_only(const LinearJob& job) {
   if (!has_nibbles(job.header.format)) return run_weights<ByteWeights, X>(job);
@@ -263,5 +267,4 @@ static void run_weight_only(const LinearJob& job) {
   run_weights<NibbleWeights<false>, X>(job);
 }
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

@@ -1,5 +1,5 @@
-// linear_weight_only.h on AMX tiles, for bfloat16 activations and a depth of whole tiles. The bits of a row do not
-// depend on other rows.
+// Multiplies integer weights by bfloat16 activations (linear_weight_only.h) on AMX tiles, if the depth consists of
+// whole tiles. The bits of a row do not depend on other rows.
 //
 // A step multiplies 16 rows by half a panel of a block of weights. The sums are in tiles 0 and 1, or 2 and 3 for the
 // second half. Three other tasks run between the tile products. They store the sums of the previous step, scale and add
@@ -8,8 +8,7 @@
 #include "amx_tiles.h"
 #include "linear_weight_only.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 template <class Weights>
 class TiledWeightOnly {
@@ -49,8 +48,8 @@ class TiledWeightOnly {
     sums_ = static_cast<float*>(thread_scratch(kScratchLinearTile, (sums + rows * kPanelColumns) * 4));
     totals_ = sums_ + sums;
     x_ = static_cast<const bfloat_t*>(job.x) + row * job.x_stride;
-    // Blocks differ by at most one row. A shorter block also computes one row of the next block. The last block is
-    // never the shorter one.
+    // All blocks of rows use one configuration of the tiles. The blocks differ by at most one row. A shorter block also
+    // computes one row of the next block. The last block is never the shorter one.
     configure_tiles(rows - first_row(row_blocks_ - 1), 0);
   }
 
@@ -133,7 +132,7 @@ class TiledWeightOnly {
     store_tile<2 * H + 1>(last_.sums + kLanes, kPanelColumns * 4);
   }
 
-  // total = fma(sum, scale, total) for the stored step, then marks the previous step as stored.
+  // Computes total = fma(sum, scale, total) for the stored step, then marks the previous step as stored.
   void fold() {
     if (stored_.rows > 0) fold_group<2>(stored_.sums, stored_.scales, stored_.rows, stored_.first, stored_.totals);
     stored_ = last_;
@@ -163,5 +162,4 @@ class TiledWeightOnly {
   Step last_ = {}, stored_ = {};
 };
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

@@ -1,14 +1,14 @@
-// linear_weight_only_amx.h for a single row, without tiles but with the same bits. For one row, unpacking weights to
-// memory takes longer than multiplying them in registers. An element of a tile product adds up the even depths of 32
-// in order from zero, and the odd depths likewise. Then it adds both to its sum. Denormal numbers count as zero.
+// Multiplies integer weights by a single row of bfloat16, without tiles but with the bits of linear_weight_only_amx.h.
+// For one row, unpacking weights to memory takes longer than multiplying them in registers. An element of a tile
+// product adds up the even depths of 32 in order from zero, and the odd depths likewise. Then it adds both to its sum.
+// Subnormal numbers count as zero.
 #pragma once
 #include <utility>
 
 #include "../common/floating_point.h"
 #include "linear_weight_only_amx.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 // Returns the weights of depth `i` of a step for 16 columns.
 template <int i>
@@ -122,7 +122,8 @@ class SingleRow {
     for (int v = 0; v < kVectors; ++v) sums[v] = fma(activation, numbers_at<i>(Weights(), step[v], shifts[v]), sums[v]);
   }
 
-  // total = fma(sum, scale, total) in group order. The totals overwrite the sums of the first group.
+  // Computes total = fma(sum, scale, total) in the order of the groups. The totals overwrite the sums of the first
+  // group.
   static void fold_groups(const WeightShape& shape, const uint8_t* group, float* sums) {
     Sums total = {zero(), zero(), zero(), zero()};
     for (int64_t g = 0; g < shape.groups; ++g) {
@@ -139,5 +140,4 @@ class SingleRow {
   }
 };
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH

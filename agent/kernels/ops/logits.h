@@ -5,7 +5,7 @@
 
 namespace llmk {
 
-// The passes of one instruction set.
+// The functions of one instruction set. Each passes once over a row of `size` logits.
 struct LogitsPasses {
   float (*largest)(const float* row, int64_t size);                              // NaN is never the largest
   float (*sum_exp)(const float* row, int64_t size, float top);                   // sum of e^(x - top)

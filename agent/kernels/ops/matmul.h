@@ -33,7 +33,7 @@ constexpr int kTileRows = 2, kTileColumns = 2;
 constexpr int64_t kMatMulRows = 64;
 constexpr int64_t kPackSteps = 32;  // steps of a depth piece; kTileColumns of them fit the L1 cache
 
-// A piece of the depth, and the partial sums (vectors) of unfinished elements, [rows of the task][C].
+// A part of the depth, which is multiplied at a time. If it is not the last one, the partial sums are kept as vectors.
 struct DepthPiece {
   int64_t begin, end;
   bool first, last;
@@ -96,7 +96,7 @@ static inline void matmul_rows(const MatMulArgs& args, const DepthPiece& piece, 
   if (row_end - row == 1) matmul_tile<1, C, T>(args, piece, w, row, column, lanes);
 }
 
-// For many rows. Packs the columns piece by piece into the L1 cache, where all rows use them.
+// Multiplies many rows by C columns. Packs the columns piece by piece into the L1 cache, where all rows use them.
 template <int C, class T>
 static inline void matmul_packed(const MatMulArgs& args, int64_t row, int64_t row_end, int64_t column) {
   using P = typename Packed<T>::Type;
@@ -149,9 +149,7 @@ static inline void matmul_typed(const MatMulArgs& args) {
 }
 
 static void matmul(const MatMulArgs& args) {
-  if (args.dtype == DType::kFloat32) matmul_typed<float>(args);
-  if (args.dtype == DType::kFloat16) matmul_typed<half_t>(args);
-  if (args.dtype == DType::kBFloat16) matmul_typed<bfloat_t>(args);
+  with_element_type(args.dtype, [&](auto type) { matmul_typed<decltype(type)>(args); });
 }
 
 }  // namespace LLMK_ARCH

@@ -1,17 +1,16 @@
-// Both products of a partition on AMX tiles (amx_tiles.h). The panels of paged_units.h have the layout of tiles. A
-// cache with units has it as well. int8 gives the same integers as in vector registers. bfloat16 adds up 16 units of
-// dims, or of keys, from zero, for one row as well as for 16. Therefore every product with a bfloat16 cache runs here.
+// Computes the scores and the weighted values of a partition of paged attention on AMX tiles (amx_tiles.h). The panels
+// of paged_units.h have the layout of tiles. A cache that holds units of 4 bytes has it as well. int8 gives the same
+// integers as in vector registers. bfloat16 adds up 16 units of dims, or of keys, from zero, for one row as well as for
+// 16. Therefore every product with a bfloat16 cache runs here.
 //
-// Each tile of a panel is multiplied by two tiles of rows, which halves the loads. For bfloat16 these are two times 16
-// rows. For int8 these are the two passes of 16 rows.
+// Each tile of a panel is multiplied by two tiles of rows, which halves the loads. With bfloat16 these are two times 16
+// rows. With int8 they are the high and the low bytes of 16 rows.
 #pragma once
 
 #ifdef LLMK_AMX
 #include "amx_tiles.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
-namespace paged {
+namespace llmk::LLMK_ARCH::paged {
 
 template <class F>
 struct TileProducts {
@@ -49,7 +48,8 @@ struct TileProducts<Int8Form> {
 template <class F>
 constexpr bool kHasTiles = TileProducts<F>::kLeastRows <= kTaskRows;
 
-// Returns true if tiles compute a partition that `rows` rows of each head see.
+// Returns true if AMX tiles compute the products of a partition. `rows` is the number of rows of each head that see
+// keys of it.
 template <class F>
 static inline bool uses_tiles(int64_t dim, int64_t rows) {
   return rows >= TileProducts<F>::kLeastRows && dim % (F::kPerUnit * kAmxSteps) == 0;
@@ -66,7 +66,7 @@ static inline void configure_products(int64_t rows) {
   configure_tiles(smaller(rows, kAmxRows), lower_rows<F>(rows));
 }
 
-// The rows of a product. The second tile starts at `lower`.
+// The rows of a product, in two tiles. The second tile starts at `lower`.
 template <class F>
 struct TileRows {
   const Unit *upper, *lower;
@@ -89,9 +89,9 @@ LLMK_INLINE void multiply_tile() {
   if constexpr (!kScores) TileProducts<F>::template value<S, X, W>();
 }
 
-// Computes tiles 0 to 3. With lower rows, tiles 0 and 1 are the upper rows by two panels, and tiles 2 and 3 the lower
-// rows. Without lower rows, the tiles are the rows by up to four panels. at(step, column) is a panel's 16 units of a
-// step, `stride` bytes apart.
+// Adds products to the sums in tiles 0 to 3. With lower rows, tiles 0 and 1 are the upper rows by two panels, and tiles
+// 2 and 3 the lower rows. Without lower rows, the tiles are the rows by up to four panels. at(step, column) is the
+// address of a panel's 16 units of a step, which are `stride` bytes apart.
 template <class F, bool kScores, bool kLower, class At>
 LLMK_INLINE void multiply_tiles(const TileRows<F>& rows, int64_t begin, int64_t end, int64_t columns, int64_t stride,
                                 TileFetch* fetch, const At& at) {
@@ -122,7 +122,8 @@ LLMK_INLINE void clear_sums() {
   clear_tile<3>();
 }
 
-// Stores the sums of two adjacent tiles as rows, `stride` bytes apart.
+// Store the sums of tiles 0 and 1, or of tiles 2 and 3, side by side as rows of 32 sums. The rows are `stride` bytes
+// apart.
 LLMK_INLINE void store_upper(void* out, int64_t stride) {
   store_tile<0>(out, stride);
   store_tile<1>(static_cast<char*>(out) + 64, stride);
@@ -146,7 +147,8 @@ LLMK_INLINE void restore_sums(const float* from, int64_t stride, bool lower, int
   load_tile<3>(second + kLanes, stride * 4);
 }
 
-// Joins the passes of Int8Form in tiles 0 to 3 and calls emit(row, i, sums) for both vectors of each row.
+// Joins the products of high bytes and of low bytes (Int8Form), which tiles 0 to 3 hold. Calls emit(row, i, sums) for
+// both vectors of each row.
 template <class P, class Emit>
 LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& emit) {
   alignas(64) Unit high[kAmxRows][2 * kLanes], low[kAmxRows][2 * kLanes];
@@ -162,7 +164,7 @@ LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& e
   }
 }
 
-// Stores the scores of the groups from `g` that the tiles hold. `row`: number of the first row.
+// Stores the scores that the tiles hold, for the groups of keys from `g`. `row` is the number of the first row.
 template <class F>
 LLMK_INLINE void keep_scores(const TaskRows& all, const TilePanels& panels, int64_t g, int64_t row, int64_t rows,
                              bool both, float* scores) {
@@ -178,7 +180,7 @@ LLMK_INLINE void keep_scores(const TaskRows& all, const TilePanels& panels, int6
   }
 }
 
-// Stores the sums of the dims from `d` that the tiles hold.
+// Stores the sums that the tiles hold, for the dims from `d`.
 template <class F>
 LLMK_INLINE void keep_values(GroupRange groups, int64_t d, int64_t rows, int64_t padded_dim, bool both,
                              int64_t columns, const float* steps, float* sums) {
@@ -193,7 +195,7 @@ LLMK_INLINE void keep_values(GroupRange groups, int64_t d, int64_t rows, int64_t
   }
 }
 
-// Like score_rows, for all rows of a block.
+// Computes on tiles the scores of all rows of a block for the keys of `groups`.
 template <class F>
 static inline void score_tiles(const TaskRows& all, const TilePanels& panels, GroupRange groups, int64_t row,
                                int64_t rows, TileFetch* fetch, float* scores) {
@@ -212,7 +214,7 @@ static inline void score_tiles(const TaskRows& all, const TilePanels& panels, Gr
   }
 }
 
-// Like value_rows, for all rows of a block.
+// Adds on tiles the products of weights and values, for all rows of a block and the keys of `groups`.
 template <class F>
 static inline void value_tiles(const TilePanels& panels, GroupRange groups, int64_t rows, int64_t padded_dim,
                                const Unit* weights, const float* steps, TileFetch* fetch, float* sums) {
@@ -324,7 +326,5 @@ class TileWork {
   int64_t kept_scores_ = -1, kept_values_ = -1;  // columns whose sums are still in the tiles
 };
 
-}  // namespace paged
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH::paged
 #endif

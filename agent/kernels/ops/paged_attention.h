@@ -1,6 +1,6 @@
-// Divides RotaryAttention into tasks. A row is a token and a query head of a kv head. A task has some rows of one
-// sequence, one or a few kv heads and a range of partitions of the context. If several tasks divide the context of the
-// same rows, the task that ends last folds the partitions of all tasks, in order.
+// Divides RotaryAttention into tasks. A row is one query: a token and one of the query heads that share a kv head. A
+// task has some rows of one sequence, one or a few kv heads and a range of partitions of the context. If several tasks
+// divide the context of the same rows, the task that ends last folds the partitions of all tasks, in order.
 //
 // A task rotates its queries. It also writes the keys and values of its tokens, so that a decode step is one parallel
 // loop. There are two exceptions: a sequence has more rows than a task, or a sequence reads what another one writes.
@@ -10,9 +10,7 @@
 #include "paged_rows.h"
 #include "paged_write.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
-namespace paged {
+namespace llmk::LLMK_ARCH::paged {
 
 constexpr int64_t kTaskHeads = 16;
 
@@ -24,7 +22,8 @@ struct PagedTask {
   int64_t join;                      // -1: the task covers all partitions
 };
 
-// The tasks that share rows. The last one to finish folds the partitions.
+// The shared state of tasks that divide the context of the same rows. `waiting` counts unfinished tasks, and the last
+// one folds all partitions.
 struct PagedJoin {
   int64_t waiting;
   float* parts;  // [heads][rows][partitions seen][part_floats]: best, mass, ..., sums
@@ -35,12 +34,13 @@ struct PagedPlan {
   PagedJoin* joins;
   float* parts;
   int64_t num_tasks, num_joins, num_part_floats;
-  bool writes;  // the tasks write the cache
+  bool writes;  // the tasks write the new keys and values to the cache
 };
 
 static inline int64_t part_floats(int64_t padded_dim) { return padded_dim + kLanes; }
 
-// Estimated work of one kv head.
+// Returns the estimated work of `rows` rows of one kv head in `parts` partitions. Reading a partition costs as much as
+// 8 rows.
 static inline int64_t task_cost(int64_t rows, int64_t parts) { return parts * (8 + rows); }
 
 template <class Function>
@@ -82,13 +82,13 @@ static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask tas
     task.join = ranges > 1 ? 0 : -1;
     for (task.first_part = task.seen; task.first_part < task.parts; task.first_part = task.end_part) {
       task.end_part = smaller(task.parts, task.first_part + per_range);
-      if (task.end_part > written_part) task.end_part = task.parts;  // the task that writes also reads
+      if (task.end_part > written_part) task.end_part = task.parts;  // one task writes the new keys and reads them
       add(task);
     }
   }
 }
 
-// Memory of the partition that a task processes.
+// Memory for the keys and values of the partition that a task processes.
 struct PanelMemory {
   Unit* keys;     // keys of one head, if the products do not read the cache directly
   Unit* values;   // values of one head
@@ -133,14 +133,14 @@ static inline void finish_row(const RotaryAttentionArgs& args, const PagedTask& 
   const int64_t group = args.heads / args.kv_heads, position = task.first_row + row;
   const int64_t token = args.query_starts[task.seq] + position / group;
   const Vec share = broadcast(1.0f / mass);
-  // + 0 makes a sum of zeros positive
+  // Adding 0 makes a sum of -0 positive.
   for (int64_t d = 0; d < padded_dim; d += kLanes) store(sums + d, add(mul(load(sums + d), share), zero()));
   for (int64_t d = 0; d < padded_dim && !in_order; d += F::kDimStep) F::restore_order(sums + d);
   const int64_t place = (token * args.heads + kv_head * group + position % group) * args.dim;
   store_floats(args.dtype, sums, args.dim, static_cast<char*>(args.out) + place * size_of(args.dtype));
 }
 
-// Returns the place of a row's partition among the partitions to fold.
+// Returns where a task stores its result of one partition for one row. The last task folds the stored partitions.
 static inline float* joined_part(const PagedTask& task, const PagedJoin& join, int64_t h, int64_t row, int64_t part,
                                  int64_t padded_dim) {
   return join.parts + ((h * task.rows + row) * (task.parts - task.seen) + part - task.seen) * part_floats(padded_dim);
@@ -183,11 +183,11 @@ static inline int64_t task_end(const RotaryAttentionArgs& args, const PagedTask&
   return smaller(task.end_part * kPartition, visible_keys(args, task.seq, task.first_row + task.rows - 1));
 }
 
-// Number of heads whose rows form a block.
+// Returns the number of heads whose rows form a block.
 static inline int64_t heads_together(const PagedTask& task) { return larger(1, kBlockRows / task.rows); }
 
-// Number of cache blocks that are prefetched together. A few rows per head wait for memory, so they prefetch several
-// blocks. Processors with matrix units prefetch one, because head after head is faster there.
+// Returns the number of cache blocks that are prefetched together. A task with few rows per head waits for memory, so
+// it prefetches several blocks. Processors with matrix units prefetch one, because head after head is faster there.
 static inline int blocks_together(const PagedTask& task) {
 #ifdef LLMK_AMX
   static_cast<void>(task);
@@ -210,8 +210,8 @@ static inline void fetch_keys(const RotaryAttentionArgs& args, const PagedTask& 
   }
 }
 
-// Prefetches the data after heads [.., head) of the partition at `begin`: further heads, then the next partition, then
-// the thread's next task (null: none).
+// Prefetches what a task reads after the heads before `head` of the partition at `begin`. That is further heads, else
+// the next partition, else the thread's next task (null: none).
 static inline void fetch_next(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin, int64_t head,
                               const PagedTask* next, bool writes, TileFetch* fetch) {
   if (head < task.heads) return fetch_keys(args, task, begin, head, writes, fetch);
@@ -225,7 +225,8 @@ static inline HeadTile head_tile(const RotaryAttentionArgs& args, const PagedTil
           static_cast<const char*>(args.value_cache) + offset};
 }
 
-// Returns the panels of a head without its values and scales. h: index of the head in `memory`.
+// Returns the panels of a head with its keys in place. Values and scales follow later. h: index of the head in
+// `memory`.
 template <class F, class C>
 static inline TilePanels place_keys(const RotaryAttentionArgs& args, const HeadTile& now, int64_t h,
                                     const TaskRows& all, const PanelMemory& memory) {
@@ -266,7 +267,7 @@ static inline void place_values(const RotaryAttentionArgs& args, const HeadTile&
   for (int64_t i = 0; i * product_groups < panels->groups; ++i) panels->values[i] = memory.values + i * piece_units;
 }
 
-// Memory of a thread.
+// The memory that a thread uses for a task.
 struct TaskMemory {
   TaskRows all;
   PanelMemory panels;
@@ -275,7 +276,8 @@ struct TaskMemory {
   int64_t *visible, *first;  // [rows]; first is null if all keys are visible
 };
 
-// The data that a block of rows reads. Prefetches ahead, and unpacks scales and values when their lines have arrived.
+// Provides the keys and values of a block of rows. Prefetches ahead, and unpacks scales and values when their lines
+// have arrived.
 template <class F, class C>
 struct BlockSource {
   const RotaryAttentionArgs& args;
@@ -322,7 +324,7 @@ struct BlockSource {
   }
 };
 
-// Computes a partition for the rows of each head that see it: rows from `skip`.
+// Computes one partition for all heads of a task. Rows before `skip` see none of its keys.
 template <class F, class C>
 static inline void attend_partition(const RotaryAttentionArgs& args, const PagedTask& task, const PagedTask* next,
                                     bool writes, const PagedTile& tile, const TaskMemory& memory, int64_t skip,
@@ -345,7 +347,7 @@ static inline void attend_partition(const RotaryAttentionArgs& args, const Paged
     }
 #ifdef LLMK_AMX
     if constexpr (kHasTiles<F>) {
-      if (tiles && all.rows - skip > block_rows) {  // then there is one head, see heads_together()
+      if (tiles && all.rows - skip > block_rows) {  // a task with so many rows computes one head at a time
         if (*configured != block_rows) configure_products<F>(block_rows);
         *configured = block_rows;
         const BlockSource<F, C> source{args, task, next, tile, memory, panels, head, 1, true, true, writes, nullptr};
@@ -370,7 +372,8 @@ static inline void attend_partition(const RotaryAttentionArgs& args, const Paged
 #endif
       const RowBlock block{head, heads, row, size};
       const bool first = row == skip;
-      TileFetch* fetching = all.rows <= kTileRows ? fetch : nullptr;  // with more rows, reading is faster than the work
+      // With more rows than a tile, reading takes less time than the computation.
+      TileFetch* fetching = all.rows <= kTileRows ? fetch : nullptr;
       const BlockSource<F, C> source{args, task,  next,  tile,  memory, panels,
                                      head, heads, tiles, first, writes, fetching};
       attend_block<F>(all, panels, block, tiles, memory.block[0], fetching, source);
@@ -447,7 +450,7 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
                             const PagedTask* next, TileFetch* fetch) {
   const int64_t padded_dim = padded_dim_of<F, C>(args);
   const bool in_order = reads_cache<F, C>(args);
-  fetch->rest();  // these lines arrive while the queries are rotated
+  fetch->rest();  // the requested lines arrive while the queries are rotated
   PagedScratch measured{nullptr};
   place_task<F>(args, task, padded_dim, &measured);
   PagedScratch scratch{static_cast<char*>(thread_scratch(kScratchTile, measured.used))};
@@ -471,7 +474,7 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
   }
 }
 
-// Fills the plan, or counts its tasks if tasks is null.
+// Divides the step into tasks. If plan->tasks is null, only counts tasks, joins and floats.
 static inline void plan_tasks(const RotaryAttentionArgs& args, int64_t padded_dim, PagedPlan* plan) {
   int64_t total = 0;
   for_row_tiles(args,
@@ -529,8 +532,9 @@ static inline void attend_paged(const RotaryAttentionArgs& args) {
   });
 }
 
-// Attention over keys and values in rows. First the sequences with several tiles of rows, one by one and laid out as
-// blocks (paged_layout.h); then the others.
+// Computes attention over keys and values that are rows instead of blocks. Sequences with several tiles of rows come
+// first, one by one: their keys and values are copied to blocks (paged_layout.h). Then all other sequences run
+// together.
 template <class F, class C>
 static inline void attend_ready(const RotaryAttentionArgs& args) {
   int32_t* others = static_cast<int32_t*>(thread_scratch(kScratchLengths, args.num_seqs * 4));
@@ -564,6 +568,4 @@ static void rotary_attention(const RotaryAttentionArgs& args) {
 #endif
 }
 
-}  // namespace paged
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH::paged

@@ -5,15 +5,13 @@
 #pragma once
 #include "rotary_attention.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
-namespace paged {
+namespace llmk::LLMK_ARCH::paged {
 
 class TileFetch {
  public:
-  // Starts with the keys or values of positions [begin, end) of a sequence, for kv heads [head, head + heads). Whole
-  // blocks are read `together` at a time, because their heads are adjacent. Other blocks are read head after head. If
-  // the cache holds units, a group of keys is always read completely.
+  // Begins to prefetch the keys or values of positions [begin, end) of a sequence, for kv heads [head, head + heads).
+  // Whole blocks are read `together` at a time, because their heads are adjacent. Other blocks are read head after
+  // head. If the cache holds units, a group of 16 keys is always read completely.
   void start(const RotaryAttentionArgs& args, bool keys, int64_t seq, int64_t begin, int64_t end, int64_t head,
              int64_t heads, int together) {
     const auto base = reinterpret_cast<uintptr_t>(keys ? args.key_cache : args.value_cache);
@@ -45,7 +43,8 @@ class TileFetch {
     }
   }
 
-  // Adds the lines that the last token of a sequence is written to. Its key has a part in every unit of a group.
+  // Adds the lines that the task will write for the last token of a sequence. Its key has a part in every unit of a
+  // group.
   void add_written(const RotaryAttentionArgs& args, int64_t seq, int64_t head, int64_t heads) {
     const int64_t position = args.context_lens[seq] - 1, index = position % args.block_size, chunk = chunk_bytes(args);
     const int64_t block = args.block_tables[seq * args.table_width + position / args.block_size];
@@ -103,7 +102,7 @@ class TileFetch {
     }
   }
 
-  // Starts with keys in rows. Every key is one piece, because its heads are adjacent.
+  // Begins to prefetch keys or values that are rows. Every row is one piece, because its heads are adjacent.
   void start_ready(const RotaryAttentionArgs& args, uintptr_t base, int64_t seq, int64_t begin, int64_t end,
                    int64_t head, int64_t heads) {
     for (int64_t j = begin; j < end; ++j) {
@@ -137,6 +136,4 @@ class TileFetch {
   int count_ = 0, piece_ = 0, together_ = 1;
 };
 
-}  // namespace paged
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH::paged

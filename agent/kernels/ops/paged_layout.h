@@ -7,9 +7,7 @@
 #include "paged_rows.h"
 #include "paged_write.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
-namespace paged {
+namespace llmk::LLMK_ARCH::paged {
 
 // Maximum size of the keys and values of a sequence that is laid out. In a larger one, each task packs its own panels.
 constexpr int64_t kMostLaidOutBytes = int64_t{64} << 20;
@@ -78,6 +76,4 @@ static inline RotaryAttentionArgs laid_out_sequence(const RotaryAttentionArgs& a
   return one;
 }
 
-}  // namespace paged
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH::paged

@@ -1,5 +1,5 @@
-// The keys and values of a partition of one sequence: their places, and their conversion to the panels of
-// paged_units.h. If the cache holds units (rotary_attention.h) of the form's products, the cache itself is the panel.
+// Locates the keys and values of one partition of a sequence, and converts them to the panels of paged_units.h. If the
+// cache holds units of 4 bytes in the layout of the products (rotary_attention.h), the cache itself is the panel.
 // FloatForm widens the units.
 #pragma once
 #include "rotary_attention.h"
@@ -7,11 +7,9 @@
 #include "paged_fetch.h"
 #include "paged_units.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
-namespace paged {
+namespace llmk::LLMK_ARCH::paged {
 
-// Keys [begin, begin + count) of a sequence: offsets from the start of a cache, for kv head 0.
+// The places of keys [begin, begin + count) of a sequence: byte offsets from the start of a cache, for kv head 0.
 struct PagedTile {
   int64_t begin, count;
   int64_t values[kPartition];
@@ -112,7 +110,7 @@ LLMK_INLINE float widen(Unit unit, int i) {
   return bits_to_float(unit);
 }
 
-// Widens the keys of a cache with units to floats: panel [group][dim][kGroupKeys].
+// Widens the keys of a cache with 4-byte units to floats, in a panel [group][dim][kGroupKeys].
 template <class C>
 static inline void widen_keys(const HeadTile& now, int64_t dim, Unit* panel) {
   constexpr int kPer = 4 / sizeof(C);
@@ -144,7 +142,8 @@ static inline void widen_values(const HeadTile& now, int64_t dim, int64_t padded
   }
 }
 
-// Copies the scales of groups [begin, end) to out[kPartition]. Zeros follow the tile's keys.
+// Copies the scales of the int8 keys or values in groups [begin, end) of 16 keys to `out` [kPartition]. Places after
+// the last key become 0.
 static inline void gather_scales(const PagedTile& tile, const char* base, int64_t begin, int64_t end, float* out) {
   for (int64_t first = begin * kLanes; first < end * kLanes; first += kLanes) {
     const int64_t count = larger(0, smaller(kLanes, tile.count - first));
@@ -170,8 +169,8 @@ LLMK_INLINE float largest_of(const float* scales) {
   return largest(top);
 }
 
-// The data that the products of a tile and a head read. Values come in pieces of one product: one group, or the groups
-// of one tile register.
+// The addresses that the products of a partition and a head read. Values come in pieces of one product: one group, or
+// the groups of one tile register.
 struct TilePanels {
   int64_t begin, groups;            // first key, and number of groups of kGroupKeys keys
   int64_t value_stride;             // distance between units of values; for keys it is kGroupKeys
@@ -188,7 +187,7 @@ static inline bool reads_cache(const RotaryAttentionArgs& args) {
   return F::kPerUnit > 1 && F::kPerUnit * sizeof(C) == 4 && cache_has_units(args);
 }
 
-// Sizes of a head's panels in units.
+// Return the size of a head's panel of keys and of values, in units.
 static inline int64_t key_panel_units(int64_t query_units) { return query_units * kPartition; }
 static inline int64_t value_panel_units(int64_t padded_dim) { return kPartition * padded_dim; }
 
@@ -236,6 +235,4 @@ static inline void point_at_values(const HeadTile& now, int64_t begin, int64_t e
   }
 }
 
-}  // namespace paged
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH::paged

@@ -20,13 +20,11 @@
 
 #include "paged_panels.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
-namespace paged {
+namespace llmk::LLMK_ARCH::paged {
 
 constexpr int64_t kTaskRows = 192;
 constexpr int64_t kTileRows = 16;   // rows of one head that are processed together
-constexpr int64_t kBlockRows = 32;  // rows of several heads, or two tiles of rows
+constexpr int64_t kBlockRows = 32;  // rows of a block: from several heads, or two tiles of rows
 constexpr int kFetchUnits = 8;      // units multiplied between two prefetches
 constexpr float kLowest = -3.4028235e38f;
 #ifdef LLMK_VEC_AVX512
@@ -66,7 +64,7 @@ struct RowBlock {
   int64_t count() const { return heads * rows; }
 };
 
-// Groups [begin, end) of a partition. done: the block of rows sees no later group.
+// Groups [begin, end) of 16 keys of a partition. done: the block of rows sees no later group.
 struct GroupRange {
   int64_t begin, end;
   bool done;
@@ -94,7 +92,7 @@ struct SharedFetch {
   int64_t blocks;
 };
 
-// The rows of a product and their places.
+// The rows of a product: the address of the first one, and the distances to the next row and to the next pass.
 struct ProductRows {
   const Unit* units;
   int64_t stride, pass_stride;
@@ -142,7 +140,7 @@ LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, i
   }
 }
 
-// Returns the number of blocks in for_row_blocks().
+// Returns the number of calls that for_row_blocks() makes.
 template <int kPasses>
 LLMK_INLINE int64_t row_blocks(int64_t rows) {
   return ceil_div(rows, kRowBlock / kPasses);
@@ -208,7 +206,8 @@ static inline void score_rows(const TaskRows& all, const TilePanels& panels, Gro
   });
 }
 
-// The keys [hidden, visible) of a partition that a row sees. Groups [0, whole), an even number, need no mask.
+// The range [hidden, visible) of a partition's keys that a row sees. All keys of the groups [0, whole) are visible;
+// `whole` is even.
 struct RowView {
   int64_t hidden, visible, whole;
 
@@ -271,7 +270,8 @@ LLMK_INLINE float weigh_row(const RowView& view, const TilePanels& panels, float
   return sum(out.mass());
 }
 
-// Turns the scores of a block into weights, best and mass of the partition. Calls meanwhile() after each row.
+// Computes the softmax of a partition for a block of rows. Turns its scores into weights, and stores the largest score
+// (`best`) and the sum (`mass`). Calls meanwhile() after each row.
 template <class F, class Meanwhile>
 static inline void soften_block(const TaskRows& all, const TilePanels* panels, const RowBlock& block, int64_t groups,
                                 const BlockMemory& memory, const Meanwhile& meanwhile) {
@@ -294,7 +294,7 @@ static inline void soften_block(const TaskRows& all, const TilePanels* panels, c
   });
 }
 
-// Adds the earlier sums (unless `fresh`) and stores the result. With `done`, converts it to floats.
+// Adds the earlier sums to `total` (unless `fresh`) and stores the result. With `done`, converts it to floats.
 template <class F>
 LLMK_INLINE void store_values(typename F::ValueProduct::Acc total, bool fresh, bool done, float step, float* sums) {
   using P = typename F::ValueProduct;
@@ -383,17 +383,14 @@ static inline void fold_partition(const SoftmaxState& part, int64_t rows, int64_
   }
 }
 
-}  // namespace paged
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH::paged
 
 #include "paged_amx.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
-namespace paged {
+namespace llmk::LLMK_ARCH::paged {
 
-// Number of groups of keys that a row of the block sees, and number of groups with weights.
+// Return the number of groups of 16 keys that any row of the block sees, and this number rounded up to a multiple of
+// kWeightGroups.
 LLMK_INLINE int64_t groups_seen(const TaskRows& all, const TilePanels& panels, const RowBlock& block) {
   return smaller(panels.groups, ceil_div(all.visible[block.first + block.rows - 1] - panels.begin, kGroupKeys));
 }
@@ -448,9 +445,10 @@ static inline void attend_block(const TaskRows& all, const TilePanels* panels, c
 }
 
 #ifdef LLMK_AMX
-// The same for rows [skip, all.rows) of one head on tiles, block after block. The vector units turn the scores of
-// one block into weights. Meanwhile the tiles compute the scores of the next block and the sums of the previous one.
-// Blocks alternate between two `memory` entries. Calls close(block, memory) when the sums of a block are complete.
+// Computes a partition for rows [skip, all.rows) of one head on tiles, block after block. The vector units turn the
+// scores of one block into weights. Meanwhile the tiles compute the scores of the next block and the sums of the
+// previous one. Blocks alternate between two `memory` entries. Calls close(block, memory) when the sums of a block are
+// complete.
 template <class F, class Close>
 static inline void attend_blocks(const TaskRows& all, const TilePanels& panels, int64_t head, int64_t skip,
                                  const BlockMemory (&memory)[2], const Close& close) {
@@ -488,6 +486,4 @@ static inline void attend_blocks(const TaskRows& all, const TilePanels& panels, 
 }
 #endif
 
-}  // namespace paged
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH::paged

@@ -13,16 +13,14 @@
 #include "dot.h"
 #include "rotary_attention.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
-namespace paged {
+namespace llmk::LLMK_ARCH::paged {
 
 using Unit = uint32_t;
 
-// LLMK_INLINE for members of a class.
+// Inlines a member function in every case, as LLMK_INLINE does with other functions.
 #define LLMK_MEMBER inline __attribute__((always_inline))
 
-constexpr int kPartition = 256;  // keys that share a softmax
+constexpr int kPartition = 256;  // keys of a partition, which share a softmax
 constexpr int kPartGroups = kPartition / static_cast<int>(kGroupKeys);
 static_assert(kGroupKeys == kLanes, "a vector of a key panel is a group");
 constexpr float kLog2E = 1.44269504088896341f;
@@ -42,7 +40,8 @@ LLMK_INLINE Vec power_of_two(Vec x) {
 }
 
 #ifdef LLMK_VEC_AVX512
-// The same with relative error 7.5e-5 (kDegree 3) or 2.6e-6 (4), also for x = 0. Uses AVX-512's own scaling.
+// Returns 2^x for x <= 0 with relative error 7.5e-5 (kDegree 3) or 2.6e-6 (4), also for x = 0. Uses AVX-512's own
+// scaling.
 template <int kDegree>
 LLMK_INLINE Vec coarse_power_of_two(Vec x) {
   const __m512 clamped = maximum(broadcast(-126.0f), x).v;
@@ -110,7 +109,6 @@ LLMK_INLINE void store_transposed(const Vec (&rows)[16], Unit* panel, int64_t st
 struct FloatProduct {
   using Acc = Vec;
   using Operand = Vec;
-  static constexpr int kShift = 0;
   static inline Acc clear() { return zero(); }
   static inline Operand lanes(const Unit* p) { return load(reinterpret_cast<const float*>(p)); }
   static inline Operand spread(const Unit* p) { return broadcast(bits_to_float(*p)); }
@@ -125,8 +123,7 @@ struct FloatForm {
   using ScoreProduct = FloatProduct;
   using ValueProduct = FloatProduct;
   static constexpr int kPerUnit = 1, kPasses = 1;
-  static constexpr int64_t kDimStep = kLanes;  // dim is padded to a multiple
-  static constexpr bool kFloatUnits = true;
+  static constexpr int64_t kDimStep = kLanes;  // dim is padded to a multiple of this number
 
   static inline Vec power(Vec x) { return power_of_two(x); }
 
@@ -140,7 +137,7 @@ struct FloatForm {
     return load_int8(p, n);
   }
 
-  // Loads kDimStep dims of the values of one unit of keys.
+  // Copies kDimStep dims of the value of one key, of which `n` exist, to a panel.
   template <bool kWhole, class C>
   static inline __attribute__((always_inline)) void pack_values(const C* const (&rows)[1], int64_t n, Unit* out) {
     store(reinterpret_cast<float*>(out), load_key<kWhole>(rows[0], n));
@@ -175,9 +172,7 @@ struct FloatForm {
   static inline void restore_order(float*) {}
 };
 
-}  // namespace paged
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH::paged
 
 #include "paged_units_bf16.h"
 #include "paged_units_int8.h"

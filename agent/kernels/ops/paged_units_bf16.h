@@ -2,14 +2,11 @@
 #pragma once
 
 #ifdef LLMK_BF16_DOT
-namespace llmk {
-namespace LLMK_ARCH {
-namespace paged {
+namespace llmk::LLMK_ARCH::paged {
 
 struct BFloat16Product {
   using Acc = Vec;
   using Operand = __m512bh;
-  static constexpr int kShift = 0;
   static inline Acc clear() { return zero(); }
   static inline Operand lanes(const Unit* p) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p)); }
   static inline Operand spread(const Unit* p) {
@@ -27,9 +24,8 @@ struct BFloat16Form {
   using ValueProduct = BFloat16Product;
   static constexpr int kPerUnit = 2, kPasses = 1;
   static constexpr int64_t kDimStep = 2 * kLanes;
-  static constexpr bool kFloatUnits = true;
 
-  // Degree 3 is far more exact than a bfloat16 weight.
+  // A polynomial of degree 3 is far more exact than a bfloat16 weight.
   static LLMK_MEMBER Vec power(Vec x) { return coarse_power_of_two<3>(x); }
 
   template <bool kWhole>
@@ -39,7 +35,8 @@ struct BFloat16Form {
     return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, p))};
   }
 
-  // Interleaves two values: out[32 dims] of pairs. If not whole, the second may be null and counts as zero.
+  // Interleaves the values of two keys: out[32 dims] of pairs. If not kWhole, the second row may be null and counts as
+  // zero.
   template <bool kWhole>
   static inline __attribute__((always_inline)) void pack_values(const bfloat_t* const (&rows)[2], int64_t n,
                                                                 Unit* out) {
@@ -59,10 +56,11 @@ struct BFloat16Form {
     *offset = 0;
   }
 
-  // The mass adds up the rounded weights, so that rounding does not shift the mean.
+  // Rounds the weights of a row to bfloat16. The mass adds up the rounded weights, so that rounding does not shift the
+  // mean.
   struct Weights {
     Unit* out;
-    Vec masses[2] = {zero(), zero()};  // for alternating pairs of groups
+    Vec masses[2] = {zero(), zero()};  // sums of the even and of the odd pairs of groups
 
     LLMK_MEMBER Weights(const float*, float, Unit* out) : out(out) {}
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
@@ -78,7 +76,5 @@ struct BFloat16Form {
   static inline void restore_order(float*) {}
 };
 
-}  // namespace paged
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH::paged
 #endif

@@ -2,9 +2,7 @@
 #pragma once
 
 #ifdef LLMK_VNNI
-namespace llmk {
-namespace LLMK_ARCH {
-namespace paged {
+namespace llmk::LLMK_ARCH::paged {
 
 // VPDPBUSD as assembly, because GCC 12 copies the accumulators of the intrinsic in every step of a loop.
 LLMK_INLINE __m512i dot_quads(__m512i total, __m512i unsigned_bytes, __m512i signed_bytes) {
@@ -25,7 +23,7 @@ struct Int8ScoreProduct {
     return _mm512_add_epi32(_mm512_slli_epi32(total, kShift), _mm512_set1_epi32(offset));
   }
   static inline Acc join(Acc high, Acc low) { return _mm512_add_epi32(high, low); }
-  // Restores integer sums, which are stored in the place of the later floats.
+  // Loads integer sums, which are stored where the floats will be.
   static inline Acc restore(const float* sums) { return _mm512_loadu_si512(sums); }
   static inline void keep(Acc total, float* sums) { _mm512_storeu_si512(sums, total); }
   static inline Vec result(Acc total) { return {_mm512_cvtepi32_ps(total)}; }
@@ -43,9 +41,8 @@ struct Int8Form {
   using ValueProduct = Int8ValueProduct;
   static constexpr int kPerUnit = 4, kPasses = 2;
   static constexpr int64_t kDimStep = 4 * kLanes;
-  static constexpr bool kFloatUnits = false;
 
-  // Degree 4 is as exact as a weight.
+  // A polynomial of degree 4 is as exact as a weight of 16 bits.
   static LLMK_MEMBER Vec power(Vec x) { return coarse_power_of_two<4>(x); }
   static constexpr float kLargestQuery = 16319.0f;  // 127 * 2^7 + 63
   static constexpr float kLargestWeight = 65535.0f;
@@ -60,8 +57,8 @@ struct Int8Form {
     return {_mm512_castsi512_ps(_mm512_xor_si512(load_bytes<kWhole>(p, n), _mm512_set1_epi8(-128)))};
   }
 
-  // Interleaves four values. If not whole, null values count as zero. Lane 4 * l + c of vector i holds dim
-  // 16 * l + 4 * i + c, which restore_order undoes.
+  // Interleaves the values of four keys. If not kWhole, rows that are null count as zero. Lane 4 * l + c of vector i
+  // holds dim 16 * l + 4 * i + c, which restore_order undoes.
   template <bool kWhole>
   static inline __attribute__((always_inline)) void pack_values(const int8_t* const (&rows)[4], int64_t n, Unit* out) {
     __m512i row[4];
@@ -106,8 +103,8 @@ struct Int8Form {
     *factor *= most / kLargestQuery;
   }
 
-  // The largest possible weight is that of the best key with the largest scale. Other weights are exact to 2^-17 of it.
-  // A sum of kPartition weights times values is below 2^31.
+  // Rounds the weights of a row to 16 bits. The largest possible weight is that of the best key with the largest scale.
+  // Other weights are exact to 2^-17 of it. A sum of kPartition weights times values is below 2^31.
   struct Weights {
     const float* value_scales;
     const float largest_scale;
@@ -124,7 +121,8 @@ struct Int8Form {
           high(reinterpret_cast<uint8_t*>(out)),
           low(high + kPartition) {}
 
-    // Groups come in order and their number is a multiple of four. Two pairs are stored together.
+    // Stores two groups of weights. Calls come in the order of the groups, whose number is a multiple of four, and
+    // every second call stores four groups together.
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
       masses = add(masses, add(first, second));
       // Words of both groups, alternating after 4 words.
@@ -164,7 +162,5 @@ struct Int8Form {
   }
 };
 
-}  // namespace paged
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH::paged
 #endif

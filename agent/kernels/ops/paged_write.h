@@ -3,10 +3,9 @@
 #include <cmath>
 
 #include "paged_panels.h"
+#include "rotary.h"
 
-namespace llmk {
-namespace LLMK_ARCH {
-namespace paged {
+namespace llmk::LLMK_ARCH::paged {
 
 template <class T>
 LLMK_INLINE void load_floats(const T* from, int64_t n, float* out) {
@@ -53,18 +52,6 @@ LLMK_INLINE void prefetch_head(const RotaryAttentionArgs& args, int64_t token, i
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
-// Rotates a head. Each product and sum is rounded separately (see rotary.h). `out` may be `x`.
-template <class T>
-LLMK_INLINE void rotate_head(const T* x, const float* cos, const float* sin, int64_t dim, float* out) {
-  const int64_t half = dim / 2;
-  for (int64_t d = 0; d < half; d += kLanes) {
-    const int64_t n = half - d, e = half + d;
-    const Vec low = load_part(x + d, n), high = load_part(x + e, n);
-    store_part(out + d, sub(mul(low, load_part(cos + d, n)), mul(high, load_part(sin + d, n))), n);
-    store_part(out + e, add(mul(high, load_part(cos + e, n)), mul(low, load_part(sin + e, n))), n);
-  }
-}
-
 // Loads head `head` of a token's row of qkv as floats. Unless `ready`, applies the norm (with gammas) and the rotation.
 static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, int64_t head, float* out) {
   if (args.ready) return load_floats(args.dtype, args.qkv, (token * args.heads + head) * args.dim, args.dim, out);
@@ -74,13 +61,11 @@ static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, 
   if (args.query_gamma != nullptr) {
     load_floats(args.dtype, args.qkv, first, args.dim, out);
     norm_head(args, head < args.heads ? args.query_gamma : args.key_gamma, out);
-    return rotate_head(out, cos, sin, args.dim, out);
+    return rotate_half_head(out, out, cos, sin, args.dim);
   }
-  if (args.dtype == DType::kFloat32) rotate_head(static_cast<const float*>(args.qkv) + first, cos, sin, args.dim, out);
-  if (args.dtype == DType::kFloat16) rotate_head(static_cast<const half_t*>(args.qkv) + first, cos, sin, args.dim, out);
-  if (args.dtype == DType::kBFloat16) {
-    rotate_head(static_cast<const bfloat_t*>(args.qkv) + first, cos, sin, args.dim, out);
-  }
+  with_element_type(args.dtype, [&](auto type) {
+    rotate_half_head(static_cast<const decltype(type)*>(args.qkv) + first, out, cos, sin, args.dim);
+  });
 }
 
 // Stores rounded values as bytes, with the bits of `bias` flipped.
@@ -115,7 +100,8 @@ static inline void quantize_head(const float* x, int64_t dim, uint8_t bias, char
   std::memcpy(scale, &unit, sizeof(unit));
 }
 
-// Scatters a token's row to the units that contain it (rotary_attention.h).
+// Writes a token's key, or its value, to a cache of 4-byte units, over which its elements are spread
+// (rotary_attention.h).
 static inline void scatter_key(const RotaryAttentionArgs& args, const char* row, int64_t index, char* chunk) {
   char* out = chunk + key_element(args, index, 0) * cache_element_bytes(args);
   const int64_t units = args.dim * cache_element_bytes(args) / 4;
@@ -204,7 +190,7 @@ static inline void place_value_group(const char* rows, int64_t dim, Unit* out) {
   }
 }
 
-// Returns true if the tokens from `token` fill a group of units whose rows are whole vectors.
+// Returns true if the 16 tokens from `token` fill a group of the cache, so that write_group() can write them.
 static inline bool fills_group(const RotaryAttentionArgs& args, int64_t token, int64_t end) {
   const int64_t slot = args.slots[token];
   if (!cache_has_units(args) || args.dim * cache_element_bytes(args) % (kLanes * 4) != 0) return false;
@@ -215,7 +201,7 @@ static inline bool fills_group(const RotaryAttentionArgs& args, int64_t token, i
   return true;
 }
 
-// Writes a group of tokens as whole units.
+// Writes the keys or the values of 16 consecutive tokens of one head as whole units of the cache.
 static inline void write_group(const RotaryAttentionArgs& args, int64_t token, int64_t head, bool is_key, int64_t index,
                                const WriteBuffer& buffer, char* chunk) {
   const int64_t row_bytes = args.dim * cache_element_bytes(args);
@@ -232,7 +218,7 @@ static inline void write_group(const RotaryAttentionArgs& args, int64_t token, i
   place_value_group<uint16_t>(buffer.rows, args.dim, out);
 }
 
-// Prefetches the lines that write_head() writes from the L2 cache. A key has many of them.
+// Prefetches the lines that write_head() writes, from the L2 cache. A key is spread over many lines.
 LLMK_INLINE void fetch_written(const RotaryAttentionArgs& args, bool is_key, int64_t index, char* chunk) {
   const int64_t element = cache_element_bytes(args);
   char* first = chunk + (is_key ? key_element(args, index, 0) : value_element(args, index, 0)) * element;
@@ -270,6 +256,4 @@ static inline void write_all_tokens(const RotaryAttentionArgs& args) {
   });
 }
 
-}  // namespace paged
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH::paged

@@ -36,20 +36,15 @@ int64_t groups_of(const PrimitiveWeight& weight) {
   return weight.group == 0 ? 1 : ceil_div(weight.depth, weight.group);
 }
 
-float float_at(const void* values, int32_t type, int64_t index) {
-  if (type == static_cast<int32_t>(DType::kFloat32)) return static_cast<const float*>(values)[index];
-  if (type == static_cast<int32_t>(DType::kFloat16)) return to_float(static_cast<const half_t*>(values)[index]);
-  return to_float(static_cast<const bfloat_t*>(values)[index]);
-}
-
-// Returns [columns, groups] floats from either layout.
+// Returns scales or offsets as floats [columns, groups], from the layout of a transposed or of an untransposed weight.
 std::vector<float> column_floats(const PrimitiveWeight& weight, const void* values) {
   const int64_t groups = groups_of(weight);
+  const auto scale_type = static_cast<DType>(weight.scale_type);
   std::vector<float> out(static_cast<size_t>(weight.columns * groups));
   for (int64_t column = 0; column < weight.columns; ++column) {
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t from = weight.transposed != 0 ? column * groups + g : g * weight.columns + column;
-      out[static_cast<size_t>(column * groups + g)] = float_at(values, weight.scale_type, from);
+      out[static_cast<size_t>(column * groups + g)] = load_element(scale_type, values, from);
     }
   }
   return out;
@@ -186,7 +181,7 @@ int keep_primitive(const PrimitiveWeight& weight, void* blob, int64_t blob_bytes
   }
   {
     const std::shared_lock<std::shared_mutex> lock(kept_mutex);
-    if (kept_weights().count(weight.values) != 0) {  // its memory may be invalid
+    if (kept_weights().count(weight.values) != 0) {  // the memory of a kept weight may be inaccessible
       return refuse_text("keep_primitive", "the weight at %p is kept already", weight.values);
     }
   }

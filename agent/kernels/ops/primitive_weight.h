@@ -8,9 +8,9 @@
 //                                                                      [groups, columns], transposed [columns, groups]
 //   GroupedMatmulV4         any of the three, for each of its weights  [depth, columns], not transposed
 //
-// A weight that never changes is packed once, with `keep`. The address of its values then identifies it. A primitive
-// with this address must have the same weight, otherwise it fails. Other weights are packed in each call. The caller of
-// `keep` must call `forget` before it frees the weight.
+// A weight that never changes is packed once, by keep_primitive(). Then the address of its values identifies the
+// weight. A primitive that gets this address must have the same weight, otherwise it fails. Other weights are packed in
+// each call. The caller of keep_primitive() must call forget_primitive() before it frees the weight.
 #pragma once
 #include <cstdint>
 

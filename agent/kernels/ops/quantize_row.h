@@ -12,13 +12,13 @@ namespace llmk {
 
 static inline float quantize_inverse(float largest) {
   const float inverse = 127.0f / largest;
-  return inverse <= 3.4e38f ? inverse : 0.0f;  // 0 also for a row of zeros
+  return inverse <= 3.4e38f ? inverse : 0.0f;  // 0 if the row is zero or so small that the quotient overflows
 }
 
 #ifdef LLMK_ARCH
 namespace LLMK_ARCH {
 
-// Sums groups whose length is not a multiple of the vector.
+// Sums the quantised values of each group, for groups whose length is not a multiple of 16.
 static void sum_groups(const int8_t* values, int64_t depth, int64_t group, int32_t* sums) {
   for (int64_t begin = 0; begin < depth; begin += group) {
     int32_t total = 0;
@@ -97,7 +97,7 @@ static void quantize_bfloats(const bfloat_t* x, const QuantizedRows& rows, int64
   for (int64_t g = 0; k < depth; ++g) {
     __m512i total = _mm512_setzero_si512();
     for (const int64_t end = smaller(k + group, depth); k < end; k += kStep) {
-      __builtin_prefetch(x + depth + k);  // the next row is likely to be next
+      __builtin_prefetch(x + depth + k);  // the next row is probably quantised next
       const Ints pairs{numbers(k)};
       const __m512i even = _mm512_cvtps_epi32(_mm512_mul_ps(low_bfloats(pairs).v, factor));
       const __m512i odd = _mm512_cvtps_epi32(_mm512_mul_ps(high_bfloats(pairs).v, factor));

@@ -4,7 +4,7 @@
 
 namespace llmk {
 
-// The slots must be below the cache's size (check_slots).
+// Copies the rows with all threads. The caller must have checked the slots (check_slots).
 void scatter_rows(const void* rows, void* cache, const int32_t* slots, int64_t tokens, int64_t row_bytes);
 
 }  // namespace llmk

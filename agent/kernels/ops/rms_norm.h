@@ -48,7 +48,7 @@ static inline void rms_norm_row(const RmsNormArgs& args, int64_t row) {
   T* y = static_cast<T*>(args.y) + row * width;
   const Vec scale = broadcast(rstd);
   for (int64_t i = 0; i < full; i += kLanes) {
-    // Prefetches the next row, which is likely to be next and comes from the most distant memory.
+    // Prefetches the next row, which is probably normed next and comes from the most distant memory.
     __builtin_prefetch(x + width + i);
     if (args.residual != nullptr) __builtin_prefetch(static_cast<const T*>(args.residual) + (row + 1) * width + i);
     store(y + i, mul(mul(load(source + i), scale), load(gamma + i)));
@@ -67,17 +67,10 @@ static inline void rms_norm_rows(const RmsNormArgs& args) {
   });
 }
 
-template <class T>
-static inline void rms_norm_gamma(const RmsNormArgs& args) {
-  if (args.gamma_dtype == DType::kFloat32) rms_norm_rows<T, float>(args);
-  if (args.gamma_dtype == DType::kFloat16) rms_norm_rows<T, half_t>(args);
-  if (args.gamma_dtype == DType::kBFloat16) rms_norm_rows<T, bfloat_t>(args);
-}
-
 static void rms_norm(const RmsNormArgs& args) {
-  if (args.dtype == DType::kFloat32) rms_norm_gamma<float>(args);
-  if (args.dtype == DType::kFloat16) rms_norm_gamma<half_t>(args);
-  if (args.dtype == DType::kBFloat16) rms_norm_gamma<bfloat_t>(args);
+  with_element_type(args.dtype, [&](auto x) {
+    with_element_type(args.gamma_dtype, [&](auto gamma) { rms_norm_rows<decltype(x), decltype(gamma)>(args); });
+  });
 }
 
 }  // namespace LLMK_ARCH

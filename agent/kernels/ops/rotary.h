@@ -28,28 +28,16 @@ struct RotaryArgs {
 #ifdef LLMK_ARCH
 namespace LLMK_ARCH {
 
-template <class T, class C>
-static inline void rotate_half_lanes(const T* x, T* out, const C* cos, const C* sin, int64_t half, int64_t i,
-                                     int64_t n) {
-  const Vec first = load_n(x + i, n), second = load_n(x + half + i, n);
-  const Vec low = sub(mul(first, load_n(cos + i, n)), mul(second, load_n(sin + i, n)));
-  const Vec high = add(mul(second, load_n(cos + half + i, n)), mul(first, load_n(sin + half + i, n)));
-  store_n(out + i, low, n);
-  store_n(out + half + i, high, n);
-}
-
-template <class T, class C>
-static inline void rotate_half_head(const T* x, T* out, const C* cos, const C* sin, int64_t dim) {
+// Rotates the halves of a head. `out` may be `x`.
+template <class T, class Out, class C>
+LLMK_INLINE void rotate_half_head(const T* x, Out* out, const C* cos, const C* sin, int64_t dim) {
   const int64_t half = dim / 2;
-  int64_t i = 0;
-  for (; i + kLanes <= half; i += kLanes) {
-    const Vec first = load(x + i), second = load(x + half + i);
-    const Vec low = sub(mul(first, load(cos + i)), mul(second, load(sin + i)));
-    const Vec high = add(mul(second, load(cos + half + i)), mul(first, load(sin + half + i)));
-    store(out + i, low);
-    store(out + half + i, high);
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t n = half - i, j = half + i;
+    const Vec first = load_part(x + i, n), second = load_part(x + j, n);
+    store_part(out + i, sub(mul(first, load_part(cos + i, n)), mul(second, load_part(sin + i, n))), n);
+    store_part(out + j, add(mul(second, load_part(cos + j, n)), mul(first, load_part(sin + j, n))), n);
   }
-  if (i < half) rotate_half_lanes(x, out, cos, sin, half, i, half - i);
 }
 
 template <class T, class C>
@@ -83,17 +71,10 @@ static inline void rotary_tokens(const RotaryArgs& args) {
   });
 }
 
-template <class T>
-static inline void rotary_table(const RotaryArgs& args) {
-  if (args.table_dtype == DType::kFloat32) rotary_tokens<T, float>(args);
-  if (args.table_dtype == DType::kFloat16) rotary_tokens<T, half_t>(args);
-  if (args.table_dtype == DType::kBFloat16) rotary_tokens<T, bfloat_t>(args);
-}
-
 static void rotary(const RotaryArgs& args) {
-  if (args.dtype == DType::kFloat32) rotary_table<float>(args);
-  if (args.dtype == DType::kFloat16) rotary_table<half_t>(args);
-  if (args.dtype == DType::kBFloat16) rotary_table<bfloat_t>(args);
+  with_element_type(args.dtype, [&](auto x) {
+    with_element_type(args.table_dtype, [&](auto table) { rotary_tokens<decltype(x), decltype(table)>(args); });
+  });
 }
 
 }  // namespace LLMK_ARCH

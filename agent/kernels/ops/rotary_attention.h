@@ -59,7 +59,8 @@ struct RotaryAttentionArgs {
   const int64_t* first_keys;  // ready only, [tokens], or null: 0
 };
 
-// Keys seen by row `row` (token * group + head) of a sequence are those of positions [first_key, visible_keys).
+// Return the limits of the positions [first_key, visible_keys) whose keys a row sees. Row token * group + head of a
+// sequence is a query; a group is the query heads of a kv head.
 static inline int64_t visible_keys(const RotaryAttentionArgs& args, int64_t seq, int64_t row) {
   return args.context_lens[seq] - args.query_lens[seq] + row / (args.heads / args.kv_heads) + 1;
 }
@@ -68,20 +69,20 @@ static inline int64_t first_key(const RotaryAttentionArgs& args, int64_t seq, in
   return args.window == 0 ? 0 : larger(0, visible_keys(args, seq, row) - args.window);
 }
 
-// True where keys and values lie as the native primitives have them.
+// Returns true if keys and values are rows, as the native primitives have them, instead of chunks.
 static inline bool lies_in_rows(const RotaryAttentionArgs& args) { return args.ready && !args.laid_out; }
 
-// Bytes of one block of one head.
+// Returns the bytes of a chunk: one block of one kv head.
 static inline int64_t chunk_bytes(const RotaryAttentionArgs& args) {
   return args.block_size * (args.int8_cache ? args.dim + 4 : args.dim * size_of(args.dtype));
 }
 
-// From one head to the next.
+// Returns the bytes from one kv head to the next.
 static inline int64_t head_bytes(const RotaryAttentionArgs& args) {
   return lies_in_rows(args) ? args.dim * size_of(args.dtype) : chunk_bytes(args);
 }
 
-// Where the keys (or values) of a position start, all heads, where they lie in rows.
+// Returns the byte offset of the keys (or values) of all heads at a position of a sequence, if they are rows.
 static inline int64_t ready_place(const RotaryAttentionArgs& args, int64_t seq, int64_t position) {
   int64_t row = position;
   if (args.block_tables == nullptr) {
@@ -93,7 +94,7 @@ static inline int64_t ready_place(const RotaryAttentionArgs& args, int64_t seq, 
   return row * args.kv_heads * args.dim * size_of(args.dtype);
 }
 
-constexpr int64_t kGroupKeys = 16;  // tokens of a block that lie together in units
+constexpr int64_t kGroupKeys = 16;  // tokens of a block whose keys share units of 4 bytes
 
 static inline int64_t cache_element_bytes(const RotaryAttentionArgs& args) {
   return args.int8_cache ? 1 : size_of(args.dtype);
@@ -119,7 +120,8 @@ static inline int64_t value_element(const RotaryAttentionArgs& args, int64_t row
   return (row / per * args.dim + d) * per + row % per;
 }
 
-// Offset of a token (or a key) in the cache, for kv head 0. Head h follows at h * chunk_bytes.
+// The byte offsets of a token's key or value and of its scale in the cache, for kv head 0. Head h follows at h
+// * chunk_bytes.
 struct CachePlace {
   int64_t values, scale;  // values: the row, or the group that begins with this row; scale: int8 caches only
 };
@@ -133,8 +135,9 @@ static inline CachePlace cache_place(const RotaryAttentionArgs& args, int64_t bl
 // written. Fills `query_starts` [num_seqs] and write_first, and sets the rows of `out` after the last sequence to zero.
 int check_rotary_attention(const char* op, RotaryAttentionArgs* args, int64_t* query_starts);
 
-// The same for ready queries and keys. `starts` [2 * num_seqs] receives query_starts and, without block tables,
-// key_starts; then `key_rows` is the number of rows that keys and values have.
+// Checks the arguments of attention over rotated queries and existing keys (`ready`). `starts` [2 * num_seqs] receives
+// query_starts and, without block tables, key_starts; then `key_rows` is the number of rows that keys and values have.
+// Returns 0, or an error code after one line on standard error.
 int check_ready_attention(const char* op, RotaryAttentionArgs* args, int64_t key_rows, int64_t* starts);
 
 }  // namespace llmk

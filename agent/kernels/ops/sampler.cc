@@ -81,7 +81,7 @@ const float* apply_penalties(const SampleArgs& args, int64_t row, const float* l
   return work->penalized.data();
 }
 
-// Draws among few tokens. They are sorted, so each filter keeps a prefix.
+// Draws a token from the best top_k tokens of a row. They are sorted, so each filter keeps a prefix.
 int32_t draw_of_few(const SampleArgs& args, int64_t row, const float* scaled, float top, double u, Workspace* work) {
   best_tokens(scaled, args.vocab_size, top, args.top_k[row], &work->best);
   const size_t count = work->best.size();

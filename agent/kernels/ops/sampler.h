@@ -24,7 +24,7 @@ struct SampleArgs {
   const int32_t* best_ids;              // index of the largest logit, the smaller id on a tie; null: not known
   const int32_t* const* history;        // [rows] -> token ids, prompt first; null if no row has penalties
   const int32_t* history_lens;          // prompt + output
-  const int32_t* history_prompt_lens;   // number of prompt tokens among them
+  const int32_t* history_prompt_lens;   // number of prompt tokens in the history
   int32_t* sampled_ids;
   float* sampled_logit;
   float* logsumexp;

@@ -33,9 +33,7 @@ static inline void silu_span(const SiluArgs& args) {
 }
 
 static void silu(const SiluArgs& args) {
-  if (args.dtype == DType::kFloat32) silu_span<float>(args);
-  if (args.dtype == DType::kFloat16) silu_span<half_t>(args);
-  if (args.dtype == DType::kBFloat16) silu_span<bfloat_t>(args);
+  with_element_type(args.dtype, [&](auto type) { silu_span<decltype(type)>(args); });
 }
 
 }  // namespace LLMK_ARCH

@@ -5,7 +5,8 @@
 
 namespace llmk {
 
-// T tokens, S sequences, block tables of width W. Values must be at least the lowest and below the given numbers.
+// The sizes of a step, the bounds of its values, its arrays and their copies. T: tokens; S: sequences; W: width of the
+// block tables. A value must be at least its `lowest` number, or 0, and below its bound.
 struct StepCopyArgs {
   int64_t tokens, seqs, width;
   int32_t decode;  // 1: one token per sequence
@@ -33,9 +34,10 @@ struct StepCopyArgs {
   int32_t* counts;          // [3] tokens, sequences, width
 };
 
-enum class StepVerdict : int { kRefused = 0, kFine = 1, kFineAndWhole = 2 };  // whole: all start at 0
+enum class StepVerdict : int { kRefused = 0, kFine = 1, kFineAndWhole = 2 };  // whole: all sequences start at 0
 
-// Returns kRefused without an explanation. The copies are undefined then.
+// Copies and checks a step. Returns kRefused, without an explanation, if a value is out of bounds; then the copies are
+// undefined.
 StepVerdict copy_step(const StepCopyArgs& args);
 
 }  // namespace llmk

@@ -41,9 +41,7 @@ static inline void swiglu_rows(const SwigluArgs& args) {
 }
 
 static void swiglu(const SwigluArgs& args) {
-  if (args.dtype == DType::kFloat32) swiglu_rows<float>(args);
-  if (args.dtype == DType::kFloat16) swiglu_rows<half_t>(args);
-  if (args.dtype == DType::kBFloat16) swiglu_rows<bfloat_t>(args);
+  with_element_type(args.dtype, [&](auto type) { swiglu_rows<decltype(type)>(args); });
 }
 
 }  // namespace LLMK_ARCH

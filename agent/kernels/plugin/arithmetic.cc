@@ -1,9 +1,9 @@
-// The arithmetic between the inference primitives: Add, Sub, Mul, RealDiv, Minimum, Maximum, Equal, Greater, LessEqual
-// and LogicalOr of two tensors with NumPy's broadcasting, Cast, and ReduceSum.
+// The arithmetic between the inference primitives: Cast, ReduceSum, and operators of two tensors with NumPy's
+// broadcasting. These are Add, Sub, Mul, RealDiv, Minimum, Maximum, Equal, Greater, LessEqual and LogicalOr.
 //
-// MindSpore has its own CPU kernels for these. With the kernels here, all kernels of a step belong to this library, and
-// the step can be replayed without MindSpore (launches.h). float16 and bfloat16 are computed in float32 and rounded
-// once, as MindSpore does.
+// MindSpore has its own CPU kernels for these operators. With the kernels here, all kernels of a step belong to this
+// library, and the step can be replayed without MindSpore (launches.h). Types float16 and bfloat16 are computed in
+// float32 and rounded once, as MindSpore does.
 #include <type_traits>
 
 #include "../common/thread_pool.h"
@@ -100,7 +100,7 @@ void convert(const complex_t<From>& from, complex_t<To>* to) {
   *to = {static_cast<To>(from.real), static_cast<To>(from.imaginary)};
 }
 
-// with_type, also for complex types.
+// Calls function(T{}) as with_type() does, also for complex64 and complex128.
 template <class Function>
 bool with_any_type(const char* name, const Function& function) {
   if (name != nullptr && std::strcmp(name, "complex64") == 0) return function(complex_t<float>{}), true;
@@ -117,7 +117,8 @@ void for_parts(int64_t count, const Function& function) {
   });
 }
 
-// The strides of two operands along the axes of the output. Axes that both operands pass through evenly are merged.
+// The strides of two operands along the axes of the output. Adjacent axes are merged if both operands step evenly
+// through them.
 struct Broadcast {
   int axes = 0;
   int64_t count = 1;

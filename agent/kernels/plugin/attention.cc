@@ -19,7 +19,7 @@ static int check_heads(const Call& call, const RotaryAttentionArgs& args, int64_
                      static_cast<long long>(key_width), static_cast<long long>(args.kv_heads));
 }
 
-// The arguments that both primitives have at the same places: query 0, key 1, value 2, the output last.
+// Reads the arguments that both primitives have at the same places: query 0, key 1, value 2, the output last.
 static RotaryAttentionArgs ready_args(const Call& call) {
   RotaryAttentionArgs args{};
   args.ready = true;
@@ -37,10 +37,9 @@ static int64_t longest_context(const RotaryAttentionArgs& args) {
   return longest;
 }
 
-// Attention over keys that lie side by side, layout TH: query [tokens, heads * dim], key and value
-// [tokens, kv_heads * dim]. actual_seq_qlen and actual_seq_kvlen are the lengths of the sequences, not running sums; a
-// length may be zero. Only causal attention is supported. pre_tokens limits how far back a query sees (the band of
-// sparse_mode 4).
+// FlashAttentionScore in layout TH: query [tokens, heads * dim], key and value [tokens, kv_heads * dim]. The inputs
+// actual_seq_qlen and actual_seq_kvlen are the lengths of the sequences, not running sums; a length may be zero. Only
+// causal attention is supported. pre_tokens limits how far back a query sees (the band of sparse_mode 4).
 int plugin_flash_attention(const Call& call) {
   enum { kAttnMask = 6, kQueryLens = 8, kKeyLens = 9, kHeadNum = 10, kKeepProb, kScale, kPreTokens, kNextTokens,
          kInnerPrecise, kLayout, kSparseMode };
@@ -123,8 +122,8 @@ static int read_mask(const Call& call, int mask, const RotaryAttentionArgs& args
   return 0;
 }
 
-// Attention over a paged cache: query [tokens, heads * dim], caches [blocks, block_size, kv_heads, dim], block_tables
-// int32 [sequences, width]. The last q_seq_lens[s] of the context_lens[s] tokens of sequence s are its queries; without
+// PagedAttention: query [tokens, heads * dim], caches [blocks, block_size, kv_heads, dim], block_tables int32
+// [sequences, width]. The last q_seq_lens[s] of the context_lens[s] tokens of sequence s are its queries; without
 // q_seq_lens each sequence has one. A query sees the keys up to its own position, which are in the cache already.
 // Unused entries of block_tables are not read. An Ascend hides later keys by attn_mask; this kernel uses the position.
 int plugin_paged_attention(const Call& call) {

@@ -72,9 +72,7 @@ int plugin_nan_to_num(const Call& call) {
     }
     numbers[i] = static_cast<float>(call.real(1 + i));
   }
-  if (call.dtype(0) == DType::kFloat32) nan_to_num<float>(call, numbers);
-  if (call.dtype(0) == DType::kFloat16) nan_to_num<half_t>(call, numbers);
-  if (call.dtype(0) == DType::kBFloat16) nan_to_num<bfloat_t>(call, numbers);
+  with_element_type(call.dtype(0), [&](auto type) { nan_to_num<decltype(type)>(call, numbers); });
   return 0;
 }
 

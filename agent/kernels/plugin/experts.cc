@@ -77,9 +77,7 @@ int plugin_top_k(const Call& call) {
   if (k == 0) return 0;
   const int64_t rows = call.size(kInput) / count;
   const bool largest = call.boolean(kLargest);
-  if (call.dtype(kInput) == DType::kFloat32) top_k<float>(call, rows, count, k, largest);
-  if (call.dtype(kInput) == DType::kFloat16) top_k<half_t>(call, rows, count, k, largest);
-  if (call.dtype(kInput) == DType::kBFloat16) top_k<bfloat_t>(call, rows, count, k, largest);
+  with_element_type(call.dtype(kInput), [&](auto type) { top_k<decltype(type)>(call, rows, count, k, largest); });
   return 0;
 }
 
@@ -163,9 +161,7 @@ int plugin_moe_token_unpermute(const Call& call) {
     }
   }
   const int64_t rows = call.dim(kProbs, 0), k = call.dim(kProbs, 1), width = call.dim(kTokens, 1);
-  if (call.dtype(kTokens) == DType::kFloat32) unpermute<float>(call, rows, k, width);
-  if (call.dtype(kTokens) == DType::kFloat16) unpermute<half_t>(call, rows, k, width);
-  if (call.dtype(kTokens) == DType::kBFloat16) unpermute<bfloat_t>(call, rows, k, width);
+  with_element_type(call.dtype(kTokens), [&](auto type) { unpermute<decltype(type)>(call, rows, k, width); });
   return error;
 }
 

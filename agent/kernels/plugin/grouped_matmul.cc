@@ -66,7 +66,7 @@ int check_call(const Call& call) {
   return 0;
 }
 
-// Checks that the types of x and weight and the given scales belong to one line of the table above.
+// Checks that the types of x and weight and the given scales belong to one line of the table at the top of this file.
 int check_form(const Call& call) {
   const bool whole = call.has_dtype(kX, "int8") && call.has_dtype(kWeight, "int8");
   const bool weight_only = call.dtype(kX) != DType::kUnsupported && is_integer(call, kWeight);
@@ -91,7 +91,7 @@ int check_form(const Call& call) {
                      call.dtypes[kX], call.dtypes[kWeight]);
 }
 
-// Checks the shapes of the scales. Sets the number of inputs that share a scale, or 0 if all of them do.
+// Checks the shapes of the scales. Sets `group` to the number of inputs that share a scale, or to 0 if all of them do.
 int check_scales(const Call& call, int scales, int offsets, const GroupedWeight& all, int64_t* group) {
   const PrimitiveWeight& weight = all.first;
   const int64_t parts = call.ndims[scales] == 3 && weight.type == ValueType::kInt4 ? call.dim(scales, 1) : 1;

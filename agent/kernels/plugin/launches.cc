@@ -40,7 +40,7 @@ struct Arena {
 
 Arena arena;
 int64_t recordings_held = 0;  // bytes of all recordings
-std::mutex mutex;             // guards everything here; launches of one graph come one after the other
+std::mutex mutex;             // guards all variables of this file; launches of one graph come one after the other
 std::atomic<Recording*> current{nullptr};
 
 const char* interned(const char* name) {
@@ -84,9 +84,8 @@ bool hold(Recording* recording) {
   return false;
 }
 
-// Runs all launches of a recording. After an error no further launch runs; with `keeps_pace` collectives still run. The
-// other agents wait for these, and must find the same collectives later, whatever the sums are. Returns false if an
-// error is not held back.
+// Runs all launches of a recording. After an error no further launch runs, except collectives with `keeps_pace`. The
+// other agents wait for them, and all agents must run the same number. Returns false if an error is not held back.
 bool replay(Recording* recording, bool keeps_pace) {
   const StandardFloatingPoint scope;
   if (recording->memory != arena.memory) find_places(recording, arena.memory);
@@ -198,10 +197,10 @@ LLMK_ENTRY void llmk_forget_recording(void* recording) {
   llmk::arena.drop();
 }
 
-// Replays the launches. Returns the address of the result, valid until the next call of one of these functions, or null
-// after an error that is not held back. After an error, kernels do nothing (llmk_take_failure). With `keeps_pace` the
-// collectives still run: the other agents do not know of the error, and all agents must run the same number of
-// collectives.
+// Replays the launches. Returns the address of the result, which is valid until the next call of an entry of this file.
+// Returns null after an error that is not held back. After an error, kernels do nothing (llmk_take_failure). With
+// `keeps_pace` the collectives still run: the other agents do not know of the error, and all agents must run the same
+// number of collectives.
 LLMK_ENTRY const void* llmk_replay(void* recording, int keeps_pace) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   llmk::Recording* replayed = static_cast<llmk::Recording*>(recording);

@@ -1,5 +1,5 @@
-// Common parts of the primitives of matrix products: the packed form of a weight, and rows that another primitive has
-// quantized. kernels().linear computes the product (ops/linear.h).
+// Common parts of the primitives of matrix products: the packed form of a weight, and quantized rows. kernels().linear
+// computes the product (ops/linear.h).
 #pragma once
 #include <vector>
 
@@ -20,7 +20,7 @@ class Blob {
   std::vector<char> own_;
 };
 
-// The arguments for `rows` rows without gaps between them. The caller must set x or quantized.
+// Returns the arguments for `rows` rows without gaps between them. The caller must set x or quantized.
 LinearArgs linear_args(const void* blob, DType dtype, int64_t rows, void* out);
 
 // Allocates rows as the linear kernel needs them: whole cache lines, and the sum of each row. If `depth` is a multiple
@@ -28,7 +28,7 @@ LinearArgs linear_args(const void* blob, DType dtype, int64_t rows, void* out);
 // next call.
 QuantizedRows allocate_rows(int8_t* values, float* scales, int64_t rows, int64_t depth);
 
-// Returns rows that another primitive has quantized, in this layout.
+// Returns rows that another primitive has quantized, in the layout of allocate_rows().
 QuantizedRows given_rows(const int8_t* x, const float* scales, int64_t rows, int64_t depth);
 
 static inline int64_t whole_lines(int64_t bytes) { return ceil_div(bytes, 64) * 64; }

@@ -127,7 +127,8 @@ bool is_same(const Launch& a, const Launch& b) {
   return std::all_of(a.offsets.begin(), a.offsets.end(), [](int64_t offset) { return offset == 0; });
 }
 
-// Returns whether two launches, which is_same() otherwise, read the same constants and the same memory that stays.
+// Returns whether two launches read equal constants and the same memory that stays in place. is_same() must be true for
+// them.
 bool reads_the_same(Launch* a, const Launch& b) {
   size_t constants = 0;
   for (size_t at = 0; at < a->data.size(); ++at) {

@@ -22,8 +22,8 @@ struct Launch {
   bool is_shared;  // true for a collective: the other agents of the stage wait for it
   const char* op;
   std::vector<void*> data;       // addresses of the arguments in MindSpore's run
-  std::vector<int> values;       // the recording's value that an argument is; -1: memory that stays in place
-  std::vector<int64_t> offsets;  // byte offset in the value
+  std::vector<int> values;       // index of an argument in Recording::values; -1: memory that stays in place
+  std::vector<int64_t> offsets;  // byte offset of an argument in its value
   std::vector<void*> placed;     // addresses of the arguments at a replay
   std::vector<int> ndims;
   std::vector<int64_t> sizes;
@@ -46,7 +46,7 @@ struct Launch {
 
 // An output of a launch, until another launch writes to the same memory of MindSpore.
 struct Value {
-  const char* start;  // its memory in MindSpore's run
+  const char* start;  // the output's memory in MindSpore's run
   const char* end;
   int launch;
   int argument;
@@ -77,7 +77,7 @@ struct StepSizes {
 
 // Generalizes a recording of one step to any step up to `largest`. `other` is a recording of the same graph for another
 // step. A length that is equal in both steps is constant. Any other length must be a multiple of the tokens or of the
-// sequences; so tokens and sequences must not have the same ratio in both steps. Returns false with the recording's
+// sequences. So tokens and sequences must not have the same ratio in both steps. Returns false with the recording's
 // problem if a length follows no rule or if the launches differ in anything else.
 bool generalise(Recording* recording, const Recording& other, StepSizes of_this, StepSizes of_other, StepSizes largest);
 

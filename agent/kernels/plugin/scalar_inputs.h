@@ -1,4 +1,4 @@
-// The inputs of a recorded launch that are not tensors.
+// Records the inputs of a launch that are not tensors: numbers and lists.
 #pragma once
 #include <cstring>
 #include <memory>
@@ -18,14 +18,14 @@ struct Range {
   const char* end;
 };
 
-// The scalars and lists that a kernel reads from MindSpore, recorded. They are constants of the graph. At a replay,
-// MindSpore's own object may describe another call, or may not exist any more.
+// Reads numbers and lists from MindSpore while a launch is recorded, and returns the same ones at a replay. They are
+// constants of the graph. MindSpore's own object may describe another call at a replay, or may not exist any more.
 class ScalarInputs : public KernelInputInfo {
  public:
   explicit ScalarInputs(KernelInputInfo* source) : source_(source), inputs_(source->GetInputSize()) {
     for (size_t i = 0; i < inputs_; ++i) scalars_.push_back(source->IsScalarInput(i));
   }
-  // For an operator whose inputs are all tensors.
+  // Makes the inputs of an operator that has tensors only.
   explicit ScalarInputs(size_t inputs) : source_(nullptr), inputs_(inputs), scalars_(inputs, false) {}
   void close() { source_ = nullptr; }
   // Finds the lists that MindSpore read from an input of the graph. A replay reads them again from that memory.
@@ -99,7 +99,8 @@ class ScalarInputs : public KernelInputInfo {
     return known_.back();
   }
 
-  // The kernels do not read inputs of these kinds. At a replay they read only what they read when they were recorded.
+  // Refuses to read an input that a replay cannot have. Either no kernel of this library uses its type, or it was not
+  // read when the launch was recorded.
   template <class T>
   static T unknown() {
     throw std::logic_error("a primitive reads an input that was not recorded");

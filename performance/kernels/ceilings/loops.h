@@ -28,8 +28,7 @@ struct CeilingLoops {
 #include "../../../agent/kernels/ops/amx_tiles.h"
 #endif
 
-namespace llmk {
-namespace LLMK_ARCH {
+namespace llmk::LLMK_ARCH {
 
 // Number of sums that a loop adds to one after the other. It is so large that no sum waits for its previous addition.
 // It is so small that all sums stay in registers next to the operands. Without VNNI a product of bytes also needs two
@@ -206,6 +205,5 @@ extern const CeilingLoops kCeilingLoops;
 const CeilingLoops kCeilingLoops = {
     ceiling_fma, ceiling_dot_bf16, ceiling_dot_int8, {ceiling_read<1>, ceiling_read<2>, ceiling_read<4>}};
 
-}  // namespace LLMK_ARCH
-}  // namespace llmk
+}  // namespace llmk::LLMK_ARCH
 #endif

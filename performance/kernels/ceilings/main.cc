@@ -21,19 +21,11 @@
 #include "../../../agent/kernels/common/thread_pool.h"
 #include "loops.h"
 
-// setup.py defines LLMK_HAVE_<ISA> for the instruction sets that the compiler knows.
-#define LLMK_LOOPS(isa) namespace isa { extern const CeilingLoops kCeilingLoops; }
-
 namespace llmk {
 
-LLMK_LOOPS(portable)
-LLMK_LOOPS(avx2)
-LLMK_LOOPS(avx512)
-LLMK_LOOPS(avx512_vnni)
-LLMK_LOOPS(avx512_bf16)
-LLMK_LOOPS(avx512_amx)
-LLMK_LOOPS(neon_dot)
-LLMK_LOOPS(neon_i8mm)
+// setup.py defines LLMK_INSTRUCTION_SETS(X), a list of X(isa) for each instruction set that was compiled.
+#define LLMK_DECLARE_LOOPS(isa) namespace isa { extern const CeilingLoops kCeilingLoops; }
+LLMK_INSTRUCTION_SETS(LLMK_DECLARE_LOOPS)
 
 namespace {
 
@@ -42,30 +34,8 @@ struct NamedLoops {
   const CeilingLoops* loops;
 };
 
-const NamedLoops kCompiled[] = {
-#ifdef LLMK_HAVE_AVX2
-    {"avx2", &avx2::kCeilingLoops},
-#endif
-#ifdef LLMK_HAVE_AVX512
-    {"avx512", &avx512::kCeilingLoops},
-#endif
-#ifdef LLMK_HAVE_AVX512_VNNI
-    {"avx512_vnni", &avx512_vnni::kCeilingLoops},
-#endif
-#ifdef LLMK_HAVE_AVX512_BF16
-    {"avx512_bf16", &avx512_bf16::kCeilingLoops},
-#endif
-#ifdef LLMK_HAVE_AVX512_AMX
-    {"avx512_amx", &avx512_amx::kCeilingLoops},
-#endif
-#ifdef LLMK_HAVE_NEON_DOT
-    {"neon_dot", &neon_dot::kCeilingLoops},
-#endif
-#ifdef LLMK_HAVE_NEON_I8MM
-    {"neon_i8mm", &neon_i8mm::kCeilingLoops},
-#endif
-    {"portable", &portable::kCeilingLoops},
-};
+#define LLMK_NAMED_LOOPS(isa) {#isa, &isa::kCeilingLoops},
+const NamedLoops kCompiled[] = {LLMK_INSTRUCTION_SETS(LLMK_NAMED_LOOPS)};
 
 const CeilingLoops& ceiling_loops() {
   for (const NamedLoops& each : kCompiled) {
