@@ -1,4 +1,4 @@
-"""Runs the kernel of linear layers."""
+"""Packs weights and runs the kernel of linear layers, or its scalar reference."""
 
 from __future__ import annotations
 

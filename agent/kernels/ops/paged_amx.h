@@ -245,7 +245,7 @@ static inline void value_tiles(const TilePanels& panels, GroupRange groups, int6
 template <class F>
 class TileWork {
  public:
-  // Adds the products of the rows from number `row` with the first `groups` groups of keys.
+  // Queues the scores of `rows` rows, from number `row`, for the first `groups` groups of keys.
   void add_scores(const TaskRows& all, const TilePanels& panels, int64_t groups, int64_t row, int64_t rows,
                   float* scores) {
     all_ = &all;
@@ -256,7 +256,7 @@ class TileWork {
     to_scores_ = scores;
     scores_ = {ceil_div(groups, 2), all.dim / (F::kPerUnit * kAmxSteps)};
   }
-  // Adds the products of the weights of the first `groups` groups with their values.
+  // Queues the products of the weights of the first `groups` groups of keys with their values.
   void add_values(const TilePanels& panels, int64_t groups, int64_t rows, int64_t padded_dim, const Unit* weights,
                   const float* steps, float* sums) {
     panels_ = &panels;

@@ -33,7 +33,7 @@ class TileFetch {
         const int64_t offset = (*block * args.kv_heads + head + h) * chunk + row * row_bytes;
         const bool whole = rows == args.block_size;  // including the scales
         add(base + static_cast<uintptr_t>(offset), whole ? chunk : rows * row_bytes);
-        // The weights of all keys need the scales of the values, before the values themselves.
+        // Computing the weights of the keys needs the scales of all values, before the values themselves are read.
         if (whole && keys && args.int8_cache) {
           const auto values = reinterpret_cast<uintptr_t>(args.value_cache);
           add(values + static_cast<uintptr_t>(offset + args.block_size * row_bytes), args.block_size * 4);
@@ -92,7 +92,7 @@ class TileFetch {
       add(base + static_cast<uintptr_t>((table[i] * args.kv_heads + head) * chunk), heads * chunk);
     }
     if (!keys || !args.int8_cache) return;
-    // The weights of all keys need the scales of the values, before the values themselves.
+    // Computing the weights of the keys needs the scales of all values, before the values themselves are read.
     const int64_t scale_bytes = args.block_size * 4;
     const auto scales = reinterpret_cast<uintptr_t>(args.value_cache) + static_cast<uintptr_t>(chunk - scale_bytes);
     for (int64_t h = 0; h < heads; ++h) {
