@@ -11,6 +11,7 @@ from agent.backends.base import BlockMoves, OpTable
 from agent.group.model_part import ModelPart
 from agent.kv_cache import KVCache
 from agent.weights import LinearForms, Packing, WeightSource, WeightSpec, load_weights, open_weights
+from agent.weights.cache import WeightCache
 from agent.weights.sharding import part_forms, shard_specs
 from agent.weights.source import CutSource
 from agent.weights.storage import Array
@@ -39,6 +40,8 @@ def load_model(config: Config, part: ModelPart, report: Callable[[int, int], Non
     mindspore. Raises CheckpointError or AgentStartError.
     """
     from agent.backends.selector import select_op_table
+
+    cache = WeightCache(config, part.place.rank)
     from agent.models.registry import find_model
 
     whole = part.whole
@@ -51,14 +54,17 @@ def load_model(config: Config, part: ModelPart, report: Callable[[int, int], Non
         ops = select_op_table(config, part, forms=forms)
         packs = ops.traits.packs_weights
         own = shard_specs(specs, part, equal_vocabularies=not packs)
-        weights = load_weights(
-            own.specs,
-            CutSource(source, own.cuts) if own.cuts else source,
-            config.model_config.model_dtype,
-            report,
-            _packing(config) if packs else None,
-            forms,
-        )
+        weights = cache.load()
+        if weights is None:
+            weights = load_weights(
+                own.specs,
+                CutSource(source, own.cuts) if own.cuts else source,
+                config.model_config.model_dtype,
+                report,
+                _packing(config) if packs else None,
+                forms,
+            )
+            cache.store(weights)
     finally:
         source.close()
     kv_cache = KVCache(config, ops)

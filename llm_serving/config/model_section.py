@@ -191,6 +191,19 @@ class ModelConfig:
         "and head, with `fused` operators only. `auto`: `model_dtype`.",
         choices=("auto", "bf16", *INTEGER_KV_FORMATS),
     )
+    weight_cache_gib: int = own(
+        64,
+        "Maximum size of the folder of converted weights. The second start of a model with at least 512 MiB reads its "
+        "weights from there instead of converting them again. 0 turns the folder off.",
+        unit="GiB",
+        low=0,
+        high=1024 * 1024,
+    )
+    weight_cache_path: str | None = own(
+        None,
+        "Folder of converted weights. It is created; only this user may write to it.",
+        null="`llm-serving/weights` in `$XDG_CACHE_HOME`, or in `~/.cache`",
+    )
     weight_layout: str = own(
         "nd",
         "Layout of the integers of `weight_format: int8` on an Ascend. `nd`: as loaded. `nz`: in the blocks "

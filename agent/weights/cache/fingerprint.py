@@ -1,0 +1,87 @@
+"""Describes everything on which converted weights depend: checkpoint, settings, the agent's part, and the program."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+from agent.kernels import kernel_isa, library_path
+from llm_serving.config import Config
+
+_REPOSITORY = Path(__file__).resolve().parents[3]
+_PROGRAM = ("agent/weights", "agent/kernels", "agent/models", "agent/backends", "agent/group", "llm_serving/model")
+"""Packages whose code decides the bytes of converted weights."""
+_SOURCE_FILES = ("*.safetensors", "*.gguf", "*.json")
+_SAMPLE_BYTES = 1 << 20
+
+
+def slot_name(config: Config, rank: int) -> str:
+    """Returns the name of the entry for a deployment and an agent.
+
+    The name has the model and the settings, but not the contents of the checkpoint. If only the checkpoint changes, the
+    new entry therefore replaces the old one.
+    """
+    return f"{config.model_name[:64]}-{_digest(_settings(config, rank))[:20]}.weights"
+
+
+def fingerprint(config: Config, rank: int) -> str:
+    """Returns a digest of all that decides the converted weights of an agent. Reads a little of each source file."""
+    return _digest({"settings": _settings(config, rank), "source": _source(config), "program": _program()})
+
+
+def _settings(config: Config, rank: int) -> dict[str, object]:
+    model, parallel = config.model_config, config.parallel_config
+    return {
+        "model_path": model.model_path,
+        "load_format": model.load_format,
+        "seed": model.seed if model.load_format == "dummy" else None,
+        "model_type": model.model_type,
+        "dtype": model.model_dtype,
+        "weight_format": model.weight_format,
+        "weight_group": model.weight_group,
+        "weight_layout": model.weight_layout,
+        "op_table": config.op_table,
+        "device": config.device,
+        "isa": kernel_isa(),
+        "shape": asdict(config.shape),
+        "parallel": {**asdict(parallel), "data_parallel": 1, "routing": ""},
+        "rank": rank % parallel.group_size,  # replicas have the same weights
+    }
+
+
+def _source(config: Config) -> list[object]:
+    """Returns name, size, time and a digest of the first and last megabyte of each file of the model folder."""
+    folder = config.model_config.model_path
+    if config.model_config.load_format == "dummy" or folder is None:
+        return []
+    return [_describe(file) for file in sorted(file for kind in _SOURCE_FILES for file in Path(folder).glob(kind))]
+
+
+def _describe(file: Path) -> list[object]:
+    found = file.stat()
+    with file.open("rb") as opened:
+        sample = hashlib.sha256(opened.read(_SAMPLE_BYTES))
+        opened.seek(max(0, found.st_size - _SAMPLE_BYTES))
+        sample.update(opened.read(_SAMPLE_BYTES))
+    return [file.name, found.st_size, found.st_mtime_ns, sample.hexdigest()]
+
+
+@cache
+def _program() -> str:
+    digest = hashlib.sha256(library_path().read_bytes())
+    for file in _code():
+        digest.update(f"{file.relative_to(_REPOSITORY)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _code() -> Iterator[Path]:
+    for package in _PROGRAM:
+        yield from sorted((_REPOSITORY / package).rglob("*.py"))
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

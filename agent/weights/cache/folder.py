@@ -1,0 +1,182 @@
+"""The folder of converted weights: finds the entry of an agent, stores new ones, and keeps the total size limited."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from agent.weights.cache.entry import EntryError, entry_bytes, read_entry, write_entry
+from agent.weights.cache.fingerprint import fingerprint, slot_name
+from agent.weights.storage import Array
+from llm_serving.config import Config
+
+logger = logging.getLogger("agent.weights.cache")
+
+GIB = 1024**3
+MIN_BYTES = 512 << 20
+"""Smaller models are not cached, because their weights are converted in a few seconds."""
+FREE_DISK_BYTES = 2 * GIB
+"""A new entry must leave this much of the disk free."""
+
+
+class WeightCache:
+    """The entry of one agent in the folder that all agents of this user share.
+
+    A failure of the cache is written to the log. It never fails a start, because the weights can be converted again.
+    """
+
+    def __init__(self, config: Config, rank: int, *, min_bytes: int = MIN_BYTES) -> None:
+        """``rank`` is the agent's number among all agents."""
+        model = config.model_config
+        self._limit = model.weight_cache_gib * GIB
+        self._folder = Path(model.weight_cache_path).expanduser() if model.weight_cache_path else _default_folder()
+        self._threads = min(16, len(os.sched_getaffinity(0)))
+        self._min_bytes = min_bytes
+        self._config = config
+        self._rank = rank
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the config lets this agent use the cache."""
+        return self._limit > 0
+
+    def load(self) -> dict[str, Array] | None:
+        """Returns the weights of the agent's entry in new memory, or None if there is no entry that fits.
+
+        Damaged and outdated entries are deleted, with a line in the log.
+        """
+        if not self.is_on:
+            return None
+        path, began = self._path, time.perf_counter()
+        try:
+            _check_private(self._folder)
+            weights = read_entry(path, fingerprint(self._config, self._rank), self._threads)
+            os.utime(path)  # the entries that were not used for the longest time are deleted first
+        except FileNotFoundError:
+            return None
+        except EntryError as problem:
+            logger.warning("the converted weights in %s are not used: %s; they are made again", path, problem)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+        except OSError as problem:
+            logger.warning("the converted weights in %s cannot be read: %s", path, problem)
+            return None
+        num_bytes = sum(array.nbytes for array in weights.values())
+        logger.info(
+            "read %.2f GiB of converted weights from %s in %.1f s", num_bytes / GIB, path, time.perf_counter() - began
+        )
+        return weights
+
+    def store(self, weights: Mapping[str, Array]) -> None:
+        """Writes the agent's entry, after the least recently used ones have made space for it."""
+        size = entry_bytes(weights)
+        if not self.is_on or size < self._min_bytes:
+            return
+        try:
+            self._store(weights, size)
+        except OSError as problem:
+            logger.warning("the converted weights cannot be written to %s: %s", self._folder, problem)
+
+    def _store(self, weights: Mapping[str, Array], size: int) -> None:
+        began = time.perf_counter()
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_private(self._folder)
+        with self._locked():
+            if not self._make_space(size):
+                return
+            descriptor, name = tempfile.mkstemp(prefix="new-", suffix=".tmp", dir=self._folder)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # while the lock is held, no other agent deletes the file
+        try:
+            write_entry(descriptor, fingerprint(self._config, self._rank), weights, self._threads)
+            os.replace(name, self._path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        seconds = time.perf_counter() - began
+        logger.info("wrote %.2f GiB of converted weights to %s in %.1f s", size / GIB, self._path, seconds)
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / slot_name(self._config, self._rank)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Excludes other agents from making space at the same time."""
+        descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _make_space(self, size: int) -> bool:
+        """Deletes old entries until the new one fits the limit and the disk. Returns False if it cannot fit."""
+        entries = self._entries()
+        if size > self._limit:
+            logger.warning(
+                "the converted weights need %.2f GiB, and model_config.weight_cache_gib is %d; they are not kept",
+                size / GIB,
+                self._limit // GIB,
+            )
+            return False
+        own = self._path
+        total = sum(file_size for path, file_size in entries if path != own)
+        while entries and (total + size > self._limit or self._free_disk() < size + FREE_DISK_BYTES):
+            path, file_size = entries.pop(0)
+            total -= 0 if path == own else file_size
+            path.unlink(missing_ok=True)
+            logger.info("deleted the converted weights %s, to make space for new ones", path)
+        if self._free_disk() >= size + FREE_DISK_BYTES:
+            return True
+        free = self._free_disk() / GIB
+        text = "the converted weights need %.2f GiB, and the disk has %.2f GiB free; they are not kept"
+        logger.warning(text, size / GIB, free)
+        return False
+
+    def _entries(self) -> list[tuple[Path, int]]:
+        """Returns the entries with their sizes, the least recently used first. Deletes leftovers of ended agents."""
+        for path in self._folder.glob("new-*.tmp"):
+            _delete_unless_locked(path)
+        found = []
+        for path in self._folder.glob("*.weights"):
+            with contextlib.suppress(FileNotFoundError):
+                state = path.stat()
+                found.append((state.st_mtime, path, state.st_size))
+        return [(path, size) for _, path, size in sorted(found)]
+
+    def _free_disk(self) -> int:
+        return shutil.disk_usage(self._folder).free
+
+
+def _default_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "llm-serving" / "weights"
+
+
+def _check_private(folder: Path) -> None:
+    """Raises OSError unless the folder belongs to this user and no other user can write to it."""
+    state = folder.stat()
+    if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{folder} must belong to this user, and no other user may write to it (chmod 700)")
+
+
+def _delete_unless_locked(path: Path) -> None:
+    """Deletes a file of an agent that ended while it wrote. A file that is being written is locked and stays."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,243 @@
+"""Converted weights in files: what was written is read back, and damaged, outdated or foreign files are not used."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agent.weights.cache import entry, folder
+from agent.weights.cache.folder import GIB, WeightCache
+from agent.weights.storage import Array
+from llm_serving.config import Config, load_config
+from support.model_folders import write_model_folder
+
+WEIGHTS: dict[str, Array] = {
+    "a": np.arange(5, dtype=np.float32),
+    "empty": np.zeros((0, 3), np.int8),
+    "blob": np.random.default_rng(0).integers(0, 256, (1 << 20) + 7, dtype=np.uint8),
+    "bits": np.arange(600, dtype=np.uint16).reshape(20, 30),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that divide the arrays at odd places."""
+    monkeypatch.setattr(entry, "CHUNK_BYTES", 100_000)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return config_of(tmp_path)
+
+
+def config_of(tmp_path: Path, *overrides: str) -> Config:
+    model = tmp_path / "model"
+    if not model.exists():
+        write_model_folder(model)
+    keys = (f"model_config.model_path={model}", f"model_config.weight_cache_path={tmp_path / 'cache'}", *overrides)
+    return load_config("llama_tiny_cpu.yaml", keys)
+
+
+def cache_of(config: Config, rank: int = 0) -> WeightCache:
+    return WeightCache(config, rank, min_bytes=0)
+
+
+def entries(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "cache").glob("*.weights"))
+
+
+def the_entry(tmp_path: Path) -> Path:
+    [path] = (tmp_path / "cache").glob("*.weights")
+    return path
+
+
+def test_what_was_stored_is_loaded(config: Config) -> None:
+    cache = cache_of(config)
+    assert cache.load() is None
+    cache.store(WEIGHTS)
+    loaded = cache_of(config).load()
+    assert loaded is not None
+    assert list(loaded) == list(WEIGHTS)
+    for name, array in WEIGHTS.items():
+        assert (loaded[name].dtype, loaded[name].shape) == (array.dtype, array.shape)
+        assert loaded[name].tobytes() == array.tobytes()
+        assert loaded[name].flags.writeable
+        assert loaded[name].ctypes.data % 64 == 0
+
+
+def flip(position: int) -> Callable[[bytes], bytes]:
+    def damage(content: bytes) -> bytes:
+        at = position % len(content)
+        return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+    return damage
+
+
+def promise_a_large_header(content: bytes) -> bytes:
+    return content[:8] + struct.pack("<Q", 1 << 40) + content[16:]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (flip(0), "another version"),
+        (flip(30), "checksum of its header"),
+        (flip(-1), "the checksums of 1 of 11 pieces are wrong"),
+        (flip(500_000), "the checksums of 1 of 11 pieces are wrong"),
+        (flip(8192), "the checksums of 1 of 11 pieces are wrong"),
+        (promise_a_large_header, "its header has 1099511627776 bytes"),
+        (lambda content: content[:-1], "its header promises"),
+        (lambda content: content + b"x", "its header promises"),
+        (lambda content: content[:5], "has only 5 bytes"),
+        (lambda content: b"", "has only 0 bytes"),
+    ],
+)
+def test_a_damaged_file_is_found_deleted_and_made_again(
+    tmp_path: Path, config: Config, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes], reason: str
+) -> None:
+    cache_of(config).store(WEIGHTS)
+    path = the_entry(tmp_path)
+    path.write_bytes(damage(path.read_bytes()))
+    assert cache_of(config).load() is None
+    assert reason in caplog.text
+    assert "they are made again" in caplog.text
+    assert not path.exists()
+    cache_of(config).store(WEIGHTS)
+    assert cache_of(config).load() is not None
+
+
+def test_a_gap_between_arrays_is_checked_too(tmp_path: Path, config: Config) -> None:
+    cache_of(config).store(WEIGHTS)
+    path = the_entry(tmp_path)
+    start = path.stat().st_size - entry.entry_bytes(WEIGHTS)
+    path.write_bytes(flip(start + 100)(path.read_bytes()))
+    assert cache_of(config).load() is None
+
+
+def test_a_changed_checkpoint_replaces_the_entry(
+    tmp_path: Path, config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache_of(config).store(WEIGHTS)
+    before = entries(tmp_path)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"other")
+    assert cache_of(config).load() is None
+    assert "the checkpoint, the settings or the program have changed" in caplog.text
+    cache_of(config).store(WEIGHTS)
+    assert entries(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "override", ["model_config.weight_format=int8", "model_config.model_dtype=float32", "model_config.weight_group=128"]
+)
+def test_other_settings_have_their_own_entry(tmp_path: Path, override: str) -> None:
+    base = config_of(tmp_path, "model_config.model_dtype=bfloat16")
+    cache_of(base).store(WEIGHTS)
+    other = config_of(tmp_path, "model_config.model_dtype=bfloat16", override)
+    assert cache_of(other).load() is None
+    assert cache_of(base).load() is not None
+
+
+def test_each_agent_of_a_group_has_its_own_entry_and_replicas_share_one(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        "parallel_config.tensor_parallel=2",
+        "parallel_config.data_parallel=2",
+        "serving_config.agent_ports=[0]",
+    )
+    cache_of(config, rank=0).store(WEIGHTS)
+    assert cache_of(config, rank=1).load() is None
+    assert cache_of(config, rank=2).load() is not None
+
+
+def test_small_models_and_a_limit_of_0_write_nothing(tmp_path: Path) -> None:
+    WeightCache(config_of(tmp_path), 0).store(WEIGHTS)
+    off = cache_of(config_of(tmp_path, "model_config.weight_cache_gib=0"))
+    off.store(WEIGHTS)
+    assert not off.is_on
+    assert off.load() is None
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_entry_that_was_not_used_for_the_longest_time_makes_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "GIB", 1 << 20)  # the limit of 3 GiB becomes 3 MiB: two entries of 1.01 MiB
+    configs = [
+        config_of(tmp_path, "model_config.weight_cache_gib=3", f"model_config.model_name=m{n}") for n in range(3)
+    ]
+    for number, each in enumerate(configs[:2]):
+        cache_of(each).store(WEIGHTS)
+        os.utime(next((tmp_path / "cache").glob(f"m{number}-*")), (number + 1, number + 1))
+    assert cache_of(configs[0]).load() is not None  # now the other entry is the older one
+    cache_of(configs[2]).store(WEIGHTS)
+    assert [name[:2] for name in entries(tmp_path)] == ["m0", "m2"]
+
+
+def test_weights_beyond_the_limit_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(folder, "GIB", 1 << 19)
+    cache_of(config_of(tmp_path, "model_config.weight_cache_gib=1")).store(WEIGHTS)
+    assert "model_config.weight_cache_gib is 1; they are not kept" in caplog.text
+    assert entries(tmp_path) == []
+
+
+def test_a_full_disk_is_left_alone(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(folder, "FREE_DISK_BYTES", 1 << 60)
+    cache_of(config).store(WEIGHTS)
+    assert "GiB free; they are not kept" in caplog.text
+    assert entries(tmp_path) == []
+    assert list((tmp_path / "cache").glob("*.tmp")) == []
+
+
+def test_leftovers_of_ended_agents_are_deleted_and_files_being_written_stay(tmp_path: Path, config: Config) -> None:
+    cache_of(config).store(WEIGHTS)
+    leftover = tmp_path / "cache" / "new-dead.tmp"
+    leftover.write_bytes(b"x")
+    cache_of(config).store(WEIGHTS)
+    assert not leftover.exists()
+
+
+def test_a_folder_that_others_can_write_to_is_not_trusted(
+    tmp_path: Path, config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache_of(config).store(WEIGHTS)
+    (tmp_path / "cache").chmod(0o777)
+    assert cache_of(config).load() is None
+    assert "no other user may write to it" in caplog.text
+    assert len(entries(tmp_path)) == 1
+
+
+def _store_and_load(config_json: str, number: int) -> None:
+    """Runs in a process of its own: stores the same entry several times and loads what is there."""
+    cache = cache_of(Config.from_json(config_json))
+    for _ in range(5):
+        cache.store(WEIGHTS)
+        loaded = cache.load()
+        assert loaded is not None, number
+        assert loaded["blob"].tobytes() == WEIGHTS["blob"].tobytes()
+
+
+def test_several_agents_may_store_and_load_one_entry_at_the_same_time(
+    tmp_path: Path, config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    context = multiprocessing.get_context("spawn")
+    agents = [context.Process(target=_store_and_load, args=(config.to_json(), number)) for number in range(3)]
+    for agent in agents:
+        agent.start()
+    for agent in agents:
+        agent.join()
+    assert [agent.exitcode for agent in agents] == [0, 0, 0]
+    assert len(entries(tmp_path)) == 1
+    assert list((tmp_path / "cache").glob("*.tmp")) == []
+    assert GIB == 1 << 30
