@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import shutil
 import signal
 import sys
 import time
@@ -85,6 +86,7 @@ class _Launcher:
         from llm_serving.server.run import serve
         from llm_serving.telemetry.log import EventLog
         from llm_serving.telemetry.metrics import Metrics
+        from llm_serving.telemetry.npu_metrics import NpuCollector
 
         config = self._config
         settings = config.serving_config
@@ -98,6 +100,12 @@ class _Launcher:
         for line in unused_lines(config.unused):
             log.event("settings_unused", message=line)
         metrics = Metrics()
+        if config.device == "Ascend" and shutil.which("npu-smi"):
+            first = config.serving_config.start_device_id or config.context.device_id
+            npus = NpuCollector(first, config.parallel_config.world_size)
+            metrics.registry.register(npus)
+            npus.start()
+            owned.callback(npus.close)
 
         def new_detokenizer(request: Request) -> IncrementalDetokenizer:
             return IncrementalDetokenizer.for_request(tokenizer, request.prompt_token_ids, request.sampling)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llm_serving.ipc.exchange import exchange_bytes
+from llm_serving.telemetry.npu_smi import DeviceProcess, parse_npu_smi
 from support.small_configs import REPOSITORY, small_config
 from tools.diagnosis import cann, deployment, npu, resources, software, versions
 from tools.diagnosis.finding import Level
@@ -104,7 +105,7 @@ def test_npus_with_driver_health_and_memory(tmp_path):
         (0, 3373, 65536),
         (1, 3367, 65536),
     ]
-    assert state.processes == (npu.DeviceProcess(1, 0, 106, "VLLMWorker_TP", 23189),)
+    assert state.processes == (DeviceProcess(1, 0, 106, "VLLMWorker_TP", 23189),)
 
 
 def test_devices_of_the_config_can_be_free_in_use_or_missing(tmp_path):
@@ -142,7 +143,7 @@ def test_only_visible_devices_are_counted(tmp_path):
 
 
 def test_two_chips_of_an_npu_are_two_devices_and_health_is_reported(tmp_path):
-    chips, processes = npu.parse_npu_smi(A3_ROWS)
+    chips, processes = parse_npu_smi(A3_ROWS)
     assert [(chip.number, chip.npu, chip.chip, chip.health) for chip in chips] == [
         (0, 0, 0, "OK"),
         (1, 0, 1, "Warning"),

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from llm_serving.telemetry.npu_smi import Chip, DeviceProcess, parse_npu_smi
 from tools.diagnosis import sources
 from tools.diagnosis.finding import Finding, ok, problem, warning
 from tools.diagnosis.host import Host
@@ -14,40 +15,6 @@ DRIVER_FOLDER = "/usr/local/Ascend/driver"
 COMPANION_DEVICES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 """Device files that every process needs in addition to ``/dev/davinciN``. Containers often have only some."""
 _HUAWEI, _ACCELERATOR_CLASS = "0x19e5", "0x1200"
-_MIB = 1024 * 1024
-
-_FIRST_LINE = re.compile(r"\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]+)\s*\|")
-_SECOND_LINE = re.compile(r"\|\s*(\d+)\s+(?:\d+\s*)?\|\s*[0-9A-Fa-f]{4}:[0-9A-Fa-f:.]+\s*\|(.*)\|")
-_USAGE = re.compile(r"(\d+)\s*/\s*(\d+)")
-_PROCESS = re.compile(r"\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(.*?)\s*\|\s*(\d+)\s*\|")
-
-
-@dataclass(frozen=True, slots=True)
-class Chip:
-    """A device in the list of ``npu-smi info``. ``number`` counts the chips and is the device id of ACL."""
-
-    number: int
-    npu: int
-    chip: int
-    name: str
-    health: str
-    used_mib: int
-    total_mib: int
-
-    @property
-    def free_bytes(self) -> int:
-        return (self.total_mib - self.used_mib) * _MIB
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceProcess:
-    """A process that uses memory of a chip, as ``npu-smi info`` lists it."""
-
-    npu: int
-    chip: int
-    pid: int
-    name: str
-    used_mib: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +25,6 @@ class NpuState:
     driver: str | None
     chips: tuple[Chip, ...] = ()
     processes: tuple[DeviceProcess, ...] = ()
-
-
-def parse_npu_smi(text: str) -> tuple[tuple[Chip, ...], tuple[DeviceProcess, ...]]:
-    """Parses chips and processes from the output of ``npu-smi info``."""
-    chips: list[Chip] = []
-    processes: list[DeviceProcess] = []
-    first: re.Match[str] | None = None
-    for line in text.splitlines():
-        if (process := _PROCESS.fullmatch(line.strip())) is not None:
-            npu, chip, pid, name, used = process.groups()
-            processes.append(DeviceProcess(int(npu), int(chip), int(pid), name, int(used)))
-        elif (second := _SECOND_LINE.fullmatch(line.strip())) is not None and first is not None:
-            usage = [(int(used), int(total)) for used, total in _USAGE.findall(second[2])]
-            used, total = max(usage, key=lambda each: each[1], default=(0, 0))
-            chips.append(Chip(len(chips), int(first[1]), int(second[1]), first[2], first[3], used, total))
-            first = None
-        elif (match := _FIRST_LINE.match(line.strip())) is not None:
-            first = match
-    return tuple(chips), tuple(processes)
 
 
 def look_at_npus(host: Host, wanted: bool) -> tuple[NpuState, list[Finding]]:
@@ -182,7 +130,7 @@ def _health(chips: Sequence[Chip]) -> Iterator[Finding]:
     names = ", ".join(sorted({chip.name for chip in chips}))
     yield ok("NPU", f"{len(chips)} x {names}, {chips[0].total_mib / 1024:.0f} GiB each")
     for chip in chips:
-        if chip.health.upper() != "OK":
+        if not chip.is_healthy:
             text = f"device {chip.number} ({chip.name}): health {chip.health}"
             level = problem if chip.health.lower() in ("critical", "alarm", "offline", "unknown") else warning
             yield level("NPU", text, f"npu-smi info -t health -i {chip.npu}")

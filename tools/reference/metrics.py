@@ -7,6 +7,8 @@ from typing import Any
 
 from llm_serving.routing.placement import Placed
 from llm_serving.telemetry.metrics import Metrics
+from llm_serving.telemetry.npu_metrics import NpuCollector
+from llm_serving.telemetry.npu_smi import Chip
 
 INTRODUCTION = """\
 # Metrics
@@ -33,9 +35,13 @@ def metrics_page() -> str:
     agent = {"rank": 0, "state": "ready", "summary": {"weight_bytes": 0, "kv_cache_bytes": 0}}
     replica = _Status(state="ready", placed={each.value: 0 for each in Placed})
     metrics = Metrics()
+    chips = [Chip(0, 0, 0, "", "OK", 0, 0, 0.0, 0.0, 0)]
+    npus = NpuCollector(0, 1, lambda: chips)
+    npus.update()
+    metrics.registry.register(npus)
     metrics.bind(lambda: _Status(state="ready", agents=[agent], replicas=[replica]))  # type: ignore[arg-type, return-value]
     declared = {each._name: each._labelnames for each in metrics.registry._collector_to_names if hasattr(each, "_name")}
-    rows: dict[str, list[str]] = {"Requests and steps": [], "Replicas": [], "Agents": [], "Process": []}
+    rows: dict[str, list[str]] = {"Requests and steps": [], "Replicas": [], "Agents": [], "NPUs": [], "Process": []}
     for family in sorted(metrics.registry.collect(), key=lambda each: each.name):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = ", ".join(_label(label, family) for label in declared.get(family.name) or _labels(family))
@@ -45,7 +51,8 @@ def metrics_page() -> str:
 
 
 def _section(name: str) -> str:
-    parts = {"llm_serving_replica_": "Replicas", "llm_serving_agent_": "Agents", "llm_serving_": "Requests and steps"}
+    parts = {"llm_serving_replica_": "Replicas", "llm_serving_agent_": "Agents", "llm_serving_npu_": "NPUs"}
+    parts["llm_serving_"] = "Requests and steps"
     return next((title for prefix, title in parts.items() if name.startswith(prefix)), "Process")
 
 
@@ -56,5 +63,5 @@ def _labels(family: Any) -> list[str]:
 def _label(name: str, family: Any) -> str:
     """Returns a metric's label as text, with its possible values if the server defines them in advance."""
     values = list(dict.fromkeys(sample.labels[name] for sample in family.samples if name in sample.labels))
-    fixed = values and name not in ("replica", "rank")
+    fixed = values and name not in ("replica", "rank", "device")
     return f"`{name}` ({', '.join(values)})" if fixed else f"`{name}`"

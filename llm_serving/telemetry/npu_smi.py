@@ -1,0 +1,113 @@
+"""Reads the table of ``npu-smi info``: health, temperature, use and memory of each NPU chip, and its processes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+
+_MIB = 1024 * 1024
+TIMEOUT_S = 30.0
+
+_FIRST_LINE = re.compile(r"\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]+)\s*\|\s*(\S+)?\s*(\S+)?")
+_SECOND_LINE = re.compile(r"\|\s*(\d+)\s+(?:\d+\s*)?\|\s*[0-9A-Fa-f]{4}:[0-9A-Fa-f:.]+\s*\|(.*)\|")
+_USAGE = re.compile(r"(\d+)\s*/\s*(\d+)")
+_AI_CORE = re.compile(r"\s*(\d+)\s+\d+\s*/")
+_PROCESS = re.compile(r"\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(.*?)\s*\|\s*(\d+)\s*\|")
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """A device in the list of ``npu-smi info``. ``number`` counts the chips and is the device id of ACL."""
+
+    number: int
+    npu: int
+    chip: int
+    name: str
+    health: str
+    used_mib: int
+    total_mib: int
+    temperature_c: float | None = None
+    """None if the table has no number."""
+    power_w: float | None = None
+    ai_core_percent: int | None = None
+    """Use of the matrix and vector cores in the last sampling interval."""
+
+    @property
+    def free_bytes(self) -> int:
+        return (self.total_mib - self.used_mib) * _MIB
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the driver reports no fault."""
+        return self.health.upper() == "OK"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProcess:
+    """A process that uses memory of a chip, as ``npu-smi info`` lists it."""
+
+    npu: int
+    chip: int
+    pid: int
+    name: str
+    used_mib: int
+
+
+def parse_npu_smi(text: str) -> tuple[tuple[Chip, ...], tuple[DeviceProcess, ...]]:
+    """Return chips and processes from the output of ``npu-smi info``. Other lines are skipped."""
+    chips: list[Chip] = []
+    processes: list[DeviceProcess] = []
+    first: re.Match[str] | None = None
+    for line in text.splitlines():
+        if (process := _PROCESS.fullmatch(line.strip())) is not None:
+            npu, chip, pid, name, used = process.groups()
+            processes.append(DeviceProcess(int(npu), int(chip), int(pid), name, int(used)))
+        elif (second := _SECOND_LINE.fullmatch(line.strip())) is not None and first is not None:
+            chips.append(_chip(len(chips), first, second))
+            first = None
+        elif (match := _FIRST_LINE.match(line.strip())) is not None:
+            first = match
+    return tuple(chips), tuple(processes)
+
+
+def read_chips() -> tuple[Chip, ...]:
+    """Run ``npu-smi info`` and return its chips. Empty if the program is missing or fails. Takes up to seconds."""
+    try:
+        done = subprocess.run(
+            ["npu-smi", "info"],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        return ()
+    return parse_npu_smi(done.stdout)[0] if done.returncode == 0 else ()
+
+
+def _chip(number: int, first: re.Match[str], second: re.Match[str]) -> Chip:
+    usage = [(int(used), int(total)) for used, total in _USAGE.findall(second[2])]
+    used, total = max(usage, key=lambda each: each[1], default=(0, 0))
+    busy = _AI_CORE.match(second[2])
+    return Chip(
+        number=number,
+        npu=int(first[1]),
+        chip=int(second[1]),
+        name=first[2],
+        health=first[3],
+        used_mib=used,
+        total_mib=total,
+        temperature_c=_number(first[5]),
+        power_w=_number(first[4]),
+        ai_core_percent=None if busy is None else int(busy[1]),
+    )
+
+
+def _number(text: str | None) -> float | None:
+    """Return a number of the table, or None for a dash or an empty cell."""
+    try:
+        return float(text or "")
+    except ValueError:
+        return None
