@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from pathlib import Path
 
 from llm_serving.errors import LLMServingError
+
+_SHOWN_CHARS = 80
+"""Maximum number of characters of a key in an error message."""
 
 
 def read_small_text(path: Path, max_bytes: int, error: type[LLMServingError]) -> str:
@@ -45,9 +49,12 @@ def read_json_object(file: Path, max_bytes: int, error: type[LLMServingError]) -
 
 
 def no_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return the pairs of a JSON object as a dict (a hook of ``json.loads``). Raises ValueError for a repeated key."""
+    """Return the pairs of a JSON object as a dict (a hook of ``json.loads``). Raises ValueError for a repeated key.
+
+    The time is proportional to the number of pairs, also if the object comes from a stranger and keys repeat.
+    """
     values = dict(pairs)
     if len(values) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"duplicate key {next(key for key in keys if keys.count(key) > 1)!r}")
+        [(key, times)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"duplicate key {key[:_SHOWN_CHARS]!r}, {times} times in one object; keep one")
     return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from llm_serving.formats.small_files import no_duplicate_keys
 from llm_serving.server.errors import (
     BodyTimeoutError,
     ClientGoneError,
@@ -19,6 +21,7 @@ from llm_serving.server.errors import (
     MediaTypeError,
     PayloadTooLargeError,
 )
+from llm_serving.server.json_structure import count_keys, structure_of
 from llm_serving.server.limits import BODY_TIMEOUT_S, MAX_JSON_DEPTH
 from llm_serving.server.validation import RequestModel, clip, request_error
 
@@ -27,29 +30,15 @@ ModelT = TypeVar("ModelT", bound=RequestModel)
 DRAIN_TIMEOUT_S = 1.0
 DRAIN_BYTES = 32 * 1024 * 1024
 
-_AS_SQUARE = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
-
 
 async def read_request(model: type[ModelT], request: Request, max_bytes: int) -> ModelT:
     """Read the JSON body of a request as an object of the pydantic class ``model``.
 
-    Raises RequestError (status 400, 408, 413 or 415), or ClientGoneError. NaN, Infinity, numbers beyond a double, and
-    text that is not UTF-8 are refused.
+    Raises RequestError (status 400, 408, 413 or 415), or ClientGoneError. NaN, Infinity, numbers beyond a double, text
+    that is not UTF-8 and objects with a repeated key are refused.
     """
     _check_headers(request)
-    body = await _read_in_time(request, max_bytes)
-    _check_depth(body)
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as reason:
-        raise InvalidJSONError(f"The request body is not valid JSON: {reason}") from None
-    if not isinstance(value, dict):
-        raise InvalidJSONError(f"The request body must be a JSON object, not {_kind(value)}.")
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise request_error(error) from None
+    return _parse(model, await _read_in_time(request, max_bytes))
 
 
 def json_response(content: Any, request_id: str | None = None, status: int = 200) -> Response:
@@ -141,19 +130,32 @@ async def _drain(receive: Receive) -> None:
         return
 
 
-def _check_depth(body: bytes) -> None:
-    """Raise InvalidJSONError if a body is nested deeper than ``MAX_JSON_DEPTH``, before the JSON parser runs.
-
-    Each pass of the loop removes the innermost brackets. The parser refuses a body with unmatched brackets.
-    """
-    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
-        return
-    outside_strings = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]
-    brackets = b"".join(outside_strings).translate(_AS_SQUARE, _NO_BRACKETS)
-    for _ in range(MAX_JSON_DEPTH):
-        brackets = brackets.replace(b"[]", b"")
-    if brackets and brackets.count(b"[") == brackets.count(b"]"):
+def _parse(model: type[ModelT], body: bytes) -> ModelT:
+    """Return a JSON text as an object of ``model``. The limits are checked before the JSON parser runs."""
+    structure = structure_of(body)
+    if structure.is_deeper_than(MAX_JSON_DEPTH):
         raise InvalidJSONError(f"The request body is nested deeper than {MAX_JSON_DEPTH} levels.")
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as reason:
+        raise InvalidJSONError(f"The request body is not valid JSON: {reason}") from None
+    if not isinstance(value, dict):
+        raise InvalidJSONError(f"The request body must be a JSON object, not {_kind(value)}.")
+    if count_keys(value) != structure.num_keys:
+        raise InvalidJSONError(f"The request body is ambiguous: it has a {_repeated_key(body)}.")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise request_error(error) from None
+
+
+def _repeated_key(body: bytes) -> str:
+    """Return a message with the repeated key of a body. orjson keeps the last value of a key and reports nothing."""
+    try:
+        json.loads(body, object_pairs_hook=no_duplicate_keys)
+    except ValueError as reason:
+        return str(reason)
+    raise AssertionError("no key of the body repeats")
 
 
 def _kind(value: object) -> str:
