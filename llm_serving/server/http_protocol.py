@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from llm_serving.server.limits import HEADER_TIMEOUT_S, MAX_HEADER_BYTES
+from llm_serving.server.limits import HEADER_TIMEOUT_S, MAX_FRAMING_RATIO, MAX_HEADER_BYTES, MESSAGE_TIMEOUT_S
 
 RECEIVED_AT = "llm_serving.received_at"
 """Key of the ASGI scope for the start of the request on the monotonic clock, from which latencies count.
@@ -122,13 +122,36 @@ class StreamChannel:
         cycle.on_response()
 
 
+class TrailerError(Exception):
+    """The client sends headers after a chunked body."""
+
+
+class PipelinedError(Exception):
+    """The client sends a request before the response to the previous one is complete."""
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """An HTTP connection. It is closed if a request's headers are too long (431) or arrive too slowly (408)."""
+    """An HTTP connection with limits on everything that a client sends beside the body.
+
+    - Headers that are too long (431) or arrive too slowly (408) close the connection.
+    - A chunked body must not have trailers, and its framing must not be much longer than the body (400).
+    - A message must be complete after ``MESSAGE_TIMEOUT_S``. A handler has a shorter time limit for a body that it
+      reads, and responds with an error.
+    - Requests must not be pipelined. If a client sends a request too early, the connection closes after the response
+      that is being made. The connection is still read, so that the end of the client ends the work for it.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._header_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
+        self._message_timer: asyncio.TimerHandle | None = None
+        self._in_body = False
+        self._new_body_bytes = 0
+        self._body_bytes = 0
+        self._framing_bytes = 0
+        self._silent_bytes = 0
+        self._is_discarding = False
         self.channel_user: ChannelUser | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -137,6 +160,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._headers_done()
+        self._message_done()
         super().connection_lost(exc)
         if self.channel_user is not None:
             self.channel_user.lost()
@@ -147,17 +171,33 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.channel_user.drained()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_discarding:
+            return
+        was_in_body = self._in_body
+        self._new_body_bytes = 0
         super().data_received(data)
         if self._header_timer is not None:
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
                 self._refuse(b"431 Request Header Fields Too Large")
+        elif self._in_body:
+            if self._message_timer is None:
+                self._message_timer = self.loop.call_later(MESSAGE_TIMEOUT_S, self._refuse, b"408 Request Timeout")
+            if was_in_body:
+                self._count_framing(len(data))
 
     def on_message_begin(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            raise PipelinedError
         super().on_message_begin()
         self.scope[RECEIVED_AT] = time.monotonic()  # type: ignore[literal-required]
         if self._header_timer is None:
             self._await_headers()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_body:
+            raise TrailerError
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._headers_done()
@@ -167,6 +207,34 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.scope[RECEIVED_AT] = min(self.scope[RECEIVED_AT], sent)  # type: ignore[literal-required]
         super().on_headers_complete()
         self.scope[STREAM_CHANNEL] = StreamChannel(self, self.cycle)  # type: ignore[literal-required]
+        self._in_body = True
+        self._body_bytes = self._framing_bytes = self._silent_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._new_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._message_done()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Respond to data that is not HTTP, or that is refused. The parser cannot continue afterwards."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or self._in_body:
+            self._refuse(b"400 Bad Request")
+        else:  # the data follow a complete request, whose response is being made
+            self._is_discarding = True
+            cycle.keep_alive = False  # the connection closes after the response
+
+    def _count_framing(self, received: int) -> None:
+        """Refuse a chunked body with endless trailers or chunk extensions. The parser keeps an unfinished line."""
+        self._body_bytes += self._new_body_bytes
+        self._framing_bytes += received - self._new_body_bytes
+        self._silent_bytes = 0 if self._new_body_bytes else self._silent_bytes + received
+        allowed = MAX_HEADER_BYTES + MAX_FRAMING_RATIO * self._body_bytes
+        if self._silent_bytes > MAX_HEADER_BYTES or self._framing_bytes > allowed:
+            self._refuse(b"400 Bad Request")
 
     def _await_headers(self) -> None:
         self._header_bytes = 0
@@ -177,8 +245,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._header_timer.cancel()
             self._header_timer = None
 
+    def _message_done(self) -> None:
+        self._in_body = False
+        if self._message_timer is not None:
+            self._message_timer.cancel()
+            self._message_timer = None
+
     def _refuse(self, status: bytes) -> None:
+        """Close the connection, with a response that has only a status unless the message has a response."""
+        has_response = self._in_body and self.cycle.response_started
         self._headers_done()
-        if not self.transport.is_closing():
+        self._message_done()
+        self._is_discarding = True
+        if self.transport.is_closing():
+            return
+        if not has_response:
             self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
-            self.transport.close()
+        self.transport.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SLICE_BYTES = 64 * 1024
-"""Bytes that are examined at once. Other threads may run between two slices."""
+"""Number of bytes that one pass examines. Other threads may run between two slices."""
 
 _AS_SQUARE = bytes.maketrans(b"{}", b"[]")
 _NOT_STRUCTURAL = bytes(byte for byte in range(256) if byte not in b"[]{},:")

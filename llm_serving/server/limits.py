@@ -24,7 +24,11 @@ BODY_TIMEOUT_S = 30.0
 """Maximum time in seconds until a request's body has arrived."""
 HEADER_TIMEOUT_S = 15.0
 """Maximum time in seconds until a request's headers have arrived, from the connection or the request's first byte."""
+MESSAGE_TIMEOUT_S = BODY_TIMEOUT_S + 5.0
+"""Maximum time in seconds from a request's headers to the end of its message, also if no handler reads its body."""
 MAX_HEADER_BYTES = 64 * 1024
+MAX_FRAMING_RATIO = 8
+"""Maximum bytes of chunk framing for each byte of a chunked body. A chunk of one byte has five."""
 KEEP_ALIVE_S = 75.0
 
 INLINE_TOKENIZE_CHARS = 4096

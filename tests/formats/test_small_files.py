@@ -31,7 +31,8 @@ def test_the_search_for_a_repeated_key_takes_linear_work():
 
 def test_a_long_key_is_shortened(tmp_path):
     file = tmp_path / "config.json"
-    file.write_text('{"%s": 1, "%s": 2}' % ("k" * 5000, "k" * 5000))
-    with pytest.raises(CheckpointError, match="duplicate key 'k{80}', 2 times in one object") as error:
+    key = "k" * 5000
+    file.write_text(f'{{"{key}": 1, "{key}": 2}}')
+    with pytest.raises(CheckpointError, match=r"duplicate key 'k{80}', 2 times in one object") as error:
         read_json_object(file, 1 << 20, CheckpointError)
     assert len(str(error.value)) < 400

@@ -138,10 +138,104 @@ def test_bytes_that_are_not_http(server):
     assert server.http.get("/health/live").status_code == 200
 
 
+CHUNKED = http_request("/v1/completions", b"", "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b"")
+
+
+def send_until_refused(connection: socket.socket, block: bytes) -> tuple[int, bytes]:
+    """Sends ``block`` until the server closes. Returns the number of accepted bytes and the response, if it arrived."""
+    sent = 0
+    answer = b""
+    try:
+        while sent < 16 * 1024 * 1024:
+            connection.sendall(block)
+            sent += len(block)
+        answer = connection.recv(64)
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    return sent, answer
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        b"X-Trailer: x\r\n" * 4096,
+        b"x" * 65536,
+        b"X-Trailer: " + b"x" * 65536,
+    ],
+    ids=["many", "no colon", "long"],
+)
+def test_endless_trailers_are_cut_off(server, engine, block):
+    with server.raw(CHUNKED + b"1\r\n{\r\n0\r\n") as connection:
+        sent, answer = send_until_refused(connection, block)
+    assert sent < 16 * 1024 * 1024
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
+    assert engine.submitted == []
+
+
+def test_one_trailer_is_refused(server, engine):
+    body = b'{"prompt": "a"}'
+    with server.raw(CHUNKED + b"%x\r\n%b\r\n0\r\nX-Trailer: 1\r\n\r\n" % (len(body), body)) as connection:
+        assert read_response(connection)[0] == 400
+        assert connection.recv(1) == b""
+    assert engine.submitted == []
+
+
+def test_endless_chunk_extensions_are_cut_off(server):
+    with server.raw(CHUNKED + b"1;x=") as connection:
+        assert send_until_refused(connection, b"x" * 65536)[0] < 16 * 1024 * 1024
+
+
+def test_small_chunks_are_accepted(server, engine):
+    body = json.dumps({"prompt": [5] * 20, "max_tokens": 3}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    with server.raw(CHUNKED) as connection:
+        for start in range(0, len(chunks), 60):
+            connection.sendall(chunks[start : start + 60])
+        connection.sendall(b"0\r\n\r\n")
+        assert read_response(connection)[0] == 200
+
+
+def test_a_message_that_does_not_end_is_cut_off(server, monkeypatch):
+    monkeypatch.setattr(http_protocol, "MESSAGE_TIMEOUT_S", 0.2)
+    head = CHUNKED.replace(b"POST /v1/completions", b"GET /health/live")
+    with server.raw(head + b"1\r\nx\r\n") as connection:
+        assert read_response(connection)[0] == 200
+        assert connection.recv(1) == b""  # the server closes, although the client would go on sending
+
+
 def test_requests_on_one_connection(server, engine):
     request = http_request("/v1/completions", b'{"prompt": "a"}')
     with server.raw(request) as connection:
+        for _ in range(3):
+            assert read_response(connection)[0] == 200
+            connection.sendall(b"\r\n" + request)  # some clients send an empty line after a body
         assert read_response(connection)[0] == 200
-        connection.sendall(request * 2)
+    assert len(engine.submitted) == 4
+
+
+def test_pipelined_requests_are_not_run(server, engine):
+    request = http_request("/v1/completions", b'{"prompt": "a"}')
+    with server.raw(request * 3) as connection:
+        status, headers, _ = read_response(connection)
+        assert (status, headers["connection"]) == (200, "close")
+        assert connection.recv(1) == b""
+    assert len(engine.submitted) == 1
+
+
+def test_garbage_after_a_request_does_not_replace_its_response(server, engine):
+    slow(engine, delay_s=0.01)
+    with server.raw(http_request("/v1/completions", b'{"prompt": "a", "max_tokens": 5}') + b"\x00\x01") as connection:
         assert read_response(connection)[0] == 200
-        wait_until(lambda: len(engine.submitted) == 3)
+        assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_going_away_after_a_pipelined_request_aborts(server, engine, stream):
+    slow(engine)
+    request = http_request("/v1/completions", json.dumps({**SLOW, "stream": stream}).encode())
+    connection = server.raw(request)
+    wait_until(lambda: any(one.num_pieces for one in engine.submitted))
+    connection.sendall(request + http_request("/v1/completions", b"x" * 200_000))
+    connection.close()
+    assert wait_until(lambda: aborted(engine)) < 0.5
+    assert len(engine.submitted) == 1
