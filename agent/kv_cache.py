@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from agent.backends.base import BlockMoves, CacheLayout, OpTable
@@ -23,8 +25,9 @@ class KVCache:
         def layout(num_blocks: int) -> CacheLayout:
             return ops.cache_layout(num_blocks, cache.block_size, shape.num_key_value_heads, shape.head_dim)
 
-        self.keys = [zeros(*layout(cache.num_blocks)) for _ in range(shape.num_layers)]
-        self.values = [zeros(*layout(cache.num_blocks)) for _ in range(shape.num_layers)]
+        with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+            made = list(pool.map(lambda _: zeros(*layout(cache.num_blocks)), range(2 * shape.num_layers)))
+        self.keys, self.values = made[: shape.num_layers], made[shape.num_layers :]
         self._host_layout = layout(config.num_host_blocks)
         self._ops = ops
 

@@ -33,15 +33,17 @@ class LoadedModel:
     """Moves blocks of ``kv_cache``."""
 
 
-def load_model(config: Config, part: ModelPart, report: Callable[[int, int], None]) -> LoadedModel:
+def load_model(
+    config: Config, part: ModelPart, report: Callable[[int, int], None], cache: WeightCache | None = None
+) -> LoadedModel:
     """Builds one part of the model and gives its parameters their values.
 
-    ``config`` has the sizes of the part. ``report`` takes the number of tensors done and the total number. Imports
-    mindspore. Raises CheckpointError or AgentStartError.
+    ``config`` has the sizes of the part. ``report`` takes the number of tensors done and the total number. ``cache``
+    may have converted weights. Imports mindspore. Raises CheckpointError or AgentStartError.
     """
     from agent.backends.selector import select_op_table
 
-    cache = WeightCache(config, part.place.rank)
+    kv_cache = None
     from agent.models.registry import find_model
 
     whole = part.whole
@@ -54,7 +56,9 @@ def load_model(config: Config, part: ModelPart, report: Callable[[int, int], Non
         ops = select_op_table(config, part, forms=forms)
         packs = ops.traits.packs_weights
         own = shard_specs(specs, part, equal_vocabularies=not packs)
-        weights = cache.load()
+        if cache is not None and cache.has_entry:  # makes the KV cache while a thread reads the weights
+            kv_cache = KVCache(config, ops)
+        weights = None if cache is None else cache.load()
         if weights is None:
             weights = load_weights(
                 own.specs,
@@ -64,10 +68,12 @@ def load_model(config: Config, part: ModelPart, report: Callable[[int, int], Non
                 _packing(config) if packs else None,
                 forms,
             )
-            cache.store(weights)
+            if cache is not None:
+                # Native tables may release or move weights later, so only packed weights can be written meanwhile.
+                (cache.store_in_background if packs else cache.store)(weights)
     finally:
         source.close()
-    kv_cache = KVCache(config, ops)
+    kv_cache = kv_cache or KVCache(config, ops)
     network = definition.build(config, ops)
     moves = _bind_parameters(network.parameters_dict(), weights, kv_cache)
     is_whole = ops.is_first_stage and ops.is_last_stage

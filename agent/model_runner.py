@@ -19,6 +19,7 @@ from agent.profiling import Profiling
 from agent.sampler import Sampler
 from agent.step_inputs import Int32Array, StepInputs, StepReader
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
+from agent.weights.cache import WeightCache
 from agent.weights.storage import STORAGE_DTYPES, Array, huge_page_bytes
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentStartError, GroupBrokenError, GroupDownError, ProtocolError
@@ -52,6 +53,8 @@ class ModelRunner:
                 f"an agent of a group of {config.parallel_config.group_size} was started "
                 f"{'without' if exchange is None else 'with'} an exchange"
             )
+        self._weight_cache = WeightCache(config, rank)
+        self._weight_cache.begin_load()
         start_runtime(config, rank)
         self._config = config = self._part.narrow(config)
         self._report = report
@@ -75,7 +78,9 @@ class ModelRunner:
     def load(self) -> None:
         """Builds the model and gives its parameters their values. Raises CheckpointError or AgentStartError."""
         start = time.perf_counter()
-        self._model = load_model(self._config, self._part, lambda done, of: self._report("load", done, of))
+        self._model = load_model(
+            self._config, self._part, lambda done, of: self._report("load", done, of), self._weight_cache
+        )
         self._seconds["load"] = time.perf_counter() - start
 
     def compile(self) -> None:

@@ -20,6 +20,7 @@ from llm_serving.config.schema import section_keys
 from llm_serving.config.sections import SECTIONS
 from llm_serving.config.source import unused_lines
 from llm_serving.errors import CheckpointError, ConfigError, MemoryPlanError
+from llm_serving.planning.auto_blocks import fit_blocks
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import MemoryPlan, plan_memory
 
@@ -66,11 +67,12 @@ def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine
     """
     arguments = _parser().parse_args(argv)
     try:
-        config = load_config(arguments.config, arguments.overrides)
+        machine = machine or Machine.detect()
+        config = fit_blocks(load_config(arguments.config, arguments.overrides), machine)
         if arguments.print_config:
             sys.stdout.write(config_as_yaml(config))
             sys.exit(0)
-        plan = plan_memory(config, machine or Machine.detect())
+        plan = plan_memory(config, machine)
     except (ConfigError, CheckpointError, MemoryPlanError) as error:
         _refuse(str(error))
     if arguments.check:

@@ -5,6 +5,8 @@ Conversions round to nearest, ties to even. A value that the target type cannot 
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ STORAGE_DTYPES: dict[str, Any] = {
 
 _CHUNK_ELEMENTS = 1 << 15
 _ALIGNMENT = 64
+_HUGE_PAGE = 2 << 20
+_POPULATE = 23
+"""Linux's MADV_POPULATE_WRITE, since 5.14, which the module ``mmap`` does not name."""
 
 
 def allocate(shape: tuple[int, ...], dtype: str) -> Array:
@@ -36,7 +41,20 @@ def allocate(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def zeros(shape: tuple[int, ...], dtype: str) -> Array:
-    """Returns an array of zeros. Writes them now, so that the system really allocates the pages."""
+    """Returns an array of zeros. The system allocates the pages now, so that a lack of memory shows at the start.
+
+    A large array has memory of its own in huge pages, which the system clears once. Releases the GIL meanwhile.
+    """
+    storage = np.dtype(STORAGE_DTYPES[dtype])
+    num_bytes = int(np.prod(shape)) * storage.itemsize
+    if num_bytes >= _HUGE_PAGE:
+        memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        raw = np.frombuffer(memory, np.uint8)
+        start = -raw.ctypes.data % _HUGE_PAGE
+        pages = raw[start : start + num_bytes]
+        if ctypes.CDLL(None).madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(num_bytes), _POPULATE) == 0:
+            return pages.view(storage).reshape(shape)
     array = allocate(shape, dtype)
     array.fill(0)
     return array

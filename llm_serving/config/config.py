@@ -58,6 +58,9 @@ class Config:
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     notes: tuple[str, ...] = ()
     """Messages for the log about contradicting values, which say the value that applies."""
+    auto_blocks: bool = False
+    """Whether ``pa_config.num_blocks`` was ``auto``. ``load_config`` then sets the smallest number that works, and
+    ``llm_serving.planning.auto_blocks`` the largest number that fits the machine."""
     unused: tuple[UnusedSetting, ...] = ()
     """Settings of the YAML files that were read but have no effect, with the reasons."""
 

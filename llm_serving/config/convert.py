@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, cast
 
 from llm_serving.config.published_sections import PUBLISHED_SECTIONS
-from llm_serving.config.schema import KeyInfo, key_info
+from llm_serving.config.schema import AUTO_SIZE, KeyInfo, key_info
 from llm_serving.config.sections import SECTIONS
 from llm_serving.config.source import RawConfig, UnusedSetting, key_error
 from llm_serving.errors import ConfigError
@@ -121,10 +121,13 @@ def _convert_list(value: object, element: Any, source: str, path: str, info: Key
 
 
 def _convert_scalar(value: object, hint: type, source: str, path: str, info: KeyInfo) -> Any:
+    if info.auto and value == "auto":
+        return AUTO_SIZE
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if abs(value) < 1e300 else math.inf
     if type(value) is not hint:
-        raise key_error(source, path, value, f"must be {_describe(hint)}, not {_describe(type(value))}")
+        wanted = f"{_describe(hint)} or auto" if info.auto else _describe(hint)
+        raise key_error(source, path, value, f"must be {wanted}, not {_describe(type(value))}")
     if isinstance(value, str):
         return _check_text(value, source, path, info)
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -13,11 +13,13 @@ from llm_serving.config.lookup import find_path
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
 from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers, check_op_table
 from llm_serving.config.model_section import ModelConfig
-from llm_serving.config.sections import ServingConfig, TokenizerConfig
+from llm_serving.config.schema import AUTO_SIZE
+from llm_serving.config.sections import PagedAttentionConfig, ServingConfig, TokenizerConfig
 from llm_serving.config.source import RawConfig, UnusedSetting
 from llm_serving.config.validation import (
     check_ascend_options,
     check_batches,
+    check_cache,
     check_cores,
     check_device,
     check_formats,
@@ -39,6 +41,10 @@ _TOKENIZER_FILES = (
     ("LlamaTokenizerFast", "vocab.json"),
 )
 """Tokenizer types and their files in a model folder, the preferred one first."""
+_CPU_BLOCK_SIZE = 16
+_ASCEND_BLOCK_SIZES = (128, 64, 32, 16)
+"""Block sizes of the Ascend's PagedAttention, in order of preference. vllm-mindspore uses 128 as well."""
+_ASCEND_BLOCK_ELEMENTS = 16_384
 _TORCH_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _COMPARED_SIZES = (
     "hidden_size",
@@ -94,6 +100,7 @@ class Resolver:
         check_cores(self._raw, model.cpu_cores)
         sections = self._sections | {"model_config": model, "tokenizer": self._find_tokenizer(folder)}
         sections["serving_config"] = self._with_all_ports()
+        sections["pa_config"] = self._sized_cache(device, model, shape)
         config = Config(
             file=self._raw.file,
             **sections,
@@ -101,6 +108,7 @@ class Resolver:
             context=context,
             stored_weight_format=stored_weight_format(folder) if folder and model.load_format != "dummy" else None,
             stored_weight_group=stored_weight_group(folder) if folder and model.load_format != "dummy" else 1,
+            auto_blocks=self._sections["pa_config"].num_blocks == AUTO_SIZE,
             notes=tuple(self._notes),
             unused=(*self._unused, *(mindformers.unused if mindformers else ())),
         )
@@ -115,6 +123,20 @@ class Resolver:
         check_sum_parts(self._raw, config)
         check_mindformers(self._raw, config)
         return config
+
+    def _sized_cache(self, device: str, model: ModelConfig, shape: ModelShape) -> PagedAttentionConfig:
+        """Return the section with numbers instead of ``auto``: the device's block size, and the fewest blocks.
+
+        The fewest blocks hold one sequence of the maximum length, and the block that pads tables.
+        """
+        cache: PagedAttentionConfig = self._sections["pa_config"]
+        if cache.block_size == AUTO_SIZE:
+            cache = replace(cache, block_size=_block_size(device, shape.head_dim))
+        if cache.num_blocks == AUTO_SIZE:
+            longest = min(cache.decode_seq_length, model.max_generate_length, shape.max_positions)
+            cache = replace(cache, num_blocks=max(2, -(-(longest - 1) // cache.block_size) + 1))
+        check_cache(self._raw, cache)
+        return cache
 
     def _with_all_ports(self) -> ServingConfig:
         """Return ``serving_config`` with a port for each agent. ``agent_ports: [0]`` becomes one 0 for each agent."""
@@ -275,6 +297,13 @@ class Resolver:
                 return TokenizerConfig(candidate, str(file))
         wanted = " or ".join(name for candidate, name in _TOKENIZER_FILES if kind in ("auto", candidate))
         raise self._raw.error("tokenizer.type", kind, f"{path} {'has' if path.is_dir() else 'is'} no {wanted}")
+
+
+def _block_size(device: str, head_dim: int) -> int:
+    """Return the block size that is best for a device. An Ascend's kernels limit block size x head size."""
+    if device == "CPU":
+        return _CPU_BLOCK_SIZE
+    return next((size for size in _ASCEND_BLOCK_SIZES if size * head_dim <= _ASCEND_BLOCK_ELEMENTS), 16)
 
 
 def _check_weights_present(folder: Path) -> None:

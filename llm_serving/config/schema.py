@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+AUTO_SIZE = 0
+"""Stands for ``auto`` in a key of integers that must be above 0."""
 _METADATA_KEY = "config_key"
 
 
@@ -30,6 +32,8 @@ class KeyInfo:
     unavailable: tuple[tuple[object, str], ...] = ()
     """Values of the published server's configs that this server refuses, each with the reason: (value, reason)."""
     normalise: Callable[[str], str] | None = None
+    auto: bool = False
+    """Whether the text ``auto`` is accepted. It is stored as ``AUTO_SIZE`` until the loader replaces it."""
     no_effect: str = ""
     """Reason why a published key has no effect here. Its type is checked. Empty for a key with an effect."""
 

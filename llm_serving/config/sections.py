@@ -74,9 +74,22 @@ class PagedAttentionConfig:
     """The KV cache."""
 
     num_blocks: int = published(
-        1024, "Blocks of the KV cache. The first one pads block tables.", unit="blocks", low=2, high=MAX_BLOCKS
+        1024,
+        "Blocks of the KV cache. The first one pads block tables. `auto`: as many as fit the free memory after the "
+        "weights, at most those that all running sequences can use, if there is no prefix cache.",
+        unit="blocks",
+        low=2,
+        high=MAX_BLOCKS,
+        auto=True,
     )
-    block_size: int = published(16, "Tokens in a block.", unit="tokens", low=1, high=1024)
+    block_size: int = published(
+        16,
+        "Tokens in a block. `auto`: 16 on a CPU, and on an Ascend the largest size of its kernels, up to 128.",
+        unit="tokens",
+        low=1,
+        high=1024,
+        auto=True,
+    )
     decode_seq_length: int = published(
         4096,
         "Maximum length of a sequence in the cache, prompt and output together.",

@@ -113,7 +113,7 @@ CASES = [
     Case(
         "text for an integer",
         with_section("pa_config: {num_blocks: many}"),
-        f"{FILE}: pa_config.num_blocks = 'many': must be an integer, not text",
+        f"{FILE}: pa_config.num_blocks = 'many': must be an integer or auto, not text",
     ),
     Case(
         "boolean for an integer",
@@ -160,7 +160,7 @@ CASES = [
     Case(
         "wrong type on the command line",
         MODEL,
-        "--set: pa_config.num_blocks = 'x': must be an integer, not text",
+        "--set: pa_config.num_blocks = 'x': must be an integer or auto, not text",
         ("pa_config.num_blocks=x",),
     ),
     # Values out of range or not known.

@@ -70,7 +70,8 @@ def section_page(name: str, cls: type) -> str:
     hints = typing.get_type_hints(cls)
     defaults = {declared.name: declared.default for declared in fields(cls) if key_info(declared) is not None}
     rows = "".join(
-        f"| `{key}`{' **P**' if info.published else ''} | {meaning(info)} | {type_name(hints[key])} | {info.unit} "
+        f"| `{key}`{' **P**' if info.published else ''} | {meaning(info)} "
+        f"| {type_name(hints[key])}{' or `auto`' if info.auto else ''} | {info.unit} "
         f"| {default(defaults[key])} | {allowed(info)} |\n"
         for key, info in section_keys(cls).items()
     )

@@ -9,8 +9,10 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from agent.weights.cache.entry import EntryError, entry_bytes, read_entry, write_entry
@@ -40,8 +42,24 @@ class WeightCache:
         self._folder = Path(model.weight_cache_path).expanduser() if model.weight_cache_path else _default_folder()
         self._threads = min(16, len(os.sched_getaffinity(0)))
         self._min_bytes = min_bytes
+        self._pending: Future[dict[str, Array] | None] | None = None
         self._config = config
         self._rank = rank
+
+    def begin_load(self) -> None:
+        """Starts ``load`` in a thread, so that MindSpore can be imported meanwhile. ``load`` then waits for the result.
+
+        Without an entry, this method does nothing.
+        """
+        if self.has_entry:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="weight-cache")
+            self._pending = pool.submit(self._load)
+            pool.shutdown(wait=False)
+
+    @property
+    def has_entry(self) -> bool:
+        """Whether there is a file for this agent. Its contents may turn out to be wrong."""
+        return self.is_on and self._path.is_file()
 
     @property
     def is_on(self) -> bool:
@@ -53,8 +71,12 @@ class WeightCache:
 
         Damaged and outdated entries are deleted, with a line in the log.
         """
-        if not self.is_on:
-            return None
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            return pending.result()
+        return self._load() if self.is_on else None
+
+    def _load(self) -> dict[str, Array] | None:
         path, began = self._path, time.perf_counter()
         try:
             _check_private(self._folder)
@@ -85,6 +107,17 @@ class WeightCache:
             self._store(weights, size)
         except OSError as problem:
             logger.warning("the converted weights cannot be written to %s: %s", self._folder, problem)
+
+    def store_in_background(self, weights: Mapping[str, Array]) -> None:
+        """Does as ``store`` in a thread of low priority. ``weights`` must stay as they are."""
+        if self.is_on:
+            threading.Thread(target=self._store_slowly, args=(dict(weights),), name="weight-cache", daemon=True).start()
+
+    def _store_slowly(self, weights: Mapping[str, Array]) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        self._threads = 1
+        self.store(weights)
 
     def _store(self, weights: Mapping[str, Array], size: int) -> None:
         began = time.perf_counter()

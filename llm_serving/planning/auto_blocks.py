@@ -1,0 +1,74 @@
+"""Chooses the number of KV cache blocks for ``pa_config.num_blocks: auto`` from the free memory after the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from llm_serving.config import Config
+from llm_serving.config.sections import MAX_BLOCKS
+from llm_serving.config.validation import MAX_CACHE_SLOTS
+from llm_serving.errors import MemoryPlanError
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.memory_plan import estimate_memory
+from llm_serving.telemetry.npu_smi import Chip, read_chips
+
+SPARE_FRACTION = {"CPU": 0.10, "Ascend": 0.05}
+"""Fraction of the available memory that stays free, for estimates that are too low and for other programs."""
+
+
+def fit_blocks(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]] = read_chips) -> Config:
+    """Return the config with as many blocks as fit, if it says ``auto``. Otherwise, return it unchanged.
+
+    Without the prefix cache, there are at most as many blocks as all running sequences can use. If not even one
+    sequence of the maximum length fits, the smallest cache is returned, and the memory plan reports the numbers. Raises
+    MemoryPlanError if the memory of an Ascend is not known.
+    """
+    if not config.auto_blocks:
+        return config
+    available = _available_bytes(config, machine, read_npus)
+    budget = int(available * (1 - SPARE_FRACTION[config.device]))
+    fewest, most = config.pa_config.num_blocks, _most_useful(config)
+    while fewest < most:  # the largest number that fits, by bisection, because host blocks may grow with it
+        middle = (fewest + most + 1) // 2
+        if _needed_bytes(with_blocks(config, middle), machine) <= budget:
+            fewest = middle
+        else:
+            most = middle - 1
+    return with_blocks(config, fewest)
+
+
+def with_blocks(config: Config, num_blocks: int) -> Config:
+    """Return the config with another number of blocks."""
+    return replace(config, pa_config=replace(config.pa_config, num_blocks=num_blocks))
+
+
+def _needed_bytes(config: Config, machine: Machine) -> int:
+    return estimate_memory(config, machine).total_bytes
+
+
+def _most_useful(config: Config) -> int:
+    """Return the maximum number of blocks that the server can use."""
+    limit = min(MAX_BLOCKS, MAX_CACHE_SLOTS // config.pa_config.block_size)
+    if config.scheduler_config.prefix_cache:
+        return limit
+    return min(limit, max(config.pa_config.num_blocks, config.max_num_seqs * config.max_blocks_per_seq + 1))
+
+
+def _available_bytes(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]]) -> int:
+    """Return the free memory of the machine, or of the Ascend with the least free memory among the agents' devices."""
+    if config.device == "CPU":
+        return machine.available_bytes
+    limit = config.context.max_device_memory_bytes
+    first = config.serving_config.start_device_id or config.context.device_id
+    devices = range(first, first + config.parallel_config.world_size)
+    free = [chip.free_bytes for chip in read_npus() if chip.number in devices]
+    if len(free) == len(devices):
+        return min(free) if limit is None else min(limit, *free)
+    if limit is not None:
+        return limit
+    raise MemoryPlanError(
+        "pa_config.num_blocks = auto: the free memory of the Ascend is not known, because npu-smi info lists "
+        f"{len(free)} of the {len(devices)} devices from {first} on; state context.max_device_memory in "
+        "model_config.model_cfg_path, or a number of blocks"
+    )
