@@ -22,6 +22,7 @@ _EPILOG = """\
 exit code: 0 this machine can serve the config; 1 it cannot, or a log has no known error; 2 wrong usage
 
   %(prog)s --config llama_7b_kbk_pa_dyn.yaml --set model_config.model_path=/models/llama2-7b
+  %(prog)s bundle --out report.tar.gz            one archive for a report: findings, config, versions, logs
   %(prog)s explain EI0006 507018                 what the codes mean
   %(prog)s explain output/agent_0.log            which errors a log has
   %(prog)s explain ~/ascend/log                  the logs of all ranks: which rank failed first
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None, host: Host | None = None) -> in
     try:
         if given[:1] == ["explain"]:
             return _explain(_explain_parser().parse_args(given[1:]))
+        if given[:1] == ["bundle"]:
+            return _bundle(_bundle_parser().parse_args(given[1:]), host or Host())
         return _examine(_parser().parse_args(given), host or Host())
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror or error}", file=sys.stderr)
@@ -86,6 +89,16 @@ def _explain(options: argparse.Namespace) -> int:
     return 0 if found_all else 1
 
 
+def _bundle(options: argparse.Namespace, host: Host) -> int:
+    from tools.diagnosis.bundle import write_bundle  # here, because it imports the server's package
+
+    names = write_bundle(options.out, host, options.config, options.overrides, options.logs)
+    print(f"{options.out}: {len(names)} files, {options.out.stat().st_size / 1024:.0f} KiB. Secrets, prompts and")
+    print("outputs are removed where they are recognised. Look through the archive before you send it:")
+    print("\n".join(f"  {name}" for name in names))
+    return 0
+
+
 def _write(path: Path | None, content: Any) -> None:
     if path is not None:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -99,6 +112,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    _add_config_options(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this file, too")
+    return parser
+
+
+def _add_config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default=DEFAULT_CONFIG, metavar="FILE", help="config to check (%(default)s)")
     parser.add_argument(
         "--set",
@@ -108,7 +127,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECTION.KEY=VALUE",
         help="override a key, as for start_server.py; can be repeated",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this file, too")
+
+
+def _bundle_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="doctor.py bundle",
+        description="Writes one archive with findings, config, versions and logs, without secrets and prompts.",
+        allow_abbrev=False,
+    )
+    _add_config_options(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="archive to write (tar.gz)")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="folder of the logs (default: that of the config)")
     return parser
 
 

@@ -28,6 +28,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "Tools": (
         "tools/doctor.py",
         "tools/doctor.py explain",
+        "tools/doctor.py bundle",
         "tools/analyze_log.py",
         "tools/replay.py",
         "tools/quantize.py",

@@ -1,0 +1,152 @@
+"""Collects what a developer needs to understand a failure, without secrets and prompts, in one archive."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from llm_serving import __version__
+from tools.diagnosis.examination import examine
+from tools.diagnosis.finding import Finding
+from tools.diagnosis.host import Host
+from tools.diagnosis.redaction import redact_environment, redact_log, redact_text, redact_value
+
+MAX_FILE_BYTES = 8 << 20
+"""Maximum size of a log in the bundle. The end of a longer log is kept."""
+MAX_TOTAL_BYTES = 64 << 20
+MAX_FILES = 200
+_ENVIRONMENT = (
+    "ASCEND", "ATB_", "CANN", "GLOG", "HCCL", "LD_LIBRARY_PATH", "LLMK", "LLM_SERVING", "MINDFORMERS", "MS_", "NPU",
+    "OMP", "PATH", "PYTHONPATH", "RANK", "RUN_MODE", "VIRTUAL_ENV",
+)  # fmt: skip
+"""Beginnings of the names of the environment variables that are kept. All others are left out."""
+_COMMANDS = (("npu-smi", "info"), ("npu-smi", "info", "-t", "topo"), ("lscpu",), ("numactl", "--hardware"), ("free",))
+_SYSTEM_FILES = (
+    "/proc/meminfo", "/proc/version", "/etc/os-release", "/usr/local/Ascend/driver/version.info",
+    "/etc/ascend_install.info", "/sys/kernel/mm/transparent_hugepage/enabled",
+)  # fmt: skip
+_LOGS = ("*.log", "*.log.*")
+_ASCEND_LOGS = "ascend/log"
+
+
+def write_bundle(out: Path, host: Host, config_name: str, overrides: Sequence[str], logs: Path | None) -> list[str]:
+    """Write the archive ``out`` (tar.gz), readable by this user only. Returns the names of its files.
+
+    ``logs`` is the folder of the server's logs; None means the folder in the config. Raises FileExistsError if ``out``
+    exists, and OSError if it cannot be written.
+    """
+    findings = examine(host, config_name, overrides)
+    descriptor = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    names: list[str] = []
+    try:
+        with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+            total = 0
+            for name, content in _files(host, config_name, overrides, logs, findings):
+                data = content.replace(str(Path.home()), "~").encode(errors="replace")
+                total += len(data)
+                if total > MAX_TOTAL_BYTES or len(names) == MAX_FILES:
+                    break
+                _add(archive, name, data)
+                names.append(name)
+            _add(archive, "contents.json", json.dumps({"version": __version__, "files": names}, indent=1).encode())
+    except BaseException:
+        out.unlink(missing_ok=True)
+        raise
+    return [*names, "contents.json"]
+
+
+def _files(
+    host: Host, config_name: str, overrides: Sequence[str], logs: Path | None, findings: Sequence[Finding]
+) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each file, the most important first, because the size of the bundle is limited."""
+    rows = [{**asdict(finding), "level": finding.level.name.lower()} for finding in findings]
+    yield "findings.json", _json(redact_value(rows))
+    yield "environment.json", _json(redact_environment(host.environment, _ENVIRONMENT))
+    yield "packages.json", _json(_packages())
+    yield "machine.json", _json({"platform": platform.platform(), "python": platform.python_version()})
+    yield from _config(config_name, overrides)
+    for command in _COMMANDS:
+        result = host.run(list(command))
+        text = result.stdout + result.stderr if result.code is not None else result.last_words
+        yield f"commands/{'_'.join(command)}.txt", redact_text(text)
+    for path in _SYSTEM_FILES:
+        text = host.read(path)
+        if text is not None:
+            yield f"system/{Path(path).name}", redact_text(text)
+    folder = logs or _log_folder(config_name, overrides)
+    if folder is not None:
+        yield from _logs(folder, "logs")
+    home = host.environment.get("ASCEND_PROCESS_LOG_PATH") or str(Path.home() / _ASCEND_LOGS)
+    yield from _logs(host.path(home), "ascend")
+
+
+def _config(name: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the config as stated and as resolved, or why it cannot be loaded."""
+    from llm_serving.config import load_config
+    from llm_serving.config.lookup import find_config_file
+    from llm_serving.errors import LLMServingError
+
+    try:
+        yield "config/stated.yaml", redact_text(find_config_file(name).read_text(encoding="utf-8", errors="replace"))
+        yield "config/overrides.txt", redact_text("\n".join(overrides))
+        config = load_config(name, overrides)
+        yield "config/resolved.json", _json(redact_value(json.loads(config.to_json())))
+        if config.model_config.model_cfg_path is not None:
+            text = Path(config.model_config.model_cfg_path).read_text(encoding="utf-8", errors="replace")
+            yield "config/mindformers.yaml", redact_text(text)
+    except (LLMServingError, OSError) as error:
+        yield "config/error.txt", redact_text(str(error))
+
+
+def _log_folder(name: str, overrides: Sequence[str]) -> Path | None:
+    from llm_serving.config import load_config
+    from llm_serving.errors import LLMServingError
+
+    try:
+        return Path(load_config(name, overrides).log_config.path).parent
+    except LLMServingError:
+        return Path("output")
+
+
+def _logs(folder: Path, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the ends of the logs in a folder, the newest log first."""
+    found = [file for pattern in _LOGS for file in folder.rglob(pattern) if file.is_file() and not file.is_symlink()]
+    for file in sorted(found, key=lambda each: -each.stat().st_mtime)[:MAX_FILES]:
+        try:
+            yield f"{name}/{file.relative_to(folder)}", redact_log(_end_of(file))
+        except OSError as error:
+            yield f"{name}/{file.relative_to(folder)}", f"cannot be read: {error.strerror}\n"
+
+
+def _end_of(file: Path) -> str:
+    """Return the last whole lines of a file, at most ``MAX_FILE_BYTES``."""
+    with file.open("rb") as opened:
+        size = opened.seek(0, os.SEEK_END)
+        opened.seek(max(0, size - MAX_FILE_BYTES))
+        text = opened.read(MAX_FILE_BYTES)
+    if size > MAX_FILE_BYTES:
+        text = text[text.find(b"\n") + 1 :]
+    return text.decode(errors="replace")
+
+
+def _packages() -> dict[str, str]:
+    found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    return dict(sorted((name, version) for name, version in found.items() if name))
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=1, default=str) + "\n"
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
+    archive.addfile(entry, io.BytesIO(data))
