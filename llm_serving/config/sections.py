@@ -51,6 +51,19 @@ class ServingConfig:
         "Allow a `server_ip` that other machines can reach. There is no authentication: every client that "
         "connects may send requests.",
     )
+    allowed_hosts: tuple[str, ...] | None = own(
+        None,
+        "Names that the `Host` of a request may have. Addresses, `localhost` and, with `allow_remote`, the machine's "
+        "own name are always allowed. `*` allows every name, so foreign web pages can reach the server through a "
+        "browser.",
+        null="no other names",
+    )
+    trusted_proxies: tuple[str, ...] | None = own(
+        ("127.0.0.1", "::1"),
+        "Addresses or networks of reverse proxies, for example `10.1.0.0/16`. Only their header `X-Request-Start` "
+        "counts.",
+        null="no proxy is trusted",
+    )
     max_body_bytes: int = own(
         8 * 1024 * 1024, "Maximum size of an HTTP request body.", unit="bytes", low=1024, high=1024 * 1024 * 1024
     )

@@ -47,6 +47,10 @@ def check_serving(raw: RawConfig, serving: ServingConfig, parallel: ParallelConf
     if not _is_loopback(raw, "serving_config.server_ip", serving.server_ip) and not serving.allow_remote:
         problem = "other machines could connect, and there is no authentication; set serving_config.allow_remote: true"
         raise raw.error("serving_config.server_ip", serving.server_ip, problem)
+    for network in serving.trusted_proxies or ():
+        if not _is_network(network):
+            problem = "must be an IP address or a network, as in 10.1.0.0/16"
+            raise raw.error("serving_config.trusted_proxies", network, problem)
 
 
 def agents_of_graphs(raw: RawConfig, sections: Mapping[str, Any]) -> int | None:
@@ -90,6 +94,14 @@ def _is_loopback(raw: RawConfig, key: str, address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         raise raw.error(key, address, "must be an IP address or localhost") from None
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True
 
 
 def check_model_name(raw: RawConfig, name: str | None) -> None:

@@ -21,18 +21,18 @@ from llm_serving.server.validation import clip
 def check_origin(headers: Headers, settings: ServerSettings) -> None:
     """Raise ForbiddenError (403) for a request that a foreign web page makes a browser send."""
     host = headers.get("host", "")
-    if settings.loopback and not _is_local(_host_name(host), settings):
+    if not _is_own_name(_host_name(host), settings):
         raise ForbiddenError(
-            f"The host {clip(host)!r} is not a name of this server. It listens only on this machine: use localhost or "
-            "the server's address."
+            f"The host {clip(host)!r} is not a name of this server. Use localhost or the server's address, or let the "
+            "operator add the name to serving_config.allowed_hosts."
         )
     origin = headers.get("origin")
     if origin is not None and _authority(origin) != host.lower():
         raise ForbiddenError(f"Requests from web pages of another origin ({clip(origin)!r}) are refused.")
 
 
-def _is_local(name: str, settings: ServerSettings) -> bool:
-    if name in ("", "localhost") or name.endswith(".localhost") or name in settings.hosts:
+def _is_own_name(name: str, settings: ServerSettings) -> bool:
+    if name in ("", "localhost") or name.endswith(".localhost") or name in settings.hosts or "*" in settings.hosts:
         return True
     try:
         ipaddress.ip_address(name.strip("[]"))

@@ -7,22 +7,24 @@ import math
 import re
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from llm_serving.server.limits import HEADER_TIMEOUT_S, MAX_FRAMING_RATIO, MAX_HEADER_BYTES, MESSAGE_TIMEOUT_S
+from llm_serving.server.proxies import TrustedProxies
 
 RECEIVED_AT = "llm_serving.received_at"
 """Key of the ASGI scope for the start of the request on the monotonic clock, from which latencies count.
 
-It is the arrival of the request's first byte, or the earlier time in the header ``X-Request-Start``.
+It is the arrival of the request's first byte, or the earlier time in the header ``X-Request-Start`` of a trusted proxy.
 """
 STREAM_CHANNEL = "llm_serving.stream_channel"
 """Key of the ASGI scope for the ``StreamChannel`` of the response."""
 
 REQUEST_START = b"x-request-start"
-"""Header in which a client or a proxy states the time when it sent the request, as a Unix time.
+"""Header in which a trusted proxy states the time when it sent the request, as a Unix time.
 
 nginx sets it with ``proxy_set_header X-Request-Start "t=${msec}"``. There is no standard, so ``t=`` is optional, and
 the unit may be seconds (with a fraction), milliseconds or microseconds. The size of the number shows the unit.
@@ -35,6 +37,14 @@ _UNITS = ((1e11, 1.0), (1e14, 1e3), (math.inf, 1e6))
 """(limit, divisor) for seconds, milliseconds and microseconds. A time below the limit is divided to get seconds."""
 
 Header = tuple[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionRules:
+    """Settings of all connections."""
+
+    proxies: TrustedProxies
+    """Only these clients may state an earlier start of a request in ``X-Request-Start``."""
 
 
 def age_of(value: bytes, now: float) -> float:
@@ -141,8 +151,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
       that is being made. The connection is still read, so that the end of the client ends the work for it.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, rules: ConnectionRules, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._rules = rules
         self._header_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
         self._message_timer: asyncio.TimerHandle | None = None
@@ -202,7 +213,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._headers_done()
         for name, value in self.headers:
-            if name == REQUEST_START:
+            if name == REQUEST_START and self._rules.proxies.trusts(self.client):
                 sent = time.monotonic() - age_of(value, time.time())
                 self.scope[RECEIVED_AT] = min(self.scope[RECEIVED_AT], sent)  # type: ignore[literal-required]
         super().on_headers_complete()

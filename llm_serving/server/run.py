@@ -7,12 +7,15 @@ import contextlib
 import math
 import socket
 from collections.abc import Generator
+from functools import partial
+from typing import Any
 
 import uvicorn
 
 from llm_serving.server.app import ServerApp
-from llm_serving.server.http_protocol import BoundedHttpProtocol
+from llm_serving.server.http_protocol import BoundedHttpProtocol, ConnectionRules
 from llm_serving.server.limits import KEEP_ALIVE_S
+from llm_serving.server.proxies import TrustedProxies
 
 GRACE_S = 3.0
 """Seconds that active requests have to complete when the server stops."""
@@ -29,9 +32,11 @@ async def serve(app: ServerApp, sock: socket.socket, stop: asyncio.Event, *, gra
     with an error. A stream ends with an error event. The stop takes less than ``grace_s`` + 2 seconds. The caller
     handles signals. Any event loop works; uvloop is the fastest.
     """
+    rules = ConnectionRules(TrustedProxies(app.state.settings.trusted_proxies))
+    protocol: Any = partial(BoundedHttpProtocol, rules)  # uvicorn calls it as it calls a class
     config = uvicorn.Config(
         app,
-        http=BoundedHttpProtocol,
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -40,12 +41,13 @@ class ServerSettings:
     vocab_size: int
     max_body_bytes: int = 8 * 1024 * 1024
     log_prompts: bool = False
-    loopback: bool = True
-    """True if only this machine can connect. Requests whose header ``Host`` has a foreign name are then refused."""
     cache_salt: str = "none"
     """``tenant``: requests with different API keys share nothing in the prefix cache. ``none``: they may."""
     hosts: frozenset[str] = frozenset()
-    """Names of this server that are allowed in the header ``Host``, in addition to ``localhost``."""
+    """Names of this server in lower case that the header ``Host`` may have. Addresses and ``localhost`` are always
+    allowed. ``*`` allows every name."""
+    trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
+    """Addresses and networks of the clients whose header ``X-Request-Start`` counts."""
     info: dict[str, object] = field(default_factory=dict)
     """Facts about the model that ``/server_info`` shows."""
     profile_folder: str = "output/profiles"
@@ -55,16 +57,16 @@ class ServerSettings:
 
     @classmethod
     def from_config(cls, config: Config) -> ServerSettings:
-        host = config.serving_config.server_ip
+        serving = config.serving_config
         return cls(
             max_prompt_tokens=config.max_prompt_len,
             max_context=config.max_model_len,
             vocab_size=config.shape.vocab_size,
-            max_body_bytes=config.serving_config.max_body_bytes,
+            max_body_bytes=serving.max_body_bytes,
             log_prompts=config.log_config.log_prompts,
             cache_salt=config.scheduler_config.cache_salt,
-            loopback=not config.serving_config.allow_remote,
-            hosts=frozenset({host}),
+            hosts=_host_names(serving.server_ip, serving.allow_remote, serving.allowed_hosts or ()),
+            trusted_proxies=serving.trusted_proxies or (),
             profile_folder=str(Path(config.log_config.path).parent / "profiles"),
             info={
                 "architecture": config.shape.architecture,
@@ -84,6 +86,12 @@ class ServerSettings:
                 "without_effect": [asdict(each) for each in config.unused],
             },
         )
+
+
+def _host_names(server_ip: str, allow_remote: bool, allowed: Sequence[str]) -> frozenset[str]:
+    """Return the names of the server. If other machines can connect, its host name is one of them."""
+    own = (server_ip, socket.gethostname()) if allow_remote else (server_ip,)
+    return frozenset(name.lower() for name in (*own, *allowed))
 
 
 @dataclass(slots=True)

@@ -276,7 +276,8 @@ def test_the_settings_of_a_config(tmp_path):
     settings = ServerSettings.from_config(config)
     assert (settings.max_context, settings.max_prompt_tokens) == (config.max_model_len, 64)
     assert settings.vocab_size == config.shape.vocab_size
-    assert (settings.loopback, settings.hosts) == (True, {"127.0.0.1"})
+    assert settings.hosts == {"127.0.0.1"}
+    assert settings.trusted_proxies == ("127.0.0.1", "::1")
     assert settings.info["dtype"] == config.model_config.model_dtype
 
 

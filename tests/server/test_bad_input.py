@@ -1,11 +1,17 @@
 """The table of bad input over HTTP: exact status, type, param, and a phrase. Nothing reaches the engine."""
 
 import json
+import socket
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
+from llm_serving.server.errors import ForbiddenError
+from llm_serving.server.guard import check_origin
+from llm_serving.server.state import ServerSettings
 from support.http_server import MAX_BODY_BYTES, http_request, read_response
+from support.small_configs import small_config
 
 LONG = "hello " * 40
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -249,6 +255,22 @@ def test_hosts_that_mean_this_machine(server, host):
         http_request(COMPLETIONS, b'{"prompt": "a"}', f"Host: {host}", f"Origin: http://{host}")
     ) as connection:
         assert read_response(connection)[0] == 200
+
+
+@pytest.mark.parametrize(("allow_remote", "allowed", "accepted", "refused"), [
+    ("false", "null", ["127.0.0.1"], ["llm.example", socket.gethostname() + ".evil.example"]),
+    ("true", "null", [socket.gethostname(), "10.9.8.7"], ["llm.example"]),
+    ("true", "[LLM.example]", ["llm.example:8835", "LLM.EXAMPLE"], ["evil.example", "x.llm.example"]),
+    ("true", "['*']", ["evil.example"], []),
+])  # fmt: skip
+def test_allowed_hosts(tmp_path, allow_remote, allowed, accepted, refused):
+    overrides = [f"serving_config.allow_remote={allow_remote}", f"serving_config.allowed_hosts={allowed}"]
+    settings = ServerSettings.from_config(small_config(tmp_path, overrides))
+    for host in accepted:
+        check_origin(Headers({"host": host}), settings)
+    for host in refused:
+        with pytest.raises(ForbiddenError, match=r"add the name to serving_config\.allowed_hosts"):
+            check_origin(Headers({"host": host}), settings)
 
 
 def test_a_charset_of_utf_8_is_fine(server):

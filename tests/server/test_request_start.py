@@ -7,6 +7,9 @@ import time
 import pytest
 
 from llm_serving.server.http_protocol import MAX_AGE_S, age_of
+from llm_serving.server.proxies import TrustedProxies
+from support.fake_engine import FakeEngine
+from support.http_server import running
 
 NOW = 1_763_740_800.5
 
@@ -41,3 +44,31 @@ def test_times_count_from_the_stamp(server, engine, age, believed):
     stamp = {"X-Request-Start": f"t={time.time() - age:.6f}"}
     assert server.http.post("/v1/completions", json={"prompt": "a"}, headers=stamp).status_code == 200
     assert before - 0.01 <= engine.submitted[0].arrival_time + believed <= time.monotonic() + 0.01
+
+
+@pytest.mark.parametrize(
+    ("networks", "client", "trusted"),
+    [
+        (["127.0.0.1"], ("127.0.0.1", 5), True),
+        (["127.0.0.1"], ("127.0.0.2", 5), False),
+        (["10.1.0.0/16"], ("10.1.2.3", 5), True),
+        (["10.1.2.3/16"], ("10.1.9.9", 5), True),
+        (["10.1.0.0/16"], ("10.2.2.3", 5), False),
+        (["10.1.0.0/16"], ("::ffff:10.1.2.3", 5), True),
+        (["fe80::/10"], ("fe80::1%eth0", 5), True),
+        (["::1"], ("127.0.0.1", 5), False),
+        ([], ("127.0.0.1", 5), False),
+        (["0.0.0.0/0"], None, False),
+        (["0.0.0.0/0"], ("/run/server.sock", 0), False),
+    ],
+)
+def test_trusted_proxies(networks, client, trusted):
+    assert TrustedProxies(networks).trusts(client) is trusted
+
+
+def test_a_stranger_cannot_make_a_request_older(tokenizer):
+    with running(FakeEngine(tokenizer), trusted_proxies=("10.0.0.1",)) as server:
+        before = time.monotonic()
+        stamp = {"X-Request-Start": f"t={time.time() - 30:.6f}"}
+        assert server.http.post("/v1/completions", json={"prompt": "a"}, headers=stamp).status_code == 200
+        assert server.engine.submitted[0].arrival_time >= before - 0.01

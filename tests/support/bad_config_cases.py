@@ -273,6 +273,12 @@ CASES = [
         f"{FILE}: serving_config.agent_ip = '10.0.0.1': agents listen on a loopback address only",
     ),
     Case(
+        "proxy that is no address",
+        with_section(SERVING + "{trusted_proxies: [10.1.0.0/16, proxy.example]}"),
+        f"{FILE}: serving_config.trusted_proxies = 'proxy.example': must be an IP address or a network, as in "
+        "10.1.0.0/16",
+    ),
+    Case(
         "address that is none",
         with_section(SERVING + "{server_ip: example.org}"),
         f"{FILE}: serving_config.server_ip = 'example.org': must be an IP address or localhost",
