@@ -13,6 +13,7 @@ from llm_serving import __version__
 from llm_serving.errors import RequestError
 from llm_serving.sampling_params import PARAMETERS
 from llm_serving.server.body import json_response, read_request
+from llm_serving.server.guard import is_on_this_machine
 from llm_serving.server.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES
 from llm_serving.server.prompts import check_vocabulary, encode_text, max_chars
 from llm_serving.server.protocol import Messages, Name
@@ -23,6 +24,11 @@ from llm_serving.telemetry.metrics import CONTENT_TYPE
 RECENT_STEP_S = 5.0
 """If a step completed in the last seconds, the agents work, and ``/health/ready`` does not probe them."""
 PROBE_TIMEOUT_S = 2.0
+
+_PUBLIC_FACTS = frozenset(
+    {"rank", "replica", "tensor_parallel_index", "pipeline_stage", "state", "restarts", "steps", "queued"}
+)
+"""Facts about an agent that ``/server_info`` shows to all clients."""
 
 
 class TokenizeRequest(StrictModel):
@@ -89,7 +95,14 @@ async def _metrics(state: ServerState, request: Request) -> Response:
 
 
 async def _server_info(state: ServerState, request: Request) -> Response:
+    """Respond with facts about the server. Processes, addresses and files are only for clients on this machine."""
     tokenizer = state.engine.tokenizer
+    is_local = is_on_this_machine(request)
+    engine = state.engine.status().as_json()
+    if not is_local:
+        engine["agents"] = [
+            {name: fact for name, fact in agent.items() if name in _PUBLIC_FACTS} for agent in engine["agents"]
+        ]
     return json_response(
         {
             "name": "llm-serving",
@@ -112,8 +125,8 @@ async def _server_info(state: ServerState, request: Request) -> Response:
                 "stop_strings": PARAMETERS["stop"].max_items,
                 "logprobs": MAX_LOGPROBS,
             },
-            "settings": state.settings.settings,
-            "engine": state.engine.status().as_json(),
+            "settings": state.settings.settings if is_local else {},
+            "engine": engine,
         }
     )
 

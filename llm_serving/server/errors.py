@@ -17,6 +17,14 @@ from llm_serving.telemetry.log import EventLog
 RETRY_AFTER_S = 1
 INTERNAL_ERROR = "internal_error"
 
+FAILURE_TEXTS = {
+    "agent_lost": "An agent failed, so the server could not complete the request. Send the request again.",
+    "engine_error": "The engine could not complete the request. The server's log has the reason.",
+    INTERNAL_ERROR: "The server had an internal error; see its log.",
+}
+"""The messages of failures, by code. The text of such an exception may name processes, addresses and files. Only the
+log has that text."""
+
 
 class InvalidJSONError(RequestError):
     """The request body is not a JSON object, or is nested too deep."""
@@ -85,27 +93,36 @@ class ErrorReply:
 
 
 def error_reply(error: Exception) -> ErrorReply:
-    """Return the HTTP response for an exception. An unexpected exception becomes a 500 without details."""
+    """Return the HTTP response for an exception. The text of a failure is one of ``FAILURE_TEXTS``, without details."""
     if isinstance(error, RequestError):
         return _request_error(error)
     if isinstance(error, UnavailableError):
         return ErrorReply(503, str(error), "server_error", code=error.code, headers=_retry_after())
     if isinstance(error, AgentError):
-        return ErrorReply(503, str(error), "server_error", code="agent_lost", headers=_retry_after())
+        return _failure(503, "agent_lost", _retry_after())
     if isinstance(error, EngineFailedError):
-        return ErrorReply(500, str(error), "server_error", code="engine_error")
+        return _failure(500, "engine_error")
     if isinstance(error, HTTPException):
         return ErrorReply(
             error.status_code, error.detail, _type_of(error.status_code), headers=dict(error.headers or {})
         )
-    return ErrorReply(500, "The server had an internal error; see its log.", "server_error", code=INTERNAL_ERROR)
+    return _failure(500, INTERNAL_ERROR)
 
 
 def note_error(log: EventLog, error: Exception, reply: ErrorReply, where: str) -> None:
-    """Log an unexpected exception with its traceback. The client gets no details. ``where`` is the URL's path."""
-    if reply.code == INTERNAL_ERROR:
+    """Log the details of a failure, which the client does not get. ``where`` is the URL's path.
+
+    An unexpected exception is logged with its traceback.
+    """
+    if isinstance(error, AgentError | EngineFailedError):
+        log.error(str(error), event="request_failed", where=where, code=reply.code)
+    elif reply.code == INTERNAL_ERROR:
         trace = "".join(traceback.format_exception(error))
         log.error(f"{type(error).__name__}: {error}", event="internal_error", where=where, traceback=trace)
+
+
+def _failure(status: int, code: str, headers: Mapping[str, str] | None = None) -> ErrorReply:
+    return ErrorReply(status, FAILURE_TEXTS[code], "server_error", code=code, headers=headers or {})
 
 
 def _request_error(error: RequestError) -> ErrorReply:

@@ -12,10 +12,14 @@ import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from llm_serving.server.errors import ForbiddenError
 from llm_serving.server.state import ServerSettings
 from llm_serving.server.validation import clip
+
+_PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "x-request-start")
+"""Headers that reverse proxies add. A browser or a client library does not send them."""
 
 
 def check_origin(headers: Headers, settings: ServerSettings) -> None:
@@ -29,6 +33,16 @@ def check_origin(headers: Headers, settings: ServerSettings) -> None:
     origin = headers.get("origin")
     if origin is not None and _authority(origin) != host.lower():
         raise ForbiddenError(f"Requests from web pages of another origin ({clip(origin)!r}) are refused.")
+
+
+def is_on_this_machine(request: Request) -> bool:
+    """Return whether a request comes from a program on this machine, and not through a reverse proxy."""
+    if request.client is None or any(name in request.headers for name in _PROXY_HEADERS):
+        return False
+    try:
+        return ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False
 
 
 def _is_own_name(name: str, settings: ServerSettings) -> bool:

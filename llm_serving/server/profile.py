@@ -15,6 +15,7 @@ from starlette.responses import Response
 from llm_serving.errors import LLMServingError, RequestError
 from llm_serving.server.body import json_response, read_request
 from llm_serving.server.errors import UnavailableError
+from llm_serving.server.guard import is_on_this_machine
 from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.server.validation import StrictModel
 
@@ -56,8 +57,11 @@ async def _start(state: ServerState, request: Request) -> Response:
         agents = await _tell(state, folder, START_TIMEOUT_S)
         if any(agent["error"] for agent in agents):
             await _tell(state, None, STOP_TIMEOUT_S)  # the agents that did start
+            reasons = "; ".join(str(agent["error"]) for agent in agents if agent["error"])
+            logger.warning("a profile could not start: %s", reasons)
+            is_local = is_on_this_machine(request)
             raise UnavailableError(
-                "; ".join(str(agent["error"]) for agent in agents if agent["error"]), "profile_failed"
+                reasons if is_local else "The agents could not start a profile; see the server's log.", "profile_failed"
             )
         running.folder, loop = folder, asyncio.get_running_loop()
         running.timer = loop.call_later(body.max_seconds, lambda: loop.create_task(_stop_late(state)))

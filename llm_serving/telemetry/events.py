@@ -149,6 +149,10 @@ EVENTS: Mapping[str, LogEvent] = {
     "log_lines_lost": LogEvent(
         "Lines could not be written, for example because the disk was full.", {"lines": "number of lost lines"}
     ),
+    "request_failed": LogEvent(
+        "The engine or an agent failed, so a request got an error. The client does not get these details.",
+        {"message": "what failed", "where": "route of the request", "code": "error code of the response"},
+    ),
     "internal_error": LogEvent(
         "A defect of the server; one request failed.", {"where": "route of the request", **_FAILURE}
     ),

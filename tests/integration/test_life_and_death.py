@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 
+from llm_serving.server.errors import FAILURE_TEXTS
 from support.server_process import ServerProcess, running_server, shm_entries
 from support.time_limits import time_limit
 
@@ -58,7 +59,8 @@ def test_an_agent_that_cannot_come_back_ends_requests_with_a_clear_error(tmp_pat
             agent.kill()
             body = answer.result()
         assert body["status"] >= 500
-        assert "agent 0" in body["error"]["message"]
+        assert body["error"]["message"] == FAILURE_TEXTS[body["error"]["code"]]
+        assert "agent 0" in server.events("request_failed")[0]["message"]
 
 
 def test_agents_end_within_five_seconds_of_a_killed_server(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
-from llm_serving.errors import AgentLostError, ContextLengthError, QueueFullError
+from llm_serving.errors import AgentLostError, ContextLengthError, EngineFailedError, QueueFullError
 from llm_serving.request import Blocked, FinishReason, RequestOutput, RequestTimings
 from llm_serving.scheduler.figures import Figures
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
@@ -63,7 +63,8 @@ def test_requests_are_refused_while_the_engine_is_not_ready(server, engine, stat
     [
         (QueueFullError("1024 requests wait"), 429, "queue_full", "rate_limit_error"),
         (ContextLengthError("needs 9 blocks of 8"), 400, "context_length_exceeded", "invalid_request_error"),
-        (AgentLostError("agent 0 is gone"), 503, "agent_lost", "server_error"),
+        (AgentLostError("agent 0, process 77, secret: gone"), 503, "agent_lost", "server_error"),
+        (EngineFailedError("secret"), 500, "engine_error", "server_error"),
         (ZeroDivisionError("secret"), 500, "internal_error", "server_error"),
     ],
 )
@@ -75,7 +76,11 @@ def test_errors_of_the_engine(server, engine, error, status, code, kind, more):
     assert (response.status_code, body["code"], body["type"]) == (status, code, kind)
     assert ("secret" in body["message"]) is False
     assert ("retry-after" in response.headers) == (status in (429, 503))
-    assert len(server.log.named("internal_error")) == (status == 500)
+    assert len(server.log.named("internal_error")) == (code == "internal_error")
+    failed = server.log.named("request_failed")
+    assert [(one["message"], one["code"]) for one in failed] == [(str(error), code)] * (
+        code in ("agent_lost", "engine_error")
+    )
 
 
 def test_a_refusal_of_one_answer_ends_the_others(server, engine):
@@ -107,6 +112,15 @@ def test_server_info(server):
     assert info["engine"]["state"] == "ready"
     assert info["engine"]["agents"] == [{"rank": 0, "state": "ready"}]
     assert info["limits"]["sequences"] == 256
+
+
+@pytest.mark.parametrize("header", [None, "Via", "X-Forwarded-For", "X-Request-Start"])
+def test_server_info_shows_processes_only_on_this_machine(server, engine, header):
+    public = {"rank": 0, "state": "ready", "restarts": 0, "steps": 5}
+    secret = {"pid": 77, "address": "127.0.0.1:1234", "summary": {"log": "/var/log/secret"}}
+    engine.current = make_status(agents=[public | secret])
+    info = server.http.get("/server_info", headers={} if header is None else {header: "1.1 proxy"}).json()
+    assert info["engine"]["agents"] == [public | secret if header is None else public]
 
 
 def test_tokenize_and_back(server, tokenizer):

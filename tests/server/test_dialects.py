@@ -2,6 +2,7 @@
 
 import pytest
 
+from llm_serving.server.errors import FAILURE_TEXTS
 from support.fake_engine import LOGSUMEXP, MODEL_NAME
 
 GENERATE = ["/generate", f"/models/{MODEL_NAME}/generate"]
@@ -211,5 +212,5 @@ def test_logits_of_every_step(server, engine):
 def test_an_error_in_a_stream_is_its_last_event(server, engine, path, body):
     engine.fail_after = 2
     events = server.events(path, body)
-    assert events[-1]["error"]["message"] == "agent 0 was lost"
+    assert events[-1]["error"]["message"] == FAILURE_TEXTS["engine_error"]
     assert len(events) >= 2

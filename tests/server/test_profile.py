@@ -26,6 +26,7 @@ def calls(engine, monkeypatch):
 
 def test_start_and_stop(server, calls):
     started = server.http.post("/profile/start")
+    assert started.status_code == 200, started.text
     assert (started.status_code, started.json()["max_seconds"], started.json()["agents"]) == (200, 60, 1)
     assert server.http.post("/profile/start").status_code == 409
     assert server.http.post("/profile/stop").json() == {"folder": started.json()["folder"], "agents": [AGENT]}
