@@ -22,8 +22,8 @@ FAILURE_TEXTS = {
     "engine_error": "The engine could not complete the request. The server's log has the reason.",
     INTERNAL_ERROR: "The server had an internal error; see its log.",
 }
-"""The messages of failures, by code. The text of such an exception may name processes, addresses and files. Only the
-log has that text."""
+"""The messages of failures, by code. The text of the exception may name processes, addresses and files. Only the log
+has it."""
 
 
 class InvalidJSONError(RequestError):

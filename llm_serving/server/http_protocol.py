@@ -141,7 +141,7 @@ class PipelinedError(Exception):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """An HTTP connection with limits on everything that a client sends beside the body.
+    """An HTTP connection with limits on everything that a client sends except the body.
 
     - Headers that are too long (431) or arrive too slowly (408) close the connection.
     - A chunked body must not have trailers, and its framing must not be much longer than the body (400).

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 
 from llm_serving.engine.tokenizer import Tokenizer
-from llm_serving.server.state import RunningProfile
 from support.fake_engine import FakeEngine
 from support.http_server import HttpServer, running
 from support.small_tokenizers import open_tokenizer, write_llama2_folder
@@ -25,7 +24,6 @@ def shared_server(tokenizer: Tokenizer) -> Iterator[HttpServer]:
 @pytest.fixture
 def server(shared_server: HttpServer) -> HttpServer:
     shared_server.engine.reset()
-    shared_server.app.state.profile = RunningProfile()
     shared_server.log.events.clear()
     return shared_server
 

@@ -6,14 +6,16 @@ import time
 
 import pytest
 
+from llm_serving.server.state import RunningProfile
 from support.time_limits import time_limit
 
 AGENT = {"rank": 0, "error": "", "steps": 3}
 
 
 @pytest.fixture
-def calls(engine, monkeypatch):
+def calls(server, engine, monkeypatch):
     """The folders that the engine was told to profile into; None for a stop."""
+    server.app.state.profile = RunningProfile()
     made = []
 
     async def profile(folder, timeout):
