@@ -28,6 +28,8 @@ from typing import Any, ClassVar
 from agent.group.model_part import ModelPart
 from agent.step_inputs import Int32Array
 from agent.weights.storage import Array
+from llm_serving.errors import AgentStartError
+from llm_serving.model.deepseek import LatentAttention
 from llm_serving.model.families import Experts
 
 CacheLayout = tuple[tuple[int, ...], str]
@@ -70,6 +72,16 @@ class AttentionForm:
     """Number of tokens that a token sees, itself included. 0 means that it sees all earlier tokens."""
     norm_epsilon: float | None = None
     """Epsilon of the RMSNorm of query and key heads. None means that there is no norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentForm:
+    """The properties of multi-head latent attention (DeepSeek-V2, 2024). ``LatentAttention`` describes the sizes."""
+
+    num_heads: int
+    latent: LatentAttention
+    norm_epsilon: float
+    """Epsilon of the RMSNorm of the latent vectors."""
 
 
 class BlockMoves(ABC):
@@ -152,7 +164,7 @@ class OpTable(ABC):
 
     @abstractmethod
     def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> LinearParameters:
-        """Makes the Parameters of one linear layer of all experts.
+        """Makes the Parameters of one linear layer of all experts, or of all heads of latent attention.
 
         The weight holds the packed weights one after the other, or an array [experts, in, out].
         """
@@ -164,6 +176,10 @@ class OpTable(ABC):
     @abstractmethod
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         """Returns shape and type of a layer's key cache, which its value cache shares. The first axis is the block."""
+
+    def latent_cache_layout(self, num_blocks: int, block_size: int, width: int) -> CacheLayout:
+        """Returns shape and type of a layer's cache of latent attention, with ``width`` elements for each token."""
+        return (num_blocks, block_size, width), self.dtype
 
     @abstractmethod
     def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
@@ -209,10 +225,12 @@ class OpTable(ABC):
         """(hidden [T, width], residual [T, width], gamma [width], weights, step) -> the experts' output, and the sum of
         hidden and residual.
 
-        ``weights`` are those of router, gate_up and down. The experts' output is the weighted sum of the chosen
-        experts' MLPs of RMSNorm(sum). The router computes a float32 softmax over all experts and chooses the
-        ``per_token`` largest. Among equal values it chooses the lower expert. If ``normalised``, the chosen values are
-        divided by their sum.
+        ``weights`` are those of router, gate_up and down. If the router has a correction, it follows, float32
+        [experts]. If there are shared experts, their gate_up and down follow. The experts' output is the weighted sum
+        of the chosen experts' MLPs of RMSNorm(sum). The router computes a float32 softmax over all experts and chooses
+        the ``per_token`` largest. Among equal values it chooses the lower expert. If ``normalised``, the chosen values
+        are divided by their sum. ``Experts.routing`` describes other routers. The output of the shared experts is
+        added. An agent that has only some of the experts adds nothing for the others.
         """
 
     def decoder_layers(
@@ -262,3 +280,22 @@ class OpTable(ABC):
         step, so that the operator need not read the cache. ``query_lens`` then has the form that
         ``DeviceTraits.pads_whole_prompts`` describes.
         """
+
+    def latent_attention(self, form: LatentForm) -> Operator:
+        """(joined, weights, rotary, cache, step) -> [T, H x value_dim], the attention of all heads.
+
+        With a latent vector of queries, ``joined`` is [T, query_rank + rank + rope_dim] and ``weights`` are (gamma
+        [rank], key_up, value_up, query_gamma [query_rank], query). Without one, ``joined`` is [T, H x head_dim + rank
+        + rope_dim], ``weights`` are the first three, and the queries are the first columns of ``joined``.
+
+        ``key_up`` maps the elements of a query head that are not rotated to ``rank`` elements. ``value_up`` maps an
+        attended latent vector to a value. Both have a weight for each head (``expert_weight``). ``query`` maps the
+        normalised latent vector of queries to all queries.
+
+        Normalises and rotates, and writes normalised latent vector and rotated key into the cache in place, except
+        where ``slot_mapping`` is -1. Every query attends causally to latent vectors, in prompts and in decode steps
+        (absorbed attention). The scores are scaled by score_factor / sqrt(head_dim).
+
+        Raises AgentStartError if the table does not have the operator.
+        """
+        raise AgentStartError(f"the op table {self.traits.op_table} has no latent attention; use op_table fused (CPU)")

@@ -4,6 +4,13 @@
 //   gate_up, down: the packed weights of all experts, equally long   choice [3] = {experts, chosen, normalised}
 //   counts [4] = {T, ...}   ->   out, sum [Tm, width], of which the first T rows are written
 //
+// Optional inputs follow `counts`, for DeepSeek's models and for an agent with some of the experts:
+//
+//   routing int32 [6] = {sigmoid, groups, chosen groups, corrected, first expert, number of experts}   factor float32 [1]
+//   correction float32 [experts]: the router chooses as ops/grouped_routing.h describes. gate_up and down have only the
+//   experts from `first expert` on; the other experts add nothing.
+//   shared_gate_up, shared_down: packed weights of one more gated MLP for every token, whose output is added
+//
 // The result of the norm is rounded to the type of the activations, as the native primitives round it. The router reads
 // it as float32. The output of an expert stays float32 until the outputs of the row's experts are added.
 #include <initializer_list>
@@ -14,13 +21,21 @@
 #include "common/thread_pool.h"
 #include "custom_ops.h"
 #include "ops/experts.h"
+#include "ops/grouped_routing.h"
 
 namespace llmk {
 namespace {
 
 enum Argument {
-  kHidden, kResidual, kGamma, kEpsilon, kRouter, kGateUp, kDown, kChoice, kCounts, kOut, kSum, kArguments
+  kHidden, kResidual, kGamma, kEpsilon, kRouter, kGateUp, kDown, kChoice, kCounts, kRouting, kFactor, kCorrection,
+  kSharedGateUp, kSharedDown
 };
+
+// The two outputs come last. How many inputs precede them depends on the optional ones.
+int out_of(const Tensors& t) { return t.count - 2; }
+int sum_of(const Tensors& t) { return t.count - 1; }
+bool has_routing(const Tensors& t) { return t.count > kRouting + 2; }
+bool has_shared(const Tensors& t) { return t.count > kSharedGateUp + 2; }
 
 // Number of rows computed together. It limits the memory, because a row is copied for every expert that it chose.
 constexpr int64_t kPieceRows = 256;
@@ -30,9 +45,14 @@ struct ExpertJob {
   DType dtype;
   int64_t width, inner, experts, chosen;
   bool normalised;
+  int64_t first, held;                  // the experts whose weights exist are [first, first + held)
+  int64_t shared;                       // intermediate size of the shared experts; 0: none
+  int64_t groups, chosen_groups;        // ops/grouped_routing.h
+  bool sigmoid, corrected;
 
+  bool has_expert(int64_t expert) const { return expert >= first && expert < first + held; }
   const char* weight(int argument, int64_t expert) const {
-    return t.as<char>(argument) + expert * (t.size(argument) / experts);
+    return t.as<char>(argument) + (expert - first) * (t.size(argument) / held);
   }
 };
 
@@ -48,13 +68,16 @@ struct PieceMemory {
   char* grouped;    // [rows * chosen, width] of dtype
   char* inner;      // [rows * chosen, inner] of dtype
   float* outputs;   // [rows * chosen, width]
+  char* shared_inner;    // [rows, shared] of dtype
+  float* shared_output;  // [rows, width], if there are shared experts
 };
 
 PieceMemory piece_memory(const ExpertJob& job, int64_t rows) {
   const int64_t choices = rows * job.chosen, element = size_of(job.dtype);
   const int64_t sizes[] = {rows * job.width * element, rows * job.width * 4, rows * job.experts * 4, choices * 4,
                            choices * 4, (job.experts + 1) * 8, choices * 8, choices * job.width * element,
-                           choices * job.inner * element, choices * job.width * 4};
+                           choices * job.inner * element, choices * job.width * 4,
+                           rows * job.shared * element, job.shared > 0 ? rows * job.width * 4 : 0};
   int64_t total = 0;
   for (const int64_t size : sizes) total += ceil_div(size, 64) * 64;
   char* parts[sizeof(sizes) / sizeof(sizes[0])];
@@ -72,12 +95,14 @@ PieceMemory piece_memory(const ExpertJob& job, int64_t rows) {
           reinterpret_cast<int64_t*>(parts[6]),
           parts[7],
           parts[8],
-          reinterpret_cast<float*>(parts[9])};
+          reinterpret_cast<float*>(parts[9]),
+          parts[10],
+          reinterpret_cast<float*>(parts[11])};
 }
 
 int check_expert_weights(const ExpertJob& job, int argument, int64_t columns, int64_t depth, bool gated) {
-  const int64_t bytes = job.t.size(argument) / job.experts;
-  for (int64_t expert = 0; expert < job.experts; ++expert) {
+  const int64_t bytes = job.t.size(argument) / job.held;
+  for (int64_t expert = job.first; expert < job.first + job.held; ++expert) {
     const int error = check_packed_weight(job.t.op, job.weight(argument, expert), bytes);
     if (error != 0) return error;
     const PackedWeightHeader& header = header_of(job.weight(argument, expert));
@@ -86,6 +111,31 @@ int check_expert_weights(const ExpertJob& job, int argument, int64_t columns, in
                        "must be %lld and %lld, gated %d", argument, static_cast<long long>(expert),
                        static_cast<long long>(header.columns), static_cast<long long>(header.depth), header.gated,
                        static_cast<long long>(columns), static_cast<long long>(depth), static_cast<int>(gated));
+  }
+  return 0;
+}
+
+int read_routing(const Tensors& t, ExpertJob* job) {
+  if (!t.has_dtype(kRouting, "int32") || t.size(kRouting) != 6 || !t.has_dtype(kFactor, "float32") ||
+      t.size(kFactor) != 1 || !t.has_dtype(kCorrection, "float32") || t.size(kCorrection) != job->experts) {
+    return refuse_text(t.op, "routing must be int32 [6], factor float32 [1] and correction float32 [%lld]",
+                       static_cast<long long>(job->experts));
+  }
+  const int32_t* routing = t.as<int32_t>(kRouting);
+  job->sigmoid = routing[0] != 0;
+  job->groups = routing[1];
+  job->chosen_groups = routing[2];
+  job->corrected = routing[3] != 0;
+  job->first = routing[4];
+  job->held = routing[5];
+  if (job->groups < 1 || job->experts % job->groups != 0 || job->chosen_groups < 1 ||
+      job->chosen_groups > job->groups || job->chosen_groups * (job->experts / job->groups) < job->chosen) {
+    return refuse_text(t.op, "%d of %d groups of %lld experts cannot give a token %lld experts", routing[2], routing[1],
+                       static_cast<long long>(job->experts), static_cast<long long>(job->chosen));
+  }
+  if (job->first < 0 || job->held < 1 || job->first + job->held > job->experts) {
+    return refuse_text(t.op, "%d experts from %d on are not within %lld experts", routing[5], routing[4],
+                       static_cast<long long>(job->experts));
   }
   return 0;
 }
@@ -99,14 +149,26 @@ int read_choice(const Tensors& t, ExpertJob* job) {
   job->experts = choice[0];
   job->chosen = choice[1];
   job->normalised = choice[2] != 0;
+  job->held = job->experts;
+  const int error = has_routing(t) ? read_routing(t, job) : 0;
+  if (error != 0) return error;
   for (const int i : {kGateUp, kDown}) {
-    if (!t.has_dtype(i, "uint8") || t.size(i) % (64 * job->experts) != 0) {
+    if (!t.has_dtype(i, "uint8") || t.size(i) % (64 * job->held) != 0) {
       return refuse_text(t.op, "argument %d has %lld bytes of %s; it must be uint8, a multiple of 64 for each of %lld "
                          "experts", i, static_cast<long long>(t.size(i)), t.dtypes[i],
-                         static_cast<long long>(job->experts));
+                         static_cast<long long>(job->held));
     }
   }
   return 0;
+}
+
+int check_shared(const Tensors& t, ExpertJob* job) {
+  if (!has_shared(t)) return 0;
+  const PackedWeightHeader* down = packed_weight(t, kSharedDown);
+  if (down == nullptr) return kBadArgument;
+  job->shared = down->depth;
+  const int error = check_weight(t, kSharedDown, job->width, job->shared, false);
+  return error != 0 ? error : check_weight(t, kSharedGateUp, 2 * job->shared, job->width, true);
 }
 
 int check_weights(const Tensors& t, ExpertJob* job) {
@@ -117,9 +179,9 @@ int check_weights(const Tensors& t, ExpertJob* job) {
     return refuse_text(t.op, "the router must be a float32 weight of %lld columns and depth %lld",
                        static_cast<long long>(job->experts), static_cast<long long>(job->width));
   }
-  int error = check_packed_weight(t.op, job->weight(kDown, 0), t.size(kDown) / job->experts);
+  int error = check_packed_weight(t.op, job->weight(kDown, job->first), t.size(kDown) / job->held);
   if (error != 0) return error;
-  job->inner = header_of(job->weight(kDown, 0)).depth;
+  job->inner = header_of(job->weight(kDown, job->first)).depth;
   error = check_expert_weights(*job, kDown, job->width, job->inner, false);
   return error != 0 ? error : check_expert_weights(*job, kGateUp, 2 * job->inner, job->width, true);
 }
@@ -149,7 +211,7 @@ void widen_rows(const char* from, int64_t count, float* to) {
 // Computes norm(hidden + residual) of rows [first, first + rows) into `memory`, and stores the sums hidden + residual.
 void norm_piece(const ExpertJob& job, int64_t first, int64_t rows, const PieceMemory& memory) {
   const Tensors& t = job.t;
-  const NormInput in{t.as<char>(kHidden), t.as<char>(kResidual), t.as<char>(kSum), t.data[kGamma],
+  const NormInput in{t.as<char>(kHidden), t.as<char>(kResidual), t.as<char>(sum_of(t)), t.data[kGamma],
                      *t.as<float>(kEpsilon), job.width, job.dtype};
   const int64_t bytes = job.width * size_of(job.dtype);
   parallel_for(rows, [&](int64_t i) {
@@ -162,9 +224,31 @@ void norm_piece(const ExpertJob& job, int64_t first, int64_t rows, const PieceMe
   });
 }
 
+void choose(const ExpertJob& job, const PieceMemory& memory, int64_t rows) {
+  const Tensors& t = job.t;
+  const bool plain = !job.sigmoid && !job.corrected && job.groups == 1;
+  if (plain) {
+    route_tokens({memory.logits, memory.ids, memory.weights, rows, job.experts, job.chosen, job.normalised});
+    const float factor = has_routing(t) ? *t.as<float>(kFactor) : 1.0f;
+    for (int64_t i = 0; i < rows * job.chosen; ++i) memory.weights[i] *= factor;
+    return;
+  }
+  route_to_groups({memory.logits, t.as<float>(kCorrection), memory.ids, memory.weights, rows, job.experts, job.chosen,
+                   job.groups, job.chosen_groups, *t.as<float>(kFactor), job.sigmoid, job.corrected, job.normalised});
+}
+
+int run_shared(const ExpertJob& job, const PieceMemory& memory, int64_t rows) {
+  if (job.shared == 0) return 0;
+  const int error = run_linear(job, job.t.data[kSharedGateUp], memory.normed, job.dtype, rows, memory.shared_inner,
+                               job.shared, Epilogue::kSwiglu);
+  if (error != 0) return error;
+  return run_linear(job, job.t.data[kSharedDown], memory.shared_inner, job.dtype, rows, memory.shared_output, job.width,
+                    Epilogue::kStoreFloat);
+}
+
 int run_experts(const ExpertJob& job, const PieceMemory& memory) {
   const int64_t element = size_of(job.dtype);
-  for (int64_t expert = 0; expert < job.experts; ++expert) {
+  for (int64_t expert = job.first; expert < job.first + job.held; ++expert) {
     const int64_t begin = memory.starts[expert], rows = memory.starts[expert + 1] - begin;
     if (rows == 0) continue;
     char* inner = memory.inner + begin * job.inner * element;
@@ -179,16 +263,20 @@ int run_experts(const ExpertJob& job, const PieceMemory& memory) {
   return 0;
 }
 
-// Writes to `out` the sum of weight * output over the row's experts, added in the order of their rank and rounded once.
+// Writes to `out` the sum of weight * output over the row's experts, added in the order of their rank, plus the output of
+// the shared experts, rounded once. Experts without weights here are left out.
 template <class T>
 void sum_row(const ExpertJob& job, const PieceMemory& memory, int64_t row, T* out) {
   const float* weights = memory.weights + row * job.chosen;
   const int64_t* place = memory.place + row * job.chosen;
+  const int32_t* ids = memory.ids + row * job.chosen;
+  const float* shared = job.shared > 0 ? memory.shared_output + row * job.width : nullptr;
   for (int64_t d = 0; d < job.width; ++d) {
     float total = 0;
     for (int64_t rank = 0; rank < job.chosen; ++rank) {
-      total += weights[rank] * memory.outputs[place[rank] * job.width + d];
+      if (job.has_expert(ids[rank])) total += weights[rank] * memory.outputs[place[rank] * job.width + d];
     }
+    if (shared != nullptr) total += shared[d];
     from_float(total, out + d);
   }
 }
@@ -197,9 +285,9 @@ void sum_piece(const ExpertJob& job, const PieceMemory& memory, int64_t first, i
   const Tensors& t = job.t;
   parallel_for(rows, [&](int64_t i) {
     const int64_t at = (first + i) * job.width;
-    if (job.dtype == DType::kFloat32) sum_row(job, memory, i, t.as<float>(kOut) + at);
-    if (job.dtype == DType::kFloat16) sum_row(job, memory, i, t.as<half_t>(kOut) + at);
-    if (job.dtype == DType::kBFloat16) sum_row(job, memory, i, t.as<bfloat_t>(kOut) + at);
+    if (job.dtype == DType::kFloat32) sum_row(job, memory, i, t.as<float>(out_of(t)) + at);
+    if (job.dtype == DType::kFloat16) sum_row(job, memory, i, t.as<half_t>(out_of(t)) + at);
+    if (job.dtype == DType::kBFloat16) sum_row(job, memory, i, t.as<bfloat_t>(out_of(t)) + at);
   });
 }
 
@@ -210,30 +298,34 @@ int run_piece(const ExpertJob& job, int64_t first, int64_t rows) {
   int error = run_linear(job, job.t.data[kRouter], memory.floats, DType::kFloat32, rows, memory.logits, job.experts,
                          Epilogue::kStoreFloat);
   if (error != 0) return error;
-  route_tokens({memory.logits, memory.ids, memory.weights, rows, job.experts, job.chosen, job.normalised});
+  choose(job, memory, rows);
   group_by_expert(memory.ids, choices, job.experts, memory.starts, memory.place);
   for (int64_t i = 0; i < choices; ++i) {
     std::memcpy(memory.grouped + memory.place[i] * bytes, memory.normed + i / job.chosen * bytes,
                 static_cast<size_t>(bytes));
   }
   error = run_experts(job, memory);
+  if (error == 0) error = run_shared(job, memory, rows);
   if (error == 0) sum_piece(job, memory, first, rows);
   return error;
 }
 
 int expert_mlp(const Tensors& t) {
-  if (t.count != kArguments) return refuse_text(t.op, "got %d arguments; it takes 9 and gives 2", t.count);
+  if (t.count != kRouting + 2 && t.count != kSharedGateUp + 2 && t.count != kSharedDown + 3) {
+    return refuse_text(t.op, "got %d arguments; it takes 9, 12 or 14 and gives 2", t.count);
+  }
   int error = check_float_type(t, kHidden);
   if (error != 0) return error;
-  ExpertJob job{t, t.dtype(kHidden), t.dim(kHidden, -1), 0, 0, 0, false};
+  ExpertJob job{t, t.dtype(kHidden), t.dim(kHidden, -1), 0, 0, 0, false, 0, 0, 0, 1, 1, false, false};
   const int64_t rows = rows_of(t, kCounts, 0, t.dim(kHidden, 0));
   if (rows < 0) return kBadArgument;
   error = check_gamma(t, kGamma, kEpsilon, job.width, job.dtype);
-  for (const int i : {kResidual, kOut, kSum}) {
+  for (const int i : {static_cast<int>(kResidual), out_of(t), sum_of(t)}) {
     if (error == 0) error = check_matrix(t, i, rows, job.width, job.dtype);
   }
   if (error == 0) error = read_choice(t, &job);
   if (error == 0) error = check_weights(t, &job);
+  if (error == 0) error = check_shared(t, &job);
   for (int64_t first = 0; error == 0 && first < rows; first += kPieceRows) {
     error = run_piece(job, first, smaller(kPieceRows, rows - first));
   }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
 from agent.layers.linear import Weight
+from agent.layers.parameter import unbound_parameter
 from llm_serving.model.families import Experts
 
 
@@ -32,15 +35,23 @@ class GatedMLP(nn.Cell):
 class ExpertMLP(nn.Cell):
     """A mixture of experts: a router sends each token to a few gated MLPs, and their weighted outputs are added.
 
-    The weights are the router's softmax over all experts, in float32. The columns of every expert are divided among the
-    agents of a stage."""
+    The weights are the router's softmax over all experts, in float32, or as ``Experts.routing`` states. Shared experts
+    are one more gated MLP for every token (DeepSeekMoE, Dai et al. 2024). The columns of every expert are divided among
+    the agents of a stage, or each agent has some whole experts."""
 
     def __init__(self, ops: OpTable, hidden_size: int, experts: Experts, epsilon: float) -> None:
         super().__init__()
         self.router = Weight((ops.router_weight(hidden_size, experts.count), None, None))
         inner = experts.intermediate_size
-        self.gate_up = Weight(ops.expert_weight(experts.count, hidden_size, 2 * inner))
-        self.down = Weight(ops.expert_weight(experts.count, inner, hidden_size))
+        self.gate_up = Weight(ops.expert_weight(experts.held, hidden_size, 2 * inner))
+        self.down = Weight(ops.expert_weight(experts.held, inner, hidden_size))
+        self.is_corrected = experts.routing is not None and experts.routing.corrected
+        self.has_shared = experts.shared_size > 0
+        if self.is_corrected:
+            self.correction = unbound_parameter((experts.count,), "float32")
+        if self.has_shared:
+            self.shared_gate_up = Weight(ops.linear_weight(hidden_size, 2 * experts.shared_size))
+            self.shared_down = Weight(ops.linear_weight(experts.shared_size, hidden_size))
         self.mlp = ops.expert_mlp(hidden_size, experts, epsilon)
         self.sum = ops.all_reduce(hidden_size) if ops.is_split else None
 
@@ -48,6 +59,10 @@ class ExpertMLP(nn.Cell):
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """Returns the experts' output for RMSNorm(hidden + residual), and hidden + residual, both [T, hidden_size]."""
-        weights = (self.router.weight, self.gate_up.operands(), self.down.operands())
+        weights: tuple[Any, ...] = (self.router.weight, self.gate_up.operands(), self.down.operands())
+        if self.is_corrected:
+            weights = (*weights, self.correction)
+        if self.has_shared:
+            weights = (*weights, self.shared_gate_up.operands(), self.shared_down.operands())
         out, total = self.mlp(hidden, residual, gamma, weights, step)
         return (out if self.sum is None else self.sum(out, step)), total

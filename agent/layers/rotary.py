@@ -14,7 +14,10 @@ Float32Array = npt.NDArray[np.float32]
 
 
 def rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32Array, Float32Array]:
-    """Returns cosines and sines, float32 [num_positions, head_dim]. Each row contains its angles twice.
+    """Returns cosines and sines, float32 [num_positions, rotary_dim]. Each row contains its angles twice.
+
+    If adjacent elements are rotated together (``LatentAttention.interleaved``), equal angles are adjacent. Otherwise
+    the second half of a row repeats the first half.
 
     Frequencies and angles are rounded to float32 where Hugging Face rounds them, because checkpoints were trained with
     these values. Cosine and sine are computed in float64 and rounded once. They include YaRN's attention factor.
@@ -26,12 +29,14 @@ def rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32Array, 
         trained = scaling.original_max_position_embeddings
         beyond = np.arange(trained, num_positions, dtype=np.float32)[:, None]
         angles[trained:] = beyond * _dynamic_frequencies(shape, scaling, num_positions)
-    angles = np.concatenate([angles, angles], axis=1).astype(np.float64)
+    is_interleaved = shape.latent is not None and shape.latent.interleaved
+    both = np.repeat(angles, 2, axis=1) if is_interleaved else np.concatenate([angles, angles], axis=1)
+    angles = both.astype(np.float64)
     return np.cos(angles).astype(np.float32) * factor, np.sin(angles).astype(np.float32) * factor
 
 
 def rotary_frequencies(shape: ModelShape) -> Float32Array:
-    """Returns the rotary frequencies, float32 [head_dim / 2]: the angles in radians by which one position turns.
+    """Returns the rotary frequencies, float32 [rotary_dim / 2]: the angles in radians by which one position turns.
 
     They include the model's ``rope_scaling``. With ``dynamic`` scaling, they are valid within the trained context.
     """
@@ -48,20 +53,20 @@ def rotary_frequencies(shape: ModelShape) -> Float32Array:
 
 
 def _powers(shape: ModelShape, base: np.float32 | Float32Array) -> Float32Array:
-    """Returns ``base`` to the powers 0, 2/d, 4/d, ... where d is the head size. Several bases give several rows."""
-    exponents = np.arange(0, shape.head_dim, 2, dtype=np.float32) / np.float32(shape.head_dim)
+    """Returns ``base`` to the powers 0, 2/d, 4/d, ... where d is ``rotary_dim``. Several bases give several rows."""
+    exponents = np.arange(0, shape.rotary_dim, 2, dtype=np.float32) / np.float32(shape.rotary_dim)
     powers: Float32Array = np.power(np.asarray(base, np.float64), exponents.astype(np.float64)).astype(np.float32)
     return powers
 
 
 def _dynamic_frequencies(shape: ModelShape, scaling: RopeScaling, num_positions: int) -> Float32Array:
-    """Returns rotary frequencies for each position after the trained context, float32 [positions, head_dim / 2].
+    """Returns rotary frequencies for each position after the trained context, float32 [positions, rotary_dim / 2].
 
     A position gets the base that NTK-aware scaling gives to a sequence that ends at this position. Therefore a rotation
     does not depend on the chunks of a sequence or on its final length. The library transformers differs: it rotates all
     positions of a prompt that is longer than the trained context with the base of its last position.
     """
-    trained, factor, dim = scaling.original_max_position_embeddings, np.float32(scaling.factor), shape.head_dim
+    trained, factor, dim = scaling.original_max_position_embeddings, np.float32(scaling.factor), shape.rotary_dim
     lengths = np.arange(trained + 1, num_positions + 1, dtype=np.float32)
     stretch = factor * lengths / np.float32(trained) - np.float32(scaling.factor - 1)
     bases = np.float32(shape.rope_theta) * np.power(stretch, np.float32(dim / (dim - 2)))
@@ -78,9 +83,9 @@ def _yarn_frequencies(shape: ModelShape, scaling: RopeScaling) -> Float32Array:
     low, high = (_dimension_of(turns, shape, scaling) for turns in (scaling.beta_fast, scaling.beta_slow))
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, shape.head_dim - 1)
+    low, high = max(low, 0), min(high, shape.rotary_dim - 1)
     span = np.float32(high - low if high != low else 0.001)
-    ramp = np.clip((np.arange(shape.head_dim // 2, dtype=np.float32) - np.float32(low)) / span, 0, 1)
+    ramp = np.clip((np.arange(shape.rotary_dim // 2, dtype=np.float32) - np.float32(low)) / span, 0, 1)
     kept = np.float32(1.0) - ramp
     stretched = np.float32(1.0) / (np.float32(scaling.factor) * powers)
     blended = stretched * (np.float32(1.0) - kept) + np.float32(1.0) / powers * kept
@@ -90,7 +95,7 @@ def _yarn_frequencies(shape: ModelShape, scaling: RopeScaling) -> Float32Array:
 def _dimension_of(turns: float, shape: ModelShape, scaling: RopeScaling) -> float:
     """Returns the head dimension, as a fraction, whose angle makes ``turns`` rotations within the trained context."""
     length = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
-    return shape.head_dim * math.log(length) / (2 * math.log(shape.rope_theta))
+    return shape.rotary_dim * math.log(length) / (2 * math.log(shape.rope_theta))
 
 
 def _llama3_frequencies(frequencies: Float32Array, scaling: RopeScaling) -> Float32Array:

@@ -1,7 +1,7 @@
 """The network of all model families: Llama (Touvron et al. 2023; Llama 3, Grattafiori et al. 2024).
 
 It has RMSNorm, rotary embedding, grouped-query attention and SwiGLU. Some families add parts to the attention
-(``agent/layers/attention.py``) or have experts.
+(``agent/layers/attention.py``), have latent attention (``agent/layers/latent_attention.py``) or have experts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from mindspore import Tensor, nn
 from agent.backends.base import Operator, OpTable
 from agent.layers.attention import Attention, attention_form
 from agent.layers.embedding import Embedding
+from agent.layers.latent_attention import LatentAttention
 from agent.layers.linear import NormWeight, Weight
 from agent.layers.mlp import ExpertMLP, GatedMLP
 from agent.layers.rotary import rotary_tables
@@ -89,7 +90,8 @@ class DecoderLayer(nn.Cell):
         shape, cache = config.shape, config.pa_config
         hidden, epsilon = shape.hidden_size, shape.rms_norm_eps
         self.input_norm = NormWeight(ops, hidden)
-        self.attention = Attention(ops, shape, cache.num_blocks, cache.block_size, layer=layer)
+        attention = Attention if shape.latent is None else LatentAttention
+        self.attention = attention(ops, shape, cache.num_blocks, cache.block_size, layer=layer)
         self.post_attention_norm = NormWeight(ops, hidden)
         if shape.experts is not None and shape.has_experts(layer):
             self.mlp = ExpertMLP(ops, hidden, shape.experts, epsilon)
@@ -97,7 +99,10 @@ class DecoderLayer(nn.Cell):
             self.mlp = GatedMLP(ops, hidden, shape.intermediate_size, epsilon)
 
     def operands(self) -> tuple[Tensor, ...]:
-        """Returns the parameters of this layer for ``OpTable.decoder_layers``. The layer must not have experts."""
+        """Returns the parameters of this layer for ``OpTable.decoder_layers``.
+
+        The layer must not have experts or latent attention.
+        """
         attention, mlp = self.attention, self.mlp
         norms = (self.input_norm.weight, self.post_attention_norm.weight)
         weights = (attention.qkv.weight, attention.output.weight, mlp.gate_up.weight, mlp.down.weight)
@@ -128,7 +133,7 @@ def equal_layers(shape: ModelShape) -> tuple[tuple[int, int], ...]:
 
 
 def _layers_operator(ops: OpTable, shape: ModelShape, first: int, end: int) -> Operator | None:
-    if shape.has_experts(first):
+    if shape.has_experts(first) or shape.latent is not None:
         return None
     form = attention_form(shape, first)
     return ops.decoder_layers(shape.hidden_size, shape.rms_norm_eps, form, end - first, first=first == 0)

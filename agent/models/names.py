@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent.weights import WeightPart, WeightSpec
+from agent.weights.layout import HeadRows
+from llm_serving.model.parallel import Span
 from llm_serving.model.shape import ModelShape
 
 
@@ -32,7 +34,8 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
     for layer in range(shape.num_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         specs.append(_plain(f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight", hidden))
-        specs.extend(_attention_specs(shape, f"{ours}.attention", f"{theirs}.self_attn"))
+        attention = _attention_specs if shape.latent is None else _latent_specs
+        specs.extend(attention(shape, f"{ours}.attention", f"{theirs}.self_attn"))
         specs.append(_plain(f"{ours}.post_attention_norm.weight", f"{theirs}.post_attention_layernorm.weight", hidden))
         if shape.has_experts(layer):
             specs.extend(_expert_specs(shape, f"{ours}.mlp", f"{theirs}.{experts.block}", experts))
@@ -50,7 +53,21 @@ def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
 
     Rotary frequencies follow from ``config.json``. A model that uses its embedding as output needs no output weight.
     """
-    return ("rotary_emb.inv_freq", "lm_head.weight") if shape.tie_word_embeddings else ("rotary_emb.inv_freq",)
+    names = ("rotary_emb.inv_freq", *_extra_names(shape))
+    return (*names, "lm_head.weight") if shape.tie_word_embeddings else names
+
+
+def _extra_names(shape: ModelShape) -> tuple[str, ...]:
+    """Returns the names of all tensors of the layers that predict further tokens (DeepSeek-V3, section 2.2)."""
+    if shape.num_extra_layers == 0:
+        return ()
+    last = shape.num_layers - 1
+    longer = replace(shape, num_layers=shape.num_layers + shape.num_extra_layers)
+    extra = [f"model.layers.{last + 1 + index}" for index in range(shape.num_extra_layers)]
+    found = {part.name for spec in weight_specs(longer) for part in spec.tensors}
+    ends = ("embed_tokens.weight", "enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+    own = [f"{layer}.{end}" for layer in extra for end in (*ends, "shared_head.head.weight")]
+    return (*sorted(name for name in found if name.startswith(tuple(f"{layer}." for layer in extra))), *own)
 
 
 def _attention_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:
@@ -66,6 +83,30 @@ def _attention_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[Weig
     if shape.query_key_norm:
         yield _plain(f"{ours}.query_norm.weight", f"{theirs}.q_norm.weight", head_dim)
         yield _plain(f"{ours}.key_norm.weight", f"{theirs}.k_norm.weight", head_dim)
+
+
+def _latent_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:
+    hidden, heads, latent = shape.hidden_size, shape.num_attention_heads, shape.latent
+    assert latent is not None, "latent attention has sizes"
+    queries, has_rank = heads * latent.head_dim, latent.query_rank > 0
+    first = WeightPart(
+        f"{theirs}.{'q_a_proj' if has_rank else 'q_proj'}.weight", (latent.query_rank or queries, hidden)
+    )
+    second = WeightPart(f"{theirs}.kv_a_proj_with_mqa.weight", (latent.cache_dim, hidden))
+    yield WeightSpec(f"{ours}.joined.weight", (first, second), "linear")
+    if has_rank:
+        yield _plain(f"{ours}.query_norm.weight", f"{theirs}.q_a_layernorm.weight", latent.query_rank)
+        query = WeightPart(f"{theirs}.q_b_proj.weight", (queries, latent.query_rank))
+        yield WeightSpec(f"{ours}.query.weight", (query,), "linear")
+    yield _plain(f"{ours}.latent_norm.weight", f"{theirs}.kv_a_layernorm.weight", latent.rank)
+    stride = latent.nope_dim + latent.value_dim
+    both = WeightPart(f"{theirs}.kv_b_proj.weight", (heads * stride, latent.rank))
+    keys = HeadRows(heads, stride, Span(0, latent.nope_dim), transposed=True)
+    values = HeadRows(heads, stride, Span(latent.nope_dim, stride))
+    yield WeightSpec(f"{ours}.key_up.weight", (both,), "linear", head_rows=keys)
+    yield WeightSpec(f"{ours}.value_up.weight", (both,), "linear", head_rows=values)
+    output = WeightPart(f"{theirs}.o_proj.weight", (hidden, heads * latent.value_dim))
+    yield WeightSpec(f"{ours}.output.weight", (output,), "linear")
 
 
 def _mlp_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:
@@ -86,6 +127,13 @@ def _expert_specs(shape: ModelShape, ours: str, theirs: str, names: ExpertNames)
     gate_up, down = (tuple(part for expert in each for part in expert[place]) for place in (0, 1))
     yield WeightSpec(f"{ours}.gate_up.weight", gate_up, "gated_linear", experts=experts.count)
     yield WeightSpec(f"{ours}.down.weight", down, "linear", experts=experts.count)
+    if experts.routing is not None and experts.routing.corrected:
+        correction = WeightPart(f"{theirs}.gate.e_score_correction_bias", (experts.count,))
+        yield WeightSpec(f"{ours}.correction", (correction,), float32=True)
+    if experts.shared_size:
+        gate_up, down = _gated_parts(f"{theirs}.shared_experts", shape.hidden_size, experts.shared_size, names)
+        yield WeightSpec(f"{ours}.shared_gate_up.weight", gate_up, "gated_linear")
+        yield WeightSpec(f"{ours}.shared_down.weight", down, "linear")
 
 
 def _gated_parts(

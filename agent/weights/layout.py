@@ -22,6 +22,20 @@ class WeightPart:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadRows:
+    """The rows of each head that a weight takes from a tensor. Every head then has its own weight.
+
+    A tensor with keys and values of latent attention has ``stride`` rows for each head, of which ``rows`` are taken.
+    """
+
+    heads: int
+    stride: int
+    rows: Span
+    transposed: bool = False
+    """True: the rows of a head are the inputs of its weight. False: they are the outputs."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSpec:
     """A parameter of the model. It joins its parts along the first axis, for example q, k and v to one qkv."""
 
@@ -36,6 +50,9 @@ class WeightSpec:
     """Number of experts, whose parts follow each other in ``parts``. 0 means a single weight."""
     float32: bool = False
     """True for a router, which stays float32 for every ``model_dtype`` and ``weight_format``."""
+    head_rows: HeadRows | None = None
+    """If stated, the parameter consists of one weight for each head, and ``parts`` has one tensor. The weights are
+    floats for every ``weight_format``."""
     padded_rows: int = 0
     """Number of rows of the parameter, if it has more rows than its parts. The additional rows are zero."""
     input_spans: tuple[Span, ...] = ()

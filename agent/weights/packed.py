@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agent.kernels.packing import join_weight_parts, pack_weight, packed_weight_bytes, weight_blob
-from agent.weights.layout import WeightSpec, rows_of
+from agent.weights.layout import HeadRows, WeightSpec, rows_of
 from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.source import WeightSource
 from agent.weights.storage import STORAGE_DTYPES, Array, allocate
@@ -89,6 +89,8 @@ class LinearPacker:
         """Returns a packed parameter, uint8 [bytes]. Packed experts follow each other, equally long and aligned."""
         if spec.input_spans:
             return self._pack_parts(spec)
+        if spec.head_rows is not None:
+            return self._pack_heads(spec, spec.head_rows)
         weights = _each_weight(spec)
         sizes = [self._blob_bytes(each) for each in weights]
         stride = max(sizes) if len(sizes) == 1 else -(-max(sizes) // _ALIGNMENT) * _ALIGNMENT
@@ -118,6 +120,23 @@ class LinearPacker:
                 bias=bias if index == 0 else None,
             )
         join_weight_parts(blob, len(sizes))
+        return blob
+
+    def _pack_heads(self, spec: WeightSpec, heads: HeadRows) -> Array:
+        """Packs the weight of each head as floats. The blobs follow each other, equally long and aligned."""
+        plan = self._plan(spec)
+        values, dtype = self._floats(spec, plan)
+        stacked = values.reshape(heads.heads, heads.stride, -1)[:, heads.rows.slice]
+        columns, depth = stacked.shape[:0:-1] if heads.transposed else stacked.shape[1:]
+        stride = -(-packed_weight_bytes(plan.format, columns, depth) // _ALIGNMENT) * _ALIGNMENT
+        blob = weight_blob(stride * heads.heads)
+        for index, head in enumerate(stacked):
+            pack_weight(
+                plan.format,
+                np.ascontiguousarray(head.T if heads.transposed else head),
+                blob[index * stride : (index + 1) * stride],
+                source_dtype=dtype,
+            )
         return blob
 
     def _blob_bytes(self, spec: WeightSpec) -> int:
@@ -165,6 +184,8 @@ class LinearPacker:
         stored, wanted = self._stored_scheme(spec), self._packing.weight_format
         if spec.float32:
             return _Plan("float32", 0, None)
+        if spec.head_rows is not None:
+            return _Plan(self._dtype, 0, None)  # these weights are small, and rounding them costs much quality
         if self._packing.keeps_floats or (stored is None and wanted == AUTO):
             return _Plan(self._dtype, 0, None)
         if stored is not None and spec.input_spans:

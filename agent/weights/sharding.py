@@ -128,18 +128,59 @@ def _heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> Wei
     return replace(spec, parts=parts, bias=biases)
 
 
+def _joined(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
+    """Cuts the rows of the queries. Latent vectors of queries, keys and values stay whole."""
+    latent = part.whole.latent
+    assert latent is not None, "only latent attention has this parameter"
+    if latent.query_rank:
+        return spec
+    queries, latents = spec.parts
+    return replace(spec, parts=(_cut(queries, cuts, _of_query_heads(part)), latents))
+
+
+def _queries(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
+    return replace(spec, parts=tuple(_cut(each, cuts, _of_query_heads(part)) for each in spec.parts))
+
+
+def _head_rows(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
+    """Cuts the rows of the agent's heads from a tensor that has keys and values of all heads."""
+    rows, heads = spec.head_rows, part.shard.query_heads
+    assert rows is not None, "the weight consists of heads"
+    span = Span(heads.start * rows.stride, heads.stop * rows.stride)
+    parts = tuple(_cut(each, cuts, span) for each in spec.parts)
+    return replace(spec, parts=parts, head_rows=replace(rows, heads=len(heads)))
+
+
 def _from_heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    return _columns(spec, part, cuts, _of_heads(part.shard.query_heads, part))
+    heads, size = part.shard.query_heads, part.whole.value_dim
+    return _columns(spec, part, cuts, Span(heads.start * size, heads.stop * size))
 
 
 def _to_intermediate(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Takes the agent's rows of gate and up, of every expert."""
+    """Takes the agent's rows of gate and up, of every expert. With whole experts, takes the agent's experts."""
+    if spec.experts and part.shard.experts is not None:
+        return _own_experts(spec, part.shard.experts)
     span = _intermediate(spec, part)
     return replace(spec, parts=tuple(_cut(each, cuts, span) for each in spec.parts))
 
 
 def _from_intermediate(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
+    if spec.experts and part.shard.experts is not None:
+        return _own_experts(spec, part.shard.experts)
     return _columns(spec, part, cuts, _intermediate(spec, part))
+
+
+def _own_experts(spec: WeightSpec, held: Span) -> WeightSpec:
+    each = len(spec.parts) // spec.experts
+    return replace(spec, parts=spec.parts[held.start * each : held.stop * each], experts=len(held))
+
+
+def _to_shared(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
+    return replace(spec, parts=tuple(_cut(each, cuts, part.shard.shared_intermediate) for each in spec.parts))
+
+
+def _from_shared(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
+    return _columns(spec, part, cuts, part.shard.shared_intermediate)
 
 
 def _vocabulary(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
@@ -156,14 +197,27 @@ _RULES: dict[str, Rule] = {
     "attention.key_norm.weight": _whole,
     "attention.qkv.weight": _heads,
     "attention.output.weight": _from_heads,
+    "attention.joined.weight": _joined,
+    "attention.query.weight": _queries,
+    "attention.latent_norm.weight": _whole,
+    "attention.key_up.weight": _head_rows,
+    "attention.value_up.weight": _head_rows,
     "mlp.router.weight": _whole,
     "mlp.gate_up.weight": _to_intermediate,
     "mlp.down.weight": _from_intermediate,
+    "mlp.correction": _whole,
+    "mlp.shared_gate_up.weight": _to_shared,
+    "mlp.shared_down.weight": _from_shared,
 }
 
 
 def _of_heads(span: Span, part: ModelPart) -> Span:
     return Span(span.start * part.whole.head_dim, span.stop * part.whole.head_dim)
+
+
+def _of_query_heads(part: ModelPart) -> Span:
+    """Returns the rows of the agent's query heads."""
+    return _of_heads(part.shard.query_heads, part)
 
 
 def _intermediate(spec: WeightSpec, part: ModelPart) -> Span:

@@ -151,11 +151,16 @@ class Config:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of a token in the KV cache: keys and values of all layers, with their scales if they are int8."""
+        """Bytes of a token in the KV cache: keys and values of all layers, with their scales if they are int8.
+
+        With latent attention, the cache has a latent vector and a rotated key in each layer.
+        """
         return self.kv_bytes_of(self.shape)
 
     def kv_bytes_of(self, shape: ModelShape) -> int:
         """Return the bytes of a token in the KV cache of a model, or of a part of a model, with this shape."""
+        if shape.latent is not None:
+            return shape.num_layers * self.cache_format.head_bytes(shape.latent.cache_dim)
         return 2 * shape.num_layers * shape.num_key_value_heads * self.cache_format.head_bytes(shape.head_dim)
 
     @property

@@ -38,6 +38,11 @@ class ParallelConfig:
         low=1,
         high=64,
     )
+    expert_parallel: bool = own(
+        False,
+        "For a model with experts: each of the `tensor_parallel` agents has whole experts instead of columns of every "
+        "expert. A step reads fewer weights if its tokens choose few experts. On a CPU with the fused operators.",
+    )
     routing: str = own(
         "prefix",
         "Choice of the replica. `prefix`: the replica with most of the prompt in its prefix cache, unless it "

@@ -25,6 +25,7 @@ from llm_serving.config.validation import (
     check_formats,
     check_group,
     check_lengths,
+    check_model_parts,
     check_native_weights,
     check_parallel,
     check_sharing,
@@ -118,6 +119,7 @@ class Resolver:
         check_lengths(self._raw, config)
         check_batches(self._raw, config)
         check_sharing(self._raw, config)
+        check_model_parts(self._raw, config)
         check_parallel(self._raw, config)
         check_native_weights(self._raw, config)
         check_sum_parts(self._raw, config)

@@ -175,16 +175,36 @@ def check_group(raw: RawConfig, config: Config) -> None:
     shape, group = config.shape, config.model_config.weight_group
     sizes = {
         "hidden size": shape.hidden_size,
-        "size of all heads": shape.num_attention_heads * shape.head_dim,
+        "size of all heads": shape.num_attention_heads * shape.value_dim,
     }
+    if shape.latent is not None and shape.latent.query_rank:
+        sizes["q_lora_rank"] = shape.latent.query_rank
     if _has_mlps(shape):
         sizes["intermediate size"] = shape.intermediate_size
     if shape.experts is not None:
         sizes["experts' intermediate size"] = shape.experts.intermediate_size
+        sizes |= {"size of the shared experts": shape.experts.shared_size} if shape.experts.shared_size else {}
     for name, size in sizes.items():
         if group not in GROUP_SIZES or size % group:
             problem = f"must be {GROUP_SIZES_TEXT} and divide the model's {name} of {size}; or use int8"
             raise raw.error("model_config.weight_group", group, problem)
+
+
+def check_model_parts(raw: RawConfig, config: Config) -> None:
+    """Check that the operators have the parts of the model: latent attention, DeepSeek's routing, whole experts."""
+    shape, parallel = config.shape, config.parallel_config
+    if shape.latent is not None and config.kv_format == "int8":
+        problem = "latent attention needs a cache of floats; use auto"
+        raise raw.error("model_config.kv_format", config.model_config.kv_format, problem)
+    if config.op_table != "native":
+        return
+    routing = None if shape.experts is None else shape.experts.routing
+    if shape.latent is not None or routing is not None:
+        problem = f"the native operators have no latent attention for {shape.architecture}; use op_table fused (CPU)"
+        raise raw.error("model_config.op_table", config.op_table, problem)
+    if parallel.expert_parallel:
+        problem = "the native operators divide the columns of every expert; use False, or op_table fused (CPU)"
+        raise raw.error("parallel_config.expert_parallel", True, problem)
 
 
 def check_parallel(raw: RawConfig, config: Config) -> None:
@@ -209,6 +229,8 @@ def check_sum_parts(raw: RawConfig, config: Config) -> None:
         )
     elif config.shape.experts is not None:
         problem = "the model has experts, whose sums have no parts; use 1"
+    elif config.shape.latent is not None:
+        problem = "the model has latent attention, whose sums have no parts; use 1"
     elif config.stored_weight_format is not None and not weight_format(config.weight_format).is_float:
         problem = f"the folder's weights are stored as {config.stored_weight_format}; use weight_format bf16, or 1"
     else:

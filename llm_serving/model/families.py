@@ -9,6 +9,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llm_serving.formats.typed_fields import TypedFields
+from llm_serving.model.deepseek import (
+    MAX_SHARED_EXPERTS,
+    LatentAttention,
+    Routing,
+    read_dense_layers,
+    read_latent_attention,
+    read_routing,
+)
 
 MAX_EXPERTS = 4096
 MAX_WINDOW = 16 * 1024 * 1024
@@ -44,6 +52,8 @@ class Family:
     """Default size of a head. None: hidden size / heads."""
     experts: ExpertKeys | None = None
     """Keys about experts. None if the family has no experts."""
+    deepseek: Literal["", "v2", "v3"] = ""
+    """If stated, the model has latent attention, and experts as DeepSeek's V2 or V3 has them."""
 
 
 FAMILIES = {
@@ -66,6 +76,18 @@ FAMILIES = {
             window="switched",
             experts=ExpertKeys("num_experts", "moe_intermediate_size"),
         ),
+        Family(
+            "DeepseekV2ForCausalLM",
+            "deepseek_v2",
+            experts=ExpertKeys("n_routed_experts", "moe_intermediate_size"),
+            deepseek="v2",
+        ),
+        Family(
+            "DeepseekV3ForCausalLM",
+            "deepseek_v3",
+            experts=ExpertKeys("n_routed_experts", "moe_intermediate_size"),
+            deepseek="v3",
+        ),
     )
 }
 
@@ -81,6 +103,19 @@ class Experts:
     """If True, a token's expert weights are divided by their sum (``norm_topk_prob``)."""
     dense_layers: tuple[int, ...] = ()
     """Indices of the layers that have an ordinary MLP instead of experts."""
+    routing: Routing | None = None
+    """How the router chooses. None: the largest values of a softmax over all experts."""
+    shared_size: int = 0
+    """Intermediate size of the MLP that every token passes in addition (DeepSeek's shared experts). 0: none."""
+    first_held: int = 0
+    """The first expert whose weights this part of the model has."""
+    num_held: int | None = None
+    """Number of experts whose weights this part of the model has. None: all."""
+
+    @property
+    def held(self) -> int:
+        """Number of experts whose weights this part of the model has."""
+        return self.count if self.num_held is None else self.num_held
 
 
 def family_of(fields: TypedFields) -> Family:
@@ -134,6 +169,8 @@ def read_experts(fields: TypedFields, family: Family, num_layers: int) -> Expert
                 known = " and ".join(name for name, each in FAMILIES.items() if each.experts is not None)
                 raise fields.fail(key, f"{family.architecture} has no experts; {known} have")
         return None
+    if family.deepseek:
+        return _read_deepseek_experts(fields, family, num_layers)
     count = fields.integer(keys.count, None, 1, MAX_EXPERTS)
     dense = () if keys.normalised else _dense_layers(fields, num_layers)
     if len(dense) == num_layers:
@@ -145,6 +182,35 @@ def read_experts(fields: TypedFields, family: Family, num_layers: int) -> Expert
         normalised=keys.normalised or fields.boolean("norm_topk_prob", False),
         dense_layers=dense,
     )
+
+
+def _read_deepseek_experts(fields: TypedFields, family: Family, num_layers: int) -> Experts | None:
+    keys, is_v3 = family.experts, family.deepseek == "v3"
+    assert keys is not None, "DeepSeek's families name the keys of their experts"
+    if keys.count not in fields:
+        return None
+    dense = read_dense_layers(fields, num_layers)
+    if len(dense) == num_layers:
+        return None
+    count = fields.integer(keys.count, None, 1, MAX_EXPERTS)
+    per_token = fields.integer("num_experts_per_tok", None, 1, count)
+    size = fields.integer(keys.intermediate_size, None, 1, _MAX_INTERMEDIATE_SIZE)
+    return Experts(
+        count=count,
+        per_token=per_token,
+        intermediate_size=size,
+        normalised=fields.boolean("norm_topk_prob", is_v3),
+        dense_layers=dense,
+        routing=read_routing(fields, count, per_token, corrected=is_v3),
+        shared_size=size * fields.integer("n_shared_experts", 0, 0, MAX_SHARED_EXPERTS),
+    )
+
+
+def read_latent(fields: TypedFields, family: Family, num_heads: int) -> LatentAttention | None:
+    """Return the sizes of latent attention, or None if the family has ordinary attention."""
+    if not family.deepseek:
+        return None
+    return read_latent_attention(fields, num_heads, has_interleave_key=family.deepseek == "v3")
 
 
 def _dense_layers(fields: TypedFields, num_layers: int) -> tuple[int, ...]:

@@ -10,6 +10,8 @@ divides the layers (GPipe, Huang et al., 2019). With data parallelism, each repl
   If there are more ranks than key-value heads, several ranks hold the same key-value head and divide its query heads.
 - Intermediate columns (of the MLP, of every expert) are divided as evenly as possible, in multiples of a number of
   columns that ``granule_of`` returns.
+- With ``expert_parallel``, a rank has whole experts instead of columns of every expert. The routers stay whole.
+- With latent attention, a rank has whole heads. The latent vectors of queries, keys and values stay whole.
 - Vocabulary rows are divided into ranges of equal length (``vocab_stride``); only the last one may be shorter. Logits
   that are gathered in order of rank are therefore in order of token id, with padding only at the end.
 - If the layers do not divide evenly, the first stages have one layer more. The last stage has the output layer.
@@ -75,6 +77,10 @@ class Shard:
     """If True, the rank has the embedding."""
     is_last_stage: bool
     """If True, the rank has the last norm and the output layer."""
+    shared_intermediate: Span = Span(0, 0)
+    """Columns of the shared experts; empty without them."""
+    experts: Span | None = None
+    """The experts that the rank has. None: all of them."""
 
 
 def place(rank: int, parallel: ParallelConfig) -> RankPlace:
@@ -160,18 +166,25 @@ def shard_of(shape: ModelShape, where: RankPlace, parallel: ParallelConfig, weig
     query, key_value = split_heads(shape.num_attention_heads, shape.num_key_value_heads, parts, index)
     experts = shape.experts
     vocab, vocab_stride = split_vocab(shape.vocab_size, parts, index)
+    columns, shared, held = Span(0, 0), Span(0, 0), None
+    if experts is not None:
+        shared = split_columns(experts.shared_size, parts, index, weight_group) if experts.shared_size else shared
+        if parallel.expert_parallel:
+            columns, held = Span(0, experts.intermediate_size), split_evenly(experts.count, parts, index)
+        else:
+            columns = split_columns(experts.intermediate_size, parts, index, weight_group)
     return Shard(
         query_heads=query,
         key_value_heads=key_value,
         intermediate=split_columns(shape.intermediate_size, parts, index, weight_group),
-        expert_intermediate=(
-            Span(0, 0) if experts is None else split_columns(experts.intermediate_size, parts, index, weight_group)
-        ),
+        expert_intermediate=columns,
         vocab=vocab,
         vocab_stride=vocab_stride,
         layers=split_evenly(shape.num_layers, parallel.pipeline_parallel, where.pp_index),
         is_first_stage=where.pp_index == 0,
         is_last_stage=where.pp_index == parallel.pipeline_parallel - 1,
+        shared_intermediate=shared,
+        experts=held,
     )
 
 
@@ -184,7 +197,14 @@ def local_shape(shape: ModelShape, shard: Shard) -> ModelShape:
     experts = shape.experts
     if experts is not None:
         dense = tuple(layer - layers.start for layer in experts.dense_layers if layer in layers)
-        experts = replace(experts, intermediate_size=len(shard.expert_intermediate), dense_layers=dense)
+        experts = replace(
+            experts,
+            intermediate_size=len(shard.expert_intermediate),
+            dense_layers=dense,
+            shared_size=len(shard.shared_intermediate),
+            first_held=0 if shard.experts is None else shard.experts.start,
+            num_held=None if shard.experts is None else len(shard.experts),
+        )
     return replace(
         shape,
         num_layers=len(layers),
@@ -201,12 +221,20 @@ def find_obstacle(shape: ModelShape, parallel: ParallelConfig, weight_group: int
     parts, stages = parallel.tensor_parallel, parallel.pipeline_parallel
     if stages > shape.num_layers:
         return "pipeline_parallel", f"the model has {shape.num_layers} layers, and each stage needs one"
+    if parallel.expert_parallel and shape.experts is None:
+        return "expert_parallel", "the model has no experts; use False"
+    if parallel.expert_parallel and parts == 1:
+        return "expert_parallel", "divides the experts among the agents of tensor_parallel, which is 1; use False"
     if parts == 1:
         return None
     problem = _head_obstacle(shape, parts, weight_group)
     sizes = {"intermediate columns": (shape.intermediate_size, weight_group)}
-    if shape.experts is not None:
+    if shape.experts is not None and parallel.expert_parallel:
+        sizes["experts"] = (shape.experts.count, 1)
+    elif shape.experts is not None:
         sizes["columns of an expert"] = (shape.experts.intermediate_size, weight_group)
+    if shape.experts is not None and shape.experts.shared_size:
+        sizes["columns of the shared experts"] = (shape.experts.shared_size, weight_group)
     for name, (total, group) in sizes.items():
         if problem is None and -(-total // group) < parts:
             kept = f", which its weights keep together in groups of {group}" if group > 1 else ""
@@ -224,9 +252,9 @@ def _head_obstacle(shape: ModelShape, parts: int, weight_group: int) -> str | No
     splits = [split_heads(query, key_value, parts, index)[0] for index in range(parts)]
     if not all(splits):
         return f"{query} query heads in {key_value} groups leave some of {parts} agents nothing"
-    if any(span.start * shape.head_dim % weight_group for span in splits):
+    if any(span.start * shape.value_dim % weight_group for span in splits):
         return (
-            f"the groups of {weight_group} weights do not end where the heads (of {shape.head_dim}) of the agents "
+            f"the groups of {weight_group} weights do not end where the heads (of {shape.value_dim}) of the agents "
             f"do; use a smaller model_config.weight_group, or another number of agents"
         )
     return None

@@ -8,7 +8,8 @@ from pathlib import Path
 from llm_serving.errors import CheckpointError
 from llm_serving.formats.small_files import read_json_object
 from llm_serving.formats.typed_fields import TypedFields
-from llm_serving.model.families import Experts, family_of, read_biases, read_experts, read_window
+from llm_serving.model.deepseek import MAX_EXTRA_LAYERS, LatentAttention
+from llm_serving.model.families import Experts, family_of, read_biases, read_experts, read_latent, read_window
 from llm_serving.model.quantization import read_quantization
 from llm_serving.model.rope import MAX_POSITIONS, RopeScaling, read_rope_scaling
 
@@ -52,6 +53,20 @@ class ModelShape:
     full_attention_layers: tuple[int, ...] = ()
     """Indices of the layers that attend to all earlier tokens although the model has a sliding window."""
     experts: Experts | None = None
+    latent: LatentAttention | None = None
+    """None: ordinary attention. Otherwise ``head_dim`` is the size of a query head."""
+    num_extra_layers: int = 0
+    """Layers of the checkpoint after the last one, which predict further tokens. They are not loaded."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of rotated elements of a head."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a head of attention's result."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     def window_of(self, layer: int) -> int:
         """Return the number of tokens that a token attends to in a layer. 0: all earlier tokens."""
@@ -82,22 +97,44 @@ class ModelShape:
         layer += 2 * self.head_dim if self.query_key_norm else 0
         layer += query + 2 * key_value if self.attention_bias else 0
         layer += self.hidden_size if self.output_bias else 0
-        routers = 0
+        if self.latent is not None:
+            layer += self.latent.query_rank + self.latent.rank
+        routers = corrections = 0
         if self.experts is not None:
             routers = (self.num_layers - len(self.experts.dense_layers)) * self.experts.count
-        return self.num_layers * layer + (routers + 1) * self.hidden_size
+            corrections = routers if self.experts.routing is not None and self.experts.routing.corrected else 0
+        return self.num_layers * layer + (routers + 1) * self.hidden_size + corrections
 
     @property
     def num_linear_parameters(self) -> int:
-        """Number of parameters of all linear layers and the output layer, to which the weight format applies."""
-        query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        attention = self.hidden_size * (query + 2 * key_value) + query * self.hidden_size
+        """Number of parameters of all linear layers and the output layer.
+
+        The weight format applies to them, except to ``num_head_parameters``.
+        """
         mlps = self.num_layers * self.intermediate_size
         if self.experts is not None:
             dense = len(self.experts.dense_layers)
-            experts = (self.num_layers - dense) * self.experts.count * self.experts.intermediate_size
-            mlps = dense * self.intermediate_size + experts
-        return self.num_layers * attention + (3 * mlps + self.vocab_size) * self.hidden_size
+            columns = self.experts.held * self.experts.intermediate_size + self.experts.shared_size
+            mlps = dense * self.intermediate_size + (self.num_layers - dense) * columns
+        return self.num_layers * self._num_attention_weights + (3 * mlps + self.vocab_size) * self.hidden_size
+
+    @property
+    def num_head_parameters(self) -> int:
+        """Parameters of the linear functions from latent vectors to keys and values, which stay floats."""
+        if self.latent is None:
+            return 0
+        head = (self.latent.nope_dim + self.latent.value_dim) * self.latent.rank
+        return self.num_layers * self.num_attention_heads * head
+
+    @property
+    def _num_attention_weights(self) -> int:
+        """Parameters of the linear layers of one layer's attention."""
+        query, latent = self.num_attention_heads * self.head_dim, self.latent
+        if latent is None:
+            key_value = self.num_key_value_heads * self.head_dim
+            return self.hidden_size * (query + 2 * key_value) + query * self.hidden_size
+        from_hidden = latent.cache_dim + (latent.query_rank or query) + self.num_attention_heads * latent.value_dim
+        return from_hidden * self.hidden_size + query * latent.query_rank + self.num_head_parameters // self.num_layers
 
     @classmethod
     def from_hf_folder(cls, path: str | Path) -> ModelShape:
@@ -126,8 +163,8 @@ def check_head_sizes(fields: TypedFields, shape: ModelShape, heads: str, kv_head
     """
     if shape.num_attention_heads % shape.num_key_value_heads:
         raise fields.fail(kv_heads, f"must divide {heads} = {shape.num_attention_heads}")
-    if shape.head_dim % 2:
-        raise fields.fail("head_dim", f"the head size is {shape.head_dim}; rotary embedding needs an even one")
+    if shape.rotary_dim % 2:
+        raise fields.fail("head_dim", f"the head size is {shape.rotary_dim}; rotary embedding needs an even one")
 
 
 def head_dim_of(fields: TypedFields, hidden_size: int, num_heads: int, heads: str, default: int | None = None) -> int:
@@ -162,6 +199,7 @@ def shape_of_fields(
     end_fields = generation if "eos_token_id" in generation else fields
     first = fields.token_ids("bos_token_id", vocab_size)
     biases, (window, full_layers) = read_biases(fields, family), read_window(fields, family, num_layers)
+    latent = read_latent(fields, family, heads)
     shape = ModelShape(
         architecture=family.architecture,
         hidden_size=hidden,
@@ -169,7 +207,11 @@ def shape_of_fields(
         num_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=fields.integer("num_key_value_heads", heads, 1, MAX_HEADS),
-        head_dim=head_dim_of(fields, hidden, heads, "num_attention_heads", family.head_dim),
+        head_dim=(
+            head_dim_of(fields, hidden, heads, "num_attention_heads", family.head_dim)
+            if latent is None
+            else latent.head_dim
+        ),
         vocab_size=vocab_size,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6, 0.0, 1.0),
         rope_theta=theta_fields.number("rope_theta", 10_000.0, 0.0, 1e12),
@@ -186,6 +228,8 @@ def shape_of_fields(
         sliding_window=window,
         full_attention_layers=full_layers,
         experts=read_experts(fields, family, num_layers),
+        latent=latent,
+        num_extra_layers=fields.integer("num_nextn_predict_layers", 0, 0, MAX_EXTRA_LAYERS) if family.deepseek else 0,
     )
     check_head_sizes(fields, shape, "num_attention_heads", "num_key_value_heads")
     return shape

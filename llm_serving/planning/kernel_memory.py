@@ -13,6 +13,8 @@ inputs of the widest linear layer. h is the hidden size, I the intermediate size
     products         256 rows of h in float32 for each thread and each part of ``parallel_config.sum_parts``
     panel            for each thread, 64 columns of a weight (W bytes each), and sums of 272 rows or of W / 8
     attention        for each thread, keys, values and rows of a task: about 1024 x (D + 48) x 4
+    latent attention queries, their latent forms and the attended latent vectors of all T rows:
+                     H x (D + 2 x cached elements) x b for each row
     split contexts   sums of rows whose context several threads share: D + 16 numbers for each partition of 256 tokens,
                      for at most 8 x 192 rows of each thread
     laid out keys    native: keys and values of a prompt, at most 64 MiB
@@ -81,8 +83,10 @@ def most_replayed_tokens(max_tokens: int, max_seqs: int) -> int:
 
 def _fused_replay_bytes(config: Config, shape: ModelShape) -> int:
     row = 3 * shape.hidden_size  # all dense layers are one operator
-    if shape.experts is not None:
+    if shape.experts is not None or shape.latent is not None:
         row += shape.hidden_size + (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
+    if shape.latent is not None:
+        row += shape.latent.query_rank + shape.latent.cache_dim + shape.intermediate_size
     layers = (1 + shape.num_layers) * RECORDED_FUSED_LAYER_BYTES
     return layers + config.max_num_batched_tokens * row * config.dtype_bytes
 
@@ -102,6 +106,7 @@ def _scratch_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:
         + num_threads * (_panel_bytes(shape) + _attention_bytes(shape))
         + _split_context_bytes(config, shape, num_threads)
         + _laid_out_bytes(config, shape)
+        + _latent_bytes(config, shape)
         + min(num_threads, config.max_num_seqs) * SAMPLER_BYTES * config.shape.vocab_size
     )
     return wanted + wanted // 4 + num_threads * SLOTS * PAGE_BYTES
@@ -112,7 +117,8 @@ def _inner(shape: ModelShape) -> int:
 
 
 def _widest(shape: ModelShape) -> int:
-    return max(shape.hidden_size, shape.num_attention_heads * shape.head_dim, _inner(shape))
+    latent = 0 if shape.latent is None else max(shape.latent.query_rank, shape.latent.rank)
+    return max(shape.hidden_size, shape.num_attention_heads * shape.head_dim, _inner(shape), latent)
 
 
 def _row_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:
@@ -141,12 +147,24 @@ def _panel_bytes(shape: ModelShape) -> int:
     return PANEL_COLUMNS * _widest(shape) + sums
 
 
+def _latent_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the bytes of the queries of latent attention, and the layout of bfloat16 keys."""
+    latent = shape.latent
+    if latent is None:
+        return 0
+    per_row = shape.num_attention_heads * (latent.head_dim + 2 * latent.cache_dim) + latent.query_rank
+    keys = (config.max_model_len + 16) * latent.cache_dim * config.dtype_bytes
+    laid_out = min(MOST_LAID_OUT_BYTES, 2 * keys) + config.max_model_len
+    return config.max_num_batched_tokens * per_row * config.dtype_bytes + laid_out
+
+
 def _attention_bytes(shape: ModelShape) -> int:
     return 1024 * (_padded_head(shape) + 48) * FLOAT32_BYTES
 
 
 def _padded_head(shape: ModelShape) -> int:
-    return -(-shape.head_dim // 64) * 64
+    size = shape.head_dim if shape.latent is None else shape.latent.cache_dim
+    return -(-size // 64) * 64
 
 
 def _split_context_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:

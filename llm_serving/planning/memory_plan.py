@@ -7,7 +7,8 @@ longest sequence.
     weights          parameters x b. A tied embedding counts once; on a CPU twice, because the output weight is packed
                      separately. Integer formats: 8 or 4 bits for each parameter of linear layers, and 40 bits for
                      scale and zero point of each group
-    KV cache         2 x L x K x D x b x block_size x num_blocks. In int8: D + 4 instead of D x b
+    KV cache         2 x L x K x D x b x block_size x num_blocks. In int8: D + 4 instead of D x b. With latent
+                     attention: L x (kv_lora_rank + qk_rope_head_dim) x b x block_size x num_blocks
     host blocks      the same with num_host_blocks, for swapped sequences
     activations      T x (2h + (H + 2K)D + 2HD + 3I) x b for one layer: residual and its norm; query, key, value;
                      rotated query and output of attention; gate, up and their product

@@ -67,7 +67,7 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
         ),
         MemoryItem("activations", activation_bytes(config, part.shape), f"a step of {tokens} tokens"),
         MemoryItem("logits", _logit_bytes(config, part), f"{seqs} sequences, vocabulary of {shape.vocab_size}"),
-        MemoryItem("rotary tables", 2 * rotary * shape.head_dim * FLOAT32_BYTES, f"{rotary} positions"),
+        MemoryItem("rotary tables", 2 * rotary * shape.rotary_dim * FLOAT32_BYTES, f"{rotary} positions"),
         MemoryItem(
             "token history", seqs * longest * INT32_BYTES * part.answers, f"{seqs} sequences of {longest} tokens"
         ),
@@ -97,6 +97,7 @@ def _weight_bytes(config: Config, part: _Part) -> int:
     if linear_format.is_float:
         return (layers + output + embedding + others) * config.dtype_bytes
     quantised = layers if _output_stays_float(config, part) else layers + output
+    quantised -= shape.num_head_parameters
     floats = layers + output - quantised + embedding + others
     bits = linear_format.bits_with_scales(config.model_config.weight_group, config.device)
     return floats * config.dtype_bytes + int(quantised * bits / 8)
@@ -123,10 +124,20 @@ def _weight_formats(config: Config) -> str:
 def activation_bytes(config: Config, shape: ModelShape) -> int:
     """Return the bytes of one layer's activations in the largest step. ``shape`` is the rank's part."""
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    per_token = 2 * shape.hidden_size + (query + 2 * key_value) + 2 * query + 3 * shape.intermediate_size
+    attention = (query + 2 * key_value) + 2 * query
+    if shape.latent is not None:
+        attention = shape.num_attention_heads * shape.latent.value_dim + _latent_width(shape)
+    per_token = 2 * shape.hidden_size + attention + 3 * shape.intermediate_size
     if config.op_table == "native" and shape.sliding_window:
         per_token += 2 * config.max_model_len  # the mask of the sliding window, and the numbers it is made from
     return config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config, shape)
+
+
+def _latent_width(shape: ModelShape) -> int:
+    """Return the width of the first product of latent attention: query or its latent vector, and the cached vector."""
+    latent = shape.latent
+    assert latent is not None, "only latent attention has a latent vector"
+    return (latent.query_rank or shape.num_attention_heads * latent.head_dim) + latent.cache_dim
 
 
 def _expert_bytes(config: Config, shape: ModelShape) -> int:
@@ -140,7 +151,9 @@ def _expert_bytes(config: Config, shape: ModelShape) -> int:
     rows, hidden, inner = config.max_num_batched_tokens, shape.hidden_size, shape.experts.intermediate_size
     if config.op_table == "fused":
         per_row = (hidden + inner) * config.dtype_bytes + hidden * FLOAT32_BYTES
-        return min(rows, EXPERT_PIECE_ROWS) * shape.experts.per_token * per_row
+        shared = shape.experts.shared_size * config.dtype_bytes + hidden * FLOAT32_BYTES
+        per_token = shape.experts.per_token * per_row + (shared if shape.experts.shared_size else 0)
+        return min(rows, EXPERT_PIECE_ROWS) * per_token
     per_row = (2 * hidden + 3 * inner) * config.dtype_bytes
     if config.quantises_activations:
         per_row += hidden + inner + 2 * FLOAT32_BYTES

@@ -22,7 +22,7 @@ from agent.weights.seeded import fill_seeded
 from agent.weights.storage import Array, allocate, from_float32
 from performance.models.variants import VARIANTS, Variant
 
-_HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
+_SPREAD_NORMS = ("q_norm.weight", "k_norm.weight", "q_a_layernorm.weight", "kv_a_layernorm.weight")
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -45,6 +45,8 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _attention_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[int, ...]]:
+    if config.get("model_type", "").startswith("deepseek"):
+        return _latent_shapes(config, name)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim", hidden // heads)
     query, key = heads * head_dim, config["num_key_value_heads"] * head_dim
@@ -64,7 +66,28 @@ def _attention_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[i
     return shapes
 
 
+def _latent_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank, rope = (
+        config[key] for key in ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_rope_head_dim")
+    )
+    nope, value, query_rank = config["qk_nope_head_dim"], config["v_head_dim"], config["q_lora_rank"]
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{name}.kv_a_proj_with_mqa.weight": (rank + rope, hidden),
+        f"{name}.kv_a_layernorm.weight": (rank,),
+        f"{name}.kv_b_proj.weight": (heads * (nope + value), rank),
+        f"{name}.o_proj.weight": (hidden, heads * value),
+    }
+    if query_rank is None:
+        return {f"{name}.q_proj.weight": (heads * (nope + rope), hidden), **shapes}
+    shapes[f"{name}.q_a_proj.weight"] = (query_rank, hidden)
+    shapes[f"{name}.q_a_layernorm.weight"] = (query_rank,)
+    shapes[f"{name}.q_b_proj.weight"] = (heads * (nope + rope), query_rank)
+    return shapes
+
+
 def _mlp_shapes(config: Mapping[str, Any], layer: int, name: str) -> dict[str, tuple[int, ...]]:
+    if config.get("model_type", "").startswith("deepseek"):
+        return _deepseek_mlp_shapes(config, layer, name)
     hidden, experts = config["hidden_size"], config.get("num_experts", 0)
     dense = layer in config.get("mlp_only_layers", ()) or (layer + 1) % config.get("decoder_sparse_step", 1)
     if experts == 0 or dense:
@@ -73,6 +96,18 @@ def _mlp_shapes(config: Mapping[str, Any], layer: int, name: str) -> dict[str, t
     for index in range(experts):
         shapes |= _gated_shapes(f"{name}.experts.{index}", hidden, config["moe_intermediate_size"])
     return shapes
+
+
+def _deepseek_mlp_shapes(config: Mapping[str, Any], layer: int, name: str) -> dict[str, tuple[int, ...]]:
+    hidden, inner, experts = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
+    if layer < config["first_k_dense_replace"]:
+        return _gated_shapes(name, hidden, config["intermediate_size"])
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.gate.weight": (experts, hidden)}
+    if config["model_type"] == "deepseek_v3":
+        shapes[f"{name}.gate.e_score_correction_bias"] = (experts,)
+    for index in range(experts):
+        shapes |= _gated_shapes(f"{name}.experts.{index}", hidden, inner)
+    return shapes | _gated_shapes(f"{name}.shared_experts", hidden, inner * config["n_shared_experts"])
 
 
 def _mixtral_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[int, ...]]:
@@ -97,10 +132,12 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         tied_or_head = variant.config["tie_word_embeddings"] or name == "lm_head.weight"
         return float(variant.logit_scale * shape[1] ** -0.5) if tied_or_head else 0.3
-    if name.endswith(
-        (".mlp.gate.weight", "moe.gate.weight")
-    ):  # makes router logits large, so that rounding rarely changes the chosen experts
-        return float(3.0 * shape[1] ** -0.5)
+    if name.endswith((".mlp.gate.weight", "moe.gate.weight")):
+        # Makes router logits large, so that rounding rarely changes the chosen experts. Large sigmoids are all near 1.
+        spread = 1.5 if variant.config.get("scoring_func") == "sigmoid" else 3.0
+        return float(spread * shape[1] ** -0.5)
+    if name.endswith("e_score_correction_bias"):  # as large as the differences of scores, so that it changes choices
+        return 0.2
     if name.endswith(".bias"):  # biases are smaller than the products, so that the text still depends on its context
         return 0.4 if name.endswith(("q_proj.bias", "k_proj.bias")) else 0.15
     gain = 2.0 if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight")) else 1.2
@@ -116,7 +153,7 @@ def write_model(variant: Variant, folder: Path) -> None:
     for name, shape in tensor_shapes(variant.config).items():
         tensors[name] = allocate(shape, variant.dtype)
         std = tensor_std(name, shape, variant)
-        if name.endswith(_HEAD_NORMS):
+        if name.endswith(_SPREAD_NORMS):
             tensors[name] = _spread_ones(name, shape, variant)
         else:
             fill_seeded(name, tensors[name], variant.dtype, seed=variant.seed, std=std)

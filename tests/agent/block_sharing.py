@@ -213,4 +213,4 @@ def _cache_bytes(driver: StepDriver) -> bytes:
     assert model is not None
     cache, moves = model.kv_cache, model.moves
     assert isinstance(moves, HostBlockMoves)
-    return b"".join(array.tobytes() for array in (*cache.keys, *cache.values, *moves.pool))
+    return b"".join(array.tobytes() for array in (*cache.arrays.values(), *moves.pool))

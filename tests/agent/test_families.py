@@ -32,8 +32,14 @@ QUANTISED_SETUPS = (
     ("float32", "fused", "int4", "int8"),
 )
 SETUPS = (FLOAT32, *HALF_SETUPS, *QUANTISED_SETUPS)
-QUANTISED_MODELS = ("llama_linear_mqa", "qwen2_tied", "mistral_window", "qwen3_moe")
+QUANTISED_MODELS = ("llama_linear_mqa", "qwen2_tied", "mistral_window", "qwen3_moe", "deepseek_v2_lite")
 """What ``make test`` quantises."""
+LATENT_MODELS = tuple(model for model in MODELS if "kv_lora_rank" in FAMILY_VARIANTS[model].config)
+"""The native operators refuse these models. int4 loses the text of small random models."""
+DISCONTINUOUS = ("bfloat16", "deepseek_v3")
+"""The rounding of bfloat16 can change the groups of experts that this model's router chooses, and then any token."""
+LEAST_NEAR = 0.95
+"""Minimum fraction of the tokens of ``DISCONTINUOUS`` among the oracle's best four."""
 MOST_TIES = 0.08
 """Maximum fraction of a model's tokens that may differ. float16 checkpoints lose bits as bfloat16, so the bound is
 higher than for Llama."""
@@ -53,13 +59,21 @@ def is_swept(setup: Setup, model: str) -> bool:
         return False
     if setup in QUANTISED_SETUPS:
         return model not in QUANTISED_MODELS
+    if model in LATENT_MODELS:
+        return setup[0] != "float16"
     float16_is_native = MODELS.index(model) % 2 == 0
     return ((setup[0] == "float16") == (setup[1] == "native")) != float16_is_native
 
 
 def of_models(setups: Iterable[Setup]) -> list[Any]:
-    """Each setup with each model."""
-    return with_sweeps([(setup, model) for setup in setups for model in MODELS], is_swept)
+    """Each setup with each model, except the setups that latent attention does not have."""
+    pairs = [(setup, model) for setup in setups for model in MODELS if has_setup(setup, model)]
+    return with_sweeps(pairs, is_swept)
+
+
+def has_setup(setup: Setup, model: str) -> bool:
+    """Whether the model is tested with the setup."""
+    return model not in LATENT_MODELS or (setup[1] == "fused" and setup[2] != "int4")
 
 
 @pytest.fixture(scope="session")
@@ -75,10 +89,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     def of_model(setup: Setup, model: str) -> Results:
         swept = is_swept(setup, model)
-        found: Results = printed(setup, tuple(each for each in MODELS if is_swept(setup, each) == swept))[model]
+        models = tuple(each for each in MODELS if has_setup(setup, each) and is_swept(setup, each) == swept)
+        found: Results = printed(setup, models)[model]
         return found
 
     return of_model
+
+
+def fraction_near(model: str, forced: list[list[int]]) -> float:
+    """Returns the fraction of the tokens that are among the oracle's best four."""
+    near = [
+        token in best
+        for case, tokens in zip(golden_of(model)["cases"], forced, strict=True)
+        for token, best in zip(tokens, case["top_ids"], strict=True)
+    ]
+    return sum(near) / len(near)
 
 
 def test_every_family_has_a_model() -> None:
@@ -116,18 +141,15 @@ def test_float32_gives_the_oracles_tokens_exactly(results: Run, model: str) -> N
 @pytest.mark.parametrize(("setup", "model"), of_models(HALF_SETUPS))
 def test_half_types_differ_from_the_oracle_only_at_ties(results: Run, setup: Setup, model: str) -> None:
     cases, forced = golden_of(model)["cases"], results(setup, model)["forced"]
+    if (setup[0], model) == DISCONTINUOUS:
+        assert fraction_near(model, forced) >= LEAST_NEAR
+        return
     check_forced(cases, forced, setup[0], MOST_TIES, f"{model} {'-'.join(setup)}")
 
 
 @pytest.mark.parametrize(("setup", "model"), of_models(QUANTISED_SETUPS))
 def test_quantised_weights_predict_nearly_the_same_tokens(results: Run, setup: Setup, model: str) -> None:
-    forced = results(setup, model)["forced"]
-    near = [
-        token in best
-        for case, tokens in zip(golden_of(model)["cases"], forced, strict=True)
-        for token, best in zip(tokens, case["top_ids"], strict=True)
-    ]
-    assert sum(near) >= LEAST_AGREEMENT[setup[2]] * len(near)
+    assert fraction_near(model, results(setup, model)["forced"]) >= LEAST_AGREEMENT[setup[2]]
 
 
 @pytest.mark.parametrize(("setup", "model"), of_models(SETUPS))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llm_serving.errors import CheckpointError
+from llm_serving.model.deepseek import LatentAttention, Routing
 from llm_serving.model.families import FAMILIES, Experts
 from llm_serving.model.rope import RopeScaling
 from llm_serving.model.shape import ModelShape
@@ -19,7 +21,17 @@ MOE = {
 
 
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6, "num_experts_per_tok": 2}
-NEEDED = {each["architectures"][0]: each for each in (MOE, MIXTRAL)}  # type: ignore[index]
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+V2 = {"architectures": ["DeepseekV2ForCausalLM"], **LATENT}
+V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], **LATENT, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
+NEEDED = {each["architectures"][0]: each for each in (MOE, MIXTRAL, V2, V3)}  # type: ignore[index]
 
 
 def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
@@ -106,9 +118,46 @@ def test_experts(tmp_path: Path) -> None:
     assert mixtral.num_parameters == 4 * (attention - 2 * 16 + 6 * 3 * 64 * 160 + 6 * 64) + 64 + 2 * 300 * 64
 
 
+def test_latent_attention_and_deepseeks_experts(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0}
+    shape = shape_of(tmp_path, **V3, rope_scaling={**yarn, "mscale_all_dim": 1.0}, num_nextn_predict_layers=1)
+    factor = (0.1 * math.log(40.0) + 1.0) ** 2
+    assert shape.latent == LatentAttention(48, 32, 16, 8, 12, interleaved=True, score_factor=factor)
+    assert (shape.head_dim, shape.rotary_dim, shape.value_dim, shape.num_extra_layers) == (24, 8, 12, 1)
+    assert shape.rope_scaling is not None
+    assert shape.rope_scaling.attention_factor == 1.0
+    routing = Routing(sigmoid=True, groups=4, chosen_groups=2, corrected=True, factor=2.5)
+    assert shape.experts == Experts(8, 3, 24, normalised=True, dense_layers=(0,), routing=routing, shared_size=48)
+    attention = 64 * (48 + 40) + 48 * 4 * 24 + 32 * 4 * (16 + 12) + 4 * 12 * 64
+    layers = 2 * (attention + 2 * 64 + 48 + 32) + 3 * 64 * 160 + 3 * 64 * (8 * 24 + 48) + 8 * 64 + 8
+    assert shape.num_parameters == layers + 64 + 2 * 300 * 64
+    lite = shape_of(tmp_path / "lite", **{**V2, "q_lora_rank": None, "routed_scaling_factor": 1.5})
+    assert lite.latent == LatentAttention(0, 32, 16, 8, 12)
+    assert lite.experts is not None
+    assert lite.experts.routing == Routing(factor=1.5)
+    grouped = {**V2, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 3}
+    found = shape_of(tmp_path / "grouped", **grouped).experts
+    assert found is not None
+    assert found.routing == Routing(groups=4, chosen_groups=3)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({**V2, "kv_lora_rank": None}, "kv_lora_rank = null: must be an integer from 1"),
+        ({**V2, "qk_rope_head_dim": 7}, "qk_rope_head_dim = 7: must be even"),
+        ({**V2, "num_key_value_heads": 2}, "num_key_value_heads = 2: must be num_attention_heads = 4"),
+        ({**V2, "attention_bias": True}, "attention_bias = True: is not supported"),
+        ({**V2, "norm_topk_prob": True}, "norm_topk_prob = True: is not supported for DeepSeek V2"),
+        ({**V2, "topk_method": "noaux_tc"}, "topk_method = 'noaux_tc': is not supported; only greedy or group_limited"),
+        ({**V2, "scoring_func": "sigmoid"}, "scoring_func = 'sigmoid': is not supported; only softmax"),
+        ({**V2, "moe_layer_freq": 2}, "moe_layer_freq = 2: is not supported; only 1"),
+        ({**V2, "v_head_dim": 41}, "v_head_dim = 41: must be at most kv_lora_rank + qk_rope_head_dim = 40"),
+        ({**V3, "topk_method": "greedy"}, "topk_method = 'greedy': is not supported; only noaux_tc"),
+        ({**V3, "n_group": 3}, "n_group = 3: must divide the number of experts, n_routed_experts = 8"),
+        ({**V3, "n_group": 8}, "n_group = 8: leaves a group 1 experts"),
+        ({**V3, "topk_group": 1}, "topk_group = 1: 1 groups have 2 experts; a token needs 3"),
+        ({**V3, "n_group": None}, "n_group = null: must be an integer from 1 to 8"),
         ({**MOE, "num_experts": None}, "num_experts = null: must be an integer from 1"),
         ({**MOE, "num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be from 1 to 8"),
         ({**MOE, "moe_intermediate_size": 0}, "moe_intermediate_size = 0: must be from 1"),

@@ -16,8 +16,15 @@ from support.sweeps import with_sweeps
 @pytest.mark.parametrize(
     ("model", "op_table"),
     with_sweeps(
-        [("qwen3_tied", "native"), ("qwen3_moe", "fused"), ("qwen2_tied", "fused"), ("mistral_window", "fused")],
-        lambda model, op_table: model in ("qwen2_tied", "mistral_window"),
+        [
+            ("qwen3_tied", "native"),
+            ("qwen3_moe", "fused"),
+            ("qwen2_tied", "fused"),
+            ("mistral_window", "fused"),
+            ("deepseek_v3", "fused"),
+            ("deepseek_v2_lite", "fused"),
+        ],
+        lambda model, op_table: model in ("qwen2_tied", "mistral_window", "deepseek_v2_lite"),
     ),
 )
 def test_a_folder_is_served_by_its_architecture(tmp_path: Path, model: str, op_table: str) -> None:

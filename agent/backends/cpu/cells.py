@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from agent.backends.base import AttentionForm, Operator
+from agent.backends.base import AttentionForm, LatentForm, Operator
 from agent.layers.parameter import as_tensor, bind, unbound_parameter
 from agent.weights.storage import Array
+from llm_serving.model.deepseek import Routing
 from llm_serving.model.families import Experts
 
 
@@ -173,6 +174,37 @@ class ExpertMLP(nn.Cell):
         return out, total
 
 
+class RoutedExpertMLP(nn.Cell):
+    """The mixture of experts with DeepSeek's router, with shared experts, or with some of the experts only."""
+
+    def __init__(self, mlp: Operator, experts: Experts, epsilon: float) -> None:
+        super().__init__()
+        routing = experts.routing or Routing()
+        self.mlp = mlp
+        self.epsilon = _epsilon(epsilon)
+        self.choice = _integers("choice", (experts.count, experts.per_token, int(experts.normalised)))
+        groups = (int(routing.sigmoid), routing.groups, routing.chosen_groups, int(routing.corrected))
+        self.routing = _integers("routing", (*groups, experts.first_held, experts.held))
+        self.factor = Parameter(as_tensor(np.full(1, routing.factor, np.float32)), name="factor", requires_grad=False)
+        self.is_corrected = routing.corrected
+        zeros = np.zeros(experts.count, np.float32)
+        self.no_correction = Parameter(as_tensor(zeros), name="no_correction", requires_grad=False)
+
+    def construct(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        weights: tuple[Tensor, ...],
+        step: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor]:
+        correction = weights[3] if self.is_corrected else self.no_correction
+        shared = weights[4:] if self.is_corrected else weights[3:]
+        arguments = (gamma, self.epsilon, *weights[:3], self.choice, step[4], self.routing, self.factor, correction)
+        out, total = self.mlp(hidden, residual, *arguments, *shared)
+        return out, total
+
+
 class LMHead(nn.Cell):
     """Writes the logits to ``logits`` and each sequence's best token to ``best_ids``. Returns the step's number.
 
@@ -247,6 +279,29 @@ class Attention(nn.Cell):
         if self.epsilon is not None:
             arguments = (*arguments, *head_norms, self.epsilon)
         return self.attention(qkv, *arguments)
+
+
+class LatentAttention(nn.Cell):
+    """Runs norms, query products, rotary, cache write and attention over latent vectors in one operator."""
+
+    def __init__(self, attention: Operator, form: LatentForm) -> None:
+        super().__init__()
+        sizes = form.latent
+        self.attention = attention
+        widths = (form.num_heads, sizes.query_rank, sizes.nope_dim, sizes.value_dim, int(sizes.interleaved))
+        self.form = _integers("form", widths)
+        numbers = np.array([form.norm_epsilon, sizes.score_factor * sizes.head_dim**-0.5], np.float32)
+        self.numbers = Parameter(as_tensor(numbers), name="numbers", requires_grad=False)
+
+    def construct(
+        self,
+        joined: Tensor,
+        weights: tuple[Tensor, ...],
+        rotary: tuple[Tensor, Tensor, Tensor],
+        cache: Tensor,
+        step: tuple[Tensor, ...],
+    ) -> Tensor:
+        return self.attention(joined, self.form, self.numbers, *rotary, cache, *step, *weights)
 
 
 def _window(form: AttentionForm) -> Parameter | None:

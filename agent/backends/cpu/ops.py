@@ -19,6 +19,7 @@ from agent.backends.base import (
     BlockMoves,
     CacheLayout,
     DeviceTraits,
+    LatentForm,
     LinearParameters,
     Operator,
     OpTable,
@@ -95,7 +96,9 @@ class FusedCpuOps(OpTable):
         return cells.GatedMLP(self._rows("GatedMlp", width, width), epsilon)
 
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
-        return cells.ExpertMLP(self._rows("ExpertMlp", width, width), experts, epsilon)
+        is_plain = experts.routing is None and experts.shared_size == 0 and experts.num_held is None
+        cell = cells.ExpertMLP if is_plain else cells.RoutedExpertMLP
+        return cell(self._rows("ExpertMlp", width, width), experts, epsilon)
 
     def decoder_layers(
         self, width: int, epsilon: float, form: AttentionForm, count: int, *, first: bool
@@ -114,6 +117,9 @@ class FusedCpuOps(OpTable):
 
     def attention(self, form: AttentionForm) -> Operator:
         return cells.Attention(self._rows("RotaryAttention", form.num_heads * form.head_dim), form)
+
+    def latent_attention(self, form: LatentForm) -> Operator:
+        return cells.LatentAttention(self._rows("LatentAttention", form.num_heads * form.latent.value_dim), form)
 
     def _vocabulary(self) -> tuple[int, int, int]:
         """Returns this agent's first token, the size of the vocabulary and the size of each agent's part."""
