@@ -6,9 +6,9 @@
 //
 // Optional inputs follow `counts`, for DeepSeek's models and for an agent with some of the experts:
 //
-//   routing int32 [6] = {sigmoid, groups, chosen groups, corrected, first expert, number of experts}   factor float32 [1]
-//   correction float32 [experts]: the router chooses as ops/grouped_routing.h describes. gate_up and down have only the
-//   experts from `first expert` on; the other experts add nothing.
+//   routing int32 [6] = {sigmoid, groups, chosen groups, corrected, first expert, number of experts}
+//   factor float32 [1]   correction float32 [experts]: the router chooses as ops/grouped_routing.h describes. gate_up
+//   and down have only `number of experts` experts from `first expert` on. The other experts add nothing.
 //   shared_gate_up, shared_down: packed weights of one more gated MLP for every token, whose output is added
 //
 // The result of the norm is rounded to the type of the activations, as the native primitives round it. The router reads
@@ -263,8 +263,8 @@ int run_experts(const ExpertJob& job, const PieceMemory& memory) {
   return 0;
 }
 
-// Writes to `out` the sum of weight * output over the row's experts, added in the order of their rank, plus the output of
-// the shared experts, rounded once. Experts without weights here are left out.
+// Writes to `out` the sum of weight * output over the row's experts, added in the order of their rank, plus the output
+// of the shared experts. The sum is rounded once. Experts without weights here are left out.
 template <class T>
 void sum_row(const ExpertJob& job, const PieceMemory& memory, int64_t row, T* out) {
   const float* weights = memory.weights + row * job.chosen;

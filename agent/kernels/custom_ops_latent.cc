@@ -3,8 +3,8 @@
 //
 //   joined [Tm, first + rank + rope]   form int32 [5] = {heads, query_rank, nope, value, interleaved}
 //   numbers float32 [2] = {epsilon of the norms, scale of the scores}   positions [Tm]   cos, sin [positions, rope]
-//   cache [num_blocks, block_size, rank + rope], written in place   slot_mapping [Tm]   block_tables: flat, rows W apart
-//   context_lens, query_lens [Sm]   counts [4] = {T, S, W, 0}   latent_gamma [rank]
+//   cache [num_blocks, block_size, rank + rope], written in place   slot_mapping [Tm]
+//   block_tables: flat, rows W apart   context_lens, query_lens [Sm]   counts [4] = {T, S, W, 0}   latent_gamma [rank]
 //   key_up: for each head a packed weight of `rank` columns and depth `nope`, equally long
 //   value_up: for each head a packed weight of `value` columns and depth `rank`, equally long
 //   with query_rank > 0: query_gamma [query_rank], query: packed weight of heads * (nope + rope) columns
@@ -181,8 +181,8 @@ int read_step(const Tensors& t, LatentJob* job, std::vector<int64_t>* starts) {
   args.table_width = t.as<int32_t>(kCounts)[2];
   if (args.table_width < 0 || seqs * args.table_width > t.size(kBlockTables) ||
       smaller(t.size(kPositions), t.size(kSlots)) < job->tokens) {
-    return refuse_text(t.op, "counts asks for %lld tokens and %lld block tables of width %lld; there are %lld positions, "
-                       "%lld slots and %lld entries of tables", static_cast<long long>(job->tokens),
+    return refuse_text(t.op, "counts asks for %lld tokens and %lld block tables of width %lld; there are %lld "
+                       "positions, %lld slots and %lld entries of tables", static_cast<long long>(job->tokens),
                        static_cast<long long>(seqs), static_cast<long long>(args.table_width),
                        static_cast<long long>(t.size(kPositions)), static_cast<long long>(t.size(kSlots)),
                        static_cast<long long>(t.size(kBlockTables)));
