@@ -12,6 +12,7 @@ from agent.weights.cuts import TensorCut, copy_cut
 from agent.weights.decoder import CutTensors, Decoder, StoredTensor, StoredTensors, check_stored, stem_of
 from agent.weights.gptq import GPTQDecoder
 from agent.weights.layout import WeightPart
+from agent.weights.model_slim import ModelSlimDecoder
 from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.storage import Array, convert_into
 from agent.weights.tensor_files import TensorFiles, listed
@@ -23,6 +24,7 @@ _DECODERS: dict[str, type[Decoder]] = {
     "awq": AWQDecoder,
     "int-quantized": IntQuantizedDecoder,
     "pack-quantized": PackQuantizedDecoder,
+    "model-slim": ModelSlimDecoder,
 }
 
 
@@ -125,7 +127,7 @@ class Checkpoint:
         return None if name in self._parts and name.endswith(".bias") else self._files.read_optional(name)
 
     def _is_quantised(self, name: str) -> bool:
-        return self._decoder is not None and f"{stem_of(name)}.{self._decoder.marker}" in self._files
+        return self._decoder is not None and self._decoder.is_quantised(name, self._files.__contains__)
 
     def _stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:
         if self._decoder is not None and self._is_quantised(part.name) and len(part.shape) == 2:

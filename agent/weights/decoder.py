@@ -78,7 +78,7 @@ class StoredTensors:
 
 
 Axis = Literal["out", "in", "group", "out_words", "in_words"]
-"""The meaning of a tensor's axis: outputs, inputs, groups of inputs, or int32 words of outputs or inputs."""
+"""The meaning of a tensor's axis: outputs, inputs, groups of inputs, or words of outputs or inputs."""
 
 
 class CutTensors(StoredTensors):
@@ -116,7 +116,7 @@ class CutTensors(StoredTensors):
         if span is None:
             return slice(None)
         whole = self._cut.whole[0 if kind.startswith("out") else 1]
-        per_word = 1 if size == whole else 32 // self._decoder.quantization.bits
+        per_word = 1 if size == whole else self._decoder.per_word
         if span.start % per_word or (span.stop % per_word and span.stop != whole):
             raise CheckpointError(
                 f"tensor {name}: values {span.start} to {span.stop} are not whole words of {per_word}; "
@@ -141,6 +141,15 @@ class Decoder(ABC):
     def __init__(self, quantization: Quantization) -> None:
         self.quantization = quantization
 
+    @property
+    def per_word(self) -> int:
+        """Number of integers that share a stored word. Most formats have words of 32 bits."""
+        return 32 // self.quantization.bits
+
+    def is_quantised(self, name: str, exists: Callable[[str], bool]) -> bool:
+        """Returns True if the weight ``name`` is quantised. ``exists`` says whether a tensor is in the checkpoint."""
+        return exists(f"{stem_of(name)}.{self.marker}")
+
     def scheme(self) -> Scheme:
         """Returns how all quantised tensors of the checkpoint are quantised."""
         return Scheme(self.quantization.format.name, self.quantization.group)
@@ -153,8 +162,8 @@ class Decoder(ABC):
         return depth // group
 
     def words(self, part: WeightPart, count: int) -> int:
-        """Returns the number of int32 words that ``count`` integers fill. Raises CheckpointError for a partial word."""
-        per_word = 32 // self.quantization.bits
+        """Returns the number of words that ``count`` integers fill. Raises CheckpointError for a partial word."""
+        per_word = self.per_word
         if count % per_word:
             raise CheckpointError(f"tensor {part.name}: {count} values do not fill words of {per_word}")
         return count // per_word

@@ -1,4 +1,7 @@
-"""Reads the safetensors files of a folder as one: ``model.safetensors``, or the shards that an index names."""
+"""Reads the safetensors files of a folder as one: ``model.safetensors``, or the shards that an index names.
+
+msModelSlim and golden-stick use other names, for example ``quant_model_weights.safetensors``.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from llm_serving.formats.small_files import read_small_text
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_OTHER_NAMES = ("quant_model_weight*", "quant-model*")
+"""Patterns of the names, without ``.safetensors``, that msModelSlim and golden-stick use instead of ``model``."""
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 _LISTED = 8
 
@@ -71,11 +76,12 @@ class TensorFiles:
             file.close()
 
     def _open(self) -> None:
-        if (self.folder / SINGLE_FILE).exists():
-            file = self._open_file(SINGLE_FILE)
+        single, index = self._find()
+        if single is not None:
+            file = self._open_file(single.name)
             self._file_of = dict.fromkeys(file.tensors, file)
-        elif (self.folder / INDEX_FILE).exists():
-            self._open_shards(_read_index(self.folder / INDEX_FILE))
+        elif index is not None:
+            self._open_shards(index)
         else:
             others = sorted(path.name for path in self.folder.glob("*.safetensors"))
             found = f"only {listed(others)}" if others else "no *.safetensors at all"
@@ -84,16 +90,32 @@ class TensorFiles:
                 "model_config.load_format: dummy serves random weights"
             )
 
+    def _find(self) -> tuple[Path | None, Path | None]:
+        """Returns the single file and the index, of which at least one is None."""
+        if (self.folder / SINGLE_FILE).exists():
+            return self.folder / SINGLE_FILE, None
+        if (self.folder / INDEX_FILE).exists():
+            return None, self.folder / INDEX_FILE
+        for name in _OTHER_NAMES:
+            indices = sorted(self.folder.glob(f"{name}.safetensors.index.json"))
+            files = sorted(self.folder.glob(f"{name}.safetensors"))
+            if len(indices) == 1:
+                return None, indices[0]
+            if len(files) == 1 and not indices:
+                return files[0], None
+        return None, None
+
     def _open_file(self, name: str) -> SafetensorsFile:
         file = SafetensorsFile(self.folder / name)
         self._files.append(file)
         return file
 
-    def _open_shards(self, weight_map: dict[str, str]) -> None:
+    def _open_shards(self, index: Path) -> None:
+        weight_map = _read_index(index)
         shards = {name: self._open_file(name) for name in sorted(set(weight_map.values()))}
         for tensor, name in weight_map.items():
             if tensor not in shards[name].tensors:
-                raise CheckpointError(f"{self.folder / INDEX_FILE}: tensor {tensor} should be in {name}, but is not")
+                raise CheckpointError(f"{index}: tensor {tensor} should be in {name}, but is not")
             self._file_of[tensor] = shards[name]
         for name, shard in shards.items():
             for tensor in shard.tensors:

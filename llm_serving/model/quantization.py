@@ -1,6 +1,7 @@
 """Reads and checks how a checkpoint is quantized: ``quantization_config`` of ``config.json``, or the header of a GGUF.
 
-Accepted are GPTQ, AWQ (the gemm layout), compressed-tensors (int-quantized and pack-quantized) and GGUF.
+Accepted are GPTQ, AWQ (the gemm layout), compressed-tensors (int-quantized and pack-quantized), folders of msModelSlim
+and golden-stick (``llm_serving.model.quant_description``) and GGUF.
 ``docs/quantization.md`` has a table. No tensor is read.
 """
 
@@ -14,9 +15,9 @@ from llm_serving.formats.gguf_header import read_gguf_uint32
 from llm_serving.formats.small_files import read_json_object
 from llm_serving.formats.typed_fields import TypedFields
 from llm_serving.model.number_formats import STORED_FORMATS, WeightFormat, stored_format
+from llm_serving.model.quant_description import MAX_GROUP, Description, read_description
 
 MAX_CONFIG_BYTES = 1024 * 1024
-MAX_GROUP = 65_536
 MAX_WEIGHT_ONLY_SIZE = 65_535
 """Maximum number of inputs, and of outputs, of MindSpore's primitive WeightQuantBatchMatmul."""
 GGUF_GROUP = 32
@@ -27,15 +28,20 @@ _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The scheme of a checkpoint's quantised tensors. Which tensors are quantised follows from the tensors' names."""
+    """The scheme of a checkpoint's quantised tensors.
+
+    Which tensors are quantised follows from the tensors' names, or from ``description``.
+    """
 
     layout: str
-    """``gptq``, ``awq``, ``int-quantized`` or ``pack-quantized``."""
+    """``gptq``, ``awq``, ``int-quantized``, ``pack-quantized`` or ``model-slim``."""
     bits: int
     group: int
     """Number of inputs that share a scale. 0: all inputs of an output share one."""
     zeros_minus_one: bool = False
     """If True, the checkpoint stores each zero point minus one, as GPTQ's first format does."""
+    description: Description | None = None
+    """The scheme of every tensor, in the layout ``model-slim``."""
 
     @property
     def format(self) -> WeightFormat:
@@ -50,7 +56,15 @@ def checkpoint_quantization(folder: Path) -> Quantization | None:
     for name, method in _OLDER_FILES.items():
         if found is None and (folder / name).exists():
             found = _of_method(_fields(folder / name), method)
-    return found
+    return found or _described(folder)
+
+
+def _described(folder: Path) -> Quantization | None:
+    """Return the quantization of a folder with a description file, or None. Raises CheckpointError."""
+    description = read_description(folder)
+    if description is None:
+        return None
+    return Quantization("model-slim", description.bits, description.group, description=description)
 
 
 def stored_weight_format(folder: Path) -> str | None:

@@ -158,6 +158,42 @@ def compressed_config(layout: str, *, bits: int, group: int, asymmetric: bool, a
     }
 
 
+def model_slim(name: str, plain: Plain, *, bits: int, packed: str) -> Tensors:
+    """Weights of msModelSlim. ``packed`` is the axis along which two integers of 4 bits share a byte, or ``""``."""
+    stem, zero, (rows, depth) = name.removesuffix(".weight"), 1 << (bits - 1), plain.q.shape
+    signed = plain.q - zero
+    if packed == "out":
+        stored = [[pair_byte(signed[2 * o, i], signed[2 * o + 1, i]) for i in range(depth)] for o in range(rows // 2)]
+    elif packed == "in":
+        stored = [[pair_byte(signed[o, 2 * i], signed[o, 2 * i + 1]) for i in range(depth // 2)] for o in range(rows)]
+    else:
+        stored = signed
+    return {
+        f"{stem}.weight": np.array(stored, np.int8),
+        f"{stem}.weight_scale": plain.scales,
+        f"{stem}.weight_offset": (plain.zeros - zero).astype(np.float32),
+    }
+
+
+def pair_byte(low: int, high: int) -> int:
+    """Returns the int8 whose low bits hold ``low`` and whose high bits hold ``high``."""
+    byte = (int(high) & 15) << 4 | (int(low) & 15)
+    return byte - 256 if byte > 127 else byte
+
+
+def slim_description(scheme: str, tensors: Tensors, group: int) -> dict[str, Any]:
+    """Returns a description file in which the tensors of LINEARS have ``scheme``, and all others are floats."""
+    stems = [name.removesuffix(".weight") for name in LINEARS]
+    return {
+        "version": "1.0.0",
+        "model_quant_type": scheme,
+        "group_size": group,
+        "metadata": {},
+        "optional": {},
+        **{name: scheme if name.rpartition(".")[0] in stems else "FLOAT" for name in tensors},
+    }
+
+
 @dataclass(frozen=True)
 class Case:
     """A format with its settings."""
@@ -167,6 +203,8 @@ class Case:
     group: int
     asymmetric: bool = False
     minus_one: bool = True
+    scheme: str = ""
+    packed: str = ""
 
     def config(self) -> dict[str, Any]:
         group = self.group or -1
@@ -201,6 +239,8 @@ class Case:
             return awq(name, plain)
         if self.layout == "int-quantized":
             return int_quantized(name, plain)
+        if self.layout == "model-slim":
+            return model_slim(name, plain, bits=self.bits, packed=self.packed)
         return pack_quantized(name, plain, bits=self.bits, asymmetric=self.asymmetric)
 
 
@@ -217,6 +257,12 @@ CASES = {
     "w4a16": Case("pack-quantized", 4, 64),
     "w4a16 asymmetric": Case("pack-quantized", 4, 32, asymmetric=True),
     "w8a16": Case("pack-quantized", 8, 0),
+    "slim w8a8 dynamic": Case("model-slim", 8, 0, scheme="W8A8_DYNAMIC"),
+    "slim w8a16": Case("model-slim", 8, 0, scheme="W8A16"),
+    "slim w4a16": Case("model-slim", 4, 64, scheme="W4A16", packed="out"),
+    "slim w4a16 asymmetric": Case("model-slim", 4, 32, asymmetric=True, scheme="W4A16", packed="out"),
+    "slim w4a16 whole rows": Case("model-slim", 4, 0, scheme="W4A16", packed="in"),
+    "slim w4a16 unpacked": Case("model-slim", 4, 64, scheme="W4A16"),
 }
 
 
@@ -225,12 +271,20 @@ def write_case(
     case: Case,
     change: Callable[[Tensors, dict[str, Any]], object] = lambda tensors, config: None,
 ) -> Path:
-    """The folder of a case, its tensors and its ``quantization_config`` changed."""
+    """The folder of a case, its tensors and its ``quantization_config`` (or its description file) changed."""
     folder.mkdir(exist_ok=True)
-    tensors, config = float_tensors(), case.config()
+    tensors = float_tensors()
     for name in LINEARS:
         tensors |= case.encode(name)
+    slim = case.layout == "model-slim"
+    config = slim_description(case.scheme, tensors, case.group) if slim else case.config()
     change(tensors, config)
+    if slim:
+        arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+        save_file(arrays, folder / "quant_model_weights.safetensors")
+        (folder / "quant_model_description.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text("{}")
+        return folder
     save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"quantization_config": config} if config else {}))
     return folder

@@ -1,0 +1,138 @@
+"""Reads the description of a folder that msModelSlim or golden-stick quantized: the scheme of every tensor.
+
+Facts about the files are from msModelSlim (``docs/zh/user_guide/quantization_formats/ascendv1.md`` and
+``AscendV1Saver``), vllm-ascend (``vllm_ascend/quantization``) and vllm-mindspore (``golden_stick``). To add a scheme,
+add an entry to ``_SCHEMES`` and its tensors to ``agent/weights/model_slim.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_serving.errors import CheckpointError
+from llm_serving.formats.small_files import read_json_object
+from llm_serving.formats.typed_fields import TypedFields, short_repr
+
+MAX_DESCRIPTION_BYTES = 64 * 1024 * 1024
+MAX_GROUP = 65_536
+FLOAT = "FLOAT"
+"""Scheme of tensors that are not quantized."""
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorScheme:
+    """A scheme of quantized weights."""
+
+    name: str
+    """The name in the description, for example ``W8A8_DYNAMIC``."""
+    bits: int
+    """Bits of a weight."""
+    has_groups: bool = False
+    """True if ``group_size`` inputs share a scale. Otherwise all inputs of an output share one."""
+
+
+_SCHEMES = {
+    each.name: each
+    for each in (
+        TensorScheme("W8A8_DYNAMIC", bits=8),
+        TensorScheme("W8A16", bits=8),
+        TensorScheme("W4A16", bits=4, has_groups=True),
+    )
+}
+_FILES = ("quant_model_description.json", "quantization_description.json")
+"""The description's name in folders of msModelSlim, and in folders of golden-stick."""
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Description:
+    """The contents of a description file that loading needs."""
+
+    schemes: Mapping[str, TensorScheme]
+    """The scheme of each quantized weight, by the weight's name (``... .weight``). Other weights are floats."""
+    bits: int
+    group: int
+    """Number of inputs that share a scale. 0: all inputs of an output share one."""
+
+
+def read_description(folder: Path) -> Description | None:
+    """Return the description of a model folder, or None if the folder has none.
+
+    Raises CheckpointError if the folder needs a scheme that this program does not support. No tensor is read.
+    """
+    for name in _FILES:
+        if (folder / name).exists():
+            values = read_json_object(folder / name, MAX_DESCRIPTION_BYTES, CheckpointError)
+            return _description(TypedFields(str(folder / name), values, CheckpointError))
+    return None
+
+
+def _description(fields: TypedFields) -> Description | None:
+    _refuse_other_parts(fields)
+    found = _weights(fields)
+    if not found:
+        return None
+    bits = {each.bits for each in found.values()}
+    if len(bits) > 1:
+        examples = {each.bits: f"{name} = {each.name}" for name, each in found.items()}
+        raise CheckpointError(
+            f"{fields.source}: weights of {' and '.join(map(str, sorted(bits)))} bits in one folder are not supported "
+            f"({', '.join(examples[each] for each in sorted(bits))}); quantize all layers with one number of bits"
+        )
+    grouped = any(each.has_groups for each in found.values())
+    return Description(found, bits.pop(), _group(fields) if grouped else 0)
+
+
+def _weights(fields: TypedFields) -> dict[str, TensorScheme]:
+    """Return the scheme of each quantized weight. Raises CheckpointError for an unknown scheme, with its tensors."""
+    found: dict[str, TensorScheme] = {}
+    unknown: dict[str, list[str]] = {}
+    names = fields.keys()
+    for name in names:
+        value = fields.value(name)
+        if "." not in name or value == FLOAT:  # a name without a dot is a setting of the folder
+            continue
+        scheme = _SCHEMES.get(value) if isinstance(value, str) else None
+        if scheme is None:
+            unknown.setdefault(short_repr(value), []).append(name)
+        elif name.endswith(_WEIGHT):
+            found[name] = scheme
+    if unknown:
+        listed = "; ".join(f"{value} for {_some(names)}" for value, names in unknown.items())
+        raise CheckpointError(
+            f"{fields.source}: the quantization scheme is not supported: {listed}; supported are {', '.join(_SCHEMES)} "
+            f"and {FLOAT}; quantize the model with one of them, or serve its float folder"
+        )
+    return found
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more tensors" if more > 0 else "")
+
+
+def _refuse_other_parts(fields: TypedFields) -> None:
+    """Raise CheckpointError if something other than weights is quantized, or activations must be rotated."""
+    for key, meaning in _OTHER_PARTS.items():
+        if fields.value(key):
+            raise fields.fail(key, f"{meaning} is not supported; quantize only the weights of linear layers")
+    if "metadata" in fields and fields.mapping("metadata").value("quarot"):
+        raise fields.fail("metadata", "rotation of activations at run time (quarot) is not supported")
+
+
+_OTHER_PARTS = {
+    "kv_quant_type": "a KV cache with stored scales",
+    "kv_cache_type": "a KV cache with stored scales",
+    "fa_quant_type": "quantized attention",
+    "reduce_quant_type": "quantized communication",
+}
+
+
+def _group(fields: TypedFields) -> int:
+    group = fields.integer("group_size", 0, 0, MAX_GROUP)
+    if group % 8:
+        raise fields.fail("group_size", "must be 0 (a scale for each output) or a multiple of 8")
+    return group
