@@ -27,6 +27,7 @@ from llm_serving.ipc.exchange import ExchangeMemory
 from llm_serving.ipc.shm import StepSlot
 
 if TYPE_CHECKING:
+    from agent.backends.base import OpTable
     from agent.step_graph import StepGraph
 
 StartReport = Callable[[str, int, int], None]
@@ -133,8 +134,23 @@ class ModelRunner:
         if not self._part.is_alone:
             place = self._part.place
             summary |= {"rank": place.rank, "tp_index": place.tp_index, "pp_index": place.pp_index}
+        summary |= self._fusion_summary(model.ops)
         summary.update({f"{stage}_seconds": round(seconds, 3) for stage, seconds in self._seconds.items()})
         return summary
+
+    def _fusion_summary(self, ops: OpTable) -> dict[str, str]:
+        """Describes which fusions of graph kernels took effect (``context.enable_graph_kernel``)."""
+        if not self._config.context.enable_graph_kernel:
+            return {"graph_kernel_fusion": "off"}
+        if self._config.device == "Ascend":
+            from agent.backends.ascend.fusion import take_report
+
+            return take_report()
+        operators = {} if self._graph is None else self._graph.operators()
+        if ops.traits.op_table == "fused":
+            return {"graph_kernel_fusion": "on: each layer is one operator of the fused table"}
+        state = "on" if operators else "no effect: MindSpore runs every step, and its shapes are dynamic"
+        return {"graph_kernel_fusion": state, **{f"fusion_{kind}": str(each) for kind, each in operators.items()}}
 
     def run_step(self, slot: StepSlot, *, is_decode: bool) -> tuple[int, int]:
         """Runs one step. Returns the microseconds of moves and graph, and the microseconds of the sampler.
@@ -251,6 +267,7 @@ class ModelRunner:
             config.slot_limits(),
             config.max_prefill_seqs,
             config.captured_batch_sizes,
+            fuses=config.context.enable_graph_kernel,
         )
         self._graph.compile()
 

@@ -21,12 +21,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from agent.backends.ascend.context import environment
 from llm_serving.config import Config
 from llm_serving.config.lookup import find_config_file
 from llm_serving.errors import LLMServingError
 from llm_serving.formats.strict_yaml import read_yaml_mapping
 from tools.ascend_graph.front_end import ascend_config, compile_graphs, forms_of, set_up
-from tools.ascend_graph.listing import list_graph
+from tools.ascend_graph.fusions import predicted_fusions
+from tools.ascend_graph.listing import Wiring, list_graph
 from tools.ascend_graph.mind_ir import Graph
 from tools.ascend_graph.rules import check_graph
 
@@ -64,13 +66,25 @@ def check_config(name: str, *, write: bool = False) -> int:
         for kind, graph in compile_graphs(config):
             problems = problems_of(stem, kind, graph, config, write=write)
             seconds, start = time.perf_counter() - start, time.perf_counter()
-            size = f"{config.shape.num_layers} layers, {len(graph.nodes)} nodes, {seconds:.1f} s"
+            size = (
+                f"{config.shape.num_layers} layers, {len(graph.nodes)} nodes{_fusion(graph, config)}, {seconds:.1f} s"
+            )
             print(f"{'FAIL' if problems else 'ok  '} {stem} {kind}: {size}", *_cut(problems), sep="\n       ")
             failures += bool(problems)
     except (LLMServingError, RuntimeError, TypeError, ValueError) as error:
         print(f"FAIL {stem}: the front end rejects a graph", *_cut(str(error).strip().splitlines()), sep="\n       ")
         failures += 1
     return failures
+
+
+def _fusion(graph: Graph, config: Config) -> str:
+    """Describes the effect of graph-kernel fusion on the number of operators. Empty if fusion is off."""
+    flags = environment(config).get("MS_DEV_GRAPH_KERNEL_FLAGS")
+    if flags is None:
+        return ""
+    before, fusions = sum(1 for _ in Wiring(graph).calls()), predicted_fusions(graph, flags)
+    after = before - sum(name.count("+") for name in fusions)
+    return f", fusion {before} to {after} operators"
 
 
 def _is_mindformers(name: str) -> bool:

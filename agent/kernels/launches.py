@@ -66,15 +66,32 @@ class RecordedLaunches:
         """Fills the memory that a replay's operators write with bytes that make every float a NaN."""
         load_library().llmk_spoil_memory(self._handle)
 
-    def generalise(self, sizes: StepSizes, other: RecordedLaunches, others: StepSizes, largest: StepSizes) -> str:
+    @property
+    def num_launches(self) -> int:
+        """Number of launches of a step. Fused launches count one by one."""
+        return int(load_library().llmk_recorded_launches(self._handle))
+
+    @property
+    def fusions(self) -> list[str]:
+        """The fusions of a step in their order. A name has the fused operators, joined by ``+``."""
+        library = load_library()
+        names: list[str] = []
+        while (name := library.llmk_recorded_fusion(self._handle, len(names))) is not None:
+            names.append(name.decode())
+        return names
+
+    def generalise(
+        self, sizes: StepSizes, other: RecordedLaunches, others: StepSizes, largest: StepSizes, *, fuses: bool
+    ) -> str:
         """Turns the recordings of two steps of the same graph into one recording of steps of any size.
 
-        Returns why this is not possible, or an empty string.
+        With ``fuses``, one function replaces some consecutive launches (plugin/fusion.h). Returns why this is not
+        possible, or an empty string.
         """
         numbers = [number for each in (sizes, others, largest) for number in (each.tokens, each.seqs)]
         problem = ctypes.c_char_p()
         array = (ctypes.c_int64 * len(numbers))(*numbers)
-        load_library().llmk_generalise_recording(self._handle, other._handle, array, ctypes.byref(problem))
+        load_library().llmk_generalise_recording(self._handle, other._handle, array, int(fuses), ctypes.byref(problem))
         return (problem.value or b"").decode()
 
     def agrees(self, result: Array) -> bool:
@@ -140,6 +157,8 @@ def record_any_size(
     largest: StepSizes,
     memory: Iterable[Memory],
     all_agree: AllAgree = bool,
+    *,
+    fuses: bool = False,
 ) -> RecordedLaunches:
     """Records two steps of different sizes. Returns launches for steps of any size up to ``largest``.
 
@@ -147,8 +166,8 @@ def record_any_size(
     The parts of ``memory`` begin at the same addresses for every size. The two steps must not have the same ratio of
     tokens to sequences, unless tokens and sequences are equal in every step.
 
-    Replays nothing: the caller must compare the bits. Raises RecordingError if the launches cannot be replayed, and
-    what ``runs`` and ``all_agree`` (one vote) raise.
+    ``fuses`` is as in ``RecordedLaunches.generalise``. Replays nothing: the caller must compare the bits. Raises
+    RecordingError if the launches cannot be replayed, and what ``runs`` and ``all_agree`` (one vote) raise.
     """
     memory, reason = list(memory), ""
     made: list[RecordedLaunches | None] = []
@@ -158,7 +177,7 @@ def record_any_size(
         reason = reason or why
     (first, second), (sizes, others) = made, runs
     if first is not None and second is not None:
-        reason = first.generalise(sizes, second, others, largest)
+        reason = first.generalise(sizes, second, others, largest, fuses=fuses)
     if second is not None:
         second.close()
     agreed = all_agree(not (reason or has_failed()))

@@ -30,11 +30,14 @@ def make_step_graph(
     limits: SlotLimits,
     max_whole_prompts: int,
     decode_sizes: Sequence[int] = (),
+    *,
+    fuses: bool = False,
 ) -> StepGraph:
     """Makes the kind of graph that the op table needs. The caller compiles it.
 
-    A static graph reads the inputs of every step from ``buffers``. A dynamic graph pads decodes to ``decode_sizes``.
+    A static graph reads the inputs of every step from ``buffers``. A dynamic graph pads decodes to ``decode_sizes``,
+    and with ``fuses`` its replays fuse operators.
     """
     if isinstance(ops, FusedCpuOps):
         return StaticStepGraph(model, ops, buffers)
-    return DynamicStepGraph(model, ops, limits, max_whole_prompts, decode_sizes)
+    return DynamicStepGraph(model, ops, limits, max_whole_prompts, decode_sizes, fuses=fuses)

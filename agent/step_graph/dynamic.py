@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -19,7 +19,7 @@ from agent.kernels import widen_bfloat16
 from agent.layers.parameter import as_storage, as_tensor
 from agent.step_graph.compiled import CompiledGraph
 from agent.step_graph.dynamic_cell import GraphKind, dynamic_step
-from agent.step_graph.interface import StepGraph, StepLogits, empty_entry
+from agent.step_graph.interface import Operators, StepGraph, StepLogits, empty_entry
 from agent.step_graph.replay.native import NativeReplays
 from agent.step_inputs import Int32Array, StepInputs
 from agent.weights.storage import Array, to_float32
@@ -39,13 +39,20 @@ class DynamicStepGraph(StepGraph):
 
     The graph for whole prompts takes at most ``max_whole_prompts`` prompts. If ``decode_sizes`` (ascending) is not
     empty, decodes are padded to one of these sizes, so that MindSpore finds the shapes that it captured. If it is empty
-    and the device replays steps, steps of all kinds are replayed.
+    and the device replays steps, steps of all kinds are replayed. With ``fuses``, replays fuse operators.
     """
 
     def __init__(
-        self, model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_prompts: int, decode_sizes: Sequence[int] = ()
+        self,
+        model: nn.Cell,
+        ops: OpTable,
+        limits: SlotLimits,
+        max_whole_prompts: int,
+        decode_sizes: Sequence[int] = (),
+        *,
+        fuses: bool = False,
     ) -> None:
-        self._part, self._hooks = ops.part, ops.hooks
+        self._part, self._hooks, self._fuses = ops.part, ops.hooks, fuses
         self._empty_entry = empty_entry(ops, 1)
         self._max_table_width = limits.max_blocks_per_seq
         self._model = model
@@ -68,7 +75,15 @@ class DynamicStepGraph(StepGraph):
         def agree(vote: bool) -> bool:
             return all_agree(self._part, vote)
 
-        return NativeReplays(kind.value, graph.run, tensors, limits, agree, max_prompts=max_prompts)
+        return NativeReplays(kind.value, graph.run, tensors, limits, agree, max_prompts=max_prompts, fuses=self._fuses)
+
+    def operators(self) -> Mapping[str, Operators]:
+        found = {}
+        for kind, replays in self.replays.items():
+            before, fusions = replays.operators
+            if before:
+                found[kind.value] = Operators(before, tuple(fusions))
+        return found
 
     def compile(self) -> None:
         """Compiles every graph with one padding token. Records the graphs whose steps are replayed."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +23,27 @@ class StepLogits:
     """[S, vocabulary]: the logits of each sequence's last token. A row that does not sample may hold anything."""
     best_ids: Int32Array | None
     """[S]: the token with the largest logit, the smaller id on a tie. None if the graph does not compute it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """The operators that a graph launches in a step."""
+
+    before: int
+    """Their number without fusion."""
+    fusions: tuple[str, ...] = ()
+    """One name for each fusion: the operators that it replaces, joined by ``+``."""
+
+    @property
+    def after(self) -> int:
+        """Their number with fusion."""
+        return self.before - sum(name.count("+") for name in self.fusions)
+
+    def __str__(self) -> str:
+        """Describes the effect of fusion, for the log and the status page."""
+        counts = Counter(self.fusions)
+        names = ", ".join(f"{count} x {name}" for name, count in counts.items())
+        return f"{self.before} operators before, {self.after} after{': ' + names if names else ''}"
 
 
 class StepGraph(ABC):
@@ -51,6 +74,10 @@ class StepGraph(ABC):
 
         The result is valid until the next run. Otherwise like ``run``.
         """
+
+    def operators(self) -> Mapping[str, Operators]:
+        """Returns the operators of each kind of graph, by its name. A graph that is not replayed is left out."""
+        return {}
 
 
 def empty_entry(ops: OpTable, tokens: int) -> Array:

@@ -312,7 +312,7 @@ def _refuse_wide_groups(raw: RawConfig, config: Config, fewest: int) -> None:
 
 def check_ascend_options(raw: RawConfig, config: Config) -> None:
     """Check ``weight_layout`` and ``capture_launches``, which only an Ascend supports (``docs/ascend.md``)."""
-    model, context = config.model_config, config.context
+    model = config.model_config
     if model.weight_layout == "nz":
         _check_ascend_only(raw, config, "weight_layout", "nz", "nd")
         if not config.quantises_activations:
@@ -323,7 +323,6 @@ def check_ascend_options(raw: RawConfig, config: Config) -> None:
     _check_ascend_only(raw, config, "capture_launches", True, "False")
     obstacles = {
         "model_config.backend ge, which runs the whole graph by itself": model.backend != "kbk",
-        "context.enable_graph_kernel, which turns MindSpore's inference mode off": context.enable_graph_kernel,
         "model_type mindformers": model.model_type == "mindformers",
         "agents that share a model, as HCCL's launches have not been tested": config.parallel_config.group_size > 1,
     }

@@ -96,7 +96,7 @@ def test_memory_limit_and_call_depth_come_from_the_config(tmp_path: Path) -> Non
     ("backend", "fused", "wanted"),
     [
         ("kbk", "False", {"jit_level": "O0", "infer_boost": "on"}),
-        ("kbk", "True", {"jit_level": "O1", "infer_boost": "off"}),
+        ("kbk", "True", {"jit_level": "O0", "infer_boost": "on"}),
         ("ge", "False", {"jit_level": "O2", "infer_boost": "off"}),
     ],
 )
@@ -107,9 +107,13 @@ def test_jit_level_and_infer_boost(tmp_path: Path, backend: str, fused: str, wan
 
 
 def test_fusion_flags_are_set_only_with_fusion(tmp_path: Path) -> None:
-    assert "MS_DEV_GRAPH_KERNEL_FLAGS" not in environment(published())
-    fused = environment(with_context(tmp_path, enable_graph_kernel="True"))
-    assert fused["MS_DEV_GRAPH_KERNEL_FLAGS"] == "--enable_parallel_fusion=true --reduce_fuse_depth=8"
+    published_flags = "--enable_parallel_fusion=true --reduce_fuse_depth=8"
+    added = "--opt_level=2 --enable_dynamic_shape_fusion=true --dump_as_text=true"
+    assert environment(published())["MS_DEV_GRAPH_KERNEL_FLAGS"] == f"{added} {published_flags}"
+    assert "MS_DEV_GRAPH_KERNEL_FLAGS" not in environment(with_context(tmp_path, enable_graph_kernel="False"))
+    with_context(tmp_path, enable_graph_kernel="True")
+    graph_engine = published(f"model_config.model_cfg_path={tmp_path / 'predict.yaml'}", "model_config.backend=ge")
+    assert "MS_DEV_GRAPH_KERNEL_FLAGS" not in environment(graph_engine)
 
 
 def test_one_capture_for_each_decode_size(tmp_path: Path) -> None:
@@ -156,13 +160,13 @@ def test_options_that_exclude_each_other_are_refused(overrides: tuple[str, ...],
         published(*[f"model_config.{each}" for each in overrides])
 
 
-def test_capture_is_refused_for_groups_and_with_fusion(tmp_path: Path) -> None:
-    wanted = "model_config.capture_launches=True"
+def test_capture_is_refused_for_groups() -> None:
     with pytest.raises(ConfigError, match="not with agents that share a model"):
-        published(wanted, "parallel_config.tensor_parallel=2", "serving_config.agent_ports=[0]")
-    with_context(tmp_path, enable_graph_kernel="True")
-    with pytest.raises(ConfigError, match="which turns MindSpore's inference mode off"):
-        published(wanted, f"model_config.model_cfg_path={tmp_path / 'predict.yaml'}")
+        published(
+            "model_config.capture_launches=True",
+            "parallel_config.tensor_parallel=2",
+            "serving_config.agent_ports=[0]",
+        )
 
 
 def test_environment_variables_that_are_set_are_kept() -> None:
@@ -173,6 +177,7 @@ def test_environment_variables_that_are_set_are_kept() -> None:
         "GLOG_v": "3",
         "RUN_MODE": "predict",
         "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST": "FlashAttentionScore,PagedAttention",
+        "MS_DEV_GRAPH_KERNEL_FLAGS": environment(published())["MS_DEV_GRAPH_KERNEL_FLAGS"],
     }
 
 
@@ -192,7 +197,7 @@ def test_a_list_of_disabled_kernels_keeps_its_names_and_gets_ours(given: str, wa
 
 def test_variables_that_come_too_late_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mindspore", SimpleNamespace())
-    for name in ("GLOG_v", "RUN_MODE", "MS_ALLOC_CONF"):
+    for name in ("GLOG_v", "RUN_MODE", "MS_ALLOC_CONF", "MS_DEV_GRAPH_KERNEL_FLAGS"):
         monkeypatch.setenv(name, "3")
     monkeypatch.delenv("MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST", raising=False)
     with pytest.raises(AgentStartError, match=r"could be set: MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST$"):

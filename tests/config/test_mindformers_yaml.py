@@ -40,7 +40,7 @@ def test_llama2_7b() -> None:
         mode=0,
         device_target="Ascend",
         device_id=0,
-        enable_graph_kernel=False,
+        enable_graph_kernel=True,
         graph_kernel_flags="--enable_parallel_fusion=true --reduce_fuse_depth=8",
         max_call_depth=10000,
         max_device_memory_bytes=58 * 1024**3,

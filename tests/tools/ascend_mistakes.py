@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from agent.weights.forms import LinearForm
 from llm_serving.config import ParallelConfig
 from llm_serving.model.families import Experts
 from tools.ascend_graph.front_end import ascend_config, compile_graphs, forms_of, set_up
+from tools.ascend_graph.fusions import predicted_fusions
 from tools.ascend_graph.listing import list_graph
 from tools.ascend_graph.rules import check_graph
 
@@ -317,6 +319,11 @@ class HalfMask(native.ChunkMask):
         super().__init__(max_positions, "float16")
 
 
+def fused(flags: str) -> Any:
+    """Returns CONFIG with graph-kernel fusion."""
+    return replace(CONFIG, context=replace(CONFIG.context, enable_graph_kernel=True, graph_kernel_flags=flags))
+
+
 def flash(**settings: Any) -> Any:
     return in_attention("FlashAttentionScore", lambda **given: auto_generate.FlashAttentionScore(**(given | settings)))
 
@@ -420,6 +427,9 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "kernels, blocks of 48": ("decode", with_sizes(32, 48), unlimited),
     "kernels, large blocks": ("decode", with_sizes(256, 128), unlimited),
     "kernels, type of the chunk mask": ("chunked", BFLOAT16, lambda: patched("ChunkMask", HalfMask)),
+    "fusion, attention in a cluster": ("decode", fused("--enable_cluster_ops=Add,PagedAttention"), nullcontext),
+    "fusion, unknown flag": ("decode", fused("--enable_paralel_fusion=true"), nullcontext),
+    "fusion, level 0": ("decode", fused("--opt_level=0"), nullcontext),
     "kernels, graph kernel level": ("decode", CONFIG, lambda: jit("O1", "off")),
 }
 
@@ -461,6 +471,17 @@ def only_on_one_device(kind: str) -> list[str]:
     ]
 
 
+def fusions() -> list[str]:
+    """Returns the operators of the chunked graph without and with fusion, and the predicted fusions."""
+    config = fused("--enable_parallel_fusion=true")
+    graphs = [dict(compile_graphs(each, ["chunked"]))["chunked"] for each in (CONFIG, config)]
+    assert list_graph(graphs[0]) == list_graph(graphs[1]), "MindSpore fuses after its front end"
+    return [
+        *check_graph("chunked", graphs[1], config, forms_of(config)),
+        *predicted_fusions(graphs[1], "--opt_level=2"),
+    ]
+
+
 def listing() -> list[str]:
     return list_graph(dict(compile_graphs(SQUARE, ["decode"]))["decode"])
 
@@ -488,6 +509,7 @@ def main() -> None:
         "right": lambda: right(("decode",), (*ALONE, *SHARED, *EXPERTS)) + right(KINDS[:2], (CONFIG, INT8_MOE)),
         "right, all prompts": lambda: right(KINDS[:2], (*ALONE[1:], *SHARED)),
         "names": lambda: list(MISTAKES),
+        "fusions": fusions,
         "listing": listing,
         "turned listing": turned_listing,
         **{f"devices, {kind}": lambda kind=kind: only_on_one_device(kind) for kind in KINDS},  # type: ignore[misc]

@@ -69,6 +69,9 @@ CAUGHT = {
     "kernels, blocks of 48": "blocks have 48 tokens; the kernel takes 16, 32, 64, 128",
     "kernels, large blocks": "head size x block size is 32768; the kernel takes at most 16384",
     "kernels, type of the chunk mask": "attn_mask is f16 and query bf16; the kernel takes one type",
+    "fusion, attention in a cluster": "--enable_cluster_ops takes PagedAttention, which must keep its kernel",
+    "fusion, unknown flag": "MindSpore has no flag --enable_paralel_fusion",
+    "fusion, level 0": "--opt_level=0 turns fusion off",
     "kernels, graph kernel level": "only O0 with infer_boost has this primitive's kernel",
 }
 SWEPT_MISTAKES = (
@@ -93,10 +96,12 @@ SWEPT_MISTAKES = (
     "kernels, running sums",
     "kernels, heads of 288",
     "kernels, large blocks",
+    "fusion, unknown flag",
+    "fusion, level 0",
 )
 """These run in ``make test-sweeps`` only, because each has a counterpart that ``make test`` plants."""
 KINDS = ("prefill", "chunked", "decode")
-OTHER_CHECKS = ("names", "right", "listing", "turned listing", *(f"devices, {kind}" for kind in KINDS))
+OTHER_CHECKS = ("names", "right", "fusions", "listing", "turned listing", *(f"devices, {kind}" for kind in KINDS))
 
 
 def run(program: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -162,6 +167,11 @@ def test_a_correct_graph_has_no_errors(findings: Findings, checks: str) -> None:
 )
 def test_a_planted_mistake_is_found(findings: Findings, mistake: str) -> None:
     assert any(CAUGHT[mistake] in line for line in findings(mistake)), findings(mistake)
+
+
+def test_fusion_changes_no_inference_primitive(findings: Findings) -> None:
+    """The fused graph passes all rules, and only the chain that makes the chunk mask is fused."""
+    assert findings("fusions") == ["Greater+Cast+Mul"]
 
 
 def test_all_planted_mistakes_are_checked(findings: Findings) -> None:

@@ -15,6 +15,7 @@ from agent.group.model_part import ModelPart
 from agent.weights.forms import LinearForms
 from llm_serving.config import Config
 from tools.ascend_graph.experts import EXPERT_PRIMITIVES, ExpertRules
+from tools.ascend_graph.fusions import flag_problems
 from tools.ascend_graph.kernels import DeviceSettings, KernelRules
 from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Graph, Node, Operand, TensorType
@@ -80,8 +81,8 @@ class _Rules:
         self._dtype = TYPES[config.model_config.model_dtype]
         self._products = ProductRules(self._wiring, forms, config.model_config.model_dtype)
         self._experts = ExpertRules(self._wiring, forms.experts, self._shape, config.model_config.model_dtype)
-        settings = DeviceSettings(context.environment(config), context.jit_config(config))
-        self._kernels = KernelRules(self._wiring, self._type, settings)
+        self._settings = DeviceSettings(context.environment(config), context.jit_config(config))
+        self._kernels = KernelRules(self._wiring, self._type, self._settings)
         self._floats = forms.layers.format == "float"
         heads, kv_heads, dim = self._shape.num_attention_heads, self._shape.num_key_value_heads, self._shape.head_dim
         self._query, self._key = heads * dim, kv_heads * dim
@@ -90,6 +91,7 @@ class _Rules:
         yield from self._check_inputs()
         yield from self._check_primitives()
         yield from self._check_parameters()
+        yield from flag_problems(self._settings.environment.get("MS_DEV_GRAPH_KERNEL_FLAGS", ""))
         checks = {
             "ReshapeAndCache": self._check_cache_write,
             "PagedAttention": self._check_paged_attention,

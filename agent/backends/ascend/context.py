@@ -10,14 +10,13 @@ import sys
 from collections.abc import MutableMapping
 from typing import Any
 
+from agent.backends.ascend.fusion import fusion_flags
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 
 GIB = 1024**3
 _JIT_LEVELS = {"kbk": "O0", "ge": "O2"}
 """O0 launches kernel by kernel, which dynamic shapes need. O2 runs the whole graph through GE."""
-_FUSION_JIT_LEVEL = "O1"
-"""O1 launches kernel by kernel, with fused operators (graph kernel)."""
 _DISABLED_CUSTOM_KERNELS = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
 _NZ_PRIMITIVES = "MS_INTERNAL_ENABLE_NZ_OPS"
 _LISTS = (_DISABLED_CUSTOM_KERNELS, _NZ_PRIMITIVES)
@@ -41,8 +40,8 @@ def environment(config: Config) -> dict[str, str]:
         variables[_NZ_PRIMITIVES] = ",".join(in_nz)
     if config.captured_batch_sizes:
         variables["MS_DEV_RUNTIME_CONF"] = f"graph_capture_max_number:{len(config.captured_batch_sizes)}"
-    if config.context.enable_graph_kernel and config.context.graph_kernel_flags:
-        variables["MS_DEV_GRAPH_KERNEL_FLAGS"] = config.context.graph_kernel_flags
+    if config.context.enable_graph_kernel and config.model_config.backend == "kbk":
+        variables["MS_DEV_GRAPH_KERNEL_FLAGS"] = fusion_flags(config.context.graph_kernel_flags)
     return variables
 
 
@@ -60,11 +59,10 @@ def jit_config(config: Config) -> dict[str, str]:
     """Returns ``jit_level`` and ``infer_boost``.
 
     MindSpore finds the inference kernels (PagedAttention, ReshapeAndCache and others) only with ``infer_boost``, which
-    it allows at level O0 only.
+    it allows at level O0 only. ``context.enable_graph_kernel`` therefore does not choose level O1: a flag in the
+    environment turns fusion on (``agent.backends.ascend.fusion``).
     """
     level = _JIT_LEVELS[config.model_config.backend]
-    if config.model_config.backend == "kbk" and config.context.enable_graph_kernel:
-        level = _FUSION_JIT_LEVEL
     return {"jit_level": level, "infer_boost": "on" if level == "O0" else "off"}
 
 

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "../common/floating_point.h"
+#include "fusion.h"
 #include "recording.h"
 
 namespace llmk {
@@ -89,9 +90,13 @@ bool hold(Recording* recording) {
 bool replay(Recording* recording, bool keeps_pace) {
   const StandardFloatingPoint scope;
   if (recording->memory != arena.memory) find_places(recording, arena.memory);
-  for (Launch& launch : recording->launches) {
+  for (size_t number = 0; number < recording->launches.size(); ++number) {
+    Launch& launch = recording->launches[number];
+    const int fused = recording->fused.empty() ? -1 : recording->fused[number];
+    const Fusion* fusion = fused < 0 ? nullptr : &recording->fusions[static_cast<size_t>(fused)];
+    if (fusion != nullptr && fusion->last() != static_cast<int>(number)) continue;
     if (has_failed() && !(keeps_pace && launch.is_shared)) continue;
-    const int error = launch.run();
+    const int error = fusion == nullptr ? launch.run() : run_fusion(recording, *fusion);
     if (report_error(launch.op, error) != 0) return false;
     if (error != 0 && launch.is_shared) return true;  // the group is down
   }
@@ -165,15 +170,17 @@ LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* si
 }
 
 // Generalizes the recording of one step to steps of any size. `other` is a recording of the same graph for another
-// step. `sizes`: tokens and sequences of the recorded step, of the other step, and of the largest step. Returns 1, or 0
-// with a `problem` that is valid until the next call; then the recording is useless.
-LLMK_ENTRY int llmk_generalise_recording(void* recording, const void* other, const int64_t* sizes,
+// step. `sizes`: tokens and sequences of the recorded step, of the other step, and of the largest step. With `fuses`,
+// launches are fused (fusion.h). Returns 1, or 0 with a `problem` that is valid until the next call; then the recording
+// is useless.
+LLMK_ENTRY int llmk_generalise_recording(void* recording, const void* other, const int64_t* sizes, int fuses,
                                          const char** problem) {
   static std::string reason;
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   llmk::Recording* made = static_cast<llmk::Recording*>(recording);
   const llmk::Recording& same = *static_cast<const llmk::Recording*>(other);
-  const bool is_made = llmk::generalise(made, same, {sizes[0], sizes[1]}, {sizes[2], sizes[3]}, {sizes[4], sizes[5]});
+  const bool is_made = llmk::generalise(made, same, {sizes[0], sizes[1]}, {sizes[2], sizes[3]}, {sizes[4], sizes[5]},
+                                        fuses != 0);
   *problem = nullptr;
   if (is_made && llmk::hold(made)) return 1;
   reason = made->problem;
@@ -188,6 +195,17 @@ LLMK_ENTRY int64_t llmk_resize_recording(void* recording, int64_t tokens, int64_
   llmk::resize(resized, {tokens, seqs});
   const llmk::Value& result = resized->values[static_cast<size_t>(resized->result)];
   return resized->launches[static_cast<size_t>(result.launch)].bytes_of(result.argument);
+}
+
+// Returns the number of launches of a recording, fused launches counted one by one.
+LLMK_ENTRY int64_t llmk_recorded_launches(const void* recording) {
+  return static_cast<int64_t>(static_cast<const llmk::Recording*>(recording)->launches.size());
+}
+
+// Returns the name of a fusion, its operators joined by '+', or null if there are fewer fusions.
+LLMK_ENTRY const char* llmk_recorded_fusion(const void* recording, int64_t number) {
+  const std::vector<llmk::Fusion>& fusions = static_cast<const llmk::Recording*>(recording)->fusions;
+  return number < static_cast<int64_t>(fusions.size()) ? fusions[static_cast<size_t>(number)].name : nullptr;
 }
 
 LLMK_ENTRY void llmk_forget_recording(void* recording) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "../common/dtype_bytes.h"
+#include "fusion.h"
 
 namespace llmk {
 namespace {
@@ -63,7 +64,7 @@ void find_outputs(Recording* recording, int number, const std::vector<Range>& st
     const int argument = static_cast<int>(at);
     const char* start = static_cast<const char*>(launch.data[at]);
     launch.values[at] = static_cast<int>(recording->values.size());
-    recording->values.push_back({start, start + launch.bytes_of(argument), number, argument, number, -1});
+    recording->values.push_back({start, start + launch.bytes_of(argument), number, argument, number, number, -1});
   }
 }
 
@@ -87,7 +88,7 @@ void lay_out(Recording* recording) {
   recording->memory = nullptr;
 }
 
-bool overlap(const Value& a, const Value& b) { return a.launch <= b.last && b.launch <= a.last; }
+bool overlap(const Value& a, const Value& b) { return a.first <= b.last && b.first <= a.last; }
 
 // Assigns a buffer to each value, the largest value first. Values that are not needed at the same time share a buffer.
 void assign_buffers(Recording* recording) {
@@ -184,7 +185,7 @@ bool complete(Recording* recording, const void* result, const std::vector<Range>
 }
 
 bool generalise(Recording* recording, const Recording& other, StepSizes of_this, StepSizes of_other,
-                StepSizes largest) {
+                StepSizes largest, bool fuses) {
   if (recording->launches.size() != other.launches.size() || recording->result != other.result ||
       recording->result_offset != 0 || other.result_offset != 0) {
     recording->problem = "steps of other sizes launch something else";
@@ -206,6 +207,7 @@ bool generalise(Recording* recording, const Recording& other, StepSizes of_this,
     }
   }
   resize(recording, largest);
+  if (fuses) find_fusions(recording);
   assign_buffers(recording);
   return true;
 }

@@ -35,6 +35,7 @@ struct Launch {
   int inputs;
 
   Tensors tensors() { return tensors_in(&data); }
+  Call call() { return {tensors_in(&placed), scalars.get()}; }  // with the arguments of a replay
   int64_t bytes_of(int argument);
   int run();
 
@@ -50,12 +51,30 @@ struct Value {
   const char* end;
   int launch;
   int argument;
+  int first;   // the launch from which on it needs its buffer
   int last;    // the last launch that reads it
   int buffer;  // values that are not needed at the same time share a buffer
 };
 
+constexpr int kMostFused = 3;
+
+// Launches that one function computes in place of the last of them (fusion.h). `keeps` says which results in between
+// are read later.
+struct Fusion {
+  const char* name;
+  int count;
+  int parts[kMostFused];  // the numbers of the launches, ascending
+  int (*run)(Launch* const* parts, const Fusion& fusion);
+  bool keeps[2];
+
+  int first() const { return parts[0]; }
+  int last() const { return parts[count - 1]; }
+};
+
 struct Recording {
   std::vector<Launch> launches;
+  std::vector<Fusion> fusions;
+  std::vector<int> fused;  // for each launch: the fusion that computes it, or -1; empty: there are no fusions
   std::string problem;
   std::vector<Value> values;
   std::vector<int64_t> buffers;  // offsets in the library's memory, and the end of the last buffer
@@ -77,9 +96,11 @@ struct StepSizes {
 
 // Generalizes a recording of one step to any step up to `largest`. `other` is a recording of the same graph for another
 // step. A length that is equal in both steps is constant. Any other length must be a multiple of the tokens or of the
-// sequences. So tokens and sequences must not have the same ratio in both steps. Returns false with the recording's
-// problem if a length follows no rule or if the launches differ in anything else.
-bool generalise(Recording* recording, const Recording& other, StepSizes of_this, StepSizes of_other, StepSizes largest);
+// sequences. So tokens and sequences must not have the same ratio in both steps. With `fuses`, launches are fused
+// (fusion.h). Returns false with the recording's problem if a length follows no rule or if the launches differ in
+// anything else.
+bool generalise(Recording* recording, const Recording& other, StepSizes of_this, StepSizes of_other, StepSizes largest,
+                bool fuses);
 
 // Sets the size of the next step for a generalized recording.
 void resize(Recording* recording, StepSizes sizes);

@@ -5,8 +5,9 @@ launches' arguments depend only on the numbers of tokens and sequences. Therefor
 after compilation (``agent.kernels.launches``), as an Ascend captures the launches of a stream. A length that differs
 between the two is a multiple of the tokens or of the sequences.
 
-The first small steps run the graph and the replay, and both must agree in every bit. All later steps are replays. If
-the results differ, or if another library computes in the graph, all later steps run the graph.
+The first small steps run the graph and the replay, and both must agree in every bit. All later steps are replays. A
+replay may fuse launches; the comparison then proves that fused and unfused operators give the same bits. If the results
+differ, or if another library computes in the graph, all later steps run the graph.
 
 Agents that share layers launch sums and gathers together and run the same steps in the same order. Therefore either all
 of them replay a graph or none does, and they vote on every finding.
@@ -53,13 +54,15 @@ class NativeReplays:
         all_agree: AllAgree = bool,
         *,
         max_prompts: int = 0,
+        fuses: bool = False,
     ) -> None:
         """``name`` is for the log. ``tensors`` are all parameters and constants of the graph; their memory must stay in
         place.
 
         ``all_agree`` takes this agent's vote and returns whether all agents that share the layers voted True. If
         ``max_prompts`` is not 0, the graph takes that number of int64 query lengths, with zeros after the last
-        sequence. If it is 0, the graph takes one int32 length for each sequence.
+        sequence. If it is 0, the graph takes one int32 length for each sequence. With ``fuses``, replays fuse launches
+        (``context.enable_graph_kernel``); the graph itself, which confirms them, does not.
         """
         self._name, self._run_graph, self._tensors, self._all_agree = name, run_graph, tuple(tensors), all_agree
         self.max_tokens = most_replayed_tokens(limits.max_tokens, limits.max_seqs)
@@ -76,6 +79,7 @@ class NativeReplays:
         self._problem = ""
         self.is_paused = False
         """Whether steps run the graph although their replays are confirmed."""
+        self._fuses = fuses
 
     @property
     def is_confirmed(self) -> bool:
@@ -86,6 +90,11 @@ class NativeReplays:
     def problem(self) -> str:
         """Why the graph's launches cannot be replayed. Empty if they can."""
         return self._problem
+
+    @property
+    def operators(self) -> tuple[int, list[str]]:
+        """The number of operators of a step without fusion, and the fusions. (0, []) if the graph runs every time."""
+        return (0, []) if self._launches is None else (self._launches.num_launches, self._launches.fusions)
 
     def record(self, entry: Array, *, is_decode: bool) -> None:
         """Runs the graph twice with padding and records the launches. Must come before any ``run``.
@@ -104,7 +113,7 @@ class NativeReplays:
         runs = {sizes: lambda sizes=sizes: self._graph_result(self._padding(sizes)) for sizes in (first, second)}
         try:
             largest = StepSizes(self._max_seqs if is_decode else self.max_tokens, self._max_seqs)
-            self._launches = record_any_size(runs, largest, memory, self._all_agree)
+            self._launches = record_any_size(runs, largest, memory, self._all_agree, fuses=self._fuses)
         except RecordingError as error:
             self._give_up(str(error))
 

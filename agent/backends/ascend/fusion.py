@@ -1,0 +1,56 @@
+"""Graph-kernel fusion on an Ascend together with the kernels for inference.
+
+MindSpore's ``context.py`` allows ``infer_boost`` at jit level O0 only, and level O1 turns fusion on. But the passes of
+the fusion look at ``opt_level`` of ``MS_DEV_GRAPH_KERNEL_FLAGS`` and not at the jit level. With ``--opt_level=2`` they
+run at O0 as well. docs/ascend.md has the sources.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+REQUIRED_FLAGS = {"opt_level": "2", "enable_dynamic_shape_fusion": "true", "dump_as_text": "true"}
+"""Flags that are added where the config has no other value: fuse at O0, fuse dynamic shapes, and report the fusions."""
+_DUMP = Path("graph_kernel_dump")
+"""The folder that MindSpore writes its report to, in the working directory."""
+_CLUSTER = re.compile(r"^Source nodes of \S*GraphKernel_", re.MULTILINE)
+_NODE = re.compile(r"^ {2}\S*?([A-Za-z0-9]+)-op\d+ = ", re.MULTILINE)
+
+
+def parse_flags(text: str) -> dict[str, str]:
+    """Returns the flags of MindSpore's form ``--name=value --name``. A flag without a value is ``true``."""
+    names = (token.removeprefix("--").partition("=") for token in text.split())
+    return {name: value if separator else "true" for name, separator, value in names}
+
+
+def fusion_flags(given: str) -> str:
+    """Returns ``graph_kernel_flags`` with the required flags. Values that ``given`` has are kept."""
+    flags = REQUIRED_FLAGS | parse_flags(given)
+    return " ".join(f"--{name}={value}" for name, value in flags.items())
+
+
+def read_fusions(text: str) -> list[str]:
+    """Reads MindSpore's report. Returns a name for each fusion: the operators that it replaces, joined by ``+``."""
+    parts = _CLUSTER.split(text)[1:]
+    return ["+".join(match[1] for match in _NODE.finditer(part)) for part in parts]
+
+
+def take_report(folder: Path = _DUMP, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Describes which fusions took effect in this process, and removes MindSpore's report."""
+    report = folder / f"graph_kernel_cluster_{os.getpid()}.txt"
+    text = report.read_text(encoding="utf-8", errors="replace") if report.is_file() else ""
+    report.unlink(missing_ok=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+    flags = environment.get("MS_DEV_GRAPH_KERNEL_FLAGS", "")
+    fusions = read_fusions(text)
+    if not fusions:
+        return {"graph_kernel_fusion": f"no effect: MindSpore reports no fusion; flags {flags}"}
+    replaced = sum(name.count("+") + 1 for name in fusions)
+    names = ", ".join(f"{count} x {name}" for name, count in Counter(fusions).items())
+    state = f"on: {replaced} operators before, {len(fusions)} after in all graphs; flags {flags}"
+    return {"graph_kernel_fusion": state, "fusion_operators": names}

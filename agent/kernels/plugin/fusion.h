@@ -1,0 +1,15 @@
+// Fusion of recorded launches: one function computes what several launches compute, and skips what no other launch
+// reads. Every result has the bits of the separate launches.
+#pragma once
+#include "recording.h"
+
+namespace llmk {
+
+// Finds the launches of a recording that can be fused. Extends the lifetimes of their values, because a fused function
+// reads and writes them in any order. The caller must assign the buffers afterwards.
+void find_fusions(Recording* recording);
+
+// Runs the function of a fusion. Returns 0, or the error code of a launch.
+int run_fusion(Recording* recording, const Fusion& fusion);
+
+}  // namespace llmk

@@ -1,0 +1,73 @@
+"""Predicts graph-kernel fusion on an Ascend, and checks its flags.
+
+MindSpore fuses after its front end, so a compiled graph never shows the fused operators. The prediction takes the
+clusters that MindSpore's default lists allow: connected elementwise operators. A device reports the real ones in
+``/server_info`` (``agent.backends.ascend.fusion``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agent.backends.ascend.fusion import parse_flags
+from tools.ascend_graph.listing import Wiring
+from tools.ascend_graph.mind_ir import Graph, Node
+
+CLUSTER_PRIMITIVES = frozenset({"Add", "Cast", "Equal", "Greater", "Maximum", "Minimum", "Mul", "RealDiv", "Sub"})
+"""The primitives of our graphs that DVM, the generator of fused operators on an Ascend, clusters by default. Source:
+``clusterable_ops_with_level_dvm`` in MindSpore's graph_kernel_cluster_cloud.cc."""
+INFERENCE_PRIMITIVES = frozenset(
+    {
+        "AddRmsNorm", "ApplyRotaryPosEmb", "DynamicQuantExt", "FlashAttentionScore", "GroupedMatmulV4",
+        "PagedAttention", "QuantBatchMatmul", "ReshapeAndCache", "RmsNorm", "Swiglu", "WeightQuantBatchMatmul",
+    }
+)  # fmt: skip
+"""Primitives that must keep their own kernels."""
+_FLAGS = frozenset(
+    {
+        "opt_level", "dump_as_text", "enable_stitch_fusion", "enable_recompute_fusion", "enable_parallel_fusion",
+        "enable_horizontal_fusion", "enable_auto_tensor_inplace", "enable_dynamic_batch", "enable_csr_fusion",
+        "enable_debug_mode", "enable_lite_conv_tuning", "enable_vectorization", "enable_dynamic_shape_fusion",
+        "disable_matmul_post_fusion", "enable_allreduce_prologue_fusion", "enable_allreduce_epilogue_fusion",
+        "exact_precision_mode", "reduce_fuse_depth", "online_tuning", "cpu_refer_thread_num", "fusion_ops_level",
+        "parallel_ops_level", "recompute_increment_threshold", "recompute_peak_threshold", "composite_op_limit_size",
+        "repository_path", "target_os", "cpu_arch", "cpu_feature", "cpu_type", "kernel_generator", "enable_expand_ops",
+        "enable_expand_ops_only", "disable_expand_ops", "enable_cluster_ops", "enable_cluster_ops_only",
+        "disable_cluster_ops", "enable_simplify_exprs_only", "disable_simplify_exprs", "enable_pass", "disable_pass",
+        "enable_cce_lib", "enable_cce_lib_ops", "enable_cce_lib_ops_only", "disable_cce_lib_ops",
+        "enable_packet_ops_only", "disable_packet_ops", "enable_fusion_pattern_only", "disable_fusion_pattern", "path",
+    }
+)  # fmt: skip
+"""The flags that MindSpore 2.9.0 reads; it ignores others with a warning. Source: ``GraphKernelFlags::RegisterFlags``
+and ``Refresh`` in libmindspore_hardware_abstract.so of the aarch64 wheel."""
+_ADDING = ("enable_expand_ops", "enable_expand_ops_only", "enable_cluster_ops", "enable_cluster_ops_only")
+
+
+def flag_problems(text: str) -> Iterator[str]:
+    """Yields what is wrong with the value of ``MS_DEV_GRAPH_KERNEL_FLAGS``."""
+    flags = parse_flags(text)
+    for name in sorted(flags.keys() - _FLAGS):
+        yield f"graph-kernel fusion: MindSpore has no flag --{name}"
+    if flags.get("opt_level") == "0":
+        yield "graph-kernel fusion: --opt_level=0 turns fusion off"
+    for name in _ADDING:
+        for primitive in sorted(INFERENCE_PRIMITIVES & set(flags.get(name, "").split(","))):
+            yield f"graph-kernel fusion: --{name} takes {primitive}, which must keep its kernel for inference"
+
+
+def predicted_fusions(graph: Graph, flags: str) -> list[str]:
+    """Returns the clusters of at least two operators, each by its operators joined by ``+``."""
+    parsed = parse_flags(flags)
+    only = set(filter(None, parsed.get("enable_cluster_ops_only", "").split(",")))
+    added = set(filter(None, parsed.get("enable_cluster_ops", "").split(",")))
+    names = only or (CLUSTER_PRIMITIVES | added) - set(parsed.get("disable_cluster_ops", "").split(","))
+    wiring = Wiring(graph)
+    nodes = [node for node in wiring.calls() if node.primitive in names]
+    cluster_of: dict[str, list[Node]] = {}
+    for node in nodes:
+        sources = [wiring.node_of(each) for each in wiring.operands(node)]
+        cluster = next((cluster_of[each.name] for each in sources if each is not None and each.name in cluster_of), [])
+        cluster.append(node)
+        cluster_of[node.name] = cluster
+    clusters = {id(cluster): cluster for cluster in cluster_of.values()}.values()
+    return ["+".join(node.primitive for node in cluster) for cluster in clusters if len(cluster) > 1]
