@@ -276,7 +276,7 @@ class Finder {
     return value == recording_->result || recording_->values[static_cast<size_t>(value)].last > last;
   }
 
-  // Returns whether the parts can run in place of the last of them: no other launch in between reads their results, and
+  // Returns whether all parts can run when the last of them is due: no other launch in between reads their results, and
   // none of them waits for other agents.
   bool can_move(const Fusion& fusion) const {
     for (int number = fusion.first(); number <= fusion.last(); ++number) {

@@ -58,7 +58,7 @@ struct Value {
 
 constexpr int kMostFused = 3;
 
-// Launches that one function computes in place of the last of them (fusion.h). `keeps` says which results in between
+// Launches that one function computes (fusion.h), when the last of them is due. `keeps` says which results in between
 // are read later.
 struct Fusion {
   const char* name;
