@@ -67,6 +67,15 @@ class ServingConfig:
     max_body_bytes: int = own(
         8 * 1024 * 1024, "Maximum size of an HTTP request body.", unit="bytes", low=1024, high=1024 * 1024 * 1024
     )
+    max_request_tokens: int | None = own(
+        None,
+        "Maximum number of tokens of one HTTP request in the worst case: prompts x n x (prompt tokens + maximum number "
+        "of output tokens).",
+        unit="tokens",
+        low=1,
+        high=1 << 40,
+        null="64 times the maximum length of a sequence",
+    )
     agent_restart_limit: int = own(
         5, "Restarts of a failing agent before the server gives up. The pauses between them grow.", low=0, high=1000
     )

@@ -122,6 +122,7 @@ async def _server_info(state: ServerState, request: Request) -> Response:
                 "prompts": MAX_PROMPTS,
                 "n": MAX_CHOICES,
                 "sequences": MAX_SEQUENCES,
+                "request_tokens": state.settings.request_token_limit,
                 "stop_strings": PARAMETERS["stop"].max_items,
                 "logprobs": MAX_LOGPROBS,
             },

@@ -13,6 +13,7 @@ from llm_serving.server.generation import Answer, Generation
 from llm_serving.server.limits import MAX_SEQUENCES
 from llm_serving.server.protocol import SamplingFields
 from llm_serving.server.sampling import GREEDY_BELOW, Choice
+from llm_serving.server.work import check_beams
 
 _SAMPLING: dict[str, tuple[object, ...]] = {
     **{each.name: (None, each.default) for each in SAMPLER_PARAMETERS if each.name not in ("temperature", "seed")},
@@ -49,6 +50,8 @@ async def search_answers(
     firsts = generation.choices[::n]
     width = _width(fields, best_of, n, len(firsts))
     searches = [(choice, _params(generation, choice, fields, width, has_limit=has_limit)) for choice in firsts]
+    lengths = [(len(choice.prompt.token_ids), params.max_tokens) for choice, params in searches]
+    check_beams(generation.state.settings, lengths, width, name_of_width(fields, best_of))
     answers = []
     for number, (choice, params) in enumerate(searches):
         name = generation.request_id if len(firsts) == 1 else f"{generation.request_id}-{number}"
@@ -59,9 +62,14 @@ async def search_answers(
     return answers
 
 
+def name_of_width(fields: SamplingFields, best_of: int | None) -> str:
+    """Return the name of the field that sets the number of beams."""
+    return "beam_width" if fields.beam_width else "best_of" if best_of else "n"
+
+
 def _width(fields: SamplingFields, best_of: int | None, n: int, num_prompts: int) -> int:
     width = fields.beam_width or best_of or n
-    name = "beam_width" if fields.beam_width else "best_of" if best_of else "n"
+    name = name_of_width(fields, best_of)
     if not n <= width <= MAX_BEAM_WIDTH:
         raise RequestError(
             f"A beam search of {width} beams ('{name}') with n = {n} is not possible; the number of beams is 'n' to "

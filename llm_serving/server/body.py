@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import orjson
@@ -21,9 +22,11 @@ from llm_serving.server.errors import (
     MediaTypeError,
     PayloadTooLargeError,
 )
+from llm_serving.server.json_pieces import PiecesResponse, encode_in_pieces
 from llm_serving.server.json_structure import count_keys, structure_of
-from llm_serving.server.limits import BODY_TIMEOUT_S, MAX_JSON_DEPTH
+from llm_serving.server.limits import BODY_TIMEOUT_S, INLINE_ITEMS, MAX_JSON_DEPTH
 from llm_serving.server.validation import RequestModel, clip, request_error
+from llm_serving.server.work import off_loop
 
 ModelT = TypeVar("ModelT", bound=RequestModel)
 
@@ -45,6 +48,18 @@ def json_response(content: Any, request_id: str | None = None, status: int = 200
     """Return ``content`` as a JSON response."""
     headers = {} if request_id is None else {"X-Request-Id": request_id}
     return Response(orjson.dumps(content), status, headers, "application/json")
+
+
+async def whole_response(generation_id: str, num_items: int, build: Callable[[], object]) -> Response | PiecesResponse:
+    """Return a response whose content ``build`` makes. If it has many items, another thread makes and encodes it.
+
+    ``num_items`` is the number of tokens and log-probabilities in the content.
+    """
+    pieces = await off_loop(num_items, lambda: encode_in_pieces(build()))
+    headers = {"X-Request-Id": generation_id}
+    if num_items > INLINE_ITEMS:
+        return PiecesResponse(pieces, headers)
+    return Response(b"".join(pieces), 200, headers, "application/json")
 
 
 def _check_headers(request: Request) -> None:

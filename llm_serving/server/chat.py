@@ -9,13 +9,13 @@ import orjson
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
-from starlette.responses import Response
 
 from llm_serving.errors import ContextLengthError
 from llm_serving.request import RequestOutput
-from llm_serving.server.body import json_response, read_request
+from llm_serving.server.body import read_request, whole_response
 from llm_serving.server.errors import ErrorReply
-from llm_serving.server.generation import Generation
+from llm_serving.server.generation import Generation, count_items
+from llm_serving.server.json_pieces import EncodedList
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.limits import MAX_MESSAGES, MAX_NAME_CHARS
 from llm_serving.server.logprobs import step_logits
@@ -24,7 +24,7 @@ from llm_serving.server.protocol import DialectSampling, MaxTokens
 from llm_serving.server.sampling import Choice, dialect_sampling, make_choices
 from llm_serving.server.scheduling import SchedulingFields
 from llm_serving.server.sse import EventStream
-from llm_serving.server.state import Endpoint, ServerState
+from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 from llm_serving.server.validation import LaxModel
 
 Role = Literal["system", "user", "assistant"]
@@ -101,7 +101,7 @@ class ChatDialectRequest(SchedulingFields, LaxModel):
     stream: bool | None = Field(default=None, description="On `/chat`: respond as `/stream_chat_post` does.")
 
 
-async def chat(state: ServerState, request: Request, *, stream: bool = False) -> Response | EventStream:
+async def chat(state: ServerState, request: Request, *, stream: bool = False) -> AnyResponse:
     """Handle ``/chat``: answer the question. With ``stream``, send the answer piece by piece as events."""
     state.check_queue()
     body = await read_request(ChatDialectRequest, request, state.settings.max_body_bytes)
@@ -116,7 +116,7 @@ async def chat(state: ServerState, request: Request, *, stream: bool = False) ->
     return await _answer(state, request, generation, settings, request_id)
 
 
-async def _stream_chat(state: ServerState, request: Request) -> Response | EventStream:
+async def _stream_chat(state: ServerState, request: Request) -> AnyResponse:
     return await chat(state, request, stream=True)
 
 
@@ -142,12 +142,14 @@ async def _choices(
     check_prompt(len(ids), state.settings, "messages")
     limit, name = _output_limit(settings, len(ids))
     max_tokens = max_output_tokens(len(ids), limit, state.settings, name)
-    return make_choices(request_id, [Prompt(ids, text)], [(dialect_sampling(settings), max_tokens)], 1, settings.seed)
+    return make_choices(
+        state.settings, request_id, [Prompt(ids, text)], [(dialect_sampling(settings), max_tokens)], 1, settings.seed
+    )
 
 
 async def _answer(
     state: ServerState, request: Request, generation: Generation, settings: GenerationSettings, request_id: str
-) -> Response:
+) -> AnyResponse:
     work = generation.answers(keep_logits=bool(settings.return_logits))
     [answer] = await run_while_connected(state.active, request.receive, work)
     result: dict[str, Any] = {
@@ -158,9 +160,11 @@ async def _answer(
     }
     if generation.return_receipt:
         result["receipt"] = generation.receipt()
-    if settings.return_logits:
-        result["logits"] = step_logits(answer.logits)
-    return json_response(result, generation.request_id)
+
+    def build() -> dict[str, Any]:
+        return result | ({"logits": EncodedList(step_logits(answer.logits))} if settings.return_logits else {})
+
+    return await whole_response(generation.request_id, count_items([answer]), build)
 
 
 def _usage(generation: Generation, num_output_tokens: int) -> dict[str, int]:
@@ -209,7 +213,7 @@ class ChatEvents:
         self._num_tokens += len(piece.token_ids)
         event: dict[str, Any] = {"request_id": self._request_id, "delta": piece.text, "finish_reason": None}
         if self._return_logits:
-            event["logits"] = step_logits(piece.logits)
+            event["logits"] = list(step_logits(piece.logits))
         if piece.finish_reason is not None:
             event["finish_reason"] = piece.finish_reason.value
             event["response"] = "".join(self._texts)

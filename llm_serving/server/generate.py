@@ -13,13 +13,13 @@ from typing import Annotated, Any, ClassVar
 import orjson
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
 
 from llm_serving.request import RequestOutput, TokenLogits
 from llm_serving.sampling_params import MAX_TOP_LOGITS
-from llm_serving.server.body import json_response, read_request
+from llm_serving.server.body import read_request, whole_response
 from llm_serving.server.errors import ErrorReply
-from llm_serving.server.generation import Answer, Generation
+from llm_serving.server.generation import Answer, Generation, count_items
+from llm_serving.server.json_pieces import EncodedList, encode_in_pieces
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.logprobs import LOWEST, step_logits, token_string
 from llm_serving.server.prompts import max_output_tokens, resolve_prompts
@@ -27,7 +27,7 @@ from llm_serving.server.protocol import DialectSampling, MaxTokens
 from llm_serving.server.sampling import Choice, dialect_sampling, make_choices
 from llm_serving.server.scheduling import SchedulingFields
 from llm_serving.server.sse import EventStream
-from llm_serving.server.state import Endpoint, ServerState
+from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 from llm_serving.server.validation import LaxModel
 
 DEFAULT_MAX_NEW_TOKENS = 300
@@ -66,7 +66,7 @@ class GenerateRequest(SchedulingFields, LaxModel):
     stream: bool | None = Field(default=None, description="On `/generate`: respond as `/generate_stream` does.")
 
 
-async def generate(state: ServerState, request: Request, *, stream: bool = False) -> Response | EventStream:
+async def generate(state: ServerState, request: Request, *, stream: bool = False) -> AnyResponse:
     """Handle ``/generate``: continue the prompt ``inputs``. With ``stream``, send an event for each token."""
     state.check_model(request.path_params.get("name"))
     state.check_queue()
@@ -81,19 +81,28 @@ async def generate(state: ServerState, request: Request, *, stream: bool = False
         max_tokens = min(max_tokens, DEFAULT_MAX_NEW_TOKENS)
     keep = bool(parameters.details or parameters.return_logits)
     sampling = dialect_sampling(parameters, parameters.top_n_tokens or 0, logprobs=stream or keep)
-    generation.choices = make_choices(generation.request_id, [prompt], [(sampling, max_tokens)], 1, parameters.seed)
+    generation.choices = make_choices(
+        state.settings, generation.request_id, [prompt], [(sampling, max_tokens)], 1, parameters.seed
+    )
     state.check_ready()
     if stream:
         return EventStream(generation, GenerateEvents(generation, parameters, body.inputs))
     [answer] = await run_while_connected(state.active, request.receive, generation.answers(keep_logits=keep))
     text = body.inputs + answer.text if parameters.return_full_text else answer.text
-    result = {"generated_text": text, **_summary(generation, parameters, answer)}
-    if parameters.return_logits:
-        result["logits"] = step_logits(answer.logits)
-    return json_response(result, generation.request_id)
+    receipt = {"receipt": generation.receipt()} if generation.return_receipt else {}
+
+    def build() -> dict[str, Any]:
+        details = _Details(generation, parameters)
+        details.add(answer.logits)
+        result = {"generated_text": text, **_summary(answer, details.lists(), receipt)}
+        if parameters.return_logits:
+            result["logits"] = EncodedList(step_logits(answer.logits))
+        return result
+
+    return await whole_response(generation.request_id, count_items([answer]), build)
 
 
-async def _generate_stream(state: ServerState, request: Request) -> Response | EventStream:
+async def _generate_stream(state: ServerState, request: Request) -> AnyResponse:
     return await generate(state, request, stream=True)
 
 
@@ -110,23 +119,19 @@ ENDPOINTS = (
 )  # fmt: skip
 
 
-def _summary(generation: Generation, parameters: GenerateParameters, answer: Answer) -> dict[str, Any]:
-    """Return the JSON members next to ``generated_text``: finish reason, number of tokens, seed and details."""
+def _summary(answer: Answer, details: Mapping[str, EncodedList] | None, receipt: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON members next to ``generated_text``: finish reason, number of tokens, seed and details.
+
+    ``details`` has the lists of tokens and ``receipt`` the member ``receipt``, if the request asked for them.
+    """
     figures = {
         "finish_reason": answer.finish_reason,
         "generated_tokens": len(answer.token_ids),
         "seed": answer.choice.sampling.seed,
     }
-    summary: dict[str, Any] = {**figures, "details": None}
-    if generation.return_receipt:
-        summary["receipt"] = generation.receipt()
-    if parameters.details:
-        summary["details"] = {
-            **figures,
-            "prefill": [],
-            "tokens": [_token(generation, entry.token_id, entry.logprob) for entry in answer.logits],
-            "top_tokens": [_top_tokens(generation, parameters, entry) for entry in answer.logits],
-        }
+    summary: dict[str, Any] = {**figures, "details": None, **receipt}
+    if details is not None:
+        summary["details"] = {**figures, "prefill": [], **details}
     return summary
 
 
@@ -145,6 +150,33 @@ def _top_tokens(generation: Generation, parameters: GenerateParameters, entry: T
     return [_token(generation, token_id, logit - entry.logsumexp) for token_id, logit in best]
 
 
+class _Details:
+    """The lists of tokens in ``details``. Each token is encoded when it is added, so the end of a stream is short."""
+
+    def __init__(self, generation: Generation, parameters: GenerateParameters) -> None:
+        self._generation = generation
+        self._parameters = parameters
+        self._tokens: list[bytes] = []
+        self._top_tokens: list[bytes] = []
+
+    def add(self, entries: Sequence[TokenLogits]) -> None:
+        """Add the next tokens, if the request asked for details."""
+        if not self._parameters.details:
+            return
+        for entry in entries:
+            self._tokens.append(orjson.dumps(_token(self._generation, entry.token_id, entry.logprob)))
+            self._top_tokens.append(orjson.dumps(_top_tokens(self._generation, self._parameters, entry)))
+
+    def lists(self) -> dict[str, EncodedList] | None:
+        """Return the members of ``details`` with lists. None if the request did not ask for details."""
+        if not self._parameters.details:
+            return None
+        return {
+            "tokens": EncodedList.of_encoded(self._tokens),
+            "top_tokens": EncodedList.of_encoded(self._top_tokens),
+        }
+
+
 class GenerateEvents:
     """Formats the events of ``/generate_stream``: one for each token. The last one has the whole text."""
 
@@ -153,20 +185,21 @@ class GenerateEvents:
         self._parameters = parameters
         self._inputs = inputs
         self._answer = Answer(generation.choices[0])
+        self._details = _Details(generation, parameters)
         self._texts: list[str] = []
 
     def events(self, choice: Choice, piece: RequestOutput) -> bytes:
         answer, parameters = self._answer, self._parameters
         self._texts.append(piece.text)
         answer.token_ids.extend(piece.token_ids)
-        if parameters.details:
-            answer.logits.extend(piece.logits)
+        self._details.add(piece.logits)
         last: dict[str, Any] = {}
         if piece.finish_reason is not None:
             answer.finish_reason = piece.finish_reason.value
             texts = self._texts
             text = "".join([self._inputs, *texts] if parameters.return_full_text else texts)
-            last = {"generated_text": text, **_summary(self._generation, parameters, answer)}
+            receipt = {"receipt": self._generation.receipt()} if self._generation.return_receipt else {}
+            last = {"generated_text": text, **_summary(answer, self._details.lists(), receipt)}
         first_index = len(answer.token_ids) - len(piece.token_ids) + 1
         return self._token_events(piece, first_index, last)
 
@@ -180,7 +213,7 @@ class GenerateEvents:
         """Return an event for each token of a piece. The last token's event has the text of all tokens of the piece."""
         parameters = self._parameters
         entries: Sequence[TokenLogits | None] = piece.logits or (None,)
-        events = []
+        events: list[bytes] = []
         for i, entry in enumerate(entries):
             is_last = i == len(entries) - 1
             token = None
@@ -197,8 +230,8 @@ class GenerateEvents:
             if entry is not None and parameters.top_n_tokens:
                 event["top_tokens"] = _top_tokens(self._generation, parameters, entry)
             if entry is not None and parameters.return_logits:
-                event["logits"] = step_logits([entry])
+                event["logits"] = list(step_logits([entry]))
             if is_last:
                 event.update(last)
-            events.append(b"data:" + orjson.dumps(event) + b"\n\n")
+            events += (b"data:", *encode_in_pieces(event), b"\n\n")
         return b"".join(events)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +22,11 @@ from llm_serving.server.sampling import Choice
 from llm_serving.server.scheduling import SchedulingFields, scheduling_of
 from llm_serving.server.state import ServerState
 
+OPEN_TOKENS = 32768
+"""Number of prompt tokens that are passed to the engine before other tasks run."""
+OPEN_OVERHEAD_TOKENS = 1024
+"""Number of prompt tokens whose check takes as long as the rest of opening a sequence."""
+
 GENERATION = "llm_serving.generation"
 """Key of the ASGI scope whose value is the request's ``Generation``, so that the application closes it at the end."""
 
@@ -35,6 +41,12 @@ class Answer:
     logits: list[TokenLogits] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+
+
+def count_items(answers: Sequence[Answer]) -> int:
+    """Return the number of tokens and log-probabilities that a response with these answers has."""
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    return tokens + sum(len(answer.logits) * (answer.choice.sampling.top_logits + 1) for answer in answers)
 
 
 class Generation:
@@ -82,13 +94,20 @@ class Generation:
         receipts += filter(None, map(self.state.engine.receipt, self._searches))
         return receipt_json(self.request_id, receipts)
 
-    def open(self, sink: PieceSink, *, streamed: bool) -> None:
+    async def open(self, sink: PieceSink, *, streamed: bool) -> None:
         """Pass all choices to the engine, which passes the pieces of their outputs to ``sink``.
+
+        Pieces of the first choices may arrive before the last choice is open, because other tasks may run meanwhile.
 
         If ``streamed`` is True, the caller reports each written piece with ``delivered``. Raises LLMServingError. An
         error that the engine finds later is passed to ``sink.fail``.
         """
+        num_tokens = 0
         for choice in self.choices:
+            num_tokens += OPEN_OVERHEAD_TOKENS + len(choice.prompt.token_ids)
+            if num_tokens > OPEN_TOKENS:
+                await asyncio.sleep(0)
+                num_tokens = 0
             scheduling = replace(self.scheduling, group=choice.group) if choice.group else self.scheduling
             try:
                 opened = self.state.engine.open(
@@ -118,8 +137,8 @@ class Generation:
     async def answers(self, *, keep_logits: bool = False) -> list[Answer]:
         """Return the complete outputs of all choices. Raises LLMServingError if one cannot be completed."""
         collector = _Collector(self, keep_logits=keep_logits)
-        self.open(collector, streamed=False)
         try:
+            await self.open(collector, streamed=False)
             await collector.done
             return collector.answers
         finally:

@@ -15,6 +15,12 @@ MAX_MESSAGES = 4096
 MAX_NAME_CHARS = 256
 """Maximum length of ids and names in a request."""
 MAX_LOGPROBS = 20
+DEFAULT_REQUEST_CONTEXTS = 64
+"""Default of ``serving_config.max_request_tokens``, in multiples of the maximum length of a sequence."""
+MAX_LOGPROB_ENTRIES = 1 << 20
+"""Maximum number of log-probabilities in the response to one HTTP request. The server needs 200 bytes for each."""
+MAX_BEAM_RESENDS = 64
+"""Maximum number of tokens that a beam search sends, in multiples of ``serving_config.max_request_tokens``."""
 MAX_LENGTH_PENALTY = 8.0
 MAX_PRIORITY = 2**31 - 1
 MAX_MILLISECONDS = 24 * 3600 * 1000
@@ -31,6 +37,9 @@ MAX_FRAMING_RATIO = 8
 """Maximum bytes of chunk framing for each byte of a chunked body. A chunk of one byte has five."""
 KEEP_ALIVE_S = 75.0
 
+INLINE_ITEMS = 2048
+"""Maximum number of tokens or log-probabilities that the event loop's thread converts in one call. Another thread
+converts more."""
 INLINE_TOKENIZE_CHARS = 4096
 """Maximum length of a text that the event loop's thread tokenizes. Another thread tokenizes longer texts, so that they
 do not delay other requests."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.request import TokenLogits
+from llm_serving.server.json_pieces import EncodedList
 from llm_serving.server.sampling import Choice
 
 LOWEST = -9999.0
@@ -23,18 +24,16 @@ def token_string(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(tokenizer: Tokenizer, logits: Sequence[TokenLogits], count: int) -> dict[str, Any]:
-    """Return ``logprobs`` of a chat choice or of a streamed piece. Each token has its ``count`` best alternatives."""
+def chat_entries(tokenizer: Tokenizer, logits: Sequence[TokenLogits], count: int) -> Iterator[dict[str, Any]]:
+    """Yield the members of ``content`` in a chat's ``logprobs``. Each token has its ``count`` best alternatives."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
         return {"token": token_string(tokenizer, token_id), "logprob": logprob, "bytes": list(data)}
 
-    content = []
     for token in logits:
         top = [entry(token_id, logprob) for token_id, logprob in _top(token, count)]
-        content.append({**entry(token.token_id, _finite(token.logprob)), "top_logprobs": top})
-    return {"content": content, "refusal": None}
+        yield {**entry(token.token_id, _finite(token.logprob)), "top_logprobs": top}
 
 
 class CompletionLogprobs:
@@ -54,18 +53,29 @@ class CompletionLogprobs:
         )
         self._offset = 0
 
+    def encoded(self, logits: Sequence[TokenLogits]) -> dict[str, EncodedList]:
+        """Return ``logprobs`` for all tokens of the choice, with encoded lists."""
+        return {
+            "text_offset": EncodedList(self._next_offset(token) for token in logits),
+            "token_logprobs": EncodedList(_finite(token.logprob) for token in logits),
+            "tokens": EncodedList(token_string(self._tokenizer, token.token_id) for token in logits),
+            "top_logprobs": EncodedList(self._top(token) for token in logits),
+        }
+
     def take(self, logits: Sequence[TokenLogits]) -> dict[str, Any]:
         """Return ``logprobs`` for the tokens of the choice's next piece."""
-        offsets = []
-        for token in logits:
-            offsets.append(self._offset)
-            self._offset += len(self._text.append((token.token_id,))[0])
         return {
-            "text_offset": offsets,
+            "text_offset": [self._next_offset(token) for token in logits],
             "token_logprobs": [_finite(token.logprob) for token in logits],
             "tokens": [token_string(self._tokenizer, token.token_id) for token in logits],
             "top_logprobs": [self._top(token) for token in logits],
         }
+
+    def _next_offset(self, token: TokenLogits) -> int:
+        """Return the position of the next token's text in the choice's text."""
+        offset = self._offset
+        self._offset += len(self._text.append((token.token_id,))[0])
+        return offset
 
     def _top(self, token: TokenLogits) -> dict[str, float]:
         best: dict[str, float] = {}
@@ -74,17 +84,15 @@ class CompletionLogprobs:
         return best
 
 
-def step_logits(entries: Sequence[TokenLogits]) -> list[dict[str, Any]]:
-    """Return the member ``logits``: for each token, its logit and the logits of the best tokens, best first."""
-    return [
-        {
+def step_logits(entries: Sequence[TokenLogits]) -> Iterator[dict[str, Any]]:
+    """Yield the members of ``logits``: for each token, its logit and the logits of the best tokens, best first."""
+    for entry in entries:
+        yield {
             "token_id": entry.token_id,
             "logit": entry.logprob + entry.logsumexp,
             "top_token_ids": [token_id for token_id, _ in entry.top],
             "top_logits": [logit for _, logit in entry.top],
         }
-        for entry in entries
-    ]
 
 
 def _finite(logprob: float) -> float:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import orjson
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
 
 from llm_serving.errors import RequestError
 from llm_serving.request import RequestOutput
 from llm_serving.server.beams import check_beam_fields, search_answers
 from llm_serving.server.body import read_request
 from llm_serving.server.generation import Answer, Generation
+from llm_serving.server.json_pieces import EncodedList
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.limits import MAX_LOGPROBS
-from llm_serving.server.logprobs import chat_logprobs
+from llm_serving.server.logprobs import chat_entries
 from llm_serving.server.openai_stream import (
     FINISH,
     OpenAIStream,
@@ -27,11 +28,11 @@ from llm_serving.server.openai_stream import (
     response_of,
     stop_reason_json,
 )
-from llm_serving.server.prompts import Prompt, check_prompt, encode_text, max_chars, max_output_tokens
+from llm_serving.server.prompts import Prompt, check_choices, check_prompt, encode_text, max_chars, max_output_tokens
 from llm_serving.server.protocol import IGNORED, MaxTokens, Messages, SamplingFields
-from llm_serving.server.sampling import Choice, base_sampling, check_choices, make_choices
+from llm_serving.server.sampling import Choice, base_sampling, make_choices
 from llm_serving.server.sse import EventStream
-from llm_serving.server.state import Endpoint, ServerState
+from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
 
 class ChatRequest(SamplingFields):
@@ -65,7 +66,7 @@ class ChatRequest(SamplingFields):
     )
 
 
-async def create_chat_completion(state: ServerState, request: Request) -> Response | EventStream:
+async def create_chat_completion(state: ServerState, request: Request) -> AnyResponse:
     """Handle ``POST /v1/chat/completions``: answer a conversation ``n`` times, streamed or not."""
     state.check_queue()
     body = await read_request(ChatRequest, request, state.settings.max_body_bytes)
@@ -82,8 +83,7 @@ async def create_chat_completion(state: ServerState, request: Request) -> Respon
     else:
         work = generation.answers(keep_logits=bool(body.logprobs))
     answers = await run_while_connected(state.active, request.receive, work)
-    choices = [_choice(generation, body, answer) for answer in answers]
-    return response_of(generation, "chat.completion", choices, answers)
+    return await response_of(generation, "chat.completion", answers, partial(_choice, generation, body))
 
 
 ENDPOINTS = (
@@ -121,13 +121,14 @@ async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> li
     name = "max_completion_tokens" if newer else "max_tokens"
     max_tokens = max_output_tokens(len(ids), wanted, state.settings, name)
     params = replace(base_sampling(body), logprobs=bool(body.logprobs), top_logits=body.top_logprobs or 0)
-    return make_choices(request_id, [Prompt(ids, text)], [(params, max_tokens)], n, body.seed)
+    return make_choices(state.settings, request_id, [Prompt(ids, text)], [(params, max_tokens)], n, body.seed)
 
 
 def _choice(generation: Generation, body: ChatRequest, answer: Answer) -> dict[str, Any]:
     logprobs = None
     if body.logprobs:
-        logprobs = chat_logprobs(generation.state.engine.tokenizer, answer.logits, body.top_logprobs or 0)
+        entries = chat_entries(generation.state.engine.tokenizer, answer.logits, body.top_logprobs or 0)
+        logprobs = {"content": EncodedList(entries), "refusal": None}
     message = {"role": "assistant", "content": answer.text, "refusal": None}
     return choice_of(body, answer, {"message": message}, logprobs)
 
@@ -147,7 +148,8 @@ class ChatStream(OpenAIStream):
             events.append(self.event(choice.index, _ROLE, self.token_ids(choice, (), first=True)))
         logprobs = b"null"
         if self._logprobs is not None and piece.logits:
-            logprobs = orjson.dumps(chat_logprobs(self.tokenizer, piece.logits, self._logprobs))
+            entries = list(chat_entries(self.tokenizer, piece.logits, self._logprobs))
+            logprobs = orjson.dumps({"content": entries, "refusal": None})
         if piece.text or logprobs != b"null" or (piece.token_ids and self.wants_token_ids):
             ids = self.token_ids(choice, piece.token_ids, first=False)
             text = orjson.dumps(piece.text)

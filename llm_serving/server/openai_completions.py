@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import orjson
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
 
 from llm_serving.errors import RequestError
 from llm_serving.request import RequestOutput
@@ -27,11 +27,11 @@ from llm_serving.server.openai_stream import (
     response_of,
     stop_reason_json,
 )
-from llm_serving.server.prompts import max_output_tokens, parse_prompts, resolve_prompts
+from llm_serving.server.prompts import max_output_tokens, read_prompts
 from llm_serving.server.protocol import IGNORED, MaxTokens, SamplingFields
-from llm_serving.server.sampling import Choice, base_sampling, check_choices, make_choices
+from llm_serving.server.sampling import Choice, base_sampling, make_choices
 from llm_serving.server.sse import EventStream
-from llm_serving.server.state import Endpoint, ServerState
+from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -65,7 +65,7 @@ class CompletionRequest(SamplingFields):
     )
 
 
-async def create_completion(state: ServerState, request: Request) -> Response | EventStream:
+async def create_completion(state: ServerState, request: Request) -> AnyResponse:
     """Handle ``POST /v1/completions``: continue each prompt ``n`` times, streamed or not."""
     state.check_queue()
     body = await read_request(CompletionRequest, request, state.settings.max_body_bytes)
@@ -81,8 +81,7 @@ async def create_completion(state: ServerState, request: Request) -> Response | 
     else:
         work = generation.answers(keep_logits=body.logprobs is not None)
     answers = await run_while_connected(state.active, request.receive, work)
-    choices = [_choice(generation, body, answer) for answer in answers]
-    return response_of(generation, "text_completion", choices, answers)
+    return await response_of(generation, "text_completion", answers, partial(_choice, generation, body))
 
 
 ENDPOINTS = (
@@ -112,24 +111,22 @@ def _check(body: CompletionRequest) -> None:
 
 
 async def _choices(state: ServerState, body: CompletionRequest, request_id: str) -> list[Choice]:
-    raw = parse_prompts(body.prompt)
     n = body.n or 1
-    check_choices(len(raw), n)
-    prompts = await resolve_prompts(state, raw, "prompt")
+    prompts = await read_prompts(state, body.prompt, n)
     params = replace(base_sampling(body), logprobs=body.logprobs is not None, top_logits=body.logprobs or 0)
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = []
     for prompt in prompts:
         maximum = max_output_tokens(len(prompt.token_ids), body.max_tokens, state.settings, "max_tokens")
         sampling.append((params, min(wanted, maximum)))
-    return make_choices(request_id, prompts, sampling, n, body.seed)
+    return make_choices(state.settings, request_id, prompts, sampling, n, body.seed)
 
 
 def _choice(generation: Generation, body: CompletionRequest, answer: Answer) -> dict[str, Any]:
     tokenizer, choice = generation.state.engine.tokenizer, answer.choice
     logprobs = None
     if body.logprobs is not None:
-        logprobs = CompletionLogprobs(tokenizer, choice, body.logprobs).take(answer.logits)
+        logprobs = CompletionLogprobs(tokenizer, choice, body.logprobs).encoded(answer.logits)
     text = (choice.prompt.as_text(tokenizer) if body.echo else "") + answer.text
     return choice_of(body, answer, {"text": text}, logprobs)
 

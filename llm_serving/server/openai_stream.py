@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import orjson
-from starlette.responses import Response
 
 from llm_serving.errors import RequestError
 from llm_serving.request import FinishReason, RequestOutput
-from llm_serving.server.body import json_response
+from llm_serving.server.body import whole_response
 from llm_serving.server.errors import ErrorReply
-from llm_serving.server.generation import Answer, Generation
+from llm_serving.server.generation import Answer, Generation, count_items
+from llm_serving.server.json_pieces import EncodedList
 from llm_serving.server.protocol import SamplingFields
 from llm_serving.server.sampling import Choice
+from llm_serving.server.state import AnyResponse
 
 DONE = b"data: [DONE]\n\n"
 
@@ -23,15 +24,22 @@ FINISH = {None: b"null", FinishReason.STOP: b'"stop"', FinishReason.LENGTH: b'"l
 """Maps the finish reason of a piece to its JSON. None: the output continues."""
 
 
-def response_of(
-    generation: Generation, kind: str, choices: list[dict[str, Any]], answers: Sequence[Answer]
-) -> Response:
-    """Return a response that is not streamed. ``kind`` is its member ``object``."""
+async def response_of(
+    generation: Generation, kind: str, answers: Sequence[Answer], choice: Callable[[Answer], dict[str, Any]]
+) -> AnyResponse:
+    """Return a response that is not streamed. ``kind`` is its member ``object``.
+
+    ``choice`` makes the member of ``choices`` for an answer. If the response is long, another thread calls it.
+    """
     num_output_tokens = sum(len(answer.token_ids) for answer in answers)
-    content = _head(generation, kind) | {"choices": choices, "usage": _usage(generation, num_output_tokens)}
+    head, tail = _head(generation, kind), {"usage": _usage(generation, num_output_tokens)}
     if generation.return_receipt:
-        content["receipt"] = generation.receipt()
-    return json_response(content, generation.request_id)
+        tail["receipt"] = generation.receipt()
+
+    def build() -> dict[str, Any]:
+        return head | {"choices": [choice(answer) for answer in answers]} | tail
+
+    return await whole_response(generation.request_id, count_items(answers), build)
 
 
 def choice_of(request: SamplingFields, answer: Answer, output: dict[str, Any], logprobs: object) -> dict[str, Any]:
@@ -44,8 +52,8 @@ def choice_of(request: SamplingFields, answer: Answer, output: dict[str, Any], l
         "stop_reason": answer.stop_reason,
     }
     if request.return_token_ids:
-        choice["token_ids"] = answer.token_ids
-        choice["prompt_token_ids"] = list(answer.choice.prompt.token_ids)
+        choice["token_ids"] = EncodedList(answer.token_ids)
+        choice["prompt_token_ids"] = EncodedList(answer.choice.prompt.token_ids)
     return choice
 
 

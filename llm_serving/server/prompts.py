@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import ContextLengthError, RequestError
-from llm_serving.server.limits import INLINE_TOKENIZE_CHARS, MAX_PROMPTS
+from llm_serving.server.limits import INLINE_TOKENIZE_CHARS, MAX_PROMPTS, MAX_SEQUENCES
 from llm_serving.server.state import ServerSettings, ServerState
 from llm_serving.server.validation import short
+from llm_serving.server.work import check_work, off_loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,36 @@ class Prompt:
         return tokenizer.decode(self.token_ids) if self.text is None else self.text
 
 
+async def read_prompts(state: ServerState, value: object, n: int) -> list[Prompt]:
+    """Return the prompts of a ``prompt`` field as token ids: text, token ids, or a list of either.
+
+    Another thread checks long lists of token ids. ``n`` is the number of sequences for each prompt. Raises
+    RequestError.
+    """
+    check_lengths(value, n, state.settings)
+    num_items = sum(len(one) if isinstance(one, list) else 1 for one in value) if isinstance(value, list) else 1
+    prompts = await off_loop(num_items, partial(parse_prompts, value))
+    check_choices(len(prompts), n)
+    return await resolve_prompts(state, prompts, "prompt")
+
+
+def check_lengths(value: object, n: int, settings: ServerSettings) -> None:
+    """Raise RequestError if the number of prompts or of token ids is too high, before the prompts are examined."""
+    if not isinstance(value, list):
+        return
+    if value and not isinstance(value[0], list | str):
+        check_prompt(len(value), settings, "prompt")
+        return
+    if len(value) > MAX_PROMPTS:
+        raise RequestError(
+            f"'prompt' holds {len(value)} prompts; the maximum is {MAX_PROMPTS}.", param="prompt", code="invalid_value"
+        )
+    for i, entry in enumerate(value):
+        if isinstance(entry, list):
+            check_prompt(len(entry), settings, f"prompt[{i}]")
+    check_work(settings, [(len(entry), 0) for entry in value if isinstance(entry, list)], n)
+
+
 def parse_prompts(value: object) -> list[str | list[int]]:
     """Return the prompts of a ``prompt`` field: text, token ids, or a list of either. Raises RequestError."""
     if isinstance(value, str):
@@ -35,10 +67,6 @@ def parse_prompts(value: object) -> list[str | list[int]]:
         raise RequestError("'prompt' is an empty list; give at least one prompt.", param="prompt", code="invalid_value")
     if type(value[0]) is int:
         return [_token_list(value, "prompt")]
-    if len(value) > MAX_PROMPTS:
-        raise RequestError(
-            f"'prompt' holds {len(value)} prompts; the maximum is {MAX_PROMPTS}.", param="prompt", code="invalid_value"
-        )
     prompts: list[str | list[int]] = []
     for i, entry in enumerate(value):
         if isinstance(entry, str):
@@ -131,6 +159,17 @@ def max_output_tokens(num_tokens: int, max_tokens: int | None, settings: ServerS
             param=param,
         )
     return max_tokens
+
+
+def check_choices(num_prompts: int, n: int) -> None:
+    """Raise RequestError if one HTTP request would make too many sequences."""
+    if num_prompts * n > MAX_SEQUENCES:
+        raise RequestError(
+            f"{num_prompts} prompts with n = {n} make {num_prompts * n} sequences; the maximum for one request is "
+            f"{MAX_SEQUENCES}.",
+            param="n",
+            code="invalid_value",
+        )
 
 
 def _token_list(value: list[object], param: str) -> list[int]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llm_serving.errors import RequestError
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS, SamplingParams
-from llm_serving.server.limits import MAX_SEQUENCES
 from llm_serving.server.prompts import Prompt
 from llm_serving.server.protocol import DialectSampling, SamplingFields
+from llm_serving.server.state import ServerSettings
+from llm_serving.server.work import check_work
 
 GREEDY_BELOW = 1e-5
 """A temperature below this value means greedy sampling, because logits divided by it could overflow."""
@@ -74,25 +74,23 @@ def _sampler_values(fields: SamplingFields | DialectSampling) -> dict[str, Any]:
     return values
 
 
-def check_choices(num_prompts: int, n: int) -> None:
-    """Raise RequestError if one HTTP request would make too many sequences."""
-    if num_prompts * n > MAX_SEQUENCES:
-        raise RequestError(
-            f"{num_prompts} prompts with n = {n} make {num_prompts * n} sequences; the maximum for one request is "
-            f"{MAX_SEQUENCES}.",
-            param="n",
-            code="invalid_value",
-        )
-
-
 def make_choices(
-    request_id: str, prompts: Sequence[Prompt], sampling: Sequence[tuple[SamplingParams, int]], n: int, seed: int | None
+    settings: ServerSettings,
+    request_id: str,
+    prompts: Sequence[Prompt],
+    sampling: Sequence[tuple[SamplingParams, int]],
+    n: int,
+    seed: int | None,
 ) -> list[Choice]:
     """Make ``n`` choices for each prompt. ``sampling`` has the parameters and ``max_tokens`` of each prompt.
+
+    Raises RequestError if the worst case of the request exceeds the server's limits.
 
     The seed of a choice follows from the request's seed and the choice's number for its prompt. Other prompts of the
     request do not change it.
     """
+    lengths = [(len(prompt.token_ids), most) for prompt, (_, most) in zip(prompts, sampling, strict=True)]
+    check_work(settings, lengths, n, max(_entries_per_token(params) for params, _ in sampling))
     choices: list[Choice] = []
     for prompt, (params, max_tokens) in zip(prompts, sampling, strict=True):
         prompt_seed = secrets.randbits(64) if seed is None else seed & _MASK
@@ -103,6 +101,11 @@ def make_choices(
             its_params = replace(params, max_tokens=max_tokens, seed=choice_seed(prompt_seed, i))
             choices.append(Choice(index, name, prompt, its_params, group))
     return choices
+
+
+def _entries_per_token(params: SamplingParams) -> int:
+    """Return the number of log-probabilities for each output token: the best tokens and the token itself."""
+    return params.top_logits + 1 if params.wants_logits else 0
 
 
 def choice_seed(seed: int, index: int) -> int:

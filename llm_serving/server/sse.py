@@ -62,7 +62,7 @@ class EventStream:
             channel.attach(self)
             with state.active.this_task():
                 if not self._over.done():
-                    generation.open(self, streamed=True)
+                    await generation.open(self, streamed=True)
                 await self._over
         except ClientGoneError:
             self.status_code = 499

@@ -18,6 +18,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelNotFoundError
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.lifecycle import ActiveRequests
+from llm_serving.server.limits import DEFAULT_REQUEST_CONTEXTS
 from llm_serving.server.validation import RequestModel, short
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
@@ -40,6 +41,8 @@ class ServerSettings:
     max_context: int
     vocab_size: int
     max_body_bytes: int = 8 * 1024 * 1024
+    max_request_tokens: int | None = None
+    """See ``request_token_limit``. None stands for the default."""
     log_prompts: bool = False
     cache_salt: str = "none"
     """``tenant``: requests with different API keys share nothing in the prefix cache. ``none``: they may."""
@@ -55,6 +58,13 @@ class ServerSettings:
     settings: dict[str, object] = field(default_factory=dict)
     """Settings of MindSpore as they took effect, and settings without effect. ``/server_info`` shows them."""
 
+    @property
+    def request_token_limit(self) -> int:
+        """Maximum number of tokens, prompts and outputs together, that one HTTP request may take."""
+        if self.max_request_tokens is not None:
+            return self.max_request_tokens
+        return DEFAULT_REQUEST_CONTEXTS * self.max_context
+
     @classmethod
     def from_config(cls, config: Config) -> ServerSettings:
         serving = config.serving_config
@@ -63,6 +73,7 @@ class ServerSettings:
             max_context=config.max_model_len,
             vocab_size=config.shape.vocab_size,
             max_body_bytes=serving.max_body_bytes,
+            max_request_tokens=serving.max_request_tokens,
             log_prompts=config.log_config.log_prompts,
             cache_salt=config.scheduler_config.cache_salt,
             hosts=_host_names(serving.server_ip, serving.allow_remote, serving.allowed_hosts or ()),

@@ -1,0 +1,92 @@
+"""Encodes large JSON responses in pieces, so that no single call takes long, and sends them piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+ITEMS_PER_PIECE = 64
+"""Number of list items that one call encodes."""
+SEND_BYTES = 128 * 1024
+"""Number of bytes after which a response lets other tasks run."""
+
+_MARK = b"\0"
+"""Takes the place of an ``EncodedList``. JSON never contains this byte, because strings have it as ``\\u0000``."""
+
+
+class EncodedList:
+    """A JSON list that is already encoded. ``pieces`` together are its text."""
+
+    def __init__(self, items: Iterable[object]) -> None:
+        self.pieces = list(_pieces_of_list(iter(items)))
+
+    @classmethod
+    def of_encoded(cls, items: Iterable[bytes]) -> EncodedList:
+        """Return the list of items that are already JSON."""
+        encoded = cls(())
+        encoded.pieces = [b"[", b",".join(items), b"]"]
+        return encoded
+
+
+def encode_in_pieces(content: object) -> list[bytes]:
+    """Return a JSON value as pieces of bytes. Each ``EncodedList`` in the value adds its pieces unchanged."""
+    lists: list[EncodedList] = []
+
+    def default(value: object) -> orjson.Fragment:
+        if not isinstance(value, EncodedList):
+            raise TypeError(f"{type(value).__name__} is not JSON")
+        lists.append(value)
+        return orjson.Fragment(_MARK)
+
+    first, *others = orjson.dumps(content, default=default).split(_MARK)
+    pieces = [first]
+    for encoded, other in zip(lists, others, strict=True):
+        pieces += (*encoded.pieces, other)
+    return pieces
+
+
+class PiecesResponse:
+    """A JSON response in pieces. It waits while the client does not read, and other tasks run between the pieces."""
+
+    def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str]) -> None:
+        self.status_code = 200
+        self._pieces = pieces
+        self._headers = {
+            "content-type": "application/json",
+            "content-length": str(sum(map(len, pieces))),
+            **headers,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in self._headers.items()]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        for part in _joined(self._pieces):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _pieces_of_list(items: Iterator[object]) -> Iterator[bytes]:
+    opening = b"["
+    while group := list(islice(items, ITEMS_PER_PIECE)):
+        yield opening + orjson.dumps(group)[1:-1]
+        opening = b","
+    yield b"[]" if opening == b"[" else b"]"
+
+
+def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Join small pieces to parts of about ``SEND_BYTES``."""
+    part: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        part.append(piece)
+        size += len(piece)
+        if size >= SEND_BYTES:
+            yield b"".join(part)
+            part, size = [], 0
+    if part:
+        yield b"".join(part)
