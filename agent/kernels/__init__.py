@@ -23,12 +23,13 @@ from agent.kernels.library import (
     take_failure,
     widen_bfloat16,
 )
-from agent.kernels.sample_call import SAMPLE_INPUTS, SampleCall, SampleInputs, SampleOutputs
+from agent.kernels.sample_call import SAMPLE_INPUTS, Candidates, SampleCall, SampleInputs, SampleOutputs
 from agent.kernels.step_copy import StepArrays, StepBounds, StepBuffers, StepCopy
 
 __all__ = [
     "SAMPLE_INPUTS",
     "BlockCopies",
+    "Candidates",
     "KernelsNotBuiltError",
     "OperatorRefusedError",
     "RecordedLaunches",

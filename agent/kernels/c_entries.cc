@@ -6,6 +6,7 @@
 #include "common/thread_pool.h"
 #include "exchange/collectives.h"
 #include "exchange/lines.h"
+#include "ops/candidates.h"
 #include "ops/copy_blocks.h"
 #include "ops/primitive_weight.h"
 #include "ops/sampler.h"
@@ -24,6 +25,13 @@ LLMK_ENTRY const char* llmk_isa() { return llmk::kernels().isa; }
 LLMK_ENTRY int llmk_sample(const llmk::SampleArgs* args) {
   const llmk::StandardFloatingPoint scope;
   return llmk::sample(*args);
+}
+
+// The same from candidates; undecided[i] becomes 1 if row i needs its whole logits.
+LLMK_ENTRY int llmk_sample_candidates(const llmk::SampleArgs* args, const llmk::CandidateArgs* candidates,
+                                      int32_t* undecided) {
+  const llmk::StandardFloatingPoint scope;
+  return llmk::sample_candidates(*args, *candidates, undecided);
 }
 
 LLMK_ENTRY int llmk_has_penalties(const llmk::SampleArgs* args) { return llmk::has_penalties(*args) ? 1 : 0; }

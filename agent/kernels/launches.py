@@ -14,6 +14,10 @@ import numpy.typing as npt
 from agent.kernels.library import OperatorRefusedError, has_failed, load_library, take_failure
 
 Array = npt.NDArray[Any]
+Results = tuple[Array, ...]
+"""The results of a graph, in its order."""
+Run = Callable[[], tuple[Results, tuple[int, ...]]]
+"""Runs a graph. Returns its results, and the addresses of the results in MindSpore's memory."""
 Memory = tuple[int, int]
 """Address and size in bytes."""
 AllAgree = Callable[[bool], bool]
@@ -32,9 +36,9 @@ class StepSizes:
 class RecordingError(Exception):
     """The graph ran, but its launches cannot be replayed. The text says why."""
 
-    def __init__(self, reason: str, result: Array, *, is_for_good: bool) -> None:
+    def __init__(self, reason: str, results: Results, *, is_for_good: bool) -> None:
         super().__init__(reason)
-        self.result = result
+        self.results = results
         self.is_for_good = is_for_good
         """False if a primitive refused these inputs; it may accept other inputs."""
 
@@ -46,9 +50,11 @@ class RecordedLaunches:
     needs ``resize`` before ``run``.
     """
 
-    def __init__(self, handle: int, like: Array) -> None:
+    def __init__(self, handle: int, like: Results) -> None:
         self._handle = handle
-        self._bytes, self._shape, self._dtype = like.nbytes, like.shape, like.dtype
+        self._bytes = (ctypes.c_int64 * len(like))(*[array.nbytes for array in like])
+        self._forms = [(array.shape, array.dtype) for array in like]
+        self._addresses = (ctypes.c_void_p * len(like))()
         self._sizes: StepSizes | None = None
         self._finalize = weakref.finalize(self, load_library().llmk_forget_recording, handle)
 
@@ -59,8 +65,9 @@ class RecordedLaunches:
     def resize(self, sizes: StepSizes) -> None:
         """Sets the sizes of the following replays. They must not exceed the largest sizes."""
         if sizes != self._sizes:
-            self._bytes = load_library().llmk_resize_recording(self._handle, sizes.tokens, sizes.seqs)
-            self._shape, self._sizes = (-1, *self._shape[1:]), sizes
+            load_library().llmk_resize_recording(self._handle, sizes.tokens, sizes.seqs, self._bytes)
+            self._forms = [((-1, *shape[1:]), dtype) for shape, dtype in self._forms]
+            self._sizes = sizes
 
     def spoil(self) -> None:
         """Fills the memory that a replay's operators write with bytes that make every float a NaN."""
@@ -94,27 +101,34 @@ class RecordedLaunches:
         load_library().llmk_generalise_recording(self._handle, other._handle, array, int(fuses), ctypes.byref(problem))
         return (problem.value or b"").decode()
 
-    def agrees(self, result: Array) -> bool:
-        """Replays the launches and returns whether the result has the same bits as ``result``.
+    def agrees(self, results: Results) -> bool:
+        """Replays the launches and returns whether the results have the same bits as ``results``.
 
         If the bits differ, other memory that the replay wrote (such as keys and values) may be wrong. Then the graph
         must run again. Even after a refusal, the replay takes part in the sums with other agents.
         """
-        replayed = self.run(keeps_pace=True).tobytes()
-        return take_failure() is None and replayed == result.tobytes()
+        replayed = [array.tobytes() for array in self.run(keeps_pace=True)]
+        return take_failure() is None and replayed == [array.tobytes() for array in results]
 
-    def run(self, *, keeps_pace: bool = False) -> Array:
+    def run(self, *, keeps_pace: bool = False) -> Results:
         """Replays the launches over the current contents of the memory.
 
-        The result is valid until the next run of any recording. After the refusal of an operator, the result means
+        The results are valid until the next run of any recording. After the refusal of an operator, they mean
         nothing: ``take_failure`` names the operator, or OperatorRefusedError is raised if failures are not held. With
         ``keeps_pace``, the sums with other agents run even after a refusal.
         """
-        address = load_library().llmk_replay(self._handle, int(keeps_pace))
-        if address is None:
+        if not load_library().llmk_replay(self._handle, int(keeps_pace), self._addresses):
             raise OperatorRefusedError("an operator refused its inputs; the reason is in the agent's log")
-        place = (ctypes.c_uint8 * self._bytes).from_address(address)
-        return np.ctypeslib.as_array(place).view(self._dtype).reshape(self._shape)
+        return tuple(
+            _array_at(address or 0, num_bytes, *form)
+            for address, num_bytes, form in zip(self._addresses, self._bytes, self._forms, strict=True)
+        )
+
+
+def _array_at(address: int, num_bytes: int, shape: tuple[int, ...], dtype: Any) -> Array:
+    place = (ctypes.c_uint8 * num_bytes).from_address(address)
+    array: Array = np.ctypeslib.as_array(place).view(dtype).reshape(shape)
+    return array
 
 
 def recordings_bytes() -> int:
@@ -122,38 +136,40 @@ def recordings_bytes() -> int:
     return int(load_library().llmk_recordings_bytes())
 
 
-def record(
-    run: Callable[[], tuple[Array, int]], memory: Iterable[Memory], all_agree: AllAgree = bool
-) -> tuple[Array, RecordedLaunches]:
-    """Records the launches of one run of a graph. Returns the graph's result and the launches.
+def record(run: Run, memory: Iterable[Memory], all_agree: AllAgree = bool) -> tuple[Results, RecordedLaunches]:
+    """Records the launches of one run of a graph. Returns the graph's results and the launches.
 
-    ``run`` runs the graph and returns its result as an array, and the address of the result in MindSpore's memory.
     ``memory`` lists the memory that stays in place: the graph's inputs, parameters and constants. The launches are
-    replayed once over spoiled memory and must produce the bits of the result.
+    replayed once over spoiled memory and must produce the bits of the results.
 
     Raises RecordingError if another library computes in the graph, or if the bits differ. In the second case ``run`` is
-    called again, because the replay overwrote its results. The error has the ``result`` of ``run``. Raises what ``run``
-    and ``all_agree`` raise.
+    called again, because the replay overwrote its results. The error has the ``results`` of ``run``. Raises what
+    ``run`` and ``all_agree`` raise.
 
     Agents that run a graph together vote with ``all_agree`` on the recording and on the bits. Therefore either all of
     them have a recording or none has. They do not vote if an operator refused its inputs, because then no agent
     continues.
     """
-    result, launches, reason = _recorded(run, list(memory))
+    results, launches, reason = _recorded(run, list(memory))
     if has_failed():
-        raise RecordingError(reason, result, is_for_good=False)
+        raise RecordingError(reason, results, is_for_good=False)
     if not all_agree(launches is not None):
-        raise RecordingError(reason or _ANOTHER_AGENT, result, is_for_good=True)
+        raise RecordingError(reason or _ANOTHER_AGENT, results, is_for_good=True)
     assert launches is not None, "an agent without a recording votes False"
     launches.spoil()
-    if not all_agree(launches.agrees(result)):
+    if not all_agree(launches.agrees(results)):
         launches.close()
-        raise RecordingError("a replay gives another result", run()[0].copy(), is_for_good=True)
-    return result, launches
+        raise RecordingError("a replay gives another result", copies(run()[0]), is_for_good=True)
+    return results, launches
+
+
+def copies(results: Results) -> Results:
+    """Returns the results in memory of their own."""
+    return tuple(array.copy() for array in results)
 
 
 def record_any_size(
-    runs: Mapping[StepSizes, Callable[[], tuple[Array, int]]],
+    runs: Mapping[StepSizes, Run],
     largest: StepSizes,
     memory: Iterable[Memory],
     all_agree: AllAgree = bool,
@@ -172,7 +188,7 @@ def record_any_size(
     memory, reason = list(memory), ""
     made: list[RecordedLaunches | None] = []
     for run in runs.values():
-        result, launches, why = _recorded(run, memory)
+        results, launches, why = _recorded(run, memory)
         made.append(launches)
         reason = reason or why
     (first, second), (sizes, others) = made, runs
@@ -184,23 +200,24 @@ def record_any_size(
     if not agreed or first is None:
         if first is not None:
             first.close()
-        raise RecordingError(reason or _ANOTHER_AGENT, result, is_for_good=True)
+        raise RecordingError(reason or _ANOTHER_AGENT, results, is_for_good=True)
     return first
 
 
-def _recorded(run: Callable[[], tuple[Array, int]], memory: list[Memory]) -> tuple[Array, RecordedLaunches | None, str]:
-    """Runs a graph and records its launches. Returns its result, the launches or None, and why there are none."""
+def _recorded(run: Run, memory: list[Memory]) -> tuple[Results, RecordedLaunches | None, str]:
+    """Runs a graph and records its launches. Returns its results, the launches or None, and why there are none."""
     library = load_library()
     library.llmk_begin_recording()
     problem = ctypes.c_char_p()
     try:
-        result, address = run()
-        result = result.copy()
+        found, addresses = run()
+        results = copies(found)
     except BaseException:
-        library.llmk_end_recording(None, None, 0, None, ctypes.byref(problem))
+        library.llmk_end_recording(None, None, 0, None, 0, ctypes.byref(problem))
         raise
+    places = (ctypes.c_void_p * len(addresses))(*addresses)
     starts = (ctypes.c_void_p * len(memory))(*[start for start, _ in memory])
     sizes = (ctypes.c_int64 * len(memory))(*[size for _, size in memory])
-    handle = library.llmk_end_recording(starts, sizes, len(memory), address, ctypes.byref(problem))
+    handle = library.llmk_end_recording(starts, sizes, len(memory), places, len(places), ctypes.byref(problem))
     reason = (problem.value or b"").decode()
-    return result, None if handle is None else RecordedLaunches(handle, result), reason
+    return results, None if handle is None else RecordedLaunches(handle, results), reason

@@ -219,7 +219,9 @@ bool has_failed() { return held_failure.load(std::memory_order_acquire) != nullp
   X(LessEqual, plugin_less_equal(arguments)) \
   X(LogicalOr, plugin_logical_or(arguments)) \
   X(Cast, plugin_cast(arguments)) \
-  X(ReduceSum, plugin_reduce_sum(arguments))
+  X(ReduceSum, plugin_reduce_sum(arguments)) \
+  X(ArgMaxWithValue, plugin_arg_max_with_value(arguments)) \
+  X(Exp, plugin_exp(arguments))
 
 #define LLMK_RUN(name, call) \
   static int run_##name(const Call& arguments) { return call; }

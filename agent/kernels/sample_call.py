@@ -1,9 +1,12 @@
-"""Calls the sampler kernel (ops/sampler.cc). A call is prepared once for the arrays of a step slot."""
+"""Calls the sampler kernels. A call is prepared once for the arrays of a step slot.
+
+ops/sampler.cc samples from whole rows of logits, ops/candidates.cc from the best tokens that a device found.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +61,25 @@ class SampleOutputs:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The best tokens of each row, which a device found. P agents share the vocabulary; K tokens of each are known.
+
+    The arrays may have more rows than the step.
+    """
+
+    values: Float32Array
+    """[P, rows, K]: the largest raw logits of an agent's part of the vocabulary, equal ones in any order."""
+    ids: npt.NDArray[np.int64]
+    """[P, rows, K]: their tokens, counted from the first token of the part."""
+    sums: Float32Array
+    """[P, rows]: the sum over the part of e^(x - largest x of the part)."""
+    scaled_sums: Float32Array
+    """[P, rows]: the same sum with all logits divided by the row's temperature. Read only for temperatures above 0."""
+    part_size: int
+    """Number of tokens of each part; the last part may have fewer."""
+
+
 _OUTPUTS: dict[str, Any] = {
     "sampled_ids": np.int32,
     "sampled_logit": np.float32,
@@ -67,12 +89,16 @@ _OUTPUTS: dict[str, Any] = {
 }
 _SampleArgs = structure(
     "SampleArgs",
-    "pointer: logits; int64: rows vocab_size;"
+    "pointer: logits logits_rows; int64: rows vocab_size;"
     f"pointer: {' '.join(each.name for each in SAMPLER_PARAMETERS)} sample_position num_top_logits do_sample best_ids;"
     f"pointer: history history_lens history_prompt_lens {' '.join(_OUTPUTS)} table_rows last_tokens;"
     "int64: last_tokens_size",
 )
-"""A ctypes class with the members of llmk::SampleArgs in ops/sampler.h."""
+"""llmk::SampleArgs of ops/sampler.h, member for member."""
+_CandidateArgs = structure(
+    "CandidateArgs", "pointer: values ids sums scaled_sums best_values; int64: count parts part_rows part_size"
+)
+"""llmk::CandidateArgs of ops/candidates.h, member for member."""
 
 
 def _address(name: str, array: npt.NDArray[Any] | None, wanted: Any, length: int) -> int | None:
@@ -136,9 +162,72 @@ class SampleCall:
         args = self._args
         if logits is not self._logits or best_ids is not self._best_ids:
             self._take(logits, best_ids)
-        args.rows = len(logits)
-        keep_alive = _set_histories(args, histories, prompt_lens, len(logits))
-        code = self._function(self._pointer)
+        args.rows, args.logits_rows = len(logits), None
+        self._call(lambda: self._function(self._pointer), histories, prompt_lens)
+
+    def run_candidates(
+        self,
+        best_ids: Int32Array,
+        best_values: Float32Array,
+        vocab_size: int,
+        candidates: Candidates | None,
+        histories: Sequence[Int32Array | None] | None = None,
+        prompt_lens: Sequence[int] | Int32Array | None = None,
+    ) -> npt.NDArray[np.bool_]:
+        """Chooses tokens from candidates. Returns which rows [S] need their whole logits (``run_rows``).
+
+        ``best_ids`` and ``best_values`` [S] are the largest logits and their tokens, the smaller id on a tie. Without
+        ``candidates`` only greedy rows that report no logits are sampled. The tokens are those of ``run``. Otherwise
+        like ``run``.
+        """
+        rows, args = len(best_ids), self._args
+        if rows > self._max_rows:
+            raise ValueError(f"best_ids has {rows} rows; the other arrays have {self._max_rows}")
+        self._logits = self._best_ids = None
+        args.rows, args.vocab_size, args.logits, args.logits_rows = rows, vocab_size, None, None
+        args.best_ids = _address("best_ids", best_ids, np.int32, rows)
+        given = _CandidateArgs(best_values=_address("best_values", best_values, np.float32, rows))
+        if candidates is not None:
+            parts, part_rows, count = candidates.values.shape
+            given.parts, given.part_rows, given.count, given.part_size = parts, part_rows, count, candidates.part_size
+            for name, dtype, width in (
+                *(("values", np.float32, count), ("ids", np.int64, count)),
+                *(("sums", np.float32, 1), ("scaled_sums", np.float32, 1)),
+            ):
+                setattr(given, name, _address(name, getattr(candidates, name), dtype, parts * part_rows * width))
+        undecided = np.zeros(rows, np.int32)
+        function = load_library().llmk_sample_candidates
+        self._call(lambda: function(self._pointer, ctypes.byref(given), undecided.ctypes.data), histories, prompt_lens)
+        needs_whole: npt.NDArray[np.bool_] = undecided != 0
+        return needs_whole
+
+    def run_rows(
+        self,
+        logits: Float32Array,
+        logits_rows: Int32Array,
+        histories: Sequence[Int32Array | None] | None = None,
+        prompt_lens: Sequence[int] | Int32Array | None = None,
+    ) -> None:
+        """Chooses tokens for some of the rows, from ``logits`` [R, V]; the results of the others stay as they are.
+
+        ``logits_rows`` [S] names the row of ``logits`` for each row, or -1. Otherwise like ``run``.
+        """
+        num_rows, args = len(logits_rows), self._args
+        if num_rows > self._max_rows or logits_rows.max(initial=-1) >= len(logits):
+            raise ValueError(f"{num_rows} rows name logits up to row {logits_rows.max()}; there are {len(logits)}")
+        self._take(logits, None)
+        self._logits = None
+        args.rows, args.logits_rows = num_rows, _address("logits_rows", logits_rows, np.int32, num_rows)
+        self._call(lambda: self._function(self._pointer), histories, prompt_lens)
+
+    def _call(
+        self,
+        function: Callable[[], int],
+        histories: Sequence[Int32Array | None] | None,
+        prompt_lens: Sequence[int] | Int32Array | None,
+    ) -> None:
+        keep_alive = _set_histories(self._args, histories, prompt_lens, self._args.rows)
+        code = function()
         del keep_alive
         if code != 0:
             raise KernelError(f"the sampler refused its arguments (code {code}); the reason is on standard error")

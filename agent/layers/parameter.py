@@ -62,4 +62,4 @@ def as_tensor(array: Array) -> Tensor:
 def as_storage(tensor: Tensor) -> Array:
     """Waits until the tensor is computed and returns its values as an array. bfloat16 is returned as uint16."""
     array: Array = tensor.asnumpy()
-    return array if array.dtype in (np.float32, np.float16) else array.view(np.uint16)
+    return array.view(np.uint16) if array.dtype == bfloat16 else array

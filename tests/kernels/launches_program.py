@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 from agent.kernels.library import hold_failures, library_path, take_failure
@@ -19,7 +18,15 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import auto_generate
 
-from agent.kernels.launches import RecordedLaunches, RecordingError, StepSizes, record, record_any_size
+from agent.kernels.launches import (
+    RecordedLaunches,
+    RecordingError,
+    Results,
+    Run,
+    StepSizes,
+    record,
+    record_any_size,
+)
 from agent.step_graph.replay.native import NativeReplays
 from agent.step_inputs import StepInputs
 from llm_serving.ipc.shm import SlotLimits
@@ -69,23 +76,30 @@ class Graph:
         self.cell = cell
         self.run()
 
-    def run(self) -> tuple[Array, int]:
-        tensor = self.cell(Tensor.from_numpy(self.ids))
-        return tensor.asnumpy(), tensor.data_ptr()
+    def run(self) -> tuple[Results, tuple[int, ...]]:
+        found = self.cell(Tensor.from_numpy(self.ids))
+        tensors = found if isinstance(found, tuple) else (found,)
+        return tuple(tensor.asnumpy() for tensor in tensors), tuple(tensor.data_ptr() for tensor in tensors)
+
+    def result(self) -> Array:
+        """Runs the graph and returns its first result."""
+        return self.run()[0][0]
 
     def memory(self) -> list[tuple[int, int]]:
         parameters = [(each.data_ptr(), each.nbytes) for each in self.cell.get_parameters()]
         return [*parameters, (self.ids.ctypes.data, self.ids.nbytes)]
 
-    def record(self, run: Callable[[], tuple[Array, int]] | None = None) -> tuple[Array, RecordedLaunches]:
-        return record(run or self.run, self.memory())
+    def record(self, run: Run | None = None) -> tuple[Array, RecordedLaunches]:
+        """Returns the first result and the launches."""
+        results, launches = record(run or self.run, self.memory())
+        return results[0], launches
 
 
 def floats(*sizes: int) -> Tensor:
     return Tensor(RNG.standard_normal(sizes).astype(np.float32))
 
 
-def refusal(graph: Graph, run: Callable[[], tuple[Array, int]] | None = None) -> RecordingError | None:
+def refusal(graph: Graph, run: Run | None = None) -> RecordingError | None:
     try:
         graph.record(run)
     except RecordingError as error:
@@ -97,22 +111,47 @@ def check_replays() -> None:
     graph = Graph(Layer())
     graph.ids[:] = 1, 2, 3
     result, launches = graph.record()
-    RESULTS["what is recorded is what the graph gives"] = bool((result == graph.run()[0]).all())
+    RESULTS["what is recorded is what the graph gives"] = bool((result == graph.result()).all())
     graph.ids[:] = 9, 0, 15
-    replayed = launches.run().copy()
-    RESULTS["a replay sees the inputs of now"] = replayed.tobytes() == graph.run()[0].tobytes() != result.tobytes()
+    replayed = launches.run()[0].copy()
+    RESULTS["a replay sees the inputs of now"] = replayed.tobytes() == graph.result().tobytes() != result.tobytes()
     weight = graph.cell.weight.asnumpy()
     weight *= 2
-    doubled = launches.run().copy()
+    doubled = launches.run()[0].copy()
     RESULTS["a replay sees the parameters of now"] = bool((doubled == 2 * replayed).all())
     other = Graph(Layer())
     _, others = other.record()
     RESULTS["recordings do not disturb each other"] = (
-        launches.run().tobytes() == doubled.tobytes() and others.run().tobytes() == other.run()[0].tobytes()
+        launches.run()[0].tobytes() == doubled.tobytes() and others.run()[0].tobytes() == other.result().tobytes()
     )
     launches.close()
     launches.close()
-    RESULTS["one outlives the other"] = others.run().tobytes() == other.run()[0].tobytes()
+    RESULTS["one outlives the other"] = others.run()[0].tobytes() == other.result().tobytes()
+
+
+class TwoResults(Layer):
+    """Also returns the normed rows, and their largest elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = ops.ArgMaxWithValue(axis=-1)
+
+    def construct(self, ids: Tensor) -> tuple[Tensor, ...]:
+        rows = self.norm(self.gather(self.table, ids, 0), self.gamma)[0]
+        return self.multiply(rows, self.weight), rows, *self.largest(rows)
+
+
+def check_several_results() -> None:
+    graph = Graph(TwoResults())
+    graph.ids[:] = 1, 2, 3
+    _, launches = graph.record()
+    graph.ids[:] = 4, 0, 9
+    replayed = [array.copy() for array in launches.run()]
+    wanted = graph.run()[0]
+    RESULTS["all results of a graph are replayed"] = len(wanted) == 4 and all(
+        a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        for a, b in zip(replayed, wanted, strict=True)
+    )
 
 
 def check_what_is_not_recorded() -> None:
@@ -134,24 +173,24 @@ def check_what_is_not_recorded() -> None:
     graph.ids[:] = 3, 4, 5
     error = refusal(graph)
     assert error is not None
-    RESULTS["the graph's result comes with the error"] = error.result.tobytes() == graph.run()[0].tobytes()
+    RESULTS["the graph's result comes with the error"] = error.results[0].tobytes() == graph.result().tobytes()
     graph = Graph(Layer(WithConstant()))
     unnamed_constant = refusal(graph)
     RESULTS["a constant that is not named"] = "Add reads what none of our kernels wrote" in str(unnamed_constant)
     constant = graph.cell.between.constant
     named = [*graph.memory(), (constant.data_ptr(), constant.nbytes)]
-    RESULTS["a constant that is named"] = record(graph.run, named)[1].run().tobytes() == graph.run()[0].tobytes()
+    RESULTS["a constant that is named"] = record(graph.run, named)[1].run()[0].tobytes() == graph.result().tobytes()
     graph = Graph(Layer())
-    error = refusal(graph, lambda: (graph.run()[0], graph.ids.ctypes.data))
+    error = refusal(graph, lambda: (graph.run()[0], (graph.ids.ctypes.data,)))
     RESULTS["a result that is no operator's"] = str(error) == "none of our kernels wrote the result"
 
-    def falsified() -> tuple[Array, int]:
-        result, address = graph.run()
-        falsified.keep = result  # type: ignore[attr-defined]  # else the address is another result's
-        return result + 1, address
+    def falsified() -> tuple[Results, tuple[int, ...]]:
+        results, addresses = graph.run()
+        falsified.keep = results  # type: ignore[attr-defined]  # else the address is another result's
+        return (results[0] + 1,), addresses
 
     RESULTS["a replay that differs"] = str(refusal(graph, falsified)) == "a replay gives another result"
-    RESULTS["no launch at all"] = str(refusal(graph, lambda: (np.zeros(1), 0))) == "nothing was launched"
+    RESULTS["no launch at all"] = str(refusal(graph, lambda: ((np.zeros(1),), (0,)))) == "nothing was launched"
 
 
 def check_agreement() -> None:
@@ -171,7 +210,7 @@ def check_agreement() -> None:
                 reason in str(error)
                 and error.is_for_good
                 and asked == [True] * len(answers)
-                and error.result.tobytes() == graph.run()[0].tobytes()
+                and error.results[0].tobytes() == graph.result().tobytes()
             )
 
 
@@ -188,26 +227,26 @@ def check_refusals() -> None:
     launches.run()
     RESULTS["refused at a replay"] = take_failure() == "Gather"
     graph.ids[1] = 7
-    RESULTS["a replay after a refusal"] = launches.run().tobytes() == graph.run()[0].tobytes()
+    RESULTS["a replay after a refusal"] = launches.run()[0].tobytes() == graph.result().tobytes()
     hold_failures(False)
 
-    def raising() -> tuple[Array, int]:
+    def raising() -> tuple[Results, tuple[int, ...]]:
         graph.run()
         raise KeyError
 
     try:
         graph.record(raising)
     except KeyError:
-        RESULTS["what the run raises"] = graph.record()[1].run().tobytes() == graph.run()[0].tobytes()
+        RESULTS["what the run raises"] = graph.record()[1].run()[0].tobytes() == graph.result().tobytes()
 
 
 def of_any_size(*cells: nn.Cell, sizes: tuple[StepSizes, StepSizes]) -> tuple[RecordedLaunches | None, str]:
     """Steps of 2 and 3 rows, said to be of these sizes, of the first cell and the last."""
     ids = np.zeros(TOKENS, np.int32)
 
-    def run(cell: nn.Cell, rows: int) -> tuple[Array, int]:
+    def run(cell: nn.Cell, rows: int) -> tuple[Results, tuple[int, ...]]:
         tensor = cell(Tensor.from_numpy(ids[:rows]))
-        return tensor.asnumpy(), tensor.data_ptr()
+        return (tensor.asnumpy(),), (tensor.data_ptr(),)
 
     memory = [(each.data_ptr(), each.nbytes) for cell in cells for each in cell.get_parameters()]
     runs = {sizes[0]: lambda: run(cells[0], 2), sizes[1]: lambda: run(cells[-1], 3)}
@@ -219,7 +258,7 @@ def of_any_size(*cells: nn.Cell, sizes: tuple[StepSizes, StepSizes]) -> tuple[Re
     for rows in (1, TOKENS, 5, 1):
         launches.resize(StepSizes(rows, rows))
         launches.spoil()
-        if launches.run().tobytes() != run(cells[0], rows)[0].tobytes():
+        if launches.run()[0].tobytes() != run(cells[0], rows)[0][0].tobytes():
             return launches, f"{rows} rows differ"
     return launches, ""
 
@@ -256,7 +295,7 @@ def check_confirmation() -> None:
             inputs = StepInputs(
                 ids, numbers, numbers, numbers.reshape(-1, 1), numbers, numbers, numbers, numbers, numbers, False
             )
-            given = replays.run(inputs, ids).copy()
+            given = replays.run(inputs, ids)[0].copy()
             is_right = is_right and given.tobytes() == cells[-1](Tensor.from_numpy(ids)).asnumpy().tobytes()
         return replays, is_right, len(ran)
 
@@ -269,6 +308,7 @@ def check_confirmation() -> None:
 
 
 check_replays()
+check_several_results()
 check_what_is_not_recorded()
 check_agreement()
 check_refusals()

@@ -23,19 +23,9 @@
 #include "../common/scratch_vector.h"
 #include "../common/thread_pool.h"
 #include "ranked_logits.h"
+#include "sampler_row.h"
 
 namespace llmk {
-namespace {
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity(), kLowest = std::numeric_limits<float>::lowest();
-constexpr int64_t kFewTokens = 4096;  // up to this number, top-k sorts its tokens directly
-
-// Buffers of a thread, reused for each row.
-struct Workspace {
-  ScratchVector<float> penalized, scaled, weights;
-  ScratchVector<int32_t> counts;
-  ScratchVector<Candidate> best;
-};
 
 double uniform(uint64_t seed, int32_t position) {
   const uint32_t counter[4] = {static_cast<uint32_t>(position), 0, 0, 0};
@@ -45,21 +35,80 @@ double uniform(uint64_t seed, int32_t position) {
   return (static_cast<double>(bits[0] >> 5) * 67108864.0 + static_cast<double>(bits[1] >> 6)) / 9007199254740992.0;
 }
 
-// Returns the first id with this logit, or 0 if every logit is NaN or -infinity.
-int32_t first_equal(const float* row, int64_t size, float value) {
-  return static_cast<int32_t>(std::max<int64_t>(kernels().logits.first_equal(row, size, value), 0));
-}
-
 bool has_penalties(const SampleArgs& args, int64_t row) {
   return args.repetition_penalty[row] != 1.0f || args.presence_penalty[row] != 0.0f ||
          args.frequency_penalty[row] != 0.0f;
+}
+
+bool is_skipped(const SampleArgs& args, int64_t row) { return args.do_sample != nullptr && args.do_sample[row] == 0; }
+
+void skip_row(const SampleArgs& args, int64_t row) {
+  args.sampled_ids[row] = -1;
+  args.sampled_logit[row] = args.logsumexp[row] = 0.0f;
+  report_top(args, row, nullptr, 0);
+}
+
+void report_top(const SampleArgs& args, int64_t row, const Candidate* best, size_t count) {
+  int32_t* ids = args.top_ids + row * kMaxTopLogits;
+  float* values = args.top_logits + row * kMaxTopLogits;
+  for (size_t i = 0; i < kMaxTopLogits; ++i) {
+    ids[i] = i < count ? best[i].id : -1;
+    values[i] = i < count ? best[i].logit : 0.0f;
+  }
+}
+
+float penalized_logit(const SampleArgs& args, int64_t row, float logit, int32_t count) {
+  const float repetition = args.repetition_penalty[row];
+  logit = logit > 0 ? logit / repetition : logit * repetition;
+  if (count > 0) {
+    logit -= args.frequency_penalty[row] * static_cast<float>(count);
+    logit -= args.presence_penalty[row];
+  }
+  return logit;
+}
+
+int32_t draw_of_sorted(const SampleArgs& args, int64_t row, const Candidate* best, size_t count, double u,
+                       ScratchVector<float>* buffer) {
+  buffer->resize(count);
+  float* weights = buffer->data();
+  for (size_t i = 0; i < count; ++i) weights[i] = best[i].logit;
+  kernels().logits.weights(weights, static_cast<int64_t>(count), best[0].logit, weights);
+  double total = 0, kept = 0, running = 0;
+  for (size_t i = 0; i < count; ++i) total += weights[i];
+  const double wanted = args.top_p[row] < 1.0f ? args.top_p[row] * total : kInfinity;
+  size_t end = 0;
+  while (end < count && (end == 0 || (kept < wanted && weights[end] >= args.min_p[row]))) kept += weights[end++];
+  for (size_t i = 0; i < end; ++i) {
+    running += weights[i];
+    if (running > u * kept) return best[i].id;
+  }
+  return best[end - 1].id;
+}
+
+void publish(const SampleArgs& args, int64_t row, int32_t id, float logit) {
+  args.sampled_ids[row] = id;
+  args.sampled_logit[row] = logit;
+  if (args.last_tokens != nullptr) args.last_tokens[args.table_rows[row]] = id;
+}
+
+namespace {
+
+// Buffers of a thread, reused for each row.
+struct Workspace {
+  ScratchVector<float> penalized, scaled, weights;
+  ScratchVector<int32_t> counts;
+  ScratchVector<Candidate> best;
+};
+
+// Returns the first id with this logit, or 0 if every logit is NaN or -infinity.
+int32_t first_equal(const float* row, int64_t size, float value) {
+  return static_cast<int32_t>(std::max<int64_t>(kernels().logits.first_equal(row, size, value), 0));
 }
 
 const float* apply_penalties(const SampleArgs& args, int64_t row, const float* logits, Workspace* work) {
   if (args.history_lens[row] == 0) return logits;
   const int32_t* history = args.history[row];
   const int32_t total = args.history_lens[row], prompt = args.history_prompt_lens[row];
-  const float repetition = args.repetition_penalty[row];
   work->penalized.assign(logits, logits + args.vocab_size);
   work->counts.resize(static_cast<size_t>(args.vocab_size), -1);  // -1: not seen; otherwise the count in the output
   for (int32_t i = 0; i < total; ++i) {
@@ -71,35 +120,16 @@ const float* apply_penalties(const SampleArgs& args, int64_t row, const float* l
     int32_t& count = work->counts[static_cast<size_t>(history[i])];
     if (count < 0) continue;  // handled at an earlier occurrence
     float& logit = work->penalized[static_cast<size_t>(history[i])];
-    logit = logit > 0 ? logit / repetition : logit * repetition;
-    if (count > 0) {
-      logit -= args.frequency_penalty[row] * static_cast<float>(count);
-      logit -= args.presence_penalty[row];
-    }
+    logit = penalized_logit(args, row, logit, count);
     count = -1;
   }
   return work->penalized.data();
 }
 
-// Draws a token from the best top_k tokens of a row. They are sorted, so each filter keeps a prefix.
+// Draws a token from the best top_k tokens of a row, which are sorted.
 int32_t draw_of_few(const SampleArgs& args, int64_t row, const float* scaled, float top, double u, Workspace* work) {
   best_tokens(scaled, args.vocab_size, top, args.top_k[row], &work->best);
-  const size_t count = work->best.size();
-  work->weights.resize(count);
-  for (size_t i = 0; i < count; ++i) work->weights[i] = work->best[i].logit;
-  kernels().logits.weights(work->weights.data(), static_cast<int64_t>(count), top, work->weights.data());
-  double total = 0, kept = 0, running = 0;
-  for (const float weight : work->weights) total += weight;
-  const double wanted = args.top_p[row] < 1.0f ? args.top_p[row] * total : kInfinity;
-  size_t end = 0;
-  while (end < count && (end == 0 || (kept < wanted && work->weights[end] >= args.min_p[row]))) {
-    kept += work->weights[end++];
-  }
-  for (size_t i = 0; i < end; ++i) {
-    running += work->weights[i];
-    if (running > u * kept) return work->best[i].id;
-  }
-  return work->best[end - 1].id;
+  return draw_of_sorted(args, row, work->best.data(), work->best.size(), u, &work->weights);
 }
 
 int32_t draw_of_many(const SampleArgs& args, int64_t row, const float* scaled, float top, double u) {
@@ -129,38 +159,19 @@ int32_t draw(const SampleArgs& args, int64_t row, const float* logits, float top
   return few ? draw_of_few(args, row, scaled, scaled_top, u, work) : draw_of_many(args, row, scaled, scaled_top, u);
 }
 
-void report_top(const SampleArgs& args, int64_t row, const float* logits, float top, Workspace* work) {
-  int32_t* ids = args.top_ids + row * kMaxTopLogits;
-  float* values = args.top_logits + row * kMaxTopLogits;
-  work->best.clear();
-  if (args.num_top_logits[row] > 0) best_tokens(logits, args.vocab_size, top, args.num_top_logits[row], &work->best);
-  for (size_t i = 0; i < kMaxTopLogits; ++i) {
-    const bool known = i < work->best.size();
-    ids[i] = known ? work->best[i].id : -1;
-    values[i] = known ? work->best[i].logit : 0.0f;
-  }
-}
-
-bool is_skipped(const SampleArgs& args, int64_t row) { return args.do_sample != nullptr && args.do_sample[row] == 0; }
-
-void skip_row(const SampleArgs& args, int64_t row) {
-  args.sampled_ids[row] = -1;
-  args.sampled_logit[row] = args.logsumexp[row] = 0.0f;
-  std::fill_n(args.top_ids + row * kMaxTopLogits, kMaxTopLogits, -1);
-  std::fill_n(args.top_logits + row * kMaxTopLogits, kMaxTopLogits, 0.0f);
-}
-
 void sample_row(const SampleArgs& args, int64_t row) {
   thread_local Workspace work;
   if (is_skipped(args, row)) return skip_row(args, row);
-  const float* raw = args.logits + row * args.vocab_size;
+  const float* raw = args.logits + (args.logits_rows == nullptr ? row : args.logits_rows[row]) * args.vocab_size;
   const int32_t best = args.best_ids == nullptr ? -1 : args.best_ids[row];
   const float raw_top = best < 0 ? kernels().logits.largest(raw, args.vocab_size) : raw[best];
   args.logsumexp[row] = 0.0f;
   if (args.num_top_logits[row] >= 0) {
     args.logsumexp[row] = raw_top + std::log(kernels().logits.sum_exp(raw, args.vocab_size, raw_top));
   }
-  report_top(args, row, raw, raw_top, &work);
+  work.best.clear();
+  if (args.num_top_logits[row] > 0) best_tokens(raw, args.vocab_size, raw_top, args.num_top_logits[row], &work.best);
+  report_top(args, row, work.best.data(), work.best.size());
   const float* logits = raw;
   float top = raw_top;
   if (has_penalties(args, row)) {
@@ -174,10 +185,11 @@ void sample_row(const SampleArgs& args, int64_t row) {
   } else if (best < 0 || logits != raw) {
     id = first_equal(logits, args.vocab_size, top);
   }
-  args.sampled_ids[row] = id;
-  args.sampled_logit[row] = raw[id];
-  if (args.last_tokens != nullptr) args.last_tokens[args.table_rows[row]] = id;
+  publish(args, row, id, raw[id]);
 }
+
+// Returns true if the sampler must not change the results of the row.
+bool is_left(const SampleArgs& args, int64_t row) { return args.logits_rows != nullptr && args.logits_rows[row] < 0; }
 
 // Returns true if the token of the row is already known. Computing it is cheaper than waking a thread.
 bool is_known(const SampleArgs& args, int64_t row) {
@@ -185,6 +197,8 @@ bool is_known(const SampleArgs& args, int64_t row) {
   return args.best_ids != nullptr && args.best_ids[row] >= 0 && args.temperature[row] == 0.0f &&
          args.num_top_logits[row] < 0 && !has_penalties(args, row);
 }
+
+}  // namespace
 
 int check_row(const SampleArgs& args, int64_t row) {
   if (is_skipped(args, row)) return 0;
@@ -216,8 +230,6 @@ int check_row(const SampleArgs& args, int64_t row) {
   return 0;
 }
 
-}  // namespace
-
 bool has_penalties(const SampleArgs& args) {
   for (int64_t row = 0; row < args.rows; ++row) {
     if (!is_skipped(args, row) && has_penalties(args, row)) return true;
@@ -232,9 +244,13 @@ int sample(const SampleArgs& args) {
     if (error != 0) return error;
   }
   int64_t known = 0;
-  while (known < args.rows && is_known(args, known)) ++known;
-  for (int64_t row = 0; row < known; ++row) sample_row(args, row);
-  parallel_for(args.rows - known, [&](int64_t row) { sample_row(args, known + row); });
+  while (known < args.rows && (is_left(args, known) || is_known(args, known))) ++known;
+  for (int64_t row = 0; row < known; ++row) {
+    if (!is_left(args, row)) sample_row(args, row);
+  }
+  parallel_for(args.rows - known, [&](int64_t row) {
+    if (!is_left(args, known + row)) sample_row(args, known + row);
+  });
   return 0;
 }
 

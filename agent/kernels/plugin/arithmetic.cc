@@ -298,8 +298,33 @@ struct Axes {
   }
 };
 
+constexpr int64_t kLongSum = 1024;  // from this number of elements, a sum of float32 runs in float64
+
+// Sums consecutive elements in eight float64 lanes, then the lanes in order. A long sum in float32 would lose bits that
+// the sampler needs.
+float long_sum(const float* from, int64_t count) {
+  constexpr int kLanes = 8;
+  double lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += from[i + lane];
+  }
+  for (; i < count; ++i) lanes[i % kLanes] += from[i];
+  double total = 0;
+  for (const double lane : lanes) total += lane;
+  return static_cast<float>(total);
+}
+
 template <class T>
 void sum_all(const Call& call, const Axes& kept, const Axes& summed) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (summed.count == 1 && summed.strides[0] == 1 && summed.total >= kLongSum) {
+      parallel_for(kept.total, [&](int64_t i) {
+        call.as<T>(call.count - 1)[i] = long_sum(call.as<T>(0) + kept.locate(i), summed.total);
+      });
+      return;
+    }
+  }
   for_parts(kept.total, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const T* from = call.as<T>(0) + kept.locate(i);
@@ -364,7 +389,8 @@ int plugin_cast(const Call& call) {
 }
 
 // ReduceSum(x, axis, keep_dims, skip_mode). Without axes it sums over all of them, or over none with skip_mode. It adds
-// in the order of the elements, in float32, or in float64 for float64. Integers wrap around.
+// in the order of the elements, in float32, or in float64 for float64. Long rows of float32 are added by long_sum.
+// Integers wrap around.
 int plugin_reduce_sum(const Call& call) {
   const int out = call.count - 1;
   bool summed[kMostAxes];

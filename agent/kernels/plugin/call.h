@@ -56,6 +56,8 @@ int plugin_less_equal(const Call& call);
 int plugin_logical_or(const Call& call);
 int plugin_cast(const Call& call);
 int plugin_reduce_sum(const Call& call);
+int plugin_arg_max_with_value(const Call& call);
+int plugin_exp(const Call& call);
 int plugin_silu(const Call& call);
 int plugin_move_to(const Call& call);
 int plugin_nan_to_num(const Call& call);

@@ -1,14 +1,17 @@
 // The primitives of a mixture of experts: MoeGatingTopKSoftmax, MoeInitRoutingV2 and MoeTokenUnpermute, and TopkExt,
-// which chooses the experts in MindFormers' layers. grouped_matmul.cc has the matrix products. The semantics are those
+// which chooses the experts in MindFormers' layers and the candidates of the sampler. grouped_matmul.cc has the matrix products. The semantics are those
 // of the CANN documentation: aclnnMoeGatingTopKSoftmax, aclnnMoeInitRoutingV2, aclnnMoeTokenUnpermute and aclnnTopk.
 #include <algorithm>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 #include "../common/dtype_bytes.h"
+#include "../common/kernel_table.h"
 #include "../common/thread_pool.h"
 #include "../common/types.h"
 #include "../ops/experts.h"
+#include "../ops/ranked_logits.h"
 #include "call.h"
 
 namespace llmk {
@@ -29,11 +32,29 @@ int plugin_moe_gating_top_k_softmax(const Call& call) {
 
 namespace {
 
+constexpr int64_t kLongRow = 1024;           // from this length, a row of floats is searched by bands of values
+constexpr int64_t kTopKElementsPerTask = 8192;
+
+// Finds the k largest of a long row with ranked_logits.h. Returns false if the row has fewer than k finite values.
+bool long_top_k_row(const float* values, int64_t count, int64_t k, float* best, int64_t* indices) {
+  thread_local ScratchVector<Candidate> found;
+  best_tokens(values, count, kernels().logits.largest(values, count), k, &found);
+  if (static_cast<int64_t>(found.size()) < k) return false;
+  for (int64_t i = 0; i < k; ++i) {
+    best[i] = found[static_cast<size_t>(i)].logit;
+    indices[i] = found[static_cast<size_t>(i)].id;
+  }
+  return true;
+}
+
 // Finds the k largest (or smallest) of `count` values, in this order. The first of equal values comes first. A NaN
 // comes after all numbers.
 template <class T>
 void top_k_row(const T* values, int64_t count, int64_t k, bool largest, std::vector<int64_t>* order, T* best,
                int64_t* indices) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (largest && count >= kLongRow && long_top_k_row(values, count, k, best, indices)) return;
+  }
   order->resize(static_cast<size_t>(count));
   std::iota(order->begin(), order->end(), 0);
   const auto before = [&](int64_t a, int64_t b) {
@@ -50,9 +71,10 @@ void top_k_row(const T* values, int64_t count, int64_t k, bool largest, std::vec
 
 template <class T>
 void top_k(const Call& call, int64_t rows, int64_t count, int64_t k, bool largest) {
-  parallel_for(ceil_div(rows, 64), [&](int64_t task) {
+  const int64_t task_rows = larger(1, kTopKElementsPerTask / count);
+  parallel_for(ceil_div(rows, task_rows), [&](int64_t task) {
     std::vector<int64_t> order;
-    for (int64_t row = task * 64; row < smaller(rows, (task + 1) * 64); ++row) {
+    for (int64_t row = task * task_rows; row < smaller(rows, (task + 1) * task_rows); ++row) {
       top_k_row(call.as<T>(0) + row * count, count, k, largest, &order, call.as<T>(5) + row * k,
                 call.as<int64_t>(6) + row * k);
     }

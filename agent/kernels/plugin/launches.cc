@@ -148,9 +148,9 @@ LLMK_ENTRY void llmk_begin_recording() {
 
 // Ends recording and returns the recording, which llmk_forget_recording frees, or null. Then `problem` has the reason,
 // valid until the next call. The `count` ranges of sizes[i] bytes from starts[i] must stay in place as long as the
-// recording exists. `result` is the address of the graph's result.
-LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* sizes, int64_t count, const void* result,
-                                    const char** problem) {
+// recording exists. `results` are the addresses of the graph's results.
+LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* sizes, int64_t count,
+                                    const void* const* results, int64_t num_results, const char** problem) {
   static std::string reason;
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   std::unique_ptr<llmk::Recording> recording(llmk::current.exchange(nullptr));
@@ -159,8 +159,9 @@ LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* si
     const char* start = static_cast<const char*>(starts[i]);
     staying.push_back({start, start + sizes[i]});
   }
+  const std::vector<const void*> addresses(results, results + num_results);
   *problem = nullptr;
-  if (llmk::complete(recording.get(), result, staying) && llmk::hold(recording.get())) {
+  if (llmk::complete(recording.get(), addresses, staying) && llmk::hold(recording.get())) {
     ++llmk::arena.users;
     return recording.release();
   }
@@ -188,13 +189,15 @@ LLMK_ENTRY int llmk_generalise_recording(void* recording, const void* other, con
   return 0;
 }
 
-// Sets the size of the next step for a generalized recording. Returns the bytes of its result.
-LLMK_ENTRY int64_t llmk_resize_recording(void* recording, int64_t tokens, int64_t seqs) {
+// Sets the size of the next step for a generalized recording. Writes the bytes of each result.
+LLMK_ENTRY void llmk_resize_recording(void* recording, int64_t tokens, int64_t seqs, int64_t* bytes) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   llmk::Recording* resized = static_cast<llmk::Recording*>(recording);
   llmk::resize(resized, {tokens, seqs});
-  const llmk::Value& result = resized->values[static_cast<size_t>(resized->result)];
-  return resized->launches[static_cast<size_t>(result.launch)].bytes_of(result.argument);
+  for (const llmk::Result& result : resized->results) {
+    const llmk::Value& value = resized->values[static_cast<size_t>(result.value)];
+    *bytes++ = resized->launches[static_cast<size_t>(value.launch)].bytes_of(value.argument);
+  }
 }
 
 // Returns the number of launches of a recording, fused launches counted one by one.
@@ -215,16 +218,19 @@ LLMK_ENTRY void llmk_forget_recording(void* recording) {
   llmk::arena.drop();
 }
 
-// Replays the launches. Returns the address of the result, which is valid until the next call of an entry of this file.
-// Returns null after an error that is not held back. After an error, kernels do nothing (llmk_take_failure). With
-// `keeps_pace` the collectives still run: the other agents do not know of the error, and all agents must run the same
-// number of collectives.
-LLMK_ENTRY const void* llmk_replay(void* recording, int keeps_pace) {
+// Replays the launches. Writes the addresses of the results, valid until the next call of one of these functions, and
+// returns 1. Returns 0 after an error that is not held back. After an error, kernels do nothing (llmk_take_failure).
+// With `keeps_pace` the collectives still run: the other agents do not know of the error, and all agents must run the
+// same number of collectives.
+LLMK_ENTRY int llmk_replay(void* recording, int keeps_pace, const void** addresses) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   llmk::Recording* replayed = static_cast<llmk::Recording*>(recording);
-  if (!llmk::replay(replayed, keeps_pace != 0)) return nullptr;
-  const llmk::Value& result = replayed->values[static_cast<size_t>(replayed->result)];
-  return llmk::arena.memory + replayed->buffers[static_cast<size_t>(result.buffer)] + replayed->result_offset;
+  if (!llmk::replay(replayed, keeps_pace != 0)) return 0;
+  for (const llmk::Result& result : replayed->results) {
+    const llmk::Value& value = replayed->values[static_cast<size_t>(result.value)];
+    *addresses++ = llmk::arena.memory + replayed->buffers[static_cast<size_t>(value.buffer)] + result.offset;
+  }
+  return 1;
 }
 
 // Returns the bytes of all recordings and of the memory of their replays.

@@ -161,7 +161,7 @@ int Launch::run() {
   return primitive == nullptr ? custom_op(now) : primitive({now, scalars.get()});
 }
 
-bool complete(Recording* recording, const void* result, const std::vector<Range>& staying) {
+bool complete(Recording* recording, const std::vector<const void*>& results, const std::vector<Range>& staying) {
   if (recording->launches.empty()) recording->problem = "nothing was launched";
   if (!recording->problem.empty()) return false;
   for (size_t number = 0; number < recording->launches.size(); ++number) {
@@ -172,22 +172,28 @@ bool complete(Recording* recording, const void* result, const std::vector<Range>
     find_outputs(recording, static_cast<int>(number), staying);
     recording->launches[number].scalars->find_lists(staying);
   }
-  recording->result = stays(staying, result) ? -1 : holder(recording->values, result);
-  if (recording->result < 0) {
-    recording->problem = "none of our kernels wrote the result";
-    return false;
+  for (const void* result : results) {
+    const int number = stays(staying, result) ? -1 : holder(recording->values, result);
+    if (number < 0) {
+      recording->problem = "none of our kernels wrote the result";
+      return false;
+    }
+    Value& value = recording->values[static_cast<size_t>(number)];
+    recording->results.push_back({number, static_cast<const char*>(result) - value.start});
+    value.last = static_cast<int>(recording->launches.size());
   }
-  Value& value = recording->values[static_cast<size_t>(recording->result)];
-  recording->result_offset = static_cast<const char*>(result) - value.start;
-  value.last = static_cast<int>(recording->launches.size());
   assign_buffers(recording);
   return true;
 }
 
 bool generalise(Recording* recording, const Recording& other, StepSizes of_this, StepSizes of_other,
                 StepSizes largest, bool fuses) {
-  if (recording->launches.size() != other.launches.size() || recording->result != other.result ||
-      recording->result_offset != 0 || other.result_offset != 0) {
+  const auto are_same = [](const Result& a, const Result& b) {
+    return a.value == b.value && a.offset == 0 && b.offset == 0;
+  };
+  if (recording->launches.size() != other.launches.size() ||
+      !std::equal(recording->results.begin(), recording->results.end(), other.results.begin(), other.results.end(),
+                  are_same)) {
     recording->problem = "steps of other sizes launch something else";
     return false;
   }

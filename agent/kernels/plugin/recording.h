@@ -71,6 +71,12 @@ struct Fusion {
   int last() const { return parts[count - 1]; }
 };
 
+// A result of the graph: a value, and the place in it.
+struct Result {
+  int value;
+  int64_t offset;
+};
+
 struct Recording {
   std::vector<Launch> launches;
   std::vector<Fusion> fusions;
@@ -78,17 +84,17 @@ struct Recording {
   std::string problem;
   std::vector<Value> values;
   std::vector<int64_t> buffers;  // offsets in the library's memory, and the end of the last buffer
-  int result = -1;               // the value that is the result of the graph
-  int64_t result_offset = 0;
+  std::vector<Result> results;   // the results of the graph, in its order
   int64_t held = 0;        // approximate bytes of the recording itself
   char* memory = nullptr;  // the library's memory for which `placed` is valid
 
   int64_t bytes() const { return buffers.empty() ? 0 : buffers.back(); }
 };
 
-// Completes a recording: finds the memory of every argument and assigns buffers to the outputs. `staying` is the memory
-// that stays in place. Returns false with the recording's problem if an argument is unknown.
-bool complete(Recording* recording, const void* result, const std::vector<Range>& staying);
+// Completes a recording: finds the memory of every argument and assigns buffers to the outputs. `results` are the
+// addresses of the graph's results, `staying` is the memory that stays in place. Returns false with the recording's
+// problem if an argument is unknown.
+bool complete(Recording* recording, const std::vector<const void*>& results, const std::vector<Range>& staying);
 
 struct StepSizes {
   int64_t tokens, seqs;

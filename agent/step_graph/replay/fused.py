@@ -20,7 +20,7 @@ import numpy as np
 from mindspore import Tensor
 
 from agent.kernels import RecordedLaunches, RecordingError, record
-from agent.kernels.launches import AllAgree
+from agent.kernels.launches import AllAgree, Results
 from agent.weights.storage import Array
 
 logger = logging.getLogger("agent.step_graph.replay.fused")
@@ -80,7 +80,7 @@ class FusedReplays:
         memory = [(tensor.data_ptr(), tensor.nbytes) for tensor in self._tensors]
         expected: list[Array] = []
 
-        def run_graph() -> tuple[Array, int]:
+        def run_graph() -> tuple[Results, tuple[int, ...]]:
             number = self._run_and_copy(results, expected)
             _spoil(results)
             return number
@@ -109,17 +109,17 @@ class FusedReplays:
             _restore(results, expected)
             self._give_up("a replay with other inputs gives another result")
 
-    def _run_and_copy(self, results: Sequence[Array], expected: list[Array]) -> tuple[Array, int]:
+    def _run_and_copy(self, results: Sequence[Array], expected: list[Array]) -> tuple[Results, tuple[int, ...]]:
         """Spoils ``results``, runs the graph and copies the results to ``expected``."""
         _spoil(results)
         number = self._graph_result()
         expected[:] = [result.copy() for result in results]
         return number
 
-    def _graph_result(self) -> tuple[Array, int]:
+    def _graph_result(self) -> tuple[Results, tuple[int, ...]]:
         """Runs the graph. Returns the graph's own output (the step's number) and the address of that output."""
         tensor = self._run_graph()
-        return tensor.asnumpy(), tensor.data_ptr()
+        return (tensor.asnumpy(),), (tensor.data_ptr(),)
 
     def _give_up(self, problem: str) -> None:
         self._launches, self._problem = None, problem

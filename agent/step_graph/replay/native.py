@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from mindspore import Tensor
 
 from agent.kernels import RecordedLaunches, RecordingError, StepSizes, has_failed, record_any_size
-from agent.kernels.launches import AllAgree
+from agent.kernels.launches import AllAgree, Results, copies
 from agent.layers.parameter import as_storage, as_tensor
 from agent.step_inputs import StepInputs
 from agent.weights.storage import Array
@@ -32,7 +33,8 @@ from llm_serving.planning.kernel_memory import most_replayed_tokens
 
 logger = logging.getLogger("agent.step_graph.replay.native")
 
-Run = Callable[[tuple[Tensor, ...]], Tensor]
+Run = Callable[[tuple[Tensor, ...]], Any]
+"""Runs a graph. Returns its result, which is a tensor or a tuple of tensors."""
 CONFIRMATIONS = 2
 """Number of steps that run both ways and must agree."""
 MAX_COMPARED_TOKENS = 64
@@ -117,8 +119,8 @@ class NativeReplays:
         except RecordingError as error:
             self._give_up(str(error))
 
-    def run(self, inputs: StepInputs, entry: Array) -> Array:
-        """Runs a step and returns the graph's result, valid until the next call; bfloat16 is returned as uint16.
+    def run(self, inputs: StepInputs, entry: Array) -> Results:
+        """Runs a step and returns the graph's results, valid until the next call; bfloat16 is returned as uint16.
 
         ``entry`` is described at ``StepGraph.run``. Raises what ``all_agree`` raises.
         """
@@ -131,16 +133,16 @@ class NativeReplays:
         self._launches.resize(StepSizes(tokens, seqs))
         return self._launches.run() if self.is_confirmed else self._confirm(self._launches, arrays)
 
-    def _confirm(self, launches: RecordedLaunches, arrays: tuple[Array, ...]) -> Array:
+    def _confirm(self, launches: RecordedLaunches, arrays: tuple[Array, ...]) -> Results:
         """Compares graph and replay: other inputs and sizes reveal a value that was recorded as a constant."""
-        result, _ = self._graph_result(arrays)
-        if has_failed():  # a primitive refused these inputs, so the result means nothing
-            return result
-        result = result.copy()
+        results, _ = self._graph_result(arrays)
+        if has_failed():  # a primitive refused these inputs, so the results mean nothing
+            return results
+        results = copies(results)
         launches.spoil()
-        if self._all_agree(launches.agrees(result)):
+        if self._all_agree(launches.agrees(results)):
             self._agreed += 1
-            return result
+            return results
         launches.close()
         self._give_up("a replay gives another result")
         return self._graph_result(arrays)[0]
@@ -199,7 +201,8 @@ class NativeReplays:
         vectors = (self._positions[:tokens], self._last_tokens[:seqs], self._slots[:tokens])
         return (self._entry[:tokens], *vectors, tables, self._contexts[:seqs], queries)
 
-    def _graph_result(self, arrays: tuple[Array, ...]) -> tuple[Array, int]:
-        """Runs the graph. Returns its result and the address of the result in MindSpore's memory."""
-        tensor = self._run_graph(tuple(map(as_tensor, arrays)))
-        return as_storage(tensor), tensor.data_ptr()
+    def _graph_result(self, arrays: tuple[Array, ...]) -> tuple[Results, tuple[int, ...]]:
+        """Runs the graph. Returns its results and their addresses in MindSpore's memory."""
+        found = self._run_graph(tuple(map(as_tensor, arrays)))
+        tensors = found if isinstance(found, tuple) else (found,)
+        return tuple(map(as_storage, tensors)), tuple(tensor.data_ptr() for tensor in tensors)

@@ -1,0 +1,37 @@
+// The rules of the sampler for one row, which sampler.cc applies to whole rows of logits and candidates.cc to their best
+// tokens. sampler.cc defines the functions and describes the order of the steps.
+#pragma once
+#include <limits>
+
+#include "../common/scratch_vector.h"
+#include "ranked_logits.h"
+#include "sampler.h"
+
+namespace llmk {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity(), kLowest = std::numeric_limits<float>::lowest();
+constexpr int64_t kFewTokens = 4096;  // up to this number, top-k sorts its tokens directly
+
+// Returns the random number of a row, at least 0 and below 1.
+double uniform(uint64_t seed, int32_t position);
+
+bool is_skipped(const SampleArgs& args, int64_t row);
+bool has_penalties(const SampleArgs& args, int64_t row);
+
+// Returns 0, or an error code after one line on standard error if the parameters or the history are out of range.
+int check_row(const SampleArgs& args, int64_t row);
+
+// Returns the logit of a token of the history that occurs `count` times in the output, after the penalties.
+float penalized_logit(const SampleArgs& args, int64_t row, float logit, int32_t count);
+
+// Draws among the best tokens of a row with top-k, in the order of their ranks. Their logits are divided by the
+// temperature. Each filter keeps a prefix.
+int32_t draw_of_sorted(const SampleArgs& args, int64_t row, const Candidate* best, size_t count, double u,
+                       ScratchVector<float>* buffer);
+
+// Writes the results of a row: that it does not sample, its best tokens, or its sampled token with the raw logit.
+void skip_row(const SampleArgs& args, int64_t row);
+void report_top(const SampleArgs& args, int64_t row, const Candidate* best, size_t count);
+void publish(const SampleArgs& args, int64_t row, int32_t id, float logit);
+
+}  // namespace llmk
