@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 from mindspore.graph.api import _cell_graph_executor
@@ -21,13 +22,16 @@ class CompiledGraph:
         self._cell = cell
         self._phase = ""
 
-    def compile(self, tensors: tuple[Tensor, ...]) -> None:
-        """Compiles the graph and runs it with ``tensors``.
+    def compile(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Compiles the graph, runs it with ``tensors`` and returns the results.
 
         Raises AgentStartError with the primitive's name if the device has no kernel for a primitive.
         """
         try:
-            self._cell(*tensors).asnumpy()
+            found = self._cell(*tensors)
+            results = found if isinstance(found, tuple) else (found,)
+            for result in results:
+                result.asnumpy()
         except (RuntimeError, TypeError) as error:
             missing = _NO_KERNEL.search(str(error))
             if missing is None:
@@ -38,6 +42,7 @@ class CompiledGraph:
                 f"for its types (the model's types are {types}); docs/ascend.md lists the available primitives"
             ) from error
         self._phase = self._cell.phase_cache[self._cell.phase]
+        return results
 
     def parameters(self) -> Iterator[Tensor]:
         """Yields all parameters of the graph."""
@@ -50,8 +55,10 @@ class CompiledGraph:
             values = vars(cell).values()
             yield from (each for each in values if isinstance(each, Tensor) and not isinstance(each, Parameter))
 
-    def run(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Runs the graph. The caller ensures that ``tensors`` fit the compiled graph.
+    def run(self, tensors: tuple[Tensor, ...]) -> Any:
+        """Runs the graph and returns its result: a tensor, or a tuple of tensors.
+
+        The caller ensures that ``tensors`` fit the compiled graph.
 
         Calls MindSpore's executor directly. ``Cell.__call__`` would check the inputs again, which doubles or triples
         the overhead.

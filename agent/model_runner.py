@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,8 @@ from agent.group.model_part import ModelPart
 from agent.kernels import OperatorRefusedError, kernel_isa, num_threads
 from agent.model_loading import LoadedModel, load_model
 from agent.profiling import Profiling
-from agent.sampler import Sampler
+from agent.sampler import Sampler, find_candidates
+from agent.scores import DeviceScores, StepLogits
 from agent.step_inputs import Int32Array, StepInputs, StepReader
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
 from agent.weights.cache import WeightCache
@@ -32,6 +33,14 @@ if TYPE_CHECKING:
 
 StartReport = Callable[[str, int, int], None]
 """Takes a stage of the start, the number of units done and the total number of units."""
+
+
+class StepCost(NamedTuple):
+    """What a step took: microseconds of moves and graph, of the sampler, and bytes fetched from the device."""
+
+    graph_us: int
+    sample_us: int = 0
+    fetched_bytes: int = 0
 
 
 class ModelRunner:
@@ -152,8 +161,8 @@ class ModelRunner:
         state = "on" if operators else "no effect: MindSpore runs every step, and its shapes are dynamic"
         return {"graph_kernel_fusion": state, **{f"fusion_{kind}": str(each) for kind, each in operators.items()}}
 
-    def run_step(self, slot: StepSlot, *, is_decode: bool) -> tuple[int, int]:
-        """Runs one step. Returns the microseconds of moves and graph, and the microseconds of the sampler.
+    def run_step(self, slot: StepSlot, *, is_decode: bool) -> StepCost:
+        """Runs one step.
 
         A decode has exactly one token for each sequence. Any other step may have prompts, chunks and single tokens.
         If the slot does not hold a valid step, nothing is moved or computed, and ProtocolError is raised. AgentError
@@ -170,20 +179,20 @@ class ModelRunner:
             return self._run_in_group(slot, inputs, start)
         assert self._graph is not None, "compile() must come before any step"
         try:
-            logits = self._graph.run(inputs, inputs.token_ids)
+            scores = self._graph.run(inputs, inputs.token_ids)
+            computed = time.perf_counter_ns()
+            self._sampler.sample(scores, slot)
         except RuntimeError as error:
             raise self._after_failure(error) from error
-        computed = time.perf_counter_ns()
-        self._sampler.sample(logits.values, slot, logits.best_ids)
-        return (computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000
+        return _cost(start, computed, scores)
 
-    def run_moves(self, slot: StepSlot) -> tuple[int, int]:
-        """Runs a step of block moves only. Returns the microseconds of the moves, and 0. Raises like ``run_step``."""
+    def run_moves(self, slot: StepSlot) -> StepCost:
+        """Runs a step of block moves only. Raises like ``run_step``."""
         start = time.perf_counter_ns()
         if slot.num_tokens:
             raise ProtocolError(f"a step of moves has {slot.num_tokens} tokens; it must have none")
         self._move(self._reader.read_moves(slot))
-        return (time.perf_counter_ns() - start) // 1000, 0
+        return StepCost((time.perf_counter_ns() - start) // 1000)
 
     def reset(self) -> None:
         """Forgets the tokens of all batch rows. The server tracks the contents of the KV cache."""
@@ -212,7 +221,7 @@ class ModelRunner:
             return GroupBrokenError(text)
         return AgentError(text)
 
-    def _run_in_group(self, slot: StepSlot, inputs: StepInputs, start: int) -> tuple[int, int]:
+    def _run_in_group(self, slot: StepSlot, inputs: StepInputs, start: int) -> StepCost:
         """Runs a step that all agents of the group have accepted. From here on no agent may skip the step.
 
         Therefore a failure in the graph ends this agent and its group: the other agents wait for its part.
@@ -221,24 +230,27 @@ class ModelRunner:
         assert exchange is not None
         assert last_tokens is not None
         assert graph is not None, "compile() must come before any step"
+        scores: StepLogits | DeviceScores | None = None
         try:
             entry = self._entry(inputs)
             if not self._part.shard.is_last_stage:
                 exchange.send(graph.run_stage(inputs, entry))
             else:
-                logits = graph.run(inputs, entry)
+                scores = graph.run(inputs, entry)
+            computed = time.perf_counter_ns()
+            try:
+                if scores is not None and self._part.returns_results:
+                    self._sampler.sample(scores, slot)
+                elif isinstance(scores, DeviceScores):
+                    find_candidates(scores, slot)
+            finally:
+                last_tokens.step_done(slot)
         except RuntimeError as error:
             if exchange.is_down:
                 raise GroupDownError("another agent of this group ended or did not arrive in time") from error
             exchange.give_up()
             raise GroupBrokenError(f"the graph failed: {_first_line(error)}") from error
-        computed = time.perf_counter_ns()
-        try:
-            if self._part.returns_results:
-                self._sampler.sample(logits.values, slot, logits.best_ids)
-        finally:
-            last_tokens.step_done(slot)
-        return (computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000
+        return _cost(start, computed, scores)
 
     def _entry(self, inputs: StepInputs) -> Array:
         """Returns the entry of the graph: token ids [T], or the residual stream of the stage before."""
@@ -266,10 +278,20 @@ class ModelRunner:
             self._reader.buffers,
             config.slot_limits(),
             config.max_prefill_seqs,
+            config.shape.vocab_size,
             config.captured_batch_sizes,
             fuses=config.context.enable_graph_kernel,
         )
         self._graph.compile()
+
+
+def _cost(start: int, computed: int, scores: StepLogits | DeviceScores | None) -> StepCost:
+    """Returns the cost of a step that began at ``start`` and was computed at ``computed``, and has just been sampled.
+
+    Times are ``time.perf_counter_ns``.
+    """
+    fetched = scores.fetched_bytes if isinstance(scores, DeviceScores) else 0
+    return StepCost((computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000, fetched)
 
 
 def _first_line(error: RuntimeError) -> str:

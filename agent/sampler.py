@@ -1,4 +1,8 @@
-"""Samples tokens on the device, and keeps for each batch row its last token and, for penalties, all of its tokens."""
+"""Samples tokens, and keeps for each batch row its last token and, for penalties, all of its tokens.
+
+If the logits are on a device (``DeviceScores``), the sampler fetches the best tokens first. It fetches the candidates
+if a sequence is not greedy, and whole rows only for the sequences that the candidates do not decide.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agent.kernels import SAMPLE_INPUTS, SampleCall, SampleOutputs
+from agent.scores import DeviceScores, StepLogits
 from agent.step_inputs import check_range
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import StepSlot
@@ -61,24 +66,44 @@ class RowTable:
 
 
 class Sampler:
-    """Chooses tokens from logits according to a slot's parameters, and writes the tokens into the slot."""
+    """Chooses tokens from scores according to a slot's parameters, and writes the tokens into the slot."""
 
     def __init__(self, num_rows: int, max_model_len: int, vocab_size: int) -> None:
         self.rows = RowTable(num_rows, max_model_len, vocab_size)
 
-    def sample(self, logits: npt.NDArray[np.float32], slot: StepSlot, best_ids: Int32Array | None = None) -> None:
-        """Samples a token from each row of ``logits`` [S, vocabulary]. Rows that do not sample get -1.
+    def sample(self, scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
+        """Samples a token for each sequence of the step. Sequences that do not sample get -1.
 
-        ``best_ids`` [S] are the ids of the largest logits, if they are already known. Raises ProtocolError if a row
-        with penalties has no history, or if its history does not fit its position.
+        Raises ProtocolError if a row with penalties has no history, or if its history does not fit its position. Raises
+        RuntimeError if the device fails.
         """
         seqs, call = slot.num_seqs, self._call_of(slot)
         if not call.has_penalties(seqs):
-            call.run(logits, best_ids)
+            self._run(call, scores, slot)
             return
         rows, penalised = slot.rows[:seqs], _has_penalties(slot, seqs) & (slot.do_sample[:seqs] != 0)
-        call.run(logits, best_ids, self._histories(slot, penalised), self.rows.prompt_len[rows])
+        self._run(call, scores, slot, self._histories(slot, penalised), self.rows.prompt_len[rows])
         self.rows.append(rows[penalised], slot.sampled_ids[:seqs][penalised])
+
+    def _run(
+        self,
+        call: SampleCall,
+        scores: StepLogits | DeviceScores,
+        slot: StepSlot,
+        histories: list[Int32Array | None] | None = None,
+        prompt_lens: Int32Array | None = None,
+    ) -> None:
+        if isinstance(scores, StepLogits):
+            call.run(scores.values, scores.best_ids, histories, prompt_lens)
+            return
+        finds = find_candidates(scores, slot)
+        best_ids, best_values = scores.best()
+        candidates = scores.candidates() if finds else None
+        undecided = call.run_candidates(best_ids, best_values, scores.vocab_size, candidates, histories, prompt_lens)
+        if undecided.any():
+            places = np.where(undecided, np.cumsum(undecided) - 1, _NO_TOKEN).astype(np.int32)
+            logits = scores.rows(np.flatnonzero(undecided).astype(np.int32))
+            call.run_rows(logits, places, histories, prompt_lens)
 
     def _call_of(self, slot: StepSlot) -> SampleCall:
         """Returns the prepared call for this slot and prepares it first if necessary."""
@@ -103,6 +128,21 @@ class Sampler:
                 )
             histories[index] = table.history[row, :length]
         return histories
+
+
+def find_candidates(scores: DeviceScores, slot: StepSlot) -> bool:
+    """Lets the device find candidates if a sequence of the step needs them. Returns whether it does.
+
+    Greedy sequences without penalties that report no logits do not need them. Agents that share a vocabulary all call
+    this, because they find the candidates together.
+    """
+    seqs = slot.num_seqs
+    temperatures, samples = slot.arrays["temperature"][:seqs], slot.do_sample[:seqs] != 0
+    needs = (temperatures != 0) | (slot.num_top_logits[:seqs] >= 0) | _has_penalties(slot, seqs)
+    if not (needs & samples).any():
+        return False
+    scores.find_candidates(np.where(samples & (temperatures > 0), temperatures, np.float32(1)))
+    return True
 
 
 def _has_penalties(slot: StepSlot, seqs: int) -> npt.NDArray[np.bool_]:

@@ -90,11 +90,11 @@ def _run_step(step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner
         slot = memory.slots[step.slot]
         slot.check_header(step.seq)
         if isinstance(step, Move):
-            graph_us, sample_us = runner.run_moves(slot)
+            cost = runner.run_moves(slot)
         else:
-            graph_us, sample_us = runner.run_step(slot, is_decode=isinstance(step, Decode))
+            cost = runner.run_step(slot, is_decode=isinstance(step, Decode))
         kind = type(step).__name__.lower()
-        runner.profiling.add_step(kind, slot.num_tokens, slot.num_seqs, (queue_us, graph_us, sample_us))
+        runner.profiling.add_step(kind, slot.num_tokens, slot.num_seqs, (queue_us, cost.graph_us, cost.sample_us))
     except GroupDownError:
         raise
     except Exception as error:
@@ -102,7 +102,7 @@ def _run_step(step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner
         logger.log(logging.WARNING if expected else logging.ERROR, "step %d failed", step.seq, exc_info=not expected)
         text = str(error) if expected else f"{type(error).__name__}: {error}"
         return _failure(step, text)
-    return StepDone(seq=step.seq, slot=step.slot, queue_us=queue_us, graph_us=graph_us, sample_us=sample_us)
+    return StepDone(seq=step.seq, slot=step.slot, queue_us=queue_us, **cost._asdict())
 
 
 def _failure(step: Step, text: str) -> StepFailed:

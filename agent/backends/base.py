@@ -253,7 +253,7 @@ class OpTable(ABC):
         """(hidden [T, in], residual [T, in], gamma [in], weight, last_tokens [S], step) -> the graph's output.
 
         ``StepGraph`` takes from it the logits [S, vocab_size] of RMSNorm(sum) at ``last_tokens``. If agents share the
-        vocabulary, the first agent gets all logits."""
+        vocabulary, the output has the agent's own columns, or the first agent gets all logits (packed weights)."""
 
     @abstractmethod
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:

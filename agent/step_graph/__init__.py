@@ -1,8 +1,8 @@
 """The compiled graphs of a model, which turn the inputs of one step into logits. Only one thread may run graphs.
 
 ``interface`` has what all graphs have in common. ``static`` is the graph of the fused operators and ``dynamic`` are the
-graphs of the native operators. ``dynamic_cell`` is a dynamic graph as MindSpore sees it. ``compiled`` compiles and runs
-any graph. ``replay`` runs steps without MindSpore.
+graphs of the native operators. ``dynamic_cell`` is a dynamic graph as MindSpore sees it. ``replay`` runs steps without
+MindSpore.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from agent.backends.cpu.ops import FusedCpuOps
 from agent.kernels import StepBuffers
 from agent.step_graph.dynamic import DynamicStepGraph
 from agent.step_graph.dynamic_cell import GraphKind, dynamic_step
-from agent.step_graph.interface import StepGraph, StepLogits
+from agent.step_graph.interface import StepGraph
 from agent.step_graph.static import StaticStepGraph
 from llm_serving.ipc.shm import SlotLimits
 
-__all__ = ["GraphKind", "StepGraph", "StepLogits", "dynamic_step", "make_step_graph"]
+__all__ = ["GraphKind", "StepGraph", "dynamic_step", "make_step_graph"]
 
 
 def make_step_graph(
@@ -29,6 +29,7 @@ def make_step_graph(
     buffers: StepBuffers,
     limits: SlotLimits,
     max_whole_prompts: int,
+    vocab_size: int,
     decode_sizes: Sequence[int] = (),
     *,
     fuses: bool = False,
@@ -40,4 +41,4 @@ def make_step_graph(
     """
     if isinstance(ops, FusedCpuOps):
         return StaticStepGraph(model, ops, buffers)
-    return DynamicStepGraph(model, ops, limits, max_whole_prompts, decode_sizes, fuses=fuses)
+    return DynamicStepGraph(model, ops, limits, max_whole_prompts, vocab_size, decode_sizes, fuses=fuses)

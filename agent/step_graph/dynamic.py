@@ -14,15 +14,16 @@ import numpy.typing as npt
 from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
+from agent.compiled_graph import CompiledGraph
+from agent.device_sampling.graphs import OnDevice, SamplingGraphs
 from agent.group.exchange import all_agree
-from agent.kernels import widen_bfloat16
 from agent.layers.parameter import as_storage, as_tensor
-from agent.step_graph.compiled import CompiledGraph
+from agent.scores import DeviceScores
 from agent.step_graph.dynamic_cell import GraphKind, dynamic_step
-from agent.step_graph.interface import Operators, StepGraph, StepLogits, empty_entry
+from agent.step_graph.interface import Operators, StepGraph, empty_entry
 from agent.step_graph.replay.native import NativeReplays
 from agent.step_inputs import Int32Array, StepInputs
-from agent.weights.storage import Array, to_float32
+from agent.weights.storage import Array
 from llm_serving.ipc.shm import PADDING_SLOT, SlotLimits
 
 
@@ -48,6 +49,7 @@ class DynamicStepGraph(StepGraph):
         ops: OpTable,
         limits: SlotLimits,
         max_whole_prompts: int,
+        vocab_size: int,
         decode_sizes: Sequence[int] = (),
         *,
         fuses: bool = False,
@@ -57,13 +59,15 @@ class DynamicStepGraph(StepGraph):
         self._max_table_width = limits.max_blocks_per_seq
         self._model = model
         self._graphs = {
-            kind: CompiledGraph(dynamic_step(model, ops, kind, max_whole_prompts, captures=bool(decode_sizes)))
+            kind: CompiledGraph(
+                dynamic_step(model, ops, kind, max_whole_prompts, vocab_size, captures=bool(decode_sizes))
+            )
             for kind in GraphKind
         }
+        self._sampling = SamplingGraphs(vocab_size, ops.part, ops.hooks) if ops.is_last_stage else None
         self._max_whole_prompts = max_whole_prompts
         self._pads_prompts = ops.traits.pads_whole_prompts
         self._decode_sizes = tuple(decode_sizes)
-        self._widened = np.empty(0, np.float32)
         self.replays: dict[GraphKind, NativeReplays] = {}
         if ops.traits.replays_steps and not decode_sizes and not isinstance(model, TakesForms):
             self.replays = {kind: self._replays_of(kind, graph, limits) for kind, graph in self._graphs.items()}
@@ -95,29 +99,28 @@ class DynamicStepGraph(StepGraph):
             if isinstance(self._model, TakesForms):
                 self._model.take_form(whole_prompts=kind == GraphKind.PREFILL)
             with self._hooks.graph_run(compiles=True):
-                graph.compile(self._tensors(kind, inputs, self._empty_entry))
+                results = graph.compile(self._tensors(kind, inputs, self._empty_entry))
                 if kind in self.replays:
                     self.replays[kind].record(self._empty_entry, is_decode=kind == GraphKind.DECODE)
+        if self._sampling is not None:
+            self._sampling.compile(results[0])
 
     def set_replaying(self, replaying: bool) -> None:
         for replays in self.replays.values():
             replays.is_paused = not replaying
 
-    def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
+    def run(self, inputs: StepInputs, entry: Array) -> DeviceScores:
+        assert self._sampling is not None, "only the last stage has scores"
         with self._hooks.graph_run():
-            logits = self._in_float32(self._result(inputs, entry))
-        part = self._part
-        if part is not None and part.is_split:
-            if not part.returns_results:
-                return StepLogits(logits[:0], None)
-            return StepLogits(_side_by_side(logits, part.parallel.tensor_parallel, part.whole.vocab_size), None)
-        return StepLogits(logits[: inputs.query_lens.size], None)
+            logits, best_ids, best_values = self._results(inputs, entry)
+        return self._sampling.scores(logits, best_ids, best_values, inputs.query_lens.size)
 
     def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
         with self._hooks.graph_run():
-            return self._result(inputs, entry)
+            (stream,) = self._results(inputs, entry)
+            return stream if isinstance(stream, np.ndarray) else as_storage(stream)
 
-    def _result(self, inputs: StepInputs, entry: Array) -> Array:
+    def _results(self, inputs: StepInputs, entry: Array) -> tuple[OnDevice, ...]:
         kind = self.kind_of(inputs)
         replays = self.replays.get(kind)
         if replays is not None and len(entry) <= replays.max_tokens:
@@ -125,7 +128,8 @@ class DynamicStepGraph(StepGraph):
         if kind == GraphKind.DECODE and self._decode_sizes:
             size = next(size for size in self._decode_sizes if size >= inputs.query_lens.size)
             inputs, entry = _padded_decode(inputs, entry, size, self._max_table_width)
-        return as_storage(self._graphs[kind].run(self._tensors(kind, inputs, entry)))
+        results = self._graphs[kind].run(self._tensors(kind, inputs, entry))
+        return results if isinstance(results, tuple) else (results,)
 
     def kind_of(self, inputs: StepInputs) -> GraphKind:
         """Returns the kind of the graph that runs the step."""
@@ -154,26 +158,6 @@ class DynamicStepGraph(StepGraph):
         """Pads the block tables of a chunked step to the width of its mask: a kernel of the Ascend compares the two."""
         missing = self._max_table_width - tables.shape[1]
         return np.pad(tables, ((0, 0), (0, missing))) if kind == GraphKind.CHUNKED and missing else tables
-
-    def _in_float32(self, logits: Array) -> npt.NDArray[np.float32]:
-        """Converts logits [rows, vocabulary] to float32; bfloat16 comes as uint16. Valid until the next call."""
-        if logits.dtype != np.uint16:
-            return to_float32(logits, str(logits.dtype))
-        if self._widened.size < logits.size:
-            self._widened = np.empty(logits.size, np.float32)
-        widened = self._widened[: logits.size].reshape(logits.shape)
-        widen_bfloat16(logits, widened)
-        return widened
-
-
-def _side_by_side(parts: npt.NDArray[np.float32], num_agents: int, vocab_size: int) -> npt.NDArray[np.float32]:
-    """Joins the agents' logits, [agents * S, columns], to [S, vocab_size] and drops the last agent's padding."""
-    rows, columns = len(parts) // num_agents, parts.shape[1]
-    logits = np.empty((rows, vocab_size), np.float32)
-    for index in range(num_agents):
-        place = logits[:, index * columns : (index + 1) * columns]
-        place[:] = parts[index * rows : (index + 1) * rows, : place.shape[1]]
-    return logits
 
 
 def _padded_decode(inputs: StepInputs, entry: Array, size: int, table_width: int) -> tuple[StepInputs, Array]:

@@ -11,6 +11,7 @@ import mindspore as ms
 from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
+from agent.device_sampling.cells import BestTokens
 from agent.layers.parameter import MINDSPORE_DTYPES
 
 _VECTOR = (None,)
@@ -29,10 +30,15 @@ class GraphKind(enum.Enum):
 
 
 def dynamic_step(
-    model: nn.Cell, ops: OpTable, kind: GraphKind, max_whole_prompts: int, *, captures: bool = False
+    model: nn.Cell, ops: OpTable, kind: GraphKind, max_whole_prompts: int, vocab_size: int, *, captures: bool = False
 ) -> nn.Cell:
-    """Makes the outermost Cell of a graph and declares its inputs. ``captures``: MindSpore captures decodes."""
-    cell = _DynamicStep(model, ops, kind, captures=captures)
+    """Makes the outermost Cell of a graph and declares its inputs. ``captures``: MindSpore captures decodes.
+
+    The graph of a last stage returns the agent's logits and the results of ``BestTokens``, the graph of another stage
+    the residual stream.
+    """
+    best_tokens = BestTokens(vocab_size, ops.part) if ops.is_last_stage else None
+    cell = _DynamicStep(model, ops, kind, best_tokens, captures=captures)
     vector, matrix = _int32(_VECTOR), _int32(_MATRIX)
     query_lens = vector
     if kind == GraphKind.PREFILL and ops.traits.pads_whole_prompts:
@@ -56,9 +62,12 @@ class _DynamicStep(nn.Cell):
     stream of the stage before.
     """
 
-    def __init__(self, model: nn.Cell, ops: OpTable, kind: GraphKind, *, captures: bool) -> None:
+    def __init__(
+        self, model: nn.Cell, ops: OpTable, kind: GraphKind, best_tokens: BestTokens | None, *, captures: bool
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.model = model
+        self.best_tokens = best_tokens
         self.whole_prompts = kind == GraphKind.PREFILL
         self.chunk_mask = ops.chunk_mask() if kind == GraphKind.CHUNKED else None
         self.set_train(False)
@@ -74,11 +83,12 @@ class _DynamicStep(nn.Cell):
         block_tables: Tensor,
         batch_valid_length: Tensor,
         q_seq_lens: Tensor,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, ...]:
         step: tuple[Tensor, ...] = (slot_mapping, block_tables, batch_valid_length, q_seq_lens)
         if self.chunk_mask is not None:
             step = (*step, self.chunk_mask(positions))
-        return self.model(token_ids, positions, last_tokens, step, self.whole_prompts)
+        output = self.model(token_ids, positions, last_tokens, step, self.whole_prompts)
+        return output if self.best_tokens is None else (output, *self.best_tokens(output))
 
 
 def _int32(shape: tuple[None, ...]) -> Tensor:

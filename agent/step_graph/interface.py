@@ -1,4 +1,4 @@
-"""The interface of all graphs, which the model runner uses, and the result of a step."""
+"""The interface of all graphs, which the model runner uses."""
 
 from __future__ import annotations
 
@@ -8,21 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from agent.backends.base import OpTable
-from agent.step_inputs import Int32Array, StepInputs
+from agent.scores import DeviceScores, StepLogits
+from agent.step_inputs import StepInputs
 from agent.weights.storage import STORAGE_DTYPES, Array
-
-
-@dataclass(frozen=True, slots=True)
-class StepLogits:
-    """The result of one step. Valid until the graph runs again."""
-
-    values: npt.NDArray[np.float32]
-    """[S, vocabulary]: the logits of each sequence's last token. A row that does not sample may hold anything."""
-    best_ids: Int32Array | None
-    """[S]: the token with the largest logit, the smaller id on a tie. None if the graph does not compute it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +51,8 @@ class StepGraph(ABC):
         """
 
     @abstractmethod
-    def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
-        """Runs a step of the last stage.
+    def run(self, inputs: StepInputs, entry: Array) -> StepLogits | DeviceScores:
+        """Runs a step of the last stage. Returns its scores, on the host or on the device.
 
         In the first stage, ``entry`` are the token ids [T] without LAST_TOKEN. In a later stage, ``entry`` is the
         residual stream [T, hidden_size] of the stage before. Raises RuntimeError if an operator refuses its inputs.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from mindspore import Tensor, nn
 
 from agent.backends.cpu.ops import FusedCpuOps
+from agent.compiled_graph import CompiledGraph
 from agent.group.exchange import all_agree
 from agent.kernels import StepBuffers
 from agent.layers.parameter import as_tensor
-from agent.step_graph.compiled import CompiledGraph
-from agent.step_graph.interface import StepGraph, StepLogits, empty_entry
+from agent.scores import StepLogits
+from agent.step_graph.interface import StepGraph, empty_entry
 from agent.step_graph.replay.fused import FusedReplays
 from agent.step_inputs import StepInputs
 from agent.weights.storage import Array

@@ -101,7 +101,7 @@ class Replica:
         if result.error is None:
             self.num_steps += 1
             self.last_result = now
-            self._state_line.step(step, len(outputs), now)
+            self._state_line.step(step, result, len(outputs), now)
         return outputs
 
     def send_steps(self, now: float) -> list[RequestOutput]:

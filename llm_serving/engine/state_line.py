@@ -6,7 +6,7 @@ from typing import Any
 
 from llm_serving.routing.sources import RequestFront
 from llm_serving.scheduler.figures import Figures
-from llm_serving.scheduler.output import ScheduledStep, StepKind
+from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 
 
 class StateLine:
@@ -24,12 +24,13 @@ class StateLine:
         if self._since is None:
             self._since = now
 
-    def step(self, step: ScheduledStep, num_output_tokens: int, now: float) -> None:
+    def step(self, step: ScheduledStep, result: StepResult, num_output_tokens: int, now: float) -> None:
         """Count a completed step."""
         self.changed(now)
         self._steps[step.kind] += 1
         self._tokens[step.kind] += step.num_tokens
         self._output_tokens += num_output_tokens
+        self._fetched_bytes += result.fetched_bytes
 
     @property
     def due(self) -> float | None:
@@ -61,6 +62,7 @@ class StateLine:
             "kv_waste": round(figures.kv_waste, 4),
             "prefix_hit_tokens": figures.prefix_hit_tokens - last.prefix_hit_tokens,
             "prefix_query_tokens": figures.prefix_query_tokens - last.prefix_query_tokens,
+            "fetched_bytes": self._fetched_bytes,
         }
         self._last = figures
         self._since = None if self._front.is_idle else now
@@ -70,4 +72,4 @@ class StateLine:
     def _clear(self) -> None:
         self._steps = dict.fromkeys(StepKind, 0)
         self._tokens = dict.fromkeys(StepKind, 0)
-        self._output_tokens = 0
+        self._output_tokens = self._fetched_bytes = 0

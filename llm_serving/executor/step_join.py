@@ -104,4 +104,5 @@ def _longest(replies: list[StepDone]) -> StepDone:
         queue_us=max(each.queue_us for each in replies),
         graph_us=max(each.graph_us for each in replies),
         sample_us=max(each.sample_us for each in replies),
+        fetched_bytes=sum(each.fetched_bytes for each in replies),
     )

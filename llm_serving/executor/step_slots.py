@@ -280,6 +280,7 @@ def _read_result(slot: StepSlot, done: StepDone) -> StepResult:
         queue_us=done.queue_us,
         graph_us=done.graph_us,
         sample_us=done.sample_us,
+        fetched_bytes=done.fetched_bytes,
     )
 
 

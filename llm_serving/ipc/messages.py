@@ -184,6 +184,7 @@ class StepDone(Message, frozen=True, tag="step_done"):
     """Agent to server: step ``seq`` has run and its results are in its slot, or it was aborted before it began.
 
     Times are in microseconds: in the task queue, in the graph (with the moves before it), in the sampler.
+    ``fetched_bytes`` were copied from the device to choose the tokens.
     """
 
     seq: UInt
@@ -192,6 +193,7 @@ class StepDone(Message, frozen=True, tag="step_done"):
     queue_us: UInt = 0
     graph_us: UInt = 0
     sample_us: UInt = 0
+    fetched_bytes: UInt = 0
 
 
 class StepFailed(Message, frozen=True, tag="step_failed"):

@@ -140,6 +140,8 @@ class StepResult:
     queue_us: int = 0
     graph_us: int = 0
     sample_us: int = 0
+    fetched_bytes: int = 0
+    """Bytes that the agents copied from their devices to choose the tokens."""
 
 
 @dataclass(slots=True)

@@ -141,6 +141,7 @@ EVENTS: Mapping[str, LogEvent] = {
             "kv_waste": "fraction of the running requests' token positions that hold nothing",
             "prefix_hit_tokens": "prompt tokens found in the prefix cache",
             "prefix_query_tokens": "prompt tokens looked up in the prefix cache",
+            "fetched_bytes": "bytes copied from devices to choose tokens; 0 with fused operators",
         },
     ),
     "flight_recorder": LogEvent(

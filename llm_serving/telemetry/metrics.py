@@ -58,6 +58,9 @@ class Metrics:
         self._refused = counter("llm_serving_requests_refused", "Requests that the engine refused, by code.", "code")
         self._prompt_tokens = counter("llm_serving_prompt_tokens", "Prompt tokens of requests that ended.")
         self._generated_tokens = counter("llm_serving_generated_tokens", "Tokens generated.")
+        self._fetched_bytes = counter(
+            "llm_serving_fetched_bytes", "Bytes copied from devices to choose tokens; 0 with fused operators."
+        )
         preemptions = counter(
             "llm_serving_preemptions",
             "Requests that lost their cache blocks, by kind: computed again, or moved to host memory.",
@@ -135,6 +138,8 @@ class Metrics:
         sampled = len(result.sampled_ids) - result.sampled_ids.count(-1)
         if sampled:
             self._generated_tokens.inc(sampled)
+        if result.fetched_bytes:
+            self._fetched_bytes.inc(result.fetched_bytes)
 
     def first_token(self, seconds: float) -> None:
         """Observe the time from a request's arrival until its first output was written to the socket."""

@@ -138,8 +138,9 @@ def run_padded() -> dict[str, Any]:
 
     plain = decode()
     model, max_prefill_seqs = runner._model, driver.config.max_prefill_seqs
+    vocab_size = driver.config.shape.vocab_size
     runner._graph = make_step_graph(
-        model.network, model.ops, runner._reader.buffers, limits, max_prefill_seqs, (1, 4, 8)
+        model.network, model.ops, runner._reader.buffers, limits, max_prefill_seqs, vocab_size, (1, 4, 8)
     )
     runner._graph.compile()
     sizes: list[int] = []

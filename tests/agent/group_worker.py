@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from group_program import print_models, start_driver  # noqa: E402
 from runner_worker import expected_tokens, generate, penalised, run_invariance  # noqa: E402
-from step_driver import StepDriver  # noqa: E402
+from step_driver import StepDriver, whole_logits  # noqa: E402
 
 from performance.kernels.library import replace_product_library  # noqa: E402
 from performance.kernels.routes import Routes, recorded_routes  # noqa: E402
@@ -53,9 +53,9 @@ def run_penalised(driver: StepDriver) -> dict[str, Any]:
     sampler, captured = driver.runner._sampler, []
     original = sampler.sample
 
-    def capture(logits: Any, slot: Any, best_ids: Any) -> None:
-        captured.append(logits.copy())
-        original(logits, slot, best_ids)
+    def capture(scores: Any, slot: Any) -> None:
+        original(scores, slot)
+        captured.append(whole_logits(scores, slot.num_seqs))
 
     sampler.sample = capture  # type: ignore[method-assign]
     driver.runner.reset()

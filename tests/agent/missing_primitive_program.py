@@ -45,7 +45,7 @@ def main() -> None:
     buffers = StepBuffers(limits.max_tokens, limits.max_seqs, limits.max_seqs * limits.max_blocks_per_seq)
     errors = {}
     for primitive in (auto_generate.FastGeLU(), auto_generate.GeluExt()):
-        graph = make_step_graph(Model(primitive), select_op_table(config), buffers, limits, 1)
+        graph = make_step_graph(Model(primitive), select_op_table(config), buffers, limits, 1, config.shape.vocab_size)
         try:
             graph.compile()
         except AgentStartError as error:

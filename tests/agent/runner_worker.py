@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from block_sharing import run_block_sharing, run_move_refusals  # noqa: E402
-from step_driver import Part, StepDriver, blocks_for  # noqa: E402
+from step_driver import Part, StepDriver, blocks_for, whole_logits  # noqa: E402
 
 from llm_serving.errors import AgentError, ProtocolError  # noqa: E402
 from llm_serving.ipc.shm import LAST_TOKEN  # noqa: E402
@@ -137,9 +137,9 @@ def run_rows(driver: StepDriver) -> dict[str, Any]:
     runner, captured = driver.runner, []
     original = runner._sampler.sample
 
-    def capture(logits: Any, slot: Any, best_ids: Any) -> None:
-        captured.append(logits.copy())
-        original(logits, slot, best_ids)
+    def capture(scores: Any, slot: Any) -> None:
+        original(scores, slot)
+        captured.append(whole_logits(scores, slot.num_seqs))
 
     runner._sampler.sample = capture  # type: ignore[method-assign]
     runner.reset()
@@ -210,6 +210,58 @@ def expected_tokens(logits: list[Any], prompt: list[int], sampling: dict[str, fl
             row[token] -= np.float32(sampling.get("presence_penalty", 0.0))
         output.append(int(row.argmax()))
     return output
+
+
+def run_sampling(driver: StepDriver) -> dict[str, Any]:
+    """Runs prompts and decodes with random sampling parameters.
+
+    Returns for each step the sampled tokens, the tokens that the sampler chooses from whole logits, and the bytes that
+    were fetched from the device. The first steps are greedy, then come steps with candidates, then any parameters.
+    """
+    runner, rng, steps = driver.runner, np.random.default_rng(5), []
+    original, vocab = runner._sampler.sample, driver.config.shape.vocab_size
+
+    def compare(scores: Any, slot: Any) -> None:
+        seqs = slot.num_seqs
+        original(scores, slot)
+        fetched, tokens = scores.fetched_bytes, slot.sampled_ids[:seqs].tolist()
+        runner._sampler._call_of(slot).run(whole_logits(scores, seqs))
+        assert slot.sampled_ids[:seqs].min() >= 0, "every sequence samples"
+        steps.append({"tokens": tokens, "of whole logits": slot.sampled_ids[:seqs].tolist(), "fetched": fetched})
+
+    plain = {"num_top_logits": -1}
+    kinds: list[Any] = [
+        lambda: plain,
+        lambda: plain | {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": int(rng.integers(2**40))},
+        lambda: {
+            "temperature": float(rng.choice([0, 0.3, 1, 2])), "top_k": int(rng.choice([0, 1, 40, 64, 200])),
+            "top_p": float(rng.choice([0.5, 0.95, 1])), "min_p": float(rng.choice([0, 0, 0.1])),
+            "seed": int(rng.integers(2**40)), "num_top_logits": int(rng.integers(-1, 33)),
+        },
+    ]  # fmt: skip
+    runner._sampler.sample = compare  # type: ignore[method-assign]
+    for settings in kinds:
+        runner.reset()
+        prompts = [rng.integers(3, vocab, 3 + row).tolist() for row in range(4)]
+        parts = [Part(prompt, 0, blocks_for(row), row, sampling=settings()) for row, prompt in enumerate(prompts)]
+        driver.prefill(*parts)
+        for step in range(6):
+            driver.decode(
+                *(
+                    Part(
+                        [LAST_TOKEN],
+                        len(part.tokens) + step,
+                        part.blocks,
+                        part.row,
+                        True,
+                        step + 1,
+                        sampling=settings(),
+                    )
+                    for part in parts
+                )
+            )
+    runner._sampler.sample = original  # type: ignore[method-assign]
+    return {"steps": steps, "vocab": vocab}
 
 
 def run_refusals(driver: StepDriver) -> dict[str, Any]:
@@ -376,6 +428,7 @@ def main() -> None:
         result["sharing"] = run_block_sharing(driver, golden)
         if op_table == "native":
             result["replays"] = run_replays(driver, golden)
+            result["sampling"] = run_sampling(driver)
         result["digest"] = weights_digest(folder)
         results["models"][name] = result
         if name == "gqa_tied":

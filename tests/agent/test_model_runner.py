@@ -269,6 +269,20 @@ def test_replayed_steps_have_the_bits_of_the_graph(results: Run, setup: Setup, m
     assert replays["refused"] == ["the graph failed: ReshapeAndCache refused"] * 4
 
 
+@pytest.mark.parametrize(("setup", "model"), of_models(NATIVE_SETUPS))
+def test_sampling_on_the_device_gives_the_tokens_of_whole_logits(results: Run, setup: Setup, model: str) -> None:
+    """Sampling with random parameters. The bytes that are fetched do not grow with the vocabulary."""
+    sampling = results(setup, model)["sampling"]
+    steps = sampling["steps"]
+    assert [step["tokens"] for step in steps] == [step["of whole logits"] for step in steps]
+    greedy, filtered, other = steps[:7], steps[7:14], steps[14:]
+    sequence, row = 4 + 2, 2 * sampling["vocab"]
+    assert {step["fetched"] for step in greedy} == {4 * sequence}
+    candidates = 64 * (4 + 8) + 2 * 4
+    assert {step["fetched"] for step in filtered} <= {4 * (sequence + candidates) + rows * row for rows in range(3)}
+    assert max(step["fetched"] for step in other) > 4 * (sequence + candidates), "some sequences need whole logits"
+
+
 @pytest.mark.parametrize(("setup", "model"), of_models(ALL_SETUPS))
 def test_shared_copied_and_swapped_blocks_and_mixed_steps_change_no_bit(results: Run, setup: Setup, model: str) -> None:
     check_sharing_bits(results(setup, model)["sharing"])

@@ -74,6 +74,7 @@ class EngineState(msgspec.Struct):
     prefix_hit_tokens: Count = 0
     prefix_query_tokens: Count = 0
     preemptions: Count = 0
+    fetched_bytes: Count = 0
 
     @property
     def kv_use(self) -> float | None:

@@ -81,8 +81,7 @@ class NativeOps(OpTable):
         return ExpertMLP(experts, epsilon, self.forms.experts, self.dtype)
 
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
-        head = _LMHead(epsilon, self.forms.output, self.dtype)
-        return head if not self.is_split or self.part is None else parallel.GatheredLogits(head, self.part)
+        return _LMHead(epsilon, self.forms.output, self.dtype)
 
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
         return Rotary(cos, sin, self.dtype) if window == 0 else RotaryAndMask(cos, sin, self.dtype, window)

@@ -60,29 +60,6 @@ class Embedding(nn.Cell):
         return self.sum(self.multiply(self.gather(table, own, 0), is_own), step)
 
 
-class GatheredLogits(nn.Cell):
-    """Gathers the logits of all agents: [agents * sequences, part of the vocabulary].
-
-    ``StepGraph`` rearranges them to [sequences, vocabulary].
-    """
-
-    def __init__(self, head: Operator, part: ModelPart) -> None:
-        super().__init__()
-        self.head = head
-        self.gather = all_gather(part.parallel.tensor_parallel)
-
-    def construct(
-        self,
-        hidden: Tensor,
-        residual: Tensor,
-        gamma: Tensor,
-        weight: Tensor,
-        last_tokens: Tensor,
-        step: tuple[Tensor, ...],
-    ) -> Tensor:
-        return self.gather(self.head(hidden, residual, gamma, weight, last_tokens, step))
-
-
 class HandOver(nn.Cell):
     """Returns hidden + residual for the next pipeline stage, rounded as AddRmsNorm rounds the sum."""
 

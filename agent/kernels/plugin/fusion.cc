@@ -273,7 +273,10 @@ class Finder {
   // Returns whether a value is read after launch `last`.
   bool outlives(int writer, size_t output, int last) const {
     const int value = of(writer).values[output];
-    return value == recording_->result || recording_->values[static_cast<size_t>(value)].last > last;
+    const auto is_value = [value](const Result& result) { return result.value == value; };
+    const std::vector<Result>& results = recording_->results;
+    return std::any_of(results.begin(), results.end(), is_value) ||
+           recording_->values[static_cast<size_t>(value)].last > last;
   }
 
   // Returns whether all parts can run when the last of them is due: no other launch in between reads their results, and

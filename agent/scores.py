@@ -1,0 +1,57 @@
+"""The scores of a step's sequences, from which the sampler chooses tokens: on the host, or still on a device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.kernels import Candidates
+
+Float32Array = npt.NDArray[np.float32]
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """The whole logits of a step in the memory of the host. Valid until the graph runs again."""
+
+    values: Float32Array
+    """[S, vocabulary]: the logits of each sequence's last token. A row that does not sample may hold anything."""
+    best_ids: Int32Array | None
+    """[S]: the token with the largest logit, the smaller id on a tie. None if the graph does not compute it."""
+
+
+class DeviceScores(ABC):
+    """The logits of a step on a device. Only what the sampler asks for is copied to the host.
+
+    Valid until the graph runs again. Every method may raise RuntimeError if the device fails.
+    """
+
+    vocab_size: int
+    fetched_bytes: int
+    """The number of bytes that were copied to the host so far."""
+
+    @abstractmethod
+    def best(self) -> tuple[Int32Array, Float32Array]:
+        """Fetches the tokens with the largest logits [S], the smaller id on a tie, and their logits [S]."""
+
+    @abstractmethod
+    def find_candidates(self, temperatures: Float32Array) -> None:
+        """Computes the candidates on the device. ``temperatures`` [S] are above 0.
+
+        The agents that share a vocabulary must all call this for the same steps.
+        """
+
+    @abstractmethod
+    def candidates(self) -> Candidates:
+        """Fetches the candidates that ``find_candidates`` computed."""
+
+    @abstractmethod
+    def rows(self, indices: Int32Array) -> Float32Array:
+        """Fetches the logits of some rows, [len(indices), vocabulary].
+
+        Agents that share a vocabulary must call ``find_candidates`` first.
+        """
