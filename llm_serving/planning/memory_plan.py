@@ -12,7 +12,8 @@ longest sequence.
     host blocks      the same with num_host_blocks, for swapped sequences
     activations      T x (2h + (H + 2K)D + 2HD + 3I) x b for one layer: residual and its norm; query, key, value;
                      rotated query and output of attention; gate, up and their product
-    logits           S x V x 4 (float32), and S x V x b more if ``model_dtype`` is another type
+    logits           fused: S x V x 4 (float32), and S x V x b more if ``model_dtype`` is another type. Native: S x V x
+                     (b + 16), for the logits and four float32 matrices of the operators that find candidates
     rotary tables    2 x P x D x 4, cosine and sine. MindFormers may have more rows than P
     token history    S x P x 4, for penalties
     kernel scratch   memory that the threads of a CPU's kernels keep between calls (``kernel_memory.py``)

@@ -14,6 +14,8 @@ EXPERT_PIECE_ROWS = 256
 """Rows that the fused operator of experts computes at a time (``kPieceRows`` of ``agent/kernels``)."""
 FLOAT32_BYTES = 4
 INT32_BYTES = 4
+CANDIDATE_MATRICES = 4
+"""Float32 matrices of logits that exist together while a device finds candidates (``agent/device_sampling``)."""
 KV_CACHE = "KV cache"
 HOST_BLOCKS = "host blocks"
 WEIGHTS = "weights"
@@ -161,9 +163,18 @@ def _expert_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def _logit_bytes(config: Config, part: _Part) -> int:
-    """Return the bytes of a rank's logits. The rank that samples has the whole vocabulary, others have their part."""
+    """Return the bytes of a rank's logits.
+
+    Fused operators: the rank that samples has the whole vocabulary, others have their part. Native operators: each rank
+    has its part in ``model_dtype``, the float32 matrices between the operators that find candidates, and the logits
+    that are gathered from all ranks.
+    """
     if not part.shard.is_last_stage:
         return 0
+    if config.op_table == "native":
+        own = len(part.shard.vocab) * (config.dtype_bytes + CANDIDATE_MATRICES * FLOAT32_BYTES)
+        gathered = config.shape.vocab_size * config.dtype_bytes if config.parallel_config.tensor_parallel > 1 else 0
+        return config.max_num_seqs * (own + gathered)
     copies = 0 if config.dtype_bytes == FLOAT32_BYTES else config.dtype_bytes
     width = config.shape.vocab_size if part.answers else len(part.shard.vocab)
     return config.max_num_seqs * width * (FLOAT32_BYTES + copies)

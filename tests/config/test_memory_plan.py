@@ -163,6 +163,7 @@ def test_experts_and_windows(tmp_path: Path) -> None:
     assert fused.bytes_of("activations") - plain.bytes_of("activations") == 256 * grouped, "256 rows at a time"
     grouped = 3 * (2 * 64 + 3 * 48) * 2
     assert native.bytes_of("activations") - plain.bytes_of("activations") == 2048 * grouped
+    assert native.bytes_of("logits") == 64 * 300 * (2 + 4 * 4), "with float32 matrices for the candidates"
     integers = plan("native", "int8", **moe)
     assert integers.bytes_of("activations") - native.bytes_of("activations") == 2048 * 3 * (64 + 48 + 8)
     linear = 2 * (2 * 64 * 64 + 2 * 64 * 32) + 2 * 8 * 3 * 64 * 48 + 300 * 64

@@ -103,7 +103,7 @@ def rounded(values: np.ndarray, kind: str) -> np.ndarray:
 
 def test_they_are_the_plugins() -> None:
     load_library().IsKernelRegistered.restype = ctypes.c_bool
-    for name in (*PAIRS, "LogicalOr", "Cast", "ReduceSum"):
+    for name in (*PAIRS, "LogicalOr", "Cast", "ReduceSum", "ArgMaxWithValue", "Exp", "TopkExt"):
         assert load_library().IsKernelRegistered(name.encode())
 
 
@@ -243,3 +243,44 @@ def test_a_sum_is_of_its_own_row_alone() -> None:
     np.testing.assert_array_equal(whole, in_order)
     for rows in (slice(0, 1), slice(17, 30), slice(299, 300)):
         np.testing.assert_array_equal(graph(Tensor(x[rows]))[0].asnumpy(), whole[rows])
+
+
+class Ranks(nn.Cell):
+    """The largest element of each row, the 64 largest, exponentials, and sums of exponentials."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.largest, self.top_k = ops.ArgMaxWithValue(axis=-1), ops.auto_generate.TopkExt()
+        self.exp, self.sum = ops.Exp(), ops.ReduceSum()
+        self.set_inputs(Tensor(shape=(None, None), dtype=kind))
+
+    def construct(self, x: Any) -> Any:
+        return *self.largest(x), *self.top_k(x, 64, -1, True, True), self.exp(x), self.sum(self.exp(x), -1)
+
+
+@pytest.mark.parametrize("width", [64, 1000, 1024, 40_001])
+@pytest.mark.parametrize("kind", FLOATS)
+def test_ranks_and_exponentials_of_logits(kind: str, width: int) -> None:
+    """The first of equal elements comes first. bfloat16 makes many elements equal."""
+    rng = np.random.default_rng(width)
+    given = Tensor(rng.standard_normal((5, width)).astype(np.float32) * 4, FLOATS[kind])
+    x = given.astype(ms.float32).asnumpy()
+    index, value, values, ids, exps, sums = Ranks(FLOATS[kind])(given)
+    np.testing.assert_array_equal(index.asnumpy(), x.argmax(1))
+    np.testing.assert_array_equal(value.astype(ms.float32).asnumpy(), x.max(1))
+    order = np.lexsort((np.broadcast_to(np.arange(width), x.shape), -x), axis=1)[:, :64]
+    np.testing.assert_array_equal(ids.asnumpy(), order)
+    np.testing.assert_array_equal(values.astype(ms.float32).asnumpy(), np.take_along_axis(x, order, 1))
+    exact = np.exp(x.astype(np.float64))
+    spacing = {"float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}[kind]
+    finite = exact < 65504  # the largest float16
+    np.testing.assert_allclose(exps.astype(ms.float32).asnumpy()[finite], exact[finite], rtol=spacing, atol=1e-7)
+    if kind == "float32":
+        np.testing.assert_allclose(sums.asnumpy(), exact.sum(1), rtol=1e-6 if width >= 128 else 4e-6)
+
+
+def test_the_largest_is_a_number_and_the_first() -> None:
+    rows = [[np.nan, 1, 3, 3], [np.nan] * 4, [-np.inf, -np.inf, -5, np.nan], [-0.0, 0.0, -1, 0.0], [-np.inf] * 4]
+    for kind in FLOATS.values():
+        index, _ = ops.ArgMaxWithValue(axis=-1)(Tensor(np.array(rows, np.float32), kind))
+        assert index.asnumpy().tolist() == [2, 0, 2, 0, 0]

@@ -29,6 +29,7 @@ from agent.backends.native import attention as native_attention
 from agent.backends.native import experts as native_experts
 from agent.backends.native import linear as native_linear
 from agent.backends.native import ops as native
+from agent.device_sampling import cells as sampling_cells
 from agent.step_graph import dynamic_cell
 from agent.weights.forms import LinearForm
 from llm_serving.config import ParallelConfig
@@ -231,10 +232,53 @@ class OldNames(dynamic_cell._DynamicStep):
         return self.model(token_ids, positions, last_tokens, step, self.whole_prompts)
 
 
-class TwoOutputs(native._LMHead):
-    def construct(self, hidden: Any, residual: Any, gamma: Any, weight: Any, last_tokens: Any, step: Any) -> Any:
-        hidden, residual = self.gather(hidden, last_tokens, 0), self.gather(residual, last_tokens, 0)
-        return self.norm_linear(hidden, residual, gamma, weight, None, step)
+class OnlyLogits(dynamic_cell._DynamicStep):
+    def construct(self, token_ids, positions, last_tokens, slot_mapping, block_tables, batch_valid_length, q_seq_lens):  # type: ignore[no-untyped-def]
+        step = (slot_mapping, block_tables, batch_valid_length, q_seq_lens)
+        return self.model(token_ids, positions, last_tokens, step, self.whole_prompts)
+
+
+class WideBest(sampling_cells.BestTokens):
+    """Leaves the tokens in the type that ArgMaxWithValue gives."""
+
+    def construct(self, logits: Any) -> Any:
+        return self.pick(logits)
+
+
+class OtherBest(sampling_cells.BestTokens):
+    def __init__(self, vocab_size: int, part: Any) -> None:
+        super().__init__(vocab_size, part)
+        self.largest, self.reduce = ops.Argmax(output_type=ms.int32), ops.ReduceMax()
+
+    def construct(self, logits: Any) -> Any:
+        return self.largest(logits), self.reduce(logits, -1)
+
+
+class SmallestCandidates(sampling_cells._Candidates):
+    def construct(self, logits: Any, temperatures: Any) -> Any:
+        values = self.cast(logits, ms.float32)
+        best, ids = self.top_k(values, self.count, -1, False, True)
+        top = self.pick_first(best, self.first, 1)
+        scaled = self.mass(self.divide(values, temperatures), self.divide(top, temperatures))
+        return best, ids, self.mass(values, top), scaled
+
+
+class RoundedCandidates(sampling_cells._Candidates):
+    def construct(self, logits: Any, temperatures: Any) -> Any:
+        values = self.cast(logits, ms.float32)
+        rounded, ids = self.top_k(logits, self.count, -1, True, True)
+        best = self.cast(rounded, ms.float32)
+        top = self.pick_first(best, self.first, 1)
+        scaled = self.mass(self.divide(values, temperatures), self.divide(top, temperatures))
+        return best, ids, self.mass(values, top), scaled
+
+
+class CandidatesWithoutTemperature(sampling_cells._Candidates):
+    def construct(self, logits: Any, temperatures: Any) -> Any:
+        values = self.cast(logits, ms.float32)
+        best, ids = self.top_k(values, self.count, -1, True, True)
+        top = self.pick_first(best, self.first, 1)
+        return best, ids, self.mass(values, top), self.mass(values, top)
 
 
 class OwnPart(nn.Cell):
@@ -250,6 +294,10 @@ def patched(name: str, replacement: Any) -> Any:
 
 def in_attention(name: str, replacement: Any) -> Any:
     return mock.patch.object(native_attention, name, replacement)
+
+
+def in_sampling(name: str, replacement: Any) -> Any:
+    return mock.patch.object(sampling_cells, name, replacement)
 
 
 def plain_linear() -> Any:
@@ -376,7 +424,22 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
         lambda: in_linear("_WeightOnlyProduct", ScaleForOffset),
     ),
     "int8 weights, no transpose": ("decode", INT8_WEIGHTS, lambda: weight_only(transpose_weight=False)),
-    "outputs": ("decode", CONFIG, lambda: patched("_LMHead", TwoOutputs)),
+    "outputs": ("decode", CONFIG, lambda: mock.patch.object(dynamic_cell, "_DynamicStep", OnlyLogits)),
+    "best tokens of other type": ("decode", CONFIG, lambda: mock.patch.object(dynamic_cell, "BestTokens", WideBest)),
+    "best tokens by another primitive": (
+        "decode",
+        CONFIG,
+        lambda: mock.patch.object(dynamic_cell, "BestTokens", OtherBest),
+    ),
+    "candidates, too few": ("candidates", CONFIG, lambda: in_sampling("num_candidates", lambda *_: 32)),
+    "candidates, smallest": ("candidates", CONFIG, lambda: in_sampling("_Candidates", SmallestCandidates)),
+    "candidates, rounded logits": ("candidates", CONFIG, lambda: in_sampling("_Candidates", RoundedCandidates)),
+    "candidates, no mass at the temperature": (
+        "candidates",
+        CONFIG,
+        lambda: in_sampling("_Candidates", CandidatesWithoutTemperature),
+    ),
+    "candidates, parts not gathered": ("candidates", PAIR, lambda: in_sampling("_gather", lambda part: None)),
     "int8, sums of an agent's part": ("decode", INT8_PAIR, lambda: mock.patch.object(native.parallel, "Sum", OwnPart)),
     "int4, scales of the whole": ("decode", INT4_PAIR, lambda: other_parameters(scales_of_all)),
     "experts, scales of other rows": ("decode", INT8_MOE, lambda: in_experts("_DynamicProducts", RowsScaledTwice)),
@@ -506,7 +569,7 @@ def main() -> None:
     """Prints the findings of the mistakes that the arguments name. The other arguments name groups of checks."""
     set_up()
     checks: dict[str, Callable[[], list[str]]] = {
-        "right": lambda: right(("decode",), (*ALONE, *SHARED, *EXPERTS)) + right(KINDS[:2], (CONFIG, INT8_MOE)),
+        "right": lambda: right(("decode",), (*ALONE, *SHARED, *EXPERTS)) + right(("candidates", "rows"), (CONFIG, PAIR)) + right(KINDS[:2], (CONFIG, INT8_MOE)),
         "right, all prompts": lambda: right(KINDS[:2], (*ALONE[1:], *SHARED)),
         "names": lambda: list(MISTAKES),
         "fusions": fusions,

@@ -34,9 +34,16 @@ CAUGHT = {
     "transposed weight that fits": "MatMul of layer 0: must multiply by a weight [out, in] with transpose_b",
     "pairs for halves": "cos_format is 3",
     "names of inputs": "context_lens i32[-1], query_lens i32[-1]; an Ascend's are",
-    "vocabulary": "the graph gives ['f16[-1,2064]']; the logits are f16[-1,2048]",
+    "vocabulary": "the graph gives ['f16[-1,2064]', 'i32[-1]', 'f16[-1]']; it must give logits, best",
     "sums of an agent's part": "0 x AllReduce for 2 layers; there should be 5",
-    "outputs": "the graph gives ['f16[-1,2048]', 'f16[-1,256]']",
+    "outputs": "the graph gives ['f16[-1,2048]']; it must give logits, best tokens and their logits",
+    "best tokens of other type": "the graph gives ['f16[-1,2048]', 'i64[-1]', 'f16[-1]']",
+    "best tokens by another primitive": "the primitive Argmax is not one whose kernels are known to be right",
+    "candidates, too few": "TopkExt has k, dim, largest, sorted [32, -1, True, True]; they must be [64, -1, True, True]",
+    "candidates, smallest": "TopkExt has k, dim, largest, sorted [64, -1, False, True]",
+    "candidates, rounded logits": "TopkExt does not read the logits in float32",
+    "candidates, no mass at the temperature": "0 x RealDiv; there should be 2",
+    "candidates, parts not gathered": "0 x AllGather; there should be 5",
     "int8, no scales of tokens": "the scales of the tokens are not those of the DynamicQuantExt that x1 comes from",
     "int8, scales of other tokens": "18 x DynamicQuantExt for 2 layers; there should be 9",
     "int8, type of scales": "QuantBatchMatmul of layer 0: scale is bf16[768]; it must be f32[768]",
@@ -116,7 +123,9 @@ def test_the_small_configs_pass(tmp_path: Path, config: str, layers: int) -> Non
     assert process.returncode == 0, process.stdout + process.stderr[-2000:]
     lines = process.stdout.strip().splitlines()
     found = [re.sub(r", [0-9.]+ s$", "", line) for line in lines[:-1]]
-    assert [line.rsplit(",", 1)[0] for line in found] == [f"ok   {config} {kind}: {layers} layers" for kind in KINDS]
+    assert [line.rsplit(",", 1)[0] for line in found] == [
+        f"ok   {config} {kind}: {layers} layers" for kind in (*KINDS, "candidates", "rows")
+    ]
     assert lines[-1] == "1 configs, 0 graphs failed"
 
 

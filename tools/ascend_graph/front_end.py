@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from agent.weights import LinearForms, Packing
 from agent.weights.seeded import SeededWeights
@@ -70,12 +72,16 @@ def set_up() -> None:
 def compile_graphs(config: Config, kinds: Sequence[str] | None = None) -> Iterator[tuple[str, Graph]]:
     """Yields (kind, graph) for all graphs of the config, or for some kinds. In a group they are the first agent's.
 
+    The kinds are those of ``GraphKind``, and of ``tools.ascend_graph.sampling`` if the agent has the last stage.
+
     Raises the front end's error if types or shapes do not match.
     """
     from mindspore.graph.api import _cell_graph_executor
 
     from agent.backends.selector import select_op_table
+    from agent.device_sampling import candidates_cell, rows_cell
     from agent.group.model_part import ModelPart
+    from agent.layers.parameter import MINDSPORE_DTYPES
     from agent.models.registry import find_model
     from agent.step_graph import GraphKind, dynamic_step
 
@@ -83,9 +89,17 @@ def compile_graphs(config: Config, kinds: Sequence[str] | None = None) -> Iterat
     config = part.narrow(config)
     ops = select_op_table(config, part, forms=forms)
     model = find_model(config.shape.architecture).build(config, ops)
-    for kind in map(GraphKind, kinds) if kinds else GraphKind:
-        cell = dynamic_step(model, ops, kind, config.max_prefill_seqs)
+    makers: dict[str, Callable[[], Any]] = {
+        kind.value: partial(dynamic_step, model, ops, kind, config.max_prefill_seqs, config.shape.vocab_size)
+        for kind in GraphKind
+    }
+    if ops.is_last_stage:
+        dtype, columns = MINDSPORE_DTYPES[ops.dtype], part.vocab_stride
+        makers["candidates"] = partial(candidates_cell, config.shape.vocab_size, columns, dtype, part)
+        makers["rows"] = partial(rows_cell, columns, dtype)
+    for kind in kinds or makers:
+        cell = makers[kind]()
         inputs = cell.get_inputs()
         phase, _ = _cell_graph_executor.compile(cell, *inputs, phase="export.mindir", do_convert=False)
-        yield kind.value, read_graph(_cell_graph_executor._get_func_graph_proto(cell, phase, "mind_ir"))
+        yield kind, read_graph(_cell_graph_executor._get_func_graph_proto(cell, phase, "mind_ir"))
         _cell_graph_executor.del_net_res(cell, {phase})

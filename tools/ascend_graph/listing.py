@@ -95,7 +95,7 @@ class _Lister:
         for first, last, text in alike:
             lines += [f"layer {first}" if first == last else f"layers {first} to {last}, each", *text]
         lines += ["output", *self._section(OUTPUT)]
-        return [*lines, f"  logits {', '.join(map(str, self._graph.outputs))}"]
+        return [*lines, f"  results {', '.join(map(str, self._graph.outputs))}"]
 
     def _find_sections(self) -> dict[str, str | int]:
         """Assigns nodes to sections. A node belongs to its layer.

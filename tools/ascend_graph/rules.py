@@ -20,12 +20,15 @@ from tools.ascend_graph.kernels import DeviceSettings, KernelRules
 from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Graph, Node, Operand, TensorType
 from tools.ascend_graph.products import PRODUCTS, TYPES, ProductRules
+from tools.ascend_graph.sampling import KINDS as SAMPLING_KINDS
+from tools.ascend_graph.sampling import sampling_problems
 
 PRIMITIVES = frozenset(
     {
         "Add",
         "AddRmsNorm",
         "ApplyRotaryPosEmb",
+        "ArgMaxWithValue",
         "Cast",
         "Depend",
         "DynamicQuantExt",
@@ -68,6 +71,8 @@ def check_graph(kind: str, graph: Graph, config: Config, forms: LinearForms) -> 
 
     ``forms`` are those of the linear layers' weights.
     """
+    if kind in SAMPLING_KINDS:
+        return list(sampling_problems(kind, graph, config))
     return list(_Rules(kind, graph, config, forms).problems())
 
 
@@ -111,9 +116,15 @@ class _Rules:
             yield f"the graph's inputs are {_types(self._graph.inputs)}; an Ascend's are {_types(wanted)}"
         is_last = self._part.shard.is_last_stage
         width = self._part.vocab_stride if is_last else self._shape.hidden_size
-        name, wanted_outputs = "logits are" if is_last else "stream is", (TensorType(self._dtype, (-1, width)),)
+        wanted_outputs: tuple[TensorType, ...] = (TensorType(self._dtype, (-1, width)),)
+        if is_last:
+            wanted_outputs += (TensorType("i32", (-1,)), TensorType(self._dtype, (-1,)))
         if self._graph.outputs != wanted_outputs:
-            yield f"the graph gives {list(map(str, self._graph.outputs))}; the {name} {wanted_outputs[0]}"
+            what = "logits, best tokens and their logits" if is_last else "the stream"
+            yield (
+                f"the graph gives {list(map(str, self._graph.outputs))}; it must give {what}: "
+                f"{list(map(str, wanted_outputs))}"
+            )
 
     def _check_primitives(self) -> Iterator[str]:
         names = [node.primitive for node in self._calls]
@@ -128,7 +139,8 @@ class _Rules:
         is_last, is_split = self._part.shard.is_last_stage, self._part.is_split
         adds = layers * (self._shape.attention_bias + self._shape.output_bias) + (not is_last)
         counts |= {"RmsNorm": norms, "AddRmsNorm": 2 * layers - (not is_last), "Add": adds}
-        counts |= {"AllReduce": (2 * layers + 1) * is_split, "AllGather": int(is_last and is_split)}
+        counts |= {"AllReduce": (2 * layers + 1) * is_split, "AllGather": 2 * (is_last and is_split)}
+        counts |= {"ArgMaxWithValue": int(is_last)}
         routers, others = self._experts.num_routers, self._experts.num_quantised_inputs
         counts |= self._products.counts(layers, with_experts=routers, with_output=is_last) | self._experts.counts()
         counts |= {"MatMul": counts["MatMul"] + routers, "DynamicQuantExt": counts["DynamicQuantExt"] + others}

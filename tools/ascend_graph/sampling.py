@@ -1,0 +1,66 @@
+"""Checks the graphs that sample on a device: the candidates and the rows of logits (``agent/device_sampling``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agent.device_sampling.cells import num_candidates
+from agent.group.model_part import ModelPart
+from llm_serving.config import Config
+from tools.ascend_graph.listing import Wiring
+from tools.ascend_graph.mind_ir import Graph, Node, TensorType
+from tools.ascend_graph.products import TYPES
+
+KINDS = ("candidates", "rows")
+"""The graphs besides those of the model. Only the last stage of a model has them."""
+_PRIMITIVES = frozenset({"Cast", "TopkExt", "Gather", "RealDiv", "Sub", "Exp", "ReduceSum"})
+_SHARING = frozenset({"AllGather", "SplitWithSize"})
+_VECTOR, _LAST_AXIS = (-1,), -1
+
+
+def sampling_problems(kind: str, graph: Graph, config: Config) -> Iterator[str]:
+    """Yields the errors of a graph of one of ``KINDS``, one line each. The graph is the first agent's."""
+    part = ModelPart.of(config)
+    vocab_size, columns, dtype = config.shape.vocab_size, part.vocab_stride, TYPES[config.model_config.model_dtype]
+    logits, count = TensorType(dtype, (-1, columns)), num_candidates(vocab_size, part)
+    if kind == "rows":
+        inputs, outputs = {"logits": logits, "indices": TensorType("i32", _VECTOR)}, (logits,)
+        known, calls = frozenset({"Gather"}), {"Gather": 1}
+    else:
+        inputs = {"logits": logits, "temperatures": TensorType("f32", (-1, 1))}
+        mass = TensorType("f32", _VECTOR)
+        outputs = (TensorType("f32", (-1, count)), TensorType("i64", (-1, count)), mass, mass)
+        outputs += (logits,) * part.is_split
+        known = _PRIMITIVES | (_SHARING if part.is_split else frozenset())
+        calls = {"TopkExt": 1, "Exp": 2, "ReduceSum": 2, "RealDiv": 2, "AllGather": 5 * part.is_split}
+    wiring = Wiring(graph)
+    nodes = list(wiring.calls())
+    if graph.inputs != inputs:
+        yield f"the inputs are {_types(graph.inputs)}; they must be {_types(inputs)}"
+    if graph.outputs != outputs:
+        yield f"the graph gives {list(map(str, graph.outputs))}; it must give {list(map(str, outputs))}"
+    names = [node.primitive for node in nodes]
+    for name in sorted(set(names) - known):
+        yield f"the primitive {name} is not one whose kernels are known to be right on an Ascend"
+    for name, number in calls.items():
+        if names.count(name) != number:
+            yield f"{names.count(name)} x {name}; there should be {number}"
+    for node in nodes:
+        if node.primitive == "TopkExt":
+            yield from _top_k_problems(node, wiring, count)
+
+
+def _top_k_problems(node: Node, wiring: Wiring, count: int) -> Iterator[str]:
+    """The host sorts candidates of equal logits itself, so the order of equal values does not matter."""
+    values, *settings = wiring.operands(node)
+    wanted = [count, _LAST_AXIS, True, True]
+    found = [operand.value for operand in settings]
+    if found != wanted:
+        yield f"TopkExt has k, dim, largest, sorted {found}; they must be {wanted}"
+    source = wiring.node_of(values)
+    if source is None or source.results[0].dtype != "f32":
+        yield "TopkExt does not read the logits in float32"
+
+
+def _types(inputs: dict[str, TensorType]) -> str:
+    return ", ".join(f"{name} {kind}" for name, kind in inputs.items())
