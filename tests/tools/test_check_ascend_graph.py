@@ -209,5 +209,5 @@ def test_a_mistake_without_a_rule_changes_the_listing(findings: Findings) -> Non
 
 def test_every_config_has_its_golden_listings() -> None:
     configs = [p.stem for p in (ROOT / "configs/llama").glob("*.yaml") if "model_config" in read_yaml_mapping(p)]
-    wanted = {f"{config}.{kind}.txt" for config in configs for kind in ("prefill", "chunked", "decode")}
+    wanted = {f"{config}.{kind}.txt" for config in configs for kind in (*KINDS, "candidates", "rows")}
     assert {path.name for path in (ROOT / "tools/ascend_graph/golden").iterdir()} == wanted
