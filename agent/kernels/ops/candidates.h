@@ -6,8 +6,8 @@
 
 namespace llmk {
 
-// What a device computes from the logits of each row. If `parts` agents share the vocabulary, part p has the tokens from
-// p * part_size to the next part, and its ids begin at 0. Every array has the parts one after the other.
+// The results that a device computes from the logits of each row. If `parts` agents share the vocabulary, part p has
+// `part_size` tokens from token p * part_size on, and its ids begin at 0. Every array has the parts one after another.
 struct CandidateArgs {
   const float* values;       // [parts, part_rows, count]: the largest raw logits of the part; equal ones in any order
   const int64_t* ids;        // [parts, part_rows, count]: their tokens

@@ -1,4 +1,4 @@
-// The rules of the sampler for one row, which sampler.cc applies to whole rows of logits and candidates.cc to their best
+// The rules of the sampler for one row. sampler.cc applies them to whole rows of logits, candidates.cc to their best
 // tokens. sampler.cc defines the functions and describes the order of the steps.
 #pragma once
 #include <limits>

@@ -1,6 +1,7 @@
-// The primitives of a mixture of experts: MoeGatingTopKSoftmax, MoeInitRoutingV2 and MoeTokenUnpermute, and TopkExt,
-// which chooses the experts in MindFormers' layers and the candidates of the sampler. grouped_matmul.cc has the matrix products. The semantics are those
-// of the CANN documentation: aclnnMoeGatingTopKSoftmax, aclnnMoeInitRoutingV2, aclnnMoeTokenUnpermute and aclnnTopk.
+// The primitives of a mixture of experts: MoeGatingTopKSoftmax, MoeInitRoutingV2 and MoeTokenUnpermute, and TopkExt.
+// TopkExt chooses the experts in MindFormers' layers and the candidates of the sampler. grouped_matmul.cc has the matrix
+// products. The semantics are those of the CANN documentation: aclnnMoeGatingTopKSoftmax, aclnnMoeInitRoutingV2,
+// aclnnMoeTokenUnpermute and aclnnTopk.
 #include <algorithm>
 #include <numeric>
 #include <type_traits>
