@@ -1,5 +1,5 @@
 // The primitives of a mixture of experts: MoeGatingTopKSoftmax, MoeInitRoutingV2 and MoeTokenUnpermute, and TopkExt.
-// TopkExt chooses the experts in MindFormers' layers and the candidates of the sampler. grouped_matmul.cc has the matrix
+// TopkExt chooses the experts in MindFormers' layers and the candidates of the sampler. grouped_matmul.cc has the
 // products. The semantics are those of the CANN documentation: aclnnMoeGatingTopKSoftmax, aclnnMoeInitRoutingV2,
 // aclnnMoeTokenUnpermute and aclnnTopk.
 #include <algorithm>
