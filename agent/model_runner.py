@@ -36,7 +36,7 @@ StartReport = Callable[[str, int, int], None]
 
 
 class StepCost(NamedTuple):
-    """What a step took: microseconds of moves and graph, of the sampler, and bytes fetched from the device."""
+    """Microseconds of a step in moves and graph and in the sampler, and the bytes fetched from the device."""
 
     graph_us: int
     sample_us: int = 0

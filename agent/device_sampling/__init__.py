@@ -1,8 +1,8 @@
 """The part of sampling that a device does, so that the host fetches a few numbers for each sequence, not all logits.
 
-``cells`` has the graphs: the best token of each sequence, which every step computes; the candidates, which are the 64
-best tokens and the mass of the row; and single rows of logits. ``graphs`` compiles and runs them. The host chooses the
-tokens (``agent.sampler``).
+``cells`` has the graphs. Every step finds the best token of each sequence. Another graph finds the candidates: the 64
+best tokens of each row and its mass. A third graph gathers single rows of logits. ``graphs`` compiles and runs them.
+The host chooses the tokens (``agent.sampler``).
 """
 
 from agent.device_sampling.cells import BestTokens, candidates_cell, rows_cell

@@ -1,7 +1,7 @@
 """The Cells that sample on a device, made of MindSpore's primitives.
 
-Shapes: S is the number of sequences, V the number of tokens of the vocabulary, P the number of agents that share it, K
-the number of candidates. An agent has the logits [S, C] of its columns. The last agent may have more columns than
+Shapes: S is the number of sequences and V the number of tokens of the vocabulary. P agents share the vocabulary, and
+each finds K candidates. An agent has the logits [S, C] of its columns. The last agent may have more columns than
 tokens; the Cells drop the additional ones.
 """
 
@@ -50,9 +50,13 @@ class BestTokens(nn.Cell):
 def candidates_cell(vocab_size: int, columns: int, dtype: Any, part: ModelPart | None) -> nn.Cell:
     """Makes the Cell that finds the candidates. ``columns`` is C and ``dtype`` the type of the logits.
 
-    (logits [S, C], temperatures float32 [S, 1]) -> values float32 [P * S, K], best first; tokens int64 [P * S, K],
-    counted from the agent's first; float32 [P * S]: the sums of e^(x - largest x) over the agent's tokens; the same
-    sums with all x divided by the temperature. If agents share the vocabulary, all logits [P * S, C] follow.
+    The inputs are logits [S, C] and temperatures, float32 [S, 1]. The results are:
+
+    - the largest logits, float32 [P * S, K], best first
+    - their tokens, int64 [P * S, K], counted from the agent's first
+    - the sums of e^(x - largest x) over the agent's tokens, float32 [P * S]
+    - the same sums with all x divided by the temperature
+    - if agents share the vocabulary, the logits of all agents, [P * S, C]
     """
     cell = _Candidates(vocab_size, part)
     cell.set_inputs(Tensor(shape=(None, columns), dtype=dtype), Tensor(shape=(None, 1), dtype=ms.float32))

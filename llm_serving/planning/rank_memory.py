@@ -166,8 +166,8 @@ def _logit_bytes(config: Config, part: _Part) -> int:
     """Return the bytes of a rank's logits.
 
     Fused operators: the rank that samples has the whole vocabulary, others have their part. Native operators: each rank
-    has its part in ``model_dtype``, the float32 matrices between the operators that find candidates, and the logits
-    that are gathered from all ranks.
+    has its part in ``model_dtype`` and the logits that are gathered from all ranks. The operators that find candidates
+    have float32 matrices between them.
     """
     if not part.shard.is_last_stage:
         return 0

@@ -12,7 +12,7 @@ from tools.ascend_graph.mind_ir import Graph, Node, TensorType
 from tools.ascend_graph.products import TYPES
 
 KINDS = ("candidates", "rows")
-"""The graphs besides those of the model. Only the last stage of a model has them."""
+"""The graphs that are not the model's. Only the last stage of a model has them."""
 _PRIMITIVES = frozenset({"Cast", "TopkExt", "Gather", "RealDiv", "Sub", "Exp", "ReduceSum"})
 _SHARING = frozenset({"AllGather", "SplitWithSize"})
 _VECTOR, _LAST_AXIS = (-1,), -1

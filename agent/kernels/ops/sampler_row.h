@@ -1,5 +1,5 @@
-// The rules of the sampler for one row. sampler.cc applies them to whole rows of logits, candidates.cc to their best
-// tokens. sampler.cc defines the functions and describes the order of the steps.
+// The rules of the sampler for one row. The file sampler.cc defines the functions, describes the order of the steps and
+// applies them to whole rows of logits. The file candidates.cc applies them to the best tokens of a row.
 #pragma once
 #include <limits>
 
