@@ -11,8 +11,8 @@
 namespace llmk {
 namespace {
 
-// Bounds of the relative error of a device's float32 sum of exponentials. The second is multiplied by the largest logit,
-// because the device rounds the exponents.
+// Bounds of the relative error of a device's float32 sum of exponentials. The second bound is multiplied by the largest
+// logit, because the device rounds the exponents.
 constexpr double kMassError = 0x1p-16, kMassErrorPerUnit = 0x1p-21;
 // Bound of the relative error of sums in double, which are added in another order than RankedRow adds them.
 constexpr double kOrderError = 1e-12;
