@@ -1,0 +1,58 @@
+"""The tool that compares attention on a device with NumPy: right on the CPU, and a planted mistake is found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.forked_programs import run_forked
+from support.time_limits import time_limit
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANTED = """
+import sys
+sys.path.insert(0, {root!r})
+from tools import try_attention
+real = try_attention.make_cells
+
+def turned(*given):
+    from agent.backends.native import attention
+    attention._ROTATE_HALVES = 3
+    return real(*given)
+
+try_attention.make_cells = turned
+sys.exit(try_attention.main(["--device", "CPU"]))
+"""
+"""Rotates pairs instead of halves."""
+
+
+@pytest.mark.parametrize("head_dim", [128, 32])
+def test_the_cpu_agrees_with_numpy(tmp_path: Path, head_dim: int) -> None:
+    arguments = ("--device", "CPU", "--head-dim", str(head_dim))
+    process = run_forked(
+        ROOT / "tools/try_attention.py", *arguments, folder=tmp_path, timeout=240, TMPDIR=str(tmp_path)
+    )
+    assert process.returncode == 0, process.stdout + process.stderr[-2000:]
+    lines = [line.split(",")[0] for line in process.stdout.splitlines() if line.startswith(("ok", "FAIL"))]
+    assert lines == [f"ok   {kind}: head size {head_dim}" for kind in ("prefill", "decode", "chunked")]
+
+
+def test_a_planted_mistake_is_found(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", PLANTED.format(root=str(ROOT))],
+        capture_output=True, text=True, cwd=ROOT, check=False, timeout=time_limit(120),
+    )  # fmt: skip
+    assert process.returncode == 1, process.stdout + process.stderr[-2000:]
+    assert process.stdout.count("FAIL") == 3
+
+
+def test_without_an_ascend_the_tool_says_why() -> None:
+    process = subprocess.run(
+        [sys.executable, str(ROOT / "tools/try_attention.py")],
+        capture_output=True, text=True, cwd=ROOT, check=False, timeout=time_limit(120),
+    )  # fmt: skip
+    assert process.returncode == 1
+    assert "FAIL MindSpore cannot use Ascend device 0: Unsupported device target" in process.stdout
