@@ -34,6 +34,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "tools/quantize.py",
         "tools/quality_gate.py",
         "tools/check_ascend_graph.py",
+        "tools/try_attention.py",
         "tools/train_tiny_llama.py",
     ),
     "Load tests and comparisons": (
