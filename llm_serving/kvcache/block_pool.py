@@ -14,7 +14,7 @@ from llm_serving.kvcache.block_hash import TOKEN_BYTES
 from llm_serving.kvcache.prefix_index import Parent, PrefixIndex
 
 NULL_BLOCK = 0
-"""Pads block tables. It is never allocated, so a step may read a padded entry."""
+"""Block id that pads block tables. No sequence gets this block, so a step may read or write it without harm."""
 
 
 class BlockPool:
@@ -94,13 +94,13 @@ class BlockPool:
         self.num_holds -= len(blocks)
 
     def register(self, block: int, block_hash: bytes, content: bytes, parent: Parent) -> int:
-        """Caches a held full block that has ``content`` and follows the block with the entry ``parent``.
+        """Adds a held full block to the prefix cache, with ``content`` after the index entry ``parent``.
 
         Returns the block that lookups find from now on.
 
         If an equal block is cached already, lookups find that one, and this block stays private to its holder. If
-        another block has the same hash (a collision, or a block whose prefix is no longer cached), it is not cached
-        any more.
+        another block has the same hash (a collision, or a block whose prefix is no longer cached), that block is
+        removed from the prefix cache.
         """
         index = self.index
         other = index.block_of(block_hash)
@@ -114,9 +114,9 @@ class BlockPool:
         return block
 
     def register_tail(self, block: int, content: bytes, parent: Parent) -> None:
-        """Caches a held block that is not full, for ``find_tail``. It has ``content`` and follows the entry ``parent``.
+        """Adds a held block that is not full to the prefix cache, with ``content`` after the index entry ``parent``.
 
-        If a cached block begins with the same content, nothing changes.
+        ``find_tail`` finds it. If a cached block begins with the same content, nothing changes.
         """
         index = self.index
         found = index.find_tail(parent, content)
@@ -133,7 +133,7 @@ class BlockPool:
                 self._forget(block)
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the reference counts and both queues of free blocks. ``index`` is saved by the prefix cache."""
+        """Returns the reference counts and both queues of free blocks. The prefix cache saves ``index``."""
         return {"ref_counts": self._ref_counts.copy(), "free": self._free.copy(), "cached": list(self._free_cached)}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -143,9 +143,9 @@ class BlockPool:
         self.num_holds = sum(self._ref_counts)
 
     def check_integrity(self, held: list[int]) -> None:
-        """Raises AssertionError unless ``held``, with a block once per hold, and the free blocks are all blocks.
+        """Raises AssertionError unless held and free blocks together are all blocks.
 
-        The cost is proportional to the number of holds.
+        ``held`` has a block once per hold. The cost is proportional to the number of holds.
         """
         counts = Counter(held)
         if len(counts) + self.num_free_blocks != self.num_usable_blocks:

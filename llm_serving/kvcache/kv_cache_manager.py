@@ -78,7 +78,7 @@ class KVCacheManager:
 
     @property
     def prefix_query_tokens(self) -> int:
-        """Number of tokens looked up in the prefix cache: the known tokens of each sequence at each of its starts."""
+        """Number of tokens looked up in the prefix cache. At each start of a sequence, all its known tokens count."""
         return self._prefix_cache.num_query_tokens if self._prefix_cache is not None else 0
 
     @property
@@ -88,7 +88,10 @@ class KVCacheManager:
 
     @property
     def num_reserved_tokens(self) -> int:
-        """KV positions in all block tables. A block in two tables counts twice, as its tokens do."""
+        """Number of KV positions in all block tables.
+
+        A block in two tables counts twice, because its tokens are counted twice too.
+        """
         if self._contiguous is not None:
             return (self._contiguous.num_usable_blocks - self._contiguous.num_free_blocks) * self.block_size
         return (self._pool.num_holds - self._copies.num_under_way) * self.block_size
@@ -131,16 +134,19 @@ class KVCacheManager:
         return True
 
     def free(self, block_table: list[int], chain: PrefixChain | None = None) -> None:
-        """Takes all blocks of a table back. Committed blocks stay cached. A sequence that starts again keeps ``chain``.
+        """Takes all blocks of a table back.
 
-        The list does not change; the caller drops it.
+        Blocks that the prefix cache has committed (completely computed) stay cached. Withdraws the announcements of
+        ``chain``, but leaves the chain valid for the sequence's next start. ``block_table`` does not change; the caller
+        drops it.
         """
         (self._contiguous or self._pool).free(block_table)
         if chain is not None:
             self.prefixes.withdraw(chain)
 
     def spare_blocks(self, match: PrefixMatch, num_tokens: int) -> int:
-        """Returns how many blocks would stay free if a sequence of ``num_tokens`` tokens adopted a match.
+        """Returns how many blocks would stay free if a sequence of ``num_tokens`` tokens started with the blocks of a
+        match.
 
         Negative if too few blocks are free.
         """
@@ -218,9 +224,10 @@ class KVCacheManager:
             self._prefix_cache.check_idle()
 
     def _adopt_tail(self, block_table: list[int], tail: TailMatch | None, spare: int) -> Adoption:
-        """Adds the tail, which is a partly matching block, to the table. Copying a free block needs a ``spare`` block.
+        """Adds the tail, a block that matches only in part, to the table.
 
-        A free block whose only content is the tail needs no copy: the sequence continues in that block.
+        Copying a free block needs a ``spare`` free block. A free block whose only content is the tail needs no copy:
+        the sequence continues in that block.
         """
         num_tokens = len(block_table) * self.block_size
         if tail is None:

@@ -33,10 +33,12 @@ from llm_serving.scheduler.snapshot import Sequences, Stateful
 from llm_serving.scheduler.starting import Admission
 
 WINDOW = 1024
-"""Number of output lengths that the predictor keeps for each group of requests with similar limits."""
+"""Number of recent output lengths that the predictor keeps for each class of requests with similar
+``max_output_tokens``."""
 
 MIN_SAMPLES = 16
-"""If fewer kept lengths exceed the present length of an output, the prediction is the maximum length of the output."""
+"""Minimum number of samples for a prediction: kept lengths that exceed the present length of an output. With fewer, the
+prediction is the request's maximum output length."""
 
 _AIMD_FACTOR = 4
 
@@ -56,13 +58,13 @@ class RouterAdmission(Admission):
         self._predictor = predictor
         self._block_size = block_size
         self._refused: tuple[Sequence, int, int] | None = None
-        """The last refused candidate, with the version and the limit at that time."""
+        """The last refused candidate, with the ``version`` argument and the token limit of that refusal."""
 
     def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
-        """Decides as ``Admission.may_start``, in O(n log n) for n running sequences.
+        """Returns True if ``candidate`` may start beside the running sequences, in O(n log n) for n running sequences.
 
-        While every sequence gets a token per step, the maximum does not change. So a refusal is repeated without a new
-        computation until a sequence starts or stops.
+        While every sequence gets a token per step, the maximum number of tokens that they hold together stays the same.
+        So a refusal is repeated without a new computation until a sequence starts or stops.
         """
         attempt = (candidate, version, self.max_total_tokens)
         if version >= 0 and attempt == self._refused:
@@ -80,8 +82,9 @@ class RouterAdmission(Admission):
             self._predictor.observe(len(sequence.request.output_token_ids), sequence.max_output_tokens)
 
     def _entries(self, sequences: Iterable[Sequence]) -> list[tuple[int, int]]:
-        """Returns for each sequence its tokens, including those in flight, and its expected number of further
-        tokens."""
+        """Returns (current, remaining) for each sequence: its tokens, including those in flight, and its expected
+        further tokens.
+        """
         predictor, entries = self._predictor, []
         for sequence in sequences:
             request, total = sequence.request, sequence.max_output_tokens
@@ -93,13 +96,16 @@ class RouterAdmission(Admission):
 
     def _within_limit(self, entries: list[tuple[int, int]]) -> bool:
         limit, size = self.max_total_tokens, self._block_size
-        if sum(map(sum, entries)) + len(entries) * (size - 1) <= limit:  # even if all sequences end at the same time
+        # an upper bound: all sequences reach their ends together
+        if sum(map(sum, entries)) + len(entries) * (size - 1) <= limit:
             return True
         return peak_tokens(entries, size, limit) <= limit
 
 
 class AimdAdmission(RouterAdmission):
-    """A ``RouterAdmission`` whose limit rises if only the limit holds requests back, and falls after a preemption."""
+    """Admits as ``RouterAdmission``, with a token limit that rises if only the limit keeps requests waiting, and falls
+    after a preemption.
+    """
 
     STATE = (*RouterAdmission.STATE, "_may_increase")
     INCREASE = 100
@@ -123,7 +129,10 @@ class AimdAdmission(RouterAdmission):
         self._may_increase = True
 
     def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
-        """Decides as ``RouterAdmission.may_start``. If only the limit refuses, raises it once per step."""
+        """Returns True if ``candidate`` may start.
+
+        If only the token limit refuses the candidate, raises the limit once per step.
+        """
         if super().may_start(candidate, running, page_use, version):
             return True
         if self._may_increase and page_use < self.MAX_PAGE_USE:
@@ -141,8 +150,8 @@ class AimdAdmission(RouterAdmission):
 def peak_tokens(entries: Iterable[tuple[int, int]], block_size: int = 1, at_least: int = 0) -> int:
     """Returns the maximum number of KV positions that sequences of (current, remaining) tokens hold together.
 
-    Counts whole blocks. Returns ``at_least`` if that is more. Costs O(n log n), and O(``block_size``) more whenever it
-    finds a new maximum.
+    Each sequence counts in whole blocks. The result is at least ``at_least``. Costs O(n log n), and O(``block_size``)
+    more whenever the function finds a new maximum.
     """
     peak, total, phases = at_least, 0, [0] * block_size
     for count, (current, remaining) in enumerate(sorted(entries, key=_remaining, reverse=True), 1):
@@ -162,10 +171,10 @@ def _remaining(entry: tuple[int, int]) -> int:
 class OutputLengthPredictor(Stateful):
     """Predicts the length of an output from the lengths of recent outputs, in O(log WINDOW).
 
-    Requests with similar limits (``max_output_tokens`` with the same number of bits) form a group. The predictor keeps
-    the last ``window`` lengths of each group. The prediction is a quantile of the lengths that exceed the present
-    length of the output. If there are too few longer lengths, the prediction is the request's limit, which is safe.
-    ("Past-Future Scheduler", Gong et al., ASPLOS 2025, predicts from the same history.)
+    Requests whose ``max_output_tokens`` have the same number of bits form a class. The predictor keeps the last
+    ``window`` lengths of each class. The prediction is a quantile of the lengths that exceed the present length of the
+    output. If there are too few longer lengths, the prediction is ``max_output_tokens``, which is never too short.
+    ("Past-Future Scheduler", Gong et al., ASPLOS 2025, predicts from the same data.)
     """
 
     def __init__(self, quantile: float = 0.9, window: int = WINDOW, min_samples: int = MIN_SAMPLES) -> None:
@@ -205,7 +214,8 @@ class OutputLengthPredictor(Stateful):
 
 
 class _Lengths:
-    """The last output lengths of requests with similar limits, in order of arrival and in sorted order."""
+    """The last output lengths of requests with similar ``max_output_tokens``, in order of arrival and in sorted order.
+    """
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -222,8 +232,9 @@ class _Lengths:
         return len(self._sorted) - bisect_right(self._sorted, length)
 
     def quantile_of_longest(self, count: int, quantile: float) -> int:
-        """Returns the least of the ``count`` longest lengths that is at least as long as a fraction ``quantile`` of
-        them."""
+        """Returns a quantile of the ``count`` longest lengths: the least that is not shorter than a fraction
+        ``quantile`` of them.
+        """
         return self._sorted[len(self._sorted) - count + ceil(count * quantile) - 1]
 
 

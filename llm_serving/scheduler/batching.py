@@ -1,7 +1,7 @@
 """The batching modes (``model_config.batching_strategy``): which waiting requests may start while others run.
 
-Continuous batching is the base class in ``starting``. A preempted request already belongs to a batch, so a mode never
-decides about it.
+The base class, ``BatchingMode`` in ``starting``, is continuous batching. A preempted request already belongs to a
+batch, so no mode decides about preempted requests.
 
 To add a mode, add a subclass here, a line to ``_MODES`` and a member to ``BatchingStrategy`` in ``limits``.
 """

@@ -30,10 +30,11 @@ class _ContiguousSupply(BlockSupply):
 
 
 class _PrefixSupply(BlockSupply):
-    """Shares the blocks of a cached prefix between sequences. Copies a partial block.
+    """Gives blocks on demand, and shares the blocks of a cached prefix between sequences.
 
-    A sequence announces its prompt when it starts. Other sequences find the prompt when it is computed. The output
-    enters the prefix cache only when the sequence gives its blocks back, so that decode steps need no work for it.
+    Copies a partly matching block. When a sequence starts, its prompt is announced to the prefix cache, so that equal
+    prompts can wait for it. Other sequences find the prompt when it is computed. The output enters the prefix cache
+    only when the sequence gives its blocks back, so that decode steps need no work for the prefix cache.
     """
 
     def __init__(self, kv_cache: KVCacheManager) -> None:

@@ -71,7 +71,10 @@ class StepComposer(Stateful):
         return in_flight.add(step, plan.sequences, copies=self._note_chunks(plan))
 
     def _continue_prompts(self, plan: ChunkPlan, skip: frozenset[Sequence] = frozenset()) -> None:
-        """Adds the next chunks of unfinished prompts to the plan, in order of arrival, without those in ``skip``."""
+        """Adds the next chunks of unfinished prompts to the plan, in order of arrival.
+
+        Leaves out the sequences in ``skip``.
+        """
         for sequence in self._state.running.prefilling:
             if sequence in skip:
                 continue
@@ -102,7 +105,9 @@ class StepComposer(Stateful):
         return in_flight.add(step, sequences, first_chunk=len(sequences))
 
     def _columns(self, sequences: list[Sequence]) -> DecodeBatch:
-        """Returns the columns of the last decode step if the batch has not changed, or new ones."""
+        """Returns the columns (lists with one entry per sequence) of the last decode step, or new ones if the batch has
+        changed.
+        """
         batch, changes = self._batch, self._state.running.num_changes
         if batch is None or changes != self._batch_changes or batch.sequences != sequences:
             batch = self._batch = DecodeBatch.of(sequences)
@@ -127,7 +132,8 @@ class StepComposer(Stateful):
             sequences = self._grow(ready, now)
             if sequences or state.in_flight.num_steps or state.running.num_leaving:
                 return sequences
-            # All chosen sequences were preempted. Choose others now: without a step in flight, no other call follows.
+            # All chosen sequences were preempted. Choose others immediately: if no step is in flight, nothing calls
+            # this method again.
 
     def _ready(self) -> tuple[list[Sequence], int]:
         """Returns the sequences that can decode, and the number of sequences that will join after their prefill.
@@ -143,7 +149,7 @@ class StepComposer(Stateful):
             request = sequence.request
             num_inflight_tokens = request.num_inflight_tokens
             if len(request.output_token_ids) + num_inflight_tokens >= sequence.max_output_tokens:
-                continue  # the steps in flight sample its last token
+                continue  # needs no block: the steps in flight sample its last token
             if num_inflight_tokens <= ahead and not (waits_for_prefill and _prefill_in_flight(sequence)):
                 ready.append(sequence)
             elif sequence.num_inflight_decodes:
@@ -167,7 +173,7 @@ class StepComposer(Stateful):
         return True
 
     def _choose(self, ready: list[Sequence]) -> list[Sequence]:
-        """Returns as many sequences as a decode step takes, those that were chosen least recently."""
+        """Limits a decode step to its maximum number of sequences: returns those that were chosen least recently."""
         chosen = sorted(ready, key=lambda sequence: sequence.last_chosen)[: self._state.limits.decode_batch_size]
         for sequence in chosen:
             self._num_choices += 1
@@ -175,9 +181,10 @@ class StepComposer(Stateful):
         return sorted(chosen, key=lambda sequence: sequence.arrival_index)
 
     def _limit_history(self, ready: list[Sequence]) -> list[Sequence]:
-        """Leaves out sequences that come back from the host if their token histories exceed the capacity of a step.
+        """Removes sequences that come back from the host from a decode step if their token histories exceed its
+        capacity.
 
-        A later step takes these sequences.
+        A later step takes the removed sequences.
         """
         capacity = self._state.limits.max_step_history
         chosen = []

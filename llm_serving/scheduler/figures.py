@@ -18,11 +18,11 @@ class Figures:
     running: int = 0
     """Requests with a batch row and blocks, without finished and preempted ones that steps in flight still use."""
     waiting: int = 0
-    """Requests without blocks: new and preempted requests, but not swapped ones."""
+    """Requests without blocks that wait to start: new and preempted requests, but not swapped ones."""
     swapped: int = 0
     """Requests whose keys and values are in host memory."""
     preemptions: int = 0
-    """Number of times that a request lost its blocks to others, since the start."""
+    """Number of times since the start that a running request lost its blocks to other requests."""
     swaps: int = 0
     """Number of preemptions that moved the request's blocks to host memory."""
     total_blocks: int = 0
@@ -30,13 +30,13 @@ class Figures:
     free_blocks: int = 0
     """Blocks that no sequence holds. The prefix cache may still find their content."""
     prefix_query_tokens: int = 0
-    """Number of tokens looked up in the prefix cache: the known tokens of each sequence at each of its starts."""
+    """Number of tokens looked up in the prefix cache. At each start of a sequence, all its known tokens count."""
     prefix_hit_tokens: int = 0
     """Number of looked-up tokens that the prefix cache had."""
     reserved_tokens: int = 0
-    """KV positions in all block tables."""
+    """Number of KV positions in the blocks of all block tables."""
     held_tokens: int = 0
-    """KV positions that hold a token, or will hold one when the running prompts are computed."""
+    """Number of KV positions that hold a token, or will hold one when the running prompts are computed."""
     steps_in_flight: int = 0
 
     @classmethod
@@ -99,8 +99,8 @@ class Capacity:
     num_waiting_blocks: int
     """Blocks for the tokens of all waiting requests."""
     is_held_up: bool
-    """A preempted sequence must come back first, or the first waiting request found no capacity and nothing became free
-    since."""
+    """True if no new request can start yet. Either a preempted sequence must come back first, or the first waiting
+    request found no capacity and none became free since."""
     is_idle: bool
     """No request runs or waits. So each request that can ever be served can start."""
 

@@ -15,7 +15,8 @@ MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 600.0
 
 _KEEP = 1 - 1 / 64
-"""Factor by which earlier requests lose weight when a request leaves the queue. About the last 64 requests count."""
+"""Weight of old samples in the moving average of the queue's speed: each request that leaves the queue multiplies
+earlier weights by this factor. About the last 64 requests count."""
 
 
 class Intake(Stateful):
@@ -35,13 +36,14 @@ class Intake(Stateful):
         self.sequences: dict[str, Sequence] = {}
         """All requests that have not ended, by id."""
         self.num_arrivals = 0
-        """Number of requests admitted since the start, and the arrival index of the next."""
+        """Number of requests admitted since the start. This is also the arrival index of the next request."""
         self.num_tokens = 0
         """Known tokens of all waiting requests."""
         self.has_tenants = False
-        """True once a request has named a tenant. Before that, all requests belong to the tenant ""."""
+        """True once a request has named a tenant. Before that, all requests belong to the tenant "" (empty name)."""
         self.line = WaitingLine()
-        """Why the first waiting request could not start, for receipts."""
+        """Remembers why the first waiting request could not start. The receipts of the requests contain these
+        reasons."""
         self._limits = limits
         self._preempted: KeyedHeap[Sequence] = KeyedHeap()
         self._deadlines: KeyedHeap[Sequence] = KeyedHeap()
@@ -66,7 +68,7 @@ class Intake(Stateful):
     def enqueue(self, sequence: Sequence, now: float | None) -> None:
         """Adds an admitted sequence that never ran to the queue.
 
-        ``now``: the time, if the request arrived earlier at a router. None for a request that arrives now.
+        ``now``: the present time, if the request arrived earlier at a router. None for a request that arrives now.
         """
         request = sequence.request
         if not self:
@@ -122,8 +124,9 @@ class Intake(Stateful):
     def check_limits(self, num_tokens: int, num_free_rows: int) -> None:
         """Raises QueueFullError if the queue cannot take another request with ``num_tokens`` tokens.
 
-        Requests that can start do not count: they leave the queue with the next steps. A negative ``num_free_rows`` is
-        the number of requests that wait at the replicas of a router and cannot start there.
+        Requests that can start do not count as waiting: they leave the queue with the next steps. ``num_free_rows`` is
+        the number of free batch rows. A router subtracts the requests that wait at its replicas, so its number can be
+        negative. The missing batch rows then count as waiting requests.
         """
         num_startable, max_requests = self.num_startable(num_free_rows), self._limits.max_waiting_requests
         waiting = len(self) - num_startable
@@ -143,7 +146,7 @@ class Intake(Stateful):
             )
 
     def queue_full(self, num_free_rows: int) -> QueueFullError | None:
-        """Returns the error with which the shortest request would be refused now, or None."""
+        """Returns the error that would refuse the shortest possible request now, or None."""
         try:
             self.check_limits(1, num_free_rows)
         except QueueFullError as error:
@@ -151,7 +154,9 @@ class Intake(Stateful):
         return None
 
     def num_startable(self, num_free_rows: int) -> int:
-        """Returns how many requests can start: the free batch rows, or the limit of ``limit_starts``."""
+        """Returns how many waiting requests can start: ``num_free_rows``, or the limit of ``limit_starts`` if that is
+        less.
+        """
         return num_free_rows if self._max_starts is None else min(num_free_rows, self._max_starts)
 
     def limit_starts(self, num_starts: int) -> None:
@@ -231,11 +236,11 @@ class _DrainRate(Stateful):
         self._tokens = 0.0
 
     def start(self, now: float) -> None:
-        """Notes that the queue was empty and gets a request."""
+        """Continues the measurement: the queue was empty and gets a request."""
         self._since = now
 
     def stop(self) -> None:
-        """Notes that the queue is empty. The time until the next request does not count."""
+        """Pauses the measurement, because the queue is empty. The time until the next request does not count."""
         self._since = None
 
     def note(self, num_tokens: int, now: float) -> None:

@@ -1,4 +1,5 @@
-"""The lifecycle of a request after its admission: placed, restarted, given tokens, ended."""
+"""The lifecycle of a request after its admission: takes the results of its steps, restarts it after failures, ends it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Lifecycle:
         self._admission = admission
 
     def place(self, request: Request, arrival_index: int, now: float) -> None:
-        """Adds a request that a router sends here, and which may have run on another replica.
+        """Adds a request that a router sends to this scheduler. The request may have run on another replica.
 
         The router has checked the admission limits. Raises RequestError if the request can never be served, with
         nothing changed.
@@ -83,7 +84,10 @@ class Lifecycle:
                 self._state.running.stop(sequence)
 
     def lose_device(self, now: float) -> None:
-        """Makes all requests wait again with their known tokens. No step is in flight, and all blocks are lost."""
+        """Makes all requests wait again with their known tokens, after the agent and all blocks were lost.
+
+        No step is in flight.
+        """
         running = self._state.running
         self.restart(list(running), now)
         for sequence in running.leaving:

@@ -49,7 +49,7 @@ class PreemptionKind(enum.Enum):
 
 
 class AdmissionKind(enum.Enum):
-    """``scheduler_config.admission``: how the requests that run together are limited. See ``admission.py``."""
+    """``scheduler_config.admission``: how the number of requests that run together is limited. See ``admission.py``."""
 
     NONE = "none"
     ROUTER = "router"
@@ -74,16 +74,16 @@ class SchedulerLimits:
     decode_batch_size: int
     policy: Policy = Policy.PREFILL_FIRST
     decode_steps_ahead: int = 1
-    """Number of decode steps that may be in flight behind the running one."""
+    """Number of decode steps that may wait at the agent while another decode step runs."""
     chunk_tokens: int | None = None
     """Tokens of a mixed step, including those of decoding sequences. None for the default of ``mixed_step_tokens``."""
     batching: BatchingStrategy = BatchingStrategy.CONTINUOUS
     batch_size: int | None = None
     """Requests of a static or dynamic batch. None for the size of a decode step."""
     batch_waiting_time: float = 0.0
-    """How long a prefill step waits for more requests, or a dynamic batch that is not full."""
+    """Seconds that a prefill step, or a dynamic batch that is not full, waits for more requests."""
     decode_batch_waiting_time: float = 0.0
-    """How long a decode step that is not full waits for sequences in prefill."""
+    """Seconds that a decode step that is not full waits for sequences in prefill."""
     max_waiting_requests: int = 1024
     max_waiting_tokens: int | None = None
     num_host_blocks: int = 0
@@ -96,7 +96,8 @@ class SchedulerLimits:
     preemption: PreemptionKind = PreemptionKind.RECOMPUTE
     admission: AdmissionKind = AdmissionKind.NONE
     max_total_tokens: int | None = None
-    """Limit of ``admission`` on the tokens of all running sequences. None for the capacity of the KV cache."""
+    """Maximum number of tokens that ``admission`` lets all running sequences hold. None for the capacity of the KV
+    cache."""
     predict_output_length: bool = False
     """True if ``admission`` expects outputs as long as recent ones. False if it expects the maximum length."""
     fairness: bool = True

@@ -17,7 +17,8 @@ _MIN_CHUNK = 16
 """Tokens of a mixed step that prompts get even if decoding sequences use the whole budget. So prompts never stop."""
 
 _MAX_STEPS_WITHOUT_PROMPTS = 8
-"""Number of steps that decoding sequences may fill to the last token while prompts wait. Then comes a prefill step."""
+"""Number of consecutive steps that decoding sequences may fill completely while prompts wait. Then a prefill step
+follows."""
 
 
 class MixedComposer(StepComposer):
@@ -82,7 +83,7 @@ def _build(seq: int, reason: StepReason, batch: DecodeBatch, plan: ChunkPlan) ->
     """Builds a step with one token of each decoding sequence, then the chunks of the plan."""
     step = build_decode(seq, reason, batch)
     step.kind = StepKind.MIXED
-    # Decode steps of one batch share these lists. This step extends the lists, so it needs copies.
+    # Decode steps of one batch share these lists. This step extends the lists, so it needs its own copies.
     step.requests = list(step.requests)
     step.rows = list(step.rows)
     step.query_lens = list(step.query_lens)

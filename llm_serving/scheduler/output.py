@@ -101,11 +101,11 @@ class ScheduledStep:
     do_sample: list[bool] = field(default_factory=list)
     """[S] True if the step samples a token for the sequence. False for all chunks of a prompt except the last."""
     sample_positions: list[int] = field(default_factory=list)
-    """[S] Index of the sampled token in the output. It is the key of the token's random number."""
+    """[S] Index of the sampled token in the output. It selects the random number with which the token is sampled."""
     histories: list[History] = field(default_factory=list)
     """The histories of sequences with penalties that start their batch row, in order of ``index``."""
     restarts: list[bool] = field(default_factory=list)
-    """[S] True in a sequence's first step on its batch row. An empty list means False for all."""
+    """[S] True in a sequence's first step on its batch row. An empty list means False for all sequences."""
     moves: list[BlockMove] = field(default_factory=list)
     """Copies of blocks. They run before the computation, in this order."""
     reason: StepReason = StepReason.PROMPT_READY

@@ -44,7 +44,7 @@ class SchedulingPolicy(Stateful, ABC):
 class PromptsFirst(SchedulingPolicy):
     """Sends a prefill step as soon as the first waiting request fits, else a decode step.
 
-    After ``prefill_streak_limit`` prefill steps that made other sequences wait, a decode step goes first.
+    After ``prefill_streak_limit`` consecutive prefill steps that delayed decoding sequences, a decode step goes first.
     """
 
     STATE = ("_streak",)
@@ -85,16 +85,17 @@ class PromptsFirst(SchedulingPolicy):
         return self._composer.decode(now, reason)
 
     def _delays_decoding(self, prefill: ScheduledStep) -> bool:
-        """Returns True if other sequences have to wait to decode because of this prefill step."""
+        """Returns True if this prefill step delays the next token of a decoding sequence."""
         return self._state.in_flight.num_decode_steps > 0 or any(
             sequence.wants_token and sequence.request not in prefill.requests for sequence in self._state.running
         )
 
 
 def prefill_streak_limit(max_num_seqs: int, prefill_batch_size: int) -> int:
-    """Returns the number of prefill steps that may come while sequences wait to decode: enough to fill each batch row.
+    """Returns the maximum number of consecutive prefill steps that may delay decoding sequences: enough to fill each
+    batch row.
 
-    So a burst of requests starts quickly, but a stream of one-token requests cannot stop the others.
+    So a burst of requests starts quickly, but a stream of one-token requests cannot stop the decoding sequences.
     """
     return -(-max_num_seqs // prefill_batch_size)
 

@@ -75,7 +75,7 @@ class Preemption(Stateful):
             self._wait_again(sequence)
 
     def moved(self, flight: InFlightStep) -> None:
-        """Notes that a MOVE step has completed."""
+        """Updates the sequences whose blocks a completed MOVE step has copied."""
         if self._swapper is not None:
             self._swapper.moved(flight.step.moves[0].kind, flight.sequences)
 

@@ -124,7 +124,9 @@ class QueueOrder(Stateful):
 
     @property
     def estimate(self) -> tuple[float, float]:
-        """Learnt prefill time: seconds of a step with almost no tokens, and seconds per token. (0, 0) if unknown."""
+        """The learnt time of a prefill step: seconds of a step with almost no tokens, and further seconds per token.
+        (0, 0) if unknown.
+        """
         return 0.0, 0.0
 
     def is_late(self, sequence: Sequence) -> bool:
@@ -132,7 +134,9 @@ class QueueOrder(Stateful):
         return False
 
     def is_spare(self, sequence: Sequence) -> bool:
-        """Returns True if a waiting sequence is late and is the first only because no request on time waits."""
+        """Returns True if a start of ``sequence`` would use only spare capacity: it is late, and no request on time
+        waits.
+        """
         return False
 
     def expects_more(self, now: float) -> bool:
@@ -140,7 +144,7 @@ class QueueOrder(Stateful):
         return False
 
     def learn(self, overhead_s: float, seconds_per_token: float) -> None:
-        """Updates the learnt prefill time, ``estimate``."""
+        """Updates ``estimate``, the learnt time of a prefill step."""
 
     def _find(self, sequence: Sequence) -> _PriorityClass | None:
         priority = sequence.request.priority
@@ -154,7 +158,10 @@ class QueueOrder(Stateful):
         self.restore_attributes(self.STATE[2:], state, sequences)
 
     def _update_oldest(self, priority: int, its_class: _PriorityClass) -> None:
-        """Updates the key of a class whose oldest sequence may have changed. Makes an empty class idle."""
+        """Updates the place of a priority class after its oldest sequence may have changed.
+
+        An empty class becomes idle.
+        """
         oldest = its_class.by_arrival.first() if its_class.by_arrival else None
         if oldest is its_class.known_oldest:
             return
@@ -181,7 +188,7 @@ class _PriorityClass(Stateful):
 
 
 class FairQueue(Stateful):
-    """Waiting sequences by tenant. The tenant with the least virtual token counter is first.
+    """Waiting sequences by tenant. The tenant with the least virtual token counter (served tokens) is first.
 
     Among the sequences of a tenant, the one with the least key is first.
     """
@@ -229,7 +236,7 @@ class FairQueue(Stateful):
         return sequence.request.tenant if self._fairness else ""
 
     def _update_counters(self, tenant: str) -> None:
-        """Tells the counters the tenant's first waiting sequence, or that the tenant has none."""
+        """Informs the virtual token counters of the tenant's first waiting sequence, or that the tenant has none."""
         sequences = self._tenants[tenant]
         if sequences:
             self._counters.wait(tenant, sequences.key(sequences.first()))
@@ -250,14 +257,17 @@ class VirtualTokenCounters(Stateful):
         self._counters: dict[str, int] = {}
         self._waiting: KeyedHeap[str] = KeyedHeap()
         self._last = ""
-        """The tenant that waited last, while no tenant waits."""
+        """The tenant that waited last. Used only while no tenant waits."""
 
     def counter(self, tenant: str) -> int:
-        """Returns a tenant's counter, or the value with which a new tenant would start."""
+        """Returns a tenant's virtual token counter, or the value with which a new tenant would start."""
         return self._counters[tenant] if tenant in self._counters else self._floor()
 
     def wait(self, tenant: str, head: Any) -> None:
-        """Notes that a tenant has waiting requests. ``head`` orders tenants with equal counters."""
+        """Notes that a tenant has waiting requests.
+
+        ``head`` is the key of the first one, which orders tenants with equal counters.
+        """
         if tenant not in self._waiting:
             self._counters[tenant] = max(self._counters.get(tenant, 0), self._floor())
         self._waiting.set(tenant, (self._counters[tenant], head))
@@ -272,7 +282,8 @@ class VirtualTokenCounters(Stateful):
         """Returns the waiting tenant with the least counter. Raises IndexError if no tenant waits."""
         waiting = self._waiting
         while True:
-            # Counters only rise, so an outdated key is too small. Its tenant comes first here, and the key is updated.
+            # This tenant's key in the heap may be outdated. Counters only rise, so an outdated key is too small. The
+            # key is updated and the search repeated.
             tenant = waiting.first()
             counter, head = waiting.key(tenant)
             if counter == self._counters[tenant]:
@@ -345,7 +356,9 @@ class KeyedHeap(Stateful, Generic[_Item]):
         return heap[0][2]
 
     def snapshot(self) -> list[Any]:
-        """Returns the number of ``set`` calls, then ``[item, key, number of its last set call]`` of each item."""
+        """Returns the heap as plain data: the number of ``set`` calls, then ``[item, key, number of its last set
+        call]`` of each item.
+        """
         return [self._num_sets, *([save(item), save(key), number] for key, number, item in self._entries.values())]
 
     def restore(self, state: list[Any], sequences: Sequences) -> None:

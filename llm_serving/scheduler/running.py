@@ -38,7 +38,7 @@ class BlockSupply:
 
     @property
     def version(self) -> int:
-        """Increases whenever a prefix match may have changed."""
+        """Number that increases whenever a lookup in the prefix cache may have another result than before."""
         return 0
 
     def look_up(self, sequence: Sequence) -> CachedPrefix:
@@ -84,7 +84,8 @@ class RunningSet(Stateful):
         self._prefilling: dict[int, Sequence] = {}
         self._num_preempted = 0
         self.num_changes = 0
-        """Increases whenever a sequence starts or stops, and so whenever a batch row or a block table changes."""
+        """Number that increases whenever a sequence starts or stops, and so whenever a batch row or a block table
+        changes."""
 
     def __len__(self) -> int:
         return len(self._running)
@@ -131,7 +132,7 @@ class RunningSet(Stateful):
 
     @property
     def victim(self) -> Sequence:
-        """The sequence that is preempted next: the latest arrival of the least important priority.
+        """The sequence that is preempted next: among those of the least important priority, the latest arrival.
 
         It is never the oldest of all, unless the oldest runs alone.
         """
@@ -164,9 +165,10 @@ class RunningSet(Stateful):
         self.start_prefill(sequence)
 
     def return_from_host(self, sequence: Sequence, watermark_blocks: int) -> bool:
-        """Gives a swapped sequence a batch row and blocks for its known tokens. Returns False without capacity.
+        """Gives a swapped sequence a batch row and blocks for its known tokens.
 
-        Until its blocks are back, the sequence is neither in prefill nor decoding.
+        Returns False if a batch row or blocks are missing. Until its blocks are copied back, the sequence is neither in
+        prefill nor decoding.
         """
         needed = self._kv_cache.blocks_for(sequence.request.num_tokens)
         if not self._free_rows or needed + self.reserve(watermark_blocks) > self._kv_cache.num_free_blocks:

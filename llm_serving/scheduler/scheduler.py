@@ -111,7 +111,7 @@ class Scheduler:
     def queue_full(self) -> QueueFullError | None:
         """Returns the error with which a request would be refused now, or None. Any thread may call it.
 
-        It allows a refusal before the request is read. ``add_request`` decides.
+        The server can so refuse a request before it reads the body. ``add_request`` makes the final decision.
         """
         return self._intake.queue_full(self._running.num_free_rows)
 
@@ -142,7 +142,10 @@ class Scheduler:
 
     @property
     def figures(self) -> Figures:
-        """The present counts. Any thread may read them. They may change in between, so they can differ by a step."""
+        """The present counts.
+
+        Any thread may read them. During a read some counts may change, so they can come from two steps.
+        """
         return Figures.of(self._state, self._preemption)
 
     @property
@@ -169,7 +172,7 @@ class Scheduler:
             preemption.num_swaps,
         )
 
-    # For a router in front of several schedulers
+    # The following methods are for a router in front of several schedulers.
 
     @property
     def num_requests(self) -> int:
@@ -194,12 +197,16 @@ class Scheduler:
         return Capacity.of(self._state)
 
     def known_prefix(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """Returns how many first blocks with these hashes the prefix cache has or expects, and how many are in use."""
+        """Returns how many of the blocks with these hashes the prefix cache has or expects, counted from the first, and
+        how many of them are in use.
+        """
         return self._kv_cache.prefixes.known(hashes) if self.limits.prefix_cache else (0, 0)
 
     @property
     def prefill_estimate(self) -> tuple[float, float]:
-        """Learnt prefill time: seconds of a step with almost no tokens, and seconds per token. (0, 0) if unknown."""
+        """The learnt time of a prefill step: seconds of a step with almost no tokens, and further seconds per token.
+        (0, 0) if unknown.
+        """
         return self._intake.order.estimate
 
     # Steps
@@ -218,12 +225,14 @@ class Scheduler:
         swapper = self._swapper
         if swapper is None:
             return self._policy.next_step(now)
-        # The policy may have preempted a sequence that no step in flight uses. Its blocks can move immediately.
+        # The policy may have preempted a sequence that no step in flight uses. The swapper can then move its blocks
+        # immediately.
         return swapper.next_step() or self._policy.next_step(now) or swapper.next_step()
 
     def next_wakeup(self, now: float) -> float | None:
-        """Returns when to call ``schedule`` again although nothing happens: at the end of a batch's waiting time or at
-        a deadline."""
+        """Returns when to call ``schedule`` again without a new request or result: when a batch has waited long enough,
+        or at a deadline.
+        """
         wakeup = self._state.wakeup
         return None if wakeup is None else max(wakeup, now)
 
@@ -256,7 +265,8 @@ class Scheduler:
         self._policy.reset()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless each block and batch row is held once or free, and counts agree with the steps.
+        """Raises AssertionError unless each block and batch row is held once or free, and the counts agree with the
+        steps in flight.
 
         The cost is proportional to the number of held blocks. An idle scheduler has none.
         """

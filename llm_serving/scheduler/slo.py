@@ -60,7 +60,7 @@ class _Pace:
     step_s: float
     """Maximum time of the step if each sequence gets its next token within its objective."""
     slack_s: float
-    """Maximum time of the step if the mean of each sequence stays within its objective."""
+    """Maximum time of the step if the mean time between tokens of each sequence stays within its objective."""
     longest_s: float
     """Maximum time of the step in any case, for all sequences."""
 
@@ -153,11 +153,13 @@ class Slo(MixedPolicy):
         return int(min(max(tokens, 1.0), maximum))
 
     def _token_s(self, budget: int, pace: _Pace) -> float:
-        """Returns the seconds per prompt token in steps with ``budget`` prompt tokens."""
+        """Returns the seconds per prompt token in mixed steps with ``budget`` prompt tokens."""
         return self._model.seconds(pace.num_decoding, pace.num_context_tokens, budget) / budget
 
     def _is_late_at(self, token_s: float, now: float) -> bool:
-        """Returns True if a prompt that can still be on time would be late at ``token_s`` seconds per prompt token."""
+        """Returns True if a prompt that can still be on time would be late at a speed of ``token_s`` seconds per prompt
+        token.
+        """
         state = self._state
         ahead = 0
         prompts = [*state.running.prefilling, *([state.intake.peek(now)] if state.intake else [])]
@@ -177,7 +179,7 @@ class Slo(MixedPolicy):
         objective = min(pace.step_s, self._tbt_objective(intake.peek(now)) * (1.0 - _MARGIN))
         spare = objective - model.seconds(len(running), pace.num_context_tokens, 0)
         if model.seconds(1, 0, 0) > objective:
-            return None  # a single sequence alone misses the objective
+            return None  # even a sequence that decodes alone misses its objective
         context = pace.num_context_tokens / pace.num_decoding if pace.num_decoding else 0.0
         sequence_s = model.sequence_s + model.context_s * context
         return max(0, int(spare / sequence_s)) if sequence_s > 0.0 else None
@@ -221,7 +223,8 @@ class Slo(MixedPolicy):
 
 
 _KEEP = 1 - 1 / 256
-"""Factor by which earlier steps lose weight with each new step. About the last 256 steps count."""
+"""Weight of old steps in the cost model: each new step multiplies earlier weights by this factor. About the last 256
+steps count."""
 
 _SOLVE_EVERY = 8
 """Number of steps after which the coefficients are computed again."""

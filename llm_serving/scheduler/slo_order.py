@@ -88,14 +88,16 @@ class SloOrder(QueueOrder):
         return sequence not in self._latest_starts
 
     def is_spare(self, sequence: Sequence) -> bool:
-        """Returns True if a waiting sequence is late and the next start does not belong to late requests.
+        """Returns True if a start of ``sequence`` would use only spare capacity: it is late, and no reserved start is
+        due.
 
-        If it is first, then only because no request on time waits.
+        While late requests wait, every ``LATE_SHARE``-th start is reserved for them. Otherwise a late request is the
+        first of the queue only if no request on time waits.
         """
         return sequence not in self._latest_starts and self._starts_before_late < LATE_SHARE - 1
 
     def expects_more(self, now: float) -> bool:
-        """Returns True until the objective for the first token of the last arrival has passed."""
+        """Returns True if a request arrived within the last ``ttft_objective`` seconds, so that more are likely."""
         return now < self._next_expected
 
     def learn(self, overhead_s: float, seconds_per_token: float) -> None:

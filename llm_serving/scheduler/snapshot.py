@@ -21,7 +21,7 @@ from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, Ste
 from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
 
 Sequences = dict[int, Sequence]
-"""Restored sequences by arrival index."""
+"""Type of the sequences of a restored scheduler, by arrival index."""
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _SEQUENCE, _STEP, _TUPLE, _DICT = "sequence", "step", "tuple", "dict"
@@ -43,10 +43,10 @@ class RequestCodec(Protocol):
         """Returns the request that ``save_request`` saved."""
 
     def block_contents(self, index: PrefixIndex) -> list[bytes]:
-        """Returns the packed tokens of each block."""
+        """Returns the tokens of each cached block, packed as bytes."""
 
     def chain_tokens(self, chain: PrefixChain, request: Request) -> bytes:
-        """Returns the packed tokens of a request's prefix chain."""
+        """Returns the tokens of a request's prefix chain, packed as bytes."""
 
 
 class Stateful:
@@ -67,7 +67,10 @@ class Stateful:
         return {name: save(getattr(self, name)) for name in self.STATE}
 
     def restore(self, state: Any, sequences: Sequences) -> None:
-        """Restores what ``snapshot`` returned. The part must be newly made. It may keep the containers in ``state``."""
+        """Restores what ``snapshot`` returned.
+
+        This part must be newly made. It may keep references to the containers in ``state``.
+        """
         self.restore_attributes(self.STATE, state, sequences)
 
     def restore_attributes(self, names: Iterable[str], state: Any, sequences: Sequences) -> None:

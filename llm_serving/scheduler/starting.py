@@ -19,7 +19,8 @@ from llm_serving.scheduler.step_builder import ChunkPlan
 from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, Phase
 
 _NOT_CAPACITY = (BlockReason.BATCH, BlockReason.PREFIX)
-"""Reasons not to start that can end with the next step. All other reasons limit how many requests may wait."""
+"""Reasons not to start although there is capacity. They can end with the next step. All other reasons limit how many
+requests may wait."""
 
 
 class BatchingMode(Stateful):
@@ -33,9 +34,9 @@ class BatchingMode(Stateful):
         self._state = state
 
     def may_start(self, sequence: Sequence, now: float, *, joins_step: bool) -> bool:
-        """Returns True if the first waiting request, which never ran, may start. Else it may set the wakeup.
+        """Returns True if the first waiting request, which never ran, may start.
 
-        ``joins_step``: the step has other prompts already.
+        Else it may set the time of the next wakeup. ``joins_step``: the step already has other prompts.
         """
         if joins_step or self._fills_a_step():
             return True
@@ -134,7 +135,9 @@ class Starter:
         return BlockReason.BATCH if exceeds or not plan.fits(sequence, num_uncomputed) else None
 
     def _missing_capacity(self, sequence: Sequence) -> BlockReason | None:
-        """Returns the reason if batch rows, blocks or the admission keep a sequence from starting now, else None."""
+        """Returns the missing capacity (batch rows, blocks or admission) that keeps a sequence from starting now, or
+        None.
+        """
         state, running = self._state, self._state.running
         if not running.num_free_rows:
             return BlockReason.ROWS

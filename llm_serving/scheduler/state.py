@@ -33,10 +33,11 @@ class SchedulerState(Stateful):
     num_started: int = 0
     """Number of requests that have started and not ended, in any state."""
     no_capacity: tuple[int, int, int] | None = None
-    """Number of changes of the running set, of free batch rows and of free blocks when the first waiting request last
-    found no capacity."""
+    """The state when the first waiting request last found no capacity: number of changes of the running set, free batch
+    rows, free blocks."""
     wakeup: float | None = None
-    """When ``schedule`` must be called again: a request or batch that it held back has then waited long enough."""
+    """Time at which ``schedule`` must be called again: a request or batch that it held back has then waited long
+    enough."""
 
     @property
     def page_use(self) -> float:

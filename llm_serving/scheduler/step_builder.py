@@ -1,4 +1,4 @@
-"""Builds the columns of a step from its sequences."""
+"""Builds the columns of a step: lists with one entry for each of its sequences or tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """The columns that consecutive decode steps of the same sequences share.
+    """The columns (lists with one entry per sequence) that consecutive decode steps of the same sequences share.
 
     ``block_tables`` are the sequences' own lists, which grow.
     """
@@ -145,7 +145,10 @@ def append_chunks(step: ScheduledStep, plan: ChunkPlan) -> None:
 
 
 def _restart_rows(step: ScheduledStep, batch: DecodeBatch) -> None:
-    """Starts the batch rows of sequences that come back from the host, because the agent has no state for them."""
+    """Marks the first step of sequences that come back from the host.
+
+    The agent has no state for their batch rows, so the step brings it.
+    """
     step.restarts = list(batch.restarts)
     batch.restarts[:] = [False] * len(batch.restarts)
     for index, (sequence, restarts) in enumerate(zip(batch.sequences, step.restarts, strict=True)):

@@ -16,7 +16,8 @@ from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 
 _KEEP = 1 - 1 / 32
-"""Factor by which earlier steps lose weight with each new step. About the last 32 steps count."""
+"""Weight of old steps in a mean rate: each new step multiplies earlier weights by this factor. About the last 32 steps
+count."""
 
 
 class _Rate(Stateful):
@@ -39,7 +40,7 @@ class _Rate(Stateful):
 
 
 class PreemptionChoice(Stateful):
-    """Chooses between recompute and swap by ``scheduler_config.preemption``.
+    """Chooses what happens to preempted sequences, recompute or swap, by ``scheduler_config.preemption``.
 
     ``auto`` swaps if moving the blocks out and back takes less time than computing the tokens again. Before the first
     measurements it also swaps, to get them.
@@ -132,7 +133,7 @@ class Swapper(Stateful):
             # A sequence that was preempted while it came back keeps its host blocks.
 
     def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
-        """Learns the rates for ``preemption: auto``."""
+        """Learns the mean times per token and per block, for ``preemption: auto``."""
         self._choice.step_completed(step, result)
 
     def _move_out(self) -> ScheduledStep | None:
