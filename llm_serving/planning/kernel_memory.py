@@ -13,11 +13,9 @@ inputs of the widest linear layer. h is the hidden size, I the intermediate size
     products         256 rows of h in float32 for each thread and each part of ``parallel_config.sum_parts``
     panel            for each thread, 64 columns of a weight (W bytes each), and sums of 272 rows or of W / 8
     attention        for each thread, keys, values and rows of a task: about 1024 x (D + 48) x 4
-    latent attention queries, their latent forms and the attended latent vectors of all T rows:
-                     H x (D + 2 x cached elements) x b for each row
     split contexts   sums of rows whose context several threads share: D + 16 numbers for each partition of 256 tokens,
                      for at most 8 x 192 rows of each thread
-    laid out keys    native: keys and values of a prompt, at most 64 MiB
+    laid out keys    native, and latent attention: keys and values of a prompt, at most 64 MiB
     sampler          60 bytes x V for each thread that samples: sorted and filtered rows
 
 Native: three graphs are recorded once (``agent/step_graph/replay/native.py``), about 16 KiB for each layer, or 32 KiB
@@ -148,14 +146,11 @@ def _panel_bytes(shape: ModelShape) -> int:
 
 
 def _latent_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of the queries of latent attention, and the layout of bfloat16 keys."""
-    latent = shape.latent
-    if latent is None:
+    """Return the bytes of the latent vectors of a prompt that are laid out for latent attention."""
+    if shape.latent is None:
         return 0
-    per_row = shape.num_attention_heads * (latent.head_dim + 2 * latent.cache_dim) + latent.query_rank
-    keys = (config.max_model_len + 16) * latent.cache_dim * config.dtype_bytes
-    laid_out = min(MOST_LAID_OUT_BYTES, 2 * keys) + config.max_model_len
-    return config.max_num_batched_tokens * per_row * config.dtype_bytes + laid_out
+    keys = (config.max_model_len + 16) * shape.latent.cache_dim * config.dtype_bytes
+    return min(MOST_LAID_OUT_BYTES, 2 * keys) + config.max_model_len
 
 
 def _attention_bytes(shape: ModelShape) -> int:

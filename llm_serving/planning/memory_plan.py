@@ -11,7 +11,8 @@ longest sequence.
                      attention: L x (kv_lora_rank + qk_rope_head_dim) x b x block_size x num_blocks
     host blocks      the same with num_host_blocks, for swapped sequences
     activations      T x (2h + (H + 2K)D + 2HD + 3I) x b for one layer: residual and its norm; query, key, value;
-                     rotated query and output of attention; gate, up and their product
+                     rotated query and output of attention; gate, up and their product. Latent attention has other
+                     matrices (``rank_memory.py``)
     logits           fused: S x V x 4 (float32), and S x V x b more if ``model_dtype`` is another type. Native: S x V x
                      (b + 16), for the logits and four float32 matrices of the operators that find candidates
     rotary tables    2 x P x D x 4, cosine and sine. MindFormers may have more rows than P

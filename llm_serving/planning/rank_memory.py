@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from llm_serving.config import Config
 from llm_serving.config.mindformers_models import rotary_positions
+from llm_serving.model.deepseek import LatentAttention
 from llm_serving.model.parallel import Shard, answering_rank, local_shape, place
 from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
 from llm_serving.model.shape import ModelShape
@@ -128,18 +129,23 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     attention = (query + 2 * key_value) + 2 * query
     if shape.latent is not None:
-        attention = shape.num_attention_heads * shape.latent.value_dim + _latent_width(shape)
+        attention = _latent_elements(shape, shape.latent)
     per_token = 2 * shape.hidden_size + attention + 3 * shape.intermediate_size
     if config.op_table == "native" and shape.sliding_window:
         per_token += 2 * config.max_model_len  # the mask of the sliding window, and the numbers it is made from
     return config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config, shape)
 
 
-def _latent_width(shape: ModelShape) -> int:
-    """Return the width of the first product of latent attention: query or its latent vector, and the cached vector."""
-    latent = shape.latent
-    assert latent is not None, "only latent attention has a latent vector"
-    return (latent.query_rank or shape.num_attention_heads * latent.head_dim) + latent.cache_dim
+def _latent_elements(shape: ModelShape, latent: LatentAttention) -> int:
+    """Return the elements of a token in latent attention.
+
+    These are the first product, the latent vector of queries and the queries, and the result. Each head also has a
+    query and an attended vector as wide as a row of the cache.
+    """
+    heads, queries = shape.num_attention_heads, shape.num_attention_heads * latent.head_dim
+    first = (latent.query_rank or queries) + latent.cache_dim
+    own_queries = latent.query_rank + queries if latent.query_rank else 0
+    return first + own_queries + heads * (2 * latent.cache_dim + latent.value_dim)
 
 
 def _expert_bytes(config: Config, shape: ModelShape) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from block_sharing import run_block_sharing  # noqa: E402
 from runner_worker import generate, run_invariance  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
@@ -43,6 +44,8 @@ def main() -> None:
             "invariance": run_invariance(driver, golden),
             "digest": weights_digest(folder),
         }
+        if driver.config.shape.latent is not None:  # other families share the cache of the Llamas of runner_worker.py
+            results[name]["sharing"] = run_block_sharing(driver, golden)
     print(json.dumps(results))
 
 

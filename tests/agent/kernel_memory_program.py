@@ -1,6 +1,6 @@
 """Runs the steps that need the most kernel memory, and prints the kernels' memory and the memory plan as JSON.
 
-python tests/agent/kernel_memory_program.py DTYPE OP_TABLE WEIGHT_FORMAT THREADS EXPERTS
+python tests/agent/kernel_memory_program.py DTYPE OP_TABLE WEIGHT_FORMAT THREADS PARTS
 """
 
 from __future__ import annotations
@@ -38,6 +38,22 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 704,
 }
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 8,
+    "q_lora_rank": 384,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 704,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
 LIMITS = {
     "model_config.load_format": "dummy",
     "model_config.max_generate_length": LONGEST,
@@ -72,7 +88,8 @@ def run_steps(driver: StepDriver) -> None:
 
 def main() -> None:
     dtype, op_table, weights, threads, experts = sys.argv[1:]
-    folder = write_model_folder(Path("model"), **SIZES, **(EXPERTS if experts == "experts" else {}))
+    parts = {"dense": {}, "experts": EXPERTS, "latent": LATENT}[experts]
+    folder = write_model_folder(Path("model"), **{**SIZES, **parts})
     config = make_config(folder, dtype, op_table, weights, extra={**LIMITS, "model_config.cpu_threads": threads})
     run_steps(StepDriver(config))
     assert num_threads() == int(threads)

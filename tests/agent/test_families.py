@@ -18,7 +18,7 @@ from support.forked_programs import run_forked
 from support.golden_files import golden_of
 from support.json_program import printed_json
 from support.oracle_ties import check_forced
-from support.position_bits import check_position_bits
+from support.position_bits import check_position_bits, check_sharing_bits
 from support.sweeps import with_sweeps
 
 WORKER = Path(__file__).with_name("families_worker.py")
@@ -155,3 +155,8 @@ def test_quantised_weights_predict_nearly_the_same_tokens(results: Run, setup: S
 @pytest.mark.parametrize(("setup", "model"), of_models(SETUPS))
 def test_a_position_gives_the_same_bits_however_it_is_computed(results: Run, setup: Setup, model: str) -> None:
     check_position_bits(results(setup, model)["invariance"])
+
+
+@pytest.mark.parametrize(("setup", "model"), [pair for pair in of_models(SETUPS) if pair.values[1] in LATENT_MODELS])
+def test_shared_copied_and_swapped_latent_vectors_give_the_same_bits(results: Run, setup: Setup, model: str) -> None:
+    check_sharing_bits(results(setup, model)["sharing"])

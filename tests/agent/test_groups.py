@@ -52,8 +52,17 @@ INDIVISIBLE = ("mistral_full", "qwen2_tied")
 """Models whose heads end within a group of int4 weights. Two agents cannot share them, and the config refuses them."""
 
 
+LATENT = tuple(name for name in FAMILY_VARIANTS if "kv_lora_rank" in FAMILY_VARIANTS[name].config)
+"""Models with latent attention. Native operators and a cache of int8 refuse them, and int4 loses their text.
+
+``test_families.py`` tests bfloat16, and ``test_expert_parallel.py`` the division of their experts.
+"""
+
+
 def models_of(setup: Setup) -> tuple[str, ...]:
     refused = INDIVISIBLE if setup.weights == "int4" and setup.tensor_parallel > 1 else ()
+    has_latent = setup.op_table == "fused" and setup.weights == "auto" and setup.dtype != "bfloat16"
+    refused = refused if has_latent else (*refused, *LATENT)
     return tuple(model for model in MODELS if model not in refused)
 
 

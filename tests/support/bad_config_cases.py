@@ -34,7 +34,51 @@ def with_section(section: str) -> str:
 
 SERVING = "serving_config: "
 
+LATENT: dict[str, object] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+
 CASES = [
+    # DeepSeek's models.
+    Case(
+        "latent attention with the native operators",
+        in_model("model_dtype: float16, op_table: native"),
+        f"{FILE}: model_config.op_table = 'native': the native operators have no latent attention for "
+        "DeepseekV3ForCausalLM; use op_table fused (CPU)",
+        folder=LATENT,
+    ),
+    Case(
+        "int8 KV cache with latent attention",
+        in_model("kv_format: int8"),
+        f"{FILE}: model_config.kv_format = 'int8': latent attention needs a cache of floats; use auto",
+        folder=LATENT,
+    ),
+    Case(
+        "sums in parts with latent attention",
+        with_section("parallel_config: {sum_parts: 2}"),
+        f"{FILE}: parallel_config.sum_parts = 2: the model has experts, whose sums have no parts; use 1",
+        folder=LATENT,
+    ),
+    Case(
+        "experts of a model without experts",
+        with_section("parallel_config: {expert_parallel: True, tensor_parallel: 2}\n" + SERVING + "{agent_ports: [0]}"),
+        f"{FILE}: parallel_config.expert_parallel = True: the model has no experts; use False",
+    ),
+    Case(
+        "whole experts of a single agent",
+        with_section("parallel_config: {expert_parallel: True}"),
+        f"{FILE}: parallel_config.expert_parallel = True: divides the experts among the agents of tensor_parallel, "
+        "which is 1; use False",
+        folder=LATENT,
+    ),
+    Case(
+        "a latent vector of queries that groups of weights do not divide",
+        in_model("weight_format: int4, weight_group: 32"),
+        f"{FILE}: model_config.weight_group = 32: must be 32, 64 or 128 and divide the model's q_lora_rank of 48",
+        folder=LATENT,
+    ),
     # Formats of weights and KV cache.
     Case(
         "bf16 weights in another type",

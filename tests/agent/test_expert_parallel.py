@@ -1,0 +1,65 @@
+"""Compares two agents that divide the heads, and the experts or their columns, with the tokens of transformers."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from performance.models.folders import write_model
+from performance.models.variants import FAMILY_VARIANTS
+from support.agent_group import Setup, run_group
+from support.golden_files import golden_of
+from support.position_bits import check_position_bits
+
+pytestmark = pytest.mark.timeout(300)
+WHOLE_EXPERTS = Setup(2, 1, extra={"parallel_config.expert_parallel": True})
+COLUMNS = Setup(2, 1)
+CASES = (
+    (WHOLE_EXPERTS, "deepseek_v3"),
+    (WHOLE_EXPERTS, "deepseek_v2"),
+    (WHOLE_EXPERTS, "qwen3_moe"),
+    (COLUMNS, "deepseek_v3"),
+    (COLUMNS, "deepseek_v2_lite"),
+)
+NAMES = {id(WHOLE_EXPERTS): "experts", id(COLUMNS): "columns"}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns a function with the output of the agent that samples. A group runs all models of its setup."""
+    scratch = tmp_path_factory.mktemp("expert-parallel")
+
+    @cache
+    def run(name: str) -> dict[str, Any]:
+        setup = {NAMES[id(each)]: each for each in (WHOLE_EXPERTS, COLUMNS)}[name]
+        folders = {model: scratch / name / model for each, model in CASES if each is setup}
+        for model, folder in folders.items():
+            write_model(FAMILY_VARIANTS[model], folder)
+        return run_group(setup, folders)[0]
+
+    return lambda setup, model: run(NAMES[id(setup)])[model]
+
+
+@pytest.mark.parametrize(("setup", "model"), CASES, ids=lambda each: NAMES.get(id(each), each))
+def test_float32_gives_the_oracles_tokens_exactly(results: Any, setup: Setup, model: str) -> None:
+    expected = [case["tokens"] for case in golden_of(model)["cases"]]
+    found = results(setup, model)
+    assert found["free"] == expected
+    assert found["forced"] == expected
+
+
+@pytest.mark.parametrize(("setup", "model"), CASES, ids=lambda each: NAMES.get(id(each), each))
+def test_a_position_gives_the_same_bits_however_it_is_computed(results: Any, setup: Setup, model: str) -> None:
+    check_position_bits(results(setup, model)["invariance"])
+
+
+def test_agents_of_a_group_hold_the_experts_once(tmp_path: Path) -> None:
+    """With whole experts, each expert is in one agent. The numbers of experts differ by at most one."""
+    folder = tmp_path / "model"
+    write_model(FAMILY_VARIANTS["deepseek_v3"], folder)
+    config = WHOLE_EXPERTS.config(folder)
+    spans = [config.shard(rank).experts for rank in range(2)]
+    assert [(span.start, span.stop) for span in spans if span is not None] == [(0, 5), (5, 9)]
