@@ -118,7 +118,7 @@ def test_equals_float64(name: str, shared: bool) -> None:
 
 
 def test_every_router_chooses_differently() -> None:
-    """Otherwise the test above would not tell the routers apart."""
+    """Otherwise the test above could not distinguish the routers."""
     made = Model()
     outs = [made.run(router, shared=False)[1] for router in ROUTERS.values()]
     assert all(np.abs(a - b).max() > 0.1 for a, b in ((outs[0], outs[1]), (outs[1], outs[2])))
