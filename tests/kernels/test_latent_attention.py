@@ -148,7 +148,10 @@ def test_equals_float64(dtype: str, sizes: Sizes) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(query_rank=0), DEEPSEEK_V3], ids=["rank", "plain", "deepseek_v3"])
 def test_chunks_and_threads_change_no_bit(dtype: str, sizes: Sizes) -> None:
-    """Computes a prompt in one step, in chunks and token by token. The last tokens read more than one partition of keys."""
+    """Computes a prompt in one step, in chunks and token by token.
+
+    The last tokens read more than one partition of keys.
+    """
     _, whole = Latent(sizes, dtype).run(0, sizes.tokens)
     ends = [1, 2, 7, sizes.tokens - 3, sizes.tokens - 2, sizes.tokens - 1, sizes.tokens]
     with threads_as_before():
