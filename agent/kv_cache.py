@@ -1,50 +1,66 @@
-"""The memory of the KV cache: keys and values of each layer in blocks of fixed size (Kwon et al. 2023)."""
+"""Allocates the memory of the KV cache: keys and values of each layer in fixed-size blocks (Kwon et al. 2023)."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from agent.backends.base import BlockMoves, CacheLayout, OpTable
-from agent.weights.storage import Array, zeros
+from agent.weights.storage import STORAGE_DTYPES, Array, zeros
 from llm_serving.config import Config
 
 
 class KVCache:
     """Owns the arrays that the attention layers write in place. The server decides which sequence owns which block.
 
-    On a device with its own memory, the cache is created from these arrays. Each layer has an array of keys and one of
-    values with the layout of ``OpTable.cache_layout``. With latent attention, each layer has one array with the layout
-    of ``OpTable.latent_cache_layout``. The first axis is the block.
+    ``keys[layer]`` and ``values[layer]`` have the layout of ``OpTable.cache_layout``, with the block as first axis. If
+    the device has its own memory, both lists are empty, and ``bind`` creates the cache on the device.
     """
 
     def __init__(self, config: Config, ops: OpTable) -> None:
         shape, cache = config.shape, config.pa_config
+        num_layers = shape.num_layers
 
         def layout(num_blocks: int) -> CacheLayout:
-            if shape.latent is not None:
-                return ops.latent_cache_layout(num_blocks, cache.block_size, shape.latent.cache_dim)
             return ops.cache_layout(num_blocks, cache.block_size, shape.num_key_value_heads, shape.head_dim)
 
-        parts = ("key_cache", "value_cache") if shape.latent is None else ("latent_cache",)
-        names = [f"layers.{layer}.attention.{part}" for part in parts for layer in range(shape.num_layers)]
-        with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
-            made = pool.map(lambda _: zeros(*layout(cache.num_blocks)), names)
-            self.arrays: dict[str, Array] = dict(zip(names, made, strict=True))
-            """All arrays, by the names of the model's parameters."""
+        sizes, dtype = layout(cache.num_blocks)
+        self._names = [f"layers.{n}.attention.{part}_cache" for part in ("key", "value") for n in range(num_layers)]
+        self.num_bytes = len(self._names) * math.prod(sizes) * np.dtype(STORAGE_DTYPES[dtype]).itemsize
+        """Size of the device's cache."""
         self._host_layout = layout(config.num_host_blocks)
         self._ops = ops
+        made: list[Array] = []
+        if not ops.traits.own_memory:
+            with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+                made = list(pool.map(lambda _: zeros(sizes, dtype), self._names))
+        self.keys, self.values = made[:num_layers], made[num_layers:]
 
     @property
-    def num_bytes(self) -> int:
-        """Size of the device's cache."""
-        return sum(array.nbytes for array in self.arrays.values())
+    def arrays(self) -> dict[str, Array]:
+        """All arrays in host memory, by the names of the model's parameters."""
+        return dict(zip(self._names, self.keys + self.values, strict=False))
+
+    def bind(self, parameters: Mapping[str, Any]) -> BlockMoves:
+        """Makes this cache the memory of the model's ``parameters``. Allocates the host pool and returns its moves."""
+        from agent.layers.parameter import bind, create_on_device  # imports mindspore
+
+        arrays = self.arrays
+        for name in self._names:
+            if name in arrays:
+                bind(parameters[name], arrays[name])
+            else:
+                create_on_device(parameters[name])
+        return self.block_moves([parameters[name] for name in self._names])
 
     def block_moves(self, parameters: Sequence[Any]) -> BlockMoves:
         """Makes the block moves of this cache and allocates the host pool.
 
-        ``parameters`` are bound to ``arrays`` and have the same order.
+        ``parameters`` are bound to this cache: the keys of all layers, then the values.
         """
         return self._ops.block_moves(list(self.arrays.values()), parameters, self._host_layout)

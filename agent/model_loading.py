@@ -21,13 +21,15 @@ from llm_serving.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Owns the memory of weights and KV cache, which the parameters of ``network`` use in place."""
+    """Owns the memory of weights and KV cache that the parameters of ``network`` use in place."""
 
     network: Any
     """A MindSpore Cell."""
     ops: OpTable
     weights: dict[str, Array]
-    """The weights by the names of the parameters."""
+    """The weights in host memory by the names of the parameters. Empty if the device has its own memory."""
+    weight_bytes: int
+    """Size of the weights, on the host or on the device."""
     kv_cache: KVCache
     moves: BlockMoves
     """Moves blocks of ``kv_cache``."""
@@ -75,21 +77,27 @@ def load_model(
         source.close()
     kv_cache = kv_cache or KVCache(config, ops)
     network = definition.build(config, ops)
-    moves = _bind_parameters(network.parameters_dict(), weights, kv_cache)
+    parameters, weight_bytes = network.parameters_dict(), sum(array.nbytes for array in weights.values())
+    _bind_weights(parameters, weights, config.device if ops.traits.own_memory else None)
+    moves = kv_cache.bind(parameters)
     is_whole = ops.is_first_stage and ops.is_last_stage
     ops.hooks.take_weights(weights, tied=whole.tie_word_embeddings and is_whole)
-    return LoadedModel(network, ops, weights, kv_cache, moves)
+    return LoadedModel(network, ops, weights, weight_bytes, kv_cache, moves)
 
 
-def _bind_parameters(parameters: dict[str, Any], weights: dict[str, Array], kv_cache: KVCache) -> BlockMoves:
-    """Makes the arrays the memory of the parameters. Replaces an array in ``weights`` if MindSpore had to copy it."""
-    from agent.layers.parameter import bind
+def _bind_weights(parameters: dict[str, Any], weights: dict[str, Array], device: str | None) -> None:
+    """Makes the arrays the memory of the parameters. Replaces an array in ``weights`` if MindSpore had to copy it.
 
-    for name, array in list(weights.items()):
-        weights[name] = bind(parameters[name], array)
-    for name, array in kv_cache.arrays.items():
-        bind(parameters[name], array)
-    return kv_cache.block_moves([parameters[name] for name in kv_cache.arrays])
+    If ``device`` is given, copies each array to that device and removes the array from ``weights``, so that its host
+    memory is free before the next one is copied.
+    """
+    from agent.layers.parameter import bind, move_to_device
+
+    for name in list(weights):
+        if device is None:
+            weights[name] = bind(parameters[name], weights[name])
+        else:
+            move_to_device(parameters[name], weights.pop(name), device)
 
 
 def _packing(config: Config) -> Packing:

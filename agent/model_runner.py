@@ -135,7 +135,7 @@ class ModelRunner:
             "kv_format": self._config.kv_format,
             "kernel_isa": kernel_isa(),
             "cpu_threads": num_threads(),
-            "weight_bytes": sum(array.nbytes for array in model.weights.values()),
+            "weight_bytes": model.weight_bytes,
             "kv_cache_bytes": model.kv_cache.num_bytes,
             "host_kv_cache_bytes": model.moves.num_host_bytes,
             "huge_page_bytes": huge_page_bytes(),

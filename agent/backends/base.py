@@ -57,6 +57,9 @@ class DeviceTraits:
     pads_whole_prompts: bool = True
     """True: the graph for whole prompts takes a fixed number of query lengths, int64, with zeros after the last prompt.
     False: it takes one int32 length for each prompt."""
+    own_memory: bool = False
+    """True: the device has memory of its own. Weights are copied there and freed in host memory one by one, and the KV
+    cache is created there. False: the device uses the host's arrays in place."""
     replays_steps: bool = False
     """Whether the kernel launches of a dynamic graph can be recorded and replayed without MindSpore."""
 

@@ -46,6 +46,23 @@ def bind(parameter: Parameter, array: Array) -> Array:
     return np.asarray(_Memory(tensor, array.shape)) if pairs else array
 
 
+def move_to_device(parameter: Parameter, array: Array, device: str) -> None:
+    """Copies ``array`` to the memory of ``device`` (MindSpore's name), as the value of ``parameter``.
+
+    The caller may free the array afterwards. Call this before the graph is compiled.
+    """
+    packed = array.dtype == np.uint8
+    tensor = Tensor(array, dtype=ms.qint4x2) if parameter.dtype == ms.qint4x2 else as_tensor(array)
+    parameter.set_data(tensor.move_to(device), slice_shape=packed)
+    parameter.init_mode = None
+
+
+def create_on_device(parameter: Parameter) -> None:
+    """Makes zeros in the memory of the current device the value of ``parameter``, without a copy in host memory."""
+    parameter.set_data(ms.ops.zeros(parameter.shape, parameter.dtype))
+    parameter.init_mode = None
+
+
 class _Memory:
     """Lets NumPy read the bytes of an int4 tensor, a type that NumPy lacks. The array keeps the tensor alive."""
 

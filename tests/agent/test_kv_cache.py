@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.backends.base import BlockMoves, CacheLayout
+from agent.backends.base import BlockMoves, CacheLayout, DeviceTraits
 from agent.backends.cpu.blocks import HostBlockMoves
 from agent.kv_cache import KVCache
 from agent.weights.storage import Array
@@ -25,6 +25,8 @@ MOVES = np.array(
 
 class Layout:
     """Replaces the op table for a KVCache: an int8 cache with scales."""
+
+    traits = DeviceTraits("fused")
 
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         return (num_blocks, num_kv_heads, block_size, head_dim + 4), "int8"

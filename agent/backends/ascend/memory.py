@@ -19,10 +19,12 @@ logger = logging.getLogger("agent.ascend")
 def check_device_memory(config: Config, mindspore: Any, rank: int = 0) -> MemoryPlan:
     """Compares the plan with the smaller of the device's free memory and ``max_device_memory``. Returns the plan.
 
-    If the plan does not fit, raises AgentStartError with the table and the largest cache that fits. If the device
-    reports a total of 0 bytes, as before its initialisation, logs a warning and uses only the configured limit.
+    First initialises the device, because MindSpore reports 0 bytes before. If the plan does not fit, raises
+    AgentStartError with the table and the largest cache that fits. If the device still reports a total of 0 bytes, logs
+    a warning and uses only the configured limit.
     """
     device = device_id(config, rank)
+    _initialise_device(mindspore)
     properties = mindspore.hal.get_device_properties(device, "Ascend")
     free, limit = int(properties.free_memory), config.context.max_device_memory_bytes
     if int(properties.total_memory) == 0:
@@ -40,3 +42,14 @@ def check_device_memory(config: Config, mindspore: Any, rank: int = 0) -> Memory
             f"pa_config.num_blocks that fits is {plan.largest_num_blocks}\n{plan.table()}"
         )
     return plan
+
+
+def _initialise_device(mindspore: Any) -> None:
+    """Runs one small operator, which makes MindSpore open the device. Raises AgentStartError if the device refuses."""
+    try:
+        (mindspore.Tensor([1.0]) + 1).asnumpy()
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+        raise AgentStartError(
+            f"the Ascend device cannot run an operator: {first}; see docs/ascend.md, section Problems on a device"
+        ) from error

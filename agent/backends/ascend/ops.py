@@ -22,7 +22,7 @@ class AscendOps(NativeOps):
     ``check_limits`` ensures that no sequence is longer than the model's window.
     """
 
-    traits: ClassVar[DeviceTraits] = replace(NativeOps.traits, pads_whole_prompts=False)
+    traits: ClassVar[DeviceTraits] = replace(NativeOps.traits, pads_whole_prompts=False, own_memory=True)
 
     def __init__(self, config: Config, part: ModelPart | None = None, forms: LinearForms | None = None) -> None:
         """Raises AgentStartError if the kernels do not support ``config``."""
