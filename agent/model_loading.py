@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,17 +63,18 @@ def load_model(
             kv_cache = KVCache(config, ops)
         weights = None if cache is None else cache.load()
         if weights is None:
-            weights = load_weights(
-                own.specs,
-                CutSource(source, own.cuts) if own.cuts else source,
-                config.model_config.model_dtype,
-                report,
-                _packing(config) if packs else None,
-                forms,
-            )
-            if cache is not None:
-                # Native tables may release or move weights later, so only packed weights can be written meanwhile.
-                (cache.store_in_background if packs else cache.store)(weights)
+            cut = CutSource(source, own.cuts) if own.cuts else source
+            keeping = nullcontext(None) if cache is None else cache.keeping()
+            with keeping as keep:
+                weights = load_weights(
+                    own.specs,
+                    cut,
+                    config.model_config.model_dtype,
+                    report,
+                    _packing(config) if packs else None,
+                    forms,
+                    keep,
+                )
     finally:
         source.close()
     kv_cache = kv_cache or KVCache(config, ops)
@@ -81,7 +83,8 @@ def load_model(
     _bind_weights(parameters, weights, config.device if ops.traits.own_memory else None)
     moves = kv_cache.bind(parameters)
     is_whole = ops.is_first_stage and ops.is_last_stage
-    ops.hooks.take_weights(weights, tied=whole.tie_word_embeddings and is_whole)
+    if not ops.traits.own_memory:
+        ops.hooks.take_weights(weights, tied=whole.tie_word_embeddings and is_whole)
     return LoadedModel(network, ops, weights, weight_bytes, kv_cache, moves)
 
 

@@ -109,7 +109,7 @@ class DeviceHooks:
     """Work that a device needs around loading and around each run of a graph. The default does nothing."""
 
     def take_weights(self, weights: Mapping[str, Array], *, tied: bool) -> None:
-        """Prepares the loaded weights, given by parameter name, before the first graph is compiled.
+        """Prepares weights in host memory, given by parameter name, before the first graph is compiled.
 
         ``tied`` means that the embedding is also the output weight. The arrays live as long as the op table.
         """

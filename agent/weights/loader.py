@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from agent.weights.checkpoint import Checkpoint
@@ -15,6 +18,9 @@ from agent.weights.seeded import SeededWeights
 from agent.weights.source import WeightSource
 from agent.weights.storage import Array, allocate
 from llm_serving.model.quantization import checkpoint_quantization
+
+MAX_THREADS = 4
+"""Maximum number of threads that read and convert. Each needs memory for the largest parameter of the model."""
 
 
 def open_weights(
@@ -43,29 +49,44 @@ def load_weights(
     report: Callable[[int, int], None],
     packing: Packing | None = None,
     forms: LinearForms | None = None,
+    keep: Callable[[str, Array], None] | None = None,
 ) -> dict[str, Array]:
     """Returns every parameter by its name. ``report`` takes the number of parameters done and the total number.
 
     With ``packing``, the weights of linear layers are blobs of bytes for the kernels. Without ``packing``, parameters
     have the ``forms`` that the native primitives take. Floats are arrays of ``dtype``, dequantised if necessary.
     Integers come with their scales. Biases are separate, and the weight of an expert is [in, out] for grouped matrix
-    products. Raises CheckpointError, or ConfigError if the stored weights cannot be converted to the format.
+    products. ``keep`` takes each parameter as soon as it is made. Several threads read and convert; the result does not
+    depend on their number. Raises CheckpointError, or ConfigError if the stored weights cannot become the format.
     """
     specs = list(specs) if packing is not None else _unpacked(specs)
-    packer = None if packing is None else LinearPacker(packing, source, dtype)
-    if packer is not None:
+    if packing is not None:
+        packer = LinearPacker(packing, source, dtype)
         for spec in specs:
             packer.check(spec)
-    weights: dict[str, Array] = {}
-    for done, spec in enumerate(specs):
-        report(done, len(specs))
+    own = threading.local()
+
+    def load(spec: WeightSpec) -> dict[str, Array]:
         form = _form_of(spec, forms)
-        if packer is not None and spec.kind != "plain":
-            weights[spec.parameter] = packer.pack(spec)
-        elif not form.is_float:
-            weights |= load_primitive(spec, form, source, dtype)
-        else:
-            weights[spec.parameter] = _load_plain(spec, source, "float32" if spec.float32 else dtype)
+        if packing is not None and spec.kind != "plain":
+            if not hasattr(own, "packer"):  # a packer reuses its memory, so each thread has one
+                own.packer = LinearPacker(packing, source, dtype)
+            return {spec.parameter: own.packer.pack(spec)}
+        if not form.is_float:
+            return load_primitive(spec, form, source, dtype)
+        return {spec.parameter: _load_plain(spec, source, "float32" if spec.float32 else dtype)}
+
+    weights: dict[str, Array] = {}
+    pool = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="load")
+    try:
+        for done, made in enumerate(pool.map(load, specs)):
+            report(done, len(specs))
+            for name, array in made.items():
+                weights[name] = array
+                if keep is not None:
+                    keep(name, array)
+    finally:
+        pool.shutdown(cancel_futures=True)
     report(len(specs), len(specs))
     return weights
 

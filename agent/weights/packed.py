@@ -9,6 +9,7 @@ The result depends on the stored form of a weight and on ``weight_format``:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.packing import join_weight_parts, pack_weight, packed_weight_bytes, weight_blob
+from agent.kernels import packing as kernels
+from agent.kernels.packing import join_weight_parts, packed_weight_bytes, weight_blob
 from agent.weights.layout import HeadRows, WeightSpec, rows_of
 from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.source import WeightSource
@@ -26,6 +28,8 @@ from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.model.number_formats import AUTO, formats_of_stored, weight_format
 
 _ALIGNMENT = 64
+_packing_lock = threading.Lock()
+"""Lets one thread pack at a time, because the kernel that packs uses all threads of the kernels. Others read."""
 OUTPUT_LAYER = "lm_head.weight"
 """The name of the output layer's weight."""
 
@@ -68,6 +72,12 @@ class _Plan:
     group: int
     stored: Scheme | None
     """The stored integers to keep. None means that the values are read as floats, even if integers are stored."""
+
+
+def pack_weight(fmt: str, values: Array, blob: npt.NDArray[np.uint8], **options: Any) -> None:
+    """Calls the kernel of the same name, one thread after the other."""
+    with _packing_lock:
+        kernels.pack_weight(fmt, values, blob, **options)
 
 
 class LinearPacker:

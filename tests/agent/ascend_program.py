@@ -2,7 +2,7 @@
 
 test_ascend_on_cpu.py starts it in a separate process.
 
-python tests/agent/ascend_program.py moves|refusals|sharing|padded|capture
+python tests/agent/ascend_program.py moves|refusals|sharing|padded|capture|own_memory
 """
 
 from __future__ import annotations
@@ -152,6 +152,45 @@ def run_padded() -> dict[str, Any]:
     return {"plain": plain, "padded": decode(), "sizes": sizes, "phases": _phases(runner._graph)}
 
 
+def run_own_memory() -> dict[str, Any]:
+    """Compares a device with its own memory with the plain CPU: tokens, and the arrays that stay in host memory."""
+    from dataclasses import replace
+
+    from step_driver import Part, StepDriver, blocks_for
+
+    from agent.backends.ascend.blocks import DeviceBlockMoves
+    from agent.backends.cpu.native import NativeCpuHooks, NativeCpuOps
+
+    def block_moves(self: NativeCpuOps, arrays: Any, parameters: Any, host: Any) -> DeviceBlockMoves:
+        return DeviceBlockMoves(parameters, host, pinned=False)
+
+    def digests(driver: Any) -> list[str]:
+        found = [driver.prefill(Part([5 + row, 9, 11], 0, blocks_for(row), row))[0].digest for row in range(3)]
+        for step in range(3):
+            parts = [Part([7 + row], 3 + step, blocks_for(row), row) for row in range(3)]
+            found += [output.digest for output in driver.decode(*parts)]
+        return found
+
+    # Weights that the CPU packs behind the primitives round otherwise, so neither model packs them.
+    NativeCpuHooks.take_weights = lambda self, weights, *, tied: None
+    plain = StepDriver(make_config(FOLDER, "bfloat16", "native"))
+    plain_traits = NativeCpuOps.traits
+    NativeCpuOps.traits = replace(plain_traits, own_memory=True, replays_steps=False)
+    NativeCpuOps.block_moves = block_moves
+    own = StepDriver(make_config(FOLDER, "bfloat16", "native"))
+    model, plain_model = own.runner._model, plain.runner._model
+    caches = [name for name in model.network.parameters_dict() if name.endswith("_cache")]
+    return {
+        "plain": digests(plain),
+        "own": digests(own),
+        "host weights": sorted(model.weights),
+        "host caches": sorted(model.kv_cache.arrays),
+        "caches": len(caches),
+        "bytes": [model.weight_bytes, model.kv_cache.num_bytes],
+        "plain bytes": [plain_model.weight_bytes, plain_model.kv_cache.num_bytes],
+    }
+
+
 def _phases(graph: Any) -> dict[str, str]:
     return {kind.value: compiled._cell.phase for kind, compiled in graph._graphs.items()}
 
@@ -173,6 +212,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "sharing": run_sharing,
     "padded": run_padded,
     "capture": run_capture,
+    "own_memory": run_own_memory,
 }
 
 if __name__ == "__main__":

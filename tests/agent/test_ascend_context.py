@@ -295,9 +295,29 @@ def test_this_machine_without_an_ascend_is_refused(tmp_path: Path) -> None:
 GIB = 1024**3
 
 
-def with_memory(total: int, free: int) -> Any:
-    properties = SimpleNamespace(total_memory=total, free_memory=free)
-    return SimpleNamespace(hal=SimpleNamespace(get_device_properties=lambda device, target: properties))
+def with_memory(total: int, free: int, refusal: str = "") -> Any:
+    """Replaces ``mindspore``. As the real one, it reports 0 bytes until an operator has opened the device."""
+    properties = SimpleNamespace(total_memory=0, free_memory=0)
+
+    class Tensor:
+        def __init__(self, values: list[float]) -> None:
+            self.values = values
+
+        def __add__(self, other: int) -> Tensor:
+            return self
+
+        def asnumpy(self) -> None:
+            if refusal:
+                raise RuntimeError(refusal)
+            properties.total_memory, properties.free_memory = total, free
+
+    hal = SimpleNamespace(get_device_properties=lambda device, target: SimpleNamespace(**vars(properties)))
+    return SimpleNamespace(hal=hal, Tensor=Tensor)
+
+
+def test_a_device_that_cannot_run_an_operator_is_refused() -> None:
+    with pytest.raises(AgentStartError, match=r"cannot run an operator: EL0004: out of memory; see docs/ascend\.md"):
+        check_device_memory(published(), with_memory(1, 1, "EL0004: out of memory\nmore lines"))
 
 
 def test_the_plan_fits_a_device_of_64_gib() -> None:

@@ -56,3 +56,11 @@ def test_padded_decodes_change_no_bit(tmp_path: Path) -> None:
 
 def test_mindspore_has_the_setting_of_the_capture(tmp_path: Path) -> None:
     assert run("capture", tmp_path) == {"before": False, "after": True}
+
+
+def test_a_device_with_its_own_memory_keeps_no_host_copies_and_gives_the_same_bits(tmp_path: Path) -> None:
+    result = run("own_memory", tmp_path)
+    assert result["own"] == result["plain"]
+    assert (result["host weights"], result["host caches"]) == ([], [])
+    assert result["caches"] == 2 * 5
+    assert result["bytes"] == result["plain bytes"]

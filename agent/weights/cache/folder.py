@@ -9,16 +9,18 @@ import os
 import shutil
 import stat
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from agent.weights.cache.entry import EntryError, entry_bytes, read_entry, write_entry
+from agent.weights.cache.entry import EntryError, EntryWriter, read_entry
 from agent.weights.cache.fingerprint import fingerprint, slot_name
 from agent.weights.storage import Array
 from llm_serving.config import Config
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.memory_plan import estimate_rank_memory
+from llm_serving.planning.rank_memory import WEIGHTS
 
 logger = logging.getLogger("agent.weights.cache")
 
@@ -98,46 +100,58 @@ class WeightCache:
         )
         return weights
 
-    def store(self, weights: Mapping[str, Array]) -> None:
-        """Writes the agent's entry, after the least recently used ones have made space for it."""
-        size = entry_bytes(weights)
+    @contextlib.contextmanager
+    def keeping(self, size: int | None = None) -> Iterator[Callable[[str, Array], None]]:
+        """Writes the agent's entry while the weights are made. Yields a function that takes each array with its name.
+
+        ``size`` estimates the bytes of all weights; the default is that of the memory plan. The least recently used
+        entries are deleted to make space. If the body raises, nothing is kept. The arrays must not change before the
+        body ends.
+        """
+        if size is None:
+            size = estimate_rank_memory(self._config, self._rank, Machine(0, "")).bytes_of(WEIGHTS)
         if not self.is_on or size < self._min_bytes:
+            yield _drop
             return
         try:
-            self._store(weights, size)
+            descriptor, path = self._open_new(size)
         except OSError as problem:
             logger.warning("the converted weights cannot be written to %s: %s", self._folder, problem)
+            descriptor, path = -1, None
+        if path is None:
+            yield _drop
+            return
+        writer = EntryWriter(descriptor, fingerprint(self._config, self._rank))
+        try:
+            yield writer.add
+            self._complete(writer, path)
+        finally:
+            writer.close()
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
 
-    def store_in_background(self, weights: Mapping[str, Array]) -> None:
-        """Does as ``store`` in a thread of low priority. ``weights`` must stay as they are."""
-        if self.is_on:
-            threading.Thread(target=self._store_slowly, args=(dict(weights),), name="weight-cache", daemon=True).start()
-
-    def _store_slowly(self, weights: Mapping[str, Array]) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        self._threads = 1
-        self.store(weights)
-
-    def _store(self, weights: Mapping[str, Array], size: int) -> None:
-        began = time.perf_counter()
+    def _open_new(self, size: int) -> tuple[int, Path | None]:
+        """Opens and locks a new file in the folder. The path is None if the entry would not fit."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_private(self._folder)
         with self._locked():
             if not self._make_space(size):
-                return
+                return -1, None
             descriptor, name = tempfile.mkstemp(prefix="new-", suffix=".tmp", dir=self._folder)
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # while the lock is held, no other agent deletes the file
+        return descriptor, Path(name)
+
+    def _complete(self, writer: EntryWriter, path: Path) -> None:
+        began = time.perf_counter()
         try:
-            write_entry(descriptor, fingerprint(self._config, self._rank), weights, self._threads)
-            os.replace(name, self._path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
+            size = writer.finish()
+            os.replace(path, self._path)
+        except OSError as problem:
+            logger.warning("the converted weights cannot be written to %s: %s", self._folder, problem)
+            return
         seconds = time.perf_counter() - began
-        logger.info("wrote %.2f GiB of converted weights to %s in %.1f s", size / GIB, self._path, seconds)
+        text = "kept %.2f GiB of converted weights in %s; the start waited %.1f s for the disk"
+        logger.info(text, size / GIB, self._path, seconds)
 
     @property
     def _path(self) -> Path:
@@ -190,6 +204,10 @@ class WeightCache:
 
     def _free_disk(self) -> int:
         return shutil.disk_usage(self._folder).free
+
+
+def _drop(name: str, array: Array) -> None:
+    """Takes an array that is not kept."""
 
 
 def _default_folder() -> Path:
