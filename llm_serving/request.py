@@ -203,7 +203,7 @@ class RequestOutput:
     error: str | None = None
     timings: RequestTimings | None = None
     num_cached_tokens: int = 0
-    """Number of prompt tokens found in the prefix cache. Only the last piece has it."""
+    """Number of prompt tokens found in the prefix cache. Set only in the last piece of a sequence."""
 
     @property
     def finished(self) -> bool:

@@ -54,7 +54,8 @@ class Config:
     stored_weight_format: str | None = None
     """Format of the checkpoint's quantized weights, ``int8`` or ``int4``. None if the weights are floats."""
     stored_weight_group: int = 1
-    """Number of inputs that share a scale in the checkpoint. 1: all inputs of an output share one, or no scales."""
+    """Number of inputs of a linear layer that share a scale in the checkpoint. 1: each output has one scale for all its
+    inputs, or there are no scales."""
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     notes: tuple[str, ...] = ()
     """Messages for the log about contradicting values, which say the value that applies."""
@@ -130,7 +131,8 @@ class Config:
 
     @property
     def sum_shards(self) -> tuple[Shard, ...]:
-        """With ``parallel_config.sum_parts`` above 1: the parts of the agents whose sums a single agent reproduces."""
+        """The parts whose sums a single agent adds one by one, as ``parallel_config.sum_parts`` agents would, for equal
+        results."""
         if self.parallel_config.sum_parts == 1:
             return ()
         parallel = replace(self.parallel_config.as_summed, pipeline_parallel=1)

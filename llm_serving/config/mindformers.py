@@ -65,10 +65,9 @@ KEYS_READ = {
     "model.model_config.params_dtype": "checked; `model_config.model_dtype` decides",
     "pretrained_model_dir": "model folder, if `model_config.model_path` is null",
 }
-"""The keys that are read from a MindFormers YAML, with their meaning. Sizes have the names of MindFormers' Llama.
-
-A ``model.model_config`` with ``num_hidden_layers`` or ``num_attention_heads`` is read as a ``config.json``.
-"""
+"""The keys that are read from a MindFormers YAML, with their meaning. The model's dimensions have the keys of
+MindFormers' ``LlamaConfig``. A ``model.model_config`` with ``num_hidden_layers`` or ``num_attention_heads`` is read as
+a ``config.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,7 @@ def _shape(fields: TypedFields, arch: TypedFields) -> ModelShape | None:
     """
     if "num_hidden_layers" in fields or "num_attention_heads" in fields:
         return _shape_in_hugging_face_names(fields)
-    has_biases = fields.boolean("qkv_has_bias", False)  # a Qwen2, whose folder has the sizes
+    has_biases = fields.boolean("qkv_has_bias", False)  # a Qwen2, whose dimensions are in the model folder
     if has_biases or not any(key in fields for key in _LLAMA_SIZES):
         _check_types(fields)
         return None

@@ -26,7 +26,8 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 
 @dataclass(frozen=True, slots=True)
 class _Unused:
-    """One setting: the accepted types, the reason, and the value with which this server agrees."""
+    """One setting of a MindFormers YAML: the accepted types, the reason why it has no effect, and the value that
+    applies here anyway."""
 
     kinds: tuple[type, ...]
     reason: str

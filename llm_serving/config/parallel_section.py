@@ -53,7 +53,8 @@ class ParallelConfig:
 
     @property
     def as_summed(self) -> ParallelConfig:
-        """The same settings with ``sum_parts`` agents. A single agent with ``sum_parts`` adds numbers as they do."""
+        """These settings with ``sum_parts`` agents, which give the same results as a single agent with ``sum_parts``.
+        """
         return replace(self, tensor_parallel=self.sum_parts, sum_parts=1)
 
     @property

@@ -191,7 +191,7 @@ def check_group(raw: RawConfig, config: Config) -> None:
 
 
 def check_model_parts(raw: RawConfig, config: Config) -> None:
-    """Check that the operators have the parts of the model: latent attention, DeepSeek's routing, whole experts."""
+    """Check that the operators support the parts of the model: latent attention, DeepSeek's routing, whole experts."""
     shape, parallel = config.shape, config.parallel_config
     if shape.latent is not None and config.kv_format == "int8":
         problem = "latent attention needs a cache of floats; use auto"

@@ -1,4 +1,4 @@
-"""The engine for asyncio: opens requests and delivers their pieces. Closing a request aborts it."""
+"""The engine for asyncio: opens requests and delivers pieces of their output. Closing a request aborts it."""
 
 from __future__ import annotations
 
@@ -150,14 +150,14 @@ class AsyncEngine:
         return full
 
     def receipt(self, request_id: str) -> RequestReceipt | None:
-        """Return where the time of a request went. None if the request is unknown or ended long ago."""
+        """Return the receipt of a request: where its time went. None if the request is unknown or ended long ago."""
         opened, search = self._open.get(request_id), self._searches.get(request_id)
         if opened is not None:
             return opened.receipt(self._clock())
         return self._receipts.get(request_id) if search is None else receipt_of(search, self._clock())
 
     def abort(self, request_id: str) -> None:
-        """End a request of another reader, which then receives a last piece with ``FinishReason.ABORT``."""
+        """End a request that another task reads. That task receives a last piece with ``FinishReason.ABORT``."""
         self._core.submit(Abort(request_id))
 
     def open(
@@ -310,7 +310,10 @@ class AsyncEngine:
             )
 
     def _closed(self, opened: OpenRequest) -> None:
-        """Abort a request whose reader has closed it, if it has not ended. Its id stays in use until its end."""
+        """Abort a request that its reader has closed, unless it has ended.
+
+        Its id stays in use until the engine has ended it.
+        """
         if opened.is_ended:
             self._settle(opened)
         else:

@@ -167,7 +167,8 @@ class BeamSearch:
         """Compute the next token of each output. All requests are opened before the first wait, to share a step."""
         whole, scheduling = self.whole, self._scheduling
         arrival = whole.arrival_time if self._step == 0 else None
-        if self._step > 0:  # later steps have the objective for the time between tokens
+        # only the first step has the objective for the TTFT; later steps have that for the time between tokens
+        if self._step > 0:
             scheduling = replace(scheduling, deadline=None, ttft_objective=scheduling.tbt_objective)
         streams = [PieceStream() for _ in outputs]
         opened: list[OpenRequest] = []
@@ -266,7 +267,8 @@ class _Finished:
         return all(self._reachable(beam) <= worst for beam in live)
 
     def _reachable(self, beam: Beam) -> float:
-        """Return the best score that a beam could end with: certain further tokens and the most favourable length."""
+        """Return an upper bound of a beam's final score: as if its further tokens had probability 1, at the most
+        favourable length."""
         params = self._params
         length = len(beam.token_ids) + 1 if params.length_penalty < 0 else params.max_tokens
         return params.score(beam.logprob, length)

@@ -36,26 +36,29 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request whose further output is not wanted."""
+    """Command to the engine thread: end a request whose further output is not wanted."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Ask every agent for its status. ``ProbeAnswer`` follows when all have replied."""
+    """Command to the engine thread: ask every agent for its status. ``ProbeAnswer`` follows when all have replied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Start a profile of all ready agents with files in ``folder``, or with None stop it. ``ProfileAnswer`` follows."""
+    """Command to the engine thread: start a profile of all ready agents with files in ``folder``, or with None stop it.
+
+    ``ProfileAnswer`` follows.
+    """
 
     folder: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End every request with an error, then the loop."""
+    """Command to the engine thread: end every request with an error, then the loop."""
 
     reason: str = "the server is shutting down"
 
@@ -161,7 +164,8 @@ class EngineCore:
         for index, event in events:
             self._take_event(self._replicas[index], event, now)
         if any(replica.has_steps for replica in self._replicas):
-            self._hand_over()  # a device computes another step meanwhile, so the clients come first
+            # before new steps: the device still computes a queued step, so the clients get their output first
+            self._hand_over()
         self._send_steps(replicas, now)
         self._outputs += self._texts.outputs(self._front.take_ended(), None, now)
         for replica in replicas:
@@ -170,7 +174,8 @@ class EngineCore:
         self._look_after(now)
 
     def _concerned(self, events: list[tuple[int, ExecutorEvent]], now: float) -> list[Replica]:
-        """Return the replicas that may have a new step. Requests of a lost replica may go to any other replica."""
+        """Return the replicas that may have a new step to send. Requests of a lost replica may go to any other replica.
+        """
         replicas = self._replicas
         if len(replicas) == 1 or any(isinstance(event, AgentLost) for _, event in events):
             return replicas

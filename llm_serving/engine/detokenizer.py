@@ -20,7 +20,8 @@ class _Utf8Decoder(codecs.BufferedIncrementalDecoder):
     @staticmethod
     def _buffer_decode(data: bytes, errors: str, final: bool) -> tuple[str, int]:  # type: ignore[override]
         text, used = codecs.utf_8_decode(data, errors, final)
-        if _begins_surrogate(data[used:]):  # CPython waits for a third byte, but no third byte makes it a character
+        # CPython's decoder waits for a third byte, but these two begin a surrogate, which is never valid UTF-8
+        if _begins_surrogate(data[used:]):
             rest, _ = codecs.utf_8_decode(data[used:], errors, True)
             return text + rest, len(data)
         return text, used

@@ -106,9 +106,9 @@ def receipt_of(request: Request, now: float, timings: RequestTimings | None = No
 
 
 def request_timings(request: Request, now: float | None = None) -> RequestTimings:
-    """Return where the time of a request went until ``now``.
+    """Return the timings of a request until ``now``: how long it was in each phase.
 
-    If the request has ended, ``now`` may be left out: its time then ends with its last step. The time after the last
+    If the request has ended, ``now`` may be left out. The timings then end with its last step. The time after the last
     step counts as ``delivery``.
     """
     receipt = request.receipt

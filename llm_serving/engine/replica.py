@@ -20,7 +20,7 @@ from llm_serving.telemetry.status import ReplicaStatus
 
 
 class Replica:
-    """State of one replica. The engine thread owns it. ``named``: log lines carry the number of the replica."""
+    """State of one replica. The engine thread owns it. If ``named``, its log lines contain its number."""
 
     def __init__(
         self,

@@ -33,7 +33,8 @@ _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""The words of Qwen2. They equal those of GPT-4, except that each digit is a word."""
+"""Regular expression of the words into which Qwen2's tokenizer splits a text. As for GPT-4, except that each digit is a
+word."""
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
@@ -157,7 +158,11 @@ class SentencePieceTokenizer(Tokenizer):
                 )
 
     def _literal_tokens(self, files: TokenizerFiles) -> tuple[AddedToken, ...]:
-        """Return the added tokens, and the named special tokens that are in the model's vocabulary."""
+        """Return the tokens that are found by their literal text before SentencePiece splits the rest.
+
+        They are the added tokens, and the special tokens with a name (``bos_token``, ...) that SentencePiece's
+        vocabulary has.
+        """
         listed = {token.content for token in files.added_tokens}
         named = []
         for content in dict.fromkeys(files.special_tokens.values()):

@@ -73,7 +73,10 @@ def find_vocabulary(place: Path, kind: str = "auto") -> Path:
 
 
 def read_tokenizer_files(vocabulary: Path) -> TokenizerFiles:
-    """Read the other files in the folder of ``vocabulary``. Raises CheckpointError with file, key and value."""
+    """Read special tokens, added tokens and chat templates from the folder of ``vocabulary``.
+
+    Raises CheckpointError with file, key and value.
+    """
     folder = vocabulary.parent
     settings = _read_object(folder / "tokenizer_config.json")
     names = _read_object(folder / "special_tokens_map.json")

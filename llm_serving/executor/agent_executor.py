@@ -112,7 +112,7 @@ class AgentExecutor:
         return events
 
     def fileno(self) -> int:
-        """Return the descriptor of the selector. An epoll instance can wait for another."""
+        """Return the descriptor of the selector, with which the engine can wait for several executors together."""
         return self._selector.fileno()
 
     def next_due(self) -> float | None:
@@ -204,7 +204,10 @@ class AgentExecutor:
         return self._control_seq
 
     def _lose(self, error: AgentError) -> list[ExecutorEvent]:
-        """End the group and plan its restart, or give up. Steps that an agent had failed end with that error."""
+        """End the group and plan its restart, or give up.
+
+        A step that an agent had already failed ends with that agent's error.
+        """
         failures = self._steps.join.take_failures() if self._steps.join is not None else []
         events: list[ExecutorEvent] = [StepResult(seq, error=text) for seq, text in failures]
         if self._group is not None:

@@ -47,14 +47,15 @@ class _Batch:
 
 
 class StepSlots:
-    """The slots of one run of the agents with these ``ranks``. While no agents are ready, there are no ``slots``.
+    """The step slots of one run of the agents with these ``ranks``. While no agents are ready, there are no ``slots``.
 
     A slot is free, or it belongs to a step from ``write`` until ``take`` returns the step's result.
 
-    For each batch row, the object keeps what does not change from step to step, and copies it into the slots. A
-    row's sampling parameters and block table are written when a request starts or restarts the row. Later only new
-    blocks are added. A decode step with the sequences of the last decode step writes only what has changed: tokens,
-    positions, lengths and longer tables. This relies on slots whose inputs only this class writes.
+    For each batch row, the object keeps the inputs that stay the same from step to step, and copies them into the
+    slots. A batch row's sampling parameters and block table are written when a request starts or restarts the batch
+    row. Later only new blocks are added. A decode step with the sequences of the last decode step writes only what has
+    changed: tokens, positions, lengths and longer tables. This is correct because only this class writes the inputs of
+    its slots.
     """
 
     def __init__(self, limits: SlotLimits, block_size: int, ranks: range, slots: Sequence[StepSlot] = ()) -> None:
@@ -62,7 +63,8 @@ class StepSlots:
         self.slot_of: dict[int, int] = {}
         """The slot of each step in flight, by the number of the step."""
         self.last_result = 0.0
-        """Time of the last result, or of the first step in flight after an idle period. By ``time.monotonic``."""
+        """Time of the last result, or of the first step in flight after an idle period, for timeouts. By
+        ``time.monotonic``."""
         self.join = StepJoin(len(ranks), ranks.start) if len(ranks) > 1 else None
         """Joins the results of several agents. None for a single agent."""
         self._ranks = ranks
@@ -156,7 +158,10 @@ class StepSlots:
         _write_sizes(step, slot, table_width=width, history_len=history_len)
 
     def _write_columns(self, step: ScheduledStep, slot: StepSlot, rows: npt.NDArray[np.int32]) -> int:
-        """Write the columns that decode steps of one batch have in common. Returns the length of the histories."""
+        """Write the columns that stay the same in all decode steps of a batch.
+
+        Returns the total length of the token histories.
+        """
         num_seqs = step.num_seqs
         slot.query_lens[:num_seqs] = step.query_lens
         slot.rows[:num_seqs] = rows
@@ -166,7 +171,7 @@ class StepSlots:
         return _write_histories(step, slot)
 
     def _write_decode(self, step: ScheduledStep, slot: StepSlot) -> None:
-        """Write a decode step of rows that continue: one token for each sequence."""
+        """Write a decode step whose sequences continue on their batch rows: one token for each sequence."""
         batch, num_seqs = self._same_batch(step), step.num_seqs
         if slot not in batch.slots:
             self._write_columns(step, slot, batch.row_array)
@@ -218,7 +223,7 @@ class StepSlots:
         slot.slot_mapping[:num_tokens] = blocks * self._block_size + positions % self._block_size
 
     def _follow_rows(self, step: ScheduledStep) -> None:
-        """Update the kept state of the step's rows: new owners and new blocks."""
+        """Update what is kept for the step's batch rows: their new sequences and new blocks."""
         restarts = step.restarts or [False] * step.num_seqs
         for request, row, restart, table in zip(step.requests, step.rows, restarts, step.block_tables, strict=True):
             if restart or self._owners[row] is not request:

@@ -22,7 +22,8 @@ REFUSED, LOGGED, DUE = range(3)
 
 _NO_TOKEN = -1
 _SPARE_RESULTS = 16
-"""The log accepts this number of results more than iterations, because an iteration may have several results."""
+"""Number of results that the log accepts beyond the number of iterations, because an iteration may have several
+results."""
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class DecodeRun:
     times: list[float] = field(default_factory=list)
     """Time of each iteration, in seconds."""
     times_us: list[tuple[int, int, int]] = field(default_factory=list)
-    """queue_us, graph_us and sample_us of each result."""
+    """Times of each result in microseconds: in the agent's queue, in the graph, in the sampler."""
     growths: list[Growth] = field(default_factory=list)
     """Blocks that steps of the run added to block tables."""
     counts: list[tuple[int, Counts]] = field(default_factory=list)
@@ -74,7 +75,8 @@ class DecodeLog:
         self._iteration_results = self._iteration_steps = 0
         self._ending_token_ids: set[int] = set()
         self._positions = 0
-        """Sum of ``starts`` and ``sample_positions`` of the latest step."""
+        """Sum of ``starts`` and ``sample_positions`` of the latest step, to check fast that each of them grows by
+        one."""
         self._keeps_updates = False
 
     def begin(
@@ -93,7 +95,7 @@ class DecodeLog:
         if self._is_active or self._run is not None or not len(latest.starts) == len(latest.rows) == len(table_lens):
             raise ValueError("the log is active, or the columns of the step have different sizes")
         self._next_result = next_result
-        # A result of -1, no token, disturbs decoding like a token that may end a request.
+        # A sampled id of -1 means no token. It ends undisturbed decoding, as a token that may end a request does.
         self._ending_token_ids, self._keeps_updates = ending_token_ids | {_NO_TOKEN}, keeps_updates
         self._positions = sum(latest.starts) + sum(latest.sample_positions)
         self._continue(latest, table_lens)

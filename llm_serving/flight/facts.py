@@ -21,7 +21,11 @@ _SCALARS = (bool, int, float, str, bytes)
 
 
 def _plain_defaults(kind: type, hidden: Iterable[str]) -> tuple[tuple[str, Any], ...]:
-    """Returns (name, default) of the dataclass fields that a recording may have: plain values that are not hidden."""
+    """Returns (name, default) of the dataclass fields that a recording may contain: those with a scalar or None as
+    default.
+
+    ``hidden`` names fields that are left out.
+    """
     return tuple(
         (declared.name, declared.default)
         for declared in fields(kind)

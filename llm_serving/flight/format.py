@@ -75,7 +75,7 @@ class Tag(enum.IntEnum):
     """``place_request``, by a router. Fields: those of ``ADD``, with the pseudonyms of prompt and output; then arrival
     index and number of output tokens."""
     RELEASE = 11
-    """``release_requests``. Fields: numbers of waiting requests that moved to another replica."""
+    """``release_requests``. Fields: numbers of the waiting requests that moved to another replica."""
     DECODING = 12
     """Several loop iterations in which the same batch decoded (``decode_log.py``). Fields: encoded steps, number of the
     first completed step, times, queue_us, graph_us, sample_us, counts, output pseudonyms?, irregular iterations.
@@ -89,13 +89,14 @@ class SegmentHeader:
     """The header of a segment: facts about the run, so that a segment can be read without the others."""
 
     run: str
-    """Name of the run of the server. All segments of a run form one recording."""
+    """Name of the server's run (from its start to its end). All segments of a run form one recording."""
     index: int
     """Number of the segment in its run, from 0."""
     version: str
     """Version of the server."""
     code_digest: str
-    """Digest of the source code that decides: scheduler and KV cache manager."""
+    """Digest of the source code of scheduler and KV cache manager. The same code makes the same decisions in a
+    replay."""
     config_digest: str
     limits: dict[str, Any]
     """``SchedulerLimits``."""

@@ -51,10 +51,12 @@ class Journal:
         self.decode_log = DecodeLog(self._scheduler.counts, _MAX_ITERATIONS)
         self._num_steps = 0
         self._is_step_latest = False
-        """True if the latest call of the scheduler was ``schedule`` and returned a step."""
+        """True if the latest call of the scheduler was ``schedule`` and returned a step. The next step then usually
+        needs no counts."""
         self._counted_requests: list[Request] | None = None
         self._counted_lens: list[int] = []
-        """Lengths of the latest step's block tables. A next step with equal requests and lengths needs no counts."""
+        """Lengths of the latest step's block tables. A next step with the same requests and lengths is recorded without
+        counts."""
         self._pending: list[object] = []
         self._due = _NOW
         self._now = 0.0
@@ -64,7 +66,7 @@ class Journal:
         """Number of recorded steps."""
         return self._num_steps + self.decode_log.num_steps
 
-    # Calls of ``schedule`` and ``update`` that the decode log refuses
+    # The next methods record calls of ``schedule`` and ``update`` that the decode log refuses.
 
     def record_step(self, step: ScheduledStep, now: float) -> None:
         """Records that ``schedule`` returned a step.

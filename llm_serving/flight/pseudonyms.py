@@ -14,9 +14,9 @@ import struct
 from collections.abc import Callable, Iterable
 
 PLAIN_TOKEN = 0
-"""Token of a replay for each recorded token if the recording has no pseudonyms."""
+"""Token id in a replay for every recorded token that did not end its request, if the recording has no pseudonyms."""
 ENDING_TOKEN = 1
-"""Token of a replay for a recorded token that ended its request."""
+"""Token id in a replay for a recorded token that ended its request."""
 FIRST_PSEUDONYM = 2
 
 _PACK = struct.Struct("<i").pack

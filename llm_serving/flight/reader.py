@@ -41,7 +41,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A call of ``release_requests``, with the numbers of the requests, which moved to another replica."""
+    """A call of ``release_requests``, which moved requests to another replica. Has the numbers of these requests."""
 
     now: float
     numbers: list[int]
@@ -107,7 +107,7 @@ class FailedAll:
 
 @dataclass(frozen=True, slots=True)
 class TookEnded:
-    """A call of ``take_ended``, with the numbers of the requests that ``schedule`` ended at their deadline."""
+    """A call of ``take_ended``. Has the numbers of the requests that ``schedule`` had ended at their deadline."""
 
     now: float
     numbers: list[int]

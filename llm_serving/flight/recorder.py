@@ -65,7 +65,7 @@ class FlightRecorder:
         """True if the scheduler has no request. Declared, because ``__getattr__`` is slow and the engine asks often."""
         return self._scheduler.is_idle
 
-    # Methods of ``Scheduler``, which has their documentation
+    # The following methods are those of ``Scheduler``, whose docstrings describe them.
 
     def add_request(self, request: Request) -> None:
         refusal: str | None = None

@@ -18,9 +18,9 @@ _FRAME_BYTES = 4096
 """A segment ends if fewer bytes than this, or than twice its largest frame, are left. It may end earlier while the
 scheduler is idle, because the state that the next segment begins with is small then."""
 _SEGMENT_STATES = 4
-"""A segment has at least this number of times the bytes of the scheduler's state that it begins with."""
+"""Minimum size of a segment, as a multiple of the scheduler's state at its beginning."""
 _RING_STATES = 8
-"""A state is written only if the ring has at least this number of times its bytes."""
+"""Minimum size of the ring, as a multiple of the scheduler's state. In a smaller ring, no state is written."""
 
 
 class SegmentWriter:
@@ -90,7 +90,7 @@ class SegmentWriter:
         self._paused_until = None
 
     def pause(self, now: float, error: OSError) -> None:
-        """Stops writing for ``PAUSE_S`` because of ``error``."""
+        """Stops writing for ``PAUSE_S`` seconds because ``error`` occurred, for example on a full disk."""
         self._ring.close()
         self.is_new = False
         self._paused_until = now + PAUSE_S

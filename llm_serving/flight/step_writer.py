@@ -70,7 +70,7 @@ class StepWriter:
         if last is None or not _same_batch(step, last):
             return self._new_batch(step, number_of, table_lens)
         tables, starts, positions = step.block_tables, step.starts, step.sample_positions
-        # Fast, because the differences are small integers, which Python does not allocate.
+        # Fast: the differences are small integers, which Python keeps and need not allocate.
         goes_on = list(map(sub, starts, last.starts)) == last.query_lens
         samples_next = list(map(sub, positions, last.sample_positions)).count(1) == len(positions)
         blocks: list[object] = []
@@ -103,13 +103,14 @@ class StepWriter:
         return last.table_lens
 
     def record_run(self, first_seq: int, growths: Sequence[Growth]) -> list[object]:
-        """Returns the record of steps that only continue the latest one. The caller must call ``go_to`` next."""
+        """Returns the record of a run: steps that only continue the latest step. The caller must call ``go_to`` next.
+        """
         last = self._latest
         assert last is not None
         return [first_seq, KIND_CODES[last.kind], growths, last.reason_name]
 
     def go_to(self, latest: ScheduledStep, table_lens: list[int]) -> None:
-        """Sets the latest step to the last step of a recorded run."""
+        """Makes the last step of a recorded run the latest step, from which the next record's differences count."""
         last = self._latest
         assert last is not None
         last.starts, last.sample_positions = latest.starts, latest.sample_positions

@@ -27,7 +27,8 @@ KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
 """Number of each kind of step in records."""
 
 Growth = tuple[int, int, int, list[int]]
-"""Index of the step in its run, index of the block table, place in the table, block ids."""
+"""New blocks of a block table in a run: index of the step in the run, index of the table, place of the first new block,
+block ids."""
 
 
 @dataclass(slots=True)

@@ -41,7 +41,7 @@ class TypedFields:
         return tuple(self._values)
 
     def with_value(self, key: str, value: object) -> TypedFields:
-        """A copy with one more value."""
+        """Return a copy of these fields with one more value."""
         return TypedFields(self.source, {**self._values, key: value}, self._error, self._prefix)
 
     def value(self, key: str) -> object:

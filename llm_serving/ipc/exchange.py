@@ -85,7 +85,7 @@ class ExchangeLayout:
         return LINE_BYTES * (1 + 2 * self.group_size + border)
 
     def ring_read_line(self, member: int) -> int:
-        """Return the offset of a counter: the steps that a member of a later pipeline stage has read."""
+        """Return the offset of a counter: the steps that an agent of a later pipeline stage has read."""
         return LINE_BYTES * (1 + 2 * self.group_size + self.pipeline_parallel + member)
 
     @property

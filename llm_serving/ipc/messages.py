@@ -160,8 +160,8 @@ class OperatorTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ProfileReply(Message, frozen=True, tag="profile_reply"):
     """Agent to server: the profile has started or ended. ``error`` is empty on success.
 
-    The other fields are those of an ended profile: its folder, the number of steps, their microseconds in graph and
-    sampler, the operators with the largest times, and what to do with the files.
+    The other fields describe an ended profile: its folder, the number of steps, and their microseconds in graph and
+    sampler. They also name the operators with the largest times, and what to do with the files.
     """
 
     seq: UInt

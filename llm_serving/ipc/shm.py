@@ -26,16 +26,17 @@ NUM_SLOTS = 8
 """Slots of a segment: the maximum number of steps in flight."""
 
 LAST_TOKEN = -1
-"""In ``token_ids``: the token that the sequence's previous step sampled. Only the agent knows it."""
+"""Value in ``token_ids`` that stands for the token that the sequence's previous step sampled. Only the agent knows that
+token."""
 
 NO_LOGSUMEXP = -1
-"""In ``num_top_logits``: the request wants no log-probabilities, so ``logsumexp`` may stay 0."""
+"""Value in ``num_top_logits`` of a request that wants no log-probabilities. Its ``logsumexp`` may then stay 0."""
 
 MOVE_WIDTH = 3
-"""Numbers of a move: kind, source, destination."""
+"""Number of integers that describe one block move in a slot: kind, source, destination."""
 
 PADDING_SLOT = -1
-"""In ``slot_mapping``: do not write this token's keys and values."""
+"""Value in ``slot_mapping`` for a token whose keys and values are not written."""
 
 
 class MoveKind(enum.IntEnum):
@@ -175,7 +176,7 @@ class StepSlot:
             setattr(self, field.name, array)
             self.arrays[field.name] = array
         self.prepared: dict[object, Any] = {}
-        """Data that readers have derived from the arrays, by reader. It is dropped with the slot."""
+        """Data that parts of the agent have derived from the arrays and keep with the slot, by part."""
         self._numbers = self.header.data  # reading an integer is several times faster than through NumPy
 
     @property

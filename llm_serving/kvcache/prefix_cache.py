@@ -92,9 +92,10 @@ class PrefixCache:
         return PrefixMatch(blocks, entries, num_tokens, tail, self._num_pending_tokens(chain, len(chain.blocks)))
 
     def known(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """Returns how many first blocks with these hashes are cached or announced, and how many of them are held.
+        """Returns how many of the first blocks with these hashes are cached or announced, and how many of them are
+        held.
 
-        The method compares hashes only, which is enough for a forecast.
+        The method compares hashes only, not tokens, which is enough for the router's forecast.
         """
         num_known = num_held = 0
         for block_hash in hashes:
@@ -125,8 +126,8 @@ class PrefixCache:
         """Caches the blocks with the first ``num_computed`` tokens of the chain, including a partial last block.
 
         The steps that computed these tokens have completed. Call this method after prefill steps and before the blocks
-        are freed, but not for each decoded token, because it looks at all blocks of the chain. Blocks of a sequence
-        that started before the last ``drop_all`` are not cached.
+        are freed. Do not call it for each decoded token, because it looks at all blocks of the chain. Blocks of a
+        sequence that started before the last ``drop_all`` are not cached.
         """
         num_full = num_computed // self._block_size
         self._take_announcements_back(chain, num_full)
@@ -152,7 +153,11 @@ class PrefixCache:
         return match.blocks[:num_current], tail
 
     def begin(self, chain: PrefixChain, num_tokens: int) -> None:
-        """Counts the tokens of a sequence that starts with ``num_tokens`` cached tokens, and sets its chain's epoch."""
+        """Notes that a sequence starts with ``num_tokens`` cached tokens: counts them, and lets the cache commit its
+        chain.
+
+        Only chains that started after the last ``drop_all`` can be committed.
+        """
         chain.epoch = self.epoch
         self.num_query_tokens += chain.num_tokens
         self.num_hit_tokens += num_tokens
@@ -215,7 +220,8 @@ class PrefixCache:
         del chain.blocks[num_current:], chain.entries[num_current:]
 
     def _num_current(self, blocks: list[int], entries: list[int]) -> int:
-        """Returns the number of first blocks that still have these entries."""
+        """Returns how many of the first ``blocks`` still have the index entries in ``entries``, and so the same
+        content."""
         entries_now = self._index.entries
         if [entries_now[block] for block in blocks] == entries:
             return len(blocks)
@@ -223,7 +229,7 @@ class PrefixCache:
         return next(index for index, (block, entry) in pairs if entries_now[block] != entry)
 
     def _find_further(self, chain: PrefixChain, end: int) -> None:
-        """Looks up the blocks before ``end`` that are not in the chain yet."""
+        """Looks up the next blocks of the chain, before block ``end``, in the prefix cache."""
         parent: Parent = chain.entries[-1] if chain.entries else chain.salt
         for index in range(len(chain.blocks), end):
             block = self._index.find(chain.hash_at(index), chain.content(index), parent)

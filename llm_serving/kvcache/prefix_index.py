@@ -19,7 +19,7 @@ NO_ENTRY = 0
 """The entry of a block without content. Numbers of entries are positive."""
 
 Parent = int | bytes
-"""The entry of the block before, or the salt for a first block."""
+"""Type of what comes before a block: the index entry of the block before, or the salt for a first block."""
 
 MAX_TAIL_CANDIDATES = 8
 """Maximum number of blocks after one prefix that ``find_tail`` compares. The oldest are dropped."""
@@ -101,9 +101,10 @@ class PrefixIndex:
             yield entry, block, self._parents[block], self._contents[block]
 
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
-        """Returns the entries and the order of the children. ``contents`` replaces the tokens of each block.
+        """Returns the entries, and for each entry the order of the blocks that follow it.
 
-        Hashes depend on the tokens, so only their presence is saved."""
+        ``contents`` replaces the tokens. Hashes depend on the tokens, so only their presence is saved.
+        """
         return {
             "entries": self.entries.copy(),
             "parents": self._parents.copy(),
@@ -136,7 +137,7 @@ class PrefixIndex:
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:
-    """Returns the number of equal tokens at the beginning of both."""
+    """Returns the number of equal tokens at the beginning of two texts of packed tokens."""
     size = min(len(left), len(right))
     difference = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
     if not difference:

@@ -21,9 +21,9 @@ _MAX_FACTOR = 1e6
 class LatentAttention:
     """Sizes of multi-head latent attention (MLA).
 
-    The cache of a layer holds for each token a latent vector of ``rank`` elements and one rotated key of ``rope_dim``
-    elements, which all heads share. A head's key is a linear function of the latent vector, followed by the rotated
-    key. A head's value is another linear function of the latent vector.
+    For each token, the cache of a layer has a latent vector of ``rank`` elements and one rotated key of ``rope_dim``
+    elements. All heads share both. A head's key is a linear function of the latent vector, followed by the rotated key.
+    A head's value is another linear function of the latent vector.
     """
 
     query_rank: int
@@ -108,7 +108,7 @@ def _score_factor(fields: TypedFields) -> float:
 
 
 def read_routing(fields: TypedFields, experts: int, per_token: int, *, corrected: bool) -> Routing:
-    """Return how the router chooses. ``corrected``: the family chooses as V3 does, otherwise as V2 does.
+    """Return how a layer's router chooses the experts of a token. ``corrected``: as in DeepSeek V3, otherwise as in V2.
 
     Raises the fields' error for an unsupported method, and for groups with fewer experts than a token needs.
     """

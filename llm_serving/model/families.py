@@ -104,7 +104,7 @@ class Experts:
     dense_layers: tuple[int, ...] = ()
     """Indices of the layers that have an ordinary MLP instead of experts."""
     routing: Routing | None = None
-    """How the router chooses. None: the largest values of a softmax over all experts."""
+    """How a layer's router chooses the experts of a token. None: the largest values of a softmax over all experts."""
     shared_size: int = 0
     """Intermediate size of the MLP that every token passes in addition (DeepSeek's shared experts). 0: none."""
     first_held: int = 0

@@ -41,7 +41,8 @@ class WeightFormat:
     zero: int = 0
     """Zero point if the checkpoint stores none. 0: the integers are signed, and no checkpoint may have zero points."""
     has_groups: bool = False
-    """If True, floats that are rounded to the format get a scale for each group of inputs. Else one for each output."""
+    """Used when floats are rounded to the format. True: one scale for each group of inputs. False: one scale for each
+    output."""
     quantises_activations: bool = False
     """If True, the inputs of a linear layer are rounded to int8, with a scale for each token."""
     native: str | None = None
@@ -145,7 +146,8 @@ _WEIGHT_FORMATS = (
 WEIGHT_FORMATS = {each.name: each for each in _WEIGHT_FORMATS}
 INTEGER_FORMATS = tuple(each for each in _WEIGHT_FORMATS if not each.is_float)
 STORED_FORMATS = tuple(each for each in INTEGER_FORMATS if each.stored_as == each.name)
-"""Integer formats of checkpoints. Weight-only formats have the same integers, so they are left out."""
+"""The integer formats in which checkpoints store weights. Weight-only formats are left out: checkpoints store them as
+one of these."""
 _ALIASES = {"bf16": "bfloat16"}
 
 

@@ -54,7 +54,8 @@ class ModelShape:
     """Indices of the layers that attend to all earlier tokens although the model has a sliding window."""
     experts: Experts | None = None
     latent: LatentAttention | None = None
-    """None: ordinary attention. Otherwise ``head_dim`` is the size of a query head."""
+    """Sizes of latent attention, or None for ordinary attention. With latent attention, ``head_dim`` is the size of a
+    query head."""
     num_extra_layers: int = 0
     """Layers of the checkpoint after the last one, which predict further tokens. They are not loaded."""
 

@@ -29,7 +29,8 @@ def fit_blocks(config: Config, machine: Machine, read_npus: Callable[[], Sequenc
     available = _available_bytes(config, machine, read_npus)
     budget = int(available * (1 - SPARE_FRACTION[config.device]))
     fewest, most = config.pa_config.num_blocks, _most_useful(config)
-    while fewest < most:  # the largest number that fits, by bisection, because host blocks may grow with it
+    # bisection for the largest number that fits, because the number of host blocks may grow with it
+    while fewest < most:
         middle = (fewest + most + 1) // 2
         if _needed_bytes(with_blocks(config, middle), machine) <= budget:
             fewest = middle

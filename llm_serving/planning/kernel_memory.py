@@ -58,7 +58,7 @@ MASK_BYTES = 5
 
 
 def kernel_items(config: Config, rank: int, num_cores: int) -> tuple[MemoryItem, ...]:
-    """Return the items "kernel scratch" and "replays" of an agent on a CPU with ``num_cores`` cores."""
+    """Return the memory plan's items "kernel scratch" and "replays" for an agent on a CPU with ``num_cores`` cores."""
     shape = local_shape(config.shape, config.shard(rank))
     threads = config.agent_threads(num_cores)
     basis = f"{threads} thread{'s' * (threads > 1)}, at most"
@@ -80,7 +80,7 @@ def most_replayed_tokens(max_tokens: int, max_seqs: int) -> int:
 
 
 def _fused_replay_bytes(config: Config, shape: ModelShape) -> int:
-    row = 3 * shape.hidden_size  # all dense layers are one operator
+    row = 3 * shape.hidden_size  # the three matrices that pass between the operators of a dense model
     if shape.experts is not None or shape.latent is not None:
         row += shape.hidden_size + (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
     if shape.latent is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _UNLIMITED = 1 << 60
-"""A limit from here on means that there is none: cgroup v1 then shows a number near 2**63."""
+"""A limit of at least this number means that there is no limit: cgroup v1 then shows a number near 2**63."""
 
 
 @dataclass(frozen=True, slots=True)

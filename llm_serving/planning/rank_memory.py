@@ -34,7 +34,7 @@ class MemoryItem:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The part of the model that one rank holds. ``answers`` is True for the rank that samples."""
+    """The part of the model that one rank holds. ``answers`` is True for the rank that samples and returns results."""
 
     shape: ModelShape
     shard: Shard

@@ -37,7 +37,7 @@ class Routing(enum.Enum):
 
 
 class Placed(enum.Enum):
-    """The reason for which the router chose a replica."""
+    """The reason why the router chose a replica, for logs and metrics."""
 
     PREFIX = "prefix"
     """The replica has the largest cached part of the prompt."""

@@ -16,7 +16,7 @@ BALANCE_DIVISOR = 8
 """Loads of replicas are in balance if they differ by at most the tokens of a KV cache divided by this number."""
 
 MAX_GROUPS = 4096
-"""Maximum number of groups (samples of a prompt, beams of a search) whose replica is remembered."""
+"""Maximum number of request groups (samples of a prompt, beams of a search) whose replica is remembered."""
 
 
 class Placer:
@@ -85,7 +85,11 @@ class Placer:
             self._bind(entry, replica, why, now)
 
     def _replica_of_group(self, entry: Entry) -> tuple[RoutedReplica, Placed] | None:
-        """Returns the replica to which the last request of the same group went, if it is ready."""
+        """Returns the replica that got the last request of ``entry``'s request group (samples of a prompt or beams of a
+        search).
+
+        None if the request has no group or the replica is not ready.
+        """
         replica = self._groups.get(entry.request.group)
         return None if replica is None or not replica.is_live else (replica, Placed.GROUP)
 
@@ -133,7 +137,7 @@ class Placer:
         """Moves requests that wait at a replica and cannot start there back to the queue, if another replica can start
         them.
 
-        Requests that have run or belong to a group stay. Returns True if a request was moved.
+        Requests that have run or belong to a request group stay. Returns True if a request was moved.
         """
         recalled = False
         for replica in live:
@@ -153,7 +157,8 @@ class Placer:
             self._intake.order.learn(*min(known))
 
     def _note_blocked(self, entry: Entry, live: list[RoutedReplica], candidates: list[Candidate], now: float) -> None:
-        """Notes why no replica can start the first waiting request: full steps, no batch rows, or else no blocks."""
+        """Notes for receipts why no replica can start the first waiting request: full steps, no batch rows, or else no
+        blocks."""
         capacities = [replica.scheduler.capacity() for replica in live]
         reason = BlockReason.BLOCKS
         if any(one.fits for one in candidates):

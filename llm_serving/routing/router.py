@@ -55,7 +55,7 @@ class Router:
         """Number of requests in the router's queue."""
         return len(self._intake)
 
-    # Requests: the methods of ``Scheduler``, which has their documentation
+    # The following methods for requests are those of ``Scheduler``, whose docstrings describe them.
 
     def add_request(self, request: Request) -> None:
         sequence = self._intake.add(request, self._num_free_rows())

@@ -61,7 +61,7 @@ class RouterAdmission(Admission):
         """The last refused candidate, with the ``version`` argument and the token limit of that refusal."""
 
     def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
-        """Returns True if ``candidate`` may start beside the running sequences, in O(n log n) for n running sequences.
+        """Returns True if ``candidate`` may join the running sequences, in O(n log n) for n running sequences.
 
         While every sequence gets a token per step, the maximum number of tokens that they hold together stays the same.
         So a refusal is repeated without a new computation until a sequence starts or stops.

@@ -94,8 +94,11 @@ class StepComposer(Stateful):
         return copies
 
     def decode(self, now: float, reason: StepReason) -> ScheduledStep | None:
-        """Returns a step of all sequences that can decode. Returns None if there is none, or if waiting for more
-        sequences is worth it."""
+        """Returns a step of all sequences that can decode.
+
+        Returns None if there is none, or to wait for more sequences. ``_waits_for_more`` decides about the wait
+        (``decode_batch_waiting_time``).
+        """
         sequences = self._decoding_sequences(now)
         return self._send_decode(sequences, reason) if sequences else None
 

@@ -44,7 +44,7 @@ from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 
 LONGEST_STEP = 2.0
-"""Maximum time of a step while sequences decode, in objectives for the time between tokens."""
+"""Maximum time of a step while sequences decode, as a multiple of the objective for the time between tokens."""
 
 _MARGIN = 0.1
 """Fraction of an objective that is left for the time of the host and for variations between steps."""
@@ -252,7 +252,7 @@ class StepCostModel(Stateful):
 
     All coefficients are then multiplied by the drift: the ratio of measured and predicted time in the last few steps.
     So the model follows immediately if other programs slow the device down, or if steps are larger than any before. The
-    arithmetic is plain and in a fixed order: the same steps give the same numbers.
+    order of the arithmetic is fixed, so a replay of the same steps gives the same predictions.
     """
 
     STATE = (

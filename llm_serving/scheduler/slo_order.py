@@ -226,7 +226,7 @@ class SloStarts(Stateful):
             self._num_left -= 1
 
     def _use(self, max_starts: int | None) -> float:
-        """Returns the fraction of the blocks, or of the usable batch rows if that is more, that is in use."""
+        """Returns the fraction in use of the blocks or of the usable batch rows, whichever is larger."""
         state = self._state
         num_running, num_rows = len(state.running), state.limits.max_num_seqs
         if max_starts is not None:

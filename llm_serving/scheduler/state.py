@@ -77,7 +77,7 @@ class SchedulerState(Stateful):
         """Notes that a request has ended while it waited."""
         sequence.state = SequenceState.REMOVED
         self.num_started -= sequence.request.first_scheduled_time is not None
-        self.no_capacity = None  # the sequence may be the one that found no capacity
+        self.no_capacity = None  # capacity must be checked again: this sequence may be the one that found none
 
     def wake_at(self, deadline: float) -> None:
         """Asks for a call of ``schedule`` at ``deadline`` or earlier."""

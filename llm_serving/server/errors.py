@@ -22,8 +22,8 @@ FAILURE_TEXTS = {
     "engine_error": "The engine could not complete the request. The server's log has the reason.",
     INTERNAL_ERROR: "The server had an internal error; see its log.",
 }
-"""The messages of failures, by code. The text of the exception may name processes, addresses and files. Only the log
-has it."""
+"""The error messages that clients get for failures, by error code. The exception's text may name processes, addresses
+and files, so only the log has it."""
 
 
 class InvalidJSONError(RequestError):

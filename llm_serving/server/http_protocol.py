@@ -263,7 +263,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._message_timer = None
 
     def _refuse(self, status: bytes) -> None:
-        """Close the connection, with a response that has only a status unless the message has a response."""
+        """Close the connection. Send a response without a body, unless a response to the refused message has begun."""
         has_response = self._in_body and self.cycle.response_started
         self._headers_done()
         self._message_done()

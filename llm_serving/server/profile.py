@@ -23,7 +23,8 @@ __all__ = ["ENDPOINTS"]
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 300.0
-"""Stopping writes files, which takes longer the more operators were profiled."""
+"""Maximum time to stop a profile, in seconds. The agents then write files, which takes longer the more operators were
+profiled."""
 MAX_PROFILE_S = 600
 
 logger = logging.getLogger("llm_serving.server.profile")
@@ -56,7 +57,8 @@ async def _start(state: ServerState, request: Request) -> Response:
         folder = str(Path(state.settings.profile_folder).absolute() / time.strftime("%Y%m%d-%H%M%S"))
         agents = await _tell(state, folder, START_TIMEOUT_S)
         if any(agent["error"] for agent in agents):
-            await _tell(state, None, STOP_TIMEOUT_S)  # the agents that did start
+            # one agent failed: stop the profile of the agents that did start it
+            await _tell(state, None, STOP_TIMEOUT_S)
             reasons = "; ".join(str(agent["error"]) for agent in agents if agent["error"])
             logger.warning("a profile could not start: %s", reasons)
             is_local = is_on_this_machine(request)

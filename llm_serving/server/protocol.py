@@ -184,7 +184,8 @@ Content = Annotated[
 class Message(StrictModel):
     """One message of a conversation."""
 
-    # Clients send earlier responses back as messages, with all members of a response.
+    # Clients send the assistant's earlier messages back with all members of a response. Members without content are
+    # therefore accepted.
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "refusal": (None,),
         "audio": (None,),

@@ -45,7 +45,7 @@ async def serve(app: ServerApp, sock: socket.socket, stop: asyncio.Event, *, gra
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=int(KEEP_ALIVE_S),
-        timeout_graceful_shutdown=math.ceil(grace_s + CLOSE_S + 0.5),  # if ``_cut_off`` did not end a connection
+        timeout_graceful_shutdown=math.ceil(grace_s + CLOSE_S + 0.5),  # ends connections that ``_cut_off`` did not end
     )
     await _Server(config, app, stop, grace_s).serve(sockets=[sock])
 

@@ -81,7 +81,7 @@ class EventStream:
             channel.detach()
             self._over = None  # breaks a reference cycle: an error in the future refers to this frame
 
-    # Methods of ``PieceSink``, which the engine calls
+    # The following methods are those of ``PieceSink``, which the engine calls.
 
     def push(self, index: int, piece: RequestOutput) -> None:
         """Write a piece of choice ``index``, or keep it while the socket accepts no data."""
@@ -105,7 +105,7 @@ class EventStream:
         self._generation.note_refusal(error)
         self._end(error)
 
-    # Methods of ``ChannelUser``, which the connection calls
+    # The following methods are those of ``ChannelUser``, which the connection calls.
 
     def drained(self) -> None:
         """Note the delivery of the written pieces, and write the kept pieces, because the socket accepts data again."""

@@ -178,7 +178,7 @@ class Metrics:
         self._preemptions["recompute"].inc(count - swaps)
         self._preemptions["swap"].inc(swaps)
 
-    # Called by the HTTP edge
+    # The HTTP edge calls the following methods.
 
     def http_response(self, route: str, status: int) -> None:
         """Count a response. ``route`` is one of the server's paths, or ``unmatched``."""
