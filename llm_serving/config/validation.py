@@ -169,7 +169,8 @@ def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
 
 
 def check_group(raw: RawConfig, config: Config) -> None:
-    """Check that ``weight_group``, the inputs that share a scale, divides the inputs of every linear layer."""
+    """Check that ``weight_group``, the number of inputs that share a scale, divides the inputs of every linear layer.
+    """
     if not weight_format(config.weight_format).has_groups or config.stored_weight_format is not None:
         return
     shape, group = config.shape, config.model_config.weight_group
@@ -357,7 +358,8 @@ def check_batches(raw: RawConfig, config: Config) -> None:
 
 
 def check_lengths(raw: RawConfig, config: Config) -> None:
-    """Check that the KV cache holds the longest sequence without its last token, and that a step holds all decodes."""
+    """Check that a step can hold all decodes, and the KV cache the longest sequence. (The last token needs no place
+    there.)"""
     cache, longest = config.pa_config, config.max_model_len
     usable = (cache.num_blocks - 1) * cache.block_size
     if usable < longest - 1:

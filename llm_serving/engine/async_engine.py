@@ -179,8 +179,8 @@ class AsyncEngine:
         the request count from it. ``streamed``: the caller reports each output with ``delivered``. ``quiet``: the
         request does not appear in the log, the metrics and the receipts.
 
-        Raises RequestError for token ids outside the vocabulary and for an id in use, DeadlineExceededError if the
-        deadline has passed, and AgentLostError if the engine has stopped. All other refusals go to ``sink.fail``.
+        Raises RequestError for token ids outside the vocabulary and for an id in use. Raises DeadlineExceededError if
+        the deadline has passed, and AgentLostError if the engine has stopped. All other refusals go to ``sink.fail``.
         """
         if request_id in self._open:
             raise RequestError(f"a request with the id {request_id!r} is being served", param="request_id")

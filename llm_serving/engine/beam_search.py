@@ -267,8 +267,8 @@ class _Finished:
         return all(self._reachable(beam) <= worst for beam in live)
 
     def _reachable(self, beam: Beam) -> float:
-        """Return an upper bound of a beam's final score: as if its further tokens had probability 1, at the most
-        favourable length."""
+        """Return an upper bound of a beam's final score: further tokens of probability 1, and the most favourable
+        length."""
         params = self._params
         length = len(beam.token_ids) + 1 if params.length_penalty < 0 else params.max_tokens
         return params.score(beam.logprob, length)

@@ -293,7 +293,7 @@ class EngineCore:
                 self._outputs.append(ProbeAnswer())
 
     def _profile(self, folder: str | None) -> None:
-        """Tell the agents of all ready replicas to start or stop a profile."""
+        """Start or stop a profile of the agents of all ready replicas."""
         asked = [replica for replica in self._replicas if replica.is_ready]
         self._profiling, self._profiled = {replica.index for replica in asked}, []
         for replica in asked:

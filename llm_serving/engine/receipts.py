@@ -34,7 +34,7 @@ class RequestReceipt:
     """Owner of the request. Other tenants may not read the receipt."""
     priority: int
     state: str
-    """What the sequence does at present, for example ``queued`` or ``decode``, or ``done`` after its end."""
+    """Present phase of the sequence, for example ``queued`` or ``decode``, or ``done`` after its end."""
     finish_reason: str | None
     num_prompt_tokens: int
     num_output_tokens: int
@@ -43,7 +43,7 @@ class RequestReceipt:
     """The replica that serves the sequence, or served it last. None if it has not been placed yet."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the receipt in the form that clients get. Times are milliseconds; ``parts_ms`` sum to ``e2e_ms``."""
+        """Return the receipt as the JSON that clients get. Times are milliseconds; ``parts_ms`` sum to ``e2e_ms``."""
         timings = self.timings
         return {
             "request_id": self.request_id,

@@ -69,7 +69,7 @@ class TextStreams:
         stream = self._streams[request.request_id]
         token_ids = () if token_id is None else (token_id,)
         try:
-            if request.finish_reason is None:  # every token except the last
+            if request.finish_reason is None:  # the usual case: not the last token
                 text, stop_string = stream.detokenizer.append(token_ids)
             else:
                 text, stop_string = _last_text(stream, token_ids)

@@ -2,9 +2,9 @@
 
 In the supported tokenizers, the text of a sequence is the concatenation of its tokens' bytes, without a leading space
 that the tokenizer added. This is true for byte-level BPE (GPT-2, Radford et al. 2019), where each byte is a printable
-character of the vocabulary. It is also true for SentencePiece models with byte fallback (Kudo and Richardson 2018),
-where a space is U+2581 and an unknown character is a run of ``<0xNN>`` pieces. Decoding is therefore exact, needs no
-window over earlier tokens, and costs the same for each token.
+character of the vocabulary. It is also true for SentencePiece models with byte fallback (Kudo and Richardson 2018).
+There, a space is U+2581, and an unknown character is a series of ``<0xNN>`` entries. Decoding is therefore exact, needs
+no window over earlier tokens, and costs the same for each token.
 """
 
 from __future__ import annotations

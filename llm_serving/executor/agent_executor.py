@@ -166,7 +166,7 @@ class AgentExecutor:
         return []
 
     def _on_exit(self, member: int, link: AgentLink) -> list[ExecutorEvent]:
-        events = self._on_readable(member, link)  # the last messages usually have the reason for the exit
+        events = self._on_readable(member, link)  # reads the last messages, which usually have the reason for the exit
         link.check_alive()
         return events
 

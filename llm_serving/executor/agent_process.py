@@ -31,7 +31,7 @@ def bind_agent_ports(ip: str, ports: Sequence[int]) -> Iterator[list[socket.sock
 
 
 class ModuleProcess:
-    """A process that runs ``python -m MODULE``. It inherits a pipe, whose end tells it that the server has ended.
+    """A process that runs ``python -m MODULE``. It inherits a pipe, which closes when the server ends.
 
     ``pipe_option`` is the process's option for the number of the pipe's descriptor. The process appends its output to
     the file ``log_path``. ``environment`` extends the server's environment. Raises AgentStartError with ``name``.

@@ -79,7 +79,7 @@ class Executor(Protocol):
         """Ask every agent for its status. ``poll`` reports ``AgentStatus`` when all have replied."""
 
     def profile(self, folder: str | None) -> None:
-        """Tell every agent to start a profile with files in ``folder``, or with None to stop it.
+        """Start a profile of every agent with files in ``folder``, or with None stop it.
 
         ``poll`` reports ``AgentProfiled`` when all have replied.
         """

@@ -66,7 +66,7 @@ class StepJoin:
         return min(self._failed.values()) + self.GRACE_S if self._failed else None
 
     def check_overdue(self, now: float) -> None:
-        """Set ``torn`` if a reply is overdue."""
+        """Set ``torn``, the reason why the group cannot continue, if the replies to a failed step are overdue."""
         if (due := self.overdue_at) is not None and now >= due:
             seq = min(self._failed)
             waited = ", ".join(str(rank) for rank in self.missing(seq))

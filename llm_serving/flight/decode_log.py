@@ -18,7 +18,8 @@ from llm_serving.flight.steps import Growth
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 
 REFUSED, LOGGED, DUE = range(3)
-"""Return values of ``DecodeLog.end``. DUE: the iteration is logged, and the caller should call ``take`` now."""
+"""Return values of ``DecodeLog.end``. REFUSED: the call does not fit, nothing is logged. LOGGED: the iteration is
+logged. DUE: it is logged, and the caller should call ``take`` now."""
 
 _NO_TOKEN = -1
 _SPARE_RESULTS = 16
@@ -87,10 +88,11 @@ class DecodeLog:
         ending_token_ids: set[int],
         keeps_updates: bool,
     ) -> None:
-        """Starts the log after the step ``latest``, whose block tables are recorded up to ``table_lens``.
+        """Starts the log after the step ``latest``.
 
-        The next result belongs to step ``next_result``. A token in ``ending_token_ids`` may end a request. ``latest``
-        must not restart a batch row. Raises ValueError if the log is active or not empty.
+        The first ``table_lens`` entries of its block tables are recorded already. The next result belongs to step
+        ``next_result``. A token in ``ending_token_ids`` may end a request. ``latest`` must not restart a batch row.
+        Raises ValueError if the log is active or not empty.
         """
         if self._is_active or self._run is not None or not len(latest.starts) == len(latest.rows) == len(table_lens):
             raise ValueError("the log is active, or the columns of the step have different sizes")

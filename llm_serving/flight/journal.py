@@ -145,7 +145,7 @@ class Journal:
         return self._requests.add(request, refused=refused)
 
     def number_of(self, request: Request) -> int:
-        """Returns the number of a known request."""
+        """Returns the recorded number of a request that has not been forgotten."""
         return self._requests.number_of(request)
 
     def find(self, request_id: str) -> int | None:

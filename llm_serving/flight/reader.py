@@ -41,7 +41,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A call of ``release_requests``, which moved requests to another replica. Has the numbers of these requests."""
+    """A call of ``release_requests``, which moved the requests with these numbers to another replica."""
 
     now: float
     numbers: list[int]
@@ -107,7 +107,7 @@ class FailedAll:
 
 @dataclass(frozen=True, slots=True)
 class TookEnded:
-    """A call of ``take_ended``. Has the numbers of the requests that ``schedule`` had ended at their deadline."""
+    """A call of ``take_ended``, with the numbers of the requests that ``schedule`` had ended at their deadline."""
 
     now: float
     numbers: list[int]

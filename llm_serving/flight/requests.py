@@ -70,7 +70,8 @@ class KnownRequests:
     def __init__(self, names: TokenNames | None, on_forget: Callable[[int], None]) -> None:
         self.names = names
         self.endings: set[int] = set()
-        """Token ids that end a known request, or a request that was forgotten since ``settle_endings``."""
+        """Token ids that end a request: those of requests that were not forgotten before the last
+        ``settle_endings``."""
         self._on_forget = on_forget
         self._requests: dict[str, tuple[int, Request]] = {}
         self._num_requests = 0
@@ -80,7 +81,7 @@ class KnownRequests:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Numbers of the known requests by request id."""
+        """Recorded numbers of the requests that have not been forgotten, by request id."""
         return {request_id: number for request_id, (number, _) in self._requests.items()}
 
     def add(self, request: Request, *, refused: bool) -> tuple[int, bytes | None]:
@@ -94,7 +95,7 @@ class KnownRequests:
         return number, None if self.names is None else self.names.add(request)
 
     def number_of(self, request: Request) -> int:
-        """Returns the number of a known request."""
+        """Returns the recorded number of a request that has not been forgotten."""
         return self._requests[request.request_id][0]
 
     def find(self, request_id: str) -> int | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from llm_serving.flight.format import MAGIC, SUFFIX, encode_frame, segment_name
 
 SEGMENTS_PER_RING = 8
-"""Number of segments in a full ring. Deleting the oldest segment loses one part in this number."""
+"""Number of segments in a full ring. Deleting the oldest segment then loses an eighth of the recording."""
 
 
 class SegmentRing:

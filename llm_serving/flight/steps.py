@@ -24,11 +24,11 @@ from llm_serving.scheduler.output import BlockMove, StepKind
 
 _KINDS = list(StepKind)
 KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
-"""Number of each kind of step in records."""
+"""Code of each kind of step in records, from 0."""
 
 Growth = tuple[int, int, int, list[int]]
-"""New blocks of a block table in a run: index of the step in the run, index of the table, place of the first new block,
-block ids."""
+"""New blocks of a block table during a run of steps. The entries: index of the step in the run, index of the table,
+place of the first new block, block ids."""
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""Strict readers of small files (JSON, YAML, GGUF metadata), with limits on size and depth."""
+"""Strict readers of small files (JSON, YAML, GGUF metadata), with limits on size and nesting depth."""

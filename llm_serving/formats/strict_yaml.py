@@ -49,7 +49,10 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _is_same_scalar(first: yaml.Node, second: yaml.Node) -> bool:
-    """Return whether both nodes are the same plain value. A published config states one key twice in this way."""
+    """Return whether two YAML nodes are equal scalars.
+
+    Equal duplicate keys are accepted, because a published config has one.
+    """
     scalars = isinstance(first, yaml.ScalarNode) and isinstance(second, yaml.ScalarNode)
     return scalars and (first.tag, first.value) == (second.tag, second.value)
 

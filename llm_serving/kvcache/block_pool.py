@@ -98,8 +98,8 @@ class BlockPool:
 
         Returns the block that lookups find from now on.
 
-        If an equal block is cached already, lookups find that one, and this block stays private to its holder. If
-        another block has the same hash (a collision, or a block whose prefix is no longer cached), that block is
+        If an equal block is cached already, lookups find that one, and this block stays private to its holder. Another
+        block may have the same hash: a collision, or a block whose prefix is no longer cached. That block is then
         removed from the prefix cache.
         """
         index = self.index

@@ -192,7 +192,10 @@ class KVCacheManager:
         return self._pool.index
 
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
-        """Returns the state of all pools and of the prefix cache. ``contents`` replaces the tokens of each block."""
+        """Returns the state of all pools and of the prefix cache.
+
+        ``contents`` is saved instead of the tokens of each block.
+        """
         contiguous, prefix_cache = self._contiguous, self._prefix_cache
         return {
             "pool": self._pool.snapshot(),

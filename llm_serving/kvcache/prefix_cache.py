@@ -163,7 +163,7 @@ class PrefixCache:
         self.num_hit_tokens += num_tokens
 
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
-        """Returns the counters and the index. ``contents`` replaces the tokens of each block."""
+        """Returns the counters and the index. ``contents`` is saved instead of the tokens of each block."""
         counters = [self.epoch, self.num_query_tokens, self.num_hit_tokens]
         return {"counters": counters, "index": self._index.snapshot(contents)}
 

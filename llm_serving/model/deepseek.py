@@ -54,10 +54,11 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How DeepSeek's router chooses experts. A plain softmax over all experts needs no ``Routing``.
+    """How a DeepSeek layer's router chooses the experts of a token.
 
-    The experts are divided into ``groups`` of equal size. Only experts of the ``chosen_groups`` best groups may be
-    chosen. The score of a group is its largest score. With ``corrected``, it is the sum of the two largest.
+    Models with a plain softmax over all experts have none. The experts are divided into ``groups`` of equal size. Only
+    experts of the ``chosen_groups`` best groups may be chosen. The score of a group is its largest score. With
+    ``corrected``, it is the sum of the two largest.
     """
 
     sigmoid: bool = False

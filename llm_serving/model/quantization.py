@@ -45,7 +45,7 @@ class Quantization:
 
     @property
     def format(self) -> WeightFormat:
-        """The weight format for ``model_config.weight_format: auto``."""
+        """The weight format that ``model_config.weight_format: auto`` means with this checkpoint."""
         return stored_format(self.bits)
 
 

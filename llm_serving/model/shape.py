@@ -57,7 +57,8 @@ class ModelShape:
     """Sizes of latent attention, or None for ordinary attention. With latent attention, ``head_dim`` is the size of a
     query head."""
     num_extra_layers: int = 0
-    """Layers of the checkpoint after the last one, which predict further tokens. They are not loaded."""
+    """Number of layers after the model's last one, which a checkpoint has to predict further tokens. They are not
+    loaded."""
 
     @property
     def rotary_dim(self) -> int:

@@ -4,7 +4,8 @@ A thread keeps the scratch memory of its largest call, and a quarter more (``age
 The bounds are for the largest possible step. ``tests/agent/test_kernel_memory.py`` compares them with the kernels.
 
 T is the number of tokens in the largest step, N the number of threads, and b the bytes of a number. W is the number of
-inputs of the widest linear layer. h is the hidden size, I the intermediate size, D the head size, V the vocabulary:
+inputs of the widest linear layer, h the hidden size, I the intermediate size, D the head size and V the vocabulary. The
+items are:
 
     rows             inputs of a linear layer in float32 (W x 4) and results of the norm before it (h x max(b, 2)), for
                      each token. Fused: 256 rows for each thread; 128 x N for the calling thread, or T if it is the
@@ -146,7 +147,7 @@ def _panel_bytes(shape: ModelShape) -> int:
 
 
 def _latent_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of the latent vectors of a prompt that are laid out for latent attention."""
+    """Return the bytes of a prompt's latent vectors in the layout that the kernel of latent attention reads."""
     if shape.latent is None:
         return 0
     keys = (config.max_model_len + 16) * shape.latent.cache_dim * config.dtype_bytes

@@ -16,7 +16,8 @@ EXPERT_PIECE_ROWS = 256
 FLOAT32_BYTES = 4
 INT32_BYTES = 4
 CANDIDATE_MATRICES = 4
-"""Float32 matrices of logits that exist together while a device finds candidates (``agent/device_sampling``)."""
+"""Number of float32 matrices, as large as the logits, that exist together while a device finds candidate tokens
+(``agent/device_sampling``)."""
 KV_CACHE = "KV cache"
 HOST_BLOCKS = "host blocks"
 WEIGHTS = "weights"
@@ -137,10 +138,10 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def _latent_elements(shape: ModelShape, latent: LatentAttention) -> int:
-    """Return the elements of a token in latent attention.
+    """Return the number of elements of one token's activations in latent attention.
 
-    These are the first product, the latent vector of queries and the queries, and the result. Each head also has a
-    query and an attended vector as wide as a row of the cache.
+    They are the first product, the latent vector of queries, the queries, and the result. Each head also has a query
+    and an attended vector as wide as a row of the cache.
     """
     heads, queries = shape.num_attention_heads, shape.num_attention_heads * latent.head_dim
     first = (latent.query_rank or queries) + latent.cache_dim

@@ -197,9 +197,8 @@ class Scheduler:
         return Capacity.of(self._state)
 
     def known_prefix(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """Returns how many of the blocks with these hashes the prefix cache has or expects, counted from the first, and
-        how many of them are in use.
-        """
+        """Returns how many of the first blocks with these hashes the prefix cache has or expects, and how many of them
+        are in use."""
         return self._kv_cache.prefixes.known(hashes) if self.limits.prefix_cache else (0, 0)
 
     @property

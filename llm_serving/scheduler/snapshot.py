@@ -34,7 +34,7 @@ _SEQUENCE_STATE = (
 
 
 class RequestCodec(Protocol):
-    """Converts requests and tokens to the form that they have in a snapshot."""
+    """Converts requests and tokens to plain data for a snapshot, and back."""
 
     def save_request(self, request: Request) -> Any:
         """Returns a request as plain data."""

@@ -22,7 +22,7 @@ from llm_serving.server.validation import StrictModel
 from llm_serving.telemetry.metrics import CONTENT_TYPE
 
 RECENT_STEP_S = 5.0
-"""If a step completed in the last seconds, the agents work, and ``/health/ready`` does not probe them."""
+"""If a step completed within this number of seconds, the agents work, and ``/health/ready`` does not probe them."""
 PROBE_TIMEOUT_S = 2.0
 
 _PUBLIC_FACTS = frozenset(

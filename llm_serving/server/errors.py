@@ -130,7 +130,7 @@ def _request_error(error: RequestError) -> ErrorReply:
     if isinstance(error, QueueFullError):
         headers = _retry_after(error.retry_after_s)
     elif error.status == 504:
-        headers = {"X-Should-Retry": "false"}  # OpenAI's clients would send the late request again
+        headers = {"X-Should-Retry": "false"}  # without the header, OpenAI's clients would send the late request again
     elif error.status in (408, 413):
         headers = {"Connection": "close"}
     return ErrorReply(error.status, str(error), _type_of(error.status), error.param, error.code, headers)

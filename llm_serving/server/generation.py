@@ -23,9 +23,9 @@ from llm_serving.server.scheduling import SchedulingFields, scheduling_of
 from llm_serving.server.state import ServerState
 
 OPEN_TOKENS = 32768
-"""Number of prompt tokens that are passed to the engine before other tasks run."""
+"""The event loop runs other tasks after this number of prompt tokens has been passed to the engine."""
 OPEN_OVERHEAD_TOKENS = 1024
-"""Number of prompt tokens whose check takes as long as the rest of opening a sequence."""
+"""Opening a sequence takes, apart from its tokens, about as long as checking this number of prompt tokens."""
 
 GENERATION = "llm_serving.generation"
 """Key of the ASGI scope whose value is the request's ``Generation``, so that the application closes it at the end."""

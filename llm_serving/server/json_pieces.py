@@ -10,12 +10,12 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 ITEMS_PER_PIECE = 64
-"""Number of list items that one call encodes."""
+"""Number of list items in one call of the JSON encoder, which blocks all other threads."""
 SEND_BYTES = 128 * 1024
-"""Number of bytes after which a response lets other tasks run."""
+"""Number of bytes after which the sender of a response lets other tasks run."""
 
 _MARK = b"\0"
-"""Takes the place of an ``EncodedList``. JSON never contains this byte, because strings have it as ``\\u0000``."""
+"""Byte that takes the place of an ``EncodedList`` during encoding. JSON itself never contains this byte."""
 
 
 class EncodedList:
@@ -26,7 +26,7 @@ class EncodedList:
 
     @classmethod
     def of_encoded(cls, items: Iterable[bytes]) -> EncodedList:
-        """Return the list of items that are already JSON."""
+        """Return a list whose items are JSON already."""
         encoded = cls(())
         encoded.pieces = [b"[", b",".join(items), b"]"]
         return encoded

@@ -20,7 +20,7 @@ class TrustedProxies:
         if client is None:
             return False
         try:
-            address = ipaddress.ip_address(client[0].partition("%")[0])  # without the zone of an IPv6 address
+            address = ipaddress.ip_address(client[0].partition("%")[0])  # removes the zone of an IPv6 address
         except ValueError:
             return False
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:

@@ -209,7 +209,8 @@ class Receipt:
             return
         self.blocked_us = self._blocked_in_lines(now_us)
         self._line, self._joined_at, self._blocked_before = None, {}, {}
-        if self.blocked_us and not self._blockers:  # the request was never the first of its queue
+        # never first in the queue: the requests that blocked the first one also blocked this one
+        if self.blocked_us and not self._blockers:
             for request_id in line.blockers:
                 self._note_blocker(request_id)
 
