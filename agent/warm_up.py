@@ -15,16 +15,19 @@ from llm_serving.sampling_params import SAMPLER_PARAMETERS
 
 
 def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
-    """Returns the query lengths and context lengths of three steps.
+    """Returns the query lengths and context lengths of each largest step.
 
     The steps are: whole prompts, prompts with earlier context, and a decode with full contexts. A mixed step is not
-    larger: it has at most the tokens of the prompts and the sequences of the decode.
+    larger: it has at most the tokens of the prompts and the sequences of the decode. With fused operators, one graph
+    runs all steps. Prompts with earlier context then need at least the memory of whole prompts, which are left out: on
+    a CPU, a largest step of a 7B model takes seconds.
     """
     longest = config.max_model_len
     prompts = _prompt_lens(config.max_num_batched_tokens, config.max_prefill_seqs, longest)
     seqs = config.max_decode_seqs
+    whole = {} if config.op_table == "fused" else {"prefill": (prompts, prompts)}
     return {
-        "prefill": (prompts, prompts),
+        **whole,
         "chunked prefill": (prompts, [longest] * len(prompts)),
         "decode": ([1] * seqs, [longest] * seqs),
     }
