@@ -140,9 +140,9 @@ def test_packing_refuses_an_unknown_format():
 
 def test_the_kernels_refuse_an_unknown_format():
     function = load_library().llmk_packed_weight_bytes
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
+    function.argtypes = [ctypes.c_int, *[ctypes.c_int64] * 3, ctypes.c_int, ctypes.c_int]
     function.restype = ctypes.c_int64
-    sizes = {code: function(code, 64, 64, 0, 0) for code in range(-2, len(WEIGHT_FORMATS) + 2)}
+    sizes = {code: function(code, 64, 64, 0, 0, 0) for code in range(-2, len(WEIGHT_FORMATS) + 2)}
     assert [code for code, size in sizes.items() if size] == list(range(len(WEIGHT_FORMATS)))
 
 

@@ -51,14 +51,16 @@ LLMK_ENTRY void llmk_widen_bfloat16(const uint16_t* values, uint32_t* out, int64
 
 // Entries that pack weights for linear layers (ops/linear.h) and for native primitives (ops/primitive_weight.h).
 
-LLMK_ENTRY int64_t llmk_packed_weight_bytes(int format, int64_t columns, int64_t depth, int64_t group, int biased) {
-  return llmk::packed_weight_bytes(static_cast<llmk::WeightFormat>(format), columns, depth, group, biased != 0);
+LLMK_ENTRY int64_t llmk_packed_weight_bytes(int format, int64_t columns, int64_t depth, int64_t group, int biased,
+                                            int static_inputs) {
+  return llmk::packed_weight_bytes(static_cast<llmk::WeightFormat>(format), columns, depth, group, biased != 0,
+                                   static_inputs != 0);
 }
 
 LLMK_ENTRY int llmk_pack_weight(const llmk::PackSource* source, void* blob, int64_t blob_bytes) {
   const llmk::StandardFloatingPoint scope;
   const int64_t needed = llmk::packed_weight_bytes(source->format, source->columns, source->depth, source->group,
-                                                   source->bias != nullptr);
+                                                   source->bias != nullptr, source->input_inverses != nullptr);
   if (blob_bytes < needed) {
     return llmk::refuse_text("pack_weight", "the blob has %lld bytes; it needs %lld",
                              static_cast<long long>(blob_bytes), static_cast<long long>(needed));

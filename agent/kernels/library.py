@@ -43,7 +43,7 @@ _ENTRIES: dict[str, tuple[Any, ...]] = {
     "llmk_line_wait": (_INT, _TEXT, _POINTER, ctypes.c_uint32, _POINTER, _INT64),
     "llmk_num_threads": (_INT,),
     "llmk_pack_weight": (_INT, _POINTER, _POINTER, _INT64),
-    "llmk_packed_weight_bytes": (_INT64, _INT, _INT64, _INT64, _INT64, _INT),
+    "llmk_packed_weight_bytes": (_INT64, _INT, _INT64, _INT64, _INT64, _INT, _INT),
     "llmk_primitive_blob_bytes": (_INT64, _POINTER),
     "llmk_recorded_fusion": (_TEXT, _POINTER, _INT64),
     "llmk_recorded_launches": (_INT64, _POINTER),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,21 +20,44 @@ _SOURCE_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, 
 _HUGE_PAGE = 2 << 20
 _PackSource = structure(
     "PackSource",
-    "int32: format source_dtype; int64: columns depth group; bool: gated asymmetric; pointer: values scales zeros bias",
+    "int32: format source_dtype; int64: columns depth group; bool: gated asymmetric; pointer: values scales zeros bias"
+    " input_inverses input_offsets sum_offsets",
 )
 """A ctypes class with the members of llmk::PackSource in ops/linear.h."""
 
 
-def packed_weight_bytes(fmt: str, columns: int, depth: int, group: int = 0, *, biased: bool = False) -> int:
+@dataclass(frozen=True, slots=True)
+class StaticInputs:
+    """Numbers of a calibration by which the inputs of an int8 layer are quantised, instead of a scale for each token.
+
+    An input becomes q = round(x * inverse + offset), within -128 to 127. The output of a column is
+    (sum of q * weight + sum offset) * scale.
+    """
+
+    inverses: npt.NDArray[np.float32]
+    """Inverse scales of the inputs [in]."""
+    offsets: npt.NDArray[np.float32]
+    """Offsets of the inputs [in]."""
+    sum_offsets: npt.NDArray[np.int32]
+    """Added to the sums of the outputs [out]. They remove the inputs' offsets, and may contain a bias."""
+
+
+def packed_weight_bytes(
+    fmt: str, columns: int, depth: int, group: int = 0, *, biased: bool = False, static_inputs: bool = False
+) -> int:
     """Returns the size of the blob of a weight with ``columns`` outputs and ``depth`` inputs.
 
     ``group`` is the number of inputs that share a scale; 0 means all inputs. Raises ValueError for an unsupported
-    size: only integer formats have groups, groups are multiples of 8, and integer formats take at most 65536 inputs.
+    size: only integer formats have groups, groups are multiples of 8, integer formats take at most 65536 inputs, and
+    only int8 without groups has static inputs.
     """
     code = weight_format(fmt).kernel_code
-    num_bytes = int(load_library().llmk_packed_weight_bytes(code, columns, depth, group, int(biased)))
+    num_bytes = int(
+        load_library().llmk_packed_weight_bytes(code, columns, depth, group, int(biased), int(static_inputs))
+    )
     if num_bytes == 0:
-        raise ValueError(f"no packed {fmt} weight can have {columns} columns, depth {depth} and group {group}")
+        more = " and static inputs" if static_inputs else ""
+        raise ValueError(f"no packed {fmt} weight can have {columns} columns, depth {depth}, group {group}{more}")
     return num_bytes
 
 
@@ -67,9 +91,21 @@ def _check(name: str, array: Array | None, shape: tuple[int, ...], dtype: Any) -
     return int(array.ctypes.data)
 
 
+def _checked_inputs(inputs: StaticInputs | None, columns: int, depth: int) -> dict[str, int | None]:
+    """Returns the addresses of static inputs by the names of PackSource. Raises ValueError for other sizes or types."""
+    if inputs is None:
+        return {}
+    return {
+        "input_inverses": _check("inverses", inputs.inverses, (depth,), np.float32),
+        "input_offsets": _check("offsets", inputs.offsets, (depth,), np.float32),
+        "sum_offsets": _check("sum_offsets", inputs.sum_offsets, (columns,), np.int32),
+    }
+
+
 def pack_weight(
     fmt: str, values: Array, out_blob: Blob, *, group: int = 0, gated: bool = False, asymmetric: bool = False,
     source_dtype: str = "float32", scales: Array | None = None, zeros: Array | None = None, bias: Array | None = None,
+    static_inputs: StaticInputs | None = None,
 ) -> None:  # fmt: skip
     """Packs ``values`` [columns, depth] into ``out_blob``, which has at least ``packed_weight_bytes``.
 
@@ -77,8 +113,8 @@ def pack_weight(
     quantised here. With ``scales`` float32 [columns, groups], ``values`` are integers that are kept: int8, or uint8
     0..15 for int4. ``zeros`` uint8 0..16 [columns, groups] are the zero points of int4; None means 8. ``gated`` means
     that the first half of the columns is the gate of a SwiGLU and the second half is the value. ``bias`` float32
-    [columns] is added to the output. Raises ValueError if the arrays do not fit, and KernelError if the kernel refuses
-    them.
+    [columns] is added to the output. ``static_inputs`` are for int8 with ``scales``. Raises ValueError if the arrays do
+    not fit, and KernelError if the kernel refuses them.
     """
     if values.ndim != 2:
         raise ValueError(f"a weight has 2 dimensions, [columns, depth]; this one has shape {values.shape}")
@@ -97,6 +133,7 @@ def pack_weight(
         scales=_check("scales", scales, groups, np.float32),
         zeros=_check("zeros", zeros, groups, np.uint8),
         bias=_check("bias", bias, (columns,), np.float32),
+        **_checked_inputs(static_inputs, columns, depth),
     )  # fmt: skip
     if out_blob.dtype != np.uint8 or not out_blob.flags.c_contiguous or not out_blob.flags.writeable:
         raise ValueError("the blob must be contiguous, writeable uint8; weight_blob() makes one")

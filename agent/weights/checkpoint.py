@@ -70,7 +70,8 @@ class Checkpoint:
 
     def scheme(self, part: WeightPart) -> Scheme | None:
         """Returns how a tensor is quantised, or None for a tensor of floats."""
-        return self._decoder.scheme() if self._decoder is not None and self._is_quantised(part.name) else None
+        quantised = self._decoder is not None and self._is_quantised(part.name)
+        return self._decoder.scheme_of(part.name) if self._decoder is not None and quantised else None
 
     def float_dtype(self, name: str) -> str | None:
         """Returns the type of a tensor of floats, or None for a quantised tensor."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from agent.kernels.packing import StaticInputs
 from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.storage import Array, convert_into
 from llm_serving.errors import CheckpointError
@@ -45,7 +46,16 @@ class TensorCut:
             values=np.ascontiguousarray(self.of(tensor.values)),
             scales=np.ascontiguousarray(tensor.scales[self.rows.slice, groups]),
             zeros=None if tensor.zeros is None else np.ascontiguousarray(tensor.zeros[self.rows.slice, groups]),
+            inputs=None if tensor.inputs is None else self._of_inputs(tensor.inputs),
         )
+
+    def _of_inputs(self, inputs: StaticInputs) -> StaticInputs:
+        """Copies the part of static inputs. Only the part with the first column has the offsets of the sums."""
+        columns = slice(None) if self.columns is None else self.columns.slice
+        offsets = np.array(inputs.sum_offsets[self.rows.slice])
+        if self.columns is not None and self.columns.start > 0:
+            offsets[:] = 0
+        return StaticInputs(np.array(inputs.inverses[columns]), np.array(inputs.offsets[columns]), offsets)
 
     def groups(self, scheme: Scheme) -> slice:
         """Returns the groups of inputs (which share a scale) in the part's columns.

@@ -49,6 +49,7 @@ class StoredTensors:
         self.first_group = 0
         """Number of the first group of inputs that the tensors contain. It is not 0 only for a part of a weight."""
         self.has_all_columns = True
+        self.has_first_column = True
         self.weight_shape: tuple[int, ...] | None = None
         """Shape of the whole weight if only a part of it is read, otherwise None."""
 
@@ -92,6 +93,7 @@ class CutTensors(StoredTensors):
         self._count = count
         self.first_group = decoder_groups(decoder, cut).start or 0
         self.has_all_columns = cut.columns is None
+        self.has_first_column = cut.columns is None or cut.columns.start == 0
         self.weight_shape = cut.whole
 
     def _read_cut(self, name: str) -> tuple[Array, str] | None:
@@ -151,8 +153,12 @@ class Decoder(ABC):
         return exists(f"{stem_of(name)}.{self.marker}")
 
     def scheme(self) -> Scheme:
-        """Returns how all quantised tensors of the checkpoint are quantised."""
+        """Returns how the quantised tensors of the checkpoint are quantised."""
         return Scheme(self.quantization.format.name, self.quantization.group)
+
+    def scheme_of(self, name: str) -> Scheme:
+        """Returns how the quantised weight ``name`` is quantised."""
+        return self.scheme()
 
     def groups(self, part: WeightPart) -> int:
         """Returns the number of scales of a row. Raises CheckpointError if groups do not divide the row."""

@@ -128,6 +128,12 @@ def _stored(spec: WeightSpec, source: WeightSource, packing: Packing) -> Scheme 
     stored = schemes.pop()
     if stored is not None and stored.format != _wanted(packing).stored_as:
         raise _error(packing, f"tensor {spec.parts[0].name} is stored as {stored.format}; use {stored.format} or auto")
+    if stored is not None and stored.static:
+        raise _error(
+            packing,
+            f"tensor {spec.parts[0].name} has static inputs (W8A8), which the native graph does not compute; use auto, "
+            "which dequantises, or op_table fused (CPU)",
+        )
     return stored
 
 

@@ -3,29 +3,43 @@
 W8A8_DYNAMIC, W8A16:  weight         int8 [out, in]
                       weight_scale   float [out, 1]
                       weight_offset  float [out, 1], zeros
+W8A8:                 weight         int8 [out, in]
+                      deq_scale      float32 [out], or its bits as int64
+                      quant_bias     int32 [out]
+                      input_scale    float [1] or [in]
+                      input_offset   float or int8 [1] or [in]
+                      weight_scale, weight_offset as above, optional
 W4A16:                weight         int8 [out / 2, in], [out, in / 2] or [out, in]
                       weight_scale   float [out, groups]
                       weight_offset  float [out, groups]
 
-value = (integer - offset) * scale, with integers from -8 to 7 in W4A16. A byte of a packed weight holds two outputs or
-two inputs, the even one in the low bits. msModelSlim packs outputs if inputs have groups, and inputs if not. Its
-older format does not pack.
+In W8A8, the inputs are quantised by numbers of a calibration (static): q = round(x / input_scale + input_offset), and
+the output is (sum of q * weight + quant_bias) * deq_scale, where deq_scale = input_scale * weight_scale. ``quant_bias``
+removes ``input_offset`` from the sum. It contains the layer's bias if msModelSlim wrote the folder, and does not if
+golden-stick did.
 
-Source: msModelSlim, ``ComplexQuantifier`` and ``AscendV1Saver``.
+In other schemes, value = (integer - offset) * scale, with integers from -8 to 7 in W4A16. A byte of a packed weight
+holds two outputs or two inputs, the even one in the low bits. msModelSlim packs outputs if inputs have groups, and
+inputs if not. Its older format does not pack.
+
+Sources: msModelSlim, ``ComplexQuantifier`` and ``AscendV1Saver``; vllm-mindspore, ``A8W8LinearMethod``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from agent.weights.decoder import FLOAT_TYPES, Axis, Decoder, StoredTensor, StoredTensors
+from agent.kernels.packing import StaticInputs
+from agent.weights.decoder import FLOAT_TYPES, Axis, Decoder, StoredTensor, StoredTensors, check_zero
 from agent.weights.layout import WeightPart
-from agent.weights.quantized import QuantizedTensor, without_usual_zeros
+from agent.weights.quantized import QuantizedTensor, Scheme, without_usual_zeros
 from agent.weights.storage import Array
+from llm_serving.model.quant_description import Description
 
 _PER_BYTE = 2
 
@@ -38,6 +52,10 @@ class ModelSlimDecoder(Decoder):
         "weight": ("out_words", "in_words"),
         "weight_scale": ("out", "group"),
         "weight_offset": ("out", "group"),
+        "deq_scale": ("out",),
+        "quant_bias": ("out",),
+        "input_scale": ("in",),
+        "input_offset": ("in",),
     }
 
     @property
@@ -45,12 +63,23 @@ class ModelSlimDecoder(Decoder):
         return _PER_BYTE
 
     def is_quantised(self, name: str, exists: Callable[[str], bool]) -> bool:
+        return name in self._description.schemes
+
+    @property
+    def _description(self) -> Description:
         assert self.quantization.description is not None, "the layout has a description"
-        return name in self.quantization.description.schemes
+        return self.quantization.description
+
+    def scheme_of(self, name: str) -> Scheme:
+        if not self._description.schemes[name].static:
+            return self.scheme()
+        return replace(self.scheme(), static=True, sums_hold_bias=self._description.sums_hold_bias)
 
     def stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:
         stem, groups = _stem(part), self.groups(part)
         per_group = _per_group(part, groups)
+        if self.scheme_of(part.name).static:
+            return _static_tensors(part)
         return (
             StoredTensor(f"{stem}.weight", ("I8",), self._weight_shapes(part)),
             StoredTensor(f"{stem}.weight_scale", FLOAT_TYPES, per_group),
@@ -65,7 +94,10 @@ class ModelSlimDecoder(Decoder):
         return (*packed, *(((rows, depth // 2),) if depth % 2 == 0 else ()), part.shape)
 
     def decode(self, part: WeightPart, tensors: StoredTensors) -> QuantizedTensor:
-        scheme, groups, zero = self.scheme(), self.groups(part), self.scheme().weights.zero
+        scheme = self.scheme_of(part.name)
+        if scheme.static:
+            return _decode_static(part, scheme, tensors)
+        groups, zero = self.groups(part), scheme.weights.zero
         shape = (part.shape[0], groups)
         scales = np.ascontiguousarray(tensors.floats("weight_scale").reshape(shape))
         offsets = self._offsets(shape, tensors)
@@ -88,13 +120,59 @@ class ModelSlimDecoder(Decoder):
         stored = tensors.optional("weight_offset")
         if stored is None:
             return np.zeros(shape, np.float32)
-        if stored.dtype in (np.int8, np.int32):
-            return stored.astype(np.float32).reshape(shape)
-        return tensors.floats("weight_offset").reshape(shape)
+        return _numbers("weight_offset", tensors).reshape(shape)
 
 
 def _stem(part: WeightPart) -> str:
     return part.name.removesuffix(".weight")
+
+
+def _static_tensors(part: WeightPart) -> tuple[StoredTensor, ...]:
+    stem, (rows, depth) = _stem(part), part.shape
+    per_row, per_input = ((rows,), (rows, 1)), ((1,), (depth,))
+    return (
+        StoredTensor(f"{stem}.weight", ("I8",), (part.shape,)),
+        StoredTensor(f"{stem}.deq_scale", ("F32", "I64"), per_row),
+        StoredTensor(f"{stem}.quant_bias", ("I32",), per_row),
+        StoredTensor(f"{stem}.input_scale", FLOAT_TYPES, per_input),
+        StoredTensor(f"{stem}.input_offset", (*FLOAT_TYPES, "I8", "I32"), per_input),
+        StoredTensor(f"{stem}.weight_scale", FLOAT_TYPES, per_row, optional=True),  # is in deq_scale already
+        StoredTensor(f"{stem}.weight_offset", (*FLOAT_TYPES, "I8", "I32"), per_row, optional=True),
+    )
+
+
+def _decode_static(part: WeightPart, scheme: Scheme, tensors: StoredTensors) -> QuantizedTensor:
+    check_zero(tensors, "weight_offset")
+    rows, depth = part.shape
+    input_scale = np.broadcast_to(tensors.floats("input_scale"), depth)
+    if input_scale.min() <= 0:
+        raise tensors.fail("input_scale", "must be above 0")
+    sum_offsets = np.zeros(rows, np.int32)
+    if tensors.has_first_column:  # only one agent adds the offset, because the agents' outputs are added
+        sum_offsets[:] = tensors.array("quant_bias").reshape(rows)
+    inputs = StaticInputs(
+        np.float32(1) / input_scale,
+        np.array(np.broadcast_to(_numbers("input_offset", tensors), depth)),
+        sum_offsets,
+    )
+    scales = _deq_scale(tensors).reshape(rows, 1)
+    return QuantizedTensor(scheme, np.array(tensors.array("weight")), scales, inputs=inputs)
+
+
+def _deq_scale(tensors: StoredTensors) -> npt.NDArray[np.float32]:
+    """Returns ``deq_scale`` as float32. Folders for float16 hold the bits of each float32 in an int64."""
+    stored = tensors.array("deq_scale")
+    if stored.dtype != np.int64:
+        return tensors.floats("deq_scale")
+    if int(stored.min()) < 0 or int(stored.max()) > 0x7F7FFFFF:
+        raise tensors.fail("deq_scale", "holds an integer that is not the bits of a positive float32")
+    return stored.astype(np.uint32).view(np.float32)
+
+
+def _numbers(end: str, tensors: StoredTensors) -> npt.NDArray[np.float32]:
+    """Returns a tensor of floats or small integers as float32."""
+    stored = tensors.array(end)
+    return stored.astype(np.float32) if stored.dtype in (np.int8, np.int32) else tensors.floats(end)
 
 
 def _per_group(part: WeightPart, groups: int) -> tuple[tuple[int, ...], ...]:

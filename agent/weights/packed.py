@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agent.kernels import packing as kernels
-from agent.kernels.packing import join_weight_parts, packed_weight_bytes, weight_blob
+from agent.kernels.packing import StaticInputs, join_weight_parts, packed_weight_bytes, weight_blob
 from agent.weights.layout import HeadRows, WeightSpec, rows_of
 from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.source import WeightSource
@@ -72,6 +72,16 @@ class _Plan:
     group: int
     stored: Scheme | None
     """The stored integers to keep. None means that the values are read as floats, even if integers are stored."""
+
+    @property
+    def is_static(self) -> bool:
+        """True if the layer quantises its inputs by the numbers of the checkpoint's calibration."""
+        return self.stored is not None and self.stored.static and weight_format(self.format).quantises_activations
+
+    @property
+    def holds_bias(self) -> bool:
+        """True if the static inputs contain the layer's bias, so that no other bias is added."""
+        return self.is_static and self.stored is not None and self.stored.sums_hold_bias
 
 
 def pack_weight(fmt: str, values: Array, blob: npt.NDArray[np.uint8], **options: Any) -> None:
@@ -151,10 +161,12 @@ class LinearPacker:
 
     def _blob_bytes(self, spec: WeightSpec) -> int:
         plan, (columns, depth) = self._plan(spec), spec.shape
-        return packed_weight_bytes(plan.format, columns, depth, plan.group, biased=bool(spec.bias))
+        biased = bool(spec.bias) and not plan.holds_bias
+        return packed_weight_bytes(plan.format, columns, depth, plan.group, biased=biased, static_inputs=plan.is_static)
 
     def _pack_into(self, spec: WeightSpec, blob: npt.NDArray[np.uint8]) -> None:
-        plan, gated, bias = self._plan(spec), spec.kind == "gated_linear", self._bias(spec)
+        plan, gated = self._plan(spec), spec.kind == "gated_linear"
+        bias = None if plan.holds_bias else self._bias(spec)
         if plan.stored is None:
             values, dtype = self._floats(spec, plan)
             pack_weight(
@@ -179,6 +191,7 @@ class LinearPacker:
                 scales=joined.scales,
                 zeros=joined.zeros,
                 bias=bias,
+                static_inputs=joined.inputs,
             )
 
     def _bias(self, spec: WeightSpec) -> Array | None:
@@ -251,9 +264,11 @@ class LinearPacker:
                     "cannot read; set model_config.weight_format = bf16 to dequantise it"
                 )
             values[rows] = tensor.values
-            tensors.append(replace(tensor, values=values[rows]))
+            kept = replace(tensor, values=values[rows])
+            tensors.append(kept if plan.is_static else _without_inputs(kept, part.name))
         scales = np.concatenate([each.scales for each in tensors])
-        return QuantizedTensor(plan.stored, values, scales, _joined_zeros(tensors))
+        inputs = _joined_inputs(tensors, spec) if plan.is_static else None
+        return QuantizedTensor(plan.stored, values, scales, _joined_zeros(tensors), inputs=inputs)
 
     def _memory(self, shape: tuple[int, ...], storage: Any) -> Array:
         """Returns uninitialised memory that the next parameter reuses, because new pages would cost much time."""
@@ -268,6 +283,34 @@ class LinearPacker:
 def _each_weight(spec: WeightSpec) -> list[WeightSpec]:
     """Returns the weights of which a parameter consists: one for each expert, or the parameter itself."""
     return [spec.expert(index) for index in range(spec.experts)] if spec.experts else [spec]
+
+
+def _without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
+    """Returns a tensor with the scales of its weights alone, for a format that leaves the layer's inputs as floats.
+
+    Raises CheckpointError if the inputs have different scales, which a scale for each output cannot express.
+    """
+    if tensor.inputs is None:
+        return tensor
+    inverses = tensor.inputs.inverses
+    if (inverses != inverses[0]).any():
+        raise CheckpointError(
+            f"tensor {name}: its inputs have different scales; use model_config.weight_format auto, int8 or bf16"
+        )
+    return replace(tensor, scales=tensor.scales * inverses[0], inputs=None)
+
+
+def _joined_inputs(tensors: Sequence[QuantizedTensor], spec: WeightSpec) -> StaticInputs:
+    """Joins the static inputs of tensors along their rows. Raises CheckpointError if they quantise inputs unequally."""
+    found = [each.inputs for each in tensors if each.inputs is not None]
+    first = found[0]
+    for part, each in zip(spec.parts, found, strict=True):
+        if (each.inverses != first.inverses).any() or (each.offsets != first.offsets).any():
+            raise CheckpointError(
+                f"tensor {part.name}: its input_scale or input_offset is not that of {spec.parts[0].name}, and the "
+                f"two have the same inputs; set model_config.weight_format = bf16 to dequantise them"
+            )
+    return replace(first, sum_offsets=np.concatenate([each.sum_offsets for each in found]))
 
 
 def _joined_zeros(tensors: Sequence[QuantizedTensor]) -> npt.NDArray[np.uint8] | None:

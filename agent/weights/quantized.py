@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from agent.kernels.packing import StaticInputs
 from agent.weights.storage import Array, from_float32
 from llm_serving.errors import CheckpointError
 from llm_serving.model.number_formats import WeightFormat, weight_format
@@ -22,6 +23,10 @@ class Scheme:
     """Name of the weight format that uses the stored integers without a change."""
     group: int
     """Number of inputs that share a scale. 0 means all inputs of an output."""
+    static: bool = False
+    """True if the checkpoint has numbers of a calibration by which the layer's inputs are quantised."""
+    sums_hold_bias: bool = False
+    """True if the stored offsets of the sums contain the layer's bias."""
 
     @property
     def weights(self) -> WeightFormat:
@@ -29,7 +34,8 @@ class Scheme:
         return weight_format(self.format)
 
     def __str__(self) -> str:
-        return f"{self.format} with {f'groups of {self.group}' if self.group else 'a scale per row'}"
+        inputs = " and static inputs" if self.static else ""
+        return f"{self.format} with {f'groups of {self.group}' if self.group else 'a scale per row'}{inputs}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,8 @@ class QuantizedTensor:
 
     The kernels cannot read weights with these groups.
     """
+    inputs: StaticInputs | None = None
+    """How the layer quantises its inputs, if the scheme is static. ``scales`` then contain the scale of the inputs."""
 
     def dequantise_rows(self, begin: int, end: int) -> npt.NDArray[np.float32]:
         """Returns the values of rows as float32 [end - begin, in]: (integer - zero) * scale, rounded once."""
@@ -61,6 +69,8 @@ class QuantizedTensor:
         if zero or zeros is not None:
             grouped -= zero if zeros is None else zeros[:, :, None]
         grouped *= scales[:, :, None]
+        if self.inputs is not None:
+            rows *= self.inputs.inverses
         return rows
 
     def dequantise_into(self, out: Array, dtype: str) -> None:

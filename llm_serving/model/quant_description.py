@@ -32,17 +32,20 @@ class TensorScheme:
     """Bits of a weight."""
     has_groups: bool = False
     """True if ``group_size`` inputs share a scale. Otherwise all inputs of an output share one."""
+    static: bool = False
+    """True if the folder holds the scale by which the weight's inputs are quantized."""
 
 
 _SCHEMES = {
     each.name: each
     for each in (
+        TensorScheme("W8A8", bits=8, static=True),
         TensorScheme("W8A8_DYNAMIC", bits=8),
         TensorScheme("W8A16", bits=8),
         TensorScheme("W4A16", bits=4, has_groups=True),
     )
 }
-_FILES = ("quant_model_description.json", "quantization_description.json")
+_MODEL_SLIM, _GOLDEN_STICK = "quant_model_description.json", "quantization_description.json"
 """The description's name in folders of msModelSlim, and in folders of golden-stick."""
 _MOST_NAMED = 3
 
@@ -56,6 +59,8 @@ class Description:
     bits: int
     group: int
     """Number of inputs that share a scale. 0: all inputs of an output share one."""
+    sums_hold_bias: bool = True
+    """True if ``quant_bias`` of scheme W8A8 contains the layer's bias, as msModelSlim writes it."""
 
 
 def read_description(folder: Path) -> Description | None:
@@ -63,14 +68,15 @@ def read_description(folder: Path) -> Description | None:
 
     Raises CheckpointError if the folder needs a scheme that this program does not support. No tensor is read.
     """
-    for name in _FILES:
+    for name in (_MODEL_SLIM, _GOLDEN_STICK):
         if (folder / name).exists():
             values = read_json_object(folder / name, MAX_DESCRIPTION_BYTES, CheckpointError)
-            return _description(TypedFields(str(folder / name), values, CheckpointError))
+            fields = TypedFields(str(folder / name), values, CheckpointError)
+            return _description(fields, sums_hold_bias=name == _MODEL_SLIM)
     return None
 
 
-def _description(fields: TypedFields) -> Description | None:
+def _description(fields: TypedFields, *, sums_hold_bias: bool) -> Description | None:
     _refuse_other_parts(fields)
     found = _weights(fields)
     if not found:
@@ -83,7 +89,7 @@ def _description(fields: TypedFields) -> Description | None:
             f"({', '.join(examples[each] for each in sorted(bits))}); quantize all layers with one number of bits"
         )
     grouped = any(each.has_groups for each in found.values())
-    return Description(found, bits.pop(), _group(fields) if grouped else 0)
+    return Description(found, bits.pop(), _group(fields) if grouped else 0, sums_hold_bias)
 
 
 def _weights(fields: TypedFields) -> dict[str, TensorScheme]:

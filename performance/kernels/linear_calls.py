@@ -29,7 +29,9 @@ LinearArgs = structure(
 def packed(fmt: str, values: Array, *, group: int = 0, gated: bool = False, **options: Any) -> Blob:
     """Packs ``values`` [columns, depth] into a new blob. ``options`` go to ``pack_weight``."""
     biased = options.get("bias") is not None
-    blob = weight_blob(packed_weight_bytes(fmt, values.shape[0], values.shape[1], group, biased=biased))
+    static = options.get("static_inputs") is not None
+    size = packed_weight_bytes(fmt, values.shape[0], values.shape[1], group, biased=biased, static_inputs=static)
+    blob = weight_blob(size)
     pack_weight(fmt, values, blob, group=group, gated=gated, **options)
     return blob
 

@@ -56,6 +56,15 @@ struct LinearWeights {
     return reinterpret_cast<const float*>(scales(panel, g))[lane];
   }
 
+  int32_t sum_offset(int64_t column) const {
+    const int32_t* offsets = static_inputs_of(&header).sum_offsets;
+    if (offsets == nullptr) return 0;
+    const uint8_t* panel;
+    int lane;
+    locate(column, &panel, &lane);
+    return offsets[(panel - panels) / shape.panel_bytes * kPanelColumns + lane];
+  }
+
   float bias(int64_t column) const {
     const uint8_t* panel;
     int lane;
@@ -87,7 +96,7 @@ float product_element(const LinearArgs& args, const LinearWeights& w, const Quan
     const float scale = w.scale(column, g);
     exact += sum * scale;
     if (integers && !has_nibbles(w.header.format) && w.header.group == 0) {
-      return static_cast<float>(sum) * rows.scales[row] * scale;
+      return static_cast<float>(sum + w.sum_offset(column)) * rows.scales[row] * scale;
     }
     total = std::fma(static_cast<float>(sum), scale, total);
   }
@@ -98,6 +107,24 @@ float linear_element(const LinearArgs& args, const LinearWeights& w, const Quant
                      int64_t column) {
   const float product = product_element(args, w, rows, row, column);
   return w.header.biased != 0 ? product + w.bias(column) : product;
+}
+
+// Quantises a row by the static inputs of a weight. `poison` is NaN if the row has a value that is not finite.
+void quantize_static_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t row,
+                         const PackedWeightHeader& header, float poison) {
+  const StaticInputs inputs = static_inputs_of(&header);
+  int8_t* values = rows.values + row * rows.stride;
+  rows.scales[row] = std::isnan(poison) ? poison : 1.0f;
+  rows.sums[row] = 0;
+  for (int64_t k = 0; k < rows.stride; ++k) {
+    float value = 0;
+    if (k < header.depth && !std::isnan(poison)) {
+      const float product = load_element(dtype, x, k) * inputs.inverses[k];
+      value = std::nearbyintf(std::fmin(std::fmax(product + inputs.offsets[k], -128.0f), 127.0f));
+    }
+    values[k] = static_cast<int8_t>(value);
+    rows.sums[row] += values[k];
+  }
 }
 
 float swiglu_element(float gate, float up) {
@@ -115,6 +142,7 @@ void quantize_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t
     largest = std::fmax(largest, std::fabs(load_element(dtype, x, k)));
     poison += load_element(dtype, x, k) * 0.0f;
   }
+  if (header.static_inputs != 0) return quantize_static_row(dtype, x, rows, row, header, poison);
   const float inverse = std::isnan(poison) ? 0.0f : quantize_inverse(largest);
   rows.scales[row] = std::isnan(poison) ? poison : largest / 127.0f;
   for (int64_t g = 0; g < rows.groups; ++g) rows.sums[row * rows.groups + g] = 0;

@@ -15,7 +15,7 @@ from agent.weights import Packing, WeightPart, load_weights, open_weights
 from agent.weights.storage import Array, from_float32
 from llm_serving.errors import CheckpointError, LLMServingError
 from performance.kernels.linear_calls import linear
-from support.quantised_folders import CASES, LINEARS, SPECS, Case, Tensors, float_tensors, write_case
+from support.quantised_folders import CASES, INPUT_SCALE, LINEARS, SPECS, Case, Tensors, float_tensors, write_case
 
 
 def load(folder: Path, dtype: str = "float32") -> dict[str, Array]:
@@ -45,7 +45,8 @@ def test_integers_are_read_without_change(tmp_path: Path, name: str) -> None:
             assert scheme is not None
             assert (scheme.format, scheme.group) == ("int4" if case.bits == 4 else "int8", case.group)
             assert tensor.scheme == scheme
-            np.testing.assert_array_equal(tensor.scales, plain.scales)
+            scales = plain.scales * np.float32(INPUT_SCALE) if scheme.static else plain.scales
+            np.testing.assert_array_equal(tensor.scales, scales)
             if case.bits == 8:
                 assert tensor.values.dtype == np.int8
                 np.testing.assert_array_equal(tensor.values, plain.q - 128)

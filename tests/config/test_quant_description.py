@@ -22,7 +22,8 @@ def described(tmp_path: Path, values: dict[str, object], name: str = "quant_mode
 
 
 @pytest.mark.parametrize(
-    ("scheme", "stored", "group"), [("W8A8_DYNAMIC", "int8", 1), ("W8A16", "int8", 1), ("W4A16", "int4", 64)]
+    ("scheme", "stored", "group"),
+    [("W8A8", "int8", 1), ("W8A8_DYNAMIC", "int8", 1), ("W8A16", "int8", 1), ("W4A16", "int4", 64)],
 )
 @pytest.mark.parametrize("file", ["quant_model_description.json", "quantization_description.json"])
 def test_a_scheme_gives_the_weight_format(tmp_path: Path, scheme: str, stored: str, group: int, file: str) -> None:

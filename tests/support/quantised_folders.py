@@ -175,6 +175,23 @@ def model_slim(name: str, plain: Plain, *, bits: int, packed: str) -> Tensors:
     }
 
 
+def model_slim_static(name: str, plain: Plain) -> Tensors:
+    """Weights of scheme W8A8, whose inputs have one scale and one offset."""
+    stem, weight = name.removesuffix(".weight"), (plain.q - 128).astype(np.int8)
+    sums = weight.astype(np.int64).sum(axis=1)
+    return {
+        f"{stem}.weight": weight,
+        f"{stem}.deq_scale": (plain.scales[:, 0] * np.float32(INPUT_SCALE)).astype(np.float32),
+        f"{stem}.quant_bias": (-sums * INPUT_OFFSET).astype(np.int32),
+        f"{stem}.input_scale": np.array([INPUT_SCALE], np.float32),
+        f"{stem}.input_offset": np.array([INPUT_OFFSET], np.float32),
+    }
+
+
+INPUT_SCALE, INPUT_OFFSET = 0.03125, -17
+"""The scale is a power of two, so that a product with the scale and its inverse has the same bits."""
+
+
 def pair_byte(low: int, high: int) -> int:
     """Returns the int8 whose low bits hold ``low`` and whose high bits hold ``high``."""
     byte = (int(high) & 15) << 4 | (int(low) & 15)
@@ -239,6 +256,8 @@ class Case:
             return awq(name, plain)
         if self.layout == "int-quantized":
             return int_quantized(name, plain)
+        if self.scheme == "W8A8":
+            return model_slim_static(name, plain)
         if self.layout == "model-slim":
             return model_slim(name, plain, bits=self.bits, packed=self.packed)
         return pack_quantized(name, plain, bits=self.bits, asymmetric=self.asymmetric)
@@ -258,6 +277,7 @@ CASES = {
     "w4a16 asymmetric": Case("pack-quantized", 4, 32, asymmetric=True),
     "w8a16": Case("pack-quantized", 8, 0),
     "slim w8a8 dynamic": Case("model-slim", 8, 0, scheme="W8A8_DYNAMIC"),
+    "slim w8a8 static": Case("model-slim", 8, 0, scheme="W8A8"),
     "slim w8a16": Case("model-slim", 8, 0, scheme="W8A16"),
     "slim w4a16": Case("model-slim", 4, 64, scheme="W4A16", packed="out"),
     "slim w4a16 asymmetric": Case("model-slim", 4, 32, asymmetric=True, scheme="W4A16", packed="out"),

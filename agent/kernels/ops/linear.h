@@ -19,6 +19,10 @@
 //
 // A bias follows the panels as floats, in the order of their columns: [panels][64].
 //
+// An int8 weight without groups may have static inputs: numbers of a calibration, by which its activations are
+// quantised. They follow the bias: float inverse scales and float offsets of the inputs, each [depth] and zeros up to a
+// multiple of 16, then int32 sum offsets of the columns, [panels][64].
+//
 // A weight in parts is a header, followed by the blobs of consecutive ranges of the depth. Each blob starts on a cache
 // line, and the first has the bias. The product is the sum of the parts' products in float32, in their order, rounded
 // once. This gives the same bits as several agents that share the layer.
@@ -29,6 +33,7 @@
 // Arithmetic, the same for every tile, batch and thread count:
 //   float formats     one accumulator per element, over k in order (over pairs of k with VDPBF16PS)
 //   int8              exact integers, then float(sum) * x_scale * w_scale; with groups like int4 with zero 128
+//   int8, static      float(sum + sum offset) * w_scale, where q = round(x * inverse scale + offset) within -128 to 127
 //   int4              total = fma(float(sum over the group of (w - zero) * x), group scale, total) in group order,
 //                     then total * x_scale
 //   int8_weight_only  like a float format whose weights are the integers, in bfloat16 if the activations are bfloat16;
@@ -101,7 +106,8 @@ struct PackedWeightHeader {
   int32_t biased;                 // 1: the blob has a bias
   int32_t parts;                  // number of parts, which follow as blobs; 0: no parts, panels follow
   int32_t tile_steps;             // T above, which depends on the instruction set
-  int32_t reserved[2];
+  int32_t static_inputs;          // 1: the blob has static inputs
+  int32_t reserved;
 };
 static_assert(sizeof(PackedWeightHeader) == 64, "the header is one cache line");
 
@@ -122,10 +128,16 @@ struct PackSource {
   const float* scales;
   const uint8_t* zeros;
   const float* bias;  // [columns] in the order of `values`, or null
+  // Static inputs, all three or none: inverse scales and offsets [depth], and sum offsets [columns] in the order of
+  // `values`.
+  const float* input_inverses;
+  const float* input_offsets;
+  const int32_t* sum_offsets;
 };
 
 // Returns the size of a blob, or 0 for invalid sizes (group not a multiple of 8, integer depth beyond 65536, ...).
-int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth, int64_t group, bool biased);
+int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth, int64_t group, bool biased,
+                            bool static_inputs = false);
 
 // Writes a blob (64-byte aligned) with all threads. Returns 0, or an error code after one line on standard error.
 int pack_weight(const PackSource& source, void* blob);
@@ -137,7 +149,8 @@ int check_packed_weight(const char* op, const void* blob, int64_t bytes);
 // Returns 0, or an error code after one line on standard error.
 int join_weight_parts(void* blob, int64_t bytes, int32_t parts);
 
-// Activations, quantised row by row: value = scale * q, scale = max|x| / 127, q in [-127, 127].
+// Activations, quantised row by row: value = scale * q, scale = max|x| / 127, q in [-127, 127]. With static inputs, the
+// scale is 1, and q is in [-128, 127].
 struct QuantizedRows {
   int8_t* values;
   float* scales;   // [rows]
@@ -214,6 +227,12 @@ static inline WeightShape weight_shape(const PackedWeightHeader& header) {
 static inline int64_t panels_bytes(const WeightShape& shape) { return shape.panels * shape.panel_bytes; }
 static inline int64_t bias_bytes(const WeightShape& shape) { return shape.panels * kPanelColumns * 4; }
 
+// Returns the number of floats of the inverse scales of static inputs, and of their offsets.
+static inline int64_t static_stride(int64_t depth) { return ceil_div(depth, 16) * 16; }
+static inline int64_t static_bytes(const WeightShape& shape, int64_t depth) {
+  return 2 * static_stride(depth) * 4 + shape.panels * kPanelColumns * 4;
+}
+
 static inline const PackedWeightHeader& header_of(const void* blob) {
   return *static_cast<const PackedWeightHeader*>(blob);
 }
@@ -221,7 +240,8 @@ static inline const PackedWeightHeader& header_of(const void* blob) {
 // Returns the bytes of a blob that is not a weight in parts.
 static inline int64_t blob_bytes(const PackedWeightHeader& header) {
   const WeightShape shape = weight_shape(header);
-  return static_cast<int64_t>(sizeof(header)) + panels_bytes(shape) + (header.biased != 0 ? bias_bytes(shape) : 0);
+  return static_cast<int64_t>(sizeof(header)) + panels_bytes(shape) + (header.biased != 0 ? bias_bytes(shape) : 0) +
+         (header.static_inputs != 0 ? static_bytes(shape, header.depth) : 0);
 }
 
 // Return the first part of a weight in parts, and the part after another. A part occupies packed_weight_bytes(),
@@ -242,6 +262,22 @@ static inline const float* bias_of(const void* blob) {
   if (header.biased == 0) return nullptr;
   const char* panels = static_cast<const char*>(blob) + sizeof(header);
   return reinterpret_cast<const float*>(panels + panels_bytes(weight_shape(header)));
+}
+
+// The static inputs of a blob. All are null if it has none.
+struct StaticInputs {
+  const float *inverses = nullptr, *offsets = nullptr;  // [static_stride(depth)]
+  const int32_t* sum_offsets = nullptr;                 // [panels][64]
+};
+
+static inline StaticInputs static_inputs_of(const void* blob) {
+  const PackedWeightHeader& header = header_of(blob);
+  if (header.static_inputs == 0) return {};
+  const WeightShape shape = weight_shape(header);
+  const float* first = reinterpret_cast<const float*>(static_cast<const char*>(blob) + blob_bytes(header) -
+                                                      static_bytes(shape, header.depth));
+  const int64_t stride = static_stride(header.depth);
+  return {first, first + stride, reinterpret_cast<const int32_t*>(first + 2 * stride)};
 }
 
 // Return the number of the first weight column in vector v (0 to 3) of a panel, and the limit of the columns in this

@@ -398,7 +398,7 @@ static void linear(const LinearArgs& args) {
   if (args.rows <= 0) return;
   const PackedWeightHeader& header = header_of(args.weight);
   LinearJob job{args,    header, weight_shape(header), static_cast<const uint8_t*>(args.weight) + sizeof(header),
-                bias_of(args.weight), nullptr, 0,      QuantizedRows{},      nullptr,
+                bias_of(args.weight), static_inputs_of(args.weight).sum_offsets, nullptr, 0, QuantizedRows{}, nullptr,
                 nullptr};
   if (args.best_ids != nullptr) {
     job.best = static_cast<uint64_t*>(thread_scratch(kScratchLinearBest, args.rows * 8));

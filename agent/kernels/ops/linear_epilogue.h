@@ -6,8 +6,9 @@
 
 namespace llmk::LLMK_ARCH {
 
-// Names the scales by which the sums must still be multiplied. kIntegerBoth multiplies integer sums by the scales of
-// row and column. kUnsignedBoth first removes an offset of 128 from the weights.
+// Names the scales by which the sums must still be multiplied. kIntegerBoth adds the sum offsets of static inputs, if
+// there are any, and multiplies integer sums by the scales of row and column. kUnsignedBoth also removes an offset of
+// 128 from the weights.
 enum class Scaling : int { kNone, kRow, kColumn, kIntegerBoth, kUnsignedBoth };
 
 struct LinearJob {
@@ -16,6 +17,7 @@ struct LinearJob {
   WeightShape shape;
   const uint8_t* panels;
   const float* bias;  // or null
+  const int32_t* sum_offsets;  // of static inputs, or null
   const void* x;     // activations in the type of the step
   int64_t x_stride;  // in elements of this type
   QuantizedRows rows;
@@ -63,10 +65,7 @@ template <Scaling kScaling>
 LLMK_INLINE Vec scaled(const float* sum, Vec row_scale, Ints excess, const float* column_scales) {
   if constexpr (kScaling == Scaling::kRow) return mul(load(sum), row_scale);
   if constexpr (kScaling == Scaling::kColumn) return mul(load(sum), load(column_scales));
-  if constexpr (kScaling == Scaling::kIntegerBoth) {
-    return mul(mul(to_floats(load_ints(sum)), row_scale), load(column_scales));
-  }
-  if constexpr (kScaling == Scaling::kUnsignedBoth) {
+  if constexpr (kScaling == Scaling::kIntegerBoth || kScaling == Scaling::kUnsignedBoth) {
     return mul(mul(to_floats(add(load_ints(sum), excess)), row_scale), load(column_scales));
   }
   return load(sum);
@@ -76,6 +75,7 @@ LLMK_INLINE Vec scaled(const float* sum, Vec row_scale, Ints excess, const float
 struct HalfPanel {
   const float* scales;  // used only without groups
   const float* bias;    // or null
+  const int32_t* sum_offsets;  // or null
   int64_t first;        // number of the first column in the packed order
   int64_t column[2], width[2];  // output column of each vector, and number of columns from there
   bool whole;
@@ -85,6 +85,7 @@ struct HalfPanel {
     const uint8_t* end = job.panels + panel * job.shape.panel_bytes + job.shape.steps * job.shape.step_bytes;
     scales = reinterpret_cast<const float*>(end) + 2 * half * kLanes;
     bias = job.bias == nullptr ? nullptr : job.bias + first;
+    sum_offsets = job.sum_offsets == nullptr ? nullptr : job.sum_offsets + first;
     for (int v = 0; v < 2; ++v) {
       column[v] = vector_column(job.header, panel, 2 * half + v);
       width[v] = vector_end(job.header, 2 * half + v) - column[v];
@@ -103,7 +104,7 @@ struct Finish {
   static void finish_rows(const LinearJob& job, const HalfPanel& to, int64_t row, int64_t count, const float* sums) {
     constexpr bool kByRow = kScaling != Scaling::kNone && kScaling != Scaling::kColumn;
     const float *scales = to.scales, *bias = to.bias, *row_scales = job.rows.scales;
-    const int32_t* row_sums = job.rows.sums;
+    const int32_t *row_sums = job.rows.sums, *sum_offsets = to.sum_offsets;
     const int64_t columns[2] = {to.column[0], to.column[1]}, out_stride = job.args.out_stride;
     const bool whole = to.whole, stores = job.args.out != nullptr;
     T* out = static_cast<T*>(job.args.out) + row * out_stride;
@@ -113,7 +114,8 @@ struct Finish {
       Vec values[2];
       LLMK_UNROLL
       for (int v = 0; v < 2; ++v) {
-        values[v] = scaled<kScaling>(sums + v * kLanes, row_scale, excess, scales + v * kLanes);
+        const Ints offset = sum_offsets == nullptr ? excess : add(excess, load_ints(sum_offsets + v * kLanes));
+        values[v] = scaled<kScaling>(sums + v * kLanes, row_scale, offset, scales + v * kLanes);
       }
       if (bias != nullptr) {
         LLMK_UNROLL

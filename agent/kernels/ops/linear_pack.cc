@@ -20,6 +20,10 @@ const char* problem_of_sizes(WeightFormat format, int64_t columns, int64_t depth
   return nullptr;
 }
 
+const char* problem_of_static_inputs(WeightFormat format, int64_t group) {
+  return format == WeightFormat::kInt8 && group == 0 ? nullptr : "only int8 weights without groups have static inputs";
+}
+
 float source_value(const PackSource& source, int64_t index) {
   return load_element(source.source_dtype, source.values, index);
 }
@@ -140,23 +144,37 @@ void pack_panel(const PackSource& source, const PackedWeightHeader& header, cons
   }
 }
 
-void place_bias(const float* bias, const PackedWeightHeader& header, const WeightShape& shape, float* out) {
+// Copies a number of each column to the place of the column in the panels, and zeros to the places without a column.
+template <class T>
+void place_columns(const T* columns, const PackedWeightHeader& header, const WeightShape& shape, T* out) {
   for (int64_t i = 0; i < shape.panels * kPanelColumns; ++i) {
     const int v = static_cast<int>(i % kPanelColumns / 16);
     const int64_t column = vector_column(header, i / kPanelColumns, v) + i % 16;
-    out[i] = column < vector_end(header, v) ? bias[column] : 0.0f;
+    out[i] = column < vector_end(header, v) ? columns[column] : T{0};
   }
+}
+
+void place_static_inputs(const PackSource& source, const PackedWeightHeader& header, const WeightShape& shape,
+                         float* out) {
+  const int64_t stride = static_stride(header.depth);
+  std::memset(out, 0, static_cast<size_t>(2 * stride * 4));
+  std::memcpy(out, source.input_inverses, static_cast<size_t>(header.depth * 4));
+  std::memcpy(out + stride, source.input_offsets, static_cast<size_t>(header.depth * 4));
+  place_columns(source.sum_offsets, header, shape, reinterpret_cast<int32_t*>(out + 2 * stride));
 }
 
 }  // namespace
 
-int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth, int64_t group, bool biased) {
+int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth, int64_t group, bool biased,
+                            bool static_inputs) {
   if (problem_of_sizes(format, columns, depth, group) != nullptr) return 0;
+  if (static_inputs && problem_of_static_inputs(format, group) != nullptr) return 0;
   // The size allows for the additional panel that a gated weight may need, and for zero points.
   const WeightShape plain = weight_shape(format, columns, depth, group, false, true);
   const WeightShape gated = weight_shape(format, columns, depth, group, true, true);
   const WeightShape& most = gated.panels > plain.panels ? gated : plain;
-  return static_cast<int64_t>(sizeof(PackedWeightHeader)) + panels_bytes(most) + (biased ? bias_bytes(most) : 0);
+  return static_cast<int64_t>(sizeof(PackedWeightHeader)) + panels_bytes(most) + (biased ? bias_bytes(most) : 0) +
+         (static_inputs ? static_bytes(most, depth) : 0);
 }
 
 // Returns true if a zero point is above 16. GPTQ stores 15 for the zero point 16.
@@ -175,6 +193,14 @@ int pack_weight(const PackSource& source, void* blob) {
   if (problem == nullptr && source.source_dtype == DType::kUnsupported) problem = "the source type is not known";
   if (problem == nullptr && reinterpret_cast<uintptr_t>(blob) % 64 != 0) problem = "the blob must be 64-byte aligned";
   if (problem == nullptr && has_large_zeros(source)) problem = "zero points must be 0 to 16";
+  const bool static_inputs = source.input_inverses != nullptr;
+  if (problem == nullptr && static_inputs) problem = problem_of_static_inputs(source.format, source.group);
+  if (problem == nullptr && static_inputs != (source.input_offsets != nullptr && source.sum_offsets != nullptr)) {
+    problem = "static inputs need inverse scales, offsets and sum offsets";
+  }
+  if (problem == nullptr && static_inputs && source.scales == nullptr) {
+    problem = "a weight with static inputs must be quantised already";
+  }
   if (problem != nullptr) {
     return refuse_text("pack_weight", "%s (format %d, %lld columns, depth %lld, group %lld)", problem,
                        static_cast<int>(source.format), static_cast<long long>(source.columns),
@@ -193,6 +219,7 @@ int pack_weight(const PackSource& source, void* blob) {
   header.asymmetric = zeros ? 1 : 0;
   header.biased = source.bias != nullptr ? 1 : 0;
   header.tile_steps = static_cast<int32_t>(kernels().tile_steps);
+  header.static_inputs = static_inputs ? 1 : 0;
   std::memcpy(blob, &header, sizeof(header));
   const WeightShape shape = weight_shape(header);
   uint8_t* panels = static_cast<uint8_t*>(blob) + sizeof(header);
@@ -200,7 +227,11 @@ int pack_weight(const PackSource& source, void* blob) {
     pack_panel(source, header, shape, panel, panels + panel * shape.panel_bytes);
   });
   if (source.bias != nullptr) {
-    place_bias(source.bias, header, shape, reinterpret_cast<float*>(panels + panels_bytes(shape)));
+    place_columns(source.bias, header, shape, reinterpret_cast<float*>(panels + panels_bytes(shape)));
+  }
+  if (static_inputs) {
+    uint8_t* end = static_cast<uint8_t*>(blob) + blob_bytes(header);
+    place_static_inputs(source, header, shape, reinterpret_cast<float*>(end - static_bytes(shape, header.depth)));
   }
   return 0;
 }
@@ -215,7 +246,7 @@ static int check_parts(const char* op, const void* blob, int64_t bytes) {
     if (error != 0) return error;
     const PackedWeightHeader& header = header_of(part);
     if (header.parts != 0 || header.gated != 0 || header.format != whole.format || header.columns != whole.columns ||
-        (i > 0 && header.biased != 0)) {
+        header.static_inputs != 0 || (i > 0 && header.biased != 0)) {
       return refuse_text(op, "part %d of the packed weight does not go with the whole", i);
     }
     depth += header.depth;
@@ -248,6 +279,7 @@ int check_packed_weight(const char* op, const void* blob, int64_t bytes) {
   }
   if (header.parts != 0) return check_parts(op, blob, bytes);
   const char* problem = problem_of_sizes(header.format, header.columns, header.depth, header.group);
+  if (problem == nullptr && header.static_inputs != 0) problem = problem_of_static_inputs(header.format, header.group);
   if (problem != nullptr) return refuse_text(op, "the header of the packed weight is damaged: %s", problem);
   const int64_t needed = blob_bytes(header);
   if (bytes < needed) {

@@ -1,5 +1,8 @@
 // Quantises activations to int8, row by row: scale = max|x| / 127, q = round(x * (127 / max|x|)).
 //
+// With static inputs (linear.h), scales and offsets come from the weight: q = round(x * inverse scale + offset). The
+// row's scale is 1. Product and sum are rounded to float32.
+//
 // Sums of q are below 2^24 in magnitude, so adding them as floats is exact in any order. A row with a NaN or an
 // infinity gets zeros and the scale NaN. All its results are NaN, and other rows are not affected.
 #pragma once
@@ -111,8 +114,43 @@ static void quantize_bfloats(const bfloat_t* x, const QuantizedRows& rows, int64
 }
 #endif
 
+// Quantises a row by the static inputs of a weight.
+template <class T>
+static void quantize_static_row(const T* x, const QuantizedRows& rows, int64_t row, int64_t depth,
+                                const StaticInputs& inputs) {
+  int8_t* values = rows.values + row * rows.stride;
+  const Vec lowest = broadcast(-128.0f), highest = broadcast(127.0f);
+  Vec total = zero(), poison_lanes = zero();
+  for (int64_t k = 0; k < depth; k += kLanes) {
+    const int64_t left = depth - k;
+    const Vec v = left >= kLanes ? load(x + k) : load_n(x + k, left);
+    poison_lanes = fma(v, zero(), poison_lanes);
+    const Vec shifted = add(mul(v, load(inputs.inverses + k)), load(inputs.offsets + k));
+    const Vec q = round_nearest(minimum(maximum(shifted, lowest), highest));
+    store_signed_bytes(values + k, to_ints(q));
+    total = add(total, q);
+  }
+  std::memset(values + depth, 0, static_cast<size_t>(rows.stride - depth));
+  const float poison = sum(poison_lanes);
+  const bool poisoned = poison != poison;
+  if (poisoned) std::memset(values, 0, static_cast<size_t>(depth));
+  rows.scales[row] = poisoned ? poison : 1.0f;
+  rows.sums[row] = poisoned ? 0 : static_cast<int32_t>(sum(total));
+}
+
 static void quantize_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob) {
   const PackedWeightHeader& header = header_of(blob);
+  if (header.static_inputs != 0) {
+    const StaticInputs inputs = static_inputs_of(blob);
+    if (dtype == DType::kFloat32) {
+      quantize_static_row(static_cast<const float*>(x), rows, row, header.depth, inputs);
+    } else if (dtype == DType::kFloat16) {
+      quantize_static_row(static_cast<const half_t*>(x), rows, row, header.depth, inputs);
+    } else if (dtype == DType::kBFloat16) {
+      quantize_static_row(static_cast<const bfloat_t*>(x), rows, row, header.depth, inputs);
+    }
+    return;
+  }
   if (dtype == DType::kFloat32) quantize_row_typed(static_cast<const float*>(x), rows, row, header);
   if (dtype == DType::kFloat16) quantize_row_typed(static_cast<const half_t*>(x), rows, row, header);
 #ifdef LLMK_VEC_AVX512
