@@ -13,7 +13,6 @@ from __future__ import annotations
 import filecmp
 import importlib.util
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -93,7 +92,15 @@ class Compiler:
         if path is None:
             raise CompileError(f"building the kernels needs a C++17 compiler; {name!r} is not on the PATH")
         self._path, self._make_all = path, make_all
-        self._version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+        self._version = self._answer("--version")
+
+    @property
+    def machine(self) -> str:
+        """The architecture that the compiler makes code for, such as ``aarch64``. A cross compiler has another one."""
+        return self._answer("-dumpmachine").partition("-")[0].strip()
+
+    def _answer(self, question: str) -> str:
+        return subprocess.run([self._path, question], capture_output=True, text=True, check=True).stdout
 
     def knows(self, flags: Sequence[str]) -> bool:
         """Returns True if the compiler accepts the flags. It refuses flags of other processors."""
@@ -157,7 +164,7 @@ class BuildKernels(build_ext):
 
     def run(self) -> None:
         compiler = Compiler(os.environ.get("CXX", "g++"), bool(self.force))
-        folder = ROOT / OBJECTS / platform.machine()
+        folder = ROOT / OBJECTS / compiler.machine
         known = {name: flags for name, flags in INSTRUCTION_SETS.items() if compiler.knows(flags)}
         general = _general_flags(known)
         product, testing, ceilings = _product_units(folder, known, general), [], []
