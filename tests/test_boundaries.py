@@ -16,7 +16,8 @@ from support.time_limits import time_limit
 
 HTTP = ("starlette", "uvicorn", "uvloop", "httptools", "asyncio", "aiohttp", "httpx", "requests")
 AGENT_MAY = ("llm_serving.config", "llm_serving.errors", "llm_serving.formats", "llm_serving.ipc", "llm_serving.model")
-AGENT_MAY += ("llm_serving.planning", "llm_serving.request", "llm_serving.sampling_params", "llm_serving.telemetry.log")
+AGENT_MAY += ("llm_serving.planning", "llm_serving.request", "llm_serving.sampling_params")
+AGENT_MAY += ("llm_serving.telemetry.log", "llm_serving.telemetry.npu_smi")
 
 
 CLOCKS_AND_IO = ("time", "datetime", "threading", "socket", "selectors", "os", "io", "pathlib", "random", "subprocess")

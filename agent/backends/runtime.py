@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from functools import cache
 from pathlib import Path
 
+from agent.backends.cores import own_cores
 from agent.group.model_part import ModelPart
 from llm_serving.config import Config
 from llm_serving.config.mindformers import MindSporeContext
@@ -40,20 +41,13 @@ def start_runtime(config: Config, rank: int = 0) -> None:
     if threads == 0 and config.parallel_config.world_size > 1 and not config.model_config.cpu_cores:
         threads = max(1, len(os.sched_getaffinity(0)) // config.parallel_config.world_size)
     if threads:
-        from agent.kernels import set_threads
-
-        set_threads(threads)
+        _use_threads(threads)
 
 
-def own_cores(cores: Sequence[int], rank: int, world_size: int) -> Sequence[int]:
-    """Returns the cores that one agent may use.
+def _use_threads(threads: int) -> None:
+    from agent.kernels import set_threads
 
-    With at least as many cores as agents, no two agents share a core, and their numbers of cores differ by at most one.
-    Otherwise every agent may use all cores.
-    """
-    if len(cores) < world_size:
-        return cores
-    return cores[rank * len(cores) // world_size : (rank + 1) * len(cores) // world_size]
+    set_threads(threads)
 
 
 @cache
@@ -61,17 +55,20 @@ def _set_up_ascend(config: Config, rank: int) -> None:
     """Sets up an Ascend, once for each config, because MindSpore refuses to set its memory twice."""
     from agent.backends.ascend.communication import join_group
     from agent.backends.ascend.context import prepare_environment, set_up_device
+    from agent.backends.ascend.cores import bind_cores
     from agent.backends.ascend.limits import check_limits
     from agent.backends.ascend.memory import check_device_memory
 
     check_limits(config)
     prepare_graph_dumps(config.context)
     prepare_environment(config)
+    threads = bind_cores(config, rank)
     import mindspore as ms
 
     set_up_device(config, ms, rank)
     check_device_memory(config, ms, rank)
     join_group(ModelPart.of(config, rank), ms)
+    _use_threads(threads)
 
 
 def prepare_graph_dumps(context: MindSporeContext, variables: MutableMapping[str, str] = os.environ) -> None:

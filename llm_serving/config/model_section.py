@@ -231,10 +231,10 @@ class ModelConfig:
     )
     cpu_cores: tuple[int, ...] | None = own(
         None,
-        "Core numbers that CPU agents may use. Several agents divide them.",
+        "Core numbers that agents may use. Several agents divide them.",
         low=0,
         high=4095,
-        null="any core",
+        null="any core on a CPU; on an Ascend, the agent's part of the NUMA node of its device",
     )
     cpu_threads: int = own(
         0,

@@ -10,7 +10,7 @@ _MIB = 1024 * 1024
 TIMEOUT_S = 30.0
 
 _FIRST_LINE = re.compile(r"\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]+)\s*\|\s*(\S+)?\s*(\S+)?")
-_SECOND_LINE = re.compile(r"\|\s*(\d+)\s+(?:\d+\s*)?\|\s*[0-9A-Fa-f]{4}:[0-9A-Fa-f:.]+\s*\|(.*)\|")
+_SECOND_LINE = re.compile(r"\|\s*(\d+)\s+(?:\d+\s*)?\|\s*([0-9A-Fa-f]{4}:[0-9A-Fa-f:.]+)\s*\|(.*)\|")
 _USAGE = re.compile(r"(\d+)\s*/\s*(\d+)")
 _AI_CORE = re.compile(r"\s*(\d+)\s+\d+\s*/")
 _PROCESS = re.compile(r"\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(.*?)\s*\|\s*(\d+)\s*\|")
@@ -32,6 +32,8 @@ class Chip:
     power_w: float | None = None
     ai_core_percent: int | None = None
     """Use of the matrix and vector cores in the last sampling interval."""
+    bus_id: str = ""
+    """PCI address of the chip, such as ``0000:C1:00.0``."""
 
     @property
     def free_bytes(self) -> int:
@@ -88,9 +90,9 @@ def read_chips() -> tuple[Chip, ...]:
 
 
 def _chip(number: int, first: re.Match[str], second: re.Match[str]) -> Chip:
-    usage = [(int(used), int(total)) for used, total in _USAGE.findall(second[2])]
+    usage = [(int(used), int(total)) for used, total in _USAGE.findall(second[3])]
     used, total = max(usage, key=lambda each: each[1], default=(0, 0))
-    busy = _AI_CORE.match(second[2])
+    busy = _AI_CORE.match(second[3])
     return Chip(
         number=number,
         npu=int(first[1]),
@@ -102,6 +104,7 @@ def _chip(number: int, first: re.Match[str], second: re.Match[str]) -> Chip:
         temperature_c=_number(first[5]),
         power_w=_number(first[4]),
         ai_core_percent=None if busy is None else int(busy[1]),
+        bus_id=second[2],
     )
 
 

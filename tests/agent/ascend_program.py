@@ -202,7 +202,7 @@ def run_capture() -> dict[str, Any]:
 
     conf = RuntimeConf.get_instance()
     before = conf.get_enable_kernel_launch_capture()
-    ms.runtime.set_kernel_launch_capture(True)
+    ms.runtime.set_kernel_launch_capture(True, ["AllGather"])
     return {"before": before, "after": conf.get_enable_kernel_launch_capture()}
 
 

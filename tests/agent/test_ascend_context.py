@@ -44,7 +44,7 @@ class Recorder:
         self.device_context = SimpleNamespace(ascend=SimpleNamespace(device_count=lambda: self._devices))
         self.runtime = SimpleNamespace(
             set_memory=lambda **given: self.calls.append(("set_memory", given)),
-            set_kernel_launch_capture=lambda wanted: self.calls.append(("set_kernel_launch_capture", wanted)),
+            set_kernel_launch_capture=lambda *given: self.calls.append(("set_kernel_launch_capture", *given)),
         )
 
     def set_device(self, target: str, device: int) -> None:
@@ -122,7 +122,7 @@ def test_one_capture_for_each_decode_size(tmp_path: Path) -> None:
     assert environment(config)["MS_DEV_RUNTIME_CONF"] == "graph_capture_max_number:3"
     mindspore = Recorder()
     set_up_device(config, mindspore)
-    assert ("set_kernel_launch_capture", True) in mindspore.calls
+    assert ("set_kernel_launch_capture", True, []) in mindspore.calls
     assert [lens for lens, _ in captured_steps(config)] == [[1] * size for size in (128, 128, 16, 16, 1, 1)]
     assert published().captured_batch_sizes == ()
     assert "MS_DEV_RUNTIME_CONF" not in environment(published())
@@ -160,13 +160,33 @@ def test_options_that_exclude_each_other_are_refused(overrides: tuple[str, ...],
         published(*[f"model_config.{each}" for each in overrides])
 
 
-def test_capture_is_refused_for_groups() -> None:
-    with pytest.raises(ConfigError, match="not with agents that share a model"):
-        published(
-            "model_config.capture_launches=True",
-            "parallel_config.tensor_parallel=2",
-            "serving_config.agent_ports=[0]",
-        )
+def grouped(*overrides: str) -> Config:
+    return published("model_config.capture_launches=True", "serving_config.agent_ports=[0]", *overrides)
+
+
+def test_agents_of_a_stage_capture_all_collectives_but_all_gather() -> None:
+    config, mindspore = grouped("parallel_config.tensor_parallel=2"), Recorder()
+    set_up_device(config, mindspore)
+    assert ("set_kernel_launch_capture", True, ["AllGather"]) in mindspore.calls
+
+
+def test_capture_is_refused_for_several_stages() -> None:
+    with pytest.raises(ConfigError, match=r"not with parallel_config\.pipeline_parallel above 1, as sends and"):
+        grouped("parallel_config.pipeline_parallel=2")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "wanted"), [(1, 1, None), (2, 1, "AIV"), (1, 2, None), (2, 2, None)]
+)
+def test_vector_cores_run_collectives_if_there_is_one_communicator(
+    tensor: int, pipeline: int, wanted: str | None
+) -> None:
+    given = [f"parallel_config.tensor_parallel={tensor}", f"parallel_config.pipeline_parallel={pipeline}"]
+    config = published(*given, "serving_config.agent_ports=[0]")
+    assert environment(config).get("HCCL_OP_EXPANSION_MODE") == wanted
+    variables = {"HCCL_OP_EXPANSION_MODE": "HOST"}
+    prepare_environment(config, variables)
+    assert variables["HCCL_OP_EXPANSION_MODE"] == "HOST"
 
 
 def test_environment_variables_that_are_set_are_kept() -> None:

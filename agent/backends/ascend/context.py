@@ -19,6 +19,11 @@ _JIT_LEVELS = {"kbk": "O0", "ge": "O2"}
 """O0 launches kernel by kernel, which dynamic shapes need. O2 runs the whole graph through GE."""
 _DISABLED_CUSTOM_KERNELS = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
 _NZ_PRIMITIVES = "MS_INTERNAL_ENABLE_NZ_OPS"
+_EXPANSION_MODE = "HCCL_OP_EXPANSION_MODE"
+"""AIV: the device's vector cores run a collective, without the host. Only one communicator may do so. With pipeline
+parallelism there are two, one for the stage and one for all agents, so HCCL's default stays."""
+_NOT_CAPTURED = ["AllGather"]
+"""Collectives that are launched between captured parts. vllm-mindspore captures AllReduce, but not AllGather."""
 _LISTS = (_DISABLED_CUSTOM_KERNELS, _NZ_PRIMITIVES)
 """Variables that hold names separated by commas."""
 
@@ -35,6 +40,8 @@ def environment(config: Config) -> dict[str, str]:
         "MS_ALLOC_CONF": "enable_vmm:True",  # prevents fragmentation of device memory between pools
         _DISABLED_CUSTOM_KERNELS: "FlashAttentionScore,PagedAttention",
     }
+    if config.parallel_config.tensor_parallel > 1 and config.parallel_config.pipeline_parallel == 1:
+        variables[_EXPANSION_MODE] = "AIV"
     in_nz = _primitives_in_nz(config)
     if in_nz:
         variables[_NZ_PRIMITIVES] = ",".join(in_nz)
@@ -113,7 +120,8 @@ def set_up_device(config: Config, mindspore: Any, rank: int = 0) -> None:
     mindspore.set_context(mode=mindspore.GRAPH_MODE, jit_config=jit_config(config))
     mindspore.set_recursion_limit(config.context.max_call_depth)
     if config.captured_batch_sizes:
-        mindspore.runtime.set_kernel_launch_capture(True)
+        skipped = _NOT_CAPTURED if config.parallel_config.tensor_parallel > 1 else []
+        mindspore.runtime.set_kernel_launch_capture(True, skipped)
     limit = config.context.max_device_memory_bytes
     if limit is not None:
         mindspore.runtime.set_memory(max_size=f"{limit / GIB:g}GB")

@@ -49,9 +49,11 @@ float inverse_of(float scale) {
 void quantize_group(const PackSource& source, int64_t column, int64_t begin, int64_t end, GroupCodes* out) {
   const int64_t base = column * source.depth;
   float low = 0, high = 0;
+  // Comparisons, because GCC 12 for Arm fails with an internal error on fmin and fmax here. Both ways skip NaN.
   for (int64_t k = begin; k < end; ++k) {
-    low = std::fmin(low, source_value(source, base + k));
-    high = std::fmax(high, source_value(source, base + k));
+    const float value = source_value(source, base + k);
+    low = value < low ? value : low;
+    high = value > high ? value : high;
   }
   const bool nibbles = has_nibbles(source.format);
   const float magnitude = std::fmax(-low, high);

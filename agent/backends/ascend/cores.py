@@ -1,0 +1,92 @@
+"""Chooses the cores of an agent on an Ascend: a part of the NUMA node to which the agent's device is connected.
+
+The host launches every kernel of a step, so a launch must not wait for memory of another processor. ``npu-smi info``
+has the PCI address of each device, and Linux has the NUMA node of each PCI address. docs/ascend.md has the sources.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+from agent.backends.ascend.context import device_id
+from agent.backends.cores import own_cores
+from llm_serving.config import Config
+from llm_serving.telemetry.npu_smi import Chip, read_chips
+
+logger = logging.getLogger("agent.ascend")
+
+_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+_CORE_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+SYS = Path("/sys")
+
+
+def bind_cores(config: Config, rank: int, read: Callable[[], Sequence[Chip]] = read_chips, root: Path = SYS) -> int:
+    """Restricts this process to the cores of its agent, and returns the number of threads for the sampler.
+
+    Must run before MindSpore is imported, because only threads that start later inherit the cores.
+    ``model_config.cpu_cores`` takes precedence over the NUMA node. Without both, the process keeps its cores.
+    The threads of all agents together are never more than the cores, unless ``model_config.cpu_threads`` says so.
+    ``read`` returns the devices of the machine. ``root`` is the folder /sys.
+    """
+    allowed = os.sched_getaffinity(0)
+    threads, model = config.agent_threads(len(allowed)), config.model_config
+    if model.cpu_cores:
+        cores, reason = own_cores(model.cpu_cores, rank, config.parallel_config.world_size), "model_config.cpu_cores"
+    else:
+        device = visible_number(device_id(config, rank), os.environ)
+        cores, reason = cores_near_device(device, read(), allowed, root), f"the NUMA node of device {device}"
+    if not cores:
+        logger.info("Linux does not report %s, so the agent may use all %d cores", reason, len(allowed))
+        return threads
+    os.sched_setaffinity(0, cores)
+    logger.info("the agent uses %d cores, from %d to %d (%s)", len(cores), min(cores), max(cores), reason)
+    return model.cpu_threads or min(threads, len(cores))
+
+
+def visible_number(device: int, environment: Mapping[str, str]) -> int:
+    """Returns the number that ``npu-smi`` gives to a device of this process.
+
+    ``ASCEND_RT_VISIBLE_DEVICES=4,5`` makes device 4 of the machine device 0 of this process.
+    """
+    visible = [int(part) for part in environment.get(_VISIBLE, "").split(",") if part.strip().isdecimal()]
+    return visible[device] if device < len(visible) else device
+
+
+def cores_near_device(device: int, chips: Sequence[Chip], allowed: Collection[int], root: Path = SYS) -> Sequence[int]:
+    """Returns the cores of ``allowed`` that belong to one device, in ascending order.
+
+    All devices of a NUMA node divide its cores, used or not, so agents of two servers share no core. The result is
+    empty if the device or its NUMA node is unknown, or if no core of the node is allowed.
+    """
+    nodes = [_numa_node(chip, root) for chip in chips]
+    if device >= len(nodes) or nodes[device] < 0:
+        return ()
+    neighbours = [number for number, node in enumerate(nodes) if node == nodes[device]]
+    text = _read(root / f"devices/system/node/node{nodes[device]}/cpulist")
+    cores = sorted(_parse_cores(text) & set(allowed))
+    return own_cores(cores, neighbours.index(device), len(neighbours))
+
+
+def _numa_node(chip: Chip, root: Path) -> int:
+    """Returns the NUMA node of a device, or -1 if Linux does not know the node."""
+    text = _read(root / "bus/pci/devices" / chip.bus_id.lower() / "numa_node")
+    return int(text) if text.isdecimal() else -1
+
+
+def _parse_cores(text: str) -> set[int]:
+    """Returns the cores of a list such as ``0-23,96-119``, as files in /sys have them."""
+    ranges = (_CORE_RANGE.fullmatch(part) for part in text.split(","))
+    return {core for each in ranges if each for core in range(int(each[1]), int(each[2] or each[1]) + 1)}
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
