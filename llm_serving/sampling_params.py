@@ -20,8 +20,7 @@ class SamplingParameter:
     name: str
     """Name of the parameter in the API, in ``SamplingParams``, in the step slot and in ``llmk::SampleArgs``."""
     default: Any
-    """Value for a request that does not set the parameter. For the sampler's parameters it is neutral: it changes no
-    token's probability."""
+    """Value if the client sets none. The defaults of the sampler's parameters change no token's probability."""
     meaning: str
     column: str
     """NumPy type of the parameter's column in the step slot; empty if only the server uses the parameter."""

@@ -131,8 +131,7 @@ class Config:
 
     @property
     def sum_shards(self) -> tuple[Shard, ...]:
-        """The parts whose sums a single agent adds one by one, as ``parallel_config.sum_parts`` agents would, for equal
-        results."""
+        """The parts whose sums a single agent adds in order, as ``parallel_config.sum_parts`` agents would."""
         if self.parallel_config.sum_parts == 1:
             return ()
         parallel = replace(self.parallel_config.as_summed, pipeline_parallel=1)

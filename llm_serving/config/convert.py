@@ -32,7 +32,7 @@ def build_sections(raw: RawConfig) -> dict[str, Any]:
 
 
 def find_unused(raw: RawConfig, sections: dict[str, Any]) -> list[UnusedSetting]:
-    """Return the stated settings that have no effect. A setting with its default value asks for nothing."""
+    """Return the stated settings that have no effect. A setting with its default value is left out."""
     unused = []
     for name, keys in raw.sections.items():
         declared = {each.name: each for each in fields(cast(Any, _ALL_SECTIONS[name]))}

@@ -1,6 +1,6 @@
 """Finds the settings of a MindFormers YAML that have no effect here, and states the reason for each.
 
-The kinds of the known settings are checked. To add a setting, add it to one of the tables.
+The type of each listed setting is checked. To add a setting, add it to one of the tables.
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ class ParallelConfig:
 
     @property
     def as_summed(self) -> ParallelConfig:
-        """These settings with ``sum_parts`` agents, which give the same results as a single agent with ``sum_parts``.
-        """
+        """These settings with ``sum_parts`` agents. A single agent with ``sum_parts`` gives the same results."""
         return replace(self, tensor_parallel=self.sum_parts, sum_parts=1)
 
     @property

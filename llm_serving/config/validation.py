@@ -169,8 +169,7 @@ def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
 
 
 def check_group(raw: RawConfig, config: Config) -> None:
-    """Check that ``weight_group``, the number of inputs that share a scale, divides the inputs of every linear layer.
-    """
+    """Check that ``weight_group``, the number of inputs with one scale, divides the inputs of every linear layer."""
     if not weight_format(config.weight_format).has_groups or config.stored_weight_format is not None:
         return
     shape, group = config.shape, config.model_config.weight_group
@@ -192,7 +191,7 @@ def check_group(raw: RawConfig, config: Config) -> None:
 
 
 def check_model_parts(raw: RawConfig, config: Config) -> None:
-    """Check that the operators support the parts of the model: latent attention, DeepSeek's routing, whole experts."""
+    """Check that the operators support the model's latent attention, DeepSeek routing and expert parallelism."""
     shape, parallel = config.shape, config.parallel_config
     if shape.latent is not None and config.kv_format == "int8":
         problem = "latent attention needs a cache of floats; use auto"
@@ -360,8 +359,7 @@ def check_batches(raw: RawConfig, config: Config) -> None:
 
 
 def check_lengths(raw: RawConfig, config: Config) -> None:
-    """Check that a step can hold all decodes, and the KV cache the longest sequence. (The last token needs no place
-    there.)"""
+    """Check that a step can hold all decodes, and the KV cache the longest sequence except its last token."""
     cache, longest = config.pa_config, config.max_model_len
     usable = (cache.num_blocks - 1) * cache.block_size
     if usable < longest - 1:

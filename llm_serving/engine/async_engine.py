@@ -310,10 +310,7 @@ class AsyncEngine:
             )
 
     def _closed(self, opened: OpenRequest) -> None:
-        """Abort a request that its reader has closed, unless it has ended.
-
-        Its id stays in use until the engine has ended it.
-        """
+        """Abort a request that its reader has closed. Its id stays in use until the engine has ended it."""
         if opened.is_ended:
             self._settle(opened)
         else:

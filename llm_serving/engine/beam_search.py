@@ -267,8 +267,7 @@ class _Finished:
         return all(self._reachable(beam) <= worst for beam in live)
 
     def _reachable(self, beam: Beam) -> float:
-        """Return an upper bound of a beam's final score: further tokens of probability 1, and the most favourable
-        length."""
+        """Return an upper bound of a beam's final score: further tokens have probability 1."""
         params = self._params
         length = len(beam.token_ids) + 1 if params.length_penalty < 0 else params.max_tokens
         return params.score(beam.logprob, length)

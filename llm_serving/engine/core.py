@@ -174,8 +174,7 @@ class EngineCore:
         self._look_after(now)
 
     def _concerned(self, events: list[tuple[int, ExecutorEvent]], now: float) -> list[Replica]:
-        """Return the replicas that may have a new step to send. Requests of a lost replica may go to any other replica.
-        """
+        """Return the replicas that may have a new step. Requests of a lost replica may go to any other."""
         replicas = self._replicas
         if len(replicas) == 1 or any(isinstance(event, AgentLost) for _, event in events):
             return replicas

@@ -33,8 +33,7 @@ _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Regular expression of the words into which Qwen2's tokenizer splits a text. As for GPT-4, except that each digit is a
-word."""
+"""Regular expression of the words of Qwen2's tokenizer: those of GPT-4, except that each digit is a word."""
 
 
 def load_tokenizer(config: Config) -> Tokenizer:

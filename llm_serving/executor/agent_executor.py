@@ -204,10 +204,7 @@ class AgentExecutor:
         return self._control_seq
 
     def _lose(self, error: AgentError) -> list[ExecutorEvent]:
-        """End the group and plan its restart, or give up.
-
-        A step that an agent had already failed ends with that agent's error.
-        """
+        """End the group and plan its restart, or give up. Steps that an agent had failed end with its error."""
         failures = self._steps.join.take_failures() if self._steps.join is not None else []
         events: list[ExecutorEvent] = [StepResult(seq, error=text) for seq, text in failures]
         if self._group is not None:

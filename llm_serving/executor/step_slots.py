@@ -63,8 +63,7 @@ class StepSlots:
         self.slot_of: dict[int, int] = {}
         """The slot of each step in flight, by the number of the step."""
         self.last_result = 0.0
-        """Time of the last result, or of the first step in flight after an idle period, for timeouts. By
-        ``time.monotonic``."""
+        """Time of the last result, or of the first step after an idle period, by ``time.monotonic``."""
         self.join = StepJoin(len(ranks), ranks.start) if len(ranks) > 1 else None
         """Joins the results of several agents. None for a single agent."""
         self._ranks = ranks
@@ -158,10 +157,7 @@ class StepSlots:
         _write_sizes(step, slot, table_width=width, history_len=history_len)
 
     def _write_columns(self, step: ScheduledStep, slot: StepSlot, rows: npt.NDArray[np.int32]) -> int:
-        """Write the columns that stay the same in all decode steps of a batch.
-
-        Returns the total length of the token histories.
-        """
+        """Write the columns that all decode steps of a batch share. Returns the tokens in all histories."""
         num_seqs = step.num_seqs
         slot.query_lens[:num_seqs] = step.query_lens
         slot.rows[:num_seqs] = rows

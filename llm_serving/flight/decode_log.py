@@ -23,8 +23,7 @@ logged. DUE: it is logged, and the caller should call ``take`` now."""
 
 _NO_TOKEN = -1
 _SPARE_RESULTS = 16
-"""Number of results that the log accepts beyond the number of iterations, because an iteration may have several
-results."""
+"""The log accepts this number of results beyond one for each iteration, because an iteration may have several."""
 
 
 @dataclass(slots=True)
@@ -76,8 +75,7 @@ class DecodeLog:
         self._iteration_results = self._iteration_steps = 0
         self._ending_token_ids: set[int] = set()
         self._positions = 0
-        """Sum of ``starts`` and ``sample_positions`` of the latest step, to check fast that each of them grows by
-        one."""
+        """Sum of ``starts`` and ``sample_positions`` of the latest step, to check fast that each grows by one."""
         self._keeps_updates = False
 
     def begin(

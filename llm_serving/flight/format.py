@@ -95,8 +95,7 @@ class SegmentHeader:
     version: str
     """Version of the server."""
     code_digest: str
-    """Digest of the source code of scheduler and KV cache manager. The same code makes the same decisions in a
-    replay."""
+    """Digest of the source code of scheduler and KV cache manager, which decide. A replay needs the same code."""
     config_digest: str
     limits: dict[str, Any]
     """``SchedulerLimits``."""

@@ -57,8 +57,7 @@ def completed_steps(stretch: Stretch) -> Iterator[tuple[RecordedStep, float, Com
 
 
 def arrivals(stretch: Stretch) -> list[Arrival]:
-    """Returns the requests that arrived during ``stretch`` (segments without a gap between them), in order, with their
-    outcome."""
+    """Returns the requests that arrived during ``stretch`` (consecutive segments), in order, with their outcome."""
     return _Arrivals().of(stretch)
 
 

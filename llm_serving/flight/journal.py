@@ -55,7 +55,7 @@ class Journal:
         needs no counts."""
         self._counted_requests: list[Request] | None = None
         self._counted_lens: list[int] = []
-        """Lengths of the latest step's block tables. A next step with the same requests and lengths is recorded without
+        """Lengths of the latest step's block tables. If requests and lengths stay, a step is recorded without
         counts."""
         self._pending: list[object] = []
         self._due = _NOW

@@ -70,10 +70,7 @@ class SegmentWriter:
         return room < max(_FRAME_BYTES, 2 * self._largest_frame) or self._scheduler.is_idle
 
     def begin(self, now: float, numbers: dict[str, int]) -> None:
-        """Starts the next segment at engine time ``now``.
-
-        ``numbers`` has the recorded numbers of the scheduler's requests by id.
-        """
+        """Starts the next segment at engine time ``now``. ``numbers``: the requests' recorded numbers by id."""
         header = replace(
             self._header,
             index=self._ring.num_segments,

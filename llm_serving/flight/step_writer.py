@@ -103,8 +103,7 @@ class StepWriter:
         return last.table_lens
 
     def record_run(self, first_seq: int, growths: Sequence[Growth]) -> list[object]:
-        """Returns the record of a run: steps that only continue the latest step. The caller must call ``go_to`` next.
-        """
+        """Returns the record of a run: steps that only continue the latest one. The caller must call ``go_to`` next."""
         last = self._latest
         assert last is not None
         return [first_seq, KIND_CODES[last.kind], growths, last.reason_name]

@@ -49,10 +49,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _is_same_scalar(first: yaml.Node, second: yaml.Node) -> bool:
-    """Return whether two YAML nodes are equal scalars.
-
-    Equal duplicate keys are accepted, because a published config has one.
-    """
+    """Return whether two YAML nodes are equal scalars, as those of the duplicate key in a published config."""
     scalars = isinstance(first, yaml.ScalarNode) and isinstance(second, yaml.ScalarNode)
     return scalars and (first.tag, first.value) == (second.tag, second.value)
 

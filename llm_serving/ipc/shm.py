@@ -26,8 +26,7 @@ NUM_SLOTS = 8
 """Slots of a segment: the maximum number of steps in flight."""
 
 LAST_TOKEN = -1
-"""Value in ``token_ids`` that stands for the token that the sequence's previous step sampled. Only the agent knows that
-token."""
+"""Value in ``token_ids`` for the token that the sequence's previous step sampled. Only the agent knows it."""
 
 NO_LOGSUMEXP = -1
 """Value in ``num_top_logits`` of a request that wants no log-probabilities. Its ``logsumexp`` may then stay 0."""

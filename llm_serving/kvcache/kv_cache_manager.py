@@ -88,10 +88,7 @@ class KVCacheManager:
 
     @property
     def num_reserved_tokens(self) -> int:
-        """Number of KV positions in all block tables.
-
-        A block in two tables counts twice, because its tokens are counted twice too.
-        """
+        """Number of KV positions in all block tables. A block in two tables counts twice, as do its tokens."""
         if self._contiguous is not None:
             return (self._contiguous.num_usable_blocks - self._contiguous.num_free_blocks) * self.block_size
         return (self._pool.num_holds - self._copies.num_under_way) * self.block_size
@@ -192,10 +189,7 @@ class KVCacheManager:
         return self._pool.index
 
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
-        """Returns the state of all pools and of the prefix cache.
-
-        ``contents`` is saved instead of the tokens of each block.
-        """
+        """Returns the state of the pools and of the prefix cache, with ``contents`` instead of the blocks' tokens."""
         contiguous, prefix_cache = self._contiguous, self._prefix_cache
         return {
             "pool": self._pool.snapshot(),

@@ -220,8 +220,7 @@ class PrefixCache:
         del chain.blocks[num_current:], chain.entries[num_current:]
 
     def _num_current(self, blocks: list[int], entries: list[int]) -> int:
-        """Returns how many of the first ``blocks`` still have the index entries in ``entries``, and so the same
-        content."""
+        """Returns how many of the first ``blocks`` still have the index entries in ``entries``: the same content."""
         entries_now = self._index.entries
         if [entries_now[block] for block in blocks] == entries:
             return len(blocks)

@@ -41,8 +41,7 @@ class WeightFormat:
     zero: int = 0
     """Zero point if the checkpoint stores none. 0: the integers are signed, and no checkpoint may have zero points."""
     has_groups: bool = False
-    """Used when floats are rounded to the format. True: one scale for each group of inputs. False: one scale for each
-    output."""
+    """If True, floats are rounded with a scale for each group of inputs. Otherwise each output has one scale."""
     quantises_activations: bool = False
     """If True, the inputs of a linear layer are rounded to int8, with a scale for each token."""
     native: str | None = None
@@ -146,8 +145,7 @@ _WEIGHT_FORMATS = (
 WEIGHT_FORMATS = {each.name: each for each in _WEIGHT_FORMATS}
 INTEGER_FORMATS = tuple(each for each in _WEIGHT_FORMATS if not each.is_float)
 STORED_FORMATS = tuple(each for each in INTEGER_FORMATS if each.stored_as == each.name)
-"""The integer formats in which checkpoints store weights. Weight-only formats are left out: checkpoints store them as
-one of these."""
+"""The integer formats of checkpoints. Weight-only formats are left out: checkpoints store them as one of these."""
 _ALIASES = {"bf16": "bfloat16"}
 
 

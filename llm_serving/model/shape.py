@@ -54,11 +54,9 @@ class ModelShape:
     """Indices of the layers that attend to all earlier tokens although the model has a sliding window."""
     experts: Experts | None = None
     latent: LatentAttention | None = None
-    """Sizes of latent attention, or None for ordinary attention. With latent attention, ``head_dim`` is the size of a
-    query head."""
+    """Sizes of latent attention (``head_dim`` is then the size of a query head). None for ordinary attention."""
     num_extra_layers: int = 0
-    """Number of layers after the model's last one, which a checkpoint has to predict further tokens. They are not
-    loaded."""
+    """Number of the checkpoint's layers that only predict further tokens, after the last one. Not loaded."""
 
     @property
     def rotary_dim(self) -> int:

@@ -4,8 +4,7 @@ A thread keeps the scratch memory of its largest call, and a quarter more (``age
 The bounds are for the largest possible step. ``tests/agent/test_kernel_memory.py`` compares them with the kernels.
 
 T is the number of tokens in the largest step, N the number of threads, and b the bytes of a number. W is the number of
-inputs of the widest linear layer, h the hidden size, I the intermediate size, D the head size and V the vocabulary. The
-items are:
+inputs of the widest linear layer. h, I and D are hidden, intermediate and head size, and V is the vocabulary's. Items:
 
     rows             inputs of a linear layer in float32 (W x 4) and results of the norm before it (h x max(b, 2)), for
                      each token. Fused: 256 rows for each thread; 128 x N for the calling thread, or T if it is the

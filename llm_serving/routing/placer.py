@@ -157,8 +157,7 @@ class Placer:
             self._intake.order.learn(*min(known))
 
     def _note_blocked(self, entry: Entry, live: list[RoutedReplica], candidates: list[Candidate], now: float) -> None:
-        """Notes for receipts why no replica can start the first waiting request: full steps, no batch rows, or else no
-        blocks."""
+        """Notes for receipts why no replica can start the first request: full steps, no batch rows, or no blocks."""
         capacities = [replica.scheduler.capacity() for replica in live]
         reason = BlockReason.BLOCKS
         if any(one.fits for one in candidates):

@@ -48,10 +48,7 @@ class Entry:
 
 
 class Survey:
-    """A replica's load and capacity, valid until the next request is placed there.
-
-    Costs O(n) in the replica's requests.
-    """
+    """A replica's load and capacity until the next request is placed there. Costs O(n) in the replica's requests."""
 
     def __init__(self, replica: RoutedReplica) -> None:
         self.capacity = replica.scheduler.capacity()

@@ -33,8 +33,7 @@ from llm_serving.scheduler.snapshot import Sequences, Stateful
 from llm_serving.scheduler.starting import Admission
 
 WINDOW = 1024
-"""Number of recent output lengths that the predictor keeps for each class of requests with similar
-``max_output_tokens``."""
+"""Number of recent output lengths that the predictor keeps for requests with similar ``max_output_tokens``."""
 
 MIN_SAMPLES = 16
 """Minimum number of samples for a prediction: kept lengths that exceed the present length of an output. With fewer, the
@@ -82,9 +81,7 @@ class RouterAdmission(Admission):
             self._predictor.observe(len(sequence.request.output_token_ids), sequence.max_output_tokens)
 
     def _entries(self, sequences: Iterable[Sequence]) -> list[tuple[int, int]]:
-        """Returns (current, remaining) for each sequence: its tokens, including those in flight, and its expected
-        further tokens.
-        """
+        """Returns each sequence's tokens, including those in flight, and its expected further tokens."""
         predictor, entries = self._predictor, []
         for sequence in sequences:
             request, total = sequence.request, sequence.max_output_tokens
@@ -103,9 +100,7 @@ class RouterAdmission(Admission):
 
 
 class AimdAdmission(RouterAdmission):
-    """Admits as ``RouterAdmission``, with a token limit that rises if only the limit keeps requests waiting, and falls
-    after a preemption.
-    """
+    """A ``RouterAdmission`` whose token limit rises if only it refuses requests, and falls after a preemption."""
 
     STATE = (*RouterAdmission.STATE, "_may_increase")
     INCREASE = 100
@@ -129,10 +124,7 @@ class AimdAdmission(RouterAdmission):
         self._may_increase = True
 
     def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
-        """Returns True if ``candidate`` may start.
-
-        If only the token limit refuses the candidate, raises the limit once per step.
-        """
+        """Returns True if ``candidate`` may start. A refusal by the limit alone raises the limit once per step."""
         if super().may_start(candidate, running, page_use, version):
             return True
         if self._may_increase and page_use < self.MAX_PAGE_USE:
@@ -214,8 +206,7 @@ class OutputLengthPredictor(Stateful):
 
 
 class _Lengths:
-    """The last output lengths of requests with similar ``max_output_tokens``, in order of arrival and in sorted order.
-    """
+    """The last output lengths for similar ``max_output_tokens``, in order of arrival and in sorted order."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -232,9 +223,7 @@ class _Lengths:
         return len(self._sorted) - bisect_right(self._sorted, length)
 
     def quantile_of_longest(self, count: int, quantile: float) -> int:
-        """Returns a quantile of the ``count`` longest lengths: the least that is not shorter than a fraction
-        ``quantile`` of them.
-        """
+        """Returns a quantile of the ``count`` longest lengths: a fraction ``quantile`` of them is not longer."""
         return self._sorted[len(self._sorted) - count + ceil(count * quantile) - 1]
 
 

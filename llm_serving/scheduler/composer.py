@@ -71,10 +71,7 @@ class StepComposer(Stateful):
         return in_flight.add(step, plan.sequences, copies=self._note_chunks(plan))
 
     def _continue_prompts(self, plan: ChunkPlan, skip: frozenset[Sequence] = frozenset()) -> None:
-        """Adds the next chunks of unfinished prompts to the plan, in order of arrival.
-
-        Leaves out the sequences in ``skip``.
-        """
+        """Adds the next chunks of unfinished prompts to the plan, in order of arrival, except those in ``skip``."""
         for sequence in self._state.running.prefilling:
             if sequence in skip:
                 continue
@@ -108,9 +105,7 @@ class StepComposer(Stateful):
         return in_flight.add(step, sequences, first_chunk=len(sequences))
 
     def _columns(self, sequences: list[Sequence]) -> DecodeBatch:
-        """Returns the columns (lists with one entry per sequence) of the last decode step, or new ones if the batch has
-        changed.
-        """
+        """Returns the columns (lists, one entry per sequence) of the last decode step, or new ones for a new batch."""
         batch, changes = self._batch, self._state.running.num_changes
         if batch is None or changes != self._batch_changes or batch.sequences != sequences:
             batch = self._batch = DecodeBatch.of(sequences)

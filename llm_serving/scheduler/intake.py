@@ -42,8 +42,7 @@ class Intake(Stateful):
         self.has_tenants = False
         """True once a request has named a tenant. Before that, all requests belong to the tenant "" (empty name)."""
         self.line = WaitingLine()
-        """Remembers why the first waiting request could not start. The receipts of the requests contain these
-        reasons."""
+        """Remembers why the first waiting request could not start, for the requests' receipts."""
         self._limits = limits
         self._preempted: KeyedHeap[Sequence] = KeyedHeap()
         self._deadlines: KeyedHeap[Sequence] = KeyedHeap()
@@ -154,9 +153,7 @@ class Intake(Stateful):
         return None
 
     def num_startable(self, num_free_rows: int) -> int:
-        """Returns how many waiting requests can start: ``num_free_rows``, or the limit of ``limit_starts`` if that is
-        less.
-        """
+        """Returns how many waiting requests can start: ``num_free_rows``, or the noted limit if that is less."""
         return num_free_rows if self._max_starts is None else min(num_free_rows, self._max_starts)
 
     def limit_starts(self, num_starts: int) -> None:
@@ -202,7 +199,7 @@ class Intake(Stateful):
         self._leave_queue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence that does not start."""
+        """Removes from the queue a sequence that does not start."""
         if sequence in self._preempted:
             self._preempted.remove(sequence)
         else:

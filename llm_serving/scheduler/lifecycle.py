@@ -1,5 +1,4 @@
-"""The lifecycle of a request after its admission: takes the results of its steps, restarts it after failures, ends it.
-"""
+"""The lifecycle of a request after its admission: takes results of its steps, restarts it after failures, ends it."""
 
 from __future__ import annotations
 
@@ -84,10 +83,7 @@ class Lifecycle:
                 self._state.running.stop(sequence)
 
     def lose_device(self, now: float) -> None:
-        """Makes all requests wait again with their known tokens, after the agent and all blocks were lost.
-
-        No step is in flight.
-        """
+        """Makes all requests wait again, after agent and blocks were lost. No step is in flight."""
         running = self._state.running
         self.restart(list(running), now)
         for sequence in running.leaving:

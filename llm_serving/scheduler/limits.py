@@ -96,8 +96,8 @@ class SchedulerLimits:
     preemption: PreemptionKind = PreemptionKind.RECOMPUTE
     admission: AdmissionKind = AdmissionKind.NONE
     max_total_tokens: int | None = None
-    """Maximum number of tokens that ``admission`` lets all running sequences hold. None for the capacity of the KV
-    cache."""
+    """Maximum number of tokens that ``admission`` lets all running sequences hold. None: as many as the KV cache
+    has."""
     predict_output_length: bool = False
     """True if ``admission`` expects outputs as long as recent ones. False if it expects the maximum length."""
     fairness: bool = True

@@ -17,8 +17,7 @@ _MIN_CHUNK = 16
 """Tokens of a mixed step that prompts get even if decoding sequences use the whole budget. So prompts never stop."""
 
 _MAX_STEPS_WITHOUT_PROMPTS = 8
-"""Number of consecutive steps that decoding sequences may fill completely while prompts wait. Then a prefill step
-follows."""
+"""Number of consecutive steps that decoding sequences may fill while prompts wait. Then a prefill step follows."""
 
 
 class MixedComposer(StepComposer):

@@ -124,9 +124,7 @@ class QueueOrder(Stateful):
 
     @property
     def estimate(self) -> tuple[float, float]:
-        """The learnt time of a prefill step: seconds of a step with almost no tokens, and further seconds per token.
-        (0, 0) if unknown.
-        """
+        """The learnt time of a prefill step: (seconds of a nearly empty step, seconds per token), (0, 0) if unknown."""
         return 0.0, 0.0
 
     def is_late(self, sequence: Sequence) -> bool:
@@ -134,9 +132,7 @@ class QueueOrder(Stateful):
         return False
 
     def is_spare(self, sequence: Sequence) -> bool:
-        """Returns True if a start of ``sequence`` would use only spare capacity: it is late, and no request on time
-        waits.
-        """
+        """Returns True if a start of ``sequence`` uses only spare capacity: it is late, and none on time waits."""
         return False
 
     def expects_more(self, now: float) -> bool:
@@ -158,10 +154,7 @@ class QueueOrder(Stateful):
         self.restore_attributes(self.STATE[2:], state, sequences)
 
     def _update_oldest(self, priority: int, its_class: _PriorityClass) -> None:
-        """Updates the place of a priority class after its oldest sequence may have changed.
-
-        An empty class becomes idle.
-        """
+        """Updates the place of a class after its oldest sequence may have changed. An empty class becomes idle."""
         oldest = its_class.by_arrival.first() if its_class.by_arrival else None
         if oldest is its_class.known_oldest:
             return
@@ -264,10 +257,7 @@ class VirtualTokenCounters(Stateful):
         return self._counters[tenant] if tenant in self._counters else self._floor()
 
     def wait(self, tenant: str, head: Any) -> None:
-        """Notes that a tenant has waiting requests.
-
-        ``head`` is the key of the first one, which orders tenants with equal counters.
-        """
+        """Notes that a tenant has waiting requests. ``head``, the key of the first, decides between equal counters."""
         if tenant not in self._waiting:
             self._counters[tenant] = max(self._counters.get(tenant, 0), self._floor())
         self._waiting.set(tenant, (self._counters[tenant], head))
@@ -282,8 +272,7 @@ class VirtualTokenCounters(Stateful):
         """Returns the waiting tenant with the least counter. Raises IndexError if no tenant waits."""
         waiting = self._waiting
         while True:
-            # This tenant's key in the heap may be outdated. Counters only rise, so an outdated key is too small. The
-            # key is updated and the search repeated.
+            # Counters only rise, so this tenant's key may be too small. Updates the key and searches again.
             tenant = waiting.first()
             counter, head = waiting.key(tenant)
             if counter == self._counters[tenant]:
@@ -356,9 +345,7 @@ class KeyedHeap(Stateful, Generic[_Item]):
         return heap[0][2]
 
     def snapshot(self) -> list[Any]:
-        """Returns the heap as plain data: the number of ``set`` calls, then ``[item, key, number of its last set
-        call]`` of each item.
-        """
+        """Returns plain data: the number of ``set`` calls, and ``[item, key, number of its last set call]``."""
         return [self._num_sets, *([save(item), save(key), number] for key, number, item in self._entries.values())]
 
     def restore(self, state: list[Any], sequences: Sequences) -> None:

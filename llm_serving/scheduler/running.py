@@ -84,8 +84,7 @@ class RunningSet(Stateful):
         self._prefilling: dict[int, Sequence] = {}
         self._num_preempted = 0
         self.num_changes = 0
-        """Number that increases whenever a sequence starts or stops, and so whenever a batch row or a block table
-        changes."""
+        """Increases whenever a sequence starts or stops, and so whenever a batch row or a block table changes."""
 
     def __len__(self) -> int:
         return len(self._running)

@@ -142,10 +142,7 @@ class Scheduler:
 
     @property
     def figures(self) -> Figures:
-        """The present counts.
-
-        Any thread may read them. During a read some counts may change, so they can come from two steps.
-        """
+        """The present counts. Any thread may read them, also during a step, when they belong to two steps."""
         return Figures.of(self._state, self._preemption)
 
     @property
@@ -197,15 +194,12 @@ class Scheduler:
         return Capacity.of(self._state)
 
     def known_prefix(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """Returns how many of the first blocks with these hashes the prefix cache has or expects, and how many of them
-        are in use."""
+        """Returns how many first blocks with these hashes the prefix cache has or expects, and how many are in use."""
         return self._kv_cache.prefixes.known(hashes) if self.limits.prefix_cache else (0, 0)
 
     @property
     def prefill_estimate(self) -> tuple[float, float]:
-        """The learnt time of a prefill step: seconds of a step with almost no tokens, and further seconds per token.
-        (0, 0) if unknown.
-        """
+        """The learnt time of a prefill step: (seconds of a nearly empty step, seconds per token), (0, 0) if unknown."""
         return self._intake.order.estimate
 
     # Steps
@@ -224,14 +218,11 @@ class Scheduler:
         swapper = self._swapper
         if swapper is None:
             return self._policy.next_step(now)
-        # The policy may have preempted a sequence that no step in flight uses. The swapper can then move its blocks
-        # immediately.
+        # The policy may have preempted a sequence that no step in flight uses. Its blocks can then move immediately.
         return swapper.next_step() or self._policy.next_step(now) or swapper.next_step()
 
     def next_wakeup(self, now: float) -> float | None:
-        """Returns when to call ``schedule`` again without a new request or result: when a batch has waited long enough,
-        or at a deadline.
-        """
+        """Returns when to call ``schedule`` without an event: at a deadline, or when a batch has waited long enough."""
         wakeup = self._state.wakeup
         return None if wakeup is None else max(wakeup, now)
 

@@ -157,9 +157,7 @@ class Slo(MixedPolicy):
         return self._model.seconds(pace.num_decoding, pace.num_context_tokens, budget) / budget
 
     def _is_late_at(self, token_s: float, now: float) -> bool:
-        """Returns True if a prompt that can still be on time would be late at a speed of ``token_s`` seconds per prompt
-        token.
-        """
+        """Returns True if a prompt that is on time now would be late at ``token_s`` seconds per prompt token."""
         state = self._state
         ahead = 0
         prompts = [*state.running.prefilling, *([state.intake.peek(now)] if state.intake else [])]
@@ -223,8 +221,7 @@ class Slo(MixedPolicy):
 
 
 _KEEP = 1 - 1 / 256
-"""Weight of old steps in the cost model: each new step multiplies earlier weights by this factor. About the last 256
-steps count."""
+"""Each new step multiplies the weights of earlier steps by this factor. About the last 256 steps count."""
 
 _SOLVE_EVERY = 8
 """Number of steps after which the coefficients are computed again."""

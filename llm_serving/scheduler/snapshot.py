@@ -67,10 +67,7 @@ class Stateful:
         return {name: save(getattr(self, name)) for name in self.STATE}
 
     def restore(self, state: Any, sequences: Sequences) -> None:
-        """Restores what ``snapshot`` returned.
-
-        This part must be newly made. It may keep references to the containers in ``state``.
-        """
+        """Restores what ``snapshot`` returned into a new part, which may keep the containers in ``state``."""
         self.restore_attributes(self.STATE, state, sequences)
 
     def restore_attributes(self, names: Iterable[str], state: Any, sequences: Sequences) -> None:

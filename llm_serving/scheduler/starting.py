@@ -135,9 +135,7 @@ class Starter:
         return BlockReason.BATCH if exceeds or not plan.fits(sequence, num_uncomputed) else None
 
     def _missing_capacity(self, sequence: Sequence) -> BlockReason | None:
-        """Returns the missing capacity (batch rows, blocks or admission) that keeps a sequence from starting now, or
-        None.
-        """
+        """Returns the missing capacity (batch rows, blocks or admission) that prevents a start now, or None."""
         state, running = self._state, self._state.running
         if not running.num_free_rows:
             return BlockReason.ROWS

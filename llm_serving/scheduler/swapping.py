@@ -16,8 +16,7 @@ from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 
 _KEEP = 1 - 1 / 32
-"""Weight of old steps in a mean rate: each new step multiplies earlier weights by this factor. About the last 32 steps
-count."""
+"""Each new step multiplies the weights of earlier steps by this factor. About the last 32 steps count."""
 
 
 class _Rate(Stateful):

@@ -88,7 +88,7 @@ class StreamChannel:
 
     def attach(self, user: ChannelUser) -> None:
         """Report the connection's events to ``user``. If the connection is already closed, call ``user.lost`` now."""
-        self._transport.set_write_buffer_limits(high=0)  # ``is_full`` as soon as the socket does not accept a byte
+        self._transport.set_write_buffer_limits(high=0)  # makes ``is_full`` True as soon as the socket refuses a byte
         self._protocol.channel_user = user
         if self._cycle.disconnected or self._transport.is_closing():
             user.lost()

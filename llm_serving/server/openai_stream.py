@@ -27,9 +27,10 @@ FINISH = {None: b"null", FinishReason.STOP: b'"stop"', FinishReason.LENGTH: b'"l
 async def response_of(
     generation: Generation, kind: str, answers: Sequence[Answer], choice: Callable[[Answer], dict[str, Any]]
 ) -> AnyResponse:
-    """Return a response that is not streamed. ``kind`` is its member ``object``.
+    """Return a response that is not streamed.
 
-    ``choice`` makes the member of ``choices`` for an answer. If the response is long, another thread calls it.
+    ``kind`` is its member ``object`` (OpenAI's name for the kind of a response). ``choice`` makes the member of
+    ``choices`` for an answer. If the response is long, another thread calls it.
     """
     num_output_tokens = sum(len(answer.token_ids) for answer in answers)
     head, tail = _head(generation, kind), {"usage": _usage(generation, num_output_tokens)}

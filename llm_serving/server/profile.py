@@ -23,8 +23,7 @@ __all__ = ["ENDPOINTS"]
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 300.0
-"""Maximum time to stop a profile, in seconds. The agents then write files, which takes longer the more operators were
-profiled."""
+"""Maximum seconds to stop a profile: the agents write files, the longer the more operators were profiled."""
 MAX_PROFILE_S = 600
 
 logger = logging.getLogger("llm_serving.server.profile")

@@ -79,7 +79,7 @@ class EventStream:
             generation.close()  # at the time of the last byte; after an error, ``app.py`` closes the generation
         finally:
             channel.detach()
-            self._over = None  # breaks a reference cycle: an error in the future refers to this frame
+            self._over = None  # breaks a reference cycle: an error in the asyncio future refers to this frame
 
     # The following methods are those of ``PieceSink``, which the engine calls.
 

@@ -123,8 +123,7 @@ class Receipt:
         """Microseconds in earlier queues (``WaitingLine``), by reason."""
 
     def join(self, line: WaitingLine, now: float | None = None) -> None:
-        """Note that the request waits in a queue whose ``line`` measures blocked times, from ``now`` or from the
-        request's start."""
+        """Note that the request waits in the queue of ``line``, a measurement of blocked times, from ``now``."""
         now_us = self.start_us if now is None else microseconds(now)
         if self._line is not None:
             self._blocked_before = self._blocked_in_lines(now_us)
