@@ -18,42 +18,40 @@ from llm_serving.config import Config
 class KVCache:
     """Owns the arrays that the attention layers write in place. The server decides which sequence owns which block.
 
-    ``keys[layer]`` and ``values[layer]`` have the layout of ``OpTable.cache_layout``, with the block as first axis. If
-    the device has its own memory, both lists are empty, and ``bind`` creates the cache on the device.
+    Each layer has an array of keys and one of values with the layout of ``OpTable.cache_layout``. With latent
+    attention, each layer has one array with the layout of ``OpTable.latent_cache_layout``. The first axis is the block.
+    If the device has its own memory, there are no arrays, and ``bind`` creates the cache on the device.
     """
 
     def __init__(self, config: Config, ops: OpTable) -> None:
         shape, cache = config.shape, config.pa_config
-        num_layers = shape.num_layers
 
         def layout(num_blocks: int) -> CacheLayout:
+            if shape.latent is not None:
+                return ops.latent_cache_layout(num_blocks, cache.block_size, shape.latent.cache_dim)
             return ops.cache_layout(num_blocks, cache.block_size, shape.num_key_value_heads, shape.head_dim)
 
         sizes, dtype = layout(cache.num_blocks)
-        self._names = [f"layers.{n}.attention.{part}_cache" for part in ("key", "value") for n in range(num_layers)]
+        parts = ("key_cache", "value_cache") if shape.latent is None else ("latent_cache",)
+        self._names = [f"layers.{layer}.attention.{part}" for part in parts for layer in range(shape.num_layers)]
         self.num_bytes = len(self._names) * math.prod(sizes) * np.dtype(STORAGE_DTYPES[dtype]).itemsize
         """Size of the device's cache."""
         self._host_layout = layout(config.num_host_blocks)
         self._ops = ops
-        made: list[Array] = []
+        self.arrays: dict[str, Array] = {}
+        """All arrays in host memory, by the names of the model's parameters."""
         if not ops.traits.own_memory:
             with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
-                made = list(pool.map(lambda _: zeros(sizes, dtype), self._names))
-        self.keys, self.values = made[:num_layers], made[num_layers:]
-
-    @property
-    def arrays(self) -> dict[str, Array]:
-        """All arrays in host memory, by the names of the model's parameters."""
-        return dict(zip(self._names, self.keys + self.values, strict=False))
+                made = pool.map(lambda _: zeros(sizes, dtype), self._names)
+                self.arrays = dict(zip(self._names, made, strict=True))
 
     def bind(self, parameters: Mapping[str, Any]) -> BlockMoves:
         """Makes this cache the memory of the model's ``parameters``. Allocates the host pool and returns its moves."""
         from agent.layers.parameter import bind, create_on_device  # imports mindspore
 
-        arrays = self.arrays
         for name in self._names:
-            if name in arrays:
-                bind(parameters[name], arrays[name])
+            if name in self.arrays:
+                bind(parameters[name], self.arrays[name])
             else:
                 create_on_device(parameters[name])
         return self.block_moves([parameters[name] for name in self._names])
@@ -61,6 +59,6 @@ class KVCache:
     def block_moves(self, parameters: Sequence[Any]) -> BlockMoves:
         """Makes the block moves of this cache and allocates the host pool.
 
-        ``parameters`` are bound to this cache: the keys of all layers, then the values.
+        ``parameters`` are bound to this cache, in the order of ``arrays``.
         """
         return self._ops.block_moves(list(self.arrays.values()), parameters, self._host_layout)
