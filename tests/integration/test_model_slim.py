@@ -1,0 +1,39 @@
+"""Folders of msModelSlim through ``start_server.py``: the tokens of the scheme in NumPy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from performance.models.folders import write_model
+from performance.models.variants import VARIANTS
+from support.server_process import running_server
+from support.static_model import StaticLlama
+
+PROMPT = list(range(20, 60))
+TOKENS = 24
+TIE = 0.02
+"""Difference of two logits (their standard deviation is 4) below which float32 sums in another order may swap them."""
+
+
+@pytest.mark.parametrize("agents", [1, 2])
+def test_static_layers_generate_the_tokens_of_the_scheme(tmp_path: Path, agents: int) -> None:
+    write_model(VARIANTS["mha"], tmp_path / "floats")
+    model = StaticLlama(tmp_path / "floats", PROMPT)
+    model.write(tmp_path / "static", tmp_path / "floats")
+    overrides = [
+        f"model_config.model_path={tmp_path / 'static'}",
+        "model_config.model_dtype=float32",
+        f"parallel_config.tensor_parallel={agents}",
+    ]
+    body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with running_server(tmp_path, overrides) as server:
+        found = server.post("/v1/completions", body)["choices"][0]["token_ids"]
+    logits = model.logits(PROMPT + found)[len(PROMPT) - 1 : -1]
+    short = logits.max(axis=1) - logits[range(TOKENS), found]
+    assert short.max() < TIE
+    assert (short == 0).sum() >= TOKENS - 2
+    model.static.clear()
+    floats = model.logits(PROMPT + found)[len(PROMPT) - 1 : -1]
+    assert (floats.argmax(axis=1) != found).any(), "the calibration does not change the tokens, so nothing is tested"
