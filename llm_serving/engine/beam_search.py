@@ -146,7 +146,7 @@ class BeamSearch:
         except EngineFailedError:
             self._end(FinishReason.ERROR)
             raise
-        except BaseException:  # a refused step, or a client that closed the connection
+        except BaseException:  # raised by a refused step, or because the client closed the connection
             self._end(FinishReason.ABORT)
             raise
         best = beams[0]

@@ -142,7 +142,7 @@ class AgentLink:
         self.process.close()
 
     def _handle_start(self, message: AgentMessage) -> bool:
-        """Handle a message of the start. Returns False for a message to the engine."""
+        """Handle a message about the agent's start. Returns False for a message to the engine."""
         if isinstance(message, messages.Challenge):
             self._answer_challenge(message)
         elif isinstance(message, messages.Connected):

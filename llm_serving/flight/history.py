@@ -110,7 +110,7 @@ class _Arrivals:
                 self._token(arrival, step.sample_positions[index], index in answer.ends, answer.now, name)
 
     def _token(self, arrival: Arrival, position: int, is_ending: bool, now: float, name: int | None) -> None:
-        if position != arrival.num_output_tokens:  # a void step, whose token is computed again
+        if position != arrival.num_output_tokens:  # the step is void; its token is computed again
             return
         arrival.num_output_tokens += 1
         arrival.token_times.append(now)

@@ -149,7 +149,7 @@ class Journal:
         return self._requests.number_of(request)
 
     def find(self, request_id: str) -> int | None:
-        """Returns the number of a request, or None for an unknown id."""
+        """Returns the recorded number of a request, or None for an unknown id."""
         return self._requests.find(request_id)
 
     def release(self, request_ids: list[str]) -> None:

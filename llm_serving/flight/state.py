@@ -49,7 +49,7 @@ class ReplayCodec:
         return request
 
     def block_contents(self, index: PrefixIndex) -> list[bytes]:
-        """Returns the packed tokens of each cached block. Blocks whose parent is no longer cached have zeros."""
+        """Returns the packed tokens of each cached block, or zeros if the block before it is no longer cached."""
         contents = [b""] * len(index.entries)
         known: set[int | bytes] = set()
         for entry, block, parent, content in index.in_order():

@@ -105,7 +105,7 @@ class ExchangeLayout:
 
     @property
     def collective_member_bytes(self) -> int:
-        """Bytes of one agent's buffers."""
+        """Bytes of one agent's collective buffers, for sums and gathers."""
         return COLLECTIVE_BUFFERS * COLLECTIVE_BYTES if self.tensor_parallel > 1 else 0
 
     @property

@@ -59,7 +59,7 @@ class PrefixMatch:
 
 
 class PrefixCache:
-    """Finds the beginnings of sequences in the blocks of ``pool``."""
+    """Finds the blocks of ``pool`` that have the computed beginning of a sequence."""
 
     def __init__(self, pool: BlockPool, block_size: int, namespace: bytes, block_hash: BlockHash) -> None:
         self.epoch = 0

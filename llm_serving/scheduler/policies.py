@@ -146,7 +146,7 @@ class DecodeFirst(SchedulingPolicy):
             if step is not None:
                 self._overdue_in_flight = True
                 return step
-            self._streak = 0  # no waiting request could start
+            self._streak = 0  # no waiting request could start, so the streak ends
         if any(sequence.is_decoding and sequence.wants_token for sequence in self._state.running):
             step = self._decode(now)
         else:

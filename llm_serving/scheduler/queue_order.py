@@ -146,7 +146,7 @@ class QueueOrder(Stateful):
         priority = sequence.request.priority
         return self._classes.get(priority) or self._idle.get(priority)
 
-    def restore(self, state: Any, sequences: Sequences) -> None:  # `_classes` and `_idle` get new objects
+    def restore(self, state: Any, sequences: Sequences) -> None:  # replaces the objects in `_classes` and `_idle`
         for name, classes in (("_classes", self._classes), ("_idle", self._idle)):
             for priority, saved in state[name]["dict"]:
                 classes[priority] = _PriorityClass(self._fairness)

@@ -225,7 +225,7 @@ def _takes_output(stream: TextIO) -> bool:
 def _encode(record: Mapping[str, object]) -> bytes:
     try:
         line = _ENCODER.encode(record)
-    except Exception:  # lone surrogates, cycles or a failing __str__
+    except Exception:  # the value has lone surrogates, a cycle or a failing __str__
         line = _ENCODER.encode(_plain(record, MAX_DEPTH))
     if not line.isascii():
         for raw, escaped in _LINE_BREAKS:
