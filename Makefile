@@ -21,7 +21,7 @@ TESTS       := $(VENV)/.tests-installed
 DOCS        := $(VENV)/.docs-installed
 MINDFORMERS := $(VENV)/.mindformers-installed
 
-.PHONY: serve setup test test-fast test-sweeps lint bench docs docs-site lock setup-mindformers test-mindformers clean help
+.PHONY: serve setup test test-fast test-sweeps test-aarch64 lint bench docs docs-site lock setup-mindformers test-mindformers clean help
 
 serve: $(SERVING) $(KERNELS)  ## serve; CONFIG=FILE chooses the deployment, ARGS="--set section.key=value" changes settings
 	@$(BIN)/python start_server.py --config $(CONFIG) $(ARGS)
@@ -36,6 +36,9 @@ test-fast: setup  ## every third case of the tests without a device, in less tha
 
 test-sweeps: setup  ## more combinations, which `make test` leaves out
 	@$(BIN)/python -m pytest -m sweep $(ARGS)
+
+test-aarch64: setup  ## kernels for 64-bit Arm, compiled with a cross compiler and tested in qemu; ARGS="--isa neon_dot"
+	@$(BIN)/python tools/check_aarch64.py $(ARGS)
 
 lint: setup  ## ruff and mypy
 	@$(BIN)/ruff check .

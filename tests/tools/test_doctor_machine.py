@@ -1,6 +1,7 @@
 """The checks on simulated machines, which consist of a folder, an environment and the output of commands."""
 
 import json
+import platform
 import shutil
 import socket
 from importlib import metadata
@@ -409,6 +410,17 @@ def test_the_real_kernels_list_their_instruction_sets():
     assert first.level is OK
     assert first.text.endswith("portable")
     assert [finding.level for finding in others if finding.level is PROBLEM] == []
+
+
+@pytest.mark.parametrize(("architecture", "wanted"), [("aarch64", [OK, WARNING]), ("x86_64", [OK])])
+def test_kernels_on_arm_are_untried_on_a_processor(tmp_path, monkeypatch, architecture, wanted):
+    library = tmp_path / "libllm_kernels.so"
+    library.touch()
+    monkeypatch.setattr(platform, "machine", lambda: architecture)
+    answer = CommandResult(0, f'["neon_dot", 4, "{library}"]')
+    found = list(software.check_kernels(machine(tmp_path, commands=Commands(**{PYTHON: answer}))))
+    assert [finding.level for finding in found] == wanted
+    assert all("emulator" in finding.text for finding in found[1:])
 
 
 def test_the_pinned_versions_are_the_projects_dependencies():

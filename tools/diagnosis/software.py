@@ -119,6 +119,9 @@ def check_kernels(host: Host) -> Iterator[Finding]:
     isa, threads, library = json.loads(result.stdout.strip().splitlines()[-1])
     offered = _offered(host)
     yield ok("kernels", f"{isa}, {threads} threads; built here and usable: {', '.join(offered) or isa}")
+    if platform.machine() == "aarch64":
+        text = "64-bit Arm: the kernels were tested in an emulator (qemu) only, never on an Arm processor"
+        yield warning("kernels", text, "python -m pytest tests/kernels checks them on this processor")
     best = _best_of_processor(host)
     if best is not None and offered and best not in offered:
         text = f"the processor has {best}, but the library was built without it"

@@ -1,0 +1,159 @@
+"""Builds the kernels for 64-bit Arm with a cross compiler, and runs their tests in qemu-user.
+
+    python tools/check_aarch64.py                                          # every instruction set
+    python tools/check_aarch64.py --isa neon_dot tests/kernels/test_linear.py -k bias
+
+Further arguments go to pytest. The tool needs Linux on x86-64 with Debian 12 or a similar system, and its packages
+g++-aarch64-linux-gnu and qemu-user-static. setup.py builds a copy of the sources in build/aarch64. There the tool also
+puts an Arm Python from Debian (apt-get, without root) and Arm wheels from PyPI (pip). The first run takes about ten
+minutes. The exit code is 1 if a test fails. qemu shows whether results are right, but not how fast a processor is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build/aarch64"
+TREE, SYSTEM, PACKAGES, PYTHON = FOLDER / "tree", FOLDER / "system", FOLDER / "packages", FOLDER / "python"
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
+INSTRUCTION_SETS = ("neon_dot", "neon_i8mm", "portable")
+
+DEBIAN_PACKAGES = (
+    *("python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libc6", "libgcc-s1", "libstdc++6"),
+    *("zlib1g", "libexpat1", "libffi8", "libssl3", "libbz2-1.0", "liblzma5", "libsqlite3-0", "libuuid1"),
+)
+WHEELS = (
+    *("numpy", "msgspec", "pyyaml", "pytest", "pytest-timeout", "hypothesis"),
+    *("iniconfig", "packaging", "pluggy", "pygments", "sortedcontainers"),
+)
+"""Packages that the kernel tests import. Their versions are in the lock files."""
+
+SOURCES = ("agent", "llm_serving", "performance", "tests", "tools", "configs", "models", "setup.py", "pyproject.toml")
+NEED_MINDSPORE = ("test_fused_ops.py", "test_launches.py", "test_op_plugin.py", "test_plugin_semantics.py")
+"""Tests in tests/kernels that import MindSpore."""
+NATIVE_PROGRAM = "test_ceilings.py"
+"""The tests of the program that measures a processor. qemu has no speed to measure."""
+
+
+def run(command: Sequence[str | Path], **options: object) -> None:
+    """Runs a command and raises CalledProcessError if it fails."""
+    subprocess.run([str(part) for part in command], check=True, **options)  # type: ignore[call-overload]
+
+
+def copy_sources() -> None:
+    """Copies the files that git knows or would add. They keep their times, so only changed files compile again."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *SOURCES]
+    names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    for source in SOURCES:
+        shutil.rmtree(TREE / source, ignore_errors=True)
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (TREE / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, TREE / name)
+
+
+def build() -> None:
+    """Builds the libraries in the copy, as ``pip install -e`` does on an Arm machine."""
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    run(command, cwd=TREE, env={**os.environ, "CXX": COMPILER})
+
+
+def install_system() -> None:
+    """Unpacks an Arm Python and its libraries from Debian. apt-get keeps its lists in the folder, not in the system."""
+    if (SYSTEM / "usr/bin/python3.11").is_file():
+        return
+    state = FOLDER / "apt"
+    for name in ("lists/partial", "cache/archives/partial", "packages"):
+        (state / name).mkdir(parents=True, exist_ok=True)
+    (state / "status").touch()
+    settings = {
+        "APT::Architecture": "arm64",
+        "APT::Architectures": "arm64",
+        "Dir::State::lists": state / "lists",
+        "Dir::State::status": state / "status",
+        "Dir::Cache": state / "cache",
+        "Acquire::Languages": "none",
+    }
+    if os.getuid() == 0:
+        settings["APT::Sandbox::User"] = "root"
+    options = [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
+    run(["apt-get", "-qq", *options, "update"])
+    run(["apt-get", "-qq", *options, "download", *DEBIAN_PACKAGES], cwd=state / "packages")
+    partial = SYSTEM.with_name("system.partial")
+    for package in sorted((state / "packages").glob("*.deb")):
+        run(["dpkg", "-x", package, partial])
+    os.replace(partial, SYSTEM)
+
+
+def locked_versions() -> dict[str, str]:
+    """Returns the versions of all packages in the lock files."""
+    texts = (file.read_text(encoding="utf-8") for file in sorted(ROOT.glob("requirements*.lock")))
+    return {match[1].lower(): match[2] for text in texts for match in re.finditer(r"(?m)^([\w.-]+)==(\S+)", text)}
+
+
+def install_wheels() -> None:
+    """Installs the Arm wheels into a folder of their own."""
+    versions = locked_versions()
+    wanted = [f"{name}=={versions[name]}" for name in WHEELS]
+    record = PACKAGES / "installed"
+    if record.is_file() and record.read_text() == "\n".join(wanted):
+        return
+    shutil.rmtree(PACKAGES, ignore_errors=True)
+    platforms = ["--platform", "manylinux2014_aarch64", "--platform", "manylinux_2_17_aarch64"]
+    python = ["--python-version", "3.11", "--implementation", "cp", "--only-binary=:all:", "--no-deps"]
+    run([sys.executable, "-m", "pip", "install", "--quiet", "--target", PACKAGES, *platforms, *python, *wanted])
+    record.write_text("\n".join(wanted))
+
+
+def write_python() -> None:
+    """Writes a script that runs the Arm Python. Tests start it again for child processes, as ``sys.executable``."""
+    PYTHON.write_text(f"""\
+#!/bin/sh
+export PYTHONHOME="{SYSTEM}/usr" PYTHONPATH="{PACKAGES}${{PYTHONPATH:+:$PYTHONPATH}}"
+exec {EMULATOR} -cpu max -L "{SYSTEM}" -0 "{PYTHON}" "{SYSTEM}/usr/bin/python3.11" "$@"
+""")
+    PYTHON.chmod(0o755)
+
+
+def run_tests(isa: str, arguments: Sequence[str]) -> bool:
+    """Runs the kernel tests on one instruction set and returns True if all pass."""
+    print(f"== {isa}", flush=True)
+    folder = "tests/kernels"
+    ignored = [f"--ignore={folder}/{name}" for name in (*NEED_MINDSPORE, NATIVE_PROGRAM)]
+    given = list(arguments) if any(each.startswith("tests/") for each in arguments) else [folder, *arguments]
+    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", *ignored, *given]
+    # qemu is 20 to 50 times slower than a processor, so the tests need longer time limits.
+    environment = {**os.environ, "LLM_KERNELS_ISA": isa, "LLM_TEST_TIME_FACTOR": "60"}
+    return subprocess.run([str(part) for part in command], cwd=TREE, env=environment, check=False).returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Build the kernels for 64-bit Arm and test them in qemu-user.")
+    parser.add_argument("--isa", choices=INSTRUCTION_SETS, help="test only this instruction set")
+    options, arguments = parser.parse_known_args()
+    missing = [name for name in (COMPILER, EMULATOR, "apt-get", "dpkg", "git") if shutil.which(name) is None]
+    if missing:
+        print(f"not found: {', '.join(missing)}; install g++-aarch64-linux-gnu and qemu-user-static on Debian")
+        return 2
+    TREE.mkdir(parents=True, exist_ok=True)
+    copy_sources()
+    build()
+    install_system()
+    install_wheels()
+    write_python()
+    chosen = (options.isa,) if options.isa else INSTRUCTION_SETS
+    passed = [isa for isa in chosen if run_tests(isa, arguments)]
+    print(f"passed in qemu: {', '.join(passed) or 'none'} of {', '.join(chosen)}")
+    return int(len(passed) < len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
