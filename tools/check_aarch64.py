@@ -12,6 +12,7 @@ minutes. The exit code is 1 if a test fails. qemu shows whether results are righ
 from __future__ import annotations
 
 import argparse
+import filecmp
 import os
 import re
 import shutil
@@ -37,6 +38,7 @@ WHEELS = (
 """Packages that the kernel tests import. Their versions are in the lock files."""
 
 SOURCES = ("agent", "llm_serving", "performance", "tests", "tools", "configs", "models", "setup.py", "pyproject.toml")
+CODE = (".py", ".cc", ".h")
 NEED_MINDSPORE = ("test_fused_ops.py", "test_launches.py", "test_op_plugin.py", "test_plugin_semantics.py")
 """Tests in tests/kernels that import MindSpore."""
 NATIVE_PROGRAM = "test_ceilings.py"
@@ -49,15 +51,21 @@ def run(command: Sequence[str | Path], **options: object) -> None:
 
 
 def copy_sources() -> None:
-    """Copies the files that git knows or would add. They keep their times, so only changed files compile again."""
+    """Copies the changed files that git knows or would add, and removes sources that no longer exist.
+
+    A copy gets the current time, so exactly the files that use a changed file compile again.
+    """
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *SOURCES]
-    names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    for source in SOURCES:
-        shutil.rmtree(TREE / source, ignore_errors=True)
-    for name in filter(None, names):
-        if (ROOT / name).is_file():
-            (TREE / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, TREE / name)
+    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    names = {name for name in filter(None, listed) if (ROOT / name).is_file()}
+    for name in names:
+        copy = TREE / name
+        if not copy.is_file() or not filecmp.cmp(ROOT / name, copy, shallow=False):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy)
+    for copy in [file for source in SOURCES for file in (TREE / source).rglob("*") if file.suffix in CODE]:
+        if str(copy.relative_to(TREE)) not in names:
+            copy.unlink()
 
 
 def build() -> None:
