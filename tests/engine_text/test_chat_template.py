@@ -1,10 +1,12 @@
 """Chat templates run as transformers runs them, and cannot do harm."""
 
+import tracemalloc
 from datetime import datetime
 
+import jinja2.sandbox
 import pytest
 
-from llm_serving.engine.chat_template import ChatTemplate
+from llm_serving.engine.chat_template import Allowance, ChatTemplate, TemplateBudgetError
 from llm_serving.errors import CheckpointError, RequestError
 
 LLAMA2 = (
@@ -71,6 +73,7 @@ def test_a_refusal_is_the_clients_error():
         "{{ messages[0].missing.deeper }}",
         "{{ 1 / 0 }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% for x in [[]] recursive %}{{ loop([x, x]) }}{% endfor %}",
     ],
 )
 def test_a_failing_template_is_reported(source):
@@ -96,6 +99,117 @@ def test_a_failing_template_is_reported(source):
 def test_the_sandbox_holds(source):
     with pytest.raises(RequestError, match="chat template failed"):
         render(source, [user("a")])
+
+
+DOUBLING = "{% set ns = namespace(x='abcdefgh') %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}"
+NESTING = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+LOOPS = "{% for a in r %}{% for b in r %}{% for c in r %}BODY{% endfor %}{% endfor %}{% endfor %}"
+
+HOSTILE = [
+    *(DOUBLING.replace("STEP", step) for step in (
+        "ns.x ~ ns.x", "ns.x + ns.x", "[ns.x, ns.x] | join", "ns.x | replace('a', ns.x)", "ns.x.replace('', ns.x)",
+        "'%s%s' % (ns.x, ns.x)", "'%s%s' | format(ns.x, ns.x)", "'{0}{0}'.format(ns.x)", "ns.x.join([ns.x, ns.x, 'a'])",
+        "ns.x | tojson | tojson", "(ns.x | safe) + ns.x", "ns.x | e ~ ns.x",
+    )),
+    *(NESTING + end for end in (
+        "{{ ns.x }}", "{{ ns }}", "{{ ns.x | tojson }}", "{{ ns.x == [ns.x] }}", "{{ 5 in ns.x }}",
+        "{{ ns.x | string }}", "{{ '%s' % ns.x }}", "{{ ns.x ~ '' }}", "{{ ns.x is eq [] }}",
+        "{{ dict(a=ns.x).items() }}", "{{ [ns.x, ns.x] | sort }}",
+    )),
+    *("{% set r = range(2000) %}" + LOOPS.replace("BODY", body) for body in ("", "{{ a }}", "{% set x = a * b %}")),
+    "{% set r = messages[0].content %}" + LOOPS.replace("BODY", ""),
+    *("{{ 'a'." + call + " }}" for call in (
+        "center(999999999)", "ljust(999999999)", "rjust(999999999)", "zfill(999999999)", "encode()", "translate({})",
+    )),
+    "{{ ('a' | safe).center(999999999) }}",
+    "{{ ('a' | attr('center'))(999999999) }}",
+    "{{ '\t'.expandtabs(999999999) }}",
+    "{{ '{:>999999999}'.format('a') }}",
+    "{{ '{:{}}'.format('a', 999999999) }}",
+    "{{ '%999999999d' % 1 }}",
+    "{{ '%*d' % (999999999, 1) }}",
+    "{{ '%999999999d' | format(1) }}",
+    "{{ 'a' | center(999999999) }}",
+    "{{ 'a' | indent(999999999, true) }}",
+    "{{ [1] | tojson(indent=999999999) }}",
+    "{{ [1] | batch(999999999, 1) | list }}",
+    "{{ [1] | slice(999999999, 1) | list }}",
+    "{{ 1.5 | round(999999999, 'ceil') }}",
+    "{{ [[1]] | sum(start=[]) }}",
+    "{{ range(999999999) | sum }}",
+    "{{ range(999999999) | max }}",
+    "{{ range(999999999) | join }}",
+    "{{ cycler(*range(999999999)).next() }}",
+    "{{ (5).to_bytes(999999999, 'big') }}",
+    "{{ strftime_now('%999999999d') }}",
+    "{{ ('9' * 1000) | int + 1 }}",
+    "{{ ('f' * 500000) | int(0, 16) % 7 }}",
+    "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}" + DOUBLING.replace("STEP", "m(ns.x)"),
+    "{% set ns = namespace(x='abcdefgh') %}{% for i in range(60) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}"
+    "{% set ns.x = y %}{% endfor %}",
+    "{% set x %}{% for i in range(900000) %}" + "a" * 1000 + "{% endfor %}{% endset %}",
+    "{% set s = 'a' * 200000 %}{% for i in range(100000) %}{% if 'b' in s %}{% endif %}{% endfor %}",
+    "{% set s = 'a' * 200000 %}{% for i in range(100000) %}{% set t = s[::-1] %}{% endfor %}",
+    "{% set s = 'a' * 200000 %}{% set t = s | upper %}{% for i in range(9999) %}{{ 'y' if s == t }}{% endfor %}",
+    "{% set s = 'a' * 200000 %}{% for i in range(100000) %}{% set t = s.strip(s) %}{% endfor %}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", HOSTILE)
+def test_hostile_templates_end(source):
+    """Each template would take gigabytes or hours. The budget ends it after a number of steps and characters."""
+    allowance = Allowance(steps=50_000, chars=1_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(TemplateBudgetError, match="chat template failed on the messages"):
+            render(source, [user("a" * 5000)], allowance=allowance)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 40_000_000
+
+
+@pytest.mark.parametrize("name", ["urlize", "striptags", "pprint", "xmlattr", "random", "wordwrap"])
+def test_filters_without_a_known_cost_are_not_available(name):
+    with pytest.raises(CheckpointError, match=f"No filter named '{name}'"):
+        ChatTemplate("{{ messages | %s }}" % name, {})  # noqa: UP031
+
+
+ORDINARY = [
+    ("{{ 'ab' | center(6) }}|{{ 'ab'.rjust(4) }}|{{ '7'.zfill(3) }}", "  ab  |  ab|007"),
+    ("{{ '%s-%03d' % ('a', 5) }} {{ '%s' | format('b') }} {{ '{}-{x}'.format(1, x=2) }}", "a-005 b 1-2"),
+    ("{{ 'a' ~ 1 ~ none ~ 2.5 }}", "a1None2.5"),
+    ("{{ 'a,b'.split(',') | join('+') }} {{ 'aXb' | replace('X', '--') }} {{ '-'.join(['a', 'b']) }}", "a+b a--b a-b"),
+    ("{{ 'x\ny' | indent(2) }}", "x\n  y"),
+    ("{{ [{'r': 'u', 'n': 2}, {'r': 's'}] | selectattr('r', 'equalto', 'u') | map(attribute='n') | list }}", "[2]"),
+    ("{{ [3, 1, 2] | sort | join }} {{ [1, 2] | sum }} {{ [1, 1] | unique | list }}{{ 'abc'[::-1] }}", "123 3 [1]cba"),
+    ("{% for a, b in {'x': 1}.items() %}{{ a }}{{ b }}{% endfor %}{{ {'x': 1} | dictsort }}", "x1[('x', 1)]"),
+    ("{% for x in [[1, [2]]] recursive %}{{ loop(x) if x is sequence else x }}{% endfor %}", "12"),
+    ("{% for x in [1, 2, 3] if x != 2 %}{{ loop.index }}/{{ loop.length }}:{{ x }} {% endfor %}", "1/2:1 2/2:3 "),
+    ("{% macro m(x, y=2) %}<{{ x }}{{ y }}>{% endmacro %}{{ m(1) }}{{ m(1, y=3) }}", "<12><13>"),
+    ("{% set x %}a{{ 1 }}{% endset %}{{ x | trim | upper }}{% filter lower %}ABC{% endfilter %}", "A1abc"),
+    ("{{ cycler('a', 'b').next() }}{{ messages | length }}{{ 'b' in 'abc' }}{{ 2 in [1, 2] }}", "a0TrueTrue"),
+    ("{{ undefined_name ~ 'x' }}{% for x in undefined_name %}{% endfor %}", "x"),
+    ("{{ {'a': [1]} | tojson(indent=1) }}", '{\n "a": [\n  1\n ]\n}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "text"), ORDINARY)
+def test_operations_give_what_jinja_gives(source, text):
+    assert render(source) == text
+    if "tojson" not in source:
+        plain = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        assert plain.from_string(source).render(messages=[]) == text
+
+
+def test_a_usual_template_takes_few_steps():
+    messages = [user("hello " * 100), {"role": "assistant", "content": "fine " * 100}] * 50
+    budget = Allowance(10_000, 1_000_000).budget(messages)
+    start = budget.steps
+    template = ChatTemplate(LLAMA2, {"bos_token": "<s>", "eos_token": "</s>"})
+    variables = {"messages": messages, "bos_token": "<s>", "eos_token": "</s>"}
+    assert "".join(template._environment.pieces(template._template, budget, variables)).endswith("</s>")
+    assert start - budget.steps < 30 * len(messages)
 
 
 def test_ordinary_arithmetic_is_left_alone():
