@@ -67,6 +67,19 @@ class ServingConfig:
     max_body_bytes: int = own(
         8 * 1024 * 1024, "Maximum size of an HTTP request body.", unit="bytes", low=1024, high=1024 * 1024 * 1024
     )
+    max_body_bytes_in_flight: int = own(
+        64 * 1024 * 1024,
+        "Maximum size of all HTTP request bodies together that are being read. At least `max_body_bytes`.",
+        unit="bytes",
+        low=1024,
+        high=1 << 40,
+    )
+    max_connections: int = own(
+        4096,
+        "Maximum number of HTTP connections. The limit of open files (`ulimit -n`) may allow fewer.",
+        low=1,
+        high=1 << 20,
+    )
     max_request_tokens: int | None = own(
         None,
         "Maximum number of tokens of one HTTP request in the worst case: prompts x n x (prompt tokens + maximum number "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -14,11 +15,12 @@ from llm_serving.errors import RequestError
 from llm_serving.sampling_params import PARAMETERS
 from llm_serving.server.body import json_response, read_request
 from llm_serving.server.guard import is_on_this_machine
-from llm_serving.server.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES
-from llm_serving.server.prompts import check_vocabulary, encode_text, max_chars
+from llm_serving.server.limits import MAX_CHOICES, MAX_DETOKENIZE, MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES
+from llm_serving.server.prompts import check_vocabulary, encode_chat, encode_text
 from llm_serving.server.protocol import Messages, Name
 from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.server.validation import StrictModel
+from llm_serving.server.work import off_loop
 from llm_serving.telemetry.metrics import CONTENT_TYPE
 
 RECENT_STEP_S = 5.0
@@ -50,7 +52,7 @@ class DetokenizeRequest(StrictModel):
     """Request body of ``/detokenize``: tokens to turn into text."""
 
     model: Name = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: Annotated[list[int], Field(fail_fast=True, max_length=MAX_DETOKENIZE)]
     skip_special_tokens: bool = True
 
 
@@ -91,6 +93,7 @@ async def _health_ready(state: ServerState, request: Request) -> Response:
 
 
 async def _metrics(state: ServerState, request: Request) -> Response:
+    state.metrics.event_loop_stall(state.loop_watch.take_longest())
     return Response(state.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
 
@@ -138,12 +141,14 @@ async def _tokenize(state: ServerState, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Give either 'prompt' or 'messages'.", param="prompt", code="invalid_value")
     if body.messages is not None:
-        text = state.engine.tokenizer.chat_template.render(
-            [message.for_template() for message in body.messages],
+        messages = [message.for_template() for message in body.messages]
+        prompt = await encode_chat(
+            state,
+            messages,
             add_generation_prompt=body.add_generation_prompt,
-            max_chars=max_chars(state),
+            add_special_tokens=body.add_special_tokens is True,
         )
-        ids = await encode_text(state, text, "messages", add_special_tokens=body.add_special_tokens is True)
+        ids = list(prompt.token_ids)
     else:
         text = body.prompt or ""
         ids = await encode_text(state, text, "prompt", add_special_tokens=body.add_special_tokens is not False)
@@ -155,7 +160,8 @@ async def _detokenize(state: ServerState, request: Request) -> Response:
     body = await read_request(DetokenizeRequest, request, state.settings.max_body_bytes)
     state.check_model(body.model)
     check_vocabulary(body.tokens, state.settings.vocab_size, "tokens")
-    text = state.engine.tokenizer.decode(body.tokens, body.skip_special_tokens)
+    decode = partial(state.engine.tokenizer.decode, body.tokens, body.skip_special_tokens)
+    text = await off_loop(len(body.tokens), decode)
     return json_response({"text": text, "prompt": text})
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from pydantic import ValidationError
@@ -21,10 +21,18 @@ from llm_serving.server.errors import (
     InvalidJSONError,
     MediaTypeError,
     PayloadTooLargeError,
+    UnavailableError,
 )
 from llm_serving.server.json_pieces import PiecesResponse, encode_in_pieces
 from llm_serving.server.json_structure import count_keys, structure_of
-from llm_serving.server.limits import BODY_TIMEOUT_S, INLINE_ITEMS, MAX_JSON_DEPTH
+from llm_serving.server.limits import (
+    BODY_TIMEOUT_S,
+    INLINE_BODY_BYTES,
+    INLINE_ITEMS,
+    MAX_JSON_DEPTH,
+    MAX_JSON_OBJECTS,
+    MAX_JSON_VALUES,
+)
 from llm_serving.server.validation import RequestModel, clip, request_error
 from llm_serving.server.work import off_loop
 
@@ -41,7 +49,46 @@ async def read_request(model: type[ModelT], request: Request, max_bytes: int) ->
     that is not UTF-8 and objects with a repeated key are refused.
     """
     _check_headers(request)
-    return _parse(model, await _read_in_time(request, max_bytes))
+    state: BodyCounter = request.scope["app"].state
+    counted = _CountedBytes(state)
+    try:
+        body = await _read_in_time(request, max_bytes, counted)
+        if len(body) <= INLINE_BODY_BYTES:
+            return _parse(model, body)
+        return await asyncio.get_running_loop().run_in_executor(None, _parse, model, body)
+    finally:
+        counted.release()
+
+
+class BodyCounter(Protocol):
+    """The application's state, as far as bodies of requests concern it."""
+
+    settings: Any
+    body_bytes: int
+
+
+class _CountedBytes:
+    """The part of one request in the bytes of all bodies that are being read or parsed."""
+
+    def __init__(self, state: BodyCounter) -> None:
+        self._state = state
+        self._size = 0
+
+    def add(self, size: int) -> None:
+        """Count bytes that have arrived. Raises UnavailableError if all bodies together are too large."""
+        limit = self._state.settings.max_body_bytes_in_flight
+        if self._state.body_bytes + size > limit:
+            raise UnavailableError(
+                f"The request bodies that the server is reading have more than {limit} bytes together "
+                "(serving_config.max_body_bytes_in_flight); try again.",
+                "overloaded",
+            )
+        self._state.body_bytes += size
+        self._size += size
+
+    def release(self) -> None:
+        self._state.body_bytes -= self._size
+        self._size = 0
 
 
 def json_response(content: Any, request_id: str | None = None, status: int = 200) -> Response:
@@ -77,7 +124,7 @@ def _check_headers(request: Request) -> None:
         raise MediaTypeError(f"The content encoding is {clip(encoding)!r}; send the body uncompressed.")
 
 
-async def _read_in_time(request: Request, max_bytes: int) -> bytes:
+async def _read_in_time(request: Request, max_bytes: int, counted: _CountedBytes) -> bytes:
     """Read the body within ``BODY_TIMEOUT_S``. A timer costs less than ``asyncio.wait_for``, which starts a task."""
     task = asyncio.current_task()
     if task is None:
@@ -91,7 +138,7 @@ async def _read_in_time(request: Request, max_bytes: int) -> bytes:
 
     timer = asyncio.get_running_loop().call_later(BODY_TIMEOUT_S, too_late)
     try:
-        return await _read(request, max_bytes)
+        return await _read(request, max_bytes, counted)
     except asyncio.CancelledError:
         if not is_late:
             raise
@@ -100,7 +147,7 @@ async def _read_in_time(request: Request, max_bytes: int) -> bytes:
         timer.cancel()
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def _read(request: Request, max_bytes: int, counted: _CountedBytes) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         if request.headers.get("expect", "").lower() != "100-continue":
@@ -117,6 +164,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         if size > max_bytes:
             await _drain(request.receive)
             raise _too_large(f"more than {max_bytes} bytes", max_bytes)
+        counted.add(len(chunk))
         chunks.append(chunk)
         if not message.get("more_body"):
             return b"".join(chunks)
@@ -148,6 +196,12 @@ async def _drain(receive: Receive) -> None:
 def _parse(model: type[ModelT], body: bytes) -> ModelT:
     """Return a JSON text as an object of ``model``. The limits are checked before the JSON parser runs."""
     structure = structure_of(body)
+    if structure.num_values > MAX_JSON_VALUES:
+        raise _too_many("values", structure.num_values, MAX_JSON_VALUES)
+    if structure.num_strings > MAX_JSON_OBJECTS:
+        raise _too_many("strings", structure.num_strings, MAX_JSON_OBJECTS)
+    if structure.num_containers > MAX_JSON_OBJECTS:
+        raise _too_many("objects and lists", structure.num_containers, MAX_JSON_OBJECTS)
     if structure.is_deeper_than(MAX_JSON_DEPTH):
         raise InvalidJSONError(f"The request body is nested deeper than {MAX_JSON_DEPTH} levels.")
     try:
@@ -162,6 +216,10 @@ def _parse(model: type[ModelT], body: bytes) -> ModelT:
         return model.model_validate(value)
     except ValidationError as error:
         raise request_error(error) from None
+
+
+def _too_many(what: str, number: int, limit: int) -> InvalidJSONError:
+    return InvalidJSONError(f"The request body has {number} {what}; the maximum is {limit}. Send several requests.")
 
 
 def _repeated_key(body: bytes) -> str:

@@ -19,7 +19,7 @@ from llm_serving.server.json_pieces import EncodedList
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.limits import MAX_MESSAGES, MAX_NAME_CHARS
 from llm_serving.server.logprobs import step_logits
-from llm_serving.server.prompts import Prompt, check_prompt, encode_text, max_chars, max_output_tokens
+from llm_serving.server.prompts import check_prompt, encode_chat, max_output_tokens
 from llm_serving.server.protocol import DialectSampling, MaxTokens
 from llm_serving.server.sampling import Choice, dialect_sampling, make_choices
 from llm_serving.server.scheduling import SchedulingFields
@@ -136,14 +136,13 @@ async def _choices(
 ) -> list[Choice]:
     messages: list[dict[str, object]] = [{"role": turn.role, "content": turn.content} for turn in body.history]
     messages.append({"role": body.role, "content": body.query})
-    text = state.engine.tokenizer.chat_template.render(messages, max_chars=max_chars(state))
-    text += settings.prefix_text or ""
-    ids = await encode_text(state, text, "messages", add_special_tokens=False)
+    prompt = await encode_chat(state, messages, suffix=settings.prefix_text or "")
+    ids = prompt.token_ids
     check_prompt(len(ids), state.settings, "messages")
     limit, name = _output_limit(settings, len(ids))
     max_tokens = max_output_tokens(len(ids), limit, state.settings, name)
     return make_choices(
-        state.settings, request_id, [Prompt(ids, text)], [(dialect_sampling(settings), max_tokens)], 1, settings.seed
+        state.settings, request_id, [prompt], [(dialect_sampling(settings), max_tokens)], 1, settings.seed
     )
 
 

@@ -6,13 +6,19 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from llm_serving.server.limits import HEADER_TIMEOUT_S, MAX_FRAMING_RATIO, MAX_HEADER_BYTES, MESSAGE_TIMEOUT_S
+from llm_serving.server.limits import (
+    HEADER_TIMEOUT_S,
+    MAX_FRAMING_RATIO,
+    MAX_HEADER_BYTES,
+    MESSAGE_TIMEOUT_S,
+    WRITE_TIMEOUT_S,
+)
 from llm_serving.server.proxies import TrustedProxies
 
 RECEIVED_AT = "llm_serving.received_at"
@@ -45,6 +51,9 @@ class ConnectionRules:
 
     proxies: TrustedProxies
     """Only these clients may state an earlier start of a request in ``X-Request-Start``."""
+    max_connections: int
+    refused: Callable[[], None]
+    """Called for each connection beyond ``max_connections``."""
 
 
 def age_of(value: bytes, now: float) -> float:
@@ -147,6 +156,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     - A chunked body must not have trailers, and its framing must not be much longer than the body (400).
     - A message must be complete after ``MESSAGE_TIMEOUT_S``. A handler has a shorter time limit for a body that it
       reads, and responds with an error.
+    - A client must read what is written within ``WRITE_TIMEOUT_S``.
     - Requests must not be pipelined. If a client sends a request too early, the connection closes after the response
       that is being made. The connection is still read, so that the end of the client ends the work for it.
     """
@@ -157,6 +167,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
         self._message_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
         self._in_body = False
         self._new_body_bytes = 0
         self._body_bytes = 0
@@ -167,16 +178,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_headers()
+        if len(self.connections) > self._rules.max_connections:
+            self._rules.refused()
+            self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
+        else:
+            self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._headers_done()
         self._message_done()
+        self._stop_write_timer()
         super().connection_lost(exc)
         if self.channel_user is not None:
             self.channel_user.lost()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
+
     def resume_writing(self) -> None:
+        self._stop_write_timer()
         super().resume_writing()
         if self.channel_user is not None:
             self.channel_user.drained()
@@ -246,6 +267,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         allowed = MAX_HEADER_BYTES + MAX_FRAMING_RATIO * self._body_bytes
         if self._silent_bytes > MAX_HEADER_BYTES or self._framing_bytes > allowed:
             self._refuse(b"400 Bad Request")
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _await_headers(self) -> None:
         self._header_bytes = 0

@@ -43,3 +43,17 @@ converts more."""
 INLINE_TOKENIZE_CHARS = 4096
 """Maximum length of a text that the event loop's thread tokenizes. Another thread tokenizes longer texts, so that they
 do not delay other requests."""
+INLINE_CHAT_CHARS = 65536
+"""Maximum length of a conversation that the event loop's thread renders."""
+INLINE_MESSAGES = 128
+"""Maximum number of messages that the event loop's thread renders."""
+INLINE_BODY_BYTES = 65536
+"""Maximum size of a request body that the event loop's thread parses. Another thread parses larger ones."""
+MAX_DETOKENIZE = 131072
+"""Maximum number of tokens in a request to ``/detokenize``."""
+MAX_JSON_VALUES = 2_000_000
+"""Maximum number of values in a request body. Token ids of prompts are most of them."""
+MAX_JSON_OBJECTS = 65536
+"""Maximum number of strings, and of objects and lists together, in a request body."""
+WRITE_TIMEOUT_S = 60.0
+"""Maximum time in seconds until a client has read what was written. Then its connection is closed."""

@@ -28,7 +28,7 @@ from llm_serving.server.openai_stream import (
     response_of,
     stop_reason_json,
 )
-from llm_serving.server.prompts import Prompt, check_choices, check_prompt, encode_text, max_chars, max_output_tokens
+from llm_serving.server.prompts import check_choices, check_prompt, encode_chat, max_output_tokens
 from llm_serving.server.protocol import IGNORED, MaxTokens, Messages, SamplingFields
 from llm_serving.server.sampling import Choice, base_sampling, make_choices
 from llm_serving.server.sse import EventStream
@@ -113,15 +113,15 @@ async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> li
     n = body.n or 1
     check_choices(1, n)
     messages = [message.for_template() for message in body.messages]
-    text = state.engine.tokenizer.chat_template.render(messages, max_chars=max_chars(state))
-    ids = await encode_text(state, text, "messages", add_special_tokens=False)
+    prompt = await encode_chat(state, messages)
+    ids = prompt.token_ids
     check_prompt(len(ids), state.settings, "messages")
     newer = body.max_completion_tokens is not None
     wanted = body.max_completion_tokens if newer else body.max_tokens
     name = "max_completion_tokens" if newer else "max_tokens"
     max_tokens = max_output_tokens(len(ids), wanted, state.settings, name)
     params = replace(base_sampling(body), logprobs=bool(body.logprobs), top_logits=body.top_logprobs or 0)
-    return make_choices(state.settings, request_id, [Prompt(ids, text)], [(params, max_tokens)], n, body.seed)
+    return make_choices(state.settings, request_id, [prompt], [(params, max_tokens)], n, body.seed)
 
 
 def _choice(generation: Generation, body: ChatRequest, answer: Answer) -> dict[str, Any]:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from llm_serving.engine.chat_template import SHORT, TemplateBudgetError
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import ContextLengthError, RequestError
-from llm_serving.server.limits import INLINE_TOKENIZE_CHARS, MAX_PROMPTS, MAX_SEQUENCES
+from llm_serving.server.limits import (
+    INLINE_CHAT_CHARS,
+    INLINE_MESSAGES,
+    INLINE_TOKENIZE_CHARS,
+    MAX_PROMPTS,
+    MAX_SEQUENCES,
+)
 from llm_serving.server.state import ServerSettings, ServerState
 from llm_serving.server.validation import short
 from llm_serving.server.work import check_work, off_loop
@@ -93,6 +101,10 @@ async def encode_text(
     A long text is tokenized in another thread, so that it does not delay other requests. With ``inline=False``, another
     thread tokenizes texts of any length. Errors name the field ``param``.
     """
+    return await _encode(state, text, param, add_special_tokens, inline=inline)
+
+
+async def _encode(state: ServerState, text: str, param: str, add_special_tokens: bool, *, inline: bool) -> list[int]:
     tokenizer = state.engine.tokenizer
     maximum = max_chars(state)
     if len(text) > maximum:
@@ -108,6 +120,36 @@ async def encode_text(
     if tokenizer.vocab_size > state.settings.vocab_size:
         check_vocabulary(ids, state.settings.vocab_size, param)
     return ids
+
+
+async def encode_chat(
+    state: ServerState,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    add_special_tokens: bool = False,
+    suffix: str = "",
+) -> Prompt:
+    """Return the prompt of a conversation, with ``suffix`` at its end.
+
+    Another thread renders long conversations, and uses templates that take many steps. Raises RequestError if there is
+    no chat template, if it fails on the messages, or if the prompt cannot fit the context.
+    """
+    template = state.engine.tokenizer.chat_template
+    render = partial(
+        template.render, messages, add_generation_prompt=add_generation_prompt, max_chars=max_chars(state)
+    )
+    is_short = len(messages) <= INLINE_MESSAGES and sum(len(one["content"]) for one in messages) <= INLINE_CHAT_CHARS
+    text = None
+    if is_short and state.renders_inline:
+        try:
+            text = render(allowance=SHORT)
+        except TemplateBudgetError:
+            state.renders_inline = False
+    if text is None:
+        text = await asyncio.get_running_loop().run_in_executor(None, render)
+    text += suffix
+    return Prompt(await _encode(state, text, "messages", add_special_tokens, inline=True), text)
 
 
 def max_chars(state: ServerState) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import resource
 import socket
 from collections.abc import Generator
 from functools import partial
@@ -21,6 +22,8 @@ GRACE_S = 3.0
 """Seconds that active requests have to complete when the server stops."""
 CLOSE_S = 1.0
 """Seconds after ``GRACE_S`` in which clients can read the last bytes. Then connections are closed."""
+RESERVED_FILES = 128
+"""File descriptors that connections do not use: for agents, logs and shared memory."""
 TICK_S = 1.0
 """Seconds between updates of the response header ``Date``."""
 
@@ -32,7 +35,13 @@ async def serve(app: ServerApp, sock: socket.socket, stop: asyncio.Event, *, gra
     with an error. A stream ends with an error event. The stop takes less than ``grace_s`` + 2 seconds. The caller
     handles signals. Any event loop works; uvloop is the fastest.
     """
-    rules = ConnectionRules(TrustedProxies(app.state.settings.trusted_proxies))
+    state = app.state
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    rules = ConnectionRules(
+        TrustedProxies(state.settings.trusted_proxies),
+        max_connections=min(state.settings.max_connections, max(files - RESERVED_FILES, files // 2)),
+        refused=state.metrics.connection_refused,
+    )
     protocol: Any = partial(BoundedHttpProtocol, rules)  # uvicorn calls it as it calls a class
     config = uvicorn.Config(
         app,
@@ -47,7 +56,11 @@ async def serve(app: ServerApp, sock: socket.socket, stop: asyncio.Event, *, gra
         timeout_keep_alive=int(KEEP_ALIVE_S),
         timeout_graceful_shutdown=math.ceil(grace_s + CLOSE_S + 0.5),  # ends connections that ``_cut_off`` did not end
     )
-    await _Server(config, app, stop, grace_s).serve(sockets=[sock])
+    state.loop_watch.start()
+    try:
+        await _Server(config, app, stop, grace_s).serve(sockets=[sock])
+    finally:
+        state.loop_watch.stop()
 
 
 class _Server(uvicorn.Server):

@@ -19,6 +19,7 @@ from llm_serving.errors import ModelNotFoundError
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.lifecycle import ActiveRequests
 from llm_serving.server.limits import DEFAULT_REQUEST_CONTEXTS
+from llm_serving.server.loop_watch import LoopWatch
 from llm_serving.server.validation import RequestModel, short
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
@@ -43,6 +44,9 @@ class ServerSettings:
     max_body_bytes: int = 8 * 1024 * 1024
     max_request_tokens: int | None = None
     """See ``request_token_limit``. None stands for the default."""
+    max_body_bytes_in_flight: int = 64 * 1024 * 1024
+    """Maximum size of all request bodies together that are being read or parsed."""
+    max_connections: int = 4096
     log_prompts: bool = False
     cache_salt: str = "none"
     """``tenant``: requests with different API keys share nothing in the prefix cache. ``none``: they may."""
@@ -73,6 +77,8 @@ class ServerSettings:
             max_context=config.max_model_len,
             vocab_size=config.shape.vocab_size,
             max_body_bytes=serving.max_body_bytes,
+            max_body_bytes_in_flight=max(serving.max_body_bytes_in_flight, serving.max_body_bytes),
+            max_connections=serving.max_connections,
             max_request_tokens=serving.max_request_tokens,
             log_prompts=config.log_config.log_prompts,
             cache_salt=config.scheduler_config.cache_salt,
@@ -129,6 +135,11 @@ class ServerState:
     endpoints: Sequence[Endpoint]
     active: ActiveRequests = field(default_factory=ActiveRequests)
     profile: RunningProfile = field(default_factory=RunningProfile)
+    loop_watch: LoopWatch = field(default_factory=LoopWatch)
+    body_bytes: int = 0
+    """Bytes of all request bodies that are being read or parsed."""
+    renders_inline: bool = True
+    """False after the chat template took too many steps for the event loop's thread. Another thread then renders."""
     started_at: float = field(default_factory=time.time)
 
     def check_queue(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from llm_serving.request import PARTS, FinishReason, RequestOutput, RequestTimings
 from llm_serving.scheduler.output import ScheduledStep, StepResult
@@ -40,6 +40,14 @@ class Metrics:
         self._engine_histograms()
         self._http = self._counter(
             "llm_serving_http_responses", "HTTP responses by route and status.", "route", "status"
+        )
+        self._stall = Gauge(
+            "llm_serving_event_loop_longest_stall_seconds",
+            "Longest time since the last scrape during which the event loop was blocked and served no client.",
+            registry=self.registry,
+        )
+        self._refused_connections = self._counter(
+            "llm_serving_connections_refused", "Connections refused because of serving_config.max_connections."
         )
         self._present = StatusCollector()
         self.registry.register(self._present)
@@ -183,6 +191,14 @@ class Metrics:
     def http_response(self, route: str, status: int) -> None:
         """Count a response. ``route`` is one of the server's paths, or ``unmatched``."""
         self._http.labels(route, str(status)).inc()
+
+    def connection_refused(self) -> None:
+        """Count a connection beyond the maximum."""
+        self._refused_connections.inc()
+
+    def event_loop_stall(self, seconds: float) -> None:
+        """Set the longest time since the last scrape during which the event loop was blocked."""
+        self._stall.set(seconds)
 
     def exposition(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""

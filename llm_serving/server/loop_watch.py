@@ -1,0 +1,40 @@
+"""Measures how long the event loop is blocked. While it is blocked, no client of the server gets a byte."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+PERIOD_S = 0.01
+"""Time between two measurements in seconds. A block shows up with its length, less at most one period."""
+
+
+class LoopWatch:
+    """Measures the longest delay of a timer on the event loop, which is the longest time that the loop was blocked."""
+
+    def __init__(self) -> None:
+        self._longest = 0.0
+        self._due = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Measure on the running event loop until ``stop``."""
+        self._schedule()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def take_longest(self) -> float:
+        """Return the longest block in seconds since the last call."""
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+    def _schedule(self) -> None:
+        self._due = time.monotonic() + PERIOD_S
+        self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._measure)
+
+    def _measure(self) -> None:
+        self._longest = max(self._longest, time.monotonic() - self._due)
+        self._schedule()

@@ -1,0 +1,143 @@
+"""Large inputs leave the event loop free, and the metric of its stalls shows a planted one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+from uvicorn.protocols.http.flow_control import FlowControl
+
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.server import body as body_module
+from llm_serving.server import http_protocol
+from llm_serving.server.http_protocol import BoundedHttpProtocol
+from llm_serving.server.limits import INLINE_ITEMS, MAX_DETOKENIZE, MAX_JSON_OBJECTS, MAX_JSON_VALUES
+from support.fake_engine import FakeEngine
+from support.http_server import http_request, read_response, running, wait_until
+
+STALL_S = 0.3
+
+
+def stall(server):
+    text = server.http.get("/metrics").text
+    [line] = [line for line in text.splitlines() if line.startswith("llm_serving_event_loop_longest_stall_seconds ")]
+    return float(line.split()[1])
+
+
+def test_a_stall_is_in_the_metrics_once(server):
+    stall(server)
+    done = threading.Event()
+    server._loop.call_soon_threadsafe(lambda: (time.sleep(STALL_S), done.set()))
+    assert done.wait(10)
+    assert stall(server) >= STALL_S - 0.05
+    server._loop.call_soon_threadsafe(lambda: None)
+    assert stall(server) != pytest.approx(STALL_S, abs=0.001)
+
+
+@pytest.fixture
+def large_server(tokenizer):
+    with running(FakeEngine(tokenizer), max_body_bytes=8 << 20) as server:
+        yield server
+
+
+@pytest.mark.parametrize("count", [INLINE_ITEMS, INLINE_ITEMS + 1])
+def test_many_tokens_are_decoded_in_another_thread(large_server, monkeypatch, count):
+    threads = []
+    original = Tokenizer.decode
+
+    def decode(*args):
+        threads.append(threading.current_thread())
+        return original(*args)
+
+    monkeypatch.setattr(Tokenizer, "decode", decode)
+    assert large_server.post("/detokenize", {"tokens": [300] * count}).status_code == 200
+    assert [thread is large_server._thread for thread in threads] == [count <= INLINE_ITEMS]
+
+
+def test_too_many_tokens_are_not_decoded(large_server):
+    answer = large_server.post("/detokenize", {"tokens": [300] * (MAX_DETOKENIZE + 1)})
+    assert answer.status_code == 400
+    assert f"at most {MAX_DETOKENIZE} items" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("size", [1000, 100_000])
+def test_large_bodies_are_parsed_in_another_thread(large_server, monkeypatch, size):
+    threads = []
+    original = body_module._parse
+
+    def parse(*args):
+        threads.append(threading.current_thread())
+        return original(*args)
+
+    monkeypatch.setattr(body_module, "_parse", parse)
+    large_server.post("/v1/completions", {"prompt": "a" * size})
+    assert [thread is large_server._thread for thread in threads] == [size == 1000]
+
+
+@pytest.mark.parametrize(
+    ("body", "phrase"),
+    [
+        (b'{"prompt": [' + b"1," * MAX_JSON_VALUES + b"1]}", f"values; the maximum is {MAX_JSON_VALUES}"),
+        (b'{"prompt": [' + b'"",' * MAX_JSON_OBJECTS + b'""]}', f"strings; the maximum is {MAX_JSON_OBJECTS}"),
+        (b'{"prompt": [' + b"[]," * MAX_JSON_OBJECTS + b"1]}", "objects and lists; the maximum is"),
+    ],
+    ids=["values", "strings", "lists"],
+)
+def test_bodies_with_too_many_parts_are_not_parsed(large_server, monkeypatch, body, phrase):
+    monkeypatch.setattr(body_module.orjson, "loads", None)
+    answer = large_server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert phrase in answer.json()["error"]["message"]
+
+
+def test_the_bodies_of_all_requests_are_bounded_together(tokenizer):
+    with running(FakeEngine(tokenizer), max_body_bytes_in_flight=100_000) as server:
+        half = http_request("/v1/completions", b"", "Content-Length: 60000") + b" " * 59_000
+        with server.raw(half) as first:
+            wait_until(lambda: server.app.state.body_bytes >= 59_000)
+            with server.raw(half) as second:
+                status, headers, body = read_response(second)
+            assert (status, headers["retry-after"], json.loads(body)["error"]["code"]) == (503, "1", "overloaded")
+            first.sendall(b" " * 1000)
+            assert read_response(first)[0] == 400
+        wait_until(lambda: server.app.state.body_bytes == 0)
+        assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
+
+
+def test_connections_are_limited(tokenizer):
+    with running(FakeEngine(tokenizer), max_connections=2) as server:
+        with server.raw(b""), server.raw(b""), server.raw(b"") as third:
+            status, headers, _ = read_response(third)
+            assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
+        wait_until(lambda: server.http.get("/health/live").status_code == 200)
+        assert "llm_serving_connections_refused_total 1.0" in server.http.get("/metrics").text
+
+
+class Transport:
+    """A transport whose peer does not read."""
+
+    def __init__(self):
+        self.aborted = threading.Event()
+
+    def abort(self):
+        self.aborted.set()
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_client_that_does_not_read_is_closed(monkeypatch, resumes):
+    monkeypatch.setattr(http_protocol, "WRITE_TIMEOUT_S", 0.05)
+
+    async def run():
+        protocol = BoundedHttpProtocol.__new__(BoundedHttpProtocol)
+        protocol.loop, protocol.transport = asyncio.get_running_loop(), Transport()
+        protocol.flow, protocol.channel_user, protocol._write_timer = FlowControl(protocol.transport), None, None
+        protocol.pause_writing()
+        if resumes:
+            protocol.resume_writing()
+        await asyncio.sleep(0.2)
+        return protocol.transport.aborted.is_set()
+
+    assert asyncio.run(run()) is not resumes
