@@ -70,9 +70,9 @@ def make_step(config: Config, query_lens: Sequence[int], context_lens: Sequence[
 
 
 def make_moves(config: Config) -> StepSlot:
-    """Makes a slot with the maximum number of moves, alternately to the host and back.
+    """Makes a step slot with the maximum number of block copies, alternately to host memory and back.
 
-    Without a host pool, the slot has one move that copies a block onto itself.
+    Without a host pool, the step slot has one copy of a block onto itself.
     """
     limits, cache = config.slot_limits(), config.pa_config
     layout = SlotLayout.of(limits)

@@ -112,8 +112,8 @@ def _yarn(scaling: RopeScaling) -> Settings:
 def _llama_scaling(scaling: RopeScaling) -> Settings:
     """Returns the arguments of ``LlamaConfig`` for rotary scaling.
 
-    ``LlamaConfig`` refuses numeric factors for linear scaling. Its method ``PI`` has the same effect: it divides the
-    positions instead of the frequencies.
+    MindFormers refuses a number as the factor of its linear scaling. Its setting ``extend_method: PI`` (position
+    interpolation) gives the same angles, because it divides the positions instead of the frequencies.
     """
     if scaling.type == "linear":
         return {"extend_method": "PI", "scaling_factor": scaling.factor}

@@ -27,9 +27,9 @@ class Names:
     layers: str
     """The prefix of all parameters inside of layers."""
     inside: Mapping[str, str]
-    """The names inside of a layer, without the last part (``weight``, ``bias``).
+    """MindFormers' name for each of our parameter names inside of a layer. Both are without ``weight`` or ``bias``.
 
-    If MindFormers' name has no last part, our name is complete, for example ``mlp.down.weight``.
+    If MindFormers' name does not end with ``weight`` or ``bias``, ours is given in full, as in ``mlp.down.weight``.
     """
     stacked: bool
     """True if q, k and v are one parameter, and gate and up are one parameter."""

@@ -50,7 +50,10 @@ class TensorCut:
         )
 
     def _of_inputs(self, inputs: StaticInputs) -> StaticInputs:
-        """Copies the part of static inputs. Only the part with the first column has the offsets of the sums."""
+        """Returns the agent's part of the scales and offsets with which W8A8 quantizes inputs statically.
+
+        The correction of the integer sums is kept only by the agent with the first column, so that it is added once.
+        """
         columns = slice(None) if self.columns is None else self.columns.slice
         offsets = np.array(inputs.sum_offsets[self.rows.slice])
         if self.columns is not None and self.columns.start > 0:

@@ -3,7 +3,8 @@
 The split follows Megatron-LM (Shoeybi et al. 2019). The layers of queries, keys, values, gate and up are split by their
 outputs. The layers after them (attention output, down) are split by their inputs. Therefore an agent's output of the
 first layer is its input of the second. Embedding and output layer are split by the vocabulary. Every agent has all
-norms and routers. Only the first agent has a bias that is added after the sum over the agents.
+norms and routers. The bias of a layer that is split by inputs belongs to the first agent only, so
+that the sum over the agents contains the bias once.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ class ShardedSpecs:
 
 
 def shard_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabularies: bool) -> ShardedSpecs:
-    """Returns the parameters of ``part``, with layers counted from 0. ``specs`` are those of the whole model.
+    """Returns the parameters that one agent loads, with its layers counted from 0.
 
-    With ``equal_vocabularies``, all agents have equally long parts of the vocabulary, and zeros fill the last part.
-    Raises AgentStartError for a parameter without a rule.
+    ``specs`` are the parameters of the whole model, and ``part`` is the agent's part of it. With
+    ``equal_vocabularies``, each agent has the same number of vocabulary rows, and zeros fill those of the last agent.
+    Raises AgentStartError for a parameter whose name has no rule for its split.
     """
     split = _split_specs(specs, part, equal_vocabularies=equal_vocabularies)
     kept = []

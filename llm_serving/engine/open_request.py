@@ -63,7 +63,7 @@ class OpenRequest:
         """Number of the request among the requests of the same sink."""
         self.streamed = streamed
         self.quiet = quiet
-        """True for a step of a beam search, whose end is not logged."""
+        """True for an internal request, which a beam search makes for each token. The log has no line for its end."""
         self.ended: asyncio.Event | None = None
         """Set when the request ends, if its reader closed it before."""
         self.is_closed = False

@@ -109,7 +109,7 @@ class StepWriter:
         return [first_seq, KIND_CODES[last.kind], growths, last.reason_name]
 
     def go_to(self, latest: ScheduledStep, table_lens: list[int]) -> None:
-        """Makes the last step of a recorded run the latest step, from which the next record's differences count."""
+        """Moves forward to a later step of the same batch. The next record has only the differences from it."""
         last = self._latest
         assert last is not None
         last.starts, last.sample_positions = latest.starts, latest.sample_positions

@@ -64,7 +64,7 @@ class SlotLimits:
 
     @property
     def max_history(self) -> int:
-        """Maximum number of known tokens in a step, for penalties."""
+        """Maximum length of all histories in one step together, in tokens. A history is what penalties count."""
         return max(self.max_tokens, self.max_context)
 
     @property

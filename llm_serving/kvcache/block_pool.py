@@ -200,9 +200,10 @@ class BlockCopies:
         self.num_under_way = 0
 
     def begin(self, source: int) -> BlockCopy:
-        """Allocates the destination of a copy for the caller, and holds the source, which is a held or cached block.
+        """Allocates and returns the destination of a copy, and holds the source until ``end``.
 
-        The caller has checked that a block other than the source is free.
+        The source is held or only cached. A cached block counts as free, so the caller must have checked that another
+        block is free too.
         """
         self._pool.share([source])
         self._sources[source] += 1

@@ -88,7 +88,7 @@ class KVCacheManager:
 
     @property
     def num_reserved_tokens(self) -> int:
-        """Number of KV positions in all block tables. A block in two tables counts twice, as do its tokens."""
+        """Number of KV positions in all block tables. The positions of a block that is in two tables count twice."""
         if self._contiguous is not None:
             return (self._contiguous.num_usable_blocks - self._contiguous.num_free_blocks) * self.block_size
         return (self._pool.num_holds - self._copies.num_under_way) * self.block_size

@@ -63,7 +63,10 @@ def _speeds(probe: Probe) -> str:
 
 
 def closing_text(results: Sequence[ComparedLoad]) -> str:
-    """Returns how many simulated values are within the goal. Loads on an unsteady machine do not count."""
+    """Returns a sentence: how many simulated values differ from the measured ones by no more than ``GOAL``.
+
+    Measurements during which the speed of the machine changed do not count.
+    """
     off = [abs(row.error) for one in results if one.is_steady for row in one.rows]
     unsteady = [one.load.name for one in results if not one.is_steady]
     lines = []

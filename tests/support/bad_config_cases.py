@@ -162,12 +162,12 @@ CASES = [
     Case(
         "boolean for an integer",
         with_section("pa_config: {num_blocks: true}"),
-        f"{FILE}: pa_config.num_blocks = True: must be an integer, not true or false",
+        f"{FILE}: pa_config.num_blocks = True: must be an integer or auto, not true or false",
     ),
     Case(
         "float for an integer",
         with_section("pa_config: {block_size: 16.0}"),
-        f"{FILE}: pa_config.block_size = 16.0: must be an integer, not a number",
+        f"{FILE}: pa_config.block_size = 16.0: must be an integer or auto, not a number",
     ),
     Case(
         "integer for a boolean",

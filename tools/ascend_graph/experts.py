@@ -51,9 +51,9 @@ class ExpertRules:
         }
 
     def counts(self) -> dict[str, int]:
-        """Returns the expected number of each primitive that only experts have.
+        """Returns how many calls of each primitive the expert layers add to the graph.
 
-        The router is an additional MatMul. In ``int8`` each product has an additional DynamicQuantExt.
+        The router is one more MatMul. In ``int8`` each product has an additional DynamicQuantExt.
         """
         layers = self._layers
         norms = layers if self._experts.normalised else 0

@@ -27,7 +27,7 @@ class Wiring:
         self._nodes = {node.name: node for node in graph.nodes}
 
     def calls(self) -> Iterator[Node]:
-        """Yields the nodes that compute, and every ``Depend`` on one of these nodes."""
+        """Yields the nodes that call a primitive, and each ``Depend`` (which only orders calls) that waits for one."""
         for node in self.graph.nodes:
             if node.primitive in ("Load", "UpdateState", "TupleGetItem", "MakeTuple"):
                 continue

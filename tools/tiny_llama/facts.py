@@ -90,7 +90,7 @@ def opposite(rng: random.Random) -> Fact:
 
 
 def order(rng: random.Random) -> Fact:
-    """Asks for the next or previous day, month or season."""
+    """Returns a training question about the next or previous day, month or season, and its answer."""
     names = rng.choice((DAYS, DAYS, MONTHS, MONTHS, SEASONS))
     index = rng.randrange(len(names))
     kind = "day" if names is DAYS else "month" if names is MONTHS else "season"

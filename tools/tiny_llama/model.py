@@ -193,7 +193,10 @@ class TinyLlama(nn.Cell):
         return ops.tile(mask, (1, self.group, 1)).expand_dims(1)
 
     def logits(self, tokens: Tensor, documents: Tensor) -> Tensor:
-        """Maps token ids and document numbers, int32 ``[batch, length]``, to logits ``[batch * length, vocab]``."""
+        """Maps token ids, int32 ``[batch, length]``, to logits ``[batch * length, vocab]``.
+
+        A token attends only to tokens with the same number in ``documents``, int32 ``[batch, length]``.
+        """
         batch, length = tokens.shape
         mask = self.mask(documents)
         cos, sin = self.cos[:length], self.sin[:length]
