@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 
-from agent.model_runner import StartReport
+from agent.model_runner import StartReport, StepCost
 from agent.process import run_agent
 from agent.profiling import Profiling
 from llm_serving.config import Config
@@ -59,7 +59,7 @@ class StubRunner:
     def summary(self) -> dict[str, str | int | float]:
         return {"device": "stub", "pid": os.getpid()}
 
-    def run_step(self, slot: StepSlot, *, is_decode: bool) -> tuple[int, int]:
+    def run_step(self, slot: StepSlot, *, is_decode: bool) -> StepCost:
         if not is_decode:
             self._misbehave(slot)
         return self._sample(slot)
@@ -77,7 +77,7 @@ class StubRunner:
         if SLOW in tokens:
             time.sleep(0.2)
 
-    def _sample(self, slot: StepSlot) -> tuple[int, int]:
+    def _sample(self, slot: StepSlot) -> StepCost:
         for index in range(slot.num_seqs * self._answers):
             sampled = stub_token(int(slot.context_lens[index]), int(slot.rows[index]))
             slot.sampled_ids[index] = sampled if slot.do_sample[index] else -1
@@ -86,10 +86,10 @@ class StubRunner:
             for place in range(int(slot.num_top_logits[index])):
                 slot.top_ids[index * 32 + place] = place
                 slot.top_logits[index * 32 + place] = -place
-        return 11 + self._member, 22 * self._answers
+        return StepCost(11 + self._member, 22 * self._answers)
 
-    def run_moves(self, slot: StepSlot) -> tuple[int, int]:
-        return 33 * slot.num_moves, 0
+    def run_moves(self, slot: StepSlot) -> StepCost:
+        return StepCost(33 * slot.num_moves)
 
     def reset(self) -> None:
         pass
