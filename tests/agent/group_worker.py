@@ -55,13 +55,14 @@ def run_penalised(driver: StepDriver) -> dict[str, Any]:
 
     def capture(scores: Any, slot: Any) -> None:
         original(scores, slot)
-        captured.append(whole_logits(scores, slot.num_seqs))
+        if slot.do_sample[: slot.num_seqs].any():  # otherwise the agents have not found the logits
+            captured.append(whole_logits(scores, slot.num_seqs))
 
     sampler.sample = capture  # type: ignore[method-assign]
     driver.runner.reset()
     chosen = penalised(driver, PROMPT, [], NUM_PENALISED, PENALTIES, row=3)
     sampler.sample = original  # type: ignore[method-assign]
-    logits = [each[0] for each in captured[1:]]  # the first logits belong to a chunk that does not sample
+    logits = [each[0] for each in captured]
     return {"chosen": chosen, "expected": expected_tokens(logits, PROMPT, PENALTIES)}
 
 
