@@ -31,6 +31,9 @@ struct Routes {
 };
 Routes routes;
 
+// The maximum number of experts of a row. A larger top-k finds the candidates of sampling, not experts.
+constexpr int64_t kMaxChosen = 32;
+
 // Records the experts `ids` that a row chose. In a run that follows another, replaces `ids` and returns true if the set
 // of experts differs. `logit` gives the router logit of an expert, up to a constant.
 template <class Id, class Logit>
@@ -84,6 +87,7 @@ int LLMK_TOP_K(__wrap_)(const llmk::Call& call) {
   const int error = LLMK_TOP_K(__real_)(call);
   if (error != 0 || !llmk::routes.records) return error;
   const int64_t experts = call.dim(0, -1), chosen = call.integer(1), rows = call.size(0) / experts;
+  if (chosen > llmk::kMaxChosen) return error;
   for (int64_t row = 0; row < rows; ++row) {
     const float* probabilities = call.as<float>(0) + row * experts;
     int64_t* ids = call.as<int64_t>(6) + row * chosen;
