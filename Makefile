@@ -67,7 +67,7 @@ clean:  ## remove compiled files and caches, but not the virtual environment
 	rm -rf build *.egg-info $(KERNELS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:  ## this list
-	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@printf '\n%s\n' 'Variables: PYTHON (interpreter, 3.10 or 3.11), VENV (.venv), CONFIG, ARGS, WORKERS (2; parallel tests), CXX (g++)'
 
 $(SERVING): requirements.lock pyproject.toml
