@@ -55,3 +55,13 @@ class DeviceScores(ABC):
 
         Agents that share a vocabulary must call ``find_candidates`` first.
         """
+
+
+def whole_logits(scores: StepLogits | DeviceScores, num_seqs: int) -> Float32Array:
+    """Returns a copy of the logits of a step that was sampled, [num_seqs, vocabulary], wherever they are.
+
+    For tools and tests. On a device this copies every row to the host, which a step avoids.
+    """
+    if isinstance(scores, StepLogits):
+        return scores.values[:num_seqs].copy()
+    return scores.rows(np.arange(num_seqs, dtype=np.int32)).copy()

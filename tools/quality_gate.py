@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.model_runner import ModelRunner
+from agent.scores import DeviceScores, StepLogits, whole_logits
 from llm_serving.config import Config, ModelConfig, load_config
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.tokenizer_backends import load_tokenizer
@@ -145,23 +146,23 @@ class ForcedDecoder:
 
     def run(self, tokens: NDArray[np.int32], visit: Visit) -> None:
         """Runs one decode step per position of ``tokens`` [sequences, length], and passes the logits to ``visit``."""
-        seqs, length = tokens.shape
+        length = tokens.shape[1]
         for position in range(length):
             self._fill(tokens[:, position], position, -(-length // _BLOCK_SIZE))
             self._runner.run_step(self._slot, is_decode=True)
             assert self._logits is not None, "a step that samples has logits"
-            visit(position, self._logits[:seqs])
+            visit(position, self._logits)
 
     def _tap_logits(self) -> None:
-        """Intercepts the sampler, to keep the logits that the model runner passes to it."""
+        """Intercepts the sampler, to keep the logits of which it chooses tokens."""
         sampler: Any = self._runner._sampler
         sample = sampler.sample
 
-        def look_and_sample(logits: NDArray[np.float32], *others: Any) -> None:
-            self._logits = logits
-            sample(logits, *others)
+        def sample_and_keep(scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
+            sample(scores, slot)
+            self._logits = whole_logits(scores, slot.num_seqs)
 
-        sampler.sample = look_and_sample
+        sampler.sample = sample_and_keep
 
     def _fill(self, tokens: NDArray[np.int32], position: int, width: int) -> None:
         slot, seqs = self._slot, len(tokens)

@@ -16,8 +16,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from group_program import print_models, start_driver  # noqa: E402
 from runner_worker import expected_tokens, generate, penalised, run_invariance  # noqa: E402
-from step_driver import StepDriver, whole_logits  # noqa: E402
+from step_driver import StepDriver  # noqa: E402
 
+from agent.scores import whole_logits  # noqa: E402
 from performance.kernels.library import replace_product_library  # noqa: E402
 from performance.kernels.routes import Routes, recorded_routes  # noqa: E402
 from support.agent_group import Setup  # noqa: E402

@@ -19,8 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from block_sharing import run_block_sharing, run_move_refusals  # noqa: E402
-from step_driver import Part, StepDriver, blocks_for, whole_logits  # noqa: E402
+from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
+from agent.scores import whole_logits  # noqa: E402
 from llm_serving.errors import AgentError, ProtocolError  # noqa: E402
 from llm_serving.ipc.shm import LAST_TOKEN  # noqa: E402
 from performance.models.folders import write_model  # noqa: E402

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from agent.model_runner import ModelRunner
-from agent.scores import StepLogits
 from llm_serving.config import Config
 from llm_serving.ipc.exchange import ExchangeMemory
 from llm_serving.ipc.shm import SlotLayout, StepSlot
@@ -124,13 +123,6 @@ class StepDriver:
             top_logits=arrays[4].tolist(),
             digest=hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest(),
         )
-
-
-def whole_logits(scores: Any, seqs: int) -> Any:
-    """Returns a copy of the logits of a step that was sampled, [seqs, vocabulary], wherever they are."""
-    if isinstance(scores, StepLogits):
-        return scores.values[:seqs].copy()
-    return scores.rows(np.arange(seqs, dtype=np.int32)).copy()
 
 
 def blocks_for(index: int, length: int = MAX_MODEL_LEN) -> list[int]:

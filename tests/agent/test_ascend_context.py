@@ -175,9 +175,7 @@ def test_capture_is_refused_for_several_stages() -> None:
         grouped("parallel_config.pipeline_parallel=2")
 
 
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "wanted"), [(1, 1, None), (2, 1, "AIV"), (1, 2, None), (2, 2, None)]
-)
+@pytest.mark.parametrize(("tensor", "pipeline", "wanted"), [(1, 1, None), (2, 1, "AIV"), (1, 2, None), (2, 2, None)])
 def test_vector_cores_run_collectives_if_there_is_one_communicator(
     tensor: int, pipeline: int, wanted: str | None
 ) -> None:
