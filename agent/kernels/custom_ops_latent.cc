@@ -1,10 +1,19 @@
 // The custom operator LatentAttention: multi-head latent attention (MLA) of DeepSeek-V2 (arXiv:2405.04434) in its
 // absorbed form, for all tokens of a step.
 //
-//   joined [Tm, first + rank + rope]   form int32 [5] = {heads, query_rank, nope, value, interleaved}
-//   numbers float32 [2] = {epsilon of the norms, scale of the scores}   positions [Tm]   cos, sin [positions, rope]
-//   cache [num_blocks, block_size, rank + rope], written in place   slot_mapping [Tm]
-//   block_tables: flat, rows W apart   context_lens, query_lens [Sm]   counts [4] = {T, S, W, 0}   latent_gamma [rank]
+// Inputs. Tm and Sm are the tokens and sequences of the largest step, T and S those of this step.
+//
+//   joined        [Tm, first + rank + rope]
+//   form          int32 [5] = {heads, query_rank, nope, value, interleaved}
+//   numbers       float32 [2] = {epsilon of the norms, scale of the scores}
+//   positions     [Tm]
+//   cos, sin      [positions, rope]
+//   cache         [num_blocks, block_size, rank + rope], written in place
+//   slot_mapping  [Tm]
+//   block_tables  flat; W entries for each sequence
+//   context_lens, query_lens [Sm]
+//   counts        [4] = {T, S, W, 0}
+//   latent_gamma  [rank]
 //   key_up: for each head a packed weight of `rank` columns and depth `nope`, equally long
 //   value_up: for each head a packed weight of `value` columns and depth `rank`, equally long
 //   with query_rank > 0: query_gamma [query_rank], query: packed weight of heads * (nope + rope) columns

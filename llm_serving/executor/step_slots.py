@@ -219,7 +219,7 @@ class StepSlots:
         slot.slot_mapping[:num_tokens] = blocks * self._block_size + positions % self._block_size
 
     def _follow_rows(self, step: ScheduledStep) -> None:
-        """Update what is kept for the step's batch rows: their new sequences and new blocks."""
+        """Store the new sequences and the new blocks of the step's batch rows."""
         restarts = step.restarts or [False] * step.num_seqs
         for request, row, restart, table in zip(step.requests, step.rows, restarts, step.block_tables, strict=True):
             if restart or self._owners[row] is not request:

@@ -19,7 +19,7 @@ NO_ENTRY = 0
 """The entry of a block without content. Numbers of entries are positive."""
 
 Parent = int | bytes
-"""Type of what comes before a block: the index entry of the block before, or the salt for a first block."""
+"""Identifies the prefix before a block: the index entry of the preceding block, or the salt if there is none."""
 
 MAX_TAIL_CANDIDATES = 8
 """Maximum number of blocks after one prefix that ``find_tail`` compares. The oldest are dropped."""

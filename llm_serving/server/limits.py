@@ -56,4 +56,4 @@ MAX_JSON_VALUES = 2_000_000
 MAX_JSON_OBJECTS = 65536
 """Maximum number of strings, and of objects and lists together, in a request body."""
 WRITE_TIMEOUT_S = 60.0
-"""Maximum time in seconds until a client has read what was written. Then its connection is closed."""
+"""Seconds that a client has for reading a written piece of the response. Then the server closes the connection."""

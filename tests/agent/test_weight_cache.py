@@ -1,4 +1,7 @@
-"""Converted weights in files: what was written is read back, and damaged, outdated or foreign files are not used."""
+"""Tests the cache of converted weights.
+
+Loaded weights equal the stored weights. The cache does not use a file that is damaged, outdated or not its own.
+"""
 
 from __future__ import annotations
 
@@ -256,7 +259,7 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(
 
 
 def _store_and_load(config_json: str, number: int) -> None:
-    """Runs in a process of its own: stores the same entry several times and loads what is there."""
+    """Stores the same entry several times and loads it each time. Several processes run this function at once."""
     cache = cache_of(Config.from_json(config_json))
     for _ in range(5):
         store(cache)

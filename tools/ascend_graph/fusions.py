@@ -44,7 +44,7 @@ _ADDING = ("enable_expand_ops", "enable_expand_ops_only", "enable_cluster_ops", 
 
 
 def flag_problems(text: str) -> Iterator[str]:
-    """Yields what is wrong with the value of ``MS_DEV_GRAPH_KERNEL_FLAGS``."""
+    """Yields a message for each error in ``text``, the value of ``MS_DEV_GRAPH_KERNEL_FLAGS``."""
     flags = parse_flags(text)
     for name in sorted(flags.keys() - _FLAGS):
         yield f"graph-kernel fusion: MindSpore has no flag --{name}"

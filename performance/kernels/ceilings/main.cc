@@ -113,7 +113,8 @@ double measure_reads(double seconds, int methods, const Round& round) {
   return quantile(rates, 3);
 }
 
-// Measures reads in memory order: every thread reads its own part, from one place or from several places in turn.
+// Measures reads in memory order. Every thread has its own part of the memory. A method reads the part from its start
+// to its end, or reads several streams of the part alternately.
 double measure_read_bandwidth(double seconds) {
   return measure_reads(seconds, kReadLoops, [](const char* memory, int method) {
     const int64_t part = kReadBytes / num_threads() / 1024 * 1024;
