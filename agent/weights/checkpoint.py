@@ -118,6 +118,10 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self._files.where(name)}: tensor {name}: {reason}; use model_config.model_dtype bfloat16 or float32"
             ) from reason
+        except FloatingPointError as reason:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name}: an integer times its scale exceeds float32; the file is damaged"
+            ) from reason
 
     def close(self) -> None:
         """Unmaps the files."""

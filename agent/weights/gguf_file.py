@@ -175,6 +175,10 @@ class GGUFFile:
                 f"{self.path}: tensor {name} has type {type_name}; supported are {', '.join((*_FLOATS, *_SCHEMES))} "
                 f"(and {' and '.join(_DEQUANTISED)} for the embedding and the output layer)"
             )
+        if len(part.shape) == 1 and type_name not in _FLOATS:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} has type {type_name}; a vector must have one of {', '.join(_FLOATS)}"
+            )
         shape = tuple(int(size) for size in reversed(tensor.shape))
         if shape != part.shape:
             raise CheckpointError(

@@ -74,10 +74,15 @@ class QuantizedTensor:
         return rows
 
     def dequantise_into(self, out: Array, dtype: str) -> None:
-        """Writes the values of all rows to ``out`` as ``dtype``. Raises OverflowError if a value does not fit."""
+        """Writes the values of all rows to ``out`` as ``dtype``. Raises OverflowError if a value does not fit.
+
+        Raises FloatingPointError if an integer times its scale exceeds float32, which only a damaged file has.
+        """
         step = max(1, _PIECE_ELEMENTS // max(self.values.shape[1], 1))
         for row in range(0, len(out), step):
-            out[row : row + step] = from_float32(self.dequantise_rows(row, row + step), dtype)
+            with np.errstate(over="raise"):
+                values = self.dequantise_rows(row, row + step)
+            out[row : row + step] = from_float32(values, dtype)
 
 
 def nibbles(words: Array) -> npt.NDArray[np.uint8]:

@@ -131,6 +131,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._add_bos = files.settings.boolean("add_bos_token", True)
         self._add_eos = files.settings.boolean("add_eos_token", False)
         self._size = self._processor.get_piece_size()
+        self._check_pieces(files)
         self._check_ids(files)
         tokens = self._literal_tokens(files)
         self._tokens = {token.content: token for token in tokens}
@@ -147,6 +148,13 @@ class SentencePieceTokenizer(Tokenizer):
             special=frozenset(token.token_id for token in tokens if token.special) | frozenset(control),
             vocab_size=max([self._size - 1, *self._added]) + 1,
         )
+
+    def _check_pieces(self, files: TokenizerFiles) -> None:
+        """Raise CheckpointError if a piece is not UTF-8. Otherwise the first request with the piece would fail."""
+        try:
+            self._processor.id_to_piece(list(range(self._size)))
+        except UnicodeDecodeError as reason:
+            raise CheckpointError(f"{files.vocabulary}: a piece of the vocabulary is not UTF-8: {reason}") from reason
 
     def _check_ids(self, files: TokenizerFiles) -> None:
         for token in files.added_tokens:

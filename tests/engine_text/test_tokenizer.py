@@ -215,3 +215,12 @@ def test_the_jinja_file_goes_before_the_settings(tmp_path):
 def test_named_templates(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     assert open_tokenizer(write_sentencepiece_folder(tmp_path, chat_template=named)).chat_template.render([]) == "plain"
+
+
+def test_a_sentencepiece_vocabulary_must_be_utf8(tmp_path):
+    vocabulary = write_sentencepiece_folder(tmp_path)
+    content = vocabulary.read_bytes()
+    place = content.index("\u2581".encode())
+    vocabulary.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: a piece of the vocabulary is not UTF-8"):
+        open_tokenizer(vocabulary)
