@@ -12,6 +12,7 @@ server's order.
 from __future__ import annotations
 
 import heapq
+import itertools
 import threading
 import time
 
@@ -35,7 +36,8 @@ class TaskQueue:
         self._in_order = in_order
         self._last_class = _LAST_CLASS.get(policy)
         self._max_steps = max_steps
-        self._heap: list[tuple[tuple[int, bool], int, QueuedMessage, int]] = []
+        self._heap: list[tuple[tuple[int, bool], int, int, QueuedMessage, int]] = []
+        self._arrivals = itertools.count()  # orders control messages with equal numbers, so that none are compared
         self._num_steps = 0
         self._last_step = -1
         self._changed = threading.Condition()
@@ -49,7 +51,8 @@ class TaskQueue:
                 self._check_step(message)
                 self._last_step = message.seq
                 self._num_steps += 1
-            heapq.heappush(self._heap, (self._priority(message), message.seq, message, time.monotonic_ns()))
+            arrival = next(self._arrivals)
+            heapq.heappush(self._heap, (self._priority(message), message.seq, arrival, message, time.monotonic_ns()))
             self._changed.notify()
 
     def get(self) -> tuple[QueuedMessage, int]:
@@ -57,7 +60,7 @@ class TaskQueue:
         with self._changed:
             while not self._heap:
                 self._changed.wait()
-            _, _, message, queued_at = heapq.heappop(self._heap)
+            _, _, _, message, queued_at = heapq.heappop(self._heap)
             if isinstance(message, Step):
                 self._num_steps -= 1
                 self.steps_taken += 1
@@ -66,7 +69,7 @@ class TaskQueue:
     def remove_step(self, seq: int) -> Step | None:
         """Removes a waiting step. Returns None if the step has started or ended, or never was in the queue."""
         with self._changed:
-            for index, (_, _, message, _) in enumerate(self._heap):
+            for index, (_, _, _, message, _) in enumerate(self._heap):
                 if isinstance(message, Step) and message.seq == seq:
                     del self._heap[index]
                     heapq.heapify(self._heap)

@@ -1,0 +1,64 @@
+"""Counts the outcomes of fuzz cases: accepted, refused with a clear error, or a finding."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MAX_CASE_S = 5.0
+"""Maximum processor time of one case. A longer case is a hang."""
+MAX_GROWTH_MIB = 256.0
+"""Maximum growth of the process while the cases run. More is an allocation without a limit."""
+
+
+@dataclass
+class Findings:
+    """The outcomes of the cases so far. ``crashes`` has each different crash once, with the seed of its first case."""
+
+    cases: int = 0
+    accepted: int = 0
+    refused: int = 0
+    crashed: int = 0
+    hangs: int = 0
+    slowest_s: float = 0.0
+    growth_mib: float = 0.0
+    crashes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_good(self) -> bool:
+        return not self.crashed and not self.hangs and self.growth_mib <= MAX_GROWTH_MIB
+
+    def run(self, name: str, case: Callable[[], None], refusals: tuple[type[Exception], ...]) -> None:
+        """Run one case. It may return or raise one of ``refusals``; every other exception is a finding."""
+        began = time.process_time()
+        self.cases += 1
+        try:
+            case()
+            self.accepted += 1
+        except refusals:
+            self.refused += 1
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic of a Rust library is no Exception
+            self.crashed += 1
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}, {frame.name}"
+            self.crashes.setdefault(where, f"{name}: {str(error)[:200]}")
+        seconds = time.process_time() - began
+        self.slowest_s = max(self.slowest_s, seconds)
+        self.hangs += seconds > MAX_CASE_S
+
+    def figures(self) -> str:
+        """Return one JSON line with the counts and the crashes."""
+        values = {**self.__dict__, "slowest_s": round(self.slowest_s, 4), "growth_mib": round(self.growth_mib, 1)}
+        return json.dumps({**values, "pass": self.is_good})
+
+
+def peak_mib() -> float:
+    """Returns the largest resident size of this process so far, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,0 +1,175 @@
+"""Fuzz cases for the readers of model folders: damaged files of every format that a folder may have.
+
+A case damages one file of a small folder and opens the folder as a server or an agent does. The reader must accept the
+folder or raise an error of the project.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent.weights import WeightSpec, load_weights, open_weights
+from llm_serving.errors import LLMServingError
+from llm_serving.model.quantization import checkpoint_quantization
+from llm_serving.model.shape import ModelShape
+from support import gguf_files, quantised_folders
+from support.fuzzing import Findings, peak_mib
+from support.model_folders import write_model_folder
+from support.mutations import mutate_bytes, mutate_value
+from support.quantised_folders import CASES, write_case
+from support.small_tokenizers import open_tokenizer, write_llama2_folder, write_qwen_folder, write_sentencepiece_folder
+
+_HEADER_BYTES = 700
+"""Bytes at the start of a GGUF file that hold most of its header. Half of the changes are there."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of model folder: how tests write it, which of its files a case damages, and how it is opened."""
+
+    write: Callable[[Path], object]
+    files: tuple[str, ...]
+    open: Callable[[Path], object]
+
+
+def _load(folder: Path, specs: Sequence[WeightSpec]) -> None:
+    source = open_weights(folder, specs, seed=None, ignorable=("lm_head.weight",))
+    try:
+        load_weights(specs, source, "float32", lambda done, of: None)
+    finally:
+        source.close()
+
+
+def _quantised(case: str) -> Format:
+    slim = case.startswith("slim")
+    files = ("quant_model_weights.safetensors", "quant_model_description.json") if slim else ()
+    return Format(
+        lambda folder: write_case(folder, CASES[case]),
+        files or ("model.safetensors", "config.json"),
+        lambda folder: _load(folder, quantised_folders.SPECS),
+    )
+
+
+def _gguf(kind: int) -> Format:
+    def write(folder: Path) -> None:
+        gguf_files.write_gguf(folder / "model.gguf", gguf_files.make(kind)[0], gguf_files.METADATA)
+
+    return Format(write, ("model.gguf",), lambda folder: _load(folder, gguf_files.SPECS))
+
+
+def _config(**changes: object) -> Format:
+    def open_config(folder: Path) -> None:
+        ModelShape.from_hf_folder(folder)
+        checkpoint_quantization(folder)
+
+    return Format(
+        lambda folder: write_model_folder(folder, generation={"eos_token_id": [2, 3]}, **changes),  # type: ignore[arg-type]
+        ("config.json", "generation_config.json"),
+        open_config,
+    )
+
+
+def _tokenizer(write: Callable[[Path], Path], *files: str) -> Format:
+    def use(folder: Path) -> None:
+        suffixes = ("tokenizer.json", "tokenizer.model", "vocab.json")
+        tokenizer = open_tokenizer(next(folder / name for name in suffixes if (folder / name).exists()))
+        tokenizer.decode(tokenizer.encode("Once upon a time, größer 你好", add_special_tokens=True))
+
+    return Format(write, (*files, "tokenizer_config.json"), use)
+
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+FORMATS: dict[str, Format] = {
+    "safetensors": Format(
+        lambda folder: write_case(folder, CASES["w8a8"]),
+        ("model.safetensors",),
+        lambda folder: _load(folder, quantised_folders.SPECS),
+    ),
+    "gptq": _quantised("gptq4 asymmetric"),
+    "awq": _quantised("awq"),
+    "compressed-tensors": _quantised("w4a16 asymmetric"),
+    "model-slim static": _quantised("slim w8a8 static"),
+    "model-slim int4": _quantised("slim w4a16"),
+    "gguf q4_0": _gguf(gguf_files.Q4_0),
+    "gguf q8_0": _gguf(gguf_files.Q8_0),
+    "gguf f16": _gguf(gguf_files.F16),
+    "config llama": _config(rope_scaling=_LLAMA3_ROPE),
+    "config qwen3_moe": _config(
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        norm_topk_prob=True,
+    ),
+    "tokenizer.json": _tokenizer(write_llama2_folder, "tokenizer.json"),
+    "tokenizer.model": _tokenizer(write_sentencepiece_folder, "tokenizer.model"),
+    "vocab.json": _tokenizer(lambda folder: write_qwen_folder(folder, as_json=False), "vocab.json", "merges.txt"),
+}
+
+
+class LoaderFuzz:
+    """Damages and opens folders of one format. ``folder`` is empty and belongs to the object."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._name, self._format, self._folder = name, FORMATS[name], folder
+        self._format.write(folder)
+        self._format.open(folder)
+        self._originals = {file: (folder / file).read_bytes() for file in self._format.files}
+
+    def run(self, seeds: range, findings: Findings) -> None:
+        """Run the cases of these seeds."""
+        before = peak_mib()
+        for seed in seeds:
+            rng = random.Random(f"{self._name} {seed}")
+            file = rng.choice(self._format.files)
+            self._replace(file, damaged(rng, file, self._originals[file]))
+            name = f"{self._name} {seed} ({file})"
+            findings.run(name, lambda: self._format.open(self._folder), (LLMServingError,))
+            self._replace(file, self._originals[file])
+        findings.growth_mib += peak_mib() - before
+
+    def keep_case(self, seed: int, place: Path) -> None:
+        """Write the damaged folder of one seed to ``place``, to look at it."""
+        rng = random.Random(f"{self._name} {seed}")
+        file = rng.choice(self._format.files)
+        shutil.copytree(self._folder, place, dirs_exist_ok=True)
+        (place / file).write_bytes(damaged(rng, file, self._originals[file]))
+
+    def _replace(self, file: str, content: bytes) -> None:
+        (self._folder / file).unlink()  # a new file: an earlier mapping keeps the old one
+        (self._folder / file).write_bytes(content)
+
+
+def damaged(rng: random.Random, file: str, content: bytes) -> bytes:
+    """Return the content of a file with a change that fits its format, or with random changes of bytes."""
+    suffix = Path(file).suffix
+    if rng.random() < 0.6:
+        if suffix == ".json":
+            return _json_bytes(mutate_value(rng, json.loads(content)))
+        if suffix == ".safetensors":
+            size = int.from_bytes(content[:8], "little")
+            header = _json_bytes(mutate_value(rng, json.loads(content[8 : 8 + size])))
+            return len(header).to_bytes(8, "little") + header + content[8 + size :]
+        if suffix == ".gguf":
+            return mutate_bytes(rng, content, until=_HEADER_BYTES)
+    return mutate_bytes(rng, content)
+
+
+def _json_bytes(value: Any) -> bytes:
+    return json.dumps(value).encode()
