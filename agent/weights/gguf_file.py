@@ -26,6 +26,7 @@ from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.storage import Array, convert_into
 from agent.weights.tensor_files import listed
 from llm_serving.errors import CheckpointError
+from llm_serving.formats.gguf_header import check_gguf_header
 from llm_serving.model.number_formats import STORED_FORMATS
 from llm_serving.model.quantization import GGUF_GROUP
 
@@ -222,6 +223,7 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not path.is_file():
         raise CheckpointError(f"{path}: not a regular file")
     try:
+        check_gguf_header(path)
         with np.errstate(over="ignore"):
             reader = GGUFReader(path)
         keys = ("general.architecture", "llama.attention.head_count", "llama.attention.head_count_kv")

@@ -1,8 +1,9 @@
-"""Reads one number from the metadata at the start of a GGUF file (llama.cpp's format), without reading any tensor.
+"""Reads the header of a GGUF file (llama.cpp's format) without reading any tensor: one number of it, or a check.
 
 A GGUF file of version 2 or 3 is little-endian. It begins with "GGUF", the version (u32), the number of tensors (u64)
 and the number of metadata entries (u64). An entry is a key, a type (u32) and a value. A text is its length (u64) and
-its bytes. An array is the type of its elements (u32), their number (u64) and the elements.
+its bytes. An array is the type of its elements (u32), their number (u64) and the elements. Then follow the tensors:
+name, number of dimensions (u32), dimensions (u64), type (u32) and offset (u64).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _MAX_KEY_BYTES = 65_535
 _MAX_ELEMENTS = 16 * 1024 * 1024
 _MAX_ENTRIES = 65_536
+_MAX_DIMENSIONS = 8
 
 
 def read_gguf_uint32(path: Path, wanted: str) -> int | None:
@@ -30,13 +32,36 @@ def read_gguf_uint32(path: Path, wanted: str) -> int | None:
         raise CheckpointError(f"{path}: not a GGUF file that can be read, or truncated: {reason}") from reason
 
 
-def _find(file: BinaryIO, wanted: bytes) -> int | None:
+def check_gguf_header(path: Path) -> None:
+    """Raise ValueError or OSError unless every length and number in the header fits the file.
+
+    The package gguf allocates and loops for what the header claims, so a damaged file would fill the memory.
+    """
+    with path.open("rb") as file:
+        tensors, entries = _counts(file)
+        for _ in range(entries):
+            _take(file, min(_number(file, "<Q"), _MAX_KEY_BYTES))
+            _skip(file, _number(file, "<I"))
+        for _ in range(tensors):
+            _take(file, min(_number(file, "<Q"), _MAX_KEY_BYTES))
+            dimensions = _number(file, "<I")
+            if dimensions > _MAX_DIMENSIONS:
+                raise ValueError(f"it has a tensor of {dimensions} dimensions")
+            _take(file, 8 * dimensions + 12)
+
+
+def _counts(file: BinaryIO) -> tuple[int, int]:
+    """Return the number of tensors and of entries."""
     if _take(file, 4) != b"GGUF" or _number(file, "<I") not in (2, 3):
         raise ValueError("it does not begin as one")
-    _number(file, "<Q")
-    entries = _number(file, "<Q")
-    if entries > _MAX_ENTRIES:
-        raise ValueError(f"it claims {entries} entries")
+    tensors, entries = _number(file, "<Q"), _number(file, "<Q")
+    if tensors > _MAX_ENTRIES or entries > _MAX_ENTRIES:
+        raise ValueError(f"it claims {tensors} tensors and {entries} entries")
+    return tensors, entries
+
+
+def _find(file: BinaryIO, wanted: bytes) -> int | None:
+    _, entries = _counts(file)
     for _ in range(entries):
         key, kind = _take(file, min(_number(file, "<Q"), _MAX_KEY_BYTES)), _number(file, "<I")
         if key == wanted and kind == _UINT32:

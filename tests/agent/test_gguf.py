@@ -134,6 +134,32 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
             load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("offset", "phrase"),
+    [(8, "it claims 4294967295 tensors"), (16, "it claims 6 tensors and 4294967295 entries")],
+)
+def test_a_count_beyond_the_file_is_refused_before_anything_is_allocated(
+    tmp_path: Path, offset: int, phrase: str
+) -> None:
+    write_gguf(tmp_path / "model.gguf", make(F32)[0], METADATA)
+    content = bytearray((tmp_path / "model.gguf").read_bytes())
+    content[offset : offset + 8] = struct.pack("<Q", 2**32 - 1)
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=phrase):
+        load(tmp_path)
+
+
+def test_an_array_longer_than_the_file_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+    """Case 10102 of tests/long/fuzz_loader.py: the package gguf looped for minutes and took gigabytes."""
+    write_gguf(tmp_path / "model.gguf", make(F32)[0], METADATA)
+    content = (tmp_path / "model.gguf").read_bytes()
+    array = struct.pack("<IIQ", 9, 4, 2**31)
+    place = content.index(b"llama.attention.head_count") + len("llama.attention.head_count")
+    (tmp_path / "model.gguf").write_bytes(content[:place] + array + content[place + len(array) :])
+    with pytest.raises(CheckpointError, match="an array that is too large"):
+        load(tmp_path)
+
+
 def test_two_gguf_files_in_a_folder_are_refused(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         write_gguf(tmp_path / name, make(F32)[0], METADATA)

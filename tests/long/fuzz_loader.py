@@ -24,7 +24,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 from support.fuzzing import Findings  # noqa: E402
 from support.loader_fuzz import FORMATS, LoaderFuzz  # noqa: E402
 
-MAX_MEMORY_BYTES = 8 * 1024**3
+MAX_MEMORY_BYTES = 2 * 1024**3
 """Address space of a child. A reader that allocates what a damaged file announces gets MemoryError, a crash."""
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MAX_CASE_S = 5.0
+MAX_CASE_S = 3.0
 """Maximum processor time of one case. A longer case is a hang."""
 MAX_GROWTH_MIB = 256.0
 """Maximum growth of the process while the cases run. More is an allocation without a limit."""
+
+
+class HangError(BaseException):
+    """A case took more processor time than ``MAX_CASE_S``. No code catches it, as it is no Exception."""
 
 
 @dataclass
@@ -38,20 +44,23 @@ class Findings:
         began = time.process_time()
         self.cases += 1
         try:
-            case()
+            with _processor_time_limit():
+                case()
             self.accepted += 1
         except refusals:
             self.refused += 1
         except KeyboardInterrupt:
             raise
+        except HangError as error:
+            self.hangs += 1
+            frame = traceback.extract_tb(error.__traceback__)[-2]
+            self.crashes.setdefault(f"hang in {Path(frame.filename).name}, {frame.name}", name)
         except BaseException as error:  # a panic of a Rust library is no Exception
             self.crashed += 1
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}, {frame.name}"
             self.crashes.setdefault(where, f"{name}: {str(error)[:200]}")
-        seconds = time.process_time() - began
-        self.slowest_s = max(self.slowest_s, seconds)
-        self.hangs += seconds > MAX_CASE_S
+        self.slowest_s = max(self.slowest_s, time.process_time() - began)
 
     def figures(self) -> str:
         """Return one JSON line with the counts and the crashes."""
@@ -62,3 +71,19 @@ class Findings:
 def peak_mib() -> float:
     """Returns the largest resident size of this process so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+@contextmanager
+def _processor_time_limit() -> Iterator[None]:
+    """Raises HangError in the main thread after ``MAX_CASE_S`` of processor time."""
+
+    def end(number: int, frame: object) -> None:
+        raise HangError
+
+    earlier = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CASE_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, earlier)

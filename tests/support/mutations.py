@@ -40,7 +40,7 @@ def mutate_value(rng: random.Random, value: Any) -> Any:
     elif kind < 0.4 and isinstance(parent, list):
         parent.extend([copy.deepcopy(parent[key])] * rng.choice((1, 3, 100)))
     elif kind < 0.45:
-        parent[key] = _nested(rng, rng.choice((5, 50, 500)))
+        parent[key] = _nested(rng, rng.choice((5, 30, 120)))
     elif kind < 0.7:
         parent[key] = _near(rng, parent[key])
     else:
