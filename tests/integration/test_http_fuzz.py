@@ -1,0 +1,61 @@
+"""A few hundred fuzz requests to a real server; tests/long/fuzz_http.py sends many more."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from support.http_fuzz import FuzzAnswer, RequestDrawing, exchange
+from support.http_fuzz_run import HttpFindings, fuzz_http
+
+
+def test_fuzz_requests_get_no_5xx_and_change_no_text(server):
+    found = fuzz_http(server, requests=300, seed=50_000)
+    assert found.failures == []
+    assert found.hangs == []
+    assert found.text_is_equal
+    assert found.statuses[200] > 30
+    assert found.statuses[400] > 30
+    assert len(found.operations) >= 15
+
+
+def test_the_drawing_covers_every_operation_and_repeats_by_seed(server):
+    drawing = RequestDrawing(server.get("/openapi.json"), "llama_tiny")
+    places = Counter(drawing.draw(seed).place for seed in range(400))
+    assert set(places) == {f"{method} {path}" for method, path, _ in drawing.operations}
+    assert [drawing.draw(7), drawing.draw(8)] == [drawing.draw(7), drawing.draw(8)]
+
+
+def test_a_whole_request_is_answered_to_its_end(server):
+    drawing = RequestDrawing(server.get("/openapi.json"), "llama_tiny")
+    request = next(each for seed in range(999) if (each := drawing.draw(seed)).place == "GET /v1/models")
+    answer = exchange(int(server.url.rsplit(":", 1)[1]), request, 30.0)
+    assert (answer.status, b"llama_tiny" in answer.body) == (200, True)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "is_failure"),
+    [
+        (500, b'{"error": {"code": "internal_error"}}', True),
+        (503, b"", True),
+        (504, b'{"error": {"code": "deadline_exceeded"}}', False),
+        (400, b"", False),
+        (0, b"", False),
+    ],
+)
+def test_a_5xx_is_a_failure_unless_the_request_asked_for_it(status, body, is_failure):
+    assert FuzzAnswer(status, body).is_failure is is_failure
+
+
+def test_each_finding_fails_the_run():
+    good = {"text_is_equal": True}
+    assert HttpFindings(**good).is_good
+    for bad in (
+        {"failures": ["a"]},
+        {"hangs": ["a"]},
+        {"stalls": ["a"]},
+        {"growth_mib": 99.0},
+        {"text_is_equal": False},
+    ):
+        assert not HttpFindings(**{**good, **bad}).is_good, bad

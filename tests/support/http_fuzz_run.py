@@ -1,0 +1,145 @@
+"""Runs fuzz requests against a real server and watches its event loop, its memory and its texts."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+import urllib.request
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import psutil
+
+from support.http_fuzz import RequestDrawing, exchange
+from support.server_process import ServerProcess
+from support.time_limits import time_limit
+
+MAX_STALL_S = 0.1
+MAX_GROWTH_MIB = 24.0
+"""Maximum growth of the server after the warm-up. Freed memory is not always given back, so it is not 0."""
+WARM_UP = 0.3
+"""Part of the requests after which memory counts."""
+BATCH = 200
+"""Requests between two looks at the metrics."""
+_STALL = re.compile(r"^llm_serving_event_loop_longest_stall_seconds (\S+)", re.M)
+_CHECK = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "return_token_ids": True}
+
+
+@dataclass
+class HttpFindings:
+    """The outcome of a run. ``failures`` and ``hangs`` name requests by their seeds."""
+
+    requests: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+    operations: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    hangs: list[str] = field(default_factory=list)
+    longest_stall_s: float = 0.0
+    machine_stall_s: float = 0.0
+    """The delay that a process that only sleeps had in the same period: the machine was busy with other work."""
+    stalls: list[str] = field(default_factory=list)
+    """Periods in which the event loop stalled for longer than the limit, and the machine did not."""
+    growth_mib: float = 0.0
+    text_is_equal: bool = False
+
+    @property
+    def is_good(self) -> bool:
+        has_errors = self.failures or self.hangs or self.stalls
+        return not has_errors and self.growth_mib <= MAX_GROWTH_MIB and self.text_is_equal
+
+    def figures(self) -> str:
+        """Return one JSON line."""
+        values = {
+            "requests": self.requests,
+            "statuses": {str(status): self.statuses[status] for status in sorted(self.statuses)},
+            "operations": len(self.operations),
+            "5xx": len(self.failures),
+            "hangs": len(self.hangs),
+            "longest_stall_ms": round(self.longest_stall_s * 1000, 1),
+            "machine_stall_ms": round(self.machine_stall_s * 1000, 1),
+            "stalls": self.stalls,
+            "growth_mib": round(self.growth_mib, 1),
+            "text_is_equal": self.text_is_equal,
+            "pass": self.is_good,
+        }
+        return json.dumps(values)
+
+
+class _Sleeper:
+    """Measures for how long this machine lets a sleeping thread wait for a processor."""
+
+    def __init__(self) -> None:
+        self._longest = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Sleeper:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def take_longest(self) -> float:
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+    def _run(self) -> None:
+        due = time.monotonic() + 0.01
+        while not self._ended.wait(max(0.0, due - time.monotonic())):
+            self._longest = max(self._longest, time.monotonic() - due)
+            due = time.monotonic() + 0.01
+
+
+def fuzz_http(server: ServerProcess, requests: int, seed: int, clients: int = 6) -> HttpFindings:
+    """Send ``requests`` drawn requests from several clients and return what was found."""
+    found, port = HttpFindings(), int(server.url.rsplit(":", 1)[1])
+    drawing = RequestDrawing(server.get("/openapi.json"), server.get("/v1/models")["data"][0]["id"])
+    expected = server.post("/v1/completions", _CHECK)["choices"]
+    process, at_warm_up = psutil.Process(server.pid), 0
+    _take_stall(server)
+
+    def send(number: int) -> None:
+        request = drawing.draw(number)
+        found.operations[request.place] += 1
+        try:
+            answer = exchange(port, request, time_limit(60.0))
+        except TimeoutError:
+            found.hangs.append(f"{number}: {request.place}")
+            return
+        found.statuses[answer.status] += 1
+        if answer.is_failure:
+            found.failures.append(f"{number}: {request.place}: {answer.status} {answer.body[:200]!r}")
+
+    with ThreadPoolExecutor(clients) as pool, _Sleeper() as sleeper:
+        for start in range(0, requests, BATCH):
+            numbers = range(seed + start, seed + min(requests, start + BATCH))
+            list(pool.map(send, numbers))
+            found.requests += len(numbers)
+            _note_stall(found, _take_stall(server), sleeper.take_longest(), numbers)
+            if not at_warm_up and start >= WARM_UP * requests:
+                at_warm_up = process.memory_info().rss
+    found.growth_mib = max(0, process.memory_info().rss - at_warm_up) / 2**20
+    server.wait_until_idle()
+    found.text_is_equal = server.post("/v1/completions", _CHECK)["choices"] == expected
+    return found
+
+
+def _note_stall(found: HttpFindings, stall_s: float, machine_s: float, numbers: range) -> None:
+    found.longest_stall_s = max(found.longest_stall_s, stall_s)
+    found.machine_stall_s = max(found.machine_stall_s, machine_s)
+    if stall_s > MAX_STALL_S + machine_s:
+        milliseconds = f"{stall_s * 1000:.0f} ms, the machine {machine_s * 1000:.0f} ms"
+        found.stalls.append(f"requests {numbers.start} to {numbers.stop - 1}: {milliseconds}")
+
+
+def _take_stall(server: ServerProcess) -> float:
+    """Return the longest stall since the last call, from the server's metrics."""
+    with urllib.request.urlopen(server.url + "/metrics", timeout=time_limit(30)) as response:
+        match = _STALL.search(response.read().decode())
+    assert match is not None
+    return float(match[1])
