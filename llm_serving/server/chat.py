@@ -87,10 +87,10 @@ class GenerationSettings(DialectSampling):
 class ChatDialectRequest(SchedulingFields, LaxModel):
     """Request body of ``/chat``: a question and the conversation before it."""
 
-    request_id: Annotated[
+    request_id: Annotated[  # the length comes before the validator, otherwise pydantic fails for null
         str | None,
-        BeforeValidator(lambda value: str(value) if type(value) is int else value),
         Field(max_length=MAX_NAME_CHARS, description="Returned with the response."),
+        BeforeValidator(lambda value: str(value) if type(value) is int else value),
     ] = None
     query: str
     role: Role = Field(default="user", description="Role of the query's author.")

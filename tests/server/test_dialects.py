@@ -133,6 +133,9 @@ def test_the_querys_role_and_the_request_id(server, engine, tokenizer):
     assert answer["request_id"] == engine.submitted[0].request_id
     assert tokenizer.encode("<|system|>", False)[0] == engine.submitted[0].prompt_token_ids[1]
     assert server.post("/chat", {"query": "e", "request_id": 17}).json()["request_id"] == "17"
+    without = server.post("/chat", {"query": "e", "request_id": None}).json()
+    assert without["request_id"] == engine.submitted[-1].request_id
+    assert server.post("/chat", {"query": "e", "request_id": "x" * 257}).status_code == 400
 
 
 @pytest.mark.parametrize(
