@@ -8,7 +8,11 @@ LLMServingError
 ├── RequestError              a request is wrong or cannot be accepted (an HTTP 4xx)
 │   ├── ModelNotFoundError    the server does not serve this model (404)
 │   ├── ContextLengthError    prompt and output do not fit the model's context (400)
-│   ├── QueueFullError        the waiting queue is full; try again later (429)
+│   ├── UnauthorizedError     the request has no valid API key (401)
+│   ├── NotPermittedError     the API key does not have the right (403)
+│   ├── TryLaterError         the request is refused for now (429)
+│   │   ├── QueueFullError    the waiting queue is full
+│   │   └── QuotaExceededError  the API key has used its quota
 │   └── DeadlineExceededError the request's deadline passed before it started (504)
 ├── EngineFailedError         the engine ended an accepted request (an HTTP 500)
 ├── ProtocolError             a peer violated the framing, the schema or the handshake
@@ -71,15 +75,44 @@ class ContextLengthError(RequestError):
     code = "context_length_exceeded"
 
 
-class QueueFullError(RequestError):
-    """The waiting queue is full. ``retry_after_s`` estimates when it may have space: seconds, at least 1."""
+class UnauthorizedError(RequestError):
+    """The request has no API key, or one that is not valid."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class NotPermittedError(RequestError):
+    """The API key of the request is valid, but does not have the right."""
+
+    status = 403
+    code = "not_permitted"
+
+
+class TryLaterError(RequestError):
+    """The request is refused for now. ``retry_after_s`` estimates when another attempt may succeed, in seconds."""
 
     status = 429
-    code = "queue_full"
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class QueueFullError(TryLaterError):
+    """The waiting queue is full. ``retry_after_s`` estimates when it may have space."""
+
+    code = "queue_full"
+
+
+class QuotaExceededError(TryLaterError):
+    """The API key has used its ``quota``, for example ``requests_per_minute``."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, quota: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.quota = quota
 
 
 class DeadlineExceededError(RequestError):

@@ -32,6 +32,7 @@ from llm_serving.model.parallel import group_ranks
 from llm_serving.telemetry.progress import ProgressDisplay
 
 if TYPE_CHECKING:
+    from llm_serving.access.control import AccessControl
     from llm_serving.engine.async_engine import AsyncEngine
     from llm_serving.executor.agent_executor import AgentExecutor
     from llm_serving.flight.recorder import FlightRecorder
@@ -67,6 +68,7 @@ class _Launcher:
         self._display = ProgressDisplay(num_agents=launch.config.parallel_config.world_size)
         self._stop = asyncio.Event()
         self._began = time.monotonic()
+        self._access: AccessControl | None = None
 
     async def run(self) -> int:
         self._handle_signals()
@@ -78,6 +80,8 @@ class _Launcher:
             return await self._serve(owned)
 
     async def _serve(self, owned: ExitStack) -> int:
+        from llm_serving.access.key_store import ENVIRONMENT_VARIABLE
+        from llm_serving.access.setup import open_access
         from llm_serving.engine.async_engine import AsyncEngine
         from llm_serving.engine.detokenizer import IncrementalDetokenizer
         from llm_serving.engine.tokenizer_backends import load_tokenizer
@@ -100,6 +104,10 @@ class _Launcher:
         for line in unused_lines(config.unused):
             log.event("settings_unused", message=line)
         metrics = Metrics()
+        keys = os.environ.get(ENVIRONMENT_VARIABLE, "")
+        access = self._access = open_access(settings, keys, log, metrics.access_refused)
+        if access is not None and access.audit is not None:
+            owned.callback(access.audit.close)
         if config.device == "Ascend" and shutil.which("npu-smi"):
             first = config.serving_config.start_device_id or config.context.device_id
             npus = NpuCollector(first, config.parallel_config.world_size)
@@ -118,7 +126,7 @@ class _Launcher:
             executor.start()
         engine.start()
         stop_http = asyncio.Event()
-        http = asyncio.create_task(serve(create_app(engine, log, metrics, config), http_socket, stop_http))
+        http = asyncio.create_task(serve(create_app(engine, log, metrics, config, access), http_socket, stop_http))
         try:
             started = await self._wait_ready(engine)
             if started:
@@ -177,6 +185,11 @@ class _Launcher:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+
+    def _on_hangup(self) -> None:
+        if self._access is not None:
+            self._access.reload()
 
     def _on_signal(self) -> None:
         if self._stop.is_set():

@@ -51,6 +51,19 @@ class ServingConfig:
         "Allow a `server_ip` that other machines can reach. There is no authentication: every client that "
         "connects may send requests.",
     )
+    api_keys_file: str | None = own(
+        None,
+        "File with the API keys, one on each line; `docs/security.md` has its form. Then every route but "
+        "`/health/live` needs `Authorization: Bearer KEY`. The file is read again when it changes. The environment "
+        "variable `LLM_SERVING_API_KEYS` may hold such lines, too.",
+        null="every client may send requests, unless the environment variable has keys",
+    )
+    audit_log: str | None = own(
+        None,
+        "File of the audit log, with one line for each request: key, route, status, tokens and time, but never a "
+        "prompt.",
+        null="no audit log",
+    )
     allowed_hosts: tuple[str, ...] | None = own(
         None,
         "Names that the `Host` of a request may have. Addresses, `localhost` and, with `allow_remote`, the machine's "
@@ -228,10 +241,11 @@ class SchedulerConfig:
         null="no limit",
     )
     cache_salt: str = own(
-        "none",
+        "auto",
         "Which requests share the prefix cache. `none`: all. `tenant`: only those with the same API key, so "
-        "that response times reveal nothing about the prompts of others.",
-        choices=("none", "tenant"),
+        "that response times reveal nothing about the prompts of others. `auto`: as `tenant` if the server has API "
+        "keys, otherwise as `none`.",
+        choices=("auto", "none", "tenant"),
     )
     chunk_tokens: int | None = own(
         None,

@@ -76,6 +76,11 @@ class OpenRequest:
         self._last: float | None = None
         self._closed_at: float | None = None
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of tokens that were generated until now."""
+        return len(self.request.output_token_ids)
+
     def receipt(self, now: float) -> RequestReceipt:
         """Return where the time of the request went until ``now``."""
         return receipt_of(self.request, now)

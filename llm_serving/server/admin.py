@@ -18,6 +18,7 @@ from llm_serving.server.guard import is_on_this_machine
 from llm_serving.server.limits import MAX_CHOICES, MAX_DETOKENIZE, MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES
 from llm_serving.server.prompts import check_vocabulary, encode_chat, encode_text
 from llm_serving.server.protocol import Messages, Name
+from llm_serving.server.scheduling import visit_of
 from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.server.validation import StrictModel
 from llm_serving.server.work import off_loop
@@ -57,7 +58,9 @@ class DetokenizeRequest(StrictModel):
 
 
 async def _list_models(state: ServerState, request: Request) -> Response:
-    return json_response({"object": "list", "data": [_model(state)]})
+    visit = visit_of(request)
+    may_use = visit is None or visit.may_use(state.engine.model_name)
+    return json_response({"object": "list", "data": [_model(state)] if may_use else []})
 
 
 async def _get_model(state: ServerState, request: Request) -> Response:
@@ -177,6 +180,6 @@ ENDPOINTS = (
     ),
     Endpoint("GET", "/health/live", _health_live, "200 while the process responds."),
     Endpoint("GET", "/health/ready", _health_ready, "200 while requests are served, 503 otherwise."),
-    Endpoint("GET", "/metrics", _metrics, "Metrics for Prometheus."),
-    Endpoint("GET", "/server_info", _server_info, "The model, the limits, and the state of the engine."),
+    Endpoint("GET", "/metrics", _metrics, "Metrics for Prometheus.", admin=True),
+    Endpoint("GET", "/server_info", _server_info, "The model, the limits, and the state of the engine.", admin=True),
 )  # fmt: skip

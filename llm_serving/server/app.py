@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from llm_serving.access.control import VISIT, AccessControl, Visit
 from llm_serving.config import Config
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.errors import ClientGoneError, error_reply, note_error
@@ -24,12 +25,21 @@ from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 
 
-def create_app(engine: AsyncEngine, log: EventLog, metrics: Metrics, config: Config | ServerSettings) -> ServerApp:
-    """Make the ASGI application that serves ``engine``. ``metrics`` reads its gauges from the engine's status."""
+def create_app(
+    engine: AsyncEngine,
+    log: EventLog,
+    metrics: Metrics,
+    config: Config | ServerSettings,
+    access: AccessControl | None = None,
+) -> ServerApp:
+    """Make the ASGI application that serves ``engine``. ``metrics`` reads its gauges from the engine's status.
+
+    Without ``access``, every client may send requests.
+    """
     settings = config if isinstance(config, ServerSettings) else ServerSettings.from_config(config)
     metrics.bind(engine.status)
     _ = engine.tokenizer.max_piece_chars  # a cached property: compute it before the first request
-    return ServerApp(ServerState(engine, log, metrics, settings, ENDPOINTS))
+    return ServerApp(ServerState(engine, log, metrics, settings, ENDPOINTS, access))
 
 
 class ServerApp:
@@ -45,15 +55,22 @@ class ServerApp:
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         scope.setdefault(RECEIVED_AT, time.monotonic())
         scope["app"] = self  # Starlette then raises 405 as an exception, which gets our error format
+        access, visit = self.state.access, None
         try:
-            check_origin(Headers(scope=scope), self.state.settings)
+            headers = Headers(scope=scope)
+            check_origin(headers, self.state.settings)
+            if access is not None:
+                visit = scope[VISIT] = Visit(access, scope, scope[RECEIVED_AT])
+                visit.enter(headers.getlist("authorization"))
             await self._router(scope, receive, send)
         except Exception as error:
             response = _error_response(self.state, scope, error)
-            self.state.metrics.http_response("unmatched", response.status_code)
+            _note_response(self.state, scope, "unmatched", response.status_code)
             await response(scope, receive, send)
         finally:
             scope.pop(STREAM_CHANNEL, None)  # the channel refers to the scope: break the reference cycle
+            if visit is not None:
+                visit.leave()
 
 
 class _Route:
@@ -62,6 +79,7 @@ class _Route:
     def __init__(self, state: ServerState, endpoint: Endpoint) -> None:
         self._state = state
         self._handler = endpoint.handler
+        self._is_admin = endpoint.admin
         self._name = endpoint.path.replace(":path", "")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,14 +93,24 @@ class _Route:
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         response: AnyResponse
         try:
+            if self._is_admin and VISIT in scope:
+                scope[VISIT].check_admin()
             response = await self._handler(self._state, Request(scope, receive, send))
         except ClientGoneError:
-            self._state.metrics.http_response(self._name, 499)
+            _note_response(self._state, scope, self._name, 499)
             return
         except Exception as error:
             response = _error_response(self._state, scope, error)
         await response(scope, receive, send)
-        self._state.metrics.http_response(self._name, response.status_code)
+        _note_response(self._state, scope, self._name, response.status_code)
+
+
+def _note_response(state: ServerState, scope: Scope, route: str, status: int) -> None:
+    """Count a response, and note it for the audit log. ``route`` is the path of an endpoint, or ``unmatched``."""
+    state.metrics.http_response(route, status)
+    visit: Visit | None = scope.get(VISIT)
+    if visit is not None:
+        visit.route, visit.status = route, status
 
 
 def _error_response(state: ServerState, scope: Scope, error: Exception) -> Response:

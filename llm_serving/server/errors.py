@@ -11,10 +11,11 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from llm_serving.errors import AgentError, EngineFailedError, LLMServingError, QueueFullError, RequestError
+from llm_serving.errors import AgentError, EngineFailedError, LLMServingError, RequestError, TryLaterError
 from llm_serving.telemetry.log import EventLog
 
 RETRY_AFTER_S = 1
+MAX_RETRY_AFTER_S = 30
 INTERNAL_ERROR = "internal_error"
 
 FAILURE_TEXTS = {
@@ -127,8 +128,10 @@ def _failure(status: int, code: str, headers: Mapping[str, str] | None = None) -
 
 def _request_error(error: RequestError) -> ErrorReply:
     headers: dict[str, str] = {}
-    if isinstance(error, QueueFullError):
+    if isinstance(error, TryLaterError):
         headers = _retry_after(error.retry_after_s)
+    elif error.status == 401:
+        headers = {"WWW-Authenticate": "Bearer"}
     elif error.status == 504:
         headers = {"X-Should-Retry": "false"}  # without the header, OpenAI's clients would send the late request again
     elif error.status in (408, 413):
@@ -143,4 +146,4 @@ def _type_of(status: int) -> str:
 
 
 def _retry_after(seconds: float = RETRY_AFTER_S) -> dict[str, str]:
-    return {"Retry-After": str(max(RETRY_AFTER_S, math.ceil(seconds)))}
+    return {"Retry-After": str(min(max(RETRY_AFTER_S, math.ceil(seconds)), MAX_RETRY_AFTER_S))}

@@ -19,7 +19,7 @@ from llm_serving.server.errors import UnavailableError
 from llm_serving.server.http_protocol import RECEIVED_AT
 from llm_serving.server.receipts import receipt_json
 from llm_serving.server.sampling import Choice
-from llm_serving.server.scheduling import SchedulingFields, scheduling_of
+from llm_serving.server.scheduling import SchedulingFields, scheduling_of, visit_of
 from llm_serving.server.state import ServerState
 
 OPEN_TOKENS = 32768
@@ -56,7 +56,10 @@ class Generation:
         self, state: ServerState, request: Request, api: str, id_prefix: str, fields: SchedulingFields, *, stream: bool
     ) -> None:
         self.state = state
-        self.scheduling = scheduling_of(fields, request.headers, state.settings)
+        self._visit = visit_of(request)
+        if self._visit is not None:
+            self._visit.check_model(state.engine.model_name)
+        self.scheduling = scheduling_of(fields, request, state.settings)
         self.return_receipt = bool(fields.return_receipt)
         self._received_at: float = request.scope[RECEIVED_AT]
         self.api = api
@@ -102,6 +105,8 @@ class Generation:
         If ``streamed`` is True, the caller reports each written piece with ``delivered``. Raises LLMServingError. An
         error that the engine finds later is passed to ``sink.fail``.
         """
+        if self._visit is not None:
+            self._visit.reserve(self.num_prompt_tokens, sum(choice.sampling.max_tokens for choice in self.choices))
         num_tokens = 0
         for choice in self.choices:
             num_tokens += OPEN_OVERHEAD_TOKENS + len(choice.prompt.token_ids)
@@ -130,6 +135,8 @@ class Generation:
 
         ``now`` is the time when the response was written. The default is the time of the last ``delivered``.
         """
+        if self._visit is not None and self._open:
+            self._visit.used(self.num_prompt_tokens, sum(opened.num_output_tokens for opened in self._open))
         for opened in self._open:
             opened.close(now)
         self._open.clear()  # breaks a reference cycle, which only the garbage collector would free
@@ -146,14 +153,23 @@ class Generation:
 
     async def search(self, name: str, choice: Choice, params: BeamSearchParams) -> list[Beam]:
         """Run a beam search for the choice's prompt. Returns the beams, best first. Raises LLMServingError."""
+        num_prompt_tokens = len(choice.prompt.token_ids)
+        if self._visit is not None:
+            self._visit.reserve(num_prompt_tokens, params.width * params.max_tokens)
         self._log_arrival(replace(choice, request_id=name))
         self._searches.append(name)
         prompt = choice.prompt.token_ids
+        num_output_tokens = params.width * params.max_tokens  # a search that is cut off counts in full
         try:
             result = await self.state.engine.search(name, prompt, params, self._received_at, scheduling=self.scheduling)
+            num_output_tokens = sum(len(beam.token_ids) for beam in result.beams)
         except RequestError as error:
+            num_output_tokens = 0
             self.note_refusal(error)
             raise
+        finally:
+            if self._visit is not None:
+                self._visit.used(num_prompt_tokens, num_output_tokens)
         self._cached_tokens[choice.index] = result.num_cached_tokens
         return result.beams
 

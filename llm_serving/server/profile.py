@@ -114,6 +114,9 @@ async def _tell(state: ServerState, folder: str | None, timeout: float) -> list[
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/profile/start", _start, "Start a profile of the agents.", ProfileRequest, '{"max_seconds": 60}'),
-    Endpoint("POST", "/profile/stop", _stop, "Stop the profile; files and slowest operators."),
-)
+    Endpoint(
+        "POST", "/profile/start", _start, "Start a profile of the agents.",
+        ProfileRequest, '{"max_seconds": 60}', admin=True,
+    ),
+    Endpoint("POST", "/profile/stop", _stop, "Stop the profile; files and slowest operators.", admin=True),
+)  # fmt: skip

@@ -31,7 +31,7 @@ def receipt_json(request_id: str, receipts: Sequence[RequestReceipt]) -> dict[st
 
 async def _get_request(state: ServerState, request: Request) -> Response:
     request_id = request.path_params["request_id"]
-    tenant = tenant_of(request.headers)
+    tenant = tenant_of(request)
     receipts = [receipt for receipt in _receipts(state, request_id) if receipt.tenant in ("", tenant)]
     if not receipts:
         raise UnknownRequestError(

@@ -57,10 +57,14 @@ async def serve(app: ServerApp, sock: socket.socket, stop: asyncio.Event, *, gra
         timeout_graceful_shutdown=math.ceil(grace_s + CLOSE_S + 0.5),  # ends connections that ``_cut_off`` did not end
     )
     state.loop_watch.start()
+    if state.access is not None:
+        state.access.start()
     try:
         await _Server(config, app, stop, grace_s).serve(sockets=[sock])
     finally:
         state.loop_watch.stop()
+        if state.access is not None:
+            state.access.stop()
 
 
 class _Server(uvicorn.Server):

@@ -7,7 +7,9 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
+from llm_serving.access.control import VISIT, Visit
 from llm_serving.request import SchedulingParams
 from llm_serving.server.limits import MAX_MILLISECONDS, MAX_NAME_CHARS, MAX_PRIORITY
 from llm_serving.server.state import ServerSettings
@@ -55,11 +57,12 @@ SCHEDULING_HEADERS = {name: str(field.alias) for name, field in SchedulingHeader
 """Maps a body field about urgency to the header with the same meaning."""
 
 
-def scheduling_of(fields: SchedulingFields, headers: Headers, settings: ServerSettings) -> SchedulingParams:
+def scheduling_of(fields: SchedulingFields, request: Request, settings: ServerSettings) -> SchedulingParams:
     """Return the scheduling parameters of a request. A body field takes precedence over its header.
 
-    Raises RequestError with the name of a wrong header.
+    Raises RequestError with the name of a wrong header, and NotPermittedError for a priority that the key may not use.
     """
+    headers, visit = request.headers, visit_of(request)
     given = {alias: headers[alias] for alias in SCHEDULING_HEADERS.values() if alias in headers}
     try:
         from_headers = SchedulingHeaders.model_validate(given)
@@ -67,23 +70,38 @@ def scheduling_of(fields: SchedulingFields, headers: Headers, settings: ServerSe
         raise request_error(error) from None
     values = {name: getattr(fields, name) for name in SCHEDULING_HEADERS}
     values = {name: getattr(from_headers, name) if value is None else value for name, value in values.items()}
-    key = _api_key(headers)
+    has_keys = visit is not None and bool(visit.name)
+    is_separate = settings.cache_salt == "tenant" or (settings.cache_salt == "auto" and has_keys)
     return SchedulingParams(
-        priority=values["priority"] or 0,
-        tenant=_tenant(key),
-        cache_salt=_cache_salt(fields.cache_salt, key if settings.cache_salt == "tenant" else b""),
+        priority=(values["priority"] or 0) if visit is None else visit.priority(values["priority"]),
+        tenant=tenant_of(request),
+        cache_salt=_cache_salt(fields.cache_salt, _owner(request) if is_separate else b""),
         ttft_objective=_seconds(values["ttft_objective_ms"]),
         tbt_objective=_seconds(values["tbt_objective_ms"]),
         deadline=_seconds(values["deadline_ms"]),
     )
 
 
-def tenant_of(headers: Headers) -> str:
-    """Return the tenant of a request: a short hash of its API key, or an empty text without a key.
+def visit_of(request: Request) -> Visit | None:
+    """Return what access control knows of a request. None if the server has neither keys nor an audit log."""
+    visit: Visit | None = request.scope.get(VISIT)
+    return visit
 
-    The hash separates the requests of different keys and does not reveal the key.
+
+def tenant_of(request: Request) -> str:
+    """Return the tenant of a request: the name of its API key.
+
+    If the server has no keys, it is a short hash of any bearer token, or an empty text without one. The hash separates
+    the requests of different tokens and does not reveal the token.
     """
-    return _tenant(_api_key(headers))
+    visit = visit_of(request)
+    return visit.name if visit is not None and visit.name else _tenant(_api_key(request.headers))
+
+
+def _owner(request: Request) -> bytes:
+    """Return what all requests that may share the prefix cache have in common: the key's name, or the bearer token."""
+    visit = visit_of(request)
+    return visit.name.encode() if visit is not None and visit.name else _api_key(request.headers)
 
 
 def _api_key(headers: Headers) -> bytes:

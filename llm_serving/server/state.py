@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from llm_serving.access.control import AccessControl
 from llm_serving.config import Config
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelNotFoundError
@@ -48,8 +49,9 @@ class ServerSettings:
     """Maximum size of all request bodies together that are being read or parsed."""
     max_connections: int = 4096
     log_prompts: bool = False
-    cache_salt: str = "none"
-    """``tenant``: requests with different API keys share nothing in the prefix cache. ``none``: they may."""
+    cache_salt: str = "auto"
+    """``tenant``: requests with different API keys share nothing in the prefix cache. ``none``: they may. ``auto``:
+    as ``tenant`` if the server has keys, otherwise as ``none``."""
     hosts: frozenset[str] = frozenset()
     """Names of this server in lower case that the header ``Host`` may have. Addresses and ``localhost`` are always
     allowed. ``*`` allows every name."""
@@ -133,6 +135,8 @@ class ServerState:
     metrics: Metrics
     settings: ServerSettings
     endpoints: Sequence[Endpoint]
+    access: AccessControl | None = None
+    """API keys and audit log. None if there are neither."""
     active: ActiveRequests = field(default_factory=ActiveRequests)
     profile: RunningProfile = field(default_factory=RunningProfile)
     loop_watch: LoopWatch = field(default_factory=LoopWatch)
@@ -191,3 +195,5 @@ class Endpoint:
     body: type[RequestModel] | None = None
     example: str | None = None
     in_docs: bool = True
+    admin: bool = False
+    """Whether only keys with the right ``admin`` may use the endpoint."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _TERMS = {
-    "tenant": "hash of the API key; only if one was sent",
+    "tenant": "name of the API key, or a hash of the bearer token if the server has no keys; absent without one",
     "priority": "priority; only if it is not 0",
 }
 _REPLICA = {"replica": "number of the replica; only if there are several"}
@@ -38,6 +38,30 @@ EVENTS: Mapping[str, LogEvent] = {
         {"url": "address of the server", "start_seconds": "seconds since the process started"},
     ),
     "server_stop": LogEvent("A signal stops the server."),
+    "api_keys_loaded": LogEvent(
+        "The key file has changed; its keys are valid from now on.",
+        {"keys": "number of valid keys", "file": "the key file"},
+    ),
+    "api_keys_refused": LogEvent(
+        "The key file has changed and is wrong. The earlier keys stay valid.", {"message": "the line and its problem"}
+    ),
+    "api_keys_readable": LogEvent(
+        "Others can read the key file.", {"message": "the file and the remedy"}
+    ),
+    "access": LogEvent(
+        "A request has ended. Only in the audit log (serving_config.audit_log).",
+        {
+            "key": "name of the API key; empty without a valid key",
+            "client": "address of the client; null on a UNIX socket",
+            "method": "HTTP method",
+            "route": "path of the endpoint, or unmatched",
+            "status": "HTTP status of the response; 499 if the client closed the connection",
+            "prompt_tokens": "prompt tokens that were accepted",
+            "output_tokens": "generated tokens",
+            "duration_ms": "time since the first byte of the request",
+            "skipped": "requests without a valid key since the last line that have no line",
+        },
+    ),
     "profile_start": LogEvent(
         "A request started a profile of the agents.",
         {

@@ -49,6 +49,9 @@ class Metrics:
         self._refused_connections = self._counter(
             "llm_serving_connections_refused", "Connections refused because of serving_config.max_connections."
         )
+        self._refused_access = self._counter(
+            "llm_serving_access_refused", "Requests that access control refused, by reason.", "reason"
+        )
         self._present = StatusCollector()
         self.registry.register(self._present)
         if process:
@@ -195,6 +198,10 @@ class Metrics:
     def connection_refused(self) -> None:
         """Count a connection beyond the maximum."""
         self._refused_connections.inc()
+
+    def access_refused(self, reason: str) -> None:
+        """Count a request that access control refused. ``reason`` is for example ``wrong_key`` or a quota."""
+        self._refused_access.labels(reason).inc()
 
     def event_loop_stall(self, seconds: float) -> None:
         """Set the longest time since the last scrape during which the event loop was blocked."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from performance.program import Range, UsageError, parse_range, positive
 DESCRIPTION = """\
 Sends requests at a given rate, whether or not the server keeps up (open loop). Latencies count from the time at which a
 request was sent. Writes a JSON file with every request, and a picture of the run."""
+
+API_KEY_VARIABLE = "LLM_SERVING_API_KEY"
+"""Environment variable with the API key. Other users of the machine cannot read it, unlike a command line."""
 
 WORKLOAD_FIELDS = (
     "dataset",
@@ -130,7 +134,11 @@ def build_parser() -> argparse.ArgumentParser:
     server.add_argument("--base-url", metavar="URL", help="any OpenAI-compatible server, instead of host and port")
     server.add_argument("--model", help="model name (default: the first of /v1/models)")
     server.add_argument("--api", choices=sorted(APIS), default="openai", help="default %(default)s")
-    server.add_argument("--api-key", help="sent as a bearer token")
+    server.add_argument(
+        "--api-key",
+        default=os.environ.get(API_KEY_VARIABLE),
+        help=f"sent as a bearer token (default: the environment variable {API_KEY_VARIABLE})",
+    )
     result = parser.add_argument_group("result")
     result.add_argument("-O", "--output-dir", type=Path, default=Path(), help="folder for JSON and PNG (default .)")
     result.add_argument("--json", type=Path, metavar="FILE", help="write the JSON to this file, too")

@@ -94,6 +94,10 @@ class FakeOpenRequest:
         self._task = task
         self.is_closed = False
 
+    @property
+    def num_output_tokens(self) -> int:
+        return self._record.num_tokens
+
     def receipt(self, now: float, /) -> RequestReceipt:
         return self._record.receipt()
 

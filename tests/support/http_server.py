@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import uvloop
 
+from llm_serving.access.control import AccessControl
 from llm_serving.server.app import create_app
 from llm_serving.server.run import serve
 from llm_serving.server.state import ServerSettings
@@ -43,7 +44,7 @@ class MemoryLog:
 class HttpServer:
     """A running server. Tests change the engine's script from their own thread."""
 
-    def __init__(self, engine: FakeEngine, **settings: Any) -> None:
+    def __init__(self, engine: FakeEngine, access: AccessControl | None = None, **settings: Any) -> None:
         self.engine = engine
         self.log = MemoryLog()
         self.metrics = Metrics(process=False)
@@ -53,7 +54,7 @@ class HttpServer:
             "vocab_size": engine.tokenizer.vocab_size,
             "max_body_bytes": MAX_BODY_BYTES,
         }
-        self.app = create_app(engine, self.log, self.metrics, ServerSettings(**(values | settings)))
+        self.app = create_app(engine, self.log, self.metrics, ServerSettings(**(values | settings)), access)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -114,8 +115,8 @@ class HttpServer:
 
 
 @contextlib.contextmanager
-def running(engine: FakeEngine, **settings: Any) -> Iterator[HttpServer]:
-    server = HttpServer(engine, **settings).start()
+def running(engine: FakeEngine, access: AccessControl | None = None, **settings: Any) -> Iterator[HttpServer]:
+    server = HttpServer(engine, access, **settings).start()
     try:
         yield server
     finally:

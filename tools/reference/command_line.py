@@ -24,7 +24,7 @@ Start a program with any Python, for example `python tools/doctor.py`. It contin
 """
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
-    "Server": ("start_server.py",),
+    "Server": ("start_server.py", "llm_serving/access/__main__.py", "llm_serving/access/__main__.py new"),
     "Tools": (
         "tools/doctor.py",
         "tools/doctor.py explain",

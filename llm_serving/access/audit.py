@@ -1,0 +1,72 @@
+"""The audit log: one line for each request, with its key, route, status, tokens and time. It never has a prompt."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from llm_serving.access.quotas import Allowance
+from llm_serving.errors import ConfigError
+from llm_serving.telemetry.log import EventLog
+
+STRANGERS_PER_MINUTE = 600
+"""Maximum number of lines per minute for requests without a valid key, so that strangers cannot fill the disk."""
+
+
+class AuditLog:
+    """Writes the audit log to a file that only the server's user can read. Raises ConfigError if it cannot."""
+
+    def __init__(self, path: str) -> None:
+        _make_private(path)
+        self._log = EventLog(path, "info", mirror=False)
+        self._strangers = Allowance(STRANGERS_PER_MINUTE, time.monotonic())
+        self._num_skipped = 0
+
+    def note(
+        self,
+        *,
+        key: str,
+        client: str | None,
+        method: str,
+        route: str,
+        status: int,
+        prompt_tokens: int,
+        output_tokens: int,
+        duration_s: float,
+    ) -> None:
+        """Write the line of one request."""
+        if status == 401:
+            if self._strangers.wait_s(1, time.monotonic()) > 0.0:
+                self._num_skipped += 1
+                return
+            self._strangers.take(1)
+        self._log.event(
+            "access",
+            key=key,
+            client=client,
+            method=method[:16],
+            route=route,
+            status=status,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            duration_ms=round(duration_s * 1000.0, 3),
+            skipped=self._num_skipped,
+        )
+        self._num_skipped = 0
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def _make_private(path: str) -> None:
+    """Make the file, or take the rights of others away from an old one."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.fchmod(descriptor, 0o600)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ConfigError(f"serving_config.audit_log: cannot open {path!r}: {error.strerror or error}") from error

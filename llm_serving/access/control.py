@@ -1,0 +1,201 @@
+"""Lets a request in or refuses it: finds its API key, applies the key's quotas, and writes the audit log.
+
+``AccessControl`` is made only if there are API keys or an audit log. Otherwise the server does not call this package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from starlette.types import Scope
+
+from llm_serving.access.audit import AuditLog
+from llm_serving.access.key_store import KeyStore
+from llm_serving.access.keys import ApiKey, KeyRights
+from llm_serving.access.quotas import KeyUsage
+from llm_serving.errors import NotPermittedError, QuotaExceededError, UnauthorizedError
+
+VISIT = "llm_serving.visit"
+"""Key of the ASGI scope for the ``Visit`` of the request, if there is access control."""
+OPEN_PATH = "/health/live"
+"""The only path that needs no key. A supervisor restarts a server that does not respond here."""
+WATCH_PERIOD_S = 1.0
+"""Seconds between two looks at the key file."""
+
+_NO_RIGHTS = KeyRights()
+
+
+class AccessControl:
+    """The keys, their use at present, and the audit log. ``refused`` is called with the reason of each refusal.
+
+    ``keys`` is None if only the audit log is wanted. Then every client has all rights.
+    """
+
+    def __init__(self, keys: KeyStore | None, audit: AuditLog | None, refused: Callable[[str], None]) -> None:
+        self.keys = keys
+        self.audit = audit
+        self.refused = refused
+        self._usages: dict[str, KeyUsage] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def usage(self, name: str) -> KeyUsage:
+        """Return what the requests of the keys with this name use. It outlives a change of the key file."""
+        found = self._usages.get(name)
+        if found is None:
+            found = self._usages[name] = KeyUsage()
+        return found
+
+    def start(self) -> None:
+        """Look for a changed key file on the running event loop, until ``stop``."""
+        self._timer = asyncio.get_running_loop().call_later(WATCH_PERIOD_S, self._watch)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def reload(self) -> None:
+        """Read the key file now if it has changed."""
+        if self.keys is not None:
+            self.keys.refresh()
+
+    def _watch(self) -> None:
+        self.reload()
+        self.start()
+
+
+class Visit:
+    """One HTTP request from the view of access control: its key, what it uses, and what the audit log says of it.
+
+    The name is empty, and the rights are unlimited, if the server has no keys.
+    """
+
+    __slots__ = ("_access", "_began", "_is_open", "_key", "_method", "_peer", "_reserved", "_usage",
+                 "num_output_tokens", "num_prompt_tokens", "route", "status")  # fmt: skip
+
+    def __init__(self, access: AccessControl, scope: Scope, began: float) -> None:
+        self.route = "unmatched"
+        """Path of the endpoint as the table of routes has it. It never has text of the client."""
+        self.status = 0
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self._access = access
+        self._method: str = scope["method"]
+        self._peer: str | None = scope["client"][0] if scope.get("client") else None
+        self._is_open = scope["path"] == OPEN_PATH and scope["method"] in ("GET", "HEAD")
+        self._began = began
+        self._key: ApiKey | None = None
+        self._usage: KeyUsage | None = None
+        self._reserved = 0
+
+    @property
+    def name(self) -> str:
+        """Name of the key. Empty without keys."""
+        return "" if self._key is None else self._key.name
+
+    @property
+    def rights(self) -> KeyRights:
+        return _NO_RIGHTS if self._key is None else self._key.rights
+
+    def enter(self, authorizations: Sequence[str]) -> None:
+        """Check the values of the header ``Authorization`` and count the request.
+
+        Raises UnauthorizedError or QuotaExceededError.
+        """
+        access = self._access
+        if access.keys is None or self._is_open:
+            return
+        secret = _secret(authorizations)
+        key = None if secret is None else access.keys.find(secret)
+        if key is None:
+            access.refused("missing_key" if secret is None else "wrong_key")
+            raise UnauthorizedError(_MISSING if secret is None else _WRONG)
+        self._key = key
+        usage = access.usage(key.name)
+        try:
+            usage.enter(key.name, key.rights, time.monotonic())
+        except QuotaExceededError as error:
+            access.refused(error.quota)
+            raise
+        self._usage = usage
+
+    def check_admin(self) -> None:
+        """Raise NotPermittedError unless the key may administrate the server. Without keys, every client may."""
+        if self._key is not None and not self._key.rights.admin:
+            self._access.refused("admin")
+            raise NotPermittedError(f"The key {self.name!r} may not administrate the server; its line has no 'admin'.")
+
+    def may_use(self, model: str) -> bool:
+        """Return whether the key may use a model."""
+        return self.rights.models is None or model in self.rights.models
+
+    def check_model(self, model: str) -> None:
+        """Raise NotPermittedError unless the key may use a model."""
+        if not self.may_use(model):
+            self._access.refused("models")
+            raise NotPermittedError(f"The key {self.name!r} may not use the model {model!r}.", param="model")
+
+    def priority(self, stated: int | None) -> int:
+        """Return the priority of the request. Raises NotPermittedError if it states one that the key may not use."""
+        if self._key is None:
+            return stated or 0
+        ceiling = self._key.rights.priority
+        if stated is None:
+            return max(0, ceiling)
+        if stated < ceiling:
+            self._access.refused("priority")
+            raise NotPermittedError(
+                f"The priority is {stated}; the smallest number that the key {self.name!r} may use is {ceiling}.",
+                param="priority",
+            )
+        return stated
+
+    def reserve(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Reserve tokens before they are computed. Raises QuotaExceededError, or RequestError if they can never fit."""
+        if self._usage is None:
+            return
+        try:
+            self._reserved += self._usage.reserve(
+                self.name, self.rights, num_prompt_tokens, num_output_tokens, time.monotonic()
+            )
+        except QuotaExceededError as error:
+            self._access.refused(error.quota)
+            raise
+
+    def used(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Note tokens that were really computed."""
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_output_tokens += num_output_tokens
+
+    def leave(self) -> None:
+        """End the request: settle its tokens and write it to the audit log. Call this method once."""
+        now = time.monotonic()
+        if self._usage is not None:
+            self._usage.settle(self._reserved, self.num_prompt_tokens + self.num_output_tokens)
+            self._usage.leave(now)
+        audit = self._access.audit
+        if audit is not None and not self._is_open:
+            audit.note(
+                key=self.name,
+                client=self._peer,
+                method=self._method,
+                route=self.route,
+                status=self.status,
+                prompt_tokens=self.num_prompt_tokens,
+                output_tokens=self.num_output_tokens,
+                duration_s=now - self._began,
+            )
+
+
+_MISSING = "The request has no API key. Send the header 'Authorization: Bearer KEY'."
+_WRONG = "The API key is not valid. It may have been replaced; ask the operator of the server."
+
+
+def _secret(authorizations: Sequence[str]) -> str | None:
+    """Return the key after ``Bearer``, or None unless there is exactly one header with one."""
+    if len(authorizations) != 1:
+        return None
+    scheme, _, secret = authorizations[0].partition(" ")
+    return secret.strip() or None if scheme.lower() == "bearer" else None

@@ -1,0 +1,120 @@
+"""The quotas of one key: requests in flight, requests per minute and tokens per minute. It has no clock of its own."""
+
+from __future__ import annotations
+
+from llm_serving.access.keys import KeyRights
+from llm_serving.errors import QuotaExceededError, RequestError
+from llm_serving.scheduler.drain_rate import DrainRate
+
+MINUTE_S = 60.0
+
+
+class Allowance:
+    """An amount that may be used in each minute (a token bucket).
+
+    It begins full, and refills evenly. So a key may use the whole amount within a second. It returns within a minute.
+    """
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self._per_minute = per_minute
+        self._left = float(per_minute)
+        self._as_of = now
+
+    def resize(self, per_minute: int) -> None:
+        """Change the amount per minute. Earlier use still counts."""
+        self._left += per_minute - self._per_minute
+        self._per_minute = per_minute
+
+    def wait_s(self, amount: int, now: float) -> float:
+        """Return the seconds until ``amount`` is left. 0 if it is left now."""
+        refilled = (now - self._as_of) * self._per_minute / MINUTE_S
+        self._left = min(float(self._per_minute), self._left + max(0.0, refilled))
+        self._as_of = now
+        return max(0.0, amount - self._left) * MINUTE_S / self._per_minute
+
+    def take(self, amount: int) -> None:
+        """Use ``amount``. A negative amount gives back what was reserved and not used."""
+        self._left = min(float(self._per_minute), self._left - amount)
+
+
+class KeyUsage:
+    """The present use of all keys with one name."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self._requests: Allowance | None = None
+        self._tokens: Allowance | None = None
+        self._drain_rate = DrainRate()
+
+    def enter(self, name: str, rights: KeyRights, now: float) -> None:
+        """Count a request that begins. Raises QuotaExceededError, with nothing counted."""
+        limit = rights.requests_in_flight
+        if limit is not None and self.in_flight >= limit:
+            raise QuotaExceededError(
+                f"The key {name!r} has {self.in_flight} requests in flight; its limit is {limit}. Wait until one ends.",
+                quota="requests_in_flight",
+                retry_after_s=self._drain_rate.retry_after_s(self.in_flight - limit + 1, 0),
+            )
+        self._requests = _fitting(self._requests, rights.requests_per_minute, now)
+        if self._requests is not None:
+            wait_s = self._requests.wait_s(1, now)
+            if wait_s > 0.0:
+                raise QuotaExceededError(
+                    f"The key {name!r} has sent its {rights.requests_per_minute} requests per minute; try again later.",
+                    quota="requests_per_minute",
+                    retry_after_s=wait_s,
+                )
+            self._requests.take(1)
+        if self.in_flight == 0:
+            self._drain_rate.start(now)
+        self.in_flight += 1
+
+    def leave(self, now: float) -> None:
+        """Count the end of a request that ``enter`` has counted."""
+        self.in_flight -= 1
+        self._drain_rate.note(0, now)
+        if self.in_flight == 0:
+            self._drain_rate.stop()
+
+    def reserve(self, name: str, rights: KeyRights, prompt: int, output: int, now: float) -> int:
+        """Reserve the tokens that a request may take, and return their number. 0 without a limit.
+
+        Raises RequestError if the request can never fit, and QuotaExceededError if it does not fit now.
+        """
+        self._tokens = _fitting(self._tokens, rights.tokens_per_minute, now)
+        if self._tokens is None:
+            return 0
+        limit, total = rights.tokens_per_minute or 0, prompt + output
+        arithmetic = f"{prompt} prompt + {output} output tokens = {total} tokens"
+        if total > limit:
+            raise RequestError(
+                f"The request may take {arithmetic}; the key {name!r} has {limit} tokens per minute. Ask for fewer "
+                "output tokens, or shorten the prompt.",
+                param="max_tokens",
+                code="request_too_large",
+            )
+        wait_s = self._tokens.wait_s(total, now)
+        if wait_s > 0.0:
+            raise QuotaExceededError(
+                f"The request may take {arithmetic}; the key {name!r} has used most of its {limit} tokens per minute. "
+                "Try again later, or ask for fewer output tokens.",
+                quota="tokens_per_minute",
+                retry_after_s=wait_s,
+            )
+        self._tokens.take(total)
+        return total
+
+    def settle(self, reserved: int, used: int) -> None:
+        """Replace a reservation by the tokens that the request really took."""
+        if self._tokens is not None and reserved:
+            self._tokens.take(used - reserved)
+
+
+def _fitting(allowance: Allowance | None, per_minute: int | None, now: float) -> Allowance | None:
+    """Return the allowance for a limit that may have changed with the key file."""
+    if per_minute is None:
+        return None
+    if allowance is None:
+        return Allowance(per_minute, now)
+    allowance.resize(per_minute)
+    return allowance

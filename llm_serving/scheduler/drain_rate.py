@@ -1,0 +1,48 @@
+"""Measures how fast a queue drains, for the time after which a refused client should try again."""
+
+from __future__ import annotations
+
+from llm_serving.scheduler.snapshot import Stateful
+
+MIN_RETRY_AFTER_S = 1.0
+MAX_RETRY_AFTER_S = 30.0
+"""A longer pause would leave capacity unused, because the queue can drain much faster than it did before."""
+
+_KEEP = 1 - 1 / 64
+"""Weight of old samples in the moving average of the queue's speed: each request that leaves the queue multiplies
+earlier weights by this factor. About the last 64 requests count."""
+
+
+class DrainRate(Stateful):
+    """Measures how fast requests and tokens leave the queue while it is not empty. Recent requests weigh most."""
+
+    STATE = ("_since", "_seconds", "_requests", "_tokens")
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._seconds = 0.0
+        self._requests = 0.0
+        self._tokens = 0.0
+
+    def start(self, now: float) -> None:
+        """Continues the measurement: the queue was empty and gets a request."""
+        self._since = now
+
+    def stop(self) -> None:
+        """Pauses the measurement, because the queue is empty. The time until the next request does not count."""
+        self._since = None
+
+    def note(self, num_tokens: int, now: float) -> None:
+        """Notes that a request with ``num_tokens`` tokens leaves the queue and starts."""
+        passed = 0.0 if self._since is None else max(0.0, now - self._since)
+        self._since = now
+        self._seconds = self._seconds * _KEEP + passed
+        self._requests = self._requests * _KEEP + 1
+        self._tokens = self._tokens * _KEEP + num_tokens
+
+    def retry_after_s(self, num_requests: int, num_tokens: int) -> float:
+        """Returns the seconds, 1 to 30, in which this number of requests and tokens leaves the queue."""
+        if not self._requests:
+            return MIN_RETRY_AFTER_S
+        seconds = self._seconds * max(num_requests / self._requests, num_tokens / max(self._tokens, 1.0))
+        return min(max(seconds, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)

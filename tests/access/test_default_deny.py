@@ -1,0 +1,162 @@
+"""Once one key is set, only ``/health/live`` is open: every route, every way to spell it, every way to send a key."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections import Counter
+
+import openai
+import pytest
+
+from llm_serving.server.routes import ENDPOINTS
+from support.access_keys import access_for, bearer, secret_of, write_keys
+from support.fake_engine import FakeEngine
+from support.http_server import http_request, read_response, running, wait_until
+from support.small_configs import REPOSITORY
+
+ROUTES = sorted({(one.method, re.sub(r"{[^}]*}", "fake-llama", one.path)) for one in ENDPOINTS})
+LIVE = ("GET", "/health/live")
+KEY = secret_of("alice")
+WITHOUT_KEY = {
+    "no key": (),
+    "wrong key": ("Authorization: Bearer sk-wrong",),
+    "hash of the key": ("Authorization: Bearer sha256:00",),
+    "beginning of the key": (f"Authorization: Bearer {KEY[:-1]}",),
+    "longer key": (f"Authorization: Bearer {KEY}x",),
+    "other case": (f"Authorization: Bearer {KEY.upper()}",),
+    "key without a scheme": (f"Authorization: {KEY}",),
+    "basic": (f"Authorization: Basic {KEY}",),
+    "empty": ("Authorization: Bearer ",),
+    "X-API-Key": (f"X-API-Key: {KEY}",),
+    "api-key": (f"api-key: {KEY}",),
+    "Proxy-Authorization": (f"Proxy-Authorization: Bearer {KEY}",),
+    "cookie": (f"Cookie: Authorization=Bearer {KEY}",),
+    "forwarded": ("X-Forwarded-For: 127.0.0.1", "X-Real-IP: 127.0.0.1"),
+    "other path": ("X-Original-URL: /health/live", "X-Rewrite-URL: /health/live"),
+    "other method": ("X-HTTP-Method-Override: GET",),
+}
+
+
+@pytest.fixture(scope="module")
+def served(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("access")
+    refusals = Counter()
+    access = access_for(folder, "alice", "root admin", refused=lambda reason: refusals.update([reason]))
+    with running(FakeEngine(tokenizer), access) as server:
+        server.folder, server.refusals = folder, refusals
+        yield server
+
+
+def send(server, method, path, *headers, body=b""):
+    """Status, headers and body; the connection is this request's own."""
+    with server.raw(http_request(path, body, *headers, method=method)) as connection:
+        if method == "HEAD":
+            data = connection.recv(65536)
+            return int(data.split()[1]), {}, b""
+        return read_response(connection)
+
+
+@pytest.mark.parametrize("way", WITHOUT_KEY)
+def test_no_route_is_open_without_a_key(served, way):
+    """Check E8: open routes without the allowlist are 0."""
+    statuses = {route: send(served, *route, *WITHOUT_KEY[way])[0] for route in ROUTES}
+    assert len(statuses) > 20
+    assert {route for route, status in statuses.items() if status != 401} == {LIVE}
+    assert statuses[LIVE] == 200
+
+
+def test_methods_and_unknown_paths_are_closed(served):
+    paths = sorted({path for _, path in ROUTES} | {"/unknown", "/v1", "/favicon.ico"})
+    methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+    found = {(method, path): send(served, method, path)[0] for path in paths for method in methods}
+    assert {each for each, status in found.items() if status != 401} == {LIVE, ("HEAD", "/health/live")}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["//metrics", "/metrics/", "/metrics//", "/METRICS", "/%6detrics", "/%2fmetrics", "/./metrics",
+     "/metrics?/health/live", "/metrics#/health/live", "/health/live/../metrics", "/health/live/..%2f..%2fmetrics",
+     "/health/live/%2e%2e/metrics",
+     "/health/live;/metrics", "/health/live%00", "/health/live%0a", "/health/live/", "//health/live", "/Health/Live",
+     "/health%252flive", "/health/live%20", "http://127.0.0.1/metrics", "/v1/models/health/live", "/metrics%3f",
+     "/\\metrics", "/health/../metrics"],
+)  # fmt: skip
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST"])
+def test_path_tricks_do_not_pass(served, method, path):
+    assert send(served, method, path)[0] in (400, 401)
+
+
+def test_the_refusal_has_openais_form(served):
+    before = served.refusals.copy()
+    status, headers, body = send(served, "POST", "/v1/completions", body=b'{"prompt": "a"}')
+    assert (status, headers["www-authenticate"]) == (401, "Bearer")
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_api_key", None)
+    assert error["message"].startswith("The request has no API key.")
+    _, _, body = send(served, "GET", "/v1/models", "Authorization: Bearer sk-wrong-key")
+    assert "sk-wrong-key" not in body.decode()
+    assert served.refusals - before == {"missing_key": 1, "wrong_key": 1}
+
+
+def test_two_authorization_headers_are_refused(served):
+    """A proxy and the server could otherwise read different ones."""
+    right, wrong = f"Authorization: Bearer {KEY}", "authorization: Bearer sk-wrong"
+    for first, second in ((right, wrong), (wrong, right)):
+        assert send(served, "GET", "/v1/models", first, second)[0] == 401
+
+
+def test_the_scheme_has_no_case(served):
+    for scheme in ("Bearer", "bearer", "BEARER"):
+        assert send(served, "GET", "/v1/models", f"Authorization: {scheme} {KEY}")[0] == 200
+
+
+def test_administration_needs_the_right(served):
+    routes = [(one.method, one.path) for one in ENDPOINTS if one.admin]
+    assert {path for _, path in routes} >= {"/metrics", "/server_info", "/profile/start", "/profile/stop"}
+    for method, path in routes:
+        status, _, body = send(served, method, path, f"Authorization: Bearer {KEY}")
+        assert (status, json.loads(body)["error"]["code"]) == (403, "not_permitted")
+    for path in ("/metrics", "/server_info"):
+        assert send(served, "GET", path, f"Authorization: Bearer {secret_of('root')}")[0] == 200
+
+
+def test_browser_attacks_are_refused_before_the_key_is_read(served):
+    key = f"Authorization: Bearer {secret_of('root')}"
+    assert send(served, "GET", "/metrics", key, "Host: evil.example")[0] == 403
+    assert send(served, "POST", "/profile/stop", key, "Origin: http://evil.example")[0] == 403
+    assert send(served, "POST", "/v1/completions", key, "Content-Type: text/plain", body=b'{"prompt": "a"}')[0] == 415
+
+
+def test_the_official_client_works_with_a_key(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0, timeout=10) as client:
+        assert [model.id for model in client.models.list()] == ["fake-llama"]
+        assert client.completions.create(model="fake-llama", prompt="a").choices[0].text.strip() == "hello to the bird"
+        chunks = client.completions.create(model="fake-llama", prompt="a", stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks).strip() == "hello to the bird"
+    with (
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=10) as client,
+        pytest.raises(openai.AuthenticationError) as caught,
+    ):
+        client.models.list()
+    assert caught.value.code == "invalid_api_key"
+
+
+def test_keys_are_exchanged_while_the_server_runs(served):
+    assert served.http.get("/v1/models", headers=bearer("next")).status_code == 401
+    write_keys(served.folder / "keys", ["next", "root admin"])
+    wait_until(lambda: served.http.get("/v1/models", headers=bearer("next")).status_code == 200)
+    assert served.http.get("/v1/models", headers=bearer("alice")).status_code == 401
+    write_keys(served.folder / "keys", ["alice", "root admin"])
+    wait_until(lambda: served.http.get("/v1/models", headers=bearer("alice")).status_code == 200)
+    assert served.http.get("/v1/models", headers=bearer("next")).status_code == 401
+
+
+def test_secrets_are_compared_in_constant_time():
+    """Check E8: a comparison with == would reveal how much of a secret is right."""
+    tree = ast.parse((REPOSITORY / "llm_serving/access/key_store.py").read_text())
+    called = {node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "attr")}
+    assert "compare_digest" in called
+    compared = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Compare)]
+    assert [text for text in compared if "secret" in text and "len(secret)" not in text] == []
