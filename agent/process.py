@@ -33,13 +33,28 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+class _OneLineFormatter(logging.Formatter):
+    """Escapes line breaks in a message, which may contain names of the model folder. A traceback keeps its lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of the base class
+        record.message = record.message.replace("\n", "\\n")
+        return super().formatMessage(record)
+
+
+def _log_to_stderr() -> None:
+    """Writes log records to standard error. The server escapes other control characters and writes the file."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
 def run_agent(make_runner: MakeRunner) -> int:
     """Runs an agent process until it ends. Does not return after its threads have started.
 
     The socket thread serves the server before ``make_runner`` is called, because importing and loading take long.
     """
     arguments = parse_arguments()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _log_to_stderr()
     pipe = BootstrapPipe(arguments.bootstrap_fd)
     try:
         bootstrap = pipe.read()

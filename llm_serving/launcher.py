@@ -3,7 +3,8 @@
     config, memory plan ─▶ ports ─▶ agent processes ─▶ engine thread ─▶ HTTP server ─▶ "ready http://HOST:PORT"
 
 The HTTP server responds from the beginning, with 503 until the agents are ready. SIGINT and SIGTERM end streams with an
-error event, then the engine, then the agents. A second signal ends the process immediately.
+error event, then the engine, then the agents. A second signal ends the process immediately. SIGUSR1 opens the log files
+again.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class _Launcher:
         from llm_serving.server.app import create_app
         from llm_serving.server.run import serve
         from llm_serving.telemetry.log import EventLog
+        from llm_serving.telemetry.log_file import Rotation, reopen_all
         from llm_serving.telemetry.metrics import Metrics
         from llm_serving.telemetry.npu_metrics import NpuCollector
 
@@ -99,7 +101,9 @@ class _Launcher:
         )
         executors = self._executors(owned)
         tokenizer = load_tokenizer(config)
-        log = owned.enter_context(EventLog(config.log_config.path, config.log_config.level))
+        rotation = Rotation.of_mib(config.log_config.max_mib, config.log_config.keep_files)
+        log = owned.enter_context(EventLog(config.log_config.path, config.log_config.level, rotation=rotation))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, reopen_all)
         log.event("server_start", version=__version__, pid=os.getpid(), config=asdict(config))
         for line in unused_lines(config.unused):
             log.event("settings_unused", message=line)

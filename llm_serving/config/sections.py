@@ -55,7 +55,7 @@ class ServingConfig:
         None,
         "File with the API keys, one on each line; `docs/security.md` has its form. Then every route but "
         "`/health/live` needs `Authorization: Bearer KEY`. The file is read again when it changes. The environment "
-        "variable `LLM_SERVING_API_KEYS` may hold such lines, too.",
+        "variable `LLM_SERVING_API_KEYS` may hold these lines, too.",
         null="every client may send requests, unless the environment variable has keys",
     )
     audit_log: str | None = own(
@@ -312,6 +312,15 @@ class LogConfig:
     path: str = own("output/server.log", "File of the log, with one JSON object on each line. Its folder is created.")
     level: str = own("info", "Lowest level that is written.", choices=("debug", "info", "warning", "error"))
     log_prompts: bool = own(False, "Write prompts and outputs into the log.")
+    max_mib: int = own(
+        256,
+        "Size at which a log is rotated: `server.log` becomes `server.log.1`. Applies to the event log and to the log "
+        "of each agent. 0 turns rotation off.",
+        unit="MiB",
+        low=0,
+        high=1024 * 1024,
+    )
+    keep_files: int = own(4, "Rotated files that are kept of each log.", unit="files", low=0, high=1000)
     state_interval_s: float = own(
         5.0, "Time between the `engine_state` events.", unit="seconds", low=0.1, high=MAX_SECONDS
     )

@@ -18,6 +18,7 @@ from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from llm_serving.ipc.messages import NONCE_BYTES, AgentMessage
 from llm_serving.ipc.segment import SHM_DIRECTORY
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, SlotMemory
+from llm_serving.telemetry.log_file import Rotation
 
 ProgressReport = Callable[[int, str, int, int], None]
 """Reports the progress of an agent's start. Takes its rank, the stage, and completed and total units of work."""
@@ -101,7 +102,8 @@ class AgentLink:
         self._report = report
         self._memory = memory
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self.process = AgentProcess(listener, rank, config.to_json(), log_path, agent_module, environment)
+        rotation = Rotation.of_mib(config.log_config.max_mib, config.log_config.keep_files)
+        self.process = AgentProcess(listener, rank, config.to_json(), log_path, agent_module, environment, rotation)
         self.channel = self._connect(listener)
 
     def _connect(self, listener: socket.socket) -> Channel:
@@ -181,8 +183,8 @@ class AgentLink:
         """Return the error for an agent that has ended: its exit code, its log and, during the start, the log's end."""
         exit_text = describe_exit(self.process.exit_code(wait_s=EXIT_WAIT_S))
         ended = f" ({exit_text})" if exit_text else ""
-        text = f"agent {self.rank}, process {self.process.pid}: {reason}{ended}; its log is {self.process.log_path}"
+        text = f"agent {self.rank}, process {self.process.pid}: {reason}{ended}; its log is {self.process.log.path}"
         if self.is_ready:
             return AgentLostError(text)
-        tail = self.process.log_tail()
+        tail = self.process.log.tail()
         return AgentStartError(f"{text}, and ends with:\n{tail}" if tail else text)

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from llm_serving.errors import AgentStartError
+from llm_serving.executor.process_log import ProcessLog
 from llm_serving.ipc.bootstrap import Bootstrap, encode_bootstrap
 from llm_serving.listening import listen
+from llm_serving.telemetry.log_file import Rotation
 
 SECRET_BYTES = 32
 STOP_GRACE_S = 5.0
-_LOG_TAIL_BYTES = 4000
 
 
 @contextlib.contextmanager
@@ -33,8 +34,9 @@ def bind_agent_ports(ip: str, ports: Sequence[int]) -> Iterator[list[socket.sock
 class ModuleProcess:
     """A process that runs ``python -m MODULE``. It inherits a pipe, which closes when the server ends.
 
-    ``pipe_option`` is the process's option for the number of the pipe's descriptor. The process appends its output to
-    the file ``log_path``. ``environment`` extends the server's environment. Raises AgentStartError with ``name``.
+    ``pipe_option`` is the process's option for the number of the pipe's descriptor. The output of the process goes to
+    the file ``log_path``, which ``rotation`` limits. ``environment`` extends the server's environment. Raises
+    AgentStartError with ``name``.
     """
 
     def __init__(
@@ -47,28 +49,30 @@ class ModuleProcess:
         *,
         arguments: Sequence[str] = (),
         descriptors: Sequence[int] = (),
+        rotation: Rotation | None = None,
     ) -> None:
-        self.log_path = log_path
-        log_path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.log = ProcessLog(log_path, rotation)
+        except OSError as error:
+            raise AgentStartError(f"{name} could not be started: cannot write its log {log_path}: {error}") from error
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         read_end, self._pipe = os.pipe()
         try:
-            with log_path.open("ab") as log:
-                self._log_start = log.tell()
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", module, pipe_option, str(read_end), *arguments],
-                    pass_fds=(read_end, *descriptors),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log.fileno(),
-                    stderr=log.fileno(),
-                    env={**os.environ, **environment, "PYTHONPATH": path},
-                    start_new_session=True,  # a signal to the server's process group must not end agents out of order
-                )
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, pipe_option, str(read_end), *arguments],
+                pass_fds=(read_end, *descriptors),
+                stdin=subprocess.DEVNULL,
+                stdout=self.log.descriptor,
+                stderr=self.log.descriptor,
+                env={**os.environ, **environment, "PYTHONPATH": path},
+                start_new_session=True,  # a signal to the server's process group must not end agents out of order
+            )
         except OSError as error:
             os.close(self._pipe)
             raise AgentStartError(f"{name} could not be started: {error}") from error
         finally:
+            self.log.process_started()
             os.close(read_end)
 
     @property
@@ -84,6 +88,7 @@ class ModuleProcess:
         """Kill the process, wait until it has ended, and free its resources. May be called twice."""
         self.kill()
         self._process.wait()
+        self.log.close()
 
     def _close_pipe(self) -> None:
         if self._pipe >= 0:
@@ -106,6 +111,7 @@ class AgentProcess(ModuleProcess):
         log_path: Path,
         module: str = "agent",
         environment: Mapping[str, str] | None = None,
+        rotation: Rotation | None = None,
     ) -> None:
         self.secret = secrets.token_bytes(SECRET_BYTES)
         listen_fd = listener.fileno()
@@ -117,6 +123,7 @@ class AgentProcess(ModuleProcess):
             environment or {},
             arguments=["--listen-fd", str(listen_fd)],
             descriptors=[listen_fd],
+            rotation=rotation,
         )
         self.exit_descriptor = os.pidfd_open(self._process.pid)
         """Descriptor that becomes readable when the process ends."""
@@ -129,13 +136,6 @@ class AgentProcess(ModuleProcess):
             return self._process.wait(timeout=wait_s)
         except subprocess.TimeoutExpired:
             return None
-
-    def log_tail(self) -> str:
-        """Return the last lines of this run's log. They have the traceback if the agent could not report it."""
-        with self.log_path.open("rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, end - _LOG_TAIL_BYTES))
-            return log.read().decode(errors="replace").strip()
 
     def exit_text(self) -> str:
         """Return how the process ended, in a few words. Empty while it runs."""

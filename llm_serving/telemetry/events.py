@@ -22,6 +22,8 @@ class LogEvent:
 
     meaning: str
     fields: Mapping[str, str] = field(default_factory=dict)
+    max_per_s: int = 0
+    """Maximum number of lines in a second; 0 is no limit. The line ``log_lines_suppressed`` counts the others."""
 
 
 EVENTS: Mapping[str, LogEvent] = {
@@ -103,8 +105,9 @@ EVENTS: Mapping[str, LogEvent] = {
         },
     ),
     "request_refused": LogEvent(
-        "A request was refused.",
+        "A request was refused. At most 20 lines per second are written.",
         {"request_id": "id of the request; absent if its body was not read", "code": "error code", "message": "reason"},
+        max_per_s=20,
     ),
     "first_token": LogEvent(
         "The first piece of a stream was written to its socket.",
@@ -174,9 +177,13 @@ EVENTS: Mapping[str, LogEvent] = {
     "log_lines_lost": LogEvent(
         "Lines could not be written, for example because the disk was full.", {"lines": "number of lost lines"}
     ),
+    "log_lines_suppressed": LogEvent(
+        "Lines of an event were not written, because more came in a second than its limit.",
+        {"of": "name of the event", "lines": "number of lines that were not written"},
+    ),
     "request_failed": LogEvent(
         "The engine or an agent failed, so a request got an error. The client does not get these details.",
-        {"message": "what failed", "where": "route of the request", "code": "error code of the response"},
+        {"message": "the failed operation", "where": "route of the request", "code": "error code of the response"},
     ),
     "internal_error": LogEvent(
         "A defect of the server; one request failed.", {"where": "route of the request", **_FAILURE}

@@ -7,8 +7,11 @@
 Every line has ``time`` (Unix seconds), ``level`` and ``event``, then the caller's fields. A call never raises and waits
 only for the disk. A value that cannot be encoded is described, and a line that is too long is cut. If the disk is full,
 lost lines are counted and reported on standard error. When the log can be written again, it gets a line
-``log_lines_lost``. Each line is appended in one write, so several processes may share a file. Log rotation with
-``copytruncate`` works.
+``log_lines_lost``. Each line is appended in one write, so several processes may share a file. ``log_file.py`` rotates
+the file, and follows another program that rotates it.
+
+Clients can cause some events as often as they like. ``LogEvent.max_per_s`` limits the lines of an event in each
+second. A line ``log_lines_suppressed`` has the number of the others.
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ from typing import TextIO
 import msgspec
 
 from llm_serving.errors import ConfigError
+from llm_serving.telemetry.events import EVENTS
+from llm_serving.telemetry.line_limit import LineLimit
+from llm_serving.telemetry.log_file import LogFile, LossReports, Rotation, dropped_lines
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 MAX_LINE_BYTES = 64 * 1024
 SMALLEST_LINE_CAP = 8 * 1024
-COMPLAINT_INTERVAL_S = 60.0
-"""Minimum time between two reports on standard error that the log cannot be written."""
 RESERVED = ("time", "level", "event")
 MAX_DEPTH = 6
 SHORT_TEXT = 256
@@ -63,21 +67,27 @@ class EventLog:
         mirror: bool = True,
         max_line_bytes: int = MAX_LINE_BYTES,
         clock: Callable[[], float] = time.time,
+        rotation: Rotation | None = None,
     ) -> None:
         if level not in LEVELS:
             raise ConfigError(f"log_config.level: {level!r} is not one of {', '.join(LEVELS)}")
         assert max_line_bytes >= SMALLEST_LINE_CAP, max_line_bytes
         self.path = None if path is None else Path(path)
-        self.lost_lines = 0
         self._threshold = LEVELS[level]
         self._mirror = mirror
         self._max_line_bytes = max_line_bytes
         self._clock = clock
+        self._limits = {name: LineLimit(event.max_per_s) for name, event in EVENTS.items() if event.max_per_s}
         # Re-entrant, so that a signal handler that logs does not wait for the thread that it interrupted.
-        self._lock = threading.RLock()
-        self._unreported = False
-        self._last_complaint = -COMPLAINT_INTERVAL_S
-        self._file_descriptor, self._torn = _open(self.path)
+        self._limits_lock = threading.RLock()
+        self._has_suppressed = False
+        losses = LossReports(self._loss_notice, report_on_stderr)
+        self._file = None if self.path is None else _open(self.path, losses, rotation)
+
+    @property
+    def lost_lines(self) -> int:
+        """Number of lines that could not be written."""
+        return 0 if self._file is None else self._file.lost_lines
 
     def event(self, name: str, /, *, level: str = "info", **fields: object) -> None:
         """Write one event as a line. ``fields`` may have any values; those that JSON does not know become text."""
@@ -85,13 +95,15 @@ class EventLog:
         if rank < self._threshold:
             return
         now = self._clock()
+        if (name in self._limits or self._has_suppressed) and not self._admit(name, now):
+            return
         record: dict[str, object] = {"time": now, "level": level, "event": name}
         for key, value in fields.items():
             record[f"{key}_" if key in RESERVED else key] = value
-        if self.path is not None:
-            self._write(encode_line(record, self._max_line_bytes))
+        if self._file is not None:
+            self._file.write(encode_line(record, self._max_line_bytes))
         if self._mirror and rank >= LEVELS["warning"]:
-            _report(readable(record))
+            report_on_stderr(readable(record))
 
     def debug(self, message: str, /, *, event: str = "debug", **fields: object) -> None:
         self.event(event, level="debug", message=message, **fields)
@@ -107,10 +119,10 @@ class EventLog:
 
     def close(self) -> None:
         """Close the file. Later events only go to standard error. May be called twice."""
-        with self._lock:
-            if self._file_descriptor >= 0:
-                os.close(self._file_descriptor)
-            self._file_descriptor = -1
+        if self._has_suppressed:
+            self._admit("", float("inf"))
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> EventLog:
         return self
@@ -120,53 +132,27 @@ class EventLog:
     ) -> None:
         self.close()
 
-    def _write(self, line: bytes) -> None:
-        with self._lock:
-            if self._file_descriptor < 0:
-                self.lost_lines += 1
-                return
-            data = line
-            if self._unreported:
-                data = self._loss_notice() + data
-            if self._torn:
-                data = b"\n" + data
-            written = 0
-            try:
-                while written < len(data):
-                    written += os.write(self._file_descriptor, data[written:])
-            except OSError as error:
-                if written:
-                    self._torn = data[written - 1] != ord("\n")
-                self._count_loss(error)
-                return
-            self._torn = False
-            self._unreported = False
+    def _admit(self, name: str, now: float) -> bool:
+        """Return whether a line of this event may be written now. First report events whose lines were suppressed."""
+        with self._limits_lock:
+            for limited, limit in self._limits.items():
+                if number := limit.take_suppressed(now):
+                    self.event("log_lines_suppressed", of=limited, lines=number)
+            limit_of_name = self._limits.get(name)
+            is_admitted = limit_of_name is None or limit_of_name.admits(now)
+            self._has_suppressed = any(limit.num_suppressed for limit in self._limits.values())
+        if not is_admitted:
+            dropped_lines.add("suppressed")
+        return is_admitted
 
-    def _loss_notice(self) -> bytes:
-        record = {"time": self._clock(), "level": "warning", "event": "log_lines_lost", "lines": self.lost_lines}
+    def _loss_notice(self, lines: int) -> bytes:
+        record = {"time": self._clock(), "level": "warning", "event": "log_lines_lost", "lines": lines}
         return encode_line(record, self._max_line_bytes)
 
-    def _count_loss(self, error: OSError) -> None:
-        self.lost_lines += 1
-        self._unreported = True
-        now = time.monotonic()
-        if now - self._last_complaint >= COMPLAINT_INTERVAL_S:
-            self._last_complaint = now
-            _report(f"cannot write the log {self.path}: {error.strerror}; {self.lost_lines} line(s) lost so far")
 
-
-def _open(path: Path | None) -> tuple[int, bool]:
-    """Open a log file for appending. Returns its descriptor (-1 without a file), and True if it ends inside a line."""
-    if path is None:
-        return -1, False
+def _open(path: Path, losses: LossReports, rotation: Rotation | None) -> LogFile:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torn = False
-        if path.is_file() and path.stat().st_size > 0:
-            with path.open("rb") as file:
-                file.seek(-1, os.SEEK_END)
-                torn = file.read(1) != b"\n"
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644), torn
+        return LogFile(path, losses, rotation)
     except OSError as error:
         raise ConfigError(f"log_config.path: cannot open {str(path)!r}: {error.strerror or error}") from error
 
@@ -200,7 +186,7 @@ def readable(record: Mapping[str, object]) -> str:
     return text.rstrip().replace("\n", "\n    ")
 
 
-def _report(text: str) -> None:
+def report_on_stderr(text: str) -> None:
     """Write ``text`` to standard error. It is dropped if standard error is closed or a full pipe."""
     data = text.encode("utf-8", "backslashreplace")
     if len(data) > MIRROR_BYTES:
@@ -274,6 +260,13 @@ def _text(value: object) -> str:
         text = str(_encode_unknown(value))
     except Exception as error:
         text = f"<{type(value).__name__}: str() failed with {type(error).__name__}>"
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with control characters escaped, except newlines and tabs. A terminal would execute them."""
+    if text.isprintable():
+        return text
     return "".join(
         character if character.isprintable() or character in "\n\t" else repr(character)[1:-1] for character in text
     )

@@ -14,7 +14,7 @@ from llm_serving.request import PARTS, FinishReason, RequestOutput, RequestTimin
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 from llm_serving.telemetry.receipt import BlockReason
 from llm_serving.telemetry.status import EngineStatus
-from llm_serving.telemetry.status_metrics import StatusCollector
+from llm_serving.telemetry.status_metrics import DroppedLinesCollector, StatusCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -52,6 +52,7 @@ class Metrics:
         self._refused_access = self._counter(
             "llm_serving_access_refused", "Requests that access control refused, by reason.", "reason"
         )
+        self.registry.register(DroppedLinesCollector())
         self._present = StatusCollector()
         self.registry.register(self._present)
         if process:

@@ -1,4 +1,4 @@
-"""Prometheus metrics that are read from the engine's status at each scrape."""
+"""Prometheus metrics that are read at each scrape: the engine's status, and the lines that logs dropped."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from llm_serving.telemetry.log_file import dropped_lines
 from llm_serving.telemetry.status import EngineState, EngineStatus, ReplicaStatus
 
 AGENT_STATES = ("starting", "ready", "restarting", "stopped")
@@ -62,6 +63,24 @@ class StatusCollector(Collector):
         yield from _engine_families(status)
         yield from _replica_families(status.replicas)
         yield from _agent_families(status.agents)
+
+
+class DroppedLinesCollector(Collector):
+    """Collects how many lines of the logs of this process were not written."""
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            "llm_serving_log_lines_dropped",
+            "Lines of the event log and of agent logs that were not written: lost (disk full), or suppressed (more "
+            "than the limit of the event).",
+            labels=["reason"],
+        )
+        for reason, number in dropped_lines.counts().items():
+            family.add_metric([reason], number)
+        yield family
 
 
 def _value(status: EngineStatus | ReplicaStatus, field: str) -> float:

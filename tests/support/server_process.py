@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,14 @@ class ServerProcess:
         with urllib.request.urlopen(self.url + path, timeout=time_limit(30)) as response:
             return json.load(response)
 
-    def post(self, path: str, body: object, timeout_s: float = 120.0) -> Any:
+    def get_text(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=time_limit(30)) as response:
+            return response.read().decode()
+
+    def post(self, path: str, body: object, timeout_s: float = 120.0, headers: Mapping[str, str] | None = None) -> Any:
         """POST JSON; the answer, or what an error answer says, with its status under ``status``."""
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}, method="POST"
-        )
+        all_headers = {"content-type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), all_headers, method="POST")
         try:
             with urllib.request.urlopen(request, timeout=time_limit(timeout_s)) as response:
                 return json.load(response)

@@ -1,5 +1,6 @@
 """The log analysis on written logs: exact figures, and no file that makes it fail."""
 
+import gzip
 import io
 import json
 import os
@@ -256,6 +257,27 @@ def test_a_file_that_cannot_be_read_is_exit_code_2(
 ) -> None:
     assert main([str(tmp_path / name)]) == 2
     assert re.match(r"error: .*: (No such file|Is a directory)", capsys.readouterr().err)
+
+
+def test_rotated_files_are_read_in_the_order_of_time(maker: LogMaker, tmp_path: Path) -> None:
+    """In any order on the command line, also compressed. A request may begin in one file and end in the next."""
+    for number in range(9):
+        maker.request(number, number, 0.1, 0.1, 1.5, 5)
+    maker.event(20, "request_refused", code="queue_full", message="full")
+    maker.event(22, "log_lines_suppressed", of="request_refused", lines=7)
+    maker.log.close()
+    lines = maker.path.read_bytes().splitlines(keepends=True)
+    old, older = tmp_path / "log.1", tmp_path / "log.2.gz"
+    older.write_bytes(gzip.compress(b"".join(lines[:7])))
+    old.write_bytes(b"".join(lines[7:12]).removesuffix(b"\n"))
+    newest = tmp_path / "log.0"
+    newest.write_bytes(b"".join(lines[12:]))
+    found = []
+    for name, files in (("whole", [maker.path]), ("parts", [newest, old, older])):
+        assert main([*map(str, files), "--json", str(tmp_path / name)]) == 0
+        found.append(json.loads((tmp_path / name).read_text()))
+    assert found[0] == found[1]
+    assert (found[0]["requests"], found[0]["refused_requests"]) == (9, 8)
 
 
 def test_two_runs_in_one_file(maker: LogMaker, capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,6 +176,12 @@ class LogAnalysis(RequestTotals):
         else:
             heapq.heappushpop(self._slowest, entry)
 
+    def _lines_suppressed(self, event: LogEvent) -> None:
+        """Counts refusals whose lines the server did not write, because there were too many in a second."""
+        number = event.fields.get("lines")
+        if event.fields.get("of") == "request_refused" and isinstance(number, int):
+            self.refused += max(0, number)
+
     def _request_refused(self, event: LogEvent) -> None:
         """Counts a rejected HTTP request and closes its sequences. Their ids are the request's id with a number."""
         self.refused += 1
@@ -231,6 +237,7 @@ _HANDLERS = {
     "request_arrival": LogAnalysis._request_arrival,
     "request_end": LogAnalysis._request_end,
     "request_refused": LogAnalysis._request_refused,
+    "log_lines_suppressed": LogAnalysis._lines_suppressed,
     "engine_state": LogAnalysis._engine_state,
     "agent_lost": LogAnalysis._agent_lost,
     "agent_ready": LogAnalysis._agent_ready,

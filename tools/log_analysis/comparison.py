@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from llm_serving.telemetry.statistics import Distribution
 from performance.terminal import format_number, format_summaries, format_table
 from tools.log_analysis.analysis import LogAnalysis, analyze
-from tools.log_analysis.reader import LogEvent, LogReader
+from tools.log_analysis.reader import LineSource, LogEvent, LogReader
 from tools.log_analysis.results import to_json
 
 LATENCIES = ("ttft_ms", "tpot_ms", "e2e_s", "normalized_latency_ms")
@@ -60,7 +60,7 @@ class TransferTime:
             self.e2e.add(client.e2e_s * 1000.0 - e2e_ms)
 
 
-def comparison(log: BinaryIO, client_json: Path) -> str:
+def comparison(log: LineSource, client_json: Path) -> str:
     """Compares a log with a load test's JSON and returns tables as text. Raises ``ComparisonError``."""
     content, requests = _read_client(client_json)
     transfer = TransferTime()

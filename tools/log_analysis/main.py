@@ -6,15 +6,14 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO
 
 import orjson
 
 from tools.log_analysis.analysis import LogAnalysis, analyze
 from tools.log_analysis.comparison import ComparisonError, comparison
+from tools.log_analysis.files import STANDARD_INPUT, open_logs
 from tools.log_analysis.html import html_report
 from tools.log_analysis.reader import LogReader
 from tools.log_analysis.results import to_json
@@ -38,9 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json is not None:
             _write(options.json, orjson.dumps(results, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
         if options.html is not None:
-            _write(options.html, html_report(analysis, reader, str(options.log)).encode("utf-8", "backslashreplace"))
+            names = ", ".join(map(str, options.log))
+            _write(options.html, html_report(analysis, reader, names).encode("utf-8", "backslashreplace"))
     except OSError as error:
-        print(f"error: {error.filename or options.log}: {error.strerror or error}", file=sys.stderr)
+        print(f"error: {error.filename or options.log[0]}: {error.strerror or error}", file=sys.stderr)
         return EXIT_USAGE
     except ComparisonError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -69,7 +69,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Analyze a server's event log: latencies, finish reasons, batch, queue, KV use, errors.",
         epilog=EPILOG,
     )
-    parser.add_argument("log", type=Path, help="the log, usually output/server.log; - reads standard input")
+    parser.add_argument(
+        "log",
+        type=Path,
+        nargs="+",
+        help="the log, usually output/server.log; - reads standard input. Rotated files (server.log.1, also .gz) may "
+        "be added in any order.",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with charts to this file")
     parser.add_argument("--last-run", action="store_true", help="only the events since the last server start")
@@ -84,21 +90,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _read(options: argparse.Namespace) -> tuple[LogReader, LogAnalysis]:
-    with _open(options.log) as file:
+    with open_logs(options.log) as file:
         reader = LogReader(file)
         events = (event for event in reader if options.since is None or event.time >= options.since)
         return reader, analyze(events, reader, last_run=options.last_run)
 
 
 def _compare(options: argparse.Namespace) -> str:
-    if str(options.log) == "-":
+    if STANDARD_INPUT in options.log:
         raise ComparisonError("--compare reads the log twice: give a file instead of standard input")
-    with _open(options.log) as file:
+    with open_logs(options.log) as file:
         return comparison(file, options.compare)
-
-
-def _open(path: Path) -> AbstractContextManager[BinaryIO]:
-    return nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb")
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 import msgspec
 
@@ -13,6 +13,13 @@ MAX_LINE_BYTES = 1024 * 1024
 MAX_TIME = 1e11
 """Unix seconds in the year 5138. A larger number in a log line is not a time, so the line is rejected."""
 KEPT_BAD_LINES = 5
+
+
+class LineSource(Protocol):
+    """A stream of lines, such as a binary file."""
+
+    def readline(self, limit: int, /) -> bytes:
+        """Return the next line with its end, at most ``limit`` bytes of it. Empty at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,7 @@ class LogEvent:
 class LogReader:
     """Iterates over the events of a log file, and counts lines. Blank lines do not count."""
 
-    file: BinaryIO
+    file: LineSource
     lines: int = 0
     bad_lines: int = 0
     bad_examples: list[str] = field(default_factory=list)

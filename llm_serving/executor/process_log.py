@@ -1,0 +1,77 @@
+"""The log file of a process that the server starts: a thread writes there what the process prints, without control
+characters."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections import deque
+from pathlib import Path
+
+from llm_serving.telemetry.log import printable, report_on_stderr
+from llm_serving.telemetry.log_file import LogFile, LossReports, Rotation
+
+PIPE_BYTES = 1024 * 1024
+"""A process waits with its output if the server has not read this number of bytes yet."""
+MAX_LINE_BYTES = 64 * 1024
+END_WAIT_S = 1.0
+"""Maximum wait for the end of the output of a process that has ended. Its own children may still hold the pipe."""
+TAIL_WAIT_S = 0.25
+_TAIL_LINES = 60
+_TAIL_CHARS = 4000
+
+
+class ProcessLog:
+    """Appends the output of one process to the file ``path``. Give ``descriptor`` to the process as its output.
+
+    Call ``process_started`` when the process has the descriptor, or could not be started. A full disk loses lines and
+    does not disturb the process. Raises OSError if the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, rotation: Rotation | None = None) -> None:
+        self.path = path
+        self._file = LogFile(path, LossReports(_loss_notice, report_on_stderr), rotation)
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._source, self.descriptor = os.pipe()
+        with contextlib.suppress(OSError):  # the system may allow less
+            fcntl.fcntl(self.descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._thread = threading.Thread(target=self._copy, name=f"log of {path.stem}", daemon=True)
+        self._thread.start()
+
+    def process_started(self) -> None:
+        """Close the server's copy of the descriptor, so that the output ends with the process."""
+        os.close(self.descriptor)
+
+    def tail(self) -> str:
+        """Return the last lines of the process. Waits a short time for the end of its output."""
+        self._thread.join(TAIL_WAIT_S)
+        return "\n".join(self._tail)[-_TAIL_CHARS:].strip()
+
+    def close(self) -> None:
+        """Wait until the output has been written. Call it after the end of the process. May be called twice."""
+        self._thread.join(END_WAIT_S)
+
+    def _copy(self) -> None:
+        """Copy the output until it ends. The last line may be incomplete."""
+        rest = b""
+        while chunk := os.read(self._source, MAX_LINE_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) >= MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            self._write(lines)
+        self._write([rest] if rest else [])
+        os.close(self._source)
+        self._file.close()
+
+    def _write(self, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        texts = [printable(line.removesuffix(b"\r").decode("utf-8", "backslashreplace")) for line in lines]
+        self._tail.extend(texts)
+        self._file.write(("\n".join(texts) + "\n").encode())
+
+
+def _loss_notice(number: int) -> bytes:
+    return f"({number} pieces of output could not be written here)\n".encode()
