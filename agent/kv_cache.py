@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from agent.backends.base import BlockMoves, CacheLayout, OpTable
-from agent.weights.storage import STORAGE_DTYPES, Array, zeros
+from agent.cache_pages import CachePages
+from agent.weights.storage import STORAGE_DTYPES, Array, future_zeros
 from llm_serving.config import Config
 
 
@@ -41,9 +40,9 @@ class KVCache:
         self.arrays: dict[str, Array] = {}
         """All arrays in host memory, by the names of the model's parameters."""
         if not ops.traits.own_memory:
-            with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
-                made = pool.map(lambda _: zeros(sizes, dtype), self._names)
-                self.arrays = dict(zip(self._names, made, strict=True))
+            self.arrays = {name: future_zeros(sizes, dtype) for name in self._names}
+        self.pages = CachePages(list(self.arrays.values()))
+        self.pages.allocate_first()
 
     def bind(self, parameters: Mapping[str, Any]) -> BlockMoves:
         """Makes this cache the memory of the model's ``parameters``. Allocates the host pool and returns its moves."""

@@ -118,6 +118,8 @@ class ModelRunner:
         self.run_moves(make_moves(self._config))
         self._report("warm up", len(steps), len(steps))
         self.reset()
+        assert self._model is not None, "load() must come before warm_up()"
+        self._model.kv_cache.pages.allocate_rest()
         gc.collect()
         gc.freeze()  # objects made during the start are permanent, so the garbage collector need not visit them again
         self._seconds["warm_up"] = time.perf_counter() - start

@@ -5,8 +5,10 @@ Conversions round to nearest, ties to even. A value that the target type cannot 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,8 @@ STORAGE_DTYPES: dict[str, Any] = {
 _CHUNK_ELEMENTS = 1 << 15
 _ALIGNMENT = 64
 _HUGE_PAGE = 2 << 20
-_POPULATE = 23
-"""Linux's MADV_POPULATE_WRITE, since 5.14, which the module ``mmap`` does not name."""
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+"""Linux's MADV_POPULATE_READ and MADV_POPULATE_WRITE, since 5.14, which the module ``mmap`` does not name."""
 
 
 def allocate(shape: tuple[int, ...], dtype: str) -> Array:
@@ -45,19 +47,46 @@ def zeros(shape: tuple[int, ...], dtype: str) -> Array:
 
     A large array has memory of its own in huge pages, which the system clears once. Releases the GIL meanwhile.
     """
+    array = future_zeros(shape, dtype)
+    make_resident(array)
+    return array
+
+
+def future_zeros(shape: tuple[int, ...], dtype: str) -> Array:
+    """Returns an array of zeros, whose pages the system allocates when they are used, or by ``make_resident``."""
     storage = np.dtype(STORAGE_DTYPES[dtype])
     num_bytes = int(np.prod(shape)) * storage.itemsize
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if num_bytes >= _HUGE_PAGE:
-        memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        raw = np.frombuffer(memory, np.uint8)
-        start = -raw.ctypes.data % _HUGE_PAGE
-        pages = raw[start : start + num_bytes]
-        if ctypes.CDLL(None).madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(num_bytes), _POPULATE) == 0:
-            return pages.view(storage).reshape(shape)
-    array = allocate(shape, dtype)
-    array.fill(0)
-    return array
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(memory, np.uint8)
+    start = -raw.ctypes.data % _HUGE_PAGE
+    return raw[start : start + num_bytes].view(storage).reshape(shape)
+
+
+def make_resident(array: Array) -> None:
+    """Allocates all pages of ``future_zeros`` and leaves their contents. The GIL is released meanwhile.
+
+    Nothing else may write to the array meanwhile.
+    """
+    if array.size and not populate(array, write=True):  # Linux before 5.14
+        pages = array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]
+        np.bitwise_or(pages, np.uint8(0), out=pages)
+
+
+def populate(pages: Array, *, write: bool) -> bool:
+    """Makes the system allocate or read the pages of an array now. Returns False if the system cannot do that.
+
+    The array begins at a page. ``write`` allocates pages that can be written to. Releases the GIL meanwhile.
+    """
+    advice = _POPULATE_WRITE if write else _POPULATE_READ
+    return int(_libc().madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.nbytes), advice)) == 0
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def huge_page_bytes() -> int:
@@ -65,11 +94,20 @@ def huge_page_bytes() -> int:
 
     With pages of 4 KiB, attention reads 10 % slower.
     """
+    return _memory_bytes("AnonHugePages:") + file_huge_page_bytes()
+
+
+def file_huge_page_bytes() -> int:
+    """Returns the bytes of mapped files in huge pages, or 0 if the system does not report them."""
+    return _memory_bytes("FilePmdMapped:")
+
+
+def _memory_bytes(kind: str) -> int:
     try:
         lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages:"))
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))
 
 
 def convert_into(source: Array, source_dtype: str, out: Array, out_dtype: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agent import cache_pages
 from agent.backends.base import BlockMoves, CacheLayout, DeviceTraits
 from agent.backends.cpu.blocks import HostBlockMoves
+from agent.cache_pages import CachePages
 from agent.kv_cache import KVCache
-from agent.weights.storage import Array
+from agent.weights import storage
+from agent.weights.storage import Array, future_zeros
 from llm_serving.config import Config, load_config
 from llm_serving.ipc.shm import MoveKind
+from llm_serving.planning.machine import Machine
 from support.model_folders import write_model_folder
 
 MOVES = np.array(
@@ -68,3 +74,54 @@ def test_the_hosts_pool_has_blocks_of_the_same_size(config: Config) -> None:
     assert cache.block_moves([]).num_host_bytes * 80 == cache.num_bytes
     without = replace(config, pa_config=replace(config.pa_config, num_host_blocks=0))
     assert KVCache(without, Layout()).block_moves([]).num_host_bytes == 0
+
+
+def resident_bytes(array: Array) -> int:
+    """Returns the bytes of an array that have memory (mincore)."""
+    pages = np.zeros(-(-array.nbytes // mmap.PAGESIZE), np.uint8)
+    address, size, out = (ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes), pages.ctypes.data)
+    assert ctypes.CDLL(None).mincore(address, size, ctypes.c_void_p(out)) == 0
+    return int((pages & 1).sum()) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("available", [1 << 50, 0], ids=["enough", "short"])
+def test_a_large_cache_gets_its_first_pages_at_the_start_and_the_rest_before_or_while_it_serves(
+    monkeypatch: pytest.MonkeyPatch, available: int
+) -> None:
+    monkeypatch.setattr(cache_pages, "START_BYTES", 4 << 20)
+    monkeypatch.setattr(cache_pages.Machine, "detect", lambda: Machine(available, "test"))
+    arrays = [future_zeros((8 << 20,), "int8") for _ in range(2)]
+    pages = CachePages(arrays)
+    assert sum(map(resident_bytes, arrays)) == 0
+    pages.allocate_first()
+    assert [resident_bytes(array) for array in arrays] == [2 << 20, 2 << 20]
+    arrays[0][:] = 1
+    arrays[1][::100] = 2
+    pages.allocate_rest()
+    assert (pages._thread is not None) == (available > 0)
+    pages.wait()
+    assert [resident_bytes(array) for array in arrays] == [8 << 20, 8 << 20]
+    assert (arrays[0] == 1).all()
+    assert (arrays[1][::100] == 2).all()
+    assert int(arrays[1].sum(dtype=np.int64)) == 2 * arrays[1][::100].size
+
+
+def test_pages_are_allocated_without_the_call_of_new_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_pages, "START_BYTES", 2 << 20)
+    for module in (cache_pages, storage):
+        monkeypatch.setattr(module, "populate", lambda pages, *, write: False)
+    array = future_zeros((4 << 20,), "int8")
+    pages = CachePages([array])
+    pages.allocate_first()
+    pages.allocate_rest()
+    assert resident_bytes(array) == 4 << 20
+    assert not array.any()
+
+
+def test_an_array_below_a_page_is_zero() -> None:
+    array = future_zeros((3,), "float32")
+    pages = CachePages([array])
+    pages.allocate_first()
+    pages.allocate_rest()
+    assert array.tolist() == [0, 0, 0]
+    assert future_zeros((0, 2), "int8").size == 0

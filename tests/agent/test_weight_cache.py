@@ -36,6 +36,13 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entry, "CHUNK_BYTES", 100_000)
 
 
+@pytest.fixture(params=["mapped", "copied"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Loads entries in both ways. Small files are not in huge pages, so that they are copied."""
+    monkeypatch.setattr(entry, "LEAST_HUGE", 0.0 if request.param == "mapped" else 1.1)
+    return str(request.param)
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     return config_of(tmp_path)
@@ -69,7 +76,7 @@ def the_entry(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_was_stored_is_loaded(config: Config) -> None:
+def test_what_was_stored_is_loaded(config: Config, way: str) -> None:
     cache = cache_of(config)
     assert cache.load() is None
     store(cache)
@@ -81,6 +88,50 @@ def test_what_was_stored_is_loaded(config: Config) -> None:
         assert loaded[name].tobytes() == array.tobytes()
         assert loaded[name].flags.writeable
         assert array.size == 0 or loaded[name].ctypes.data % 64 == 0
+
+
+def own_file_mappings(path: Path) -> int:
+    """Returns the number of mappings of a file in this process."""
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count(str(path))
+
+
+def test_a_mapped_entry_is_writable_memory_that_leaves_the_file_alone(tmp_path: Path, config: Config, way: str) -> None:
+    store(cache_of(config))
+    path = the_entry(tmp_path)
+    content = path.read_bytes()
+    loaded = cache_of(config).load()
+    assert loaded is not None
+    assert own_file_mappings(path) == (way == "mapped")
+    loaded["blob"][:] = 0
+    assert path.read_bytes() == content
+    again = cache_of(config).load()
+    assert again is not None
+    assert again["blob"].tobytes() == WEIGHTS["blob"].tobytes()
+    del loaded, again
+    assert own_file_mappings(path) == 0
+
+
+def test_an_entry_that_is_replaced_or_deleted_keeps_the_weights_of_a_running_agent(
+    tmp_path: Path, config: Config, way: str
+) -> None:
+    store(cache_of(config))
+    loaded = cache_of(config).load()
+    assert loaded is not None
+    store(cache_of(config), {"blob": np.zeros_like(WEIGHTS["blob"])})
+    the_entry(tmp_path).unlink()
+    assert loaded["blob"].tobytes() == WEIGHTS["blob"].tobytes()
+
+
+def test_a_file_that_cannot_be_mapped_is_copied(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry, "LEAST_HUGE", 0.0)
+    monkeypatch.setattr(entry, "populate", lambda pages, *, write: False)  # as Linux before 5.14
+    store(cache_of(config))
+    loaded = cache_of(config).load()
+    assert loaded is not None
+    assert own_file_mappings(the_entry(tmp_path)) == 0
+    assert loaded["blob"].tobytes() == WEIGHTS["blob"].tobytes()
 
 
 def test_an_entry_can_be_read_in_the_background(config: Config) -> None:
@@ -149,7 +200,12 @@ def promise_a_large_header(content: bytes) -> bytes:
     ],
 )
 def test_a_damaged_file_is_found_deleted_and_made_again(
-    tmp_path: Path, config: Config, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes], reason: str
+    tmp_path: Path,
+    config: Config,
+    caplog: pytest.LogCaptureFixture,
+    way: str,
+    damage: Callable[[bytes], bytes],
+    reason: str,
 ) -> None:
     store(cache_of(config))
     path = the_entry(tmp_path)

@@ -3,28 +3,40 @@
 The file begins with ``MAGIC``, then the position, the length and the CRC-32 of the header. The arrays follow, each at a
 multiple of ``ALIGNMENT``. The header is JSON at the end of the file, because a writer adds arrays one by one. It has a
 CRC-32 for every ``CHUNK_BYTES`` of each array, so that several threads can read and check.
+
+A reader maps the file if the system maps it in huge pages, so that weights which the system has cached are neither
+copied nor in memory twice. Otherwise it copies the file to huge pages, because kernels read small pages slower. Nothing
+writes to a complete file: a new entry replaces the old one, whose memory stays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import mmap
 import os
 import struct
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from agent.kernels.packing import weight_blob
-from agent.weights.storage import Array
+from agent.weights.storage import Array, file_huge_page_bytes, populate
 
 MAGIC = b"LLSWGT02"
 ALIGNMENT = 4096
 CHUNK_BYTES = 16 << 20
 MAX_HEADER_BYTES = 64 << 20
+_MAP_BYTES = 16 << 20
+"""Bytes that a thread maps at once. A multiple of every page size."""
+LEAST_HUGE = 0.5
+"""The part of a mapped file that must be in huge pages."""
 _PREFIX = struct.Struct("<8sQQI")
 _DTYPES = ("|i1", "|u1", "<u2", "<i2", "<f2", "<i4", "<f4", "<i8", "<u8")
 
@@ -73,59 +85,104 @@ class EntryWriter:
         return checksums
 
 
-def read_entry(path: Path, fingerprint: str, threads: int) -> dict[str, Array]:
-    """Reads the arrays of an entry into new memory and checks all of their bytes.
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A piece of an array that has a checksum: its bytes, their position in the file, and the checksum."""
 
-    Raises EntryError if the file was made of another source or with other settings, or if it is damaged. Raises
-    FileNotFoundError if there is no file, and OSError if it cannot be read.
+    data: Array
+    position: int
+    checksum: int
+
+    def is_correct(self) -> bool:
+        return zlib.crc32(self.data.data) == self.checksum
+
+
+def read_entry(path: Path, fingerprint: str, threads: int) -> dict[str, Array]:
+    """Maps or reads the arrays of an entry and checks all of their bytes.
+
+    The arrays can be written to, which does not change the file. Raises EntryError if the file was made of another
+    source or with other settings, or if it is damaged. Raises FileNotFoundError if there is no file, and OSError if it
+    cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         header, end = _read_header(descriptor)
         if header["fingerprint"] != fingerprint:
             raise EntryError("the checkpoint, the settings or the program have changed since it was written")
-        return _read_arrays(descriptor, header["arrays"], end, threads)
+        with ThreadPoolExecutor(threads) as pool:
+            return _read_arrays(descriptor, header["arrays"], end, pool)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise EntryError(f"its header is wrong ({type(error).__name__}: {error})") from error
     finally:
         os.close(descriptor)
 
 
-def _read_arrays(descriptor: int, described: list[dict[str, Any]], end: int, threads: int) -> dict[str, Array]:
-    """Reads all arrays, which are in the first ``end`` bytes of the file."""
-    chunks: list[tuple[memoryview, int, int]] = []
-    arrays: dict[str, Array] = {}
+def _read_arrays(
+    descriptor: int, described: list[dict[str, Any]], end: int, pool: ThreadPoolExecutor
+) -> dict[str, Array]:
+    """Maps or reads all arrays, which are in the first ``end`` bytes of the file, and compares their checksums."""
     for each in described:
-        array, begin = _allocate(each, end), int(each["begin"])
-        arrays[str(each["name"])], data = array, _bytes_of(array)
-        if len(each["checksums"]) != math.ceil(data.size / CHUNK_BYTES):
-            raise EntryError(f"its header has {len(each['checksums'])} checksums for {data.size} bytes")
-        places = range(0, data.size, CHUNK_BYTES)
-        for at, checksum in zip(places, each["checksums"], strict=True):
-            chunks.append((data[at : at + CHUNK_BYTES].data, begin + at, int(checksum)))
-
-    def read(chunk: tuple[memoryview, int, int]) -> bool:
-        out, position, checksum = chunk
-        _read_all(descriptor, out, position)
-        return zlib.crc32(out) == checksum
-
-    with ThreadPoolExecutor(threads) as pool:
-        correct = list(pool.map(read, chunks))
+        _check_place(each, end)
+    arrays = _map_arrays(descriptor, described, end, pool)
+    if arrays is None:
+        arrays = {str(each["name"]): _allocate(each) for each in described}
+        list(pool.map(lambda chunk: _read_all(descriptor, chunk.data.data, chunk.position), _chunks(described, arrays)))
+    correct = list(pool.map(_Chunk.is_correct, _chunks(described, arrays)))
     if not all(correct):
         raise EntryError(f"the checksums of {correct.count(False)} of {len(correct)} pieces are wrong")
     return arrays
 
 
-def _allocate(described: dict[str, Any], end: int) -> Array:
-    """Returns uninitialised memory for an array. Raises EntryError, before it allocates, if the file is too short."""
-    begin, shape = int(described["begin"]), tuple(int(length) for length in described["shape"])
+def _map_arrays(
+    descriptor: int, described: list[dict[str, Any]], end: int, pool: ThreadPoolExecutor
+) -> dict[str, Array] | None:
+    """Maps the file's arrays to private memory. Returns None if the system cannot map enough of it in huge pages."""
+    before = file_huge_page_bytes()
+    memory = mmap.mmap(descriptor, end, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(memory, np.uint8)
+    pieces = [raw[at : at + _MAP_BYTES] for at in range(0, end, _MAP_BYTES)]
+    if not all(pool.map(lambda piece: populate(piece, write=False), pieces)):
+        return None  # an old kernel, or the disk fails: then the copy raises OSError
+    if file_huge_page_bytes() - before < LEAST_HUGE * end:
+        return None
+    return {str(each["name"]): _view(raw[int(each["begin"]) :], each) for each in described}
+
+
+def _chunks(described: list[dict[str, Any]], arrays: dict[str, Array]) -> Iterator[_Chunk]:
+    for each in described:
+        data, begin = _bytes_of(arrays[str(each["name"])]), int(each["begin"])
+        for at, checksum in zip(range(0, data.size, CHUNK_BYTES), each["checksums"], strict=True):
+            yield _Chunk(data[at : at + CHUNK_BYTES], begin + at, int(checksum))
+
+
+def _check_place(described: dict[str, Any], end: int) -> None:
+    """Raises EntryError, before memory is allocated, if the file cannot hold a described array."""
+    begin, shape = int(described["begin"]), _shape_of(described)
     if described["dtype"] not in _DTYPES or min(shape, default=1) < 0:
         raise EntryError(f"its header describes the array {described['name']!r} wrongly")
-    dtype = np.dtype(described["dtype"])
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if begin < 0 or begin + num_bytes > end:
-        raise EntryError(f"the array {described['name']!r} ends behind the file")
-    return weight_blob(num_bytes).view(dtype).reshape(shape)
+    num_bytes = math.prod(shape) * np.dtype(described["dtype"]).itemsize
+    if begin < 0 or begin % ALIGNMENT or begin + num_bytes > end:
+        raise EntryError(f"the array {described['name']!r} ends behind the file, or begins at a wrong place")
+    if len(described["checksums"]) != math.ceil(num_bytes / CHUNK_BYTES):
+        raise EntryError(f"its header has {len(described['checksums'])} checksums for {num_bytes} bytes")
+
+
+def _allocate(described: dict[str, Any]) -> Array:
+    """Returns memory for an array."""
+    return _view(weight_blob(math.prod(_shape_of(described)) * np.dtype(described["dtype"]).itemsize), described)
+
+
+def _view(memory: Array, described: dict[str, Any]) -> Array:
+    """Returns the described array in the beginning of ``memory``, which has bytes."""
+    shape, dtype = _shape_of(described), np.dtype(described["dtype"])
+    array: Array = memory[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+    return array
+
+
+def _shape_of(described: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(int(length) for length in described["shape"])
 
 
 def _read_header(descriptor: int) -> tuple[dict[str, Any], int]:

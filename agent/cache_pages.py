@@ -1,0 +1,80 @@
+"""Makes the system allocate the pages of the KV cache: some during the start, and the rest while the agent serves.
+
+A system takes 0.2 to 2 seconds for each GiB. The agent therefore does not wait for all pages of a large cache. The
+blocks that are used first have the lowest numbers and get their pages first. A step that uses a block without pages
+waits until the system has allocated them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from agent.weights.storage import Array, file_huge_page_bytes, make_resident, populate
+from llm_serving.planning.machine import Machine
+
+logger = logging.getLogger("agent.cache_pages")
+
+START_BYTES = 1 << 30
+"""The agent waits for this much of the cache."""
+_PIECE_BYTES = 2 << 20
+"""Pages are allocated in pieces of this size. A longer call would delay the other threads of the process."""
+_LOWEST_PRIORITY = 19
+
+
+class CachePages:
+    """The pages of arrays of ``future_zeros``, which have one size."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        flat = [array.reshape(-1).view(np.uint8) for array in arrays]
+        size = max((each.size for each in flat), default=0)
+        pieces = [each[at : at + _PIECE_BYTES] for at in range(0, size, _PIECE_BYTES) for each in flat]
+        first = -(-START_BYTES // _PIECE_BYTES)
+        self._first, self._rest = pieces[:first], pieces[first:]
+        self._thread: threading.Thread | None = None
+
+    def allocate_first(self) -> None:
+        """Allocates the first pages, with all cores. Nothing may write to the arrays meanwhile."""
+        _allocate(self._first)
+
+    def allocate_rest(self) -> None:
+        """Lets a thread of the lowest priority allocate the other pages.
+
+        Call this method when the agent is ready, before its first step. If the system could not guarantee the memory
+        to a thread, allocates the pages before it returns, so that a lack of memory shows at the start.
+        """
+        pieces, self._rest = self._rest, []
+        num_bytes = sum(piece.size for piece in pieces)
+        # The system counts mapped weights as memory that it could free.
+        is_safe = num_bytes <= Machine.detect().available_bytes - file_huge_page_bytes()
+        if not pieces:
+            return
+        if not is_safe or not populate(pieces[0], write=True):
+            _allocate(pieces)
+            return
+        self._thread = threading.Thread(target=_allocate_slowly, args=(pieces,), name="cache-pages", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits for the thread of ``allocate_rest``."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _allocate(pieces: Sequence[Array]) -> None:
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+        list(pool.map(make_resident, pieces))
+
+
+def _allocate_slowly(pieces: Sequence[Array]) -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    failed = sum(not populate(piece, write=True) for piece in pieces)
+    if failed:
+        logger.warning("%d MiB of the KV cache get their memory when they are used", failed * _PIECE_BYTES >> 20)
