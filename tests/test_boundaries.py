@@ -15,8 +15,8 @@ from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
 
 HTTP = ("starlette", "uvicorn", "uvloop", "httptools", "asyncio", "aiohttp", "httpx", "requests")
-AGENT_MAY = ("llm_serving.config", "llm_serving.errors", "llm_serving.formats", "llm_serving.ipc", "llm_serving.model")
-AGENT_MAY += ("llm_serving.planning", "llm_serving.request", "llm_serving.sampling_params")
+AGENT_MAY = ("llm_serving.config", "llm_serving.errors", "llm_serving.formats", "llm_serving.gguf", "llm_serving.ipc")
+AGENT_MAY += ("llm_serving.model", "llm_serving.planning", "llm_serving.request", "llm_serving.sampling_params")
 AGENT_MAY += ("llm_serving.telemetry.log", "llm_serving.telemetry.npu_smi")
 
 

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from agent.weights.checkpoint import Checkpoint
 from agent.weights.forms import LinearForm, LinearForms
-from agent.weights.gguf_file import GGUFFile, find_gguf
+from agent.weights.gguf.file import GGUFFile
 from agent.weights.layout import WeightSpec
 from agent.weights.packed import OUTPUT_LAYER, LinearPacker, Packing
 from agent.weights.primitive import load_primitive
 from agent.weights.seeded import SeededWeights
 from agent.weights.source import WeightSource
 from agent.weights.storage import Array, allocate
+from llm_serving.gguf.place import find_gguf
 from llm_serving.model.quantization import checkpoint_quantization
 
 MAX_THREADS = 4
@@ -24,16 +25,17 @@ MAX_THREADS = 4
 
 
 def open_weights(
-    folder: Path | None, specs: Sequence[WeightSpec], *, seed: int | None, ignorable: Iterable[str] = ()
+    path: Path | None, specs: Sequence[WeightSpec], *, seed: int | None, ignorable: Iterable[str] = ()
 ) -> WeightSource:
-    """Opens the source of a model's weights: random numbers if there is a ``seed``, else the model folder.
+    """Opens the source of a model's weights: random numbers if there is a ``seed``, else the model at ``path``.
 
-    Raises CheckpointError, before it reads any values, if the folder's files do not fit ``specs``.
+    ``path`` is a model folder or a GGUF file. Raises CheckpointError, before it reads any values, if its tensors do not
+    fit ``specs``.
     """
     if seed is not None:
         return SeededWeights(seed)
-    assert folder is not None, "a config without a seed has a model folder"
-    checkpoint = _open_folder(folder)
+    assert path is not None, "a config without a seed has a model folder or file"
+    checkpoint = _open_model(path)
     try:
         checkpoint.check([part for spec in specs for part in spec.tensors], ignorable)
     except BaseException:
@@ -125,6 +127,6 @@ def _load_experts(spec: WeightSpec, source: WeightSource, dtype: str) -> Array:
     return array
 
 
-def _open_folder(folder: Path) -> Checkpoint | GGUFFile:
-    gguf = find_gguf(folder)
-    return Checkpoint(folder, checkpoint_quantization(folder)) if gguf is None else GGUFFile(gguf)
+def _open_model(path: Path) -> Checkpoint | GGUFFile:
+    gguf = find_gguf(path)
+    return Checkpoint(path, checkpoint_quantization(path)) if gguf is None else GGUFFile(gguf)

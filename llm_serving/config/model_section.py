@@ -154,7 +154,8 @@ class ModelConfig:
     )
     model_path: str | None = own(
         None,
-        "Hugging Face folder with `config.json`, weights and tokenizer. It is searched like `model_cfg_path`.",
+        "Hugging Face folder with `config.json`, weights and tokenizer, or a GGUF file, which has all three. It is "
+        "searched like `model_cfg_path`.",
         null="none; sizes come from `model_cfg_path`, and `load_format` must be `dummy`",
     )
     load_format: str = own(

@@ -33,6 +33,7 @@ from llm_serving.config.validation import (
     check_sum_parts,
 )
 from llm_serving.errors import CheckpointError
+from llm_serving.gguf.place import SUFFIX, find_gguf, own_config
 from llm_serving.model.quantization import stored_weight_format, stored_weight_group
 from llm_serving.model.shape import ModelShape
 
@@ -206,7 +207,7 @@ class Resolver:
         stated = mindformers.shape if mindformers else None
         if folder is None:
             return self._shape_without_folder(stated)
-        shape = ModelShape.from_hf_folder(folder)
+        shape = ModelShape.from_path(folder)
         if self._model.load_format != "dummy":
             _check_weights_present(folder)
         if stated is not None:
@@ -293,6 +294,9 @@ class Resolver:
         if path is None:
             raise self._raw.error(key, name, "there is no model_path to take the tokenizer from; name a file or folder")
         kind = self._tokenizer.type
+        gguf = own_config(path)
+        if kind == "auto" and gguf is not None:
+            return TokenizerConfig(kind, str(gguf))
         for candidate, file_name in _TOKENIZER_FILES:
             file = path / file_name if path.is_dir() else path
             if kind in ("auto", candidate) and file.is_file() and file.suffix == Path(file_name).suffix:
@@ -309,7 +313,7 @@ def _block_size(device: str, head_dim: int) -> int:
 
 
 def _check_weights_present(folder: Path) -> None:
-    if any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):
+    if find_gguf(folder) is not None or any(folder.glob("*.safetensors")):
         return
     torch_files = sorted(file.name for pattern in _TORCH_PATTERNS for file in folder.glob(pattern))
     if torch_files:
@@ -324,5 +328,6 @@ def _check_weights_present(folder: Path) -> None:
 
 
 def _name_of(folder: Path | None, shape: ModelShape) -> str:
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", folder.name if folder else shape.architecture).lstrip("._-")
+    stem = shape.architecture if folder is None else folder.stem if folder.suffix == SUFFIX else folder.name
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-")
     return name[:128] or "model"

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from llm_serving.config import Config
+from llm_serving.engine.gguf_tokenizer import read_gguf_tokenizer
 from llm_serving.engine.token_table import decode_rule, sentencepiece_rule
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.tokenizer_files import (
@@ -39,7 +40,8 @@ _QWEN2_WORDS = (
 def load_tokenizer(config: Config) -> Tokenizer:
     """Load the tokenizer that a config names. Raises CheckpointError."""
     vocabulary = find_vocabulary(Path(config.tokenizer_file), config.tokenizer.type)
-    return make_tokenizer(read_tokenizer_files(vocabulary), config.end_token_ids)
+    read = read_gguf_tokenizer if vocabulary.suffix == ".gguf" else read_tokenizer_files
+    return make_tokenizer(read(vocabulary), config.end_token_ids)
 
 
 def make_tokenizer(files: TokenizerFiles, eos_token_ids: Sequence[int] = ()) -> Tokenizer:
@@ -56,10 +58,8 @@ class FastTokenizer(Tokenizer):
 
     def __init__(self, files: TokenizerFiles, eos_token_ids: Sequence[int] = ()) -> None:
         source = str(files.vocabulary)
-        _check_size(files)
         try:
-            is_bpe = files.vocabulary.name == BPE_FILE
-            self._tokenizer = _byte_level_bpe(files) if is_bpe else tokenizers.Tokenizer.from_file(source)
+            self._tokenizer = _fast_tokenizer(files)
         except CheckpointError:
             raise
         except Exception as reason:  # the library ``tokenizers`` raises plain Exception
@@ -214,6 +214,14 @@ class SentencePieceTokenizer(Tokenizer):
         return self._tokens[piece].token_id if piece in self._tokens else self._piece_id(piece)
 
 
+def _fast_tokenizer(files: TokenizerFiles) -> tokenizers.Tokenizer:
+    if files.content is not None:
+        return tokenizers.Tokenizer.from_buffer(files.content)
+    _check_size(files)
+    is_bpe = files.vocabulary.name == BPE_FILE
+    return _byte_level_bpe(files) if is_bpe else tokenizers.Tokenizer.from_file(str(files.vocabulary))
+
+
 def _check_size(files: TokenizerFiles) -> None:
     size = files.vocabulary.stat().st_size
     if size > MAX_VOCABULARY_BYTES:
@@ -221,6 +229,8 @@ def _check_size(files: TokenizerFiles) -> None:
 
 
 def _read_model(files: TokenizerFiles) -> bytes:
+    if files.content is not None:
+        return files.content
     _check_size(files)
     try:
         return files.vocabulary.read_bytes()

@@ -36,7 +36,7 @@ class AddedToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """Contents of the tokenizer's files, without the vocabulary itself.
+    """Contents of the tokenizer's files.
 
     ``special_tokens`` maps names like ``bos_token`` to tokens. ``templates`` maps names to chat templates.
     """
@@ -46,10 +46,11 @@ class TokenizerFiles:
     special_tokens: Mapping[str, str]
     added_tokens: tuple[AddedToken, ...]
     templates: Mapping[str, str]
-
-    @property
-    def is_sentencepiece(self) -> bool:
-        return self.vocabulary.suffix == ".model"
+    is_sentencepiece: bool
+    """True if the vocabulary is a SentencePiece model, otherwise one of the library ``tokenizers``."""
+    content: bytes | None = None
+    """The ``tokenizer.model`` or ``tokenizer.json`` that was made from ``vocabulary``. None: ``vocabulary`` is that
+    file."""
 
 
 def find_vocabulary(place: Path, kind: str = "auto") -> Path:
@@ -67,8 +68,8 @@ def find_vocabulary(place: Path, kind: str = "auto") -> Path:
         raise CheckpointError(f"{place}: holds no {' and no '.join(names)}, so there is no tokenizer")
     if not place.is_file():
         raise CheckpointError(f"tokenizer.vocab_file: {place}: no such file")
-    if place.suffix not in (".json", ".model"):
-        raise CheckpointError(f"tokenizer.vocab_file: {place}: must be a tokenizer.json or a sentencepiece .model file")
+    if place.suffix not in (".json", ".model", ".gguf"):
+        raise CheckpointError(f"tokenizer.vocab_file: {place}: must be a tokenizer.json, a .model or a .gguf file")
     return place
 
 
@@ -92,6 +93,7 @@ def read_tokenizer_files(vocabulary: Path) -> TokenizerFiles:
         special_tokens=special,
         added_tokens=_added_tokens(folder, settings),
         templates=_templates(folder, fields, settings),
+        is_sentencepiece=vocabulary.suffix == ".model",
     )
 
 

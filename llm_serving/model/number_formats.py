@@ -50,8 +50,6 @@ class WeightFormat:
     """Layouts of safetensors checkpoints with integers of the format: ``gptq``, ``awq`` and others."""
     gguf_type: str | None = None
     """GGUF's name of tensors with integers of the format, for example ``Q8_0``."""
-    gguf_file_type: int | None = None
-    """llama.cpp's number of a file whose tensors mostly have ``gguf_type``."""
     perplexity_limit: float | None = None
     """Maximum relative increase of the perplexity that ``tools/quality_gate.py`` accepts."""
 
@@ -99,7 +97,6 @@ _INT8 = WeightFormat(
     native="int8",
     layouts=("gptq", "int-quantized", "pack-quantized", "model-slim"),
     gguf_type="Q8_0",
-    gguf_file_type=7,
     perplexity_limit=0.01,
 )
 _INT4 = WeightFormat(
@@ -115,7 +112,6 @@ _INT4 = WeightFormat(
     native="int4_weight_only",
     layouts=("gptq", "awq", "pack-quantized", "model-slim"),
     gguf_type="Q4_0",
-    gguf_file_type=2,
     perplexity_limit=0.05,
 )
 

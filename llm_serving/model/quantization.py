@@ -7,13 +7,16 @@ and golden-stick (``llm_serving.model.quant_description``) and GGUF.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from llm_serving.errors import CheckpointError
-from llm_serving.formats.gguf_header import read_gguf_uint32
 from llm_serving.formats.small_files import read_json_object
 from llm_serving.formats.typed_fields import TypedFields
+from llm_serving.gguf.header import read_header
+from llm_serving.gguf.place import find_gguf
 from llm_serving.model.number_formats import STORED_FORMATS, WeightFormat, stored_format
 from llm_serving.model.quant_description import MAX_GROUP, Description, read_description
 
@@ -22,6 +25,8 @@ MAX_WEIGHT_ONLY_SIZE = 65_535
 """Maximum number of inputs, and of outputs, of MindSpore's primitive WeightQuantBatchMatmul."""
 GGUF_GROUP = 32
 """Number of consecutive weights of a quantised GGUF tensor that share a scale."""
+GGUF_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""GGUF's types of floats, and their names here."""
 _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files in which older versions of AutoGPTQ and AutoAWQ wrote the scheme, and the method of each file."""
 
@@ -67,28 +72,39 @@ def _described(folder: Path) -> Quantization | None:
     return Quantization("model-slim", description.bits, description.group, description=description)
 
 
-def stored_weight_format(folder: Path) -> str | None:
-    """Return the name of the integer format of a model folder, or None for float weights. Raises CheckpointError."""
-    found = checkpoint_quantization(folder)
+def stored_weight_format(path: Path) -> str | None:
+    """Return the name of the integer format of a model folder or GGUF file, or None for float weights.
+
+    Raises CheckpointError.
+    """
+    found = checkpoint_quantization(path)
     if found is not None:
         return found.format.name
-    files = sorted(folder.glob("*.gguf"))
-    if not files or any(folder.glob("*.safetensors")):
+    file = find_gguf(path)
+    return None if file is None else _gguf_format(file)
+
+
+def _gguf_format(file: Path) -> str | None:
+    """Return the format of most weights of a GGUF file. Types that no format has exactly become int8."""
+    sizes = Counter[str]()
+    for each in read_header(file).tensors.values():
+        if len(each.shape) > 1:
+            sizes[each.type.name] += math.prod(each.shape)
+    common = max(sizes, key=lambda name: sizes[name], default="F32")
+    if common in GGUF_FLOATS:
         return None
-    file_type = read_gguf_uint32(files[0], "general.file_type")
-    names = {each.gguf_file_type: each.name for each in STORED_FORMATS}
-    return None if file_type is None else names.get(file_type)
+    return next((each.name for each in STORED_FORMATS if each.gguf_type == common), "int8")
 
 
-def stored_weight_group(folder: Path) -> int:
-    """Return the number of inputs that share a scale in a model folder.
+def stored_weight_group(path: Path) -> int:
+    """Return the number of inputs that share a scale in a model folder or GGUF file.
 
     It is 1 for floats, and if all inputs of an output share a scale.
     """
-    found = checkpoint_quantization(folder)
+    found = checkpoint_quantization(path)
     if found is not None:
         return found.group or 1
-    return GGUF_GROUP if stored_weight_format(folder) is not None else 1
+    return GGUF_GROUP if stored_weight_format(path) is not None else 1
 
 
 def read_quantization(fields: TypedFields) -> Quantization | None:

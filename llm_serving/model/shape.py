@@ -8,6 +8,8 @@ from pathlib import Path
 from llm_serving.errors import CheckpointError
 from llm_serving.formats.small_files import read_json_object
 from llm_serving.formats.typed_fields import TypedFields
+from llm_serving.gguf.model_config import model_fields
+from llm_serving.gguf.place import own_config
 from llm_serving.model.deepseek import MAX_EXTRA_LAYERS, LatentAttention
 from llm_serving.model.families import Experts, family_of, read_biases, read_experts, read_latent, read_window
 from llm_serving.model.quantization import read_quantization
@@ -135,6 +137,18 @@ class ModelShape:
             return self.hidden_size * (query + 2 * key_value) + query * self.hidden_size
         from_hidden = latent.cache_dim + (latent.query_rank or query) + self.num_attention_heads * latent.value_dim
         return from_hidden * self.hidden_size + query * latent.query_rank + self.num_head_parameters // self.num_layers
+
+    @classmethod
+    def from_path(cls, path: Path) -> ModelShape:
+        """Read the sizes of a Hugging Face folder, or of a GGUF file without a ``config.json``.
+
+        Raises CheckpointError with file, key and value.
+        """
+        gguf = own_config(path)
+        if gguf is None:
+            return cls.from_hf_folder(path)
+        fields = model_fields(gguf)
+        return shape_of_fields(fields, fields)
 
     @classmethod
     def from_hf_folder(cls, path: str | Path) -> ModelShape:

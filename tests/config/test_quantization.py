@@ -13,6 +13,7 @@ from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.model.quantization import stored_weight_format
 from performance.models.folders import write_model
 from performance.models.variants import FAMILY_VARIANTS
+from support.gguf_files import F16, F32, Q4_0, Q4_1, Q8_0, write_gguf
 from support.model_folders import write_model_folder
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
@@ -28,8 +29,8 @@ def config_of(folder: Path, *overrides: str) -> Config:
     return load_config("llama_tiny_cpu.yaml", [place, *(f"model_config.{each}" for each in overrides)], ascend=False)
 
 
-def gguf_header(file_type: int | None, *, before: int = 3) -> bytes:
-    """Returns a header with entries of all kinds, then the file type."""
+def gguf_header() -> bytes:
+    """Returns a header with entries of all kinds."""
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
@@ -38,9 +39,8 @@ def gguf_header(file_type: int | None, *, before: int = 3) -> bytes:
         text("general.architecture") + struct.pack("<I", 8) + text("llama"),
         text("tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("bc"),
         text("scores") + struct.pack("<IIQ2f", 9, 6, 2, 0.5, 1.0),
-    ][:before]
-    if file_type is not None:
-        entries.append(text("general.file_type") + struct.pack("<II", 4, file_type))
+        text("general.file_type") + struct.pack("<II", 4, 2),
+    ]
     return b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries)) + b"".join(entries)
 
 
@@ -134,18 +134,29 @@ def test_an_unsupported_quantisation_scheme_is_refused(tmp_path: Path) -> None:
         config_of(folder)
 
 
-@pytest.mark.parametrize(("file_type", "expected"), [(2, "int4"), (7, "int8"), (1, None), (None, None)])
-def test_the_file_type_of_a_gguf_file_gives_the_format(
-    tmp_path: Path, file_type: int | None, expected: str | None
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ((Q4_0, Q4_0, Q8_0), "int4"),
+        ((Q8_0, Q8_0, F32), "int8"),
+        ((Q4_1, Q4_1, F16), "int8"),
+        ((F16, F16, Q8_0), None),
+        ((), None),
+    ],
+)
+def test_the_most_common_type_of_a_gguf_file_gives_the_format(
+    tmp_path: Path, kinds: tuple[int, ...], expected: str | None
 ) -> None:
     folder = write_model_folder(tmp_path / "model", files=("tokenizer.json",))
-    (folder / "model.gguf").write_bytes(gguf_header(file_type))
+    sizes = {F32: 128, F16: 64, Q4_0: 18, Q4_1: 20, Q8_0: 34}
+    tensors = {f"t{i}": (kind, (2, 32), bytes(2 * sizes[kind])) for i, kind in enumerate(kinds)}
+    write_gguf(folder / "model.gguf", tensors, {"general.architecture": "llama"})
     assert stored_weight_format(folder) == expected
     assert config_of(folder).stored_weight_format == expected
 
 
 def test_a_truncated_gguf_header_is_refused(tmp_path: Path) -> None:
-    whole = gguf_header(2)
+    whole = gguf_header()
     for length in range(len(whole)):
         (tmp_path / "model.gguf").write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=r"model\.gguf: not a GGUF file that can be read, or truncated"):

@@ -87,17 +87,18 @@ def check_model(config: Config) -> Iterator[Finding]:
     if config.model_config.load_format == "dummy" or path is None:
         yield ok("model", f"random weights of {config.shape.architecture}'s sizes")
         return
-    files = sorted(file for pattern in _WEIGHTS for file in Path(path).glob(pattern))
+    place = Path(path)
+    files = [place] if place.is_file() else sorted(file for pattern in _WEIGHTS for file in place.glob(pattern))
     unreadable = [file.name for file in files if not os.access(file, os.R_OK)]
     empty = [file.name for file in files if file.stat().st_size < 1024 and not unreadable]
     size = format_bytes(sum(file.stat().st_size for file in files))
     if unreadable:
         yield problem("model", f"{path}: {unreadable[0]} is not readable", f"chmod or chown it for user {os.getuid()}")
     elif empty:
-        text = f"{path}: {empty[0]} has {Path(path, empty[0]).stat().st_size} bytes"
+        text = f"{path}: {empty[0]} has less than 1 KB"
         yield problem("model", text, "the file is a Git LFS pointer or truncated: git lfs pull, or download it again")
     else:
-        yield ok("model", f"{path}: {len(files)} files of weights, {size}")
+        yield ok("model", f"{path}: {len(files)} {'file' if len(files) == 1 else 'files'} of weights, {size}")
 
 
 def check_tokenizer(config: Config) -> Iterator[Finding]:

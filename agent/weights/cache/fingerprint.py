@@ -13,7 +13,10 @@ from agent.kernels import kernel_isa, library_path
 from llm_serving.config import Config
 
 _REPOSITORY = Path(__file__).resolve().parents[3]
-_PROGRAM = ("agent/weights", "agent/kernels", "agent/models", "agent/backends", "agent/group", "llm_serving/model")
+_PROGRAM = (
+    *("agent/weights", "agent/kernels", "agent/models", "agent/backends", "agent/group"),
+    *("llm_serving/gguf", "llm_serving/model"),
+)
 """Packages whose code decides the bytes of converted weights."""
 _SOURCE_FILES = ("*.safetensors", "*.gguf", "*.json")
 _SAMPLE_BYTES = 1 << 20
@@ -54,11 +57,13 @@ def _settings(config: Config, rank: int) -> dict[str, object]:
 
 
 def _source(config: Config) -> list[object]:
-    """Returns name, size, time and a digest of the first and last megabyte of each file of the model folder."""
-    folder = config.model_config.model_path
-    if config.model_config.load_format == "dummy" or folder is None:
+    """Returns name, size, time and a digest of the first and last megabyte of each file of the model."""
+    path = config.model_config.model_path
+    if config.model_config.load_format == "dummy" or path is None:
         return []
-    return [_describe(file) for file in sorted(file for kind in _SOURCE_FILES for file in Path(folder).glob(kind))]
+    place = Path(path)
+    files = [place] if place.is_file() else sorted(file for kind in _SOURCE_FILES for file in place.glob(kind))
+    return [_describe(file) for file in files]
 
 
 def _describe(file: Path) -> list[object]:

@@ -1,0 +1,91 @@
+"""Converts blocks of GGUF's quantised types to integers with scales, and to floats.
+
+Q8_0 is int8 and Q4_0 is int4, both with groups of 32 inputs, bit for bit. A block has a float16 scale d and the
+integers of 32 consecutive inputs of one output. The value is d * q for Q8_0 and d * (q - 8) for Q4_0. Byte i of Q4_0
+has input i in its low four bits and input i + 16 in its high four bits.
+
+All other types have finer scales, minima or code books, which the kernels do not read. The ``gguf`` library dequantises
+them, and they are rounded to int8 with groups of 32: scale = max|w| / 127. No weight changes by more than max|w| / 254
+of its group.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.weights.quantized import QuantizedTensor, Scheme
+from llm_serving.errors import CheckpointError
+from llm_serving.gguf.header import TensorType
+from llm_serving.model.number_formats import STORED_FORMATS
+from llm_serving.model.quantization import GGUF_FLOATS, GGUF_GROUP
+
+_EXACT = {each.gguf_type: Scheme(each.name, GGUF_GROUP) for each in STORED_FORMATS if each.gguf_type}
+_ROUNDED = Scheme("int8", GGUF_GROUP)
+_SCALE_BYTES = 2
+_PIECE_ELEMENTS = 1 << 20
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def scheme_of(types: set[str]) -> Scheme | None:
+    """Return how a weight is read whose tensors have these types, or None if it is read as floats."""
+    if types <= GGUF_FLOATS.keys():
+        return None
+    return _EXACT.get(next(iter(types)), _ROUNDED) if len(types) == 1 else _ROUNDED
+
+
+def to_integers(blocks: Bytes, kind: TensorType, scheme: Scheme) -> QuantizedTensor:
+    """Return the integers and scales of a tensor, bytes [rows, bytes of a row].
+
+    Raises CheckpointError if a scale is not finite.
+    """
+    if _EXACT.get(kind.name) == scheme:
+        return _unpacked(blocks, kind, scheme)
+    rows, depth = len(blocks), blocks.shape[1] // kind.block_bytes * kind.block_size
+    values = np.empty((rows, depth), np.int8)
+    scales = np.empty((rows, depth // GGUF_GROUP), np.float32)
+    step = max(1, _PIECE_ELEMENTS // depth)
+    for begin in range(0, rows, step):
+        piece = slice(begin, begin + step)
+        groups = to_floats(blocks[piece], kind).reshape(-1, depth // GGUF_GROUP, GGUF_GROUP)
+        _round(groups, values[piece].reshape(groups.shape), scales[piece])
+    return QuantizedTensor(scheme, values, scales)
+
+
+def to_floats(blocks: Bytes, kind: TensorType) -> npt.NDArray[np.float32]:
+    """Return the values of a tensor, bytes [rows, bytes of a row], as float32 [rows, depth].
+
+    Raises CheckpointError if a value is not finite.
+    """
+    from gguf import GGMLQuantizationType, dequantize
+
+    with np.errstate(all="ignore"):
+        values = dequantize(np.ascontiguousarray(blocks), GGMLQuantizationType[kind.name])
+    floats: npt.NDArray[np.float32] = np.asarray(values, np.float32)
+    if not np.isfinite(floats).all():
+        raise CheckpointError(f"a scale of type {kind.name} is not finite")
+    return floats
+
+
+def _round(groups: npt.NDArray[np.float32], values: npt.NDArray[np.int8], scales: npt.NDArray[np.float32]) -> None:
+    """Writes the nearest int8 and the scales of float32 [rows, groups, 32]. Overwrites ``groups``."""
+    np.divide(np.abs(groups).max(axis=2), np.float32(127), out=scales)
+    divisors = np.where(scales > 0, scales, np.float32(1))
+    np.divide(groups, divisors[:, :, None], out=groups)
+    values[...] = np.rint(groups, out=groups)
+
+
+def _unpacked(blocks: Bytes, kind: TensorType, scheme: Scheme) -> QuantizedTensor:
+    parts = blocks.reshape(len(blocks), -1, kind.block_bytes)
+    scales = np.ascontiguousarray(parts[:, :, :_SCALE_BYTES]).view("<f2")[:, :, 0].astype(np.float32)
+    if not np.isfinite(scales).all():
+        raise CheckpointError(f"a scale of type {kind.name} is not finite")
+    values = np.empty((len(blocks), parts.shape[1], GGUF_GROUP), np.uint8)
+    packed = parts[:, :, _SCALE_BYTES:]
+    if scheme.weights.bits == 8:
+        values[:] = packed
+    else:
+        np.bitwise_and(packed, 15, out=values[:, :, : GGUF_GROUP // 2])
+        np.right_shift(packed, 4, out=values[:, :, GGUF_GROUP // 2 :])
+    return QuantizedTensor(scheme, values.reshape(len(blocks), -1).view(scheme.weights.storage), scales)

@@ -1,0 +1,146 @@
+"""A source of weights that reads one GGUF file (llama.cpp's format). ``blocks`` states which type becomes what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.weights.cuts import TensorCut, copy_cut
+from agent.weights.gguf.blocks import scheme_of, to_floats, to_integers
+from agent.weights.gguf.names import IGNORED, OUTPUT, joined_with, name_table, row_heads
+from agent.weights.layout import WeightPart
+from agent.weights.quantized import QuantizedTensor, Scheme
+from agent.weights.storage import Array, convert_into, from_float32
+from agent.weights.tensor_files import listed
+from llm_serving.errors import CheckpointError
+from llm_serving.gguf.header import TensorEntry, read_header
+from llm_serving.model.quantization import GGUF_FLOATS
+
+_PIECE_ELEMENTS = 1 << 20
+
+
+class GGUFFile:
+    """A WeightSource for one GGUF file, which it maps. Tensors have their Hugging Face names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._header = read_header(path)
+        self._place = name_table(self._header)
+        self._data: npt.NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
+
+    def check(self, expected: Sequence[WeightPart], ignorable: Iterable[str] = ()) -> None:
+        """Raises CheckpointError unless the file has exactly the ``expected`` tensors with their shapes."""
+        tensors = self._header.tensors
+        places = {part.name: self._place(part.name).name for part in expected}
+        missing = [f"{name} ({theirs})" for theirs, name in places.items() if name not in tensors]
+        if missing:
+            raise CheckpointError(f"{self.path}: {listed(missing)} missing from the weights")
+        known = {*places.values(), *IGNORED, *([OUTPUT] if "lm_head.weight" in tuple(ignorable) else [])}
+        unexpected = [name for name in tensors if name not in known]
+        if unexpected:
+            raise CheckpointError(f"{self.path}: {listed(unexpected)} in the weights but not in a model of its sizes")
+        for part in expected:
+            self._check_shape(part)
+            row_heads(self._header, part)
+
+    def scheme(self, part: WeightPart) -> Scheme | None:
+        """Returns how a tensor is quantised, or None if it is read as floats.
+
+        Tensors that are joined to one weight have one scheme.
+        """
+        tensors = self._header.tensors
+        names = joined_with(self._place(part.name).name)
+        return scheme_of({tensors[name].type.name for name in names if name in tensors})
+
+    def float_dtype(self, name: str) -> str | None:
+        """Returns the type of a tensor that is read as floats."""
+        return GGUF_FLOATS.get(self._entry(name).type.name, "float32")
+
+    def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
+        """Reads a tensor with a scheme, or one part of it. Raises CheckpointError if a scale is not finite."""
+        if cut is not None:
+            return cut.of_quantised(self.read_quantised(WeightPart(part.name, cut.whole)))
+        entry, scheme = self._entry(part.name), self.scheme(part)
+        assert scheme is not None, "only tensors with a scheme are read as integers"
+        try:
+            return to_integers(self._rows(part)[self._row_order(part)], entry.type, scheme)
+        except CheckpointError as reason:
+            raise CheckpointError(f"{self.path}: tensor {entry.name}: {reason}") from reason
+
+    def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:
+        """Copies a tensor, or one part of the tensor, to ``out`` as elements of ``dtype``.
+
+        Raises CheckpointError if a value does not fit ``dtype``.
+        """
+        part, entry = WeightPart(name, out.shape if cut is None else cut.whole), self._entry(name)
+        try:
+            if entry.type.name in GGUF_FLOATS:
+                self._copy_floats(part, entry, out, dtype, cut)
+            else:
+                self._dequantise(part, entry, out, dtype, cut)
+        except (OverflowError, CheckpointError) as reason:
+            advice = "; use model_config.model_dtype bfloat16 or float32" if isinstance(reason, OverflowError) else ""
+            raise CheckpointError(f"{self.path}: tensor {entry.name}: {reason}{advice}") from reason
+
+    def close(self) -> None:
+        """Forgets the map of the file. The file stays mapped until the last view of a tensor is deleted."""
+        self._data = np.empty(0, np.uint8)
+
+    def _entry(self, name: str) -> TensorEntry:
+        return self._header.tensors[self._place(name).name]
+
+    def _bytes(self, part: WeightPart) -> npt.NDArray[np.uint8]:
+        """Returns the stored bytes of a tensor, or of one expert of it."""
+        entry, expert = self._entry(part.name), self._place(part.name).expert
+        data = self._data[entry.begin : entry.begin + entry.size]
+        return data if expert is None else data.reshape(entry.shape[0], -1)[expert]
+
+    def _rows(self, part: WeightPart) -> npt.NDArray[np.uint8]:
+        """Returns the stored bytes of a matrix, [rows, bytes of a row]."""
+        return self._bytes(part).reshape(part.shape[0], -1)
+
+    def _row_order(self, part: WeightPart) -> Any:
+        """Returns, for each row of a tensor in Hugging Face's order, its row number in the file."""
+        heads = row_heads(self._header, part)
+        if heads is None:
+            return slice(None)
+        return np.arange(part.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+    def _copy_floats(self, part: WeightPart, entry: TensorEntry, out: Array, dtype: str, cut: TensorCut | None) -> None:
+        stored = GGUF_FLOATS[entry.type.name]
+        form = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[stored]
+        floats = self._bytes(part).view(form).reshape(part.shape)[self._row_order(part)]
+        if cut is None:
+            convert_into(floats, stored, out, dtype)
+        else:
+            copy_cut(floats, stored, cut, out, dtype)
+
+    def _dequantise(self, part: WeightPart, entry: TensorEntry, out: Array, dtype: str, cut: TensorCut | None) -> None:
+        """Writes the values of a quantised matrix to ``out``, some of its rows at a time."""
+        first = 0 if cut is None else cut.rows.start
+        columns = slice(None) if cut is None or cut.columns is None else cut.columns.slice
+        stored, order = self._rows(part), self._row_order(part)
+        step = max(1, _PIECE_ELEMENTS // part.shape[1])
+        for begin in range(0, len(out), step):
+            end = min(begin + step, len(out))
+            wanted = slice(first + begin, first + end)
+            rows = stored[wanted] if isinstance(order, slice) else stored[order[wanted]]
+            out[begin:end] = from_float32(np.ascontiguousarray(to_floats(rows, entry.type)[:, columns]), dtype)
+
+    def _check_shape(self, part: WeightPart) -> None:
+        place, entry = self._place(part.name), self._entry(part.name)
+        shape = entry.shape if place.expert is None else entry.shape[1:]
+        if shape != part.shape or (place.expert is not None and place.expert >= entry.shape[0]):
+            raise CheckpointError(
+                f"{self.path}: tensor {entry.name} has shape {list(entry.shape)}; the model requires "
+                f"{list(part.shape)}{'' if place.expert is None else ' for each expert'}"
+            )
+        if entry.type.name not in GGUF_FLOATS and len(part.shape) == 1:
+            raise CheckpointError(
+                f"{self.path}: tensor {entry.name} has type {entry.type.name}; a vector must have one of "
+                f"{', '.join(GGUF_FLOATS)}"
+            )

@@ -1,0 +1,79 @@
+"""Translates Hugging Face's names of tensors into llama.cpp's, with the table of the ``gguf`` library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from agent.weights.layout import WeightPart
+from llm_serving.errors import CheckpointError
+from llm_serving.gguf.header import Header
+from llm_serving.gguf.model_config import ROPE_FACTORS, check_architecture
+from llm_serving.model.shape import MAX_LAYERS
+
+OUTPUT = "output.weight"
+IGNORED = frozenset((ROPE_FACTORS,))
+"""Tensors that hold no weights. The frequencies of rotary scaling follow from the configuration."""
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_JOINED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps"))
+"""Tensors of a layer that this project joins to one weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a Hugging Face tensor is: the file's tensor, and for an expert its index in that tensor."""
+
+    name: str
+    expert: int | None = None
+
+
+def name_table(header: Header) -> Callable[[str], Place]:
+    """Return a function from a Hugging Face name to its place. Unknown names are returned as they are.
+
+    Raises CheckpointError if the architecture is not supported.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    check_architecture(header)
+    architectures = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    table = get_tensor_name_map(architectures[header.architecture], min(_num_blocks(header), MAX_LAYERS))
+
+    def place(name: str) -> Place:
+        found = _EXPERT.search(name)
+        whole = table.get_name(_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+        return Place(whole or name, None if found is None else int(found[1]))
+
+    return place
+
+
+def _num_blocks(header: Header) -> int:
+    """Return the number of layers that have tensors."""
+    numbers = (re.match(r"blk\.(\d{1,5})\.", name) for name in header.tensors)
+    return max((int(number[1]) + 1 for number in numbers if number is not None), default=0)
+
+
+def joined_with(name: str) -> tuple[str, ...]:
+    """Return the tensors of the file that become one weight together with tensor ``name``, with itself."""
+    block, _, kind = name.removesuffix(".weight").rpartition(".")
+    for group in _JOINED:
+        if kind in group:
+            return tuple(f"{block}.{each}.weight" for each in group)
+    return (name,)
+
+
+def row_heads(header: Header, part: WeightPart) -> int | None:
+    """Return the number of heads whose rows the file has in llama.cpp's order, or None for Hugging Face's order.
+
+    llama.cpp rotates pairs of neighbouring elements of queries and keys. Hugging Face rotates pairs of elements that
+    are half a head apart. Therefore llama.cpp's converter permutes the rows of both within each head, for the
+    architecture ``llama`` only. Raises CheckpointError if the heads do not fit the rows.
+    """
+    keys = {"q_proj": "llama.attention.head_count", "k_proj": "llama.attention.head_count_kv"}
+    kind = part.name.rpartition(".")[0].rpartition(".")[2]
+    if header.architecture != "llama" or kind not in keys:
+        return None
+    heads = header.metadata.get(keys[kind], header.metadata.get("llama.attention.head_count"))
+    if not isinstance(heads, int) or heads < 1 or part.shape[0] % (2 * heads):
+        raise CheckpointError(f"{header.path}: {keys[kind]} = {heads} does not fit {part.shape[0]} rows")
+    return heads

@@ -1,0 +1,156 @@
+"""Writes the metadata of a GGUF file as the fields of a ``config.json``, so that one reader checks both."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from llm_serving.errors import CheckpointError
+from llm_serving.formats.typed_fields import TypedFields
+from llm_serving.gguf.header import Header, read_header
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor with the numbers by which llama.cpp divides the rotary frequencies of Llama 3.1 and later."""
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The constants of Llama 3's rotary scaling. The file has only the factors that follow from them."""
+_MAX_FACTORS = 4096
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+_SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+"""Keys of ``config.json`` and of a GGUF file, without the architecture in front."""
+_YARN = {
+    "original_max_position_embeddings": "original_context_length",
+    "attention_factor": "attn_factor",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
+
+
+def _llama(header: Header) -> dict[str, Any]:
+    if header.metadata.get("llama.expert_count", 0) == 0:
+        return {"architectures": ["LlamaForCausalLM"], "attention_bias": "blk.0.attn_q.bias" in header.tensors}
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": header.metadata.get("llama.expert_count"),
+        "num_experts_per_tok": header.metadata.get("llama.expert_used_count"),
+    }
+
+
+def _qwen3_experts(header: Header) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": header.metadata.get("qwen3moe.expert_count"),
+        "num_experts_per_tok": header.metadata.get("qwen3moe.expert_used_count"),
+        "moe_intermediate_size": header.metadata.get("qwen3moe.expert_feed_forward_length"),
+        "norm_topk_prob": True,  # llama.cpp always normalises here and stores no key
+    }
+
+
+_ARCHITECTURES: dict[str, Callable[[Header], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": lambda _: {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": lambda _: {"architectures": ["Qwen3ForCausalLM"]},
+    "qwen3moe": _qwen3_experts,
+}
+"""The fields that differ, by llama.cpp's name of the architecture. Llama includes Mistral, Mixtral and SmolLM2."""
+
+
+def model_fields(path: Path) -> TypedFields:
+    """Return the fields of ``config.json`` that describe the model of a GGUF file.
+
+    Raises CheckpointError for a damaged file and for an architecture that is not supported.
+    """
+    header = read_header(path)
+    check_architecture(header)
+    own = _ARCHITECTURES[header.architecture]
+    metadata, prefix = header.metadata, header.architecture
+    values: dict[str, Any] = {name: metadata.get(f"{prefix}.{key}") for name, key in _SIZES.items()}
+    values["vocab_size"] = _vocabulary_size(header)
+    values["tie_word_embeddings"] = "output.weight" not in header.tensors
+    values["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
+    values["pad_token_id"] = metadata.get("tokenizer.ggml.padding_token_id")
+    ends = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS]
+    values["eos_token_id"] = [token for token in ends if token is not None]
+    values["rope_scaling"] = _rope_scaling(header)
+    fields = {key: value for key, value in {**values, **own(header)}.items() if value is not None}
+    return TypedFields(str(path), fields, CheckpointError)
+
+
+def check_architecture(header: Header) -> None:
+    """Raise CheckpointError unless the model's network is supported."""
+    if header.architecture not in _ARCHITECTURES:
+        raise CheckpointError(
+            f"{header.path}: general.architecture = {header.architecture!r}: is not supported; only "
+            f"{', '.join(_ARCHITECTURES)}"
+        )
+
+
+def _vocabulary_size(header: Header) -> int | None:
+    """Return the rows of the embedding. The list of tokens may be shorter: some models pad the embedding."""
+    embedding = header.tensors.get("token_embd.weight")
+    return None if embedding is None else embedding.shape[0]
+
+
+def _rope_scaling(header: Header) -> dict[str, Any] | None:
+    """Return ``rope_scaling`` of ``config.json``, or None if angles are not scaled."""
+    metadata, prefix = header.metadata, f"{header.architecture}.rope"
+    if ROPE_FACTORS in header.tensors:
+        return _llama3_scaling(header)
+    kind = metadata.get(f"{prefix}.scaling.type")
+    factor = metadata.get(f"{prefix}.scaling.factor", metadata.get(f"{prefix}.scale_linear"))
+    if kind in (None, "none") and factor in (None, 0.0, 1.0):
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind or "linear", "factor": factor}
+    if kind == "yarn":
+        found = {name: metadata.get(f"{prefix}.scaling.{key}") for name, key in _YARN.items()}
+        scaling.update({name: value for name, value in found.items() if value is not None})
+    return scaling
+
+
+def _llama3_scaling(header: Header) -> dict[str, Any]:
+    """Return the scaling that has the factors of the file's tensor. Raises CheckpointError if none has.
+
+    The factors of the lowest frequencies are the scaling's ``factor``.
+    """
+    entry = header.tensors[ROPE_FACTORS]
+    if entry.type.name != "F32" or len(entry.shape) != 1:
+        raise CheckpointError(f"{header.path}: tensor {ROPE_FACTORS} is {entry.type.name} {list(entry.shape)}; not F32")
+    if entry.size > _MAX_FACTORS * 4:
+        raise CheckpointError(
+            f"{header.path}: tensor {ROPE_FACTORS} has {entry.shape[0]} values; at most {_MAX_FACTORS}"
+        )
+    with header.path.open("rb") as file:
+        file.seek(entry.begin)
+        stored = struct.unpack(f"<{entry.shape[0]}f", file.read(entry.size))
+    theta = header.metadata.get(f"{header.architecture}.rope.freq_base", 10_000.0)
+    scaling = {"rope_type": "llama3", "factor": max(1.0, *stored), **_LLAMA3}
+    expected = _llama3_factors(len(stored), float(theta), scaling)
+    if not all(math.isclose(one, other, rel_tol=1e-4) for one, other in zip(stored, expected, strict=True)):
+        raise CheckpointError(
+            f"{header.path}: tensor {ROPE_FACTORS} does not have the factors of Llama 3.1's rotary scaling with "
+            f"factor {scaling['factor']:g}; other scalings are not supported"
+        )
+    return scaling
+
+
+def _llama3_factors(count: int, theta: float, scaling: Mapping[str, Any]) -> Iterator[float]:
+    """Yield the divisors of ``count`` rotary frequencies, as Llama 3.1 defines them (transformers' ``llama3``)."""
+    context, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    for index in range(count):
+        wavelength = 2 * math.pi * theta ** (index / count)
+        smooth = min(max((context / wavelength - low) / (high - low), 0.0), 1.0)
+        yield 1 / ((1 - smooth) / factor + smooth)

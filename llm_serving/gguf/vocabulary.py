@@ -1,0 +1,259 @@
+"""Makes the vocabulary files that tokenizer libraries read, from the metadata of a GGUF file.
+
+llama.cpp's tokenizer ``gpt2`` is a byte-level BPE. It becomes a ``tokenizer.json`` (library ``tokenizers``). Its
+``llama`` is a BPE of SentencePiece, and ``t5`` a unigram model (Kudo 2018). Both become a ``tokenizer.model``.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from llm_serving.errors import CheckpointError
+from llm_serving.gguf.header import Header
+
+MAX_TOKENS = 4 * 1024 * 1024
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_SENTENCEPIECE_KINDS = {"llama": 2, "t5": 1}
+"""SentencePiece's number of the model type (TrainerSpec.model_type), by llama.cpp's name of the tokenizer."""
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_ENDS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT4_WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_ENDS}"
+_QWEN2_WORDS = _GPT4_WORDS.replace("{1,3}", "")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3_WORDS = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WordRule:
+    """How a byte-level BPE splits a text into words, as tokenizer.json of the model's publisher does it."""
+
+    patterns: tuple[str, ...] = ()
+    """Regular expressions that split the text one after the other. Empty: the rule of GPT-2."""
+    single_digits: bool = False
+    """If True, each digit is a word, and GPT-2's rule splits the rest."""
+    normalises: bool = False
+    """If True, the text is first brought to Unicode's form NFC."""
+    whole_words: bool = False
+    """If True, a word that is in the vocabulary is one token, even if no merges lead to it."""
+    begins_text: bool = False
+    """If True, a text begins with the token BOS unless the file says otherwise."""
+
+
+_LLAMA3 = WordRule((_GPT4_WORDS,), whole_words=True, begins_text=True)
+_QWEN2 = WordRule((_QWEN2_WORDS,), normalises=True)
+WORD_RULES = {
+    "gpt-2": WordRule(),
+    "gpt2": WordRule(),
+    "smollm": WordRule(single_digits=True),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": WordRule((_TEKKEN_WORDS,), whole_words=True, begins_text=True),
+    "deepseek-v3": WordRule((r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORDS)),
+}
+"""The rules by llama.cpp's name of the pre-tokenizer (``tokenizer.ggml.pre``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens of a GGUF file. ``kind`` is llama.cpp's name of the tokenizer."""
+
+    header: Header
+    kind: str
+    tokens: list[str]
+    types: list[int]
+
+    @property
+    def is_sentencepiece(self) -> bool:
+        return self.kind in _SENTENCEPIECE_KINDS
+
+    def added(self) -> Iterator[tuple[int, str, bool]]:
+        """Yield id, text and speciality of the tokens that stand for their literal text."""
+        for token_id, kind in enumerate(self.types):
+            if kind in (_CONTROL, _USER_DEFINED):
+                yield token_id, self.tokens[token_id], kind == _CONTROL
+
+    def special(self, name: str) -> str | None:
+        """Return the token that the file names, for example ``bos``. None if the file names none."""
+        token_id = self.header.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if token_id is None:
+            return None
+        if not isinstance(token_id, int) or not 0 <= token_id < len(self.tokens):
+            raise _error(self.header, f"{name}_token_id", token_id, f"must be below {len(self.tokens)}")
+        return self.tokens[token_id]
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a yes-or-no entry of the tokenizer, for example ``add_bos_token``."""
+        value = self.header.metadata.get(f"tokenizer.ggml.{name}", default)
+        if not isinstance(value, bool):
+            raise _error(self.header, name, value, "must be true or false")
+        return value
+
+    @property
+    def begins_text(self) -> bool:
+        """True if a text begins with BOS."""
+        default = True if self.is_sentencepiece else self.word_rule.begins_text
+        return self.flag("add_bos_token", default)
+
+    @property
+    def word_rule(self) -> WordRule:
+        """The rule of a byte-level BPE. Raises CheckpointError for a name that is not known."""
+        name = self.header.metadata.get("tokenizer.ggml.pre", "gpt-2")
+        if name not in WORD_RULES:
+            known = ", ".join(sorted(WORD_RULES))
+            problem = f"is not supported; only {known}. Set tokenizer.vocab_file to the model's tokenizer.json"
+            raise _error(self.header, "pre", name, problem)
+        return WORD_RULES[name]
+
+
+def read_vocabulary(header: Header) -> Vocabulary:
+    """Return the tokens of a file. Raises CheckpointError if it has none, or a tokenizer that is not supported."""
+    kind = header.metadata.get("tokenizer.ggml.model")
+    if kind != "gpt2" and kind not in _SENTENCEPIECE_KINDS:
+        problem = f"is not supported; only gpt2, {', '.join(_SENTENCEPIECE_KINDS)}. Set tokenizer.vocab_file"
+        raise _error(header, "model", kind, problem)
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+        raise _error(header, "tokens", type(tokens).__name__, "must be a list of text")
+    types = header.metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise _error(header, "token_type", type(types).__name__, f"must be a list of {len(tokens)} numbers")
+    return Vocabulary(header, str(kind), tokens, types)
+
+
+def tokenizer_json(vocabulary: Vocabulary) -> bytes:
+    """Return a ``tokenizer.json`` of a byte-level BPE. Raises CheckpointError if the file has no merges."""
+    merges = vocabulary.header.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
+        raise _error(vocabulary.header, "merges", type(merges).__name__, "must be a list of text")
+    rule = vocabulary.word_rule
+    added = [
+        {
+            "id": token_id,
+            "content": content,
+            "special": special,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for token_id, content, special in vocabulary.added()
+    ]
+    content = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {"type": "NFC"} if rule.normalises else None,
+        "pre_tokenizer": _pre_tokenizer(rule),
+        "post_processor": _post_processor(vocabulary),
+        "decoder": _byte_level(splits=True),
+        "model": {
+            "type": "BPE",
+            "vocab": _unique(vocabulary),
+            "merges": merges,
+            "ignore_merges": rule.whole_words,
+        },
+    }
+    return json.dumps(content, ensure_ascii=False).encode()
+
+
+def _unique(vocabulary: Vocabulary) -> dict[str, int]:
+    vocab = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
+    if len(vocab) != len(vocabulary.tokens):
+        raise _error(vocabulary.header, "tokens", f"{len(vocabulary.tokens)} tokens", f"{len(vocab)} texts differ")
+    return vocab
+
+
+def _pre_tokenizer(rule: WordRule) -> dict[str, Any]:
+    if not rule.patterns and not rule.single_digits:
+        return _byte_level(splits=True)
+    if rule.single_digits:
+        steps: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}]
+    else:
+        steps = [
+            {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
+            for each in rule.patterns
+        ]
+    return {"type": "Sequence", "pretokenizers": [*steps, _byte_level(splits=rule.single_digits)]}
+
+
+def _byte_level(*, splits: bool) -> dict[str, Any]:
+    """Return the step that writes bytes as printable characters. ``splits``: it also applies GPT-2's rule of words."""
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": splits}
+
+
+def _post_processor(vocabulary: Vocabulary) -> dict[str, Any] | None:
+    """Return the step that puts BOS before a text and EOS after it, or None if the file wants neither."""
+    before = vocabulary.special("bos") if vocabulary.begins_text else None
+    after = vocabulary.special("eos") if vocabulary.flag("add_eos_token", False) else None
+    if before is None and after is None:
+        return None
+    first, last = (
+        [] if token is None else [{"SpecialToken": {"id": token, "type_id": 0}}] for token in (before, after)
+    )
+    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B")]
+    ids = {token: vocabulary.tokens.index(token) for token in (before, after) if token is not None}
+    return {
+        "type": "TemplateProcessing",
+        "single": [*first, texts[0], *last],
+        "pair": [*first, *texts, *last],
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]} for token, number in ids.items()},
+    }
+
+
+def sentencepiece_model(vocabulary: Vocabulary) -> bytes:
+    """Return a serialised ModelProto of SentencePiece (sentencepiece_model.proto): pieces, type and normalisation.
+
+    Raises CheckpointError if the file has no scores.
+    """
+    scores = vocabulary.header.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
+        problem = f"must be a list of {len(vocabulary.tokens)} numbers"
+        raise _error(vocabulary.header, "scores", type(scores).__name__, problem)
+    pieces = b"".join(
+        _message(1, _message(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _number(3, kind))
+        for token, score, kind in zip(vocabulary.tokens, scores, vocabulary.types, strict=True)
+    )
+    has_bytes = _BYTE in vocabulary.types
+    trainer = _number(3, _SENTENCEPIECE_KINDS[vocabulary.kind]) + _number(35, int(has_bytes))
+    for field, name in ((40, "unknown"), (41, "bos"), (42, "eos"), (43, "padding")):
+        token_id = vocabulary.header.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        trainer += _number(field, token_id if isinstance(token_id, int) else -1)
+    keeps = not vocabulary.flag("remove_extra_whitespaces", False)
+    normalizer = _number(3, int(vocabulary.flag("add_space_prefix", True))) + _number(4, int(not keeps)) + _number(5, 1)
+    return pieces + _message(2, trainer) + _message(3, _message(1, b"identity") + normalizer)
+
+
+def _message(field: int, content: bytes) -> bytes:
+    """Return a field of bytes in the wire format of Protocol Buffers."""
+    return _varint(field << 3 | 2) + _varint(len(content)) + content
+
+
+def _number(field: int, value: int) -> bytes:
+    """Return a field with an integer in the wire format of Protocol Buffers. Negative ones are 64 bits wide."""
+    return _varint(field << 3) + _varint(value & (1 << 64) - 1)
+
+
+def _varint(value: int) -> bytes:
+    parts = bytearray()
+    while value > 127:
+        parts.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*parts, value])
+
+
+def _error(header: Header, key: str, value: object, problem: str) -> CheckpointError:
+    return CheckpointError(f"{header.path}: tokenizer.ggml.{key} = {value!r}: {problem}")
