@@ -1,4 +1,6 @@
-"""Calls the CPU kernels from Python. MindSpore uses the same shared library as op plugin and as custom operators."""
+"""Calls the CPU kernels from Python. MindSpore loads the same shared library, as its op plugin and for custom
+operators.
+"""
 
 from agent.kernels.block_copies import BlockCopies
 from agent.kernels.launches import (

@@ -1,4 +1,4 @@
-"""Copies cache blocks within the cache and between cache and host pool, in one call for all layers."""
+"""Copies blocks within the KV cache and between KV cache and host pool, in one call for all layers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ _CopyBlocksArgs = structure(
 
 
 class BlockCopies:
-    """Copies blocks between cache arrays and host arrays that stay in place, so their addresses are read only once.
+    """Copies blocks of the KV cache. The arrays of the device and of the host keep their addresses, so the addresses
+    are read only once.
 
     ``device[i]`` and ``host[i]`` hold the keys or the values of one layer, with the block as first axis. All blocks
     have the same size.
     """
 
     def __init__(self, device: Sequence[Array], host: Sequence[Array]) -> None:
-        """Raises ValueError unless all arrays are contiguous and have equal blocks, and each has a counterpart."""
+        """Stores the addresses of the arrays. Raises ValueError unless all arrays are contiguous, their blocks have one
+        shape and type, and each device array has a host array.
+        """
         arrays = [*device, *host]
         shapes = {(array.dtype, array.shape[1:]) for array in arrays}
         if len(shapes) != 1 or not all(array.flags.c_contiguous for array in arrays):
@@ -50,9 +53,10 @@ class BlockCopies:
         )
 
     def run(self, moves: Int32Array) -> None:
-        """Runs ``moves`` in their order. ``moves`` is contiguous int32 [M, 3]: ``MoveKind``, source, destination.
+        """Runs the copies in ``moves``, in their order.
 
-        If a kind or a block does not exist, copies nothing and raises KernelError.
+        ``moves`` is a contiguous int32 array [copies, 3] of ``MoveKind``, source block and destination block. If a kind
+        or a block does not exist, copies nothing and raises KernelError.
         """
         if moves.dtype != np.int32 or moves.ndim != 2 or moves.shape[1] != _MOVE_WIDTH or not moves.flags.c_contiguous:
             raise ValueError(f"moves are {moves.dtype} {moves.shape}; they must be contiguous int32 [moves, 3]")

@@ -27,7 +27,7 @@ LLMK_ENTRY int llmk_sample(const llmk::SampleArgs* args) {
   return llmk::sample(*args);
 }
 
-// The same from candidates; undecided[i] becomes 1 if row i needs its whole logits.
+// Samples from the candidates that a device found. Sets undecided[i] to 1 if row i needs all of its logits.
 LLMK_ENTRY int llmk_sample_candidates(const llmk::SampleArgs* args, const llmk::CandidateArgs* candidates,
                                       int32_t* undecided) {
   const llmk::StandardFloatingPoint scope;
@@ -40,9 +40,9 @@ LLMK_ENTRY int llmk_copy_step(const llmk::StepCopyArgs* args) { return static_ca
 
 LLMK_ENTRY int llmk_copy_blocks(const llmk::CopyBlocksArgs* args) { return llmk::copy_blocks("CopyBlocks", *args); }
 
-// Converts `count` bfloat16 to float32.
+// Converts `count` bfloat16 numbers to float32, with all threads.
 LLMK_ENTRY void llmk_widen_bfloat16(const uint16_t* values, uint32_t* out, int64_t count) {
-  constexpr int64_t kSpan = 1 << 15;  // elements of a task
+  constexpr int64_t kSpan = 1 << 15;  // number of elements that one task converts
   llmk::parallel_for(llmk::ceil_div(count, kSpan), [&](int64_t task) {
     const int64_t end = llmk::smaller((task + 1) * kSpan, count);
     for (int64_t i = task * kSpan; i < end; ++i) out[i] = static_cast<uint32_t>(values[i]) << 16;

@@ -13,7 +13,7 @@ from agent.kernels.library import KernelError, load_library, structure
 from llm_serving.errors import GroupDownError
 
 _DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
-"""The numbers of llmk::DType in common/types.h."""
+"""The number of each type in llmk::DType (common/types.h)."""
 _GROUP_DOWN = 3
 # ctypes classes with the members of the C structs of the same names in exchange/collectives.h.
 _ExchangeArgs = structure(
@@ -62,7 +62,9 @@ def wait_for(reason: str, line: int, target: int, down: int, timeout_s: float) -
 
 
 def all_reduce(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """Returns the sum of the agents' arrays of ``dtype`` (bfloat16 as uint16). Raises GroupDownError."""
+    """Returns the sum of the agents' arrays of ``dtype`` (bfloat16 as uint16). Raises GroupDownError if the group is
+    down.
+    """
     array = np.ascontiguousarray(array)
     out = np.empty_like(array)
     _check(load_library().llmk_all_reduce(_DTYPES[dtype], array.ctypes.data, out.ctypes.data, array.size))
@@ -70,7 +72,9 @@ def all_reduce(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 
 def all_gather(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    """Returns the arrays of all agents of the stage, [size, ...]. Raises GroupDownError."""
+    """Returns the arrays of all ``size`` agents of the stage, as one array [size, ...]. Raises GroupDownError if the
+    group is down.
+    """
     array = np.ascontiguousarray(array)
     out = np.empty((size, *array.shape), array.dtype)
     _check(load_library().llmk_all_gather(array.ctypes.data, out.ctypes.data, array.nbytes))
@@ -78,10 +82,11 @@ def all_gather(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
 
 
 def gather_rows_to_first(own: npt.NDArray[Any], out: npt.NDArray[Any] | None, stride: int, whole: int) -> None:
-    """Collects the matrices ``own`` [rows, own width] of all agents, of 4-byte elements, in the first agent.
+    """Collects the matrices of all agents in the first agent.
 
-    Agent ``i`` fills the columns from ``i * stride`` of ``out`` [rows, whole]. The first agent's own columns must be
-    there already. In other agents ``out`` is None.
+    Each agent passes its matrix ``own`` [rows, own width], whose elements have 4 bytes. The first agent receives them
+    in ``out`` [rows, whole]: the columns of agent ``i`` begin at ``i * stride``. The first agent must write its own
+    columns to ``out`` before. The other agents pass None.
     """
     own_width = own.shape[1]
     args = _GatherRowsArgs(

@@ -1,4 +1,5 @@
-// The custom operators of the fused graph as functions. custom_ops_layer.cc runs several of them in one operator.
+// The custom operators of the fused graph as C++ functions, so that custom_ops_layer.cc can run several of them in one
+// operator.
 //
 // Each takes the tensors of the graph, inputs before outputs. It returns 0, or an error code after one line on standard
 // error.
@@ -21,11 +22,11 @@ int read_rotary_attention(const Tensors& t, RotaryAttentionArgs* args, std::vect
 
 using CustomOp = int (*)(const Tensors& t);
 
-// Runs an operator. Its last `outputs` tensors are outputs. Also records the call while a recording is open
-// (plugin/launches.h).
+// Runs a custom operator, whose last `outputs` tensors are outputs. While launches are being recorded
+// (plugin/launches.h), also records the call.
 int launch(CustomOp custom_op, int outputs, const Tensors& tensors);
 
-// The index of each argument of an output layer: LmHead and ShardedLmHead have them at different places.
+// The index of each argument of the operators LmHead and ShardedLmHead, which take their arguments in different orders.
 struct LmHeadArguments {
   int hidden, residual, gamma, epsilon, weight, last_tokens, logits, best_ids, counts, done;
 };
@@ -35,8 +36,8 @@ struct LmHeadArguments {
 // and its best id is -1. A row of logits may be longer than the weight has columns.
 int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values);
 
-// Writes the number of the step, counts[3], to the last place of best_ids and to `done` [1]. This comes last. A reader
-// that finds the number knows that logits and ids belong to this step.
+// Writes the number of the step, counts[3], to `done` [1] and to the last element of best_ids. This is the last write
+// of a step: a reader that finds the number knows that logits and ids belong to this step.
 void mark_done(const Tensors& t, const LmHeadArguments& at);
 
 // The inputs of an RMSNorm: out = norm(x + residual) * gamma, for rows of `width` elements of `dtype`.
@@ -50,7 +51,8 @@ struct NormInput {
   DType dtype;
 };
 
-// Computes the norm of row `from` of the inputs and writes it to `out`. Also stores x + residual in `sum`.
+// Computes the norm of row `from` of the inputs and writes it to `out`. If there is a residual, also stores x +
+// residual in `in.sum`.
 void norm_row(const NormInput& in, int64_t from, void* out);
 
 // Checks of arguments. Each returns 0, or an error code after one line on standard error.
@@ -59,7 +61,8 @@ int check_matrix(const Tensors& t, int i, int64_t rows, int64_t width, DType dty
 int check_gamma(const Tensors& t, int gamma, int epsilon, int64_t width, DType dtype);
 int check_weight(const Tensors& t, int i, int64_t columns, int64_t depth, bool gated);
 
-// Returns the number of rows of the step, counts[which], which may be at most `limit`. Returns -1 after an error.
+// Returns counts[which], the number of tokens or sequences of the step. Returns -1 and reports an error if it exceeds
+// `limit`.
 int64_t rows_of(const Tensors& t, int counts, int which, int64_t limit);
 
 // Returns the header of argument i, a packed weight, or null after an error.

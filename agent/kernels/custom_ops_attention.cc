@@ -3,12 +3,13 @@
 //
 //   qkv [Tm, (heads + 2 * kv_heads) * dim]   positions [Tm]   cos, sin [P, dim] float32
 //   key_cache, value_cache [num_blocks, kv_heads, block_size, dim] of qkv's type, or dim + 4 of int8; written in place
-//   slot_mapping [Tm]   block_tables: flat, rows W apart   context_lens, query_lens [Sm]   counts [4] = {T, S, W, 0}
+//   slot_mapping [Tm]   block_tables: flat, W entries for each sequence   context_lens, query_lens [Sm]
+//   counts [4] = {T, S, W, 0}
 //   optional: window [1] int32 (0: none), or window, query_gamma and key_gamma [dim], epsilon [1]
 //   -> attended [Tm, heads * dim], of which the first T rows are written
 //
-// Every tensor has the size of the largest step. `counts` gives the tokens, sequences and table width of this step. The
-// number of heads follows from the widths.
+// Tm and Sm are the tokens and sequences of the largest step, which every tensor has space for. T, S and W are the
+// tokens, sequences and width of the block table of this step. The number of heads follows from the widths.
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -29,8 +30,7 @@ enum Argument {
   kWindow, kQueryGamma, kKeyGamma, kEpsilon
 };
 
-// Returns the index of the output, which is the last tensor. The number of inputs before it depends on the optional
-// ones.
+// Returns the index of the output, the last tensor. It depends on the number of optional inputs.
 int out_of(const Tensors& t) { return t.count - 1; }
 bool has_window(const Tensors& t) { return t.count > kWindow + 1; }
 bool has_norms(const Tensors& t) { return t.count > kEpsilon + 1; }

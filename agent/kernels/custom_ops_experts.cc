@@ -1,10 +1,12 @@
-// The custom operator ExpertMlp: add, norm, router and the gated MLPs of the chosen experts (ops/experts.h).
+// The custom operator ExpertMlp: residual addition, norm, expert router and the gated MLPs of the chosen experts
+// (ops/experts.h).
 //
 //   hidden, residual [Tm, width]   gamma [width]   epsilon [1]   router: packed float32 weight of `experts` columns
 //   gate_up, down: the packed weights of all experts, equally long   choice [3] = {experts, chosen, normalised}
 //   counts [4] = {T, ...}   ->   out, sum [Tm, width], of which the first T rows are written
 //
-// Optional inputs follow `counts`, for DeepSeek's models and for an agent with some of the experts:
+// Tm is the number of tokens of the largest step, T that of this step. Optional inputs follow `counts`. DeepSeek's
+// models need them, and agents that hold only some of the experts:
 //
 //   routing int32 [6] = {sigmoid, groups, chosen groups, corrected, first expert, number of experts}
 //   factor float32 [1]   correction float32 [experts]: the router chooses as ops/grouped_routing.h describes. gate_up
@@ -12,7 +14,7 @@
 //   shared_gate_up, shared_down: packed weights of one more gated MLP for every token, whose output is added
 //
 // The result of the norm is rounded to the type of the activations, as the native primitives round it. The router reads
-// it as float32. The output of an expert stays float32 until the outputs of the row's experts are added.
+// it as float32. The output of an expert stays float32 until the outputs of all experts of a row are added.
 #include <initializer_list>
 
 #include "common/check.h"
@@ -31,13 +33,14 @@ enum Argument {
   kSharedGateUp, kSharedDown
 };
 
-// The two outputs come last. How many inputs precede them depends on the optional ones.
+// Return the indices of the two outputs, which are the last tensors. They depend on the number of optional inputs.
 int out_of(const Tensors& t) { return t.count - 2; }
 int sum_of(const Tensors& t) { return t.count - 1; }
 bool has_routing(const Tensors& t) { return t.count > kRouting + 2; }
 bool has_shared(const Tensors& t) { return t.count > kSharedGateUp + 2; }
 
-// Number of rows computed together. It limits the memory, because a row is copied for every expert that it chose.
+// Maximum number of rows that are computed together. It limits the memory, because each row is copied once for every
+// expert that it chose.
 constexpr int64_t kPieceRows = 256;
 
 struct ExpertJob {
@@ -45,7 +48,7 @@ struct ExpertJob {
   DType dtype;
   int64_t width, inner, experts, chosen;
   bool normalised;
-  int64_t first, held;                  // the experts whose weights exist are [first, first + held)
+  int64_t first, held;                  // this agent has the weights of the experts [first, first + held)
   int64_t shared;                       // intermediate size of the shared experts; 0: none
   int64_t groups, chosen_groups;        // ops/grouped_routing.h
   bool sigmoid, corrected;
@@ -59,7 +62,7 @@ struct ExpertJob {
 // Buffers for the rows that run_piece() computes together.
 struct PieceMemory {
   char* normed;    // [rows, width] of dtype
-  float* floats;   // the same as float32
+  float* floats;   // `normed` as float32
   float* logits;   // [rows, experts]
   float* weights;  // [rows, chosen]
   int32_t* ids;
@@ -263,8 +266,8 @@ int run_experts(const ExpertJob& job, const PieceMemory& memory) {
   return 0;
 }
 
-// Writes to `out` the sum of weight * output over the row's experts, added in the order of their rank, plus the output
-// of the shared experts. The sum is rounded once. Experts without weights here are left out.
+// Writes to `out` the sum of weight * output over the experts of a row, most probable first, plus the output of the
+// shared experts. Rounds only the whole sum. Skips experts whose weights this agent does not have.
 template <class T>
 void sum_row(const ExpertJob& job, const PieceMemory& memory, int64_t row, T* out) {
   const float* weights = memory.weights + row * job.chosen;

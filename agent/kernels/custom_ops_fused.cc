@@ -1,12 +1,12 @@
 // The custom operators EmbedTokens, NormLinear, AddNormLinear, PackedLinear, GatedMlp and LmHead of the fused graph.
 //
 // The graph is static: every tensor has the size of the largest step. `counts` [4] = {tokens, sequences, width of the
-// block table, step number} gives the size of this step. Rows after that are neither read nor written. Weights are
-// packed (ops/linear.h).
+// block table, step number} gives the size of the current step. Rows beyond this size are neither read nor written.
+// Weights are packed (ops/linear.h).
 //
-// Sum and norm run together with the linear layer that follows, row by row. So a row is still in the cache if the
-// format of the weight needs it quantized. The results of the norm, the sum and SwiGLU are rounded to the type of the
-// activations, as the native primitives round them.
+// The residual addition and the norm run row by row, in the same operator as the linear layer that follows. A row is
+// then still in the processor's cache if it must be quantised. The results of the norm, the addition and SwiGLU are
+// rounded to the type of the activations, as the native primitives round them.
 #include <cstdint>
 #include <initializer_list>
 
@@ -21,16 +21,18 @@
 namespace llmk {
 namespace {
 
-constexpr int64_t kMlpRows = 256;     // rows that pass both layers of an MLP together, so they stay in the cache
-constexpr int64_t kThreadRows = 128;  // from this many rows per thread on, each thread computes rows of its own
+// rows that an MLP computes at a time, so that its intermediate results stay in the cache
+constexpr int64_t kMlpRows = 256;
+constexpr int64_t kThreadRows = 128;  // with at least this many rows per thread, the threads compute different rows
 
 int64_t row_bytes(DType dtype, int64_t width) { return size_of(dtype) * width; }
 
-// Calls function(first row, number of rows) until all rows are computed. Returns 0, or the error of a call.
+// Divides the rows into pieces and calls function(first row, number of rows) for each. Returns 0, or the error of a
+// call.
 //
-// With few rows, all threads together compute at most `most` rows in each call. With many rows, each thread calls the
-// function for other rows. A thread then finds its earlier results in its own cache, but every thread reads all
-// weights.
+// With few rows, one call at a time computes at most `most` rows, and all threads work in it. With many rows, each
+// thread makes calls for other rows. A thread then finds its earlier results in its own cache, but every thread reads
+// all weights.
 template <class Function>
 int for_row_pieces(int64_t rows, int64_t most, const Function& function) {
   const int64_t threads = num_threads();
@@ -51,7 +53,7 @@ int for_row_pieces(int64_t rows, int64_t most, const Function& function) {
   return failed;
 }
 
-// The rows that a linear layer multiplies, quantized if the format of its weight needs that.
+// The activations that a linear layer multiplies after a norm, quantised if its weight format takes int8 activations.
 struct NormedRows {
   const void* values = nullptr;
   QuantizedRows quantized{};
@@ -105,7 +107,7 @@ NormedRows norm_rows(const NormInput& in, const void* weight, int64_t rows, cons
 
 constexpr int32_t kMostParts = 64;
 
-// Writes to `out` the sum of `parts` arrays of `count` elements each, with all threads.
+// Adds `parts` arrays of `count` elements each, with all threads, and writes the sum to `out`.
 void sum_products(const float* const* products, int32_t parts, DType out_dtype, void* out, int64_t count) {
   constexpr int64_t kSpan = 16384;
   parallel_for(ceil_div(count, kSpan), [&](int64_t i) {
@@ -159,8 +161,8 @@ int run_linear(const Tensors& t, LinearArgs args, const NormedRows& in, int weig
   return error;
 }
 
-// Checks an output of type `dtype` or float32. Agents that add their outputs use float32, so that only the sum is
-// rounded.
+// Checks a matrix of outputs, of type `dtype` or float32. If the outputs of several agents are added later, they are
+// float32, so that only the sum is rounded.
 int check_sums(const Tensors& t, int i, int64_t rows, int64_t width, DType dtype) {
   return check_matrix(t, i, rows, width, t.dtype(i) == DType::kFloat32 ? DType::kFloat32 : dtype);
 }
@@ -201,8 +203,8 @@ int embed_tokens(const Tensors& t) {
 }  // namespace
 
 int norm_linear(const Tensors& t, bool has_residual) {
-  // The arguments are hidden, residual (with has_residual only), gamma, epsilon, weight and counts, then the outputs
-  // out and sum (with has_residual only).
+  // The inputs are hidden, residual, gamma, epsilon, weight and counts. The outputs are out and sum. Only with
+  // has_residual are there `residual` and `sum`.
   const int hidden = 0, residual = 1, gamma = has_residual ? 2 : 1;
   const int epsilon = gamma + 1, weight = gamma + 2, counts = gamma + 3, out = gamma + 4, sum = gamma + 5;
   if (t.count != (has_residual ? sum : out) + 1) return refuse_text(t.op, "got %d arguments", t.count);
@@ -316,7 +318,8 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
   NormInput in{t.as<char>(at.hidden), t.as<char>(at.residual), nullptr, t.data[at.gamma], *t.as<float>(at.epsilon),
                width, dtype};
   in.sum = static_cast<char*>(thread_scratch(kScratchInner, tokens * row_bytes(dtype, width)));
-  for (int64_t begin = 0, end; begin < seqs; begin = end) {  // one product for consecutive sequences that sample
+  // one linear layer for each run of consecutive sequences that sample
+  for (int64_t begin = 0, end; begin < seqs; begin = end) {
     end = begin + 1;
     if (last[begin] < 0) continue;
     while (end < seqs && last[end] >= 0) ++end;

@@ -1,5 +1,6 @@
-// The custom operator LatentAttention: multi-head latent attention (MLA) of DeepSeek-V2 (arXiv:2405.04434) in its
-// absorbed form, for all tokens of a step.
+// The custom operator LatentAttention: multi-head latent attention (MLA) of DeepSeek-V2 (arXiv:2405.04434), for all
+// tokens of a step. It uses the absorbed form: the up-projections of keys and values are applied to queries and
+// results.
 //
 // Inputs. Tm and Sm are the tokens and sequences of the largest step, T and S those of this step.
 //
@@ -19,17 +20,18 @@
 //   with query_rank > 0: query_gamma [query_rank], query: packed weight of heads * (nope + rope) columns
 //   -> out [Tm, heads * value], of which the first T rows are written
 //
-// `first` is query_rank, or heads * (nope + rope) if query_rank is 0. The first columns of `joined` are the latent
-// vector of the queries, or the queries. A query head has `nope` elements without and `rope` elements with a rotation.
+// `joined` begins with the queries, or with their latent vector if query_rank > 0. `first` is the width of this part:
+// heads * (nope + rope), or query_rank. Each query head has `nope` elements without and `rope` elements with a
+// rotation.
 //
 //   cache row   round(norm(latent) * latent_gamma), rotated key
 //   query       round(key_up[h] * nope elements), rotated elements: as wide as a cache row
 //   attended    attention of the queries of all heads over the cache rows, as one kv head (ops/rotary_attention.h)
 //   out         value_up[h] * first `rank` elements of attended
 //
-// Prompts, chunks and decode steps all run this arithmetic. Every part of it computes a row from that row alone, so a
-// token's result does not depend on the other tokens of the step. All rows of the cache are written before any is read,
-// because a sequence may read what another one writes.
+// Prompts, chunks and decode steps all run this arithmetic. Each part of it computes a row from that row alone, so the
+// result of a token does not depend on the other tokens of the step. All cache rows are written before any is read,
+// because a sequence may read a row that another sequence writes.
 #include <cstdint>
 #include <vector>
 
@@ -48,7 +50,7 @@ enum Argument {
   kLatentGamma, kKeyUp, kValueUp, kQueryGamma, kQuery
 };
 
-constexpr int64_t kPieceRows = 256;  // rows of a head that a thread multiplies at a time
+constexpr int64_t kPieceRows = 256;  // rows that a thread multiplies at a time by the weight of a head
 
 struct LatentJob {
   const Tensors& t;
@@ -71,7 +73,7 @@ struct LatentJob {
 
 int out_of(const Tensors& t) { return t.count - 1; }
 
-// The memory between the parts, a row for each token.
+// The intermediate results of the operator, with one row for each token.
 struct LatentMemory {
   char* normed;    // [T, query_rank], or null
   char* queries;   // [T, heads * head_dim], or null: the queries are in `joined`
@@ -181,7 +183,8 @@ int check_weights(const LatentJob& job) {
   return error != 0 ? error : check_weight(t, kQuery, job.heads * job.head_dim(), job.query_rank, false);
 }
 
-// Checks the step: counts, lengths, positions, slots and block tables. `starts` owns memory that job->attention uses.
+// Checks the step: counts, lengths, positions, slots and block tables. Fills job->attention, which points to memory of
+// `starts`.
 int read_step(const Tensors& t, LatentJob* job, std::vector<int64_t>* starts) {
   RotaryAttentionArgs& args = job->attention;
   job->tokens = rows_of(t, kCounts, 0, smaller(t.dim(kJoined, 0), t.dim(out_of(t), 0)));
@@ -221,7 +224,8 @@ void norm_into(const LatentJob& job, const char* x, const void* gamma, int64_t w
   norm_row(in, 0, out);
 }
 
-// Rotates `count` heads of one token. Consecutive heads are `stride` and `out_stride` elements apart.
+// Applies the rotary embedding to `count` heads of one token. Consecutive heads are `stride` elements apart in `x` and
+// `out_stride` elements apart in `out`.
 void rotate(const LatentJob& job, int64_t token, const char* x, int64_t stride, int64_t count, const int32_t* zeros,
             char* out, int64_t out_stride) {
   const int64_t row = job.t.as<int32_t>(kPositions)[token] * job.rope;
@@ -242,7 +246,7 @@ void rotate(const LatentJob& job, int64_t token, const char* x, int64_t stride, 
   kernels().rotary(args);
 }
 
-// Writes the cache row of a token, except if its slot is negative.
+// Writes the row of a token to the KV cache. A token with a negative slot is not written.
 void write_cache(const LatentJob& job, int64_t token, const int32_t* zeros) {
   const int64_t slot = job.t.as<int32_t>(kSlots)[token], element = job.element();
   if (slot < 0) return;
@@ -252,7 +256,7 @@ void write_cache(const LatentJob& job, int64_t token, const int32_t* zeros) {
   rotate(job, token, latent + job.rank * element, job.rope, 1, zeros, row + job.rank * element, job.rope);
 }
 
-// The rows of a product, with strides in elements.
+// The input and output rows of a matrix product. Strides count elements.
 struct Rows {
   const char* x;
   int64_t x_stride;
@@ -273,7 +277,8 @@ LinearArgs linear_args(const LatentJob& job, const void* weight, const Rows& row
   return args;
 }
 
-// Multiplies the rows of each head, which begin `x_step` elements after those of the head before, by the head's weight.
+// Multiplies the rows of each head by the weight of that head. The rows of consecutive heads begin `x_step` elements
+// apart.
 int multiply_heads(const LatentJob& job, int weight, const Rows& rows, int64_t x_step, int64_t out_step) {
   int error = check_linear(job.t.op, linear_args(job, job.head_weight(weight, 0), rows, 0, 1));
   for (int64_t head = 1; error == 0 && head < job.heads; ++head) {
@@ -291,8 +296,8 @@ int multiply_heads(const LatentJob& job, int weight, const Rows& rows, int64_t x
   return 0;
 }
 
-// Computes the queries from their latent vector, writes the cache rows and returns the place of the queries. Also
-// rotates the rotated elements of every query into `memory.absorbed`.
+// Computes the queries, from their latent vector if there is one, and writes the cache rows. Sets `queries` to the
+// place of the queries. Writes the rotated elements of every query to `memory.absorbed`.
 int place_rows(const LatentJob& job, const LatentMemory& memory, Rows* queries) {
   const int64_t element = job.element(), width = job.heads * job.head_dim(), wide = job.heads * job.cache_dim();
   char* joined = job.t.as<char>(kJoined);

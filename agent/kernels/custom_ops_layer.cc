@@ -1,9 +1,9 @@
 // The custom operators that run all decoder layers: for each layer (Add)NormLinear, RotaryAttention, PackedLinear and
 // GatedMlp. The data between them is in scratch memory.
 //
-// MindSpore takes 30 to 50 us for each operator of its graph. It wakes a thread, and its own data has left the caches,
-// because the weights have passed through them. The kernels' threads fall asleep meanwhile. One operator for all layers
-// pays that once per step.
+// MindSpore needs 30 to 50 us for each operator of its graph. It must wake a thread, and its own data is no longer in
+// the processor's caches, because the weights have replaced it. Meanwhile the kernels' threads fall asleep. One
+// operator for all layers has these costs only once per step.
 #include <initializer_list>
 
 #include "common/check.h"
@@ -20,8 +20,8 @@ enum Argument {
   kLayers
 };
 
-// The arguments of one layer. The first layer has them from kLayers on. The two gammas at the end exist only if
-// form[kHeadNorms] is set.
+// The arguments of one layer, relative to its first argument. kLayers is the index of the first argument of the first
+// layer. The two gammas at the end exist only if form[kHeadNorms] is set.
 enum LayerArgument {
   kInputGamma, kPostGamma, kQkv, kOutput, kGateUp, kDown, kKeyCache, kValueCache, kPlainLayer,
   kQueryGamma = kPlainLayer, kKeyGamma, kNormedLayer
@@ -40,8 +40,8 @@ struct Between {
   int64_t bytes() const { return shape[0] * shape[1] * size_of(parse_dtype(dtype)); }
 };
 
-// Collects the arguments of an inner operator such as PackedLinear: arguments of the outer operator, and matrices of
-// type Between.
+// Calls an inner operator such as PackedLinear. Its arguments are arguments of the outer operator, or matrices of type
+// Between.
 class Call {
  public:
   Call(const char* op, const Tensors& layer) : op_(op), layer_(layer) {}
@@ -73,8 +73,8 @@ class Call {
   const char* dtypes_[kMost];
 };
 
-// Runs one layer. The first layer reads the inputs of the operator. A later layer reads the outputs of the operator,
-// where the previous layer left its result, and overwrites them when it has read them.
+// Runs one layer. The first layer reads the inputs of the operator. Every layer writes its result to the outputs of the
+// operator. A later layer reads the result of the previous layer there and then overwrites it.
 class Layer {
  public:
   Layer(const Tensors& t, int64_t layer, int64_t rows, bool first, bool sharded)
@@ -157,7 +157,7 @@ class Layer {
     return error == 0 && sharded_ ? sum(t_.data[out_]) : error;
   }
 
-  // Adds own_ over all agents of the stage and writes the sum to `to`, in the type of the activations.
+  // Adds the matrices own_ of all agents of the stage and writes the sum to `to`, in the type of the activations.
   int sum(void* to) {
     return all_reduce(t_.op, DType::kFloat32, own_.data, t_.dtype(kHidden), to, rows_ * width_);
   }
@@ -168,12 +168,12 @@ class Layer {
   const bool is_stream_, sharded_;
   const int64_t rows_, width_;
   Between qkv_{}, attended_{}, hidden_{}, residual_{}, window_{};
-  Between own_{};  // this agent's part of a sum over agents, in float32 because only the sum is rounded
+  Between own_{};  // this agent's term of a sum over agents; float32, because only the sum is rounded
 };
 
-// Runs all layers. If `first`, the input is the residual stream itself, and the argument `residual` is not read. If
-// `sharded`, the agents of a stage share heads and columns, and the results of attention and MLP are added over them.
-// The sums are part of the operator because two more operators per layer would cost more than the sums do.
+// Runs all layers. If `first`, `hidden` is the residual stream itself, and `residual` is not read. If `sharded`, each
+// agent of a stage has some of the heads and columns, and the results of attention and MLP are added over the agents.
+// The operator includes these sums, because two more operators per layer would take longer than the sums.
 int decoder_layers(const Tensors& t, bool first, bool sharded) {
   if (t.count < kLayers + 2) return refuse_text(t.op, "got %d arguments", t.count);
   if (!t.has_dtype(kForm, "int32") || t.size(kForm) != kFormFields) {

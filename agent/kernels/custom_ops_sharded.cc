@@ -62,15 +62,15 @@ int sharded_embed_tokens(const Tensors& t) {
   return all_reduce(t.op, t.dtype(kOut), t.data[kOut], t.dtype(kOut), t.data[kOut], rows * width);
 }
 
-// The largest logit of a row in one agent's part of the vocabulary, and its token.
+// The largest logit of a sequence in one agent's part of the vocabulary, and the token with this logit.
 struct Best {
   float value;
   int32_t id;
 };
 static_assert(sizeof(Best) == 8, "two elements of gather_rows_to_first");
 
-// Writes to best[i] the token of the largest logit over all agents, on a tie the smallest token. Only the first agent
-// gets results. Rows that do not sample (last < 0) are skipped.
+// Writes to best[i] the token with the largest logit of all agents, or the smallest of these tokens on a tie. Only the
+// first agent of the stage receives results. Rows that do not sample (last < 0) are skipped.
 int best_of_all(const char* op, int64_t seqs, const int32_t* last, const Best* own, int32_t* best) {
   const int size = exchange_size();
   Best* all = static_cast<Best*>(thread_scratch(kScratchRows, seqs * size * static_cast<int64_t>(sizeof(Best))));
@@ -88,9 +88,9 @@ int best_of_all(const char* op, int64_t seqs, const int32_t* last, const Best* o
   return 0;
 }
 
-// LmHead with a part of the vocabulary in each agent: vocabulary [3] = {first id, size of the whole, size of the part
-// of every agent but the last}. The first agent receives all logits [S, whole] and the best token of all. The other
-// agents keep the logits of their own part [S, own part].
+// ShardedLmHead: like LmHead, with a part of the vocabulary in each agent. vocabulary [3] = {first id of this agent,
+// size of the whole vocabulary, size of each part except the last}. The first agent receives all logits [S, whole] and
+// the token with the largest. Each other agent keeps the logits of its own part [S, own part].
 int sharded_lm_head(const Tensors& t) {
   enum { kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kBestIds, kVocabulary, kCounts, kDone };
   if (t.count != 11) return refuse_text(t.op, "got %d arguments; it takes 10 and gives 1", t.count);
@@ -125,7 +125,8 @@ int sharded_lm_head(const Tensors& t) {
   int32_t* ids = t.as<int32_t>(kBestIds);
   for (int64_t i = 0; i < seqs; ++i) best[i] = {values[i], static_cast<int32_t>(first + ids[i])};
   error = best_of_all(t.op, seqs, last, best, ids);
-  for (int64_t begin = 0, end; begin < seqs && error == 0; begin = end) {  // consecutive sequences that sample
+  // one iteration for each run of consecutive sequences that sample
+  for (int64_t begin = 0, end; begin < seqs && error == 0; begin = end) {
     end = begin + 1;
     if (last[begin] < 0) continue;
     while (end < seqs && last[end] >= 0) ++end;
@@ -137,7 +138,7 @@ int sharded_lm_head(const Tensors& t) {
 }
 
 // HandOver: hidden, residual, stream [tokens, width], counts -> the number of the step, counts[3], as int32 [1]. Writes
-// hidden + residual to `stream`, the input of the next stage.
+// hidden + residual to `stream`, the input of the next pipeline stage.
 int hand_over(const Tensors& t) {
   enum { kHidden, kResidual, kStream, kCounts, kOut };
   if (t.count != 5) return refuse_text(t.op, "got %d arguments; it takes 4 and gives 1", t.count);

@@ -1,4 +1,6 @@
-"""Records the launches that MindSpore makes of operators, and replays them without MindSpore (plugin/launches.h)."""
+"""Records each operator call that MindSpore makes in a graph (a launch), and replays the launches without MindSpore
+(plugin/launches.h).
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ from agent.kernels.library import OperatorRefusedError, has_failed, load_library
 
 Array = npt.NDArray[Any]
 Results = tuple[Array, ...]
-"""The results of a graph, in its order."""
+"""The results of a graph, in the order in which the graph returns them."""
 Run = Callable[[], tuple[Results, tuple[int, ...]]]
 """Runs a graph. Returns its results, and the addresses of the results in MindSpore's memory."""
 Memory = tuple[int, int]
 """Address and size in bytes."""
 AllAgree = Callable[[bool], bool]
-"""Takes this agent's vote and returns whether all agents that run the graph voted True. All vote at the same places."""
+"""Takes this agent's vote. Returns whether all agents that run the graph voted True. All agents must call it the same
+number of times.
+"""
 _ANOTHER_AGENT = "another agent cannot replay its launches"
 
 
@@ -34,20 +38,20 @@ class StepSizes:
 
 
 class RecordingError(Exception):
-    """The graph ran, but its launches cannot be replayed. The text says why."""
+    """The graph ran, but its launches cannot be replayed. The text gives the reason."""
 
     def __init__(self, reason: str, results: Results, *, is_for_good: bool) -> None:
         super().__init__(reason)
         self.results = results
         self.is_for_good = is_for_good
-        """False if a primitive refused these inputs; it may accept other inputs."""
+        """True if no recording of this graph can be replayed. False if a primitive only refused these inputs."""
 
 
 class RecordedLaunches:
     """The launches that a graph made in one run.
 
-    The memory that was named for the recording must live as long as this object. A recording of ``record_any_size``
-    needs ``resize`` before ``run``.
+    The memory that was named for the recording must live as long as this object. If ``record_any_size`` made the
+    recording, ``resize`` must be called before ``run``.
     """
 
     def __init__(self, handle: int, like: Results) -> None:
@@ -63,24 +67,27 @@ class RecordedLaunches:
         self._finalize()
 
     def resize(self, sizes: StepSizes) -> None:
-        """Sets the sizes of the following replays. They must not exceed the largest sizes."""
+        """Sets the numbers of tokens and sequences for the following replays. They must not exceed those that
+        ``record_any_size`` got as ``largest``.
+        """
         if sizes != self._sizes:
             load_library().llmk_resize_recording(self._handle, sizes.tokens, sizes.seqs, self._bytes)
             self._forms = [((-1, *shape[1:]), dtype) for shape, dtype in self._forms]
             self._sizes = sizes
 
     def spoil(self) -> None:
-        """Fills the memory that a replay's operators write with bytes that make every float a NaN."""
+        """Fills all memory that the operators of a replay write, with bytes that make every float a NaN."""
         load_library().llmk_spoil_memory(self._handle)
 
     @property
     def num_launches(self) -> int:
-        """Number of launches of a step. Fused launches count one by one."""
+        """Number of launches of a step. A fused launch counts as the launches that it replaces."""
         return int(load_library().llmk_recorded_launches(self._handle))
 
     @property
     def fusions(self) -> list[str]:
-        """The fusions of a step in their order. A name has the fused operators, joined by ``+``."""
+        """The names of the fused launches of a step, in their order. A name consists of the operators, joined by ``+``.
+        """
         library = load_library()
         names: list[str] = []
         while (name := library.llmk_recorded_fusion(self._handle, len(names))) is not None:
@@ -90,10 +97,11 @@ class RecordedLaunches:
     def generalise(
         self, sizes: StepSizes, other: RecordedLaunches, others: StepSizes, largest: StepSizes, *, fuses: bool
     ) -> str:
-        """Turns the recordings of two steps of the same graph into one recording of steps of any size.
+        """Turns this recording and another one, of two steps of different size, into one recording for steps of any
+        size.
 
-        With ``fuses``, one function replaces some consecutive launches (plugin/fusion.h). Returns why this is not
-        possible, or an empty string.
+        With ``fuses``, one function replaces some consecutive launches (plugin/fusion.h). Returns the reason if this is
+        not possible, otherwise an empty string.
         """
         numbers = [number for each in (sizes, others, largest) for number in (each.tokens, each.seqs)]
         problem = ctypes.c_char_p()
@@ -104,18 +112,19 @@ class RecordedLaunches:
     def agrees(self, results: Results) -> bool:
         """Replays the launches and returns whether the results have the same bits as ``results``.
 
-        If the bits differ, other memory that the replay wrote (such as keys and values) may be wrong. Then the graph
-        must run again. Even after a refusal, the replay takes part in the sums with other agents.
+        If the bits differ, other memory that the replay wrote (such as keys and values) may be wrong, and the caller
+        must run the graph again. Even if an operator refuses its inputs, the replay takes part in the sums with other
+        agents.
         """
         replayed = [array.tobytes() for array in self.run(keeps_pace=True)]
         return take_failure() is None and replayed == [array.tobytes() for array in results]
 
     def run(self, *, keeps_pace: bool = False) -> Results:
-        """Replays the launches over the current contents of the memory.
+        """Replays the launches with the current contents of their memory, and returns the results.
 
-        The results are valid until the next run of any recording. After the refusal of an operator, they mean
-        nothing: ``take_failure`` names the operator, or OperatorRefusedError is raised if failures are not held. With
-        ``keeps_pace``, the sums with other agents run even after a refusal.
+        The results are valid until the next run of any recording. If an operator refuses its inputs, raises
+        OperatorRefusedError. With ``hold_failures``, instead returns undefined results, and ``take_failure`` names the
+        operator. With ``keeps_pace``, the sums with other agents run even after a refusal.
         """
         if not load_library().llmk_replay(self._handle, int(keeps_pace), self._addresses):
             raise OperatorRefusedError("an operator refused its inputs; the reason is in the agent's log")
@@ -132,19 +141,19 @@ def _array_at(address: int, num_bytes: int, shape: tuple[int, ...], dtype: Any) 
 
 
 def recordings_bytes() -> int:
-    """Returns the bytes of all recordings and of the memory that they are replayed in."""
+    """Returns the bytes of all recordings and of the memory that their replays write."""
     return int(load_library().llmk_recordings_bytes())
 
 
 def record(run: Run, memory: Iterable[Memory], all_agree: AllAgree = bool) -> tuple[Results, RecordedLaunches]:
     """Records the launches of one run of a graph. Returns the graph's results and the launches.
 
-    ``memory`` lists the memory that stays in place: the graph's inputs, parameters and constants. The launches are
-    replayed once over spoiled memory and must produce the bits of the results.
+    ``memory`` lists the memory whose addresses never change: the graph's inputs, parameters and constants. All other
+    memory of the replay is filled with NaN. Then a first replay must produce the same bits as the graph.
 
-    Raises RecordingError if another library computes in the graph, or if the bits differ. In the second case ``run`` is
-    called again, because the replay overwrote its results. The error has the ``results`` of ``run``. Raises what
-    ``run`` and ``all_agree`` raise.
+    Raises RecordingError if another library computes in the graph, or if the bits differ. If the bits differ, ``run``
+    is called again, because the replay overwrote its results. The error has the ``results`` of ``run``. Exceptions of
+    ``run`` and ``all_agree`` are passed on.
 
     Agents that run a graph together vote with ``all_agree`` on the recording and on the bits. Therefore either all of
     them have a recording or none has. They do not vote if an operator refused its inputs, because then no agent
@@ -164,7 +173,7 @@ def record(run: Run, memory: Iterable[Memory], all_agree: AllAgree = bool) -> tu
 
 
 def copies(results: Results) -> Results:
-    """Returns the results in memory of their own."""
+    """Returns copies of the arrays."""
     return tuple(array.copy() for array in results)
 
 
@@ -176,14 +185,15 @@ def record_any_size(
     *,
     fuses: bool = False,
 ) -> RecordedLaunches:
-    """Records two steps of different sizes. Returns launches for steps of any size up to ``largest``.
+    """Records two steps of different sizes. Returns one recording that can replay steps of any size up to ``largest``.
 
-    ``runs`` has a function like ``run`` of ``record`` for each of the two sizes. ``resize`` sets the size of a replay.
+    ``runs`` maps each of the two sizes to a function like ``run`` of ``record``. ``resize`` sets the size of a replay.
     The parts of ``memory`` begin at the same addresses for every size. The two steps must not have the same ratio of
     tokens to sequences, unless tokens and sequences are equal in every step.
 
-    ``fuses`` is as in ``RecordedLaunches.generalise``. Replays nothing: the caller must compare the bits. Raises
-    RecordingError if the launches cannot be replayed, and what ``runs`` and ``all_agree`` (one vote) raise.
+    ``fuses`` is as in ``RecordedLaunches.generalise``. This function does not replay the launches; the caller must
+    compare the bits. Raises RecordingError if the launches cannot be replayed. Exceptions of ``runs`` and ``all_agree``
+    (called once) are passed on.
     """
     memory, reason = list(memory), ""
     made: list[RecordedLaunches | None] = []
@@ -205,7 +215,9 @@ def record_any_size(
 
 
 def _recorded(run: Run, memory: list[Memory]) -> tuple[Results, RecordedLaunches | None, str]:
-    """Runs a graph and records its launches. Returns its results, the launches or None, and why there are none."""
+    """Runs a graph and records its launches. Returns its results and the recording, or None and the reason why there is
+    no recording.
+    """
     library = load_library()
     library.llmk_begin_recording()
     problem = ctypes.c_char_p()

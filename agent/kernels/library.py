@@ -59,7 +59,7 @@ _ENTRIES: dict[str, tuple[Any, ...]] = {
     "llmk_take_failure": (_TEXT,),
     "llmk_widen_bfloat16": (None, _POINTER, _POINTER, _INT64),
 }
-"""The type of the result of each C entry, followed by the types of its arguments."""
+"""The C functions of the library: the type of the result, followed by the types of the arguments."""
 
 
 class KernelsNotBuiltError(AgentError):
@@ -93,7 +93,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def structure(name: str, layout: str) -> type[ctypes.Structure]:
-    """Makes the class of a C struct from its members in order, as "type: names; type: names".
+    """Returns a ctypes class for a C struct. ``layout`` lists the members in order, as "type: names; type: names".
 
     The types are pointer, int64, int32, float and bool.
     """
@@ -119,15 +119,15 @@ def num_threads() -> int:
 
 
 def set_attentive(attentive: bool) -> None:
-    """Sets whether the kernels' threads stay awake between kernels, while a graph of many operators runs."""
+    """Sets whether the kernels' threads stay awake between kernels. Set it while a graph of many operators runs."""
     load_library().llmk_set_attentive(attentive)
 
 
 def scratch_bytes(*, between_operators: bool) -> int:
     """Returns the bytes of memory that the kernels' threads keep.
 
-    With ``between_operators``, counts the values between the operators of a layer and the rows of experts, which the
-    memory plan lists as activations. Otherwise counts the rest, which the memory plan lists as kernel scratch.
+    With ``between_operators``, counts only the intermediate results of a layer and of its experts, which the memory
+    plan lists as activations. Otherwise counts all other memory, which the memory plan lists as kernel scratch.
     """
     return int(load_library().llmk_scratch_bytes(between_operators))
 
@@ -141,8 +141,8 @@ def kernel_isa() -> str:
 def hold_failures(hold: bool) -> None:
     """Sets whether a primitive that refuses its inputs reports success to MindSpore.
 
-    After an error, MindSpore would not run the graph again. With ``hold``, ``take_failure`` returns the failure, and
-    until it is called all primitives do nothing.
+    MindSpore does not run a graph again after an error. With ``hold``, the failure is stored until ``take_failure``
+    returns it. Until then all primitives do nothing and report success.
     """
     load_library().llmk_hold_failures(hold)
 

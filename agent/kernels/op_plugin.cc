@@ -2,8 +2,8 @@
 //
 // MindSpore calls <Primitive>(nparam, params, ndims, shapes, dtypes, stream, extra). The inputs come in the order of
 // the primitive, then the outputs. `extra` has the inputs that are not tensors. A kernel of the plugin replaces
-// MindSpore's kernel of the same name. So MatMul, Gather and Reshape must take every type and shape that the primitive
-// allows.
+// MindSpore's kernel of the same name in every graph. So MatMul, Gather and Reshape must accept every type and shape
+// that the primitive allows.
 #include <atomic>
 
 #include "common/check.h"
@@ -18,9 +18,9 @@
 namespace llmk {
 namespace {
 
-// RmsNorm(x, gamma, epsilon) -> y, rstd and AddRmsNorm(x1, x2, gamma, epsilon) -> y, rstd, x1 + x2.
-// y = x * rstd * gamma and rstd = 1 / sqrt(mean(x^2) + epsilon), in float32 over the last axis; y is rounded once. The
-// sum is rounded to the type of x first, and the norm reads the rounded sum, which is what the residual stream keeps.
+// Runs RmsNorm(x, gamma, epsilon) -> y, rstd and AddRmsNorm(x1, x2, gamma, epsilon) -> y, rstd, x1 + x2. y = x * rstd *
+// gamma and rstd = 1 / sqrt(mean(x^2) + epsilon), in float32 over the last axis; y is rounded once. The sum is rounded
+// to the type of x first, and the norm reads the rounded sum, because the next layer receives the rounded sum as well.
 int rms_norm(const Call& call, bool with_residual) {
   const int gamma = with_residual ? 2 : 1, y = call.count - (with_residual ? 3 : 2);
   int error = with_residual ? check_equal_dtype(call, 0, 1) : check_float(call, 0);
@@ -47,7 +47,7 @@ int rms_norm(const Call& call, bool with_residual) {
   return 0;
 }
 
-// Swiglu(input, dim): silu(first half) * second half of axis `dim`, computed in float32 and rounded once.
+// Runs Swiglu(input, dim): silu(first half) * second half of axis `dim`, computed in float32 and rounded once.
 int swiglu(const Call& call) {
   const int error = check_float(call, 0);
   if (error != 0) return error;
@@ -67,10 +67,10 @@ int swiglu(const Call& call) {
   return 0;
 }
 
-// ReshapeAndCache(key, value, key_cache, value_cache, slot_mapping): copies row t of key and value to slot
+// Runs ReshapeAndCache(key, value, key_cache, value_cache, slot_mapping): copies row t of key and value to slot
 // slot_mapping[t] of the caches [blocks, block_size, kv_heads, head_dim], in place. The slot is block * block_size +
-// offset; a negative slot is padding and is skipped. value may be missing. No operator reads the output, which has the
-// shape of key: it only orders the operators.
+// offset; a negative slot is padding and is skipped. `value` may be missing. The output has the shape of `key`. It is
+// never read; MindSpore needs it only to order the operators.
 int reshape_and_cache(const Call& call) {
   if (!call.is_tensor(2) || !call.is_tensor(4) || !call.has_dtype(4, "int32")) {
     return refuse_text(call.op, "key_cache and an int32 slot_mapping are needed");
@@ -95,7 +95,7 @@ int reshape_and_cache(const Call& call) {
   return 0;
 }
 
-// Gather(table, indices, axis, batch_dims), for elements of 1 to 16 bytes. An index outside the axis is an error.
+// Runs Gather(table, indices, axis, batch_dims), for elements of 1 to 16 bytes. An index outside the axis is an error.
 int gather(const Call& call) {
   GatherArgs args{};
   const int64_t bytes = dtype_bytes(call.dtypes[0]), dims = call.ndims[0];
@@ -123,7 +123,7 @@ int gather(const Call& call) {
   return gather_rows(call.op, args);
 }
 
-// IndexSelect(input, dim, index): the slices of axis `dim` at the indices of a vector, in its order.
+// Runs IndexSelect(input, dim, index): collects the slices of axis `dim` at the indices in the vector `index`.
 int index_select(const Call& call) {
   enum { kInput, kDim, kIndex, kOut, kCount };
   const int64_t bytes = dtype_bytes(call.dtypes[kInput]), dims = call.ndims[kInput];
@@ -148,7 +148,7 @@ int index_select(const Call& call) {
   return gather_rows(call.op, args);
 }
 
-// Copies the elements unchanged. MindSpore has computed the new shape.
+// Runs Reshape: copies the elements unchanged. MindSpore computes the new shape.
 int reshape(const Call& call) {
   const int out = call.count - 1;
   const int64_t bytes = call.size(0) * dtype_bytes(call.dtypes[0]);
@@ -166,9 +166,9 @@ Call make_call(const char* op, int count, void** data, int* ndims, int64_t** sha
 
 }  // namespace
 
-// Errors of kernels. If a kernel reports an error, MindSpore never runs its graph again and loses the memory that it
-// keeps for the next run. So a caller may hold errors back: after the first one, kernels do nothing and report success,
-// until the caller takes the name of the operator after the graph.
+// Handling of a kernel's error. If a kernel returns an error, MindSpore never runs its graph again and does not free the
+// memory that it keeps for the next run. Therefore a caller can set holds_failures. Then, after the first error, kernels
+// do nothing and report success until the caller takes the name of the failed operator.
 static std::atomic<bool> holds_failures{false};
 static std::atomic<const char*> held_failure{nullptr};
 
@@ -180,7 +180,7 @@ int report_error(const char* op, int error) {
 
 bool has_failed() { return held_failure.load(std::memory_order_acquire) != nullptr; }
 
-// Every primitive of the plugin, and the call that runs it with `arguments`.
+// Lists every primitive of the plugin, with the C++ expression that runs it.
 #define LLMK_PRIMITIVES(X) \
   X(RmsNorm, rms_norm(arguments, false)) \
   X(AddRmsNorm, rms_norm(arguments, true)) \

@@ -1,5 +1,6 @@
-// Chooses the table of kernels once. setup.py defines LLMK_INSTRUCTION_SETS(X), which lists X(isa) for each instruction
-// set that was compiled, the fastest first. It also defines LLMK_HAVE_<ISA> for each of them.
+// Chooses the table of kernels for this processor at the first call and keeps it. setup.py defines
+// LLMK_INSTRUCTION_SETS(X), which lists X(isa) for each instruction set that was compiled, the fastest first. It also
+// defines LLMK_HAVE_<ISA> for each of them.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -1,4 +1,4 @@
-// Ints: 16 int32 in two AVX registers, with exact products of bytes.
+// The type Ints of vec.h for AVX2: 16 int32 in two registers, with exact products of bytes.
 #pragma once
 
 namespace llmk::LLMK_ARCH {
@@ -51,12 +51,12 @@ LLMK_INLINE Vec high_bfloats(Ints a) {
   return {_mm256_castsi256_ps(_mm256_and_si256(a.low, mask)), _mm256_castsi256_ps(_mm256_and_si256(a.high, mask))};
 }
 
-// Four uint8 weights of each 32-bit lane, as 16-bit numbers: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`. VPMADDWD
-// multiplies 16-bit numbers exactly; VPMADDUBSW would take bytes, but its sums saturate.
+// Holds four uint8 weights of each 32-bit lane as 16-bit numbers: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`.
+// VPMADDWD multiplies 16-bit numbers exactly. VPMADDUBSW would take bytes directly, but its sums saturate.
 struct Quads {
   Ints even, odd;
 };
-// Four int8 activations as 16-bit numbers, the same in every lane: numbers 0 and 2 in `even`, 1 and 3 in `odd`.
+// Holds four int8 activations as 16-bit numbers, the same four in every lane: 0 and 2 in `even`, 1 and 3 in `odd`.
 struct BroadcastQuad {
   __m256i even, odd;
 };

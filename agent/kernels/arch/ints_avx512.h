@@ -1,4 +1,5 @@
-// Ints: 16 int32 in one register, with exact products of bytes. Uses VPDPBUSD if the processor has it.
+// The type Ints of vec.h for AVX-512: 16 int32 in one register, with exact products of bytes. Uses VPDPBUSD if the
+// processor has it.
 #pragma once
 
 namespace llmk::LLMK_ARCH {
@@ -32,7 +33,8 @@ LLMK_INLINE Vec low_bfloats(Ints a) { return {_mm512_castsi512_ps(_mm512_slli_ep
 LLMK_INLINE Vec high_bfloats(Ints a) {
   return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))))};
 }
-// Joins lane i of a and of b to a pair of bfloat16, a in the lower half. Exact if the floats are bfloat16 values.
+// Converts a and b to bfloat16 and joins lane i of both to a pair, a in the lower half. Drops the lower 16 bits, so it
+// is exact only if the floats are bfloat16 values.
 LLMK_INLINE Ints pair_bfloats(Vec a, Vec b) {
   const __m512i high = _mm512_and_si512(_mm512_castps_si512(b.v), _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)));
   return {_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a.v), 16), high)};
@@ -51,8 +53,8 @@ LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
   return {_mm512_dpbusd_epi32(total.v, w.v, x.v)};
 }
 #else
-// Four bytes of each 32-bit lane, as 16-bit numbers: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`. VPMADDWD
-// multiplies 16-bit numbers exactly; VPMADDUBSW would take bytes, but its sums saturate.
+// Holds four bytes of each 32-bit lane as 16-bit numbers: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`. VPMADDWD
+// multiplies 16-bit numbers exactly. VPMADDUBSW would take bytes directly, but its sums saturate.
 struct Quads {
   __m512i even, odd;
 };

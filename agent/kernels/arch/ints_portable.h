@@ -1,9 +1,9 @@
-// Ints: 16 int32 as a GCC vector, with exact products of bytes.
+// The type Ints of vec.h without intrinsics: 16 int32 as a GCC vector, with exact products of bytes.
 #pragma once
 
 namespace llmk::LLMK_ARCH {
 
-// 16 integers. The struct makes Ints another type than IntVec, which is the result of comparing two Vec.
+// 16 integers. A struct, because Ints must be a different type from IntVec, the result of comparing two Vec.
 struct Ints {
   IntVec v;
 };
@@ -32,7 +32,7 @@ LLMK_INLINE Ints low_bits(Ints a) {
   return {a.v & ((1 << kBits) - 1)};
 }
 LLMK_INLINE Vec to_floats(Ints a) { return __builtin_convertvector(a.v, Vec); }
-// Converts floats that are whole numbers.
+// Converts floats to integers. The floats must be whole numbers.
 LLMK_INLINE Ints to_ints(Vec a) { return {__builtin_convertvector(a, IntVec)}; }
 LLMK_INLINE void store_signed_bytes(int8_t* p, Ints a) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a.v[i]);
@@ -66,8 +66,8 @@ LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
 LLMK_INLINE Quads low_nibbles(Ints a) { return quads({a.v & 0x0F0F0F0F}); }
 LLMK_INLINE Quads high_nibbles(Ints a) { return quads({(a.v >> 4) & 0x0F0F0F0F}); }
 
-// Returns a * b + c, rounded once; fma() in vec_portable.h rounds twice. Slow, because a function of the C library
-// computes each lane.
+// Returns a * b + c, rounded once. fma() in vec_portable.h rounds twice. This function is slow, because it may call the
+// C library for each lane.
 LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) {
   Vec result;
   for (int i = 0; i < 16; ++i) result[i] = __builtin_fmaf(a[i], b[i], c[i]);

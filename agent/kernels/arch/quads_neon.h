@@ -1,10 +1,11 @@
-// Exact products of bytes with the dot products of Arm. The rest of Ints is in ints_portable.h.
+// Exact products of bytes, with Arm's instructions for dot products. The rest of Ints is in ints_portable.h.
 #pragma once
 #include <arm_neon.h>
 
 namespace llmk::LLMK_ARCH {
 
-// Four uint8 weights w in each lane. SDOT takes signed bytes only, so it gets w - 128.
+// Four uint8 weights w in each 32-bit lane. The instruction SDOT takes only signed bytes, so the weights are stored as
+// w - 128.
 struct Quads {
   int32x4_t part[4];
 };

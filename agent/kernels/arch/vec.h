@@ -38,7 +38,7 @@ namespace llmk::LLMK_ARCH {
 
 constexpr int kLanes = 16;
 
-// Load or store the first n elements of a vector, for any n >= 0. For n >= 16, the usual case, they need no mask.
+// Load or store the first n elements of a vector, for any n >= 0. The usual case n >= 16 needs no mask.
 template <class T>
 LLMK_INLINE Vec load_part(const T* p, int64_t n) {
   return n >= kLanes ? load(p) : load_n(p, n);
@@ -52,8 +52,9 @@ LLMK_INLINE void store_part(T* p, Vec v, int64_t n) {
   }
 }
 
-// exp(x) with an error of about 1 ulp for -87.3 <= x <= 88.3. Returns 0 below and exp(88.3) above; a NaN stays a NaN.
-// Reduces the range to |r| <= ln(2)/2 and uses the polynomial of degree 6 of Cephes' expf (S. L. Moshier).
+// Returns exp(x) with an error of about 1 ulp for -87.3 <= x <= 88.3. Returns 0 below this range and exp(88.3) above
+// it. A NaN stays a NaN. Reduces the range to |r| <= ln(2)/2 and uses the polynomial of degree 6 of Cephes' expf (S. L.
+// Moshier).
 LLMK_INLINE Vec exponential(Vec x) {
   constexpr float kLowest = -87.33654f, kHighest = 88.37626f;
   const Vec clamped = maximum(broadcast(kLowest), minimum(broadcast(kHighest), x));
@@ -70,7 +71,8 @@ LLMK_INLINE Vec exponential(Vec x) {
   return zero_below(scale_by_power(p, n), x, kLowest);
 }
 
-// Returns 1 / (1 + exp(-x)) with a relative error of 3e-7. |x| is limited to 86. The result for a NaN is undefined.
+// Returns 1 / (1 + exp(-x)) with a relative error of 3e-7. Clamps x to the range from -86 to 86. The result for a NaN
+// is undefined.
 //
 // There is no division, because it is slow. exp(-x) = 2^n * 2^-r with |r| <= 1/2, by a minimax polynomial. The first
 // guess of 1 / d comes from the bits of d and is within 5.1 %. A refinement of third order reduces the error to 1.3e-4,

@@ -1,4 +1,4 @@
-// Vec: 16 floats in two AVX registers. Needs AVX2, FMA and F16C.
+// The type Vec of vec.h for AVX2: 16 floats in two registers. Needs AVX2, FMA and F16C.
 #pragma once
 #include <immintrin.h>
 

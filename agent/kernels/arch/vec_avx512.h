@@ -1,4 +1,4 @@
-// Vec: 16 floats in one register. Needs AVX-512 F, BW, VL and DQ.
+// The type Vec of vec.h for AVX-512: 16 floats in one register. Needs AVX-512 F, BW, VL and DQ.
 #pragma once
 #include <immintrin.h>
 
@@ -24,7 +24,8 @@ LLMK_INLINE __m256i narrow(__m512 v, half_t*) {
 }
 LLMK_INLINE __m256i narrow(__m512 v, bfloat_t*) {
 #ifdef LLMK_BF16_DOT
-  // VCVTNEPS2BF16 rounds as the code below does, but turns subnormal numbers into zeros.
+  // The instruction VCVTNEPS2BF16 turns subnormal numbers into zeros. Otherwise it rounds as the code below, so it is
+  // used if there are none.
   constexpr int kDenormal = 0x20;
   if (__builtin_expect(_mm512_fpclass_ps_mask(v, kDenormal) == 0, 1)) {
     return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
@@ -90,8 +91,8 @@ LLMK_INLINE float sum(Vec v) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-// Adds four vectors to groups of four lanes, in the order of sum(): group i holds the last four partial sums of vector
-// i.
+// Reduces each of four vectors to four partial sums, in the order of additions of sum(). Group i of four lanes of the
+// result holds those of vector i.
 LLMK_INLINE __m512 sums_of_four(Vec a, Vec b, Vec c, Vec d) {
   const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a.v, b.v, 0x44), _mm512_shuffle_f32x4(a.v, b.v, 0xEE));
   const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c.v, d.v, 0x44), _mm512_shuffle_f32x4(c.v, d.v, 0xEE));
@@ -117,7 +118,7 @@ LLMK_INLINE float largest(Vec v) { return _mm512_reduce_max_ps(v.v); }
 LLMK_INLINE int first_lane_equal(Vec v, float x) {
   return __builtin_ctz(_mm512_cmp_ps_mask(v.v, _mm512_set1_ps(x), _CMP_EQ_OQ) | 1u << 16);
 }
-// Writes the indices of the lanes with low < v <= high in order and returns how many there are.
+// Writes the indices of the lanes with low < v <= high, in ascending order. Returns their number.
 LLMK_INLINE int find_between(Vec v, float low, float high, int32_t* indices) {
   const __mmask16 above = _mm512_cmp_ps_mask(v.v, _mm512_set1_ps(low), _CMP_GT_OQ);
   unsigned mask = _mm512_mask_cmp_ps_mask(above, v.v, _mm512_set1_ps(high), _CMP_LE_OQ);

@@ -1,4 +1,5 @@
-// Vec: 16 floats as a GCC vector. The compiler uses the baseline of the architecture, such as SSE2 or NEON.
+// The type Vec of vec.h without intrinsics: 16 floats as a GCC vector. The compiler uses the baseline of the
+// architecture, such as SSE2 or NEON.
 #pragma once
 
 namespace llmk::LLMK_ARCH {
@@ -84,7 +85,7 @@ LLMK_INLINE int first_lane_equal(Vec v, float x) {
   return lane;
 }
 
-// Writes the indices of the lanes with low < v <= high in order and returns how many there are.
+// Writes the indices of the lanes with low < v <= high, in ascending order. Returns their number.
 LLMK_INLINE int find_between(Vec v, float low, float high, int32_t* indices) {
   int found = 0;
   for (int i = 0; i < 16; ++i) {

@@ -1,5 +1,5 @@
-// Functions that refuse a bad argument. Each writes one line to standard error, with the operator, the argument, its
-// value and the limit, and returns the error code for the caller.
+// Functions that report a bad argument. Each writes one line to standard error, which names the operator, the argument,
+// its value and the limit. It returns the error code that the caller must return.
 #pragma once
 #include <cstdint>
 

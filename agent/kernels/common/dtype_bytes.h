@@ -1,4 +1,4 @@
-// The element size of every MindSpore type, for kernels that only move bytes.
+// Returns the element size of a MindSpore type, for kernels that only move bytes.
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -31,7 +31,7 @@ class StandardFloatingPoint {
 };
 
 #if defined(__x86_64__)
-// While an object of this class exists, its thread treats subnormal inputs and results as zeros, as AMX does in
+// While an object of this class exists, its thread treats subnormal inputs and results as zeros. AMX does the same in
 // products of bfloat16. The compiler does not know of this mode. So code that needs the mode must be in a function that
 // is not inlined.
 class FlushedFloatingPoint {

@@ -1,4 +1,5 @@
-// The table of kernels of one instruction set. Each arch/<isa>.cc defines one; kernels() returns the one in use.
+// The table of function pointers to the kernels of one instruction set. Each arch/<isa>.cc defines a table. kernels()
+// returns the table in use.
 #pragma once
 #include "../ops/linear.h"
 #include "../ops/logits.h"
@@ -14,14 +15,15 @@ namespace llmk {
 
 struct KernelTable {
   const char* isa;
-  int64_t tile_steps;  // steps of a tile of packed weights, T in ops/linear.h
+  int64_t tile_steps;  // number of steps in a tile of packed weights: T in ops/linear.h
   void (*rms_norm)(const RmsNormArgs&);
   void (*swiglu)(const SwigluArgs&);
   void (*silu)(const SiluArgs&);
   void (*rotary)(const RotaryArgs&);
   void (*matmul)(const MatMulArgs&);
   void (*linear)(const LinearArgs&);
-  // Quantizes the elements `x` [depth] into row `row` of `rows`. Several threads may quantize different rows.
+  // Quantises the activations `x` [depth] to int8 and stores them as row `row` of `rows`. Different threads may
+  // quantise different rows at the same time.
   void (*quantize_row)(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob);
   void (*sum_parts)(DType dtype, const void* const* parts, int num_parts, DType out_dtype, void* out, int64_t count);
   void (*rotary_attention)(const RotaryAttentionArgs&);

@@ -1,4 +1,4 @@
-// A vector that a thread keeps between calls. scratch_bytes() counts its memory.
+// A std::vector whose memory scratch_bytes() counts. A thread keeps it between calls of a kernel.
 #pragma once
 #include <cstddef>
 #include <memory>

@@ -31,7 +31,8 @@ void futex_wake(std::atomic<uint32_t>* word, int count) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
 }
 
-// Spins until `done` is true, for at most kSpinTime, or kAttentiveTime while `attentive`. Returns whether it is true.
+// Repeats the test `done` without sleeping until it returns true. Gives up after kSpinTime, or after kAttentiveTime
+// while `attentive` is set. Returns the last result of `done`.
 template <class Condition>
 bool spin_until(const Condition& done, const std::atomic<bool>& attentive) {
   const auto start = std::chrono::steady_clock::now();
@@ -60,9 +61,11 @@ int clamp_threads(int wanted) {
 // True while this thread runs a task. A task that starts a parallel loop runs all of it in this thread.
 thread_local bool inside_task = false;
 
-// Runs one job at a time: calls of a function for a range of indices. `state_` is epoch << 17 | open << 16 | number of
-// workers inside the job. A worker can enter only while the job is open. So the caller need not wait for workers that
-// wake late, and they cannot touch a finished job.
+// The threads that run one parallel loop at a time: calls of a function for a range of indices.
+//
+// The bits of `state_` are epoch << 17 | open << 16 | number of workers that run the current loop. A worker may join a
+// loop only while it is open. So the caller need not wait for workers that wake late, and these cannot access a
+// finished loop.
 class ThreadPool {
  public:
   ThreadPool() {
@@ -190,14 +193,14 @@ ThreadPool& pool() {
   return *instance;
 }
 
-// The indices that are left of a thread's range, as begin << 32 | end. The thread takes them from the front. Threads
-// that have finished their own range take them from the back.
+// The range of indices that one thread has not processed yet, stored as begin << 32 | end. The thread takes indices
+// from the front. Other threads that have finished their own range take indices from the back.
 class alignas(64) Stretch {
  public:
   void set(int64_t begin, int64_t end) {
     left_.store(static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end), std::memory_order_relaxed);
   }
-  // Returns an index, or -1 if none is left.
+  // Removes and returns the first or the last index of the range. Returns -1 if the range is empty.
   int64_t take(bool front) {
     uint64_t left = left_.load(std::memory_order_relaxed);
     for (;;) {
@@ -214,7 +217,8 @@ class alignas(64) Stretch {
   std::atomic<uint64_t> left_;  // undefined before set()
 };
 
-std::atomic<int64_t> scratch_total[2];  // bytes of all threads: [1] data between operators, [0] the rest
+// scratch memory of all threads in bytes; [1]: data between operators, [0]: all other data
+std::atomic<int64_t> scratch_total[2];
 
 std::atomic<int64_t>& total_of(int slot) { return scratch_total[slot == kScratchLayer || slot == kScratchExperts]; }
 
@@ -238,7 +242,7 @@ struct Scratch {
 void run_parallel(int64_t count, TaskFunction function, void* context) { pool().run(count, function, context); }
 
 void run_stretches(int64_t count, TaskFunction function, void* context) {
-  if (inside_task) return run_parallel(count, function, context);  // a loop within a task: one thread runs it
+  if (inside_task) return run_parallel(count, function, context);  // a task calls this: its thread runs the whole loop
   const int64_t threads = count < num_threads() ? count : num_threads();
   Stretch stretches[kMaxThreads];
   for (int64_t i = 0; i < threads; ++i) stretches[i].set(count * i / threads, count * (i + 1) / threads);

@@ -13,31 +13,33 @@ using TaskFunction = void (*)(void* context, int64_t index);
 // a task of the pool, the calling thread makes all calls alone.
 void run_parallel(int64_t count, TaskFunction function, void* context);
 
-// Like run_parallel(), but each thread starts with a range of consecutive indices. So it pays to prefetch the memory
-// that the next index reads. A thread that has finished its range takes indices from the ends of the other ranges.
+// Makes the same calls as run_parallel(), but gives each thread a range of consecutive indices. Therefore a call can
+// prefetch the memory that the next index reads. A thread that has finished its range takes indices from the ends of
+// the other ranges.
 void run_stretches(int64_t count, TaskFunction function, void* context);
 
 // Sets the number of threads, including the caller; 0 means every processor that the process may use.
 void set_num_threads(int num_threads);
 int num_threads();
 
-// Sets how long idle threads spin before they sleep: 200 us if `attentive`, else 20 us. Set it during a step, when
-// another operator follows soon. Reset it when the step ends, so that other processes get the processors.
+// Sets how long idle threads wait in a loop before they sleep: 200 us if `attentive`, otherwise 20 us. The caller sets
+// `attentive` at the start of a step, because the next operator follows soon. It resets it at the end of the step, so
+// that other processes get the processors.
 void set_attentive(bool attentive);
 
-// Returns a buffer of this thread, aligned to 64 bytes, with undefined contents. It stays valid until the thread asks
-// the same slot for a larger buffer.
+// Returns scratch buffer number `slot` of this thread, aligned to 64 bytes, with undefined contents. It stays valid
+// until the thread requests more bytes for the same `slot`.
 void* thread_scratch(int slot, int64_t bytes);
 
-// Returns the bytes of scratch memory of all threads: either the data between operators (kScratchLayer and
-// kScratchExperts) or the rest.
+// Returns the bytes of scratch memory of all threads. If `between_operators`, counts only the buffers kScratchLayer and
+// kScratchExperts, otherwise only all other buffers.
 int64_t scratch_bytes(bool between_operators);
 // Adds `bytes` of memory from another allocator to the result of scratch_bytes(false). Negative bytes mean freed
 // memory.
 void count_scratch(int64_t bytes);
 
-// Calls a C++ function with each index by run_parallel(), or below by run_stretches(). Both templates are `static`, so
-// that the object file of each instruction set keeps its own instance.
+// parallel_for() calls a C++ function for each index with run_parallel(); parallel_stretches() does the same with
+// run_stretches(). Both are `static`, so that the object file of each instruction set has its own copy.
 template <class Function>
 static void parallel_for(int64_t count, const Function& function) {
   if (count == 1) {
@@ -56,23 +58,23 @@ static void parallel_stretches(int64_t count, const Function& function) {
       const_cast<Function*>(&function));
 }
 
-// Scratch slots. Buffers that one thread uses at the same time need different slots. "Caller" is the thread that calls
-// the kernel.
+// The numbers of a thread's scratch buffers, for thread_scratch(). Buffers that a thread uses at the same time have
+// different numbers. "Caller" means that only the thread that calls the kernel uses the buffer.
 enum ScratchSlot : int {
   kScratchDriver = 0,
   kScratchTile = 1,
   kScratchRows = 2,
   kScratchHistory = 3,
-  kScratchLinearRows = 4,  // linear layer: converted or quantized rows (caller)
+  kScratchLinearRows = 4,  // linear layer: converted or quantised activations (caller)
   kScratchLinearTile = 5,  // linear layer: sums of a panel (each thread)
-  kScratchLinearBest = 6,  // linear layer: largest result of each row (caller)
-  kScratchNormed = 7,      // rows after a norm (caller or each thread)
-  kScratchQuantized = 8,   // rows after a norm, quantized (caller)
+  kScratchLinearBest = 6,  // linear layer: largest output of each row (caller)
+  kScratchNormed = 7,      // results of a norm (caller or each thread)
+  kScratchQuantized = 8,   // results of a norm, quantised (caller)
   kScratchInner = 9,       // data between the linear layers of an operator (caller)
   kScratchBest = 10,       // largest logit of each row (caller)
   kScratchLayer = 11,      // data between the operators of a layer (caller)
-  kScratchExperts = 12,    // rows grouped by expert (caller)
-  kScratchParts = 13,      // products of the parts of a weight (caller)
+  kScratchExperts = 12,    // activations sorted by expert (caller)
+  kScratchParts = 13,      // products with the parts of a weight (caller)
   kScratchLaidOut = 14,    // keys and values of a sequence in the layout of the cache (caller)
   kScratchLengths = 15,    // lengths of sequences (caller)
   kScratchSlots = 16

@@ -10,7 +10,7 @@
 // Exports a function from the library. All other functions are hidden (-fvisibility=hidden).
 #define LLMK_ENTRY __attribute__((visibility("default")))
 
-// Inlines a function in every case: a call would send vector registers through memory.
+// Forces the compiler to inline a function. A call would pass vector registers through memory.
 #define LLMK_INLINE static inline __attribute__((always_inline))
 
 // Unrolls a loop over a tile completely. Otherwise the compiler keeps the tile in memory instead of registers.
@@ -55,7 +55,7 @@ static inline float to_float(half_t value) {
   return bits_to_float(sign | float_to_bits(magnitude));
 }
 
-// Rounds to nearest even. A NaN stays a NaN.
+// Converts to bfloat16, rounding to nearest even. A NaN stays a NaN.
 static inline bfloat_t to_bfloat(float value) {
   const uint32_t bits = float_to_bits(value);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return {static_cast<uint16_t>(bits >> 16 | 0x40u)};
@@ -81,7 +81,7 @@ static inline void from_float(float value, float* out) { *out = value; }
 static inline void from_float(float value, half_t* out) { *out = to_half(value); }
 static inline void from_float(float value, bfloat_t* out) { *out = to_bfloat(value); }
 
-// Calls function(T{}) with the element type T of `dtype`.
+// Calls function(T{}), where T is the C++ type of the elements of `dtype`.
 template <class Function>
 LLMK_INLINE void with_element_type(DType dtype, const Function& function) {
   if (dtype == DType::kFloat32) function(float{});
@@ -89,7 +89,7 @@ LLMK_INLINE void with_element_type(DType dtype, const Function& function) {
   if (dtype == DType::kBFloat16) function(bfloat_t{});
 }
 
-// Returns element `index` of an array of `dtype`.
+// Returns element `index` of an array of `dtype` as float32.
 static inline float load_element(DType dtype, const void* x, int64_t index) {
   if (dtype == DType::kFloat32) return static_cast<const float*>(x)[index];
   if (dtype == DType::kFloat16) return to_float(static_cast<const half_t*>(x)[index]);

@@ -19,7 +19,7 @@ int64_t now_ns() {
       .count();
 }
 
-// The state of this process in the exchange of its stage. Only the thread that runs graphs uses it.
+// The state of this agent in the exchange of its pipeline stage. Only the thread that runs graphs uses it.
 class Stage {
  public:
   int open(const ExchangeArgs& args) {
@@ -43,8 +43,8 @@ class Stage {
     return is_open_ ? 0 : refuse_text(op, "this process has no exchange with other agents");
   }
 
-  // Waits until no agent reads this agent's next buffer any more, and returns the buffer. Returns null if the group is
-  // down.
+  // Waits until the other agents have finished reading the buffer that this agent writes next, and returns the buffer.
+  // Returns null if the group is down.
   void* begin_piece(const char* op) {
     begun_ns_ = now_ns();
     waited_ns_ = 0;
@@ -150,7 +150,7 @@ int gather_tile(const char* op, const GatherRowsArgs& args, int64_t row, int64_t
   const bool first = stage.index() == 0;
   void* buffer = stage.begin_piece(op);
   if (buffer == nullptr) return kGroupDown;
-  const auto columns_of = [&](int r) {  // number of columns of this piece that agent r has
+  const auto columns_of = [&](int r) {  // returns how many columns of this piece agent r has
     return larger(0, smaller(columns, smaller(args.stride, args.whole - r * args.stride) - column));
   };
   if (!first) {

@@ -14,12 +14,13 @@
 
 namespace llmk {
 
-// The place of a process among the agents of its stage. agent/group/exchange.py fills the struct field for field.
+// The shared memory of a stage's exchange, and the index of this agent in the stage. agent/group/exchange.py fills the
+// struct.
 struct ExchangeArgs {
   void* base;
   int64_t down;     // offset of the word that is set when the group is down
   int64_t lines;    // offset of the flag line of the stage's first agent; the lines of the others follow
-  int64_t buffers;  // offset of the first agent's buffers, kBuffers of `piece_bytes` each; those of the others follow
+  int64_t buffers;  // offset of the first agent's kBuffers buffers of `piece_bytes` bytes; those of the others follow
   int64_t piece_bytes;
   int64_t timeout_ms;
   int32_t size;
@@ -29,22 +30,23 @@ struct ExchangeArgs {
 // Opens the exchange. Each process calls it once, before the other functions. Returns 0 or an error code.
 int open_exchange(const ExchangeArgs& args);
 
-// Return the number of agents of the stage, and the index of this agent: 1 and 0 before open_exchange().
+// Return the number of agents of the stage, and the index of this agent. Before open_exchange(), they return 1 and 0.
 int exchange_size();
 int exchange_index();
 
-// Writes to `out` the sum of `in` over the agents of the stage. If `in` is float32, `out` may have any type, else it
-// must have the type of `in`. If the types are equal, `in` and `out` may be the same memory. Returns 0, or an error
+// Writes to `out` the sum of `in` over the agents of the stage. `out` has the type of `in`. Only if `in` is float32,
+// `out` may have another type. If the types are equal, `in` and `out` may be the same memory. Returns 0, or an error
 // code after one line on standard error.
 int all_reduce(const char* op, DType dtype, const void* in, DType out_dtype, void* out, int64_t count);
 
-// Writes to out [size, bytes] the `in` of every agent of the stage, in the order of the ranks. Returns 0 or an error
-// code.
+// Collects the arrays `in`, of `bytes` bytes, of all agents of the stage in `out` [size, bytes], in the order of the
+// ranks. Returns 0 or an error code.
 int all_gather(const char* op, const void* in, void* out, int64_t bytes);
 
-// Collects rows of 4-byte elements in the first agent: `in` [rows, in_width] of agent r goes to column r * stride of
-// `out`, whose rows are `out_stride` long. Columns after the first `whole` are dropped. The first agent's own columns
-// must be in `out` already.
+// The arguments of gather_rows_to_first(), which collects matrices of 4-byte elements in the first agent. The matrix
+// `in` [rows, in_width] of agent r is copied to the columns of `out` from r * stride on. Consecutive rows of `out` are
+// `out_stride` elements apart. Columns from `whole` on are dropped. The first agent's own columns must be in `out`
+// already.
 struct GatherRowsArgs {
   const void* in;
   void* out;  // used in the first agent only
@@ -56,8 +58,8 @@ struct GatherRowsArgs {
 };
 int gather_rows_to_first(const char* op, const GatherRowsArgs& args);
 
-// The time of this process in all_reduce() and the gathers, the part of it spent waiting for other agents, and the
-// number of exchanged pieces.
+// The time that this process spent in all_reduce() and the gathers, the part of that time in which it waited for other
+// agents, and the number of exchanged pieces.
 struct ExchangeTimes {
   int64_t total_ns;
   int64_t waiting_ns;

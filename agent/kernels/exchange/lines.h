@@ -6,7 +6,8 @@
 
 namespace llmk {
 
-// One cache line in shared memory. The counter wraps around; a process may wait for a value at most 2^31 ahead.
+// One cache line in shared memory. The counter wraps around; a process may wait for a value that is at most 2^31 larger
+// than the current one.
 struct alignas(64) FlagLine {
   std::atomic<uint32_t> value;
   std::atomic<uint32_t> sleepers;
@@ -23,10 +24,10 @@ static inline bool has_reached(const FlagLine& line, uint32_t target) {
 // Sets the counter and wakes the waiting processes, which then see everything that this process wrote before.
 void publish(FlagLine* line, uint32_t value);
 
-// Waits until the counter has reached `target` and returns 0. Spins for 50 us, then sleeps, so that the waiting agent
-// takes no processor from the other one. Returns kGroupDown if another process sets `down`, or after `timeout_ms`. A
-// timeout also sets `down`, so that other agents do not wait for this process. One line on standard error names the
-// reason.
+// Waits until the counter has reached `target` and returns 0. Tests the counter in a loop for 50 us, then sleeps, so
+// that the other agents can use the processor. Returns kGroupDown if another process sets `down`, or after
+// `timeout_ms`. A timeout also sets `down`, so that other agents do not wait for this process. One line on standard
+// error names the reason.
 int wait_for(const char* op, FlagLine* line, uint32_t target, std::atomic<uint32_t>* down, int64_t timeout_ms);
 
 }  // namespace llmk

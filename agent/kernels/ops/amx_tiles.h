@@ -2,9 +2,9 @@
 //
 //   TDPBSUD, TDPBF16PS   sums [m][16] += x [m][64 bytes] * w [16][16 columns][4 bytes]
 //
-// A tile product multiplies up to 16 rows by 16 steps of 16 columns of packed weights (linear.h), as they are in
-// memory. With bfloat16, the pairs of the 16 steps are added in order in float32 from zero, and the result is added to
-// the sum. The bits do not depend on the number of rows.
+// A tile product multiplies up to 16 rows by 16 steps of 16 columns of packed weights (linear.h). The layout of packed
+// weights in memory is that of the registers. With bfloat16, the pairs of the 16 steps are added in order in float32
+// from zero, and the result is added to the sum. The bits do not depend on the number of rows.
 #pragma once
 #include "../common/types.h"
 
@@ -35,7 +35,7 @@ static inline void configure_tiles(int64_t upper, int64_t lower) {
   load_config(config);
 }
 
-// Releases the tiles, so that context switches need not save them and the core may enter deep sleep states.
+// Releases the tiles. Otherwise context switches must save them, and the core cannot enter deep sleep states.
 static inline void release_tiles() { __asm__ volatile("tilerelease"); }
 
 // Loads a tile. This is assembly, because the macros of GCC 12 accept only digits and do not declare that they access
@@ -44,7 +44,8 @@ template <int T>
 LLMK_INLINE void load_tile(const void* from, int64_t row_stride) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_stride), "i"(T) : "memory");
 }
-// Loads a tile that is used once: a non-temporal hint keeps other lines in the L1 cache.
+// Loads a tile that is used only once. The instruction has a non-temporal hint, so that other data stays in the L1
+// cache.
 template <int T>
 LLMK_INLINE void load_tile_once(const void* from, int64_t row_stride) {
   __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_stride), "i"(T) : "memory");
@@ -57,11 +58,11 @@ template <int T>
 LLMK_INLINE void clear_tile() {
   __asm__ volatile("tilezero %%tmm%c0" ::"i"(T));
 }
-template <int S, int X, int W>  // signed by unsigned bytes
+template <int S, int X, int W>  // multiplies signed by unsigned bytes
 LLMK_INLINE void multiply_bytes() {
   __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));
 }
-template <int S, int X, int W>  // unsigned by signed bytes
+template <int S, int X, int W>  // multiplies unsigned by signed bytes
 LLMK_INLINE void multiply_unsigned_bytes() {
   __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));
 }

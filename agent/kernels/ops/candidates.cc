@@ -11,10 +11,11 @@
 namespace llmk {
 namespace {
 
-// Bounds of the relative error of a device's float32 sum of exponentials. The second bound is multiplied by the largest
-// logit, because the device rounds the exponents.
+// Bounds of the relative error of a sum of exponentials that a device computes in float32. The second bound is
+// multiplied by the largest logit, because the device rounds the exponents.
 constexpr double kMassError = 0x1p-16, kMassErrorPerUnit = 0x1p-21;
-// Bound of the relative error of sums in double, which are added in another order than RankedRow adds them.
+// Bound of the relative difference between two sums in double that add the same terms in different orders. RankedRow
+// uses another order than this file.
 constexpr double kOrderError = 1e-12;
 
 struct Token {
@@ -24,13 +25,13 @@ struct Token {
   int32_t id;
 };
 
-// The candidates of one row, and what is known about the other tokens.
+// The candidates of one row of logits, and bounds for the other tokens.
 struct Row {
   ScratchVector<Token> tokens;
   ScratchVector<Candidate> sorted;
   ScratchVector<float> weights;
   ScratchVector<double> running;
-  bool is_complete;  // true if there is no other token with a finite logit
+  bool is_complete;  // true if all other tokens have the logit -inf
   float threshold;   // no other token has a larger logit, before or after penalties
   float top;         // the largest raw logit
 };
@@ -54,7 +55,8 @@ int check_candidates(const SampleArgs& args, const CandidateArgs& from) {
   return 0;
 }
 
-// Collects the candidates of all parts. Returns false if a value is not a number or the token does not exist.
+// Collects the candidates of a row from all parts of the vocabulary. Returns false if a logit is NaN or a token id is
+// out of range.
 bool collect(const SampleArgs& args, const CandidateArgs& from, int64_t row, Row* found) {
   found->tokens.clear();
   found->is_complete = true;
@@ -77,7 +79,7 @@ bool collect(const SampleArgs& args, const CandidateArgs& from, int64_t row, Row
   return !found->tokens.empty();
 }
 
-// Returns the sum over the whole row of e^((x - top) / divisor), from the sums of the parts.
+// Returns the sum of e^((x - top) / divisor) over all logits x of a row, computed from the sums of the parts.
 double mass(const CandidateArgs& from, const float* sums, int64_t row, float top, float divisor) {
   double total = 0;
   for (int64_t part = 0; part < from.parts; ++part) {
@@ -90,7 +92,8 @@ double mass(const CandidateArgs& from, const float* sums, int64_t row, float top
   return total;
 }
 
-// Sorts candidates by `logit of`, the smaller id first on a tie. Returns how many ranks are certain.
+// Sorts the candidates by logit_of(token), largest first, the smaller id first on a tie. Returns the number of
+// candidates whose rank in the whole row is certain.
 template <class LogitOf>
 size_t rank(Row* row, float threshold, const LogitOf& logit_of) {
   row->sorted.clear();
@@ -130,8 +133,8 @@ bool penalize(const SampleArgs& args, int64_t row, Row* found) {
   return true;
 }
 
-// Draws among all tokens of the row. Only `certain` ranks and the mass of the row, within an error, are known. Returns
-// -1 if the token is not certain.
+// Draws a token of the row with the random number `u`. Only the first `certain` ranks are known exactly, and the sum
+// over the whole row only within an error. Returns -1 if the drawn token is not certain.
 int32_t draw_of_all(const SampleArgs& args, int64_t row, double whole, double u, size_t certain, Row* found) {
   const float top = found->sorted[0].logit;
   found->weights.resize(certain);
@@ -143,8 +146,10 @@ int32_t draw_of_all(const SampleArgs& args, int64_t row, double whole, double u,
   double running = 0;
   for (size_t i = 0; i < certain; ++i) found->running[i] = running += weights[i];
   const double error = kMassError + kMassErrorPerUnit * std::fabs(static_cast<double>(top));
-  double low = whole * (1 - error), high = whole * (1 + error);  // bounds of the kept mass
-  size_t kept = certain + 1;                                     // number of kept tokens; above `certain`: not known
+  // bounds of the probability mass that top-k and top-p keep
+  double low = whole * (1 - error), high = whole * (1 + error);
+  // number of tokens that top-k and top-p keep; a value above `certain` means unknown
+  size_t kept = certain + 1;
   if (args.top_p[row] < 1.0f) {
     low *= args.top_p[row];
     high *= args.top_p[row];
@@ -199,7 +204,7 @@ int32_t choose(const SampleArgs& args, const CandidateArgs& from, int64_t row, R
   return draw_of_all(args, row, mass(from, from.scaled_sums, row, found->top, temperature), u, certain, found);
 }
 
-// Writes the results of a row. Returns false, and writes nothing, if the candidates are not enough.
+// Samples a row and writes its results. If the candidates do not determine them, returns false and writes nothing.
 bool decide(const SampleArgs& args, const CandidateArgs& from, int64_t row) {
   thread_local Row found;
   const int32_t wanted = args.num_top_logits[row];
@@ -240,7 +245,7 @@ int sample_candidates(const SampleArgs& args, const CandidateArgs& candidates, i
     if (is_skipped(args, row)) skip_row(args, row);
     undecided[row] = is_skipped(args, row) || decide(args, candidates, row) ? 0 : 1;
   };
-  // With few candidates, a row is faster than waking a thread.
+  // Sampling a row from few candidates takes less time than waking a thread, so a task has several rows.
   constexpr int64_t kRowsPerTask = 16;
   parallel_for(ceil_div(args.rows, kRowsPerTask), [&](int64_t task) {
     for (int64_t row = task * kRowsPerTask; row < smaller(args.rows, (task + 1) * kRowsPerTask); ++row) run(row);

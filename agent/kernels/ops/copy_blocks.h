@@ -3,7 +3,7 @@
 //   device[a] [device_blocks, block_bytes], host[a] [host_blocks, block_bytes] for each array a
 //   moves [num_moves, 3]: kind, source block, destination block; run in this order
 //
-// Each array belongs to one thread, so that its moves run in order.
+// Each array is processed by one thread, so that the moves in it run in order.
 #pragma once
 #include <cstdint>
 

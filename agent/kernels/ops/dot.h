@@ -1,8 +1,8 @@
 // Dot products of R rows with C columns: the inner loop of MatMul.
 //
-// The canonical order of additions: lane l of 16 adds up k = l, l + 16, ... with one fused multiply-add each. With
-// VDPBF16PS, lane l adds up pairs of bfloat16: k = 2l and 2l + 1, then + 32. The tree of sum() then reduces the lanes.
-// Missing elements past `depth` count as 0. R and C change only the speed.
+// The order of additions is fixed, so that results do not depend on R and C. Lane l of 16 adds up k = l, l + 16, ...
+// with one fused multiply-add each. With VDPBF16PS, lane l adds up pairs of bfloat16: k = 2l and 2l + 1, then + 32. The
+// tree of sum() (arch/vec.h) then adds the lanes. Missing elements past `depth` count as 0.
 #pragma once
 #include "../common/types.h"
 
@@ -38,7 +38,7 @@ struct Dot<bfloat_t, bfloat_t> {
 };
 #endif
 
-// The type to which columns of T are packed, so that the dot product needs no conversion.
+// The type in which columns of T are packed. The dot product then needs no conversion.
 template <class T>
 struct Packed {
   using Type = float;
@@ -60,8 +60,9 @@ LLMK_INLINE void copy_step(bfloat_t* to, const bfloat_t* from, int64_t n) {
 }
 #endif
 
-// Both classes return the address of element k of column c. The columns of ColumnPointers are separate arrays.
-// PackedColumns has kStep elements of each column, then the next kStep of each column; zeros fill the last step.
+// ColumnPointers and PackedColumns return the address of element k of column c. With ColumnPointers, each column is a
+// separate array. PackedColumns has kStep elements of each column, then the next kStep elements of each column, and so
+// on. Zeros fill the last step.
 template <int C, class W>
 struct ColumnPointers {
   const W* column[C];

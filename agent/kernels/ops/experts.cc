@@ -1,5 +1,4 @@
-// Chooses experts and groups tokens (experts.h) with plain loops, whose time is negligible compared to the experts'
-// matrix products.
+// The functions of experts.h as plain loops. Their time is negligible compared to the experts' matrix products.
 #include "experts.h"
 
 #include <algorithm>
@@ -10,8 +9,8 @@
 namespace llmk {
 namespace {
 
-// Returns the index of the largest value that is not in `taken`, on a tie the first one. NaN is never larger. If only
-// NaN is left, returns the first index that is not taken.
+// Returns the index of the largest value whose index is not in `taken`, or the first of these on a tie. NaN counts as
+// smaller than any number. If only NaN is left, returns the first index that is not in `taken`.
 int64_t best_left(const float* values, int64_t count, const int32_t* taken, int64_t num_taken) {
   int64_t best = -1;
   for (int64_t i = 0; i < count; ++i) {

@@ -1,6 +1,6 @@
-// A mixture of experts: selects the experts of each token, and groups tokens by expert so that a step reads each
-// expert's weights once. The numbers of a token depend only on its own row. Grouping moves rows, and the sum of a row
-// runs over its experts in the order of their rank. Therefore other tokens of the step cannot change a result.
+// A mixture of experts: chooses the experts of each token, and groups tokens by expert, so that a step reads each
+// expert's weights once. The result of a token depends only on its own row: grouping only moves rows, and the outputs
+// of a token's experts are added in the order of their rank, most probable first.
 //
 //   probabilities  softmax of the logits over all experts, in float32
 //   choice         the `chosen` largest, the first of equal ones; `normalised`: divided by their sum
@@ -19,8 +19,9 @@ struct RoutingArgs {
 
 void route_tokens(const RoutingArgs& args);
 
-// Sorts the choices of all rows by expert (stable counting sort). place[i] receives the new place of choice i, which is
-// row * chosen + rank. starts[e] [experts + 1] receives the place of the first choice of expert e.
+// Sorts the choices of all rows by expert (stable counting sort). Choice i = row * chosen + rank is the expert with
+// this rank in this row. place[i] receives its place in the sorted order, and starts [experts + 1] the place of each
+// expert's first choice.
 void group_by_expert(const int32_t* ids, int64_t choices, int64_t experts, int64_t* starts, int64_t* place);
 
 }  // namespace llmk

@@ -1,4 +1,4 @@
-// Routing of grouped_routing.h with plain loops. Their time is negligible compared to the experts' matrix products.
+// The functions of grouped_routing.h as plain loops. Their time is negligible compared to the experts' matrix products.
 #include "grouped_routing.h"
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 namespace llmk {
 namespace {
 
-// Returns the index of the largest value that is not taken, the first of equal ones. NaN is never larger. If only NaN
-// is left, returns the first index that is not taken.
+// Returns the index of the largest value that is not taken, or the first of these on a tie. NaN counts as smaller than
+// any number. If only NaN is left, returns the first index that is not taken.
 int64_t best_left(const std::vector<float>& values, const std::vector<bool>& taken) {
   int64_t best = -1;
   for (size_t i = 0; i < values.size(); ++i) {
