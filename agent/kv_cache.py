@@ -45,7 +45,9 @@ class KVCache:
         self.pages.allocate_first()
 
     def bind(self, parameters: Mapping[str, Any]) -> BlockMoves:
-        """Makes this cache the memory of the model's ``parameters``. Allocates the host pool and returns its moves."""
+        """Makes this cache the memory of the model's ``parameters``. Allocates the host pool and returns the object
+        that copies blocks.
+        """
         from agent.layers.parameter import bind, create_on_device  # imports mindspore
 
         for name in self._names:
@@ -56,7 +58,7 @@ class KVCache:
         return self.block_moves([parameters[name] for name in self._names])
 
     def block_moves(self, parameters: Sequence[Any]) -> BlockMoves:
-        """Makes the block moves of this cache and allocates the host pool.
+        """Makes the object that copies blocks of this cache, and allocates the host pool.
 
         ``parameters`` are bound to this cache, in the order of ``arrays``.
         """

@@ -58,8 +58,9 @@ class DeviceTraits:
     """True: the graph for whole prompts takes a fixed number of query lengths, int64, with zeros after the last prompt.
     False: it takes one int32 length for each prompt."""
     own_memory: bool = False
-    """True: the device has memory of its own. Weights are copied there and freed in host memory one by one, and the KV
-    cache is created there. False: the device uses the host's arrays in place."""
+    """True: the device has its own memory. Weights are copied there and freed in host memory one by one, and the KV
+    cache is created there. False: the device uses the host's arrays in place.
+    """
     replays_steps: bool = False
     """Whether the kernel launches of a dynamic graph can be recorded and replayed without MindSpore."""
 
@@ -98,10 +99,11 @@ class BlockMoves(ABC):
 
     @abstractmethod
     def run(self, moves: Int32Array) -> None:
-        """Runs ``moves`` in their order. ``moves`` is contiguous int32 [M, 3]: ``MoveKind``, source, destination.
+        """Runs the copies in ``moves``, in their order.
 
-        The cache must have been through a graph once, and no graph may be running. If a kind or a block does not exist,
-        copies nothing and raises AgentError or KernelError.
+        ``moves`` is a contiguous int32 array [copies, 3] of ``MoveKind``, source block and destination block. A graph
+        must have used the cache before, and no graph may be running. If a kind or a block does not exist, copies
+        nothing and raises AgentError or KernelError.
         """
 
 
@@ -119,7 +121,7 @@ class DeviceHooks:
     def graph_run(self, *, compiles: bool = False) -> Iterator[None]:
         """Surrounds one run of a graph; ``compiles`` means that the graph is compiled first.
 
-        Raises OperatorRefusedError at the end if an operator refused its inputs. The graph's result then means nothing.
+        Raises OperatorRefusedError at the end if an operator refused its inputs. The graph's result is then undefined.
         """
         del compiles
         yield
@@ -144,7 +146,7 @@ class OpTable(ABC):
 
     @property
     def is_first(self) -> bool:
-        """Whether this agent is the first of the agents that have parts of the same layers."""
+        """Whether this agent is the first agent of its stage. The agents of a stage have parts of the same layers."""
         return self.part is None or self.part.place.tp_index == 0
 
     @property
@@ -186,7 +188,7 @@ class OpTable(ABC):
 
     @abstractmethod
     def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
-        """Makes the block moves of the caches and allocates the host pool.
+        """Makes the object that copies blocks of the caches, and allocates the host pool.
 
         ``arrays`` is the memory of the caches, ``parameters`` are the Parameters bound to them, in the same order.
         ``host`` is the layout of the pool's part for each of them.
@@ -276,11 +278,11 @@ class OpTable(ABC):
         """(qkv [T, (H + 2K) D], head_norms, rotary, caches, step, whole_prompts) -> [T, H x D].
 
         Normalises and rotates queries and keys. Writes keys and values into the caches in place, except where
-        ``slot_mapping`` is -1. Attends causally, no further back than the window, scaled by 1 / sqrt(D). ``head_norms``
-        are the gammas [D] of the norms of query and key heads, or () if there are none.
+        ``slot_mapping`` is -1. Computes causal attention within the window, with scores scaled by 1 / sqrt(D).
+        ``head_norms`` are the gammas [D] of the norms of query and key heads, or () if there are none.
 
-        ``whole_prompts`` is a constant of the graph. True promises that every context consists of the queries of this
-        step, so that the operator need not read the cache. ``query_lens`` then has the form that
+        ``whole_prompts`` is a constant of the graph. If it is True, every sequence of the step is a whole prompt, so
+        that the operator need not read the cache. ``query_lens`` then has the form that
         ``DeviceTraits.pads_whole_prompts`` describes.
         """
 

@@ -1,4 +1,6 @@
-"""Sets up MindSpore. Most settings must be made before MindSpore is imported, so the agent calls this first."""
+"""Imports MindSpore and sets it up. Most settings must be made before the import, so the agent calls ``start_runtime``
+first.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def _set_niceness(nice: int) -> None:
     """Lowers the priority of the computing threads, once for each process.
 
     Threads that start later inherit the niceness. The thread that talks to the server already runs and keeps its
-    priority. Measured at 10 requests/s, a niceness of 5 reduces the time of an output token by 17 %.
+    priority. In a measurement with 10 requests/s, a niceness of 5 reduced the time per output token by 17 %.
     """
     os.nice(nice)
 

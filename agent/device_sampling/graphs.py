@@ -1,4 +1,6 @@
-"""Compiles and runs the graphs that find candidates and fetch rows, and holds the scores of a step on the device."""
+"""Compiles and runs the graphs that find candidates and gather rows of logits. Keeps the logits of a step on the device
+until the sampler needs them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class SamplingGraphs:
         self._rows: CompiledGraph | None = None
 
     def compile(self, logits: OnDevice) -> None:
-        """Compiles the graphs for logits like ``logits`` [S, C], and runs each of them once with those."""
+        """Compiles the graphs for the type and width of ``logits`` [S, C], and runs each graph once with ``logits``."""
         given = as_device(logits)
         seqs, columns = given.shape
         self._candidates = CompiledGraph(candidates_cell(self.vocab_size, columns, given.dtype, self._part))
@@ -121,7 +123,9 @@ def in_float32(values: Array) -> Float32Array:
 
 
 def side_by_side(parts: npt.NDArray[np.float32], num_agents: int, vocab_size: int) -> Float32Array:
-    """Joins the agents' logits, [agents * S, columns], to [S, vocab_size] and drops the last agent's padding."""
+    """Rearranges the logits of all agents, [agents * S, columns], to [S, vocab_size]. Drops the padding of the last
+    agent.
+    """
     rows, columns = len(parts) // num_agents, parts.shape[1]
     logits = np.empty((rows, vocab_size), np.float32)
     for index in range(num_agents):

@@ -48,7 +48,7 @@ class Exchange:
             )
 
     def meet(self, timeout_s: float) -> None:
-        """Waits until every agent of the group has called this method. Raises GroupDownError."""
+        """Waits until every agent of the group has called this method. Raises GroupDownError if the group failed."""
         layout, own = self._layout, self._base + self._layout.arrival_line(self._part.member)
         arrivals = int(self._bytes[own - self._base :][:4].view(np.uint32)[0]) + 1
         collectives.publish(own, arrivals)
@@ -67,7 +67,7 @@ class Exchange:
     def send(self, stream: Array) -> None:
         """Sends the residual stream [T, hidden_size] to the next stage. Only the first agent of a stage sends.
 
-        Waits only if the next stage is ``RING_STEPS`` steps behind. Raises GroupDownError.
+        Waits if the next stage is ``RING_STEPS`` steps behind. Raises GroupDownError if the group failed.
         """
         border, size = self._part.place.pp_index, self._part.parallel.tensor_parallel
         if self._part.place.tp_index == 0:
@@ -93,8 +93,8 @@ class Exchange:
     def post_tokens(self, rows: Int32Array, token_ids: Int32Array) -> None:
         """Publishes the tokens that the current step sampled for ``rows``.
 
-        The agent that samples calls this once for each step. It may overwrite a row's earlier token, which only the
-        current step reads. The agents of the first stage have read it, because this step needed their output.
+        The agent that samples calls this once for each step. It may overwrite the earlier token of a batch row: only
+        the current step reads that token, and the first stage read it before this step could sample.
         """
         self._tokens[rows] = token_ids
         self._steps_sampled += 1

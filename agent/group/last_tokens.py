@@ -1,4 +1,5 @@
-"""Finds the input tokens of a step that was sent before they were sampled (LAST_TOKEN), in a group of agents.
+"""Provides the input tokens of a step ahead in a group of agents. The server sends LAST_TOKEN instead of a token that
+is not sampled yet.
 
 Only one agent of a group samples. The others read its tokens from the exchange.
 """
@@ -20,7 +21,8 @@ Int32Array = npt.NDArray[np.int32]
 class SharedLastTokens:
     """Records, in every agent, the step that sampled last for each batch row.
 
-    The token is in the exchange once that step has sampled. All agents record the same, so all refuse the same steps.
+    After that step has sampled, its token is in the exchange. All agents record the same steps, so they refuse the same
+    inputs.
     """
 
     def __init__(self, exchange: Exchange, part: ModelPart, table: RowTable) -> None:

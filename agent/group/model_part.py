@@ -24,7 +24,9 @@ class ModelPart:
     shard: Shard
     whole: ModelShape
     sum_shards: tuple[Shard, ...] = ()
-    """Parts of the agents whose order of additions a single agent imitates (``parallel_config.sum_parts``)."""
+    """The parts of several agents, for a single agent that adds in the same order as those agents
+    (``parallel_config.sum_parts``).
+    """
 
     @classmethod
     def of(cls, config: Config, rank: int = 0) -> ModelPart:

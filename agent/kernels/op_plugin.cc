@@ -166,9 +166,9 @@ Call make_call(const char* op, int count, void** data, int* ndims, int64_t** sha
 
 }  // namespace
 
-// Handling of a kernel's error. If a kernel returns an error, MindSpore never runs its graph again and does not free the
-// memory that it keeps for the next run. Therefore a caller can set holds_failures. Then, after the first error, kernels
-// do nothing and report success until the caller takes the name of the failed operator.
+// Handling of a kernel's error. If a kernel returns an error, MindSpore never runs its graph again and does not free
+// the memory that it keeps for the next run. Therefore a caller can set holds_failures. Then, after the first error,
+// kernels do nothing and report success until the caller takes the name of the failed operator.
 static std::atomic<bool> holds_failures{false};
 static std::atomic<const char*> held_failure{nullptr};
 

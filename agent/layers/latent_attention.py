@@ -16,7 +16,8 @@ NORM_EPSILON = 1e-6
 
 
 class LatentAttention(nn.Cell):
-    """Attention of the normalised residual stream, whose keys and values are functions of a cached latent vector.
+    """Multi-head latent attention of one layer, with the norm before it. It caches one latent vector for each token and
+    derives keys and values from it.
 
     Owns its layer's parameter of the cache. The op table decides its layout, and ``agent.kv_cache`` allocates its
     memory. The agents of a stage share the heads. Each of them has the whole latent vectors.

@@ -1,4 +1,6 @@
-"""Linear layers and the weights of norms. A packed weight includes bias and scales; others have separate parameters."""
+"""Linear layers and the weights of norms. A packed weight includes its bias and scales. Otherwise these are separate
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Weight(nn.Cell):
 class RowParallelLinear(Weight):
     """A linear layer ``y = x @ weight.T + bias`` whose input columns are divided among the agents of a stage.
 
-    The products are summed over the agents, and only the first agent adds the bias."""
+    The results are summed over the agents, and only the first agent adds the bias.
+    """
 
     def __init__(self, ops: OpTable, in_features: int, out_features: int, *, biased: bool = False) -> None:
         super().__init__(ops.linear_weight(in_features, out_features))

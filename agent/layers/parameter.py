@@ -1,4 +1,5 @@
-"""Makes MindSpore parameters whose memory is a NumPy array of the loader, so that weights are in memory only once."""
+"""Makes MindSpore parameters that use the memory of the loader's NumPy arrays, so that weights are in memory only once.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def unbound_parameter(shape: tuple[int, ...], dtype: str) -> Parameter:
 
 
 def bind(parameter: Parameter, array: Array) -> Array:
-    """Makes ``array`` the memory of ``parameter``. The array must stay alive. Call this before the graph is compiled.
+    """Lets ``parameter`` use the memory of ``array``. The array must stay alive. Call this before the graph is
+    compiled.
 
     Returns the array whose memory the parameter uses. For int4 (two values in each byte of an int8 array), this is
     another array, because MindSpore copies. A parameter of packed weights (uint8) takes its size from the array.
@@ -58,7 +60,9 @@ def move_to_device(parameter: Parameter, array: Array, device: str) -> None:
 
 
 def create_on_device(parameter: Parameter) -> None:
-    """Makes zeros in the memory of the current device the value of ``parameter``, without a copy in host memory."""
+    """Allocates ``parameter`` in the memory of the current device and fills it with zeros, without a copy in host
+    memory.
+    """
     parameter.set_data(ms.ops.zeros(parameter.shape, parameter.dtype))
     parameter.init_mode = None
 

@@ -20,7 +20,9 @@ from llm_serving.ipc.shm import MoveKind
 Pair = tuple[int, int]
 
 STAGING_BLOCKS = 16
-"""Size, in blocks, of the host buffer that copies within the cache go through."""
+"""Size, in blocks, of the buffer in host memory through which the device's blocks are copied to other blocks of the
+device.
+"""
 
 
 class DeviceBlockMoves(BlockMoves):
@@ -32,7 +34,9 @@ class DeviceBlockMoves(BlockMoves):
     """
 
     def __init__(self, parameters: Sequence[Any], host: CacheLayout, *, pinned: bool = True) -> None:
-        """``pinned`` allocates host memory that the device accesses directly. Only an Ascend can allocate it."""
+        """Allocates the host pool. With ``pinned``, the device can access the pool directly. Only an Ascend can
+        allocate it.
+        """
         (num_host_blocks, *block), dtype = host
         self._caches, self._pinned = list(parameters), pinned
         self._num_blocks, self._num_host_blocks = int(self._caches[0].shape[0]), num_host_blocks
@@ -74,10 +78,11 @@ class DeviceBlockMoves(BlockMoves):
                 raise AgentError(f"a move's {name} is block {block}; it must be at least 0 and below {limit}")
 
     def _prove(self) -> None:
-        """Checks that a block comes back from the device unchanged, in the first cache and in the last.
+        """Copies a block to the device and back, in the first and the last parameter of the cache, and checks that it
+        is unchanged.
 
-        Uses the padding block and restores its content. Raises AgentError if the block differs: without this check,
-        the contents of the cache would be lost unnoticed.
+        Uses the null block and restores its content. Raises AgentError if the block differs: without this check, the
+        contents of the cache would be lost unnoticed.
         """
         kept, returned = self._tensor(self._one_block.copy()), self._tensor(self._one_block.copy())
         pattern = self._one_block.copy()

@@ -25,14 +25,14 @@ parallelism there are two, one for the stage and one for all agents, so HCCL's d
 _NOT_CAPTURED = ["AllGather"]
 """Collectives that are launched between captured parts. vllm-mindspore captures AllReduce, but not AllGather."""
 _LISTS = (_DISABLED_CUSTOM_KERNELS, _NZ_PRIMITIVES)
-"""Variables that hold names separated by commas."""
+"""Environment variables that contain a list of names, separated by commas."""
 
 
 def environment(config: Config) -> dict[str, str]:
     """Returns the environment variables that MindSpore reads when it is imported.
 
     Without the list of disabled kernels, an Ascend runs decode steps with a PagedAttention kernel that reads three
-    sizes of the query. Our query has two: tokens and width (``tools/ascend_graph/kernels.py``).
+    sizes of the query. The query of our op table has two sizes: tokens and width (``tools/ascend_graph/kernels.py``).
     """
     variables = {
         "GLOG_v": "3",  # log only errors
@@ -53,9 +53,10 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def _primitives_in_nz(config: Config) -> list[str]:
-    """Returns the primitives whose int8 weights MindSpore converts to the block layout of the matrix unit.
+    """Returns the primitives whose int8 weights MindSpore converts to NZ, the layout of the device's matrix unit.
 
-    Integer products of experts always have this layout, because no other inference project uses them without it.
+    Integer weights of experts always have this layout, because no known inference project uses GroupedMatmulV4 with
+    another one.
     """
     names = ["QuantBatchMatmul"] if config.model_config.weight_layout == "nz" else []
     has_experts = config.shape.experts is not None
@@ -63,7 +64,7 @@ def _primitives_in_nz(config: Config) -> list[str]:
 
 
 def jit_config(config: Config) -> dict[str, str]:
-    """Returns ``jit_level`` and ``infer_boost``.
+    """Returns MindSpore's settings ``jit_level`` and ``infer_boost`` for the configured backend.
 
     MindSpore finds the inference kernels (PagedAttention, ReshapeAndCache and others) only with ``infer_boost``, which
     it allows at level O0 only. ``context.enable_graph_kernel`` therefore does not choose level O1: a flag in the

@@ -1,4 +1,5 @@
-"""Chooses the cores of an agent on an Ascend: a part of the NUMA node to which the agent's device is connected.
+"""Chooses the processor cores of an agent on an Ascend, among those of the NUMA node to which the agent's device is
+connected.
 
 The host launches every kernel of a step, so a launch must not wait for memory of another processor. ``npu-smi info``
 has the PCI address of each device, and Linux has the NUMA node of each PCI address. docs/ascend.md has the sources.
@@ -61,8 +62,8 @@ def visible_number(device: int, environment: Mapping[str, str]) -> int:
 def cores_near_device(device: int, chips: Sequence[Chip], allowed: Collection[int], root: Path = SYS) -> Sequence[int]:
     """Returns the cores of ``allowed`` that belong to one device, in ascending order.
 
-    All devices of a NUMA node divide its cores, used or not, so agents of two servers share no core. The result is
-    empty if the device or its NUMA node is unknown, or if no core of the node is allowed.
+    The cores of a NUMA node are divided among all its devices, even unused ones, so that agents of two servers never
+    share a core. The result is empty if the device or its NUMA node is unknown, or if no core of the node is allowed.
     """
     nodes = [_numa_node(chip, root) for chip in chips]
     if device >= len(nodes) or nodes[device] < 0:

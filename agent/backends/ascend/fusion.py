@@ -1,8 +1,8 @@
-"""Graph-kernel fusion on an Ascend together with the kernels for inference.
+"""Turns on graph-kernel fusion on an Ascend together with the inference kernels, and reports the fusions.
 
-MindSpore's ``context.py`` allows ``infer_boost`` at jit level O0 only, and level O1 turns fusion on. But the passes of
-the fusion look at ``opt_level`` of ``MS_DEV_GRAPH_KERNEL_FLAGS`` and not at the jit level. With ``--opt_level=2`` they
-run at O0 as well. docs/ascend.md has the sources.
+MindSpore's ``context.py`` allows ``infer_boost`` at jit level O0 only, and level O1 turns fusion on. But the fusion
+passes read ``opt_level`` of ``MS_DEV_GRAPH_KERNEL_FLAGS`` instead of the jit level. With ``--opt_level=2`` they run at
+O0 as well. docs/ascend.md has the sources.
 """
 
 from __future__ import annotations

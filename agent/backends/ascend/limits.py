@@ -7,10 +7,10 @@ from llm_serving.errors import AgentStartError
 
 HEAD_MULTIPLE = 16
 MAX_HEAD_DIM = 256
-"""Both attention kernels take head sizes that are multiples of ``HEAD_MULTIPLE``, up to ``MAX_HEAD_DIM``."""
+"""Maximum head size of both attention kernels. Head sizes must also be multiples of ``HEAD_MULTIPLE``."""
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_ELEMENTS = 128 * 128
-"""PagedAttention: maximum of block size x head size."""
+"""Maximum of block size times head size in PagedAttention."""
 MAX_HEAD_GROUP = 128
 """PagedAttention: maximum number of query heads that share a key-value head."""
 MAX_EXPERTS = 1024

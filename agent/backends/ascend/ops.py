@@ -17,9 +17,9 @@ from llm_serving.config import Config
 
 
 class AscendOps(NativeOps):
-    """Takes any number of whole prompts in a step, and has no attention windows.
+    """The native op table without padding of whole prompts, with device memory, and without attention windows.
 
-    ``check_limits`` ensures that no sequence is longer than the model's window.
+    A model with a window is accepted only if no sequence can be longer than the window (``check_limits``).
     """
 
     traits: ClassVar[DeviceTraits] = replace(NativeOps.traits, pads_whole_prompts=False, own_memory=True)

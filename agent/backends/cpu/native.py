@@ -45,7 +45,8 @@ class NativeCpuOps(NativeOps):
 
 
 class NativeCpuHooks(DeviceHooks):
-    """Packs the weights behind the primitives, keeps the kernels' threads awake and collects refused inputs.
+    """Packs the weights for the kernels of the primitives, keeps the kernels' threads awake during a step, and reports
+    inputs that an operator refused.
 
     Owns the packed weights.
     """

@@ -35,11 +35,11 @@ from llm_serving.model.families import Experts
 
 
 class FusedCpuOps(OpTable):
-    """Uses a custom operator everywhere. Owns the memory of the graph's results.
+    """Implements every operator with a custom operator. Owns the memory of the graph's results.
 
     In the last stage, a run of the graph fills ``logits`` [sequences, vocabulary] and ``best_ids`` [sequences + 1]. The
-    last of the ids is the step's number, ``counts[3]``. In the other stages, a run fills ``stream``
-    [tokens, hidden_size].
+    last of the ids is the step's number, ``counts[3]``. In the other stages, a run fills ``stream`` [tokens,
+    hidden_size].
     """
 
     traits: ClassVar[DeviceTraits] = DeviceTraits("fused", packs_weights=True)
