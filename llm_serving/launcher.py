@@ -4,7 +4,7 @@
 
 The HTTP server responds from the beginning, with 503 until the agents are ready. SIGINT and SIGTERM end streams with an
 error event, then the engine, then the agents. A second signal ends the process immediately. SIGUSR1 opens the log files
-again.
+again. SIGHUP reads the key file and the certificate again, if they have changed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gc
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -28,12 +29,13 @@ from llm_serving.cli import EXIT_USAGE, Launch, launch_from_command_line
 from llm_serving.config import Config
 from llm_serving.config.source import unused_lines, unused_summary
 from llm_serving.errors import AgentStartError, ConfigError, LLMServingError
-from llm_serving.listening import listen
+from llm_serving.listening import UNIX_MODES, listen, listen_unix
 from llm_serving.model.parallel import group_ranks
 from llm_serving.telemetry.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from llm_serving.access.control import AccessControl
+    from llm_serving.access.tls import ServerTls
     from llm_serving.engine.async_engine import AsyncEngine
     from llm_serving.executor.agent_executor import AgentExecutor
     from llm_serving.flight.recorder import FlightRecorder
@@ -70,6 +72,7 @@ class _Launcher:
         self._stop = asyncio.Event()
         self._began = time.monotonic()
         self._access: AccessControl | None = None
+        self._tls: ServerTls | None = None
 
     async def run(self) -> int:
         self._handle_signals()
@@ -83,12 +86,13 @@ class _Launcher:
     async def _serve(self, owned: ExitStack) -> int:
         from llm_serving.access.key_store import ENVIRONMENT_VARIABLE
         from llm_serving.access.setup import open_access
+        from llm_serving.access.tls import open_tls
         from llm_serving.engine.async_engine import AsyncEngine
         from llm_serving.engine.detokenizer import IncrementalDetokenizer
         from llm_serving.engine.tokenizer_backends import load_tokenizer
         from llm_serving.flight.setup import recorder_of
-        from llm_serving.server.app import create_app
-        from llm_serving.server.run import serve
+        from llm_serving.server.app import create_app, split_administration
+        from llm_serving.server.run import Listener, serve
         from llm_serving.telemetry.log import EventLog
         from llm_serving.telemetry.log_file import Rotation, reopen_all
         from llm_serving.telemetry.metrics import Metrics
@@ -99,6 +103,14 @@ class _Launcher:
         http_socket = owned.enter_context(
             listen(settings.server_ip, settings.server_port, backlog=2048, key="serving_config.server_port")
         )
+        admin_socket = unix_socket = None
+        if settings.admin_port is not None:
+            key = "serving_config.admin_port"
+            admin_socket = owned.enter_context(listen(settings.admin_ip, settings.admin_port, backlog=2048, key=key))
+        if settings.unix_socket is not None:
+            unix_socket = owned.enter_context(
+                listen_unix(settings.unix_socket, UNIX_MODES[settings.unix_socket_users], backlog=2048)
+            )
         executors = self._executors(owned)
         tokenizer = load_tokenizer(config)
         rotation = Rotation.of_mib(config.log_config.max_mib, config.log_config.keep_files)
@@ -109,7 +121,8 @@ class _Launcher:
             log.event("settings_unused", message=line)
         metrics = Metrics()
         keys = os.environ.get(ENVIRONMENT_VARIABLE, "")
-        access = self._access = open_access(settings, keys, log, metrics.access_refused)
+        tls = self._tls = open_tls(settings, log)
+        access = self._access = open_access(settings, keys, log, metrics.access_refused, rotation)
         if access is not None and access.audit is not None:
             owned.callback(access.audit.close)
         if config.device == "Ascend" and shutil.which("npu-smi"):
@@ -130,12 +143,20 @@ class _Launcher:
             executor.start()
         engine.start()
         stop_http = asyncio.Event()
-        http = asyncio.create_task(serve(create_app(engine, log, metrics, config, access), http_socket, stop_http))
+        app, others = create_app(engine, log, metrics, config, access), []
+        if admin_socket is not None:
+            app, administration = split_administration(app)
+            others.append(Listener(admin_socket, administration, tls=tls is not None))
+        if unix_socket is not None:
+            others.append(Listener(unix_socket, app))
+        http = asyncio.create_task(serve(app, http_socket, stop_http, tls=tls, others=others))
         try:
             started = await self._wait_ready(engine)
             if started:
                 _freeze_objects()
-                self._say_ready("http://{}:{}".format(*http_socket.getsockname()[:2]), log)
+                scheme = "http" if tls is None else "https"
+                admin_url = None if admin_socket is None else _url(scheme, admin_socket)
+                self._say_ready(_url(scheme, http_socket), admin_url, log)
                 await self._stop.wait()
             log.event("server_stop")
             return 0 if started else EXIT_FAILED
@@ -177,11 +198,15 @@ class _Launcher:
             await asyncio.sleep(_POLL_START_S)
         return False
 
-    def _say_ready(self, url: str, log: EventLog) -> None:
+    def _say_ready(self, url: str, admin_url: str | None, log: EventLog) -> None:
         seconds = time.monotonic() - self._began
         self._display.note(f"ready in {seconds:.1f} s; log: {self._config.log_config.path}; Ctrl-C stops")
+        if admin_url is not None:
+            self._display.note(f"administration on {admin_url}")
+        if self._config.serving_config.unix_socket is not None:
+            self._display.note(f"also on the UNIX socket {self._config.serving_config.unix_socket}")
         self._display.close()
-        log.event("server_ready", url=url, start_seconds=round(seconds, 3))
+        log.event("server_ready", url=url, admin_url=admin_url, start_seconds=round(seconds, 3))
         sys.stdout.write(f"ready {url}\n")
         sys.stdout.flush()
 
@@ -194,12 +219,18 @@ class _Launcher:
     def _on_hangup(self) -> None:
         if self._access is not None:
             self._access.reload()
+        if self._tls is not None:
+            self._tls.refresh()
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
             os._exit(128 + signal.SIGINT)  # the second signal; the agents end when this process ends
         self._display.note("stopping")
         self._stop.set()
+
+
+def _url(scheme: str, listener: socket.socket) -> str:
+    return "{}://{}:{}".format(scheme, *listener.getsockname()[:2])
 
 
 def _freeze_objects() -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+import stat
+from collections.abc import Iterator
 
 from llm_serving.errors import ConfigError
+
+UNIX_MODES = {"owner": 0o600, "group": 0o660, "all": 0o666}
+"""Permission bits of a UNIX socket for each value of ``serving_config.unix_socket_users``."""
+_UNIX_KEY = "serving_config.unix_socket"
 
 
 def bound_socket(ip: str, port: int) -> socket.socket:
@@ -39,3 +47,45 @@ def listen(ip: str, port: int, *, backlog: int, key: str) -> socket.socket:
             f"{key}: cannot listen on {ip}:{port}: {error.strerror}; choose another port, or 0 for any free one"
         ) from error
     return listener
+
+
+@contextlib.contextmanager
+def listen_unix(path: str, mode: int, *, backlog: int) -> Iterator[socket.socket]:
+    """Listen on a UNIX socket with the permission bits ``mode``, and remove it at the end.
+
+    A socket that an earlier server left behind is replaced. If another server listens there, or the path is something
+    else, this function raises ConfigError.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.closing(listener):
+        try:
+            _remove_abandoned(path)
+            os.fchmod(listener.fileno(), mode)  # the socket file gets this mode when it is made
+            listener.bind(path)
+            os.chmod(path, mode)  # also where the system ignores the mode before ``bind``
+            listener.listen(backlog)
+            made = os.stat(path).st_ino
+        except OSError as error:
+            raise ConfigError(f"{_UNIX_KEY}: cannot listen on {path}: {error.strerror or error}") from error
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                if os.stat(path).st_ino == made:  # another server may have replaced it
+                    os.unlink(path)
+
+
+def _remove_abandoned(path: str) -> None:
+    """Remove a UNIX socket on which nothing listens. Raises ConfigError if something does, or OSError."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ConfigError(f"{_UNIX_KEY}: {path} exists and is not a socket; remove it, or choose another path")
+    except FileNotFoundError:
+        return
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        else:
+            raise ConfigError(f"{_UNIX_KEY}: another server listens on {path}; stop it, or choose another path")

@@ -9,6 +9,7 @@ from pathlib import Path
 from llm_serving.access.quotas import Allowance
 from llm_serving.errors import ConfigError
 from llm_serving.telemetry.log import EventLog
+from llm_serving.telemetry.log_file import Rotation
 
 STRANGERS_PER_MINUTE = 600
 """Maximum number of lines per minute for requests without a valid key, so that strangers cannot fill the disk."""
@@ -17,9 +18,9 @@ STRANGERS_PER_MINUTE = 600
 class AuditLog:
     """Writes the audit log to a file that only the server's user can read. Raises ConfigError if it cannot."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, rotation: Rotation | None = None) -> None:
         _make_private(path)
-        self._log = EventLog(path, "info", mirror=False)
+        self._log = EventLog(path, "info", mirror=False, rotation=rotation)
         self._strangers = Allowance(STRANGERS_PER_MINUTE, time.monotonic())
         self._num_skipped = 0
 

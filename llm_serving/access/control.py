@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,6 +13,7 @@ from starlette.types import Scope
 from llm_serving.access.audit import AuditLog
 from llm_serving.access.key_store import KeyStore
 from llm_serving.access.keys import ApiKey, KeyRights
+from llm_serving.access.periodic import Periodic
 from llm_serving.access.quotas import KeyUsage
 from llm_serving.errors import NotPermittedError, QuotaExceededError, UnauthorizedError
 
@@ -21,8 +21,6 @@ VISIT = "llm_serving.visit"
 """Key of the ASGI scope for the ``Visit`` of the request, if there is access control."""
 OPEN_PATH = "/health/live"
 """The only path that needs no key. A supervisor restarts a server that does not respond here."""
-WATCH_PERIOD_S = 1.0
-"""Seconds between two looks at the key file."""
 
 _NO_RIGHTS = KeyRights()
 
@@ -38,7 +36,8 @@ class AccessControl:
         self.audit = audit
         self.refused = refused
         self._usages: dict[str, KeyUsage] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self.watch = Periodic(self.reload)
+        """Reads the key file when it changes, while it runs."""
 
     def usage(self, name: str) -> KeyUsage:
         """Return what the requests of the keys with this name use. It outlives a change of the key file."""
@@ -47,23 +46,10 @@ class AccessControl:
             found = self._usages[name] = KeyUsage()
         return found
 
-    def start(self) -> None:
-        """Look for a changed key file on the running event loop, until ``stop``."""
-        self._timer = asyncio.get_running_loop().call_later(WATCH_PERIOD_S, self._watch)
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def reload(self) -> None:
         """Read the key file now if it has changed."""
         if self.keys is not None:
             self.keys.refresh()
-
-    def _watch(self) -> None:
-        self.reload()
-        self.start()
 
 
 class Visit:

@@ -33,7 +33,7 @@ class KeyStore:
         self._seen: tuple[int, ...] | None = None
         self._keys: Mapping[bytes, ApiKey] = self._fixed
         if path is not None:
-            self._seen = _signature(path)
+            self._seen = file_signature(path)
             self._keys = self._read(path)
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class KeyStore:
     def refresh(self) -> bool:
         """Read the file if it has changed. Returns whether the keys are new. A wrong file keeps the old keys."""
         path = self._path
-        if path is None or (seen := _signature(path)) == self._seen:
+        if path is None or (seen := file_signature(path)) == self._seen:
             return False
         self._seen = seen
         try:
@@ -90,7 +90,7 @@ def _check_disjoint(keys: Mapping[bytes, ApiKey], fixed: Mapping[bytes, ApiKey])
             raise KeyLineError(f"{ENVIRONMENT_VARIABLE} states {key.name!r} otherwise; state it in one place")
 
 
-def _signature(path: str) -> tuple[int, ...] | None:
+def file_signature(path: str) -> tuple[int, ...] | None:
     """Return what changes when a file is written or replaced. None if there is no file."""
     try:
         found = os.stat(path)

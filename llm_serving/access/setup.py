@@ -8,18 +8,23 @@ from llm_serving.access.audit import AuditLog
 from llm_serving.access.control import AccessControl
 from llm_serving.access.key_store import KeyLog, KeyStore
 from llm_serving.config.sections import ServingConfig
+from llm_serving.telemetry.log_file import Rotation
 
 
 def open_access(
-    serving: ServingConfig, environment: str, log: KeyLog, refused: Callable[[str], None]
+    serving: ServingConfig,
+    environment: str,
+    log: KeyLog,
+    refused: Callable[[str], None],
+    rotation: Rotation | None = None,
 ) -> AccessControl | None:
     """Return the access control, or None if there are no API keys and no audit log. Raises ConfigError.
 
     ``environment`` is the value of the variable ``LLM_SERVING_API_KEYS``. ``refused`` is called with the reason of each
-    refusal.
+    refusal. ``rotation`` limits the size of the audit log.
     """
     keys = KeyStore(serving.api_keys_file, environment, log)
-    audit = None if serving.audit_log is None else AuditLog(serving.audit_log)
+    audit = None if serving.audit_log is None else AuditLog(serving.audit_log, rotation)
     if not len(keys) and audit is None:
         return None
     return AccessControl(keys if len(keys) else None, audit, refused)

@@ -48,8 +48,13 @@ class ServingConfig:
     )
     allow_remote: bool = own(
         False,
-        "Allow a `server_ip` that other machines can reach. There is no authentication: every client that "
-        "connects may send requests.",
+        "Allow addresses that other machines can reach. The server then needs TLS (`tls_cert`) and API keys "
+        "(`api_keys_file`) or client certificates (`tls_client_ca`).",
+    )
+    allow_remote_unprotected: bool = own(
+        False,
+        "Allow `allow_remote` without TLS or without API keys. Everyone who reaches the server can then read the "
+        "traffic or send requests. Use it only behind a proxy or a firewall that protects the server.",
     )
     api_keys_file: str | None = own(
         None,
@@ -57,6 +62,39 @@ class ServingConfig:
         "`/health/live` needs `Authorization: Bearer KEY`. The file is read again when it changes. The environment "
         "variable `LLM_SERVING_API_KEYS` may hold these lines, too.",
         null="every client may send requests, unless the environment variable has keys",
+    )
+    tls_cert: str | None = own(
+        None,
+        "File with the server's certificate and its chain (PEM). Then clients connect with `https://`. New connections "
+        "use a changed file without a restart.",
+        null="no encryption",
+    )
+    tls_key: str | None = own(None, "File with the private key of `tls_cert` (PEM, no password).", null="no encryption")
+    tls_client_ca: str | None = own(
+        None,
+        "File with certificates of authorities (PEM). Then only clients with a certificate of one of them can connect "
+        "(mTLS).",
+        null="clients need no certificate",
+    )
+    unix_socket: str | None = own(
+        None, "Path of a UNIX socket on which the server listens, too, without TLS.", null="no UNIX socket"
+    )
+    unix_socket_users: str = own(
+        "owner",
+        "Users that may connect to the UNIX socket. `owner`: the server's user (mode 0600). `group`: its group, too "
+        "(0660). `all`: every user of the machine (0666).",
+        choices=("owner", "group", "all"),
+    )
+    admin_port: int | None = own(
+        None,
+        "Port of a listener of its own for `/metrics`, `/server_info` and `/profile`; 0 takes any free port. The other "
+        "listeners then do not have these routes.",
+        low=0,
+        high=65535,
+        null="all routes are on `server_port`",
+    )
+    admin_ip: str = own(
+        "127.0.0.1", "Address of `admin_port`. Other addresses than loopback need `allow_remote: true`."
     )
     audit_log: str | None = own(
         None,

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from llm_serving.access.key_store import ENVIRONMENT_VARIABLE
 from llm_serving.config.config import Config
 from llm_serving.config.model_section import ModelConfig
 from llm_serving.config.parallel_section import MAX_RANKS, ParallelConfig
@@ -40,17 +41,42 @@ def check_serving(raw: RawConfig, serving: ServingConfig, parallel: ParallelConf
         raise raw.error(key, value, "a port appears twice")
     if len(value) != parallel.world_size and value != [0]:
         raise raw.error(key, value, _ports_problem(len(value), parallel))
-    if serving.server_port in ports:
-        raise raw.error("serving_config.server_port", serving.server_port, "is the port of an agent too")
+    for name in ("server_port", "admin_port"):
+        if getattr(serving, name) in ports:
+            raise raw.error(f"serving_config.{name}", getattr(serving, name), "is the port of an agent too")
+    if serving.admin_port and serving.admin_port == serving.server_port:
+        raise raw.error("serving_config.admin_port", serving.admin_port, "is server_port, too; choose another port")
     if not _is_loopback(raw, "serving_config.agent_ip", serving.agent_ip):
         raise raw.error("serving_config.agent_ip", serving.agent_ip, "agents listen on a loopback address only")
-    if not _is_loopback(raw, "serving_config.server_ip", serving.server_ip) and not serving.allow_remote:
-        problem = "other machines could connect, and there is no authentication; set serving_config.allow_remote: true"
-        raise raw.error("serving_config.server_ip", serving.server_ip, problem)
+    for name in ("server_ip", "admin_ip"):
+        address, key = getattr(serving, name), f"serving_config.{name}"
+        if not _is_loopback(raw, key, address) and not serving.allow_remote:
+            raise raw.error(key, address, "other machines could connect; set serving_config.allow_remote: true")
+    _check_protection(raw, serving)
     for network in serving.trusted_proxies or ():
         if not _is_network(network):
             problem = "must be an IP address or a network, as in 10.1.0.0/16"
             raise raw.error("serving_config.trusted_proxies", network, problem)
+
+
+def _check_protection(raw: RawConfig, serving: ServingConfig) -> None:
+    """Check that the TLS files are complete, and that a server that other machines can reach is protected."""
+    if (serving.tls_cert is None) != (serving.tls_key is None):
+        missing = "tls_key" if serving.tls_key is None else "tls_cert"
+        raise raw.error(f"serving_config.{missing}", None, "is missing; TLS needs both tls_cert and tls_key")
+    if serving.tls_client_ca is not None and serving.tls_cert is None:
+        raise raw.error("serving_config.tls_client_ca", serving.tls_client_ca, "needs tls_cert and tls_key")
+    if not serving.allow_remote or serving.allow_remote_unprotected:
+        return
+    has_keys = serving.api_keys_file is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE, "").strip(" ;\n"))
+    missing_parts = [] if has_keys or serving.tls_client_ca is not None else ["API keys (serving_config.api_keys_file)"]
+    missing_parts += [] if serving.tls_cert is not None else ["TLS (serving_config.tls_cert and tls_key)"]
+    if missing_parts:
+        problem = (
+            f"the server would have no {' and no '.join(missing_parts)}; set them, or "
+            "serving_config.allow_remote_unprotected: true if a proxy or a firewall protects the server"
+        )
+        raise raw.error("serving_config.allow_remote", True, problem)
 
 
 def agents_of_graphs(raw: RawConfig, sections: Mapping[str, Any]) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -42,12 +43,22 @@ def create_app(
     return ServerApp(ServerState(engine, log, metrics, settings, ENDPOINTS, access))
 
 
+def split_administration(app: ServerApp) -> tuple[ServerApp, ServerApp]:
+    """Return two applications for two listeners: without administration, and only with it. Both have the health."""
+    endpoints = app.state.endpoints
+    public = [one for one in endpoints if not one.admin]
+    administration = [one for one in endpoints if one.admin or one.path.startswith("/health")]
+    return ServerApp(app.state, public), ServerApp(app.state, administration)
+
+
 class ServerApp:
     """The ASGI application. It responds to every HTTP request, and raises only if a response has already begun."""
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, endpoints: Sequence[Endpoint] | None = None) -> None:
+        """``endpoints``: those that are served. The default is all."""
         self.state = state
-        routes = [Route(one.path, _Route(state, one), methods=[one.method]) for one in state.endpoints]
+        served = state.endpoints if endpoints is None else endpoints
+        routes = [Route(one.path, _Route(state, one), methods=[one.method]) for one in served]
         self._router = Router(routes, redirect_slashes=False, default=_not_found)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

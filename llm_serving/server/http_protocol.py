@@ -97,7 +97,9 @@ class StreamChannel:
 
     def attach(self, user: ChannelUser) -> None:
         """Report the connection's events to ``user``. If the connection is already closed, call ``user.lost`` now."""
-        self._transport.set_write_buffer_limits(high=0)  # makes ``is_full`` True as soon as the socket refuses a byte
+        # Makes ``is_full`` True as soon as the socket refuses a byte. A TLS transport of uvloop takes a limit of 0 as
+        # "always full" and would never be ready. It also has a buffer of its own, of 64 KiB, behind the limit.
+        self._transport.set_write_buffer_limits(high=1 if self._protocol.scheme == "https" else 0)
         self._protocol.channel_user = user
         if self._cycle.disconnected or self._transport.is_closing():
             user.lost()

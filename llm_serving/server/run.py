@@ -7,15 +7,17 @@ import contextlib
 import math
 import resource
 import socket
-from collections.abc import Generator
+import ssl
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import uvicorn
 
+from llm_serving.access.tls import ServerTls
 from llm_serving.server.app import ServerApp
 from llm_serving.server.http_protocol import BoundedHttpProtocol, ConnectionRules
-from llm_serving.server.limits import KEEP_ALIVE_S
+from llm_serving.server.limits import HEADER_TIMEOUT_S, KEEP_ALIVE_S
 from llm_serving.server.proxies import TrustedProxies
 
 GRACE_S = 3.0
@@ -24,12 +26,35 @@ CLOSE_S = 1.0
 """Seconds after ``GRACE_S`` in which clients can read the last bytes. Then connections are closed."""
 RESERVED_FILES = 128
 """File descriptors that connections do not use: for agents, logs and shared memory."""
+BACKLOG = 2048
+"""Maximum number of connections of a listener that wait to be accepted."""
 TICK_S = 1.0
 """Seconds between updates of the response header ``Date``."""
 
 
-async def serve(app: ServerApp, sock: socket.socket, stop: asyncio.Event, *, grace_s: float = GRACE_S) -> None:
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A socket that is bound and listening, and the application that serves its connections."""
+
+    sock: socket.socket
+    app: ServerApp
+    tls: bool = False
+    """Whether connections are encrypted."""
+
+
+async def serve(
+    app: ServerApp,
+    sock: socket.socket,
+    stop: asyncio.Event,
+    *,
+    tls: ServerTls | None = None,
+    others: Sequence[Listener] = (),
+    grace_s: float = GRACE_S,
+) -> None:
     """Serve HTTP on ``sock`` until ``stop`` is set. The socket must be bound and listening. It is closed at the end.
+
+    With ``tls``, connections to ``sock`` are encrypted. ``others`` are further listeners, which share the limit of
+    connections with it.
 
     After ``stop``, new connections are refused. Active requests have ``grace_s`` seconds to complete, then they end
     with an error. A stream ends with an error event. The stop takes less than ``grace_s`` + 2 seconds. The caller
@@ -42,10 +67,11 @@ async def serve(app: ServerApp, sock: socket.socket, stop: asyncio.Event, *, gra
         max_connections=min(state.settings.max_connections, max(files - RESERVED_FILES, files // 2)),
         refused=state.metrics.connection_refused,
     )
-    protocol: Any = partial(BoundedHttpProtocol, rules)  # uvicorn calls it as it calls a class
+    listeners = [Listener(sock, app, tls=tls is not None), *others]
+    watches = [each.watch for each in (state.access, tls) if each is not None]
     config = uvicorn.Config(
         app,
-        http=protocol,
+        http=BoundedHttpProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -57,26 +83,60 @@ async def serve(app: ServerApp, sock: socket.socket, stop: asyncio.Event, *, gra
         timeout_graceful_shutdown=math.ceil(grace_s + CLOSE_S + 0.5),  # ends connections that ``_cut_off`` did not end
     )
     state.loop_watch.start()
-    if state.access is not None:
-        state.access.start()
+    for watch in watches:
+        watch.start()
     try:
-        await _Server(config, app, stop, grace_s).serve(sockets=[sock])
+        await _Server(config, app, rules, listeners, tls.context if tls else None, stop, grace_s).serve()
     finally:
         state.loop_watch.stop()
-        if state.access is not None:
-            state.access.stop()
+        for watch in watches:
+            watch.stop()
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, app: ServerApp, stop: asyncio.Event, grace_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        app: ServerApp,
+        rules: ConnectionRules,
+        listeners: Sequence[Listener],
+        tls: ssl.SSLContext | None,
+        stop: asyncio.Event,
+        grace_s: float,
+    ) -> None:
         super().__init__(config)
         self._app = app
+        self._rules = rules
+        self._listeners = listeners
+        self._tls = tls
         self._stop = stop
         self._grace_s = grace_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            connect = partial(self._connection, listener.app)
+            if listener.sock.family == socket.AF_UNIX:
+                server = await loop.create_unix_server(connect, sock=listener.sock, backlog=BACKLOG)
+            elif listener.tls:
+                server = await loop.create_server(
+                    connect, sock=listener.sock, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=HEADER_TIMEOUT_S
+                )
+            else:
+                server = await loop.create_server(connect, sock=listener.sock, backlog=BACKLOG)
+            self.servers.append(server)
+
+    def _connection(self, app: ServerApp) -> BoundedHttpProtocol:
+        protocol = BoundedHttpProtocol(
+            self._rules, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        protocol.app = app
+        return protocol
 
     async def main_loop(self) -> None:
         while not self._stop.is_set():

@@ -37,7 +37,11 @@ EVENTS: Mapping[str, LogEvent] = {
     ),
     "server_ready": LogEvent(
         "All agents are ready; requests are served.",
-        {"url": "address of the server", "start_seconds": "seconds since the process started"},
+        {
+            "url": "address of the server",
+            "admin_url": "address for administration; null without serving_config.admin_port",
+            "start_seconds": "seconds since the process started",
+        },
     ),
     "server_stop": LogEvent("A signal stops the server."),
     "api_keys_loaded": LogEvent(
@@ -47,8 +51,16 @@ EVENTS: Mapping[str, LogEvent] = {
     "api_keys_refused": LogEvent(
         "The key file has changed and is wrong. The earlier keys stay valid.", {"message": "the line and its problem"}
     ),
-    "api_keys_readable": LogEvent(
-        "Others can read the key file.", {"message": "the file and the remedy"}
+    "api_keys_readable": LogEvent("Others can read the key file.", {"message": "the file and the remedy"}),
+    "tls_cert_loaded": LogEvent(
+        "The certificate has changed; new connections use it from now on.", {"file": "the certificate's file"}
+    ),
+    "tls_cert_refused": LogEvent(
+        "The certificate or its key has changed and is wrong. The earlier one stays in use.",
+        {"message": "the files and the problem"},
+    ),
+    "tls_key_readable": LogEvent(
+        "Others can read the private key of the server.", {"message": "the file and the remedy"}
     ),
     "access": LogEvent(
         "A request has ended. Only in the audit log (serving_config.audit_log).",

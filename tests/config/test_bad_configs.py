@@ -52,10 +52,25 @@ def test_fused_operators_on_an_ascend(tmp_path: Path) -> None:
         load_config("llama_tiny_cpu.yaml", overrides[:1], ascend=True)
 
 
-def test_allow_remote_permits_other_addresses(tmp_path: Path) -> None:
+TLS = ("tls_cert=c", "tls_key=k")
+
+
+@pytest.mark.parametrize(
+    ("protection", "environment"),
+    [
+        (("allow_remote_unprotected=true",), ""),
+        ((*TLS, "api_keys_file=keys"), ""),
+        ((*TLS, "tls_client_ca=a"), ""),
+        (TLS, "alice sha256:00"),
+    ],
+)
+def test_allow_remote_permits_other_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protection: tuple[str, ...], environment: str
+) -> None:
+    monkeypatch.setenv("LLM_SERVING_API_KEYS", environment)
     folder = write_model_folder(tmp_path / "model")
-    overrides = [f"model_config.model_path={folder}", "serving_config.server_ip=0.0.0.0"]
-    config = load_config("llama_tiny_cpu.yaml", [*overrides, "serving_config.allow_remote=true"])
+    overrides = [f"serving_config.{each}" for each in ("server_ip=0.0.0.0", "allow_remote=true", *protection)]
+    config = load_config("llama_tiny_cpu.yaml", [f"model_config.model_path={folder}", *overrides])
     assert config.serving_config.server_ip == "0.0.0.0"
 
 

@@ -40,6 +40,7 @@ BAD_CONFIGS = [
     (["model_config.vocab_size=32000"], "vocab_size", "32000"),
     (["model_config.model_path=/nowhere/at/all"], "model_path", "/nowhere/at/all"),
     (["serving_config.server_ip=0.0.0.0"], "server_ip", "allow_remote"),
+    (["serving_config.allow_remote=true"], "allow_remote", "allow_remote_unprotected"),
     (["serving_config.agent_ports=[1,2]"], "agent_ports", "[1, 2]"),
     (["serving_config.server_port=70000"], "server_port", "70000"),
     (["scheduler_config.policy=fastest"], "policy", "fcfs"),

@@ -265,6 +265,7 @@ def test_hosts_that_mean_this_machine(server, host):
 ])  # fmt: skip
 def test_allowed_hosts(tmp_path, allow_remote, allowed, accepted, refused):
     overrides = [f"serving_config.allow_remote={allow_remote}", f"serving_config.allowed_hosts={allowed}"]
+    overrides.append("serving_config.allow_remote_unprotected=true")
     settings = ServerSettings.from_config(small_config(tmp_path, overrides))
     for host in accepted:
         check_origin(Headers({"host": host}), settings)

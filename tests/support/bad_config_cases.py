@@ -308,12 +308,68 @@ CASES = [
     Case(
         "open to the world",
         with_section(SERVING + "{server_ip: 0.0.0.0}"),
-        f"{FILE}: serving_config.server_ip = '0.0.0.0': other machines could connect, and there is no authentication; "
-        "set serving_config.allow_remote: true",
+        f"{FILE}: serving_config.server_ip = '0.0.0.0': other machines could connect; set "
+        "serving_config.allow_remote: true",
+    ),
+    Case(
+        "administration open to the world",
+        with_section(SERVING + "{admin_ip: 0.0.0.0}"),
+        f"{FILE}: serving_config.admin_ip = '0.0.0.0': other machines could connect; set "
+        "serving_config.allow_remote: true",
+    ),
+    Case(
+        "remote without keys and TLS",
+        with_section(SERVING + "{allow_remote: true}"),
+        f"{FILE}: serving_config.allow_remote = True: the server would have no API keys (serving_config.api_keys_file) "
+        "and no TLS (serving_config.tls_cert and tls_key); set them, or serving_config.allow_remote_unprotected: true "
+        "if a proxy or a firewall protects the server",
+    ),
+    Case(
+        "remote without TLS",
+        with_section(SERVING + "{allow_remote: true, api_keys_file: keys}"),
+        f"{FILE}: serving_config.allow_remote = True: the server would have no TLS (serving_config.tls_cert and "
+        "tls_key); set them, or serving_config.allow_remote_unprotected: true if a proxy or a firewall protects the "
+        "server",
+    ),
+    Case(
+        "remote without keys",
+        with_section(SERVING + "{allow_remote: true, tls_cert: c, tls_key: k}"),
+        f"{FILE}: serving_config.allow_remote = True: the server would have no API keys (serving_config.api_keys_file)"
+        "; set them, or serving_config.allow_remote_unprotected: true if a proxy or a firewall protects the server",
+    ),
+    Case(
+        "certificate without a key",
+        with_section(SERVING + "{tls_cert: c}"),
+        f"{FILE}: serving_config.tls_key = null: is missing; TLS needs both tls_cert and tls_key",
+    ),
+    Case(
+        "key without a certificate",
+        with_section(SERVING + "{tls_key: k}"),
+        f"{FILE}: serving_config.tls_cert = null: is missing; TLS needs both tls_cert and tls_key",
+    ),
+    Case(
+        "certificates of clients without TLS",
+        with_section(SERVING + "{tls_client_ca: c}"),
+        f"{FILE}: serving_config.tls_client_ca = 'c': needs tls_cert and tls_key",
+    ),
+    Case(
+        "port of server and administration",
+        with_section(SERVING + "{admin_port: 8835}"),
+        f"{FILE}: serving_config.admin_port = 8835: is server_port, too; choose another port",
+    ),
+    Case(
+        "port of administration and agent",
+        with_section(SERVING + "{agent_ports: [9000], admin_port: 9000}"),
+        f"{FILE}: serving_config.admin_port = 9000: is the port of an agent too",
+    ),
+    Case(
+        "users of the UNIX socket",
+        with_section(SERVING + "{unix_socket_users: groups}"),
+        f"{FILE}: serving_config.unix_socket_users = 'groups': unknown value; did you mean 'group'?",
     ),
     Case(
         "agent open to the world",
-        with_section(SERVING + "{agent_ip: 10.0.0.1, allow_remote: true}"),
+        with_section(SERVING + "{agent_ip: 10.0.0.1, allow_remote: true, allow_remote_unprotected: true}"),
         f"{FILE}: serving_config.agent_ip = '10.0.0.1': agents listen on a loopback address only",
     ),
     Case(

@@ -8,15 +8,16 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
 import uvloop
 
 from llm_serving.access.control import AccessControl
+from llm_serving.access.tls import ServerTls
 from llm_serving.server.app import create_app
-from llm_serving.server.run import serve
+from llm_serving.server.run import Listener, serve
 from llm_serving.server.state import ServerSettings
 from llm_serving.telemetry.metrics import Metrics
 from support.fake_engine import FakeEngine
@@ -78,9 +79,12 @@ class HttpServer:
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
         self._ready.set()
-        await serve(self.app, self._socket, self._stop, grace_s=self.grace_s)
+        await serve(self.app, self._socket, self._stop, tls=self.tls, others=self.others, grace_s=self.grace_s)
 
     grace_s = 0.3
+    tls: ServerTls | None = None
+    others: Sequence[Listener] = ()
+    """Further listeners. Like ``tls``, a test sets them before ``start``."""
 
     def request_stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)

@@ -53,7 +53,7 @@ class ServerProcess:
         """Wait for the line that says where it serves."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline().decode()
-        if not line.startswith("ready http://"):
+        if not line.startswith(("ready http://", "ready https://")):
             self._process.wait()
             raise AssertionError(f"not ready but {line!r}; it said: {self.stderr()}")
         self.url = line.removeprefix("ready ").strip()
