@@ -10,6 +10,7 @@ missed something it should have met.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import traceback
@@ -135,6 +136,7 @@ def main() -> int:
         play(Script.from_json(arguments.script.read_text()))
         return 0
     total = soak(arguments.steps, arguments.seed, arguments.jobs)
+    print(json.dumps({"steps": total.steps, "failed": int(total.failed_seed is not None)}))
     if total.failed_seed is not None:
         print(f"the script of seed {total.failed_seed} failed (--seed {total.failed_seed} plays it first)")
         explain(draw_script(total.failed_seed))

@@ -26,7 +26,7 @@ def mutate_bytes(rng: random.Random, data: bytes, *, until: int | None = None) -
 
 
 def mutate_value(rng: random.Random, value: Any) -> Any:
-    """Return a copy of a JSON value in which one place is another value, has another key, or is gone."""
+    """Return a copy of a JSON value in which one place is another value, has another key, or is deleted."""
     if not isinstance(value, dict | list) or not value or rng.random() < 0.05:
         return rng.choice(VALUES) if rng.random() < 0.7 else _near(rng, value)
     changed = copy.deepcopy(value)

@@ -56,6 +56,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     ),
     "Simulator": ("performance/simulate.py", "performance/validate_simulator.py"),
     "Development": (
+        "tools/reliability_report.py",
         "tools/check_language.py",
         "tools/write_reference_docs.py",
         "tools/draw_pictures.py",

@@ -1,0 +1,122 @@
+"""A short chaos run with a single agent, and the judgement of the ledger; tests/long/chaos.py runs for minutes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+
+from support.chaos_faults import KINDS, FaultRig, Injection, Outcome, schedule
+from support.chaos_ledger import Holdings, Ledger, MemoryWatch
+from support.chaos_load import Answer, ChaosLoad
+from support.fault_environment import fault_environment
+from support.fault_module.sitecustomize import damaged
+from support.server_process import running_server
+
+FAULTS = (
+    Injection("corrupt", 0, "flip", 0.0),
+    Injection("disconnect", 0, "", 0.0),
+    Injection("descriptors", 0, "", 0.0),
+)
+
+
+def test_faults_change_no_text_and_leak_nothing(tmp_path):
+    orders = tmp_path / "orders"
+    orders.mkdir()
+    with fault_environment(CHAOS_FOLDER=str(orders)), running_server(tmp_path / "server") as server:
+        load = ChaosLoad(server.url, seed=1, num_clients=2)
+        with load:
+            rig = FaultRig(server, orders, load.expected)
+            outcomes = []
+            before = None
+            for injection in (FAULTS[-1], *FAULTS):  # the first round starts what the server starts once
+                outcomes.append(rig.inject(injection))
+                if before is None:
+                    before = quiet_holdings(server, load)
+            after = quiet_holdings(server, load)
+        ledger = Ledger(load, outcomes)
+    assert ledger.losses == []
+    assert before.leaks(after) == []
+    assert [row.count for row in map(ledger.rows.get, ("corrupt", "disconnect", "descriptors"))] == [1, 1, 2]
+    assert ledger.rows["corrupt"].detected_s
+    assert ledger.figures()["answers"] > 5
+
+
+def quiet_holdings(server, load):
+    assert load.pause(timeout_s=60.0)
+    server.wait_until_idle()
+    found = Holdings.of(server)
+    load.resume()
+    return found
+
+
+def test_a_seed_repeats_the_schedule_and_a_round_has_every_kind():
+    first, second = list(islice(schedule(7, 4), 27)), list(islice(schedule(7, 4), 27))
+    assert first == second
+    assert first != list(islice(schedule(8, 4), 27))
+    for start in (0, 9, 18):
+        assert sorted(each.kind for each in first[start : start + 9]) == sorted(KINDS)
+    assert {each.kind for each in islice(schedule(7, 1, ("kill", "stop")), 6)} == {"kill", "stop"}
+
+
+FAULT = Outcome(Injection("kill", 0, "", 0.0), began=10.0, ended=15.0, detected_s=0.1, recovered_s=5.0)
+GOOD = Answer(0, 11.0, 12.0, ("text",))
+
+
+def ledger_of(*answers: Answer, outcome: Outcome = FAULT, hung: int = 0) -> Ledger:
+    load = SimpleNamespace(answers=list(answers), num_hung=hung, expected=[("text",)])
+    load.is_equal = lambda answer: ChaosLoad.is_equal(load, answer)
+    return Ledger(load, [outcome])
+
+
+def test_good_answers_and_explained_failures_are_no_losses():
+    refused = replace(GOOD, texts=(), error="the server is recovering", status=503)
+    ledger = ledger_of(GOOD, refused, replace(refused, status=200), replace(GOOD, began=1.0, ended=2.0))
+    assert ledger.losses == []
+    assert (ledger.rows["kill"].answered, ledger.rows["kill"].failed) == (3, 2)
+    assert ledger.rows["no fault"].answered == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "phrase"),
+    [
+        (replace(GOOD, texts=("other",)), "got another text during kill"),
+        (replace(GOOD, texts=(), error="no", status=500), "failed during kill: 500"),
+        (replace(GOOD, texts=(), error="no response", status=0), "failed during kill: 0"),
+        (Answer(0, 1.0, 2.0, (), "recovering", 503), "failed during no fault: 503"),
+        (Answer(0, 30.0, 31.0, ("",)), "got another text during no fault"),
+    ],
+)
+def test_everything_else_is_a_loss(answer, phrase):
+    [loss] = ledger_of(GOOD, answer).losses
+    assert phrase in loss
+
+
+def test_a_fault_without_recovery_and_a_client_without_response_are_losses():
+    assert len(ledger_of(outcome=replace(FAULT, problem="the server did not recover")).losses) == 1
+    assert ledger_of(hung=2).losses == ["2 clients never got a response"]
+
+
+def test_memory_that_grows_is_a_leak_and_noise_is_none():
+    watch = MemoryWatch([(float(second), 200.0 + (second % 3)) for second in range(600)])
+    assert watch.leak() == ""
+    watch = MemoryWatch([(float(second), 200.0 + 0.05 * second) for second in range(600)])
+    assert watch.slope_mib() == pytest.approx(30.0)
+    assert "memory: 17.9 MiB more" in watch.leak()
+
+
+def test_more_of_anything_is_a_leak():
+    before = Holdings(agents=4, descriptors=40, threads=9, segments=2)
+    assert before.leaks(before) == []
+    assert before.leaks(replace(before, descriptors=39)) == []
+    assert before.leaks(replace(before, threads=10)) == ["threads: 9 at the start, 10 at the end"]
+
+
+def test_damaged_frames():
+    frame = b"\x03\x00\x00\x00abc"
+    assert damaged("flip", frame) == b"\x03\x00\x00\x00!bc"
+    assert damaged("truncate", frame) == b"\x03\x00\x00\x00"
+    assert damaged("duplicate", frame) == frame * 2
+    assert damaged("huge", frame) == b"\xff\xff\xff\xffabc"

@@ -1,0 +1,136 @@
+"""Injects faults into a real server under a mixed load and compares every answer with the undisturbed text.
+
+    python tests/long/chaos.py --minutes 30 --seed 1 [--plant leak|corruption] [--set KEY=VALUE]
+
+By default two replicas serve the tiny model, each with a group of two agents. Faults: agents are killed, stopped and
+delayed; their frames are damaged; clients disconnect and flood; the server has no descriptors, memory or disk space
+left. Prints the ledger (for each kind of fault: longest detection, longest recovery, failed requests, equal texts) and
+one JSON line. Exits with 1 after a loss that no fault explains, a wrong text, or a leak of processes, descriptors,
+threads, shared memory or memory. ``--plant`` plants a bug, which the run must find. The seed repeats the schedule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+
+from support.chaos_faults import KINDS, FaultRig, Injection, Outcome, schedule  # noqa: E402
+from support.chaos_ledger import HEADINGS, Holdings, Ledger, MemoryWatch  # noqa: E402
+from support.chaos_load import ChaosLoad  # noqa: E402
+from support.fault_environment import fault_environment  # noqa: E402
+from support.server_process import ServerProcess, running_server  # noqa: E402
+
+OVERRIDES = (
+    "parallel_config.tensor_parallel=2",
+    "parallel_config.data_parallel=2",
+    "model_config.cpu_threads=1",
+    "serving_config.agent_restart_limit=1000",
+    "serving_config.step_timeout_s=3",
+)
+WARM_UP_S = 8.0
+SAMPLE_S = 1.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plant", choices=("leak", "corruption"), help="plant a bug that the run must find")
+    parser.add_argument("--only", default=",".join(KINDS), help="kinds of faults, separated by commas")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    arguments = parser.parse_args()
+    kinds = tuple(arguments.only.split(","))
+    if not set(kinds) <= set(KINDS):
+        parser.error(f"--only takes {','.join(KINDS)}")
+    with tempfile.TemporaryDirectory(prefix="chaos_") as name:
+        folder = Path(name)
+        (folder / "orders").mkdir()
+        orders = folder / "orders"
+        faults = fault_environment(CHAOS_FOLDER=str(orders), CHAOS_PLANT=arguments.plant or "")
+        with faults, running_server(folder / "server", (*OVERRIDES, *arguments.overrides)) as server:
+            return run(server, orders, arguments.minutes, arguments.seed, kinds)
+
+
+def run(server: ServerProcess, orders: Path, minutes: float, seed: int, kinds: tuple[str, ...]) -> int:
+    """Run the faults of a seed for some minutes and print the ledger. Returns the exit code."""
+    load, watch = ChaosLoad(server.url, seed), MemoryWatch()
+    with load:
+        time.sleep(WARM_UP_S)
+        before = holdings(server, load)
+        with watching(watch, server.pid):
+            outcomes = inject_faults(FaultRig(server, orders, load.expected), load, minutes, schedule(seed, 4, kinds))
+        after = holdings(server, load)
+    ledger = Ledger(load, outcomes)
+    leaks = [*before.leaks(after), *filter(None, [watch.leak()])]
+    print(HEADINGS)
+    for kind, row in ledger.rows.items():
+        print(row.text(kind))
+    for line in (*ledger.losses[:40], *leaks):
+        print(f"  {line}")
+    is_good = not ledger.losses and not leaks
+    slope = round(watch.slope_mib(), 2)
+    figures = {"minutes": minutes, "seed": seed, **ledger.figures(), "leaks": len(leaks), "slope_mib_10min": slope}
+    print(json.dumps({**figures, "pass": is_good}), flush=True)
+    return 0 if is_good else 1
+
+
+def inject_faults(rig: FaultRig, load: ChaosLoad, minutes: float, faults: Iterator[Injection]) -> list[Outcome]:
+    """Inject one fault after the other until the time is over or a fault is not recovered from."""
+    outcomes: list[Outcome] = []
+    until = time.monotonic() + 60.0 * minutes
+    for injection in faults:
+        if time.monotonic() >= until or (outcomes and outcomes[-1].problem):
+            break
+        outcome = rig.inject(injection)
+        outcomes.append(outcome)
+        load.answers += rig.extra_answers
+        rig.extra_answers.clear()
+        detected = "" if outcome.detected_s is None else f"detected after {outcome.detected_s:.2f} s, "
+        print(
+            f"{injection.kind} {injection.order} agent {injection.rank}: {detected}recovered after "
+            f"{outcome.recovered_s:.2f} s; {len(load.answers)} answers {outcome.problem}",
+            flush=True,
+        )
+        time.sleep(injection.gap_s)
+    return outcomes
+
+
+def holdings(server: ServerProcess, load: ChaosLoad) -> Holdings:
+    """Pause the load and count what the idle server holds."""
+    assert load.pause(timeout_s=240.0), "a client waits for its response without end"
+    server.wait_until_idle()
+    found = Holdings.of(server)
+    load.resume()
+    return found
+
+
+@contextmanager
+def watching(watch: MemoryWatch, pid: int) -> Iterator[None]:
+    """Sample the memory of the server in a thread."""
+    ended = threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(SAMPLE_S):
+            watch.add(pid)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

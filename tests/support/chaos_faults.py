@@ -1,0 +1,228 @@
+"""The faults of a chaos run: each is injected into a real server, and the rig waits until the server has recovered."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from support.chaos_load import REQUESTS, Answer, ask
+from support.server_process import ServerProcess
+
+DETECTION_LIMIT_S = 30.0
+RECOVERY_LIMIT_S = 90.0
+_POLL_S = 0.02
+_HELD_S = 2.0
+"""Time for which a limit or a flood lasts."""
+_FLOOD_CLIENTS = 60
+_STREAM = b'{"prompt": "Once", "max_tokens": 400, "ignore_eos": true, "stream": true}'
+
+
+@dataclass(frozen=True)
+class Injection:
+    """One fault of the schedule. ``rank`` is the agent that it hits, ``order`` the variant, ``gap_s`` the pause after
+    it."""
+
+    kind: str
+    rank: int
+    order: str
+    gap_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The times of one fault, by ``time.monotonic``. ``detected_s`` is None if nothing had to be detected."""
+
+    injection: Injection
+    began: float
+    ended: float
+    detected_s: float | None
+    recovered_s: float
+    problem: str = ""
+
+
+LOSES_AGENT = ("kill", "stop", "corrupt")
+"""Faults after which the agent must be lost and replaced."""
+MAY_REFUSE = {
+    "kill": (503,),
+    "stop": (503,),
+    "corrupt": (503,),
+    "flood": (429, 503),
+    "descriptors": (0, 503),
+    "memory": (0, 500, 503),
+}
+"""Statuses of requests that a fault may refuse. Status 200 with an error event counts as 503. Other faults none."""
+_ORDERS = {"corrupt": ("flip", "truncate", "duplicate", "huge"), "delay": ("0.3", "0.8")}
+KINDS = ("kill", "stop", "delay", "corrupt", "disconnect", "flood", "descriptors", "memory", "disk")
+
+
+def schedule(seed: int, num_agents: int, kinds: tuple[str, ...] = KINDS) -> Iterator[Injection]:
+    """Yield faults without end. Each round has every kind once, in random order. A seed repeats the schedule."""
+    rng = random.Random(f"schedule {seed}")
+    while True:
+        for kind in rng.sample(kinds, len(kinds)):
+            order = rng.choice(_ORDERS.get(kind, ("",)))
+            yield Injection(kind, rng.randrange(num_agents), order, rng.uniform(0.5, 2.5))
+
+
+class FaultRig:
+    """Injects faults into a server. ``folder`` is the folder for the orders of the fault module."""
+
+    def __init__(self, server: ServerProcess, folder: Path, expected: list[tuple[str, ...]]) -> None:
+        self._server, self._folder, self._expected = server, folder, expected
+        self._port = int(server.url.rsplit(":", 1)[1])
+        self.extra_answers: list[Answer] = []
+        """Answers to the requests that a fault itself sends."""
+
+    def inject(self, injection: Injection) -> Outcome:
+        """Inject one fault and wait until the server has recovered from it."""
+        restarts, began = self._restarts(), time.monotonic()
+        problem, detected = "", None
+        try:
+            _INJECTORS[injection.kind](self, injection)
+            if injection.kind in LOSES_AGENT:
+                self._wait(lambda: self._restarts() != restarts, DETECTION_LIMIT_S, "the fault was not detected")
+                detected = time.monotonic() - began
+            released = time.monotonic()
+            self._wait(self._is_recovered, RECOVERY_LIMIT_S, "the server did not recover")
+        except AssertionError as error:
+            problem, released = str(error), time.monotonic()
+        self._undo(injection)
+        ended = time.monotonic()
+        recovered = ended - (began if detected is not None else released)
+        return Outcome(injection, began, ended, detected, recovered, problem)
+
+    def agents(self) -> list[dict[str, Any]]:
+        """Return the agents in order of rank, as ``/server_info`` describes them."""
+        found: list[dict[str, Any]] = self._server.get("/server_info")["engine"]["agents"]
+        return sorted(found, key=lambda agent: agent["rank"])
+
+    def _restarts(self) -> list[int]:
+        return [agent["restarts"] for agent in self.agents()]
+
+    def _is_recovered(self) -> bool:
+        """Return True if all agents are ready and a request gets its text."""
+        try:
+            if any(agent["state"] != "ready" for agent in self.agents()):
+                return False
+        except OSError:
+            return False
+        answer = ask(self._server.url, 0, timeout_s=20.0)
+        return answer.texts == self._expected[0]
+
+    def _wait(self, condition: Callable[[], bool], limit_s: float, message: str) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{message} within {limit_s:g} s")
+            time.sleep(_POLL_S)
+
+    def _pid(self, injection: Injection) -> int:
+        pid = self.agents()[injection.rank]["pid"]
+        assert isinstance(pid, int), "the agent has no process"
+        return pid
+
+    def _kill(self, injection: Injection) -> None:
+        os.kill(self._pid(injection), signal.SIGKILL)
+
+    def _stop(self, injection: Injection) -> None:
+        os.kill(self._pid(injection), signal.SIGSTOP)
+
+    def _delay(self, injection: Injection) -> None:
+        (self._folder / str(self._pid(injection))).write_text(f"delay {injection.order}")
+        time.sleep(_HELD_S)
+        self._undo(injection)
+
+    def _corrupt(self, injection: Injection) -> None:
+        (self._folder / str(self._pid(injection))).write_text(injection.order)
+
+    def _disconnect(self, injection: Injection) -> None:
+        """Start streams and reset their connections."""
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        clients = []
+        for _ in range(12):
+            client = socket.create_connection(("127.0.0.1", self._port), timeout=20)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(head + b"content-length: %d\r\n\r\n%s" % (len(_STREAM), _STREAM))
+            clients.append(client)
+        time.sleep(0.3)
+        for client in clients:
+            client.close()
+
+    def _flood(self, injection: Injection) -> None:
+        """Send many requests at the same time. Each must get its text or a refusal."""
+        threads = [threading.Thread(target=self._ask_one, args=(n % len(REQUESTS),)) for n in range(_FLOOD_CLIENTS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _ask_one(self, number: int) -> None:
+        self.extra_answers.append(ask(self._server.url, number))
+
+    def _descriptors(self, injection: Injection) -> None:
+        """Leave the server three descriptors and connect to it many times."""
+        soft = psutil.Process(self._server.pid).num_fds() + 3
+        with self._limited(resource.RLIMIT_NOFILE, soft), contextlib.ExitStack() as held:
+            for _ in range(50):
+                client = held.enter_context(socket.socket())
+                client.settimeout(1.0)
+                with contextlib.suppress(OSError):
+                    client.connect(("127.0.0.1", self._port))
+            time.sleep(_HELD_S)
+
+    def _memory(self, injection: Injection) -> None:
+        """Leave the server 4 MiB of address space and send it large bodies."""
+        soft = psutil.Process(self._server.pid).memory_info().vms + 4 * 2**20
+        body = b'{"prompt": "' + b"a " * 3_000_000 + b'"}'
+        with self._limited(resource.RLIMIT_AS, soft):
+            for _ in range(3):
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 5) as client:
+                    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+                    client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+                    client.recv(4096)
+            time.sleep(_HELD_S / 2)
+
+    def _disk(self, injection: Injection) -> None:
+        """Let the server's files not grow any more, as on a full disk."""
+        with self._limited(resource.RLIMIT_FSIZE, max(1, self._server.log.stat().st_size)):
+            time.sleep(_HELD_S)
+
+    @contextlib.contextmanager
+    def _limited(self, kind: int, soft: int) -> Iterator[None]:
+        """Give the server a limit and take it back."""
+        before = resource.prlimit(self._server.pid, kind)
+        resource.prlimit(self._server.pid, kind, (soft, before[1]))
+        try:
+            yield
+        finally:
+            resource.prlimit(self._server.pid, kind, before)
+
+    def _undo(self, injection: Injection) -> None:
+        for order in self._folder.iterdir():
+            order.unlink(missing_ok=True)
+
+
+_INJECTORS: dict[str, Callable[[FaultRig, Injection], None]] = {
+    "kill": FaultRig._kill,
+    "stop": FaultRig._stop,
+    "delay": FaultRig._delay,
+    "corrupt": FaultRig._corrupt,
+    "disconnect": FaultRig._disconnect,
+    "flood": FaultRig._flood,
+    "descriptors": FaultRig._descriptors,
+    "memory": FaultRig._memory,
+    "disk": FaultRig._disk,
+}

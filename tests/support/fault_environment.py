@@ -1,0 +1,27 @@
+"""Starts servers whose processes import the fault module, see ``fault_module/sitecustomize.py``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FAULT_MODULE = Path(__file__).resolve().parent / "fault_module"
+
+
+@contextmanager
+def fault_environment(**variables: str) -> Iterator[None]:
+    """Set the fault module and its variables for processes that start inside the context."""
+    path = os.pathsep.join(filter(None, [str(FAULT_MODULE), os.environ.get("PYTHONPATH", "")]))
+    values = {**variables, "PYTHONPATH": path}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

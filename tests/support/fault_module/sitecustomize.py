@@ -1,0 +1,142 @@
+"""Faults inside server and agents for tests. Python imports this module at its start if its folder is on PYTHONPATH.
+
+``CHAOS_FOLDER`` is a folder for orders. The file named after the process id of an agent has an order for its next
+frames: ``delay SECONDS`` until the file is deleted, or once ``flip``, ``truncate``, ``duplicate`` or ``huge``.
+``AUDIT_FILE`` is a file to which every process writes its connections, and the classes that it unpickles.
+``CHAOS_PLANT`` plants a bug that a chaos run must find: ``leak`` (the server keeps 256 KiB of each request) or
+``corruption`` (an agent sometimes writes another token).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+LEAK_BYTES = 256 * 1024
+STEPS_BETWEEN_CORRUPTIONS = 40
+_kept: list[bytes] = []
+
+
+def _patch_channel(module: ModuleType) -> None:
+    """Let ``Channel.send`` follow the orders for this process."""
+    order_file = os.path.join(os.environ["CHAOS_FOLDER"], str(os.getpid()))
+    original = module.Channel.send
+
+    def send(channel: Any, payload: bytes) -> None:
+        if not os.path.exists(order_file):
+            original(channel, payload)
+            return
+        with open(order_file, encoding="utf-8") as file:
+            order, _, value = file.read().partition(" ")
+        if order == "delay":
+            time.sleep(float(value))
+            original(channel, payload)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(order_file)
+        channel._socket.sendall(damaged(order, module.frame(payload)))
+
+    module.Channel.send = send
+
+
+def damaged(order: str, frame: bytes) -> bytes:
+    """Return the bytes to send instead of a frame."""
+    if order == "flip":
+        return frame[:4] + bytes([frame[4] ^ 0x40]) + frame[5:]
+    if order == "truncate":
+        return frame[:-3]
+    if order == "duplicate":
+        return frame + frame
+    if order == "huge":
+        return b"\xff\xff\xff\xff" + frame[4:]
+    raise ValueError(f"unknown order {order}")
+
+
+def _plant_leak(module: ModuleType) -> None:
+    original = module.EventLog.event
+
+    def event(log: Any, name: str, /, **fields: Any) -> None:
+        if name == "request_end":
+            _kept.append(os.urandom(LEAK_BYTES))
+        original(log, name, **fields)
+
+    module.EventLog.event = event
+
+
+def _plant_corruption(module: ModuleType) -> None:
+    original = module.AgentServer.send
+    steps = 0
+
+    def send(server: Any, message: Any) -> None:
+        nonlocal steps
+        if type(message).__name__ == "StepDone" and not message.aborted:
+            steps += 1
+            if steps % STEPS_BETWEEN_CORRUPTIONS == 0:
+                ids = server.memory.slots[message.slot].sampled_ids
+                ids[0] = ids[0] + 1 if ids[0] >= 0 else ids[0]
+        original(server, message)
+
+    module.AgentServer.send = send
+
+
+class _PatchingFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules to patch and patches each after its code has run."""
+
+    def __init__(self, patches: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._patches = patches
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        patch = self._patches.get(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if patch is not None else None
+        if spec is None or spec.loader is None or patch is None:
+            return None
+        loader: Any = spec.loader
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            patch(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def _audit(event: str, values: tuple[Any, ...]) -> None:
+    """Write a line for each connection and each unpickled class."""
+    if event == "socket.connect":
+        line = f"connect {values[1]!r}"
+    elif event == "pickle.find_class":
+        line = f"unpickle {values[0]}.{values[1]}"
+    else:
+        return
+    descriptor = os.open(os.environ["AUDIT_FILE"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, f"{' '.join(sys.orig_argv[1:3])}: {line}\n".encode())
+    finally:
+        os.close(descriptor)
+
+
+def _install() -> None:
+    patches: dict[str, Callable[[ModuleType], None]] = {"llm_serving.ipc.channel": _patch_channel}
+    plant = os.environ.get("CHAOS_PLANT", "")
+    if plant == "leak":
+        patches["llm_serving.telemetry.log"] = _plant_leak
+    elif plant == "corruption":
+        patches["agent.server"] = _plant_corruption
+    sys.meta_path.insert(0, _PatchingFinder(patches))
+
+
+if os.environ.get("CHAOS_FOLDER"):
+    _install()
+
+if os.environ.get("AUDIT_FILE"):
+    sys.addaudithook(_audit)

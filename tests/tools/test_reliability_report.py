@@ -1,0 +1,159 @@
+"""The report of the sixty checks: its ids, its verdicts, and its table."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from support.small_configs import REPOSITORY
+from tools import reliability_report
+from tools.reliability import registry, source_scans, table
+from tools.reliability.registry import Check, Missing, Outcome, Program, Scan, Verdict
+from tools.reliability_report import CHECKS, select
+
+IDS = {
+    "A": (1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12),
+    "B": (1, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14),
+    "C": (1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12, 13, 15, 16),
+    "D": (1, 2, 3, 4, 5, 6),
+    "E": (1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12),
+    "F": (1, 2, 3, 4, 5, 6),
+}
+
+
+def test_there_are_sixty_checks_with_the_known_ids():
+    assert [check.id for check in CHECKS] == [f"{group}{number}" for group in IDS for number in IDS[group]]
+    assert len(CHECKS) == 60
+
+
+def test_every_test_that_a_check_names_exists():
+    for check in CHECKS:
+        for place in check.how.places if isinstance(check.how, Verdict) else ():
+            file, _, name = place.partition("::")
+            tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
+            names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+            assert not name or name in names, f"{check.id}: {place}"
+
+
+def test_every_program_that_a_check_runs_exists():
+    for check in CHECKS:
+        if isinstance(check.how, Program):
+            assert (REPOSITORY / check.how.arguments[0]).is_file(), check.id
+
+
+def test_checks_are_selected_by_id_and_by_group():
+    assert [check.id for check in select("E1, c15")] == ["C15", "E1"]
+    assert {check.id[0] for check in select("D")} == {"D"}
+    assert len(select("")) == 60
+    assert not any(isinstance(check.how, Program) for check in select("", quick=True))
+    with pytest.raises(ValueError, match="no check has the id Z9; ids are A1 to F6"):
+        select("A1,Z9")
+
+
+def test_verdicts_of_tests_are_read_from_the_report(tmp_path):
+    (tmp_path / "report.xml").write_text(
+        """<testsuites><testsuite>
+        <testcase file="tests/a.py" name="test_one"/>
+        <testcase file="tests/a.py" name="test_two[x]"><failure message="it broke"/></testcase>
+        <testcase file="tests/b.py" name="test_three"><skipped message="no device"/></testcase>
+        </testsuite></testsuites>"""
+    )
+    cases = registry.read_report(tmp_path / "report.xml")
+    assert cases["tests/a.py::test_one"] == ""
+    assert "failure" in cases["tests/a.py::test_two[x]"]
+    assert "skipped" in cases["tests/b.py::test_three"]
+    results = {
+        place: {name: text for name, text in cases.items() if registry._belongs(name, place)}
+        for place in ("tests/a.py::test_one", "tests/a.py::test_two", "tests/b.py", "tests/c.py")
+    }
+    assert Verdict(("tests/a.py::test_one",)).outcome(results) == Outcome(True, 0)
+    assert Verdict(("tests/a.py::test_one", "tests/a.py::test_two")).outcome(results).figure == 1
+    assert not Verdict(("tests/b.py",)).outcome(results).passed
+    assert Verdict(("tests/c.py",)).outcome(results) == Outcome(False, 1, "tests/c.py: no test ran")
+
+
+def test_real_tests_give_a_verdict():
+    check = Check("A1", "", registry.tests("ipc/test_channel.py::test_a_payload_over_the_limit_is_not_sent"))
+    [(_, outcome)] = registry.run_checks([check])
+    assert outcome == Outcome(True, 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "passed", "figure"),
+    [
+        ("print('{\"x\": 1}'); print('{\"x\": 3}')", True, 3),
+        ("print('{\"x\": 7}')", False, 7),
+        ("print('{\"x\": 1}'); raise SystemExit(1)", False, 1),
+        ("print('nothing')", False, None),
+        ("import time; time.sleep(60)", False, None),
+    ],
+)
+def test_a_program_passes_by_its_exit_code_and_its_figure(tmp_path, code, passed, figure):
+    (tmp_path / "program.py").write_text(code)
+    limit_s = 1.0 if "sleep" in code else 60.0
+    outcome = Program((str(tmp_path / "program.py"),), "x", 5.0, limit_s).outcome()
+    assert (outcome.passed, outcome.figure) == (passed, figure)
+
+
+def test_a_missing_check_never_passes():
+    outcome = Missing("nobody wrote it").outcome()
+    line = Check("A1", "", Missing("nobody wrote it")).line(outcome)
+    assert line == {
+        "id": "A1",
+        "pass": False,
+        "figure": None,
+        "unit": "tests that failed",
+        "limit": "0",
+        "reason": "nobody wrote it",
+    }
+
+
+def test_scans_find_what_they_look_for(tmp_path, monkeypatch):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "bad.py").write_text(
+        "import pickle\nfrom marshal import loads\nimport time\ntime.time()\nrun('x', shell=True)\n"
+    )
+    monkeypatch.setattr(source_scans, "REPOSITORY", tmp_path)
+    assert list(source_scans.imports("code", {"pickle", "marshal"})) == [
+        "code/bad.py:1 pickle",
+        "code/bad.py:2 marshal",
+    ]
+    assert list(source_scans.calls("code", {"time.time"})) == ["code/bad.py:4 time.time"]
+    assert list(source_scans.keywords("code", "shell", True)) == ["code/bad.py:5 shell=True"]
+
+
+def test_the_scans_of_the_product_pass():
+    for check in CHECKS:
+        if isinstance(check.how, Scan):
+            assert check.how.outcome() == Outcome(True, 0), check.id
+
+
+def test_rows_of_the_page_are_replaced_and_others_stay(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"# Title\n\n{table.BEGIN}\n| A1 | earlier |\n| A2 | stays |\n{table.END}\n\nEnd\n")
+    first = Check("A1", "It holds", Missing("no"))
+    checks = [first, replace(first, id="A2"), replace(first, id="A3")]
+    table.write(page, checks, [(first, Outcome(False, None, "no | way"))], "2026-01-02")
+    lines = page.read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("# Title", "End")
+    assert lines[5:8] == [
+        "| A1 | It holds | - | 0 | no: no / way | 2026-01-02 |",
+        "| A2 | stays |",
+        "| A3 | It holds | - | 0 | no: not run yet | - |",
+    ]
+
+
+def test_the_page_has_a_row_for_every_check():
+    text = (REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")
+    rows = Counter(re.findall(r"^\| ([A-F]\d+) \|", text, re.M))
+    assert rows == Counter(check.id for check in CHECKS)
+
+
+def test_the_program_prints_a_line_for_each_check(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["reliability_report.py", "--only", "C15,E1"])
+    assert reliability_report.main() == 0
+    assert [line[:12] for line in capsys.readouterr().out.splitlines()] == ['{"id": "C15"', '{"id": "E1",']

@@ -1,0 +1,72 @@
+"""Group B: invariants of scheduler and KV cache."""
+
+from __future__ import annotations
+
+from tools.reliability.registry import Check, Program, tests
+
+_SOAK = "tests/long/scheduler_soak.py"
+_SCRIPTS = "scheduler/test_state_machine.py"
+
+CHECKS = (
+    Check(
+        "B1",
+        "No block is lost or used twice after any sequence of events",
+        tests(_SCRIPTS, "kvcache/test_state_machine.py", "kvcache/test_block_pool.py"),
+    ),
+    Check(
+        "B4",
+        "Every admitted request finishes within a bound",
+        tests(_SCRIPTS, "scheduler/test_fairness.py", "scheduler/test_steps.py::test_a_big_request_is_not_overtaken"),
+    ),
+    Check(
+        "B5",
+        "Any order, chunking, preemption and abort gives the tokens of sequential execution",
+        tests(_SCRIPTS, "engine/test_async_engine.py::test_losses_and_departures_do_not_change_the_others"),
+    ),
+    Check(
+        "B6",
+        "A mixed batch of a real model gives the bits of each request alone",
+        tests("integration/test_scheduling_invariance.py", "integration/test_golden_tokens.py"),
+    ),
+    Check(
+        "B7",
+        "Under preemption all requests finish and the oldest is never preempted",
+        tests("scheduler/test_preemption.py", "integration/test_pressed_pool.py"),
+    ),
+    Check("B8", "A request that can never be served is refused", tests("scheduler/test_admission.py")),
+    Check(
+        "B9",
+        "Outputs with the prefix cache equal outputs without it, also after hash collisions",
+        tests("kvcache/test_prefix_cache.py", "scheduler/test_prefix_sharing.py"),
+    ),
+    Check(
+        "B10",
+        "A batch row keeps nothing of the request that used it before",
+        tests(
+            "executor/test_step_slots.py",
+            "kernels/test_sampler.py::test_a_prepared_call_forgets_the_run_before",
+            "kernels/test_sampler.py::test_a_row_depends_on_nothing_but_itself",
+        ),
+    ),
+    Check(
+        "B11",
+        "No step exceeds its limits, and every step makes progress while work exists",
+        tests("scheduler/test_steps.py", "scheduler/test_mixed_steps.py", "scheduler/test_batching.py"),
+    ),
+    Check("B12", "An abort at any point leaks nothing", tests("scheduler/test_failures.py", "engine/test_core.py")),
+    Check(
+        "B13",
+        "Admission is all or nothing",
+        tests(
+            "server/test_admin.py::test_a_refusal_of_one_answer_ends_the_others",
+            "scheduler/test_admission.py::test_a_refused_request_changes_nothing",
+            "scheduler/test_intake.py::test_a_refused_request_changes_nothing",
+        ),
+    ),
+    Check(
+        "B14",
+        "Random scripts with faults keep all invariants",
+        Program((_SOAK, "--steps", "200000", "--jobs", "1"), "failed", 0.0, 1800.0),
+        "failing seeds in 200,000 steps",
+    ),
+)

@@ -1,0 +1,104 @@
+"""Group C: faults of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tools.reliability.registry import Check, Missing, Program, Scan, tests
+from tools.reliability.source_scans import calls
+
+_LIFE = "integration/test_life_and_death.py"
+
+
+def _wall_clocks() -> Iterator[str]:
+    """Yield the uses of the wall clock in code that decides about times: only logs and stamps may use it."""
+    for package in ("llm_serving/scheduler", "llm_serving/routing", "llm_serving/executor", "llm_serving/ipc", "agent"):
+        yield from calls(package, {"time.time", "datetime.now", "datetime.utcnow"})
+
+
+CHECKS = (
+    Check(
+        "C1",
+        "A killed agent is replaced, and its requests end with the same text",
+        tests(
+            f"{_LIFE}::test_a_killed_agent_is_replaced_and_requests_in_flight_end_with_the_same_text",
+            "integration/test_parallel_groups.py::test_agents_of_a_pair_killed_under_load",
+            "integration/test_data_parallel.py::test_a_killed_replica_loses_nothing",
+        ),
+    ),
+    Check(
+        "C2",
+        "An agent that stops is found, replaced, and cannot disturb its successor",
+        tests(
+            "executor/test_agent_executor.py::test_a_step_that_takes_too_long_loses_the_agent",
+            "executor/test_agent_group.py::test_an_agent_that_does_not_answer_in_time_is_named",
+            "executor/test_agent_group.py::test_events_of_a_lost_group_are_not_delivered_late",
+        ),
+    ),
+    Check(
+        "C3",
+        "A step that fails ends only its own requests",
+        tests(
+            "engine/test_core_failures.py::test_a_failed_step_ends_its_requests_and_the_engine_goes_on",
+            "executor/test_agent_executor.py::test_a_step_that_fails_harms_no_other",
+        ),
+    ),
+    Check(
+        "C4",
+        "The end of a thread or task of the server is visible within 2 s",
+        Missing("no test ends each thread and task in turn and measures the time until /health/ready is false"),
+        "s of false readiness",
+        "2",
+    ),
+    Check(
+        "C5",
+        "The agents end with a killed server and leave nothing behind",
+        tests(f"{_LIFE}::test_agents_end_within_five_seconds_of_a_killed_server"),
+    ),
+    Check(
+        "C7",
+        "A start while an old agent still runs shares nothing with it",
+        Missing("no test starts a server while an agent of a killed server still runs"),
+    ),
+    Check(
+        "C8",
+        "A signal drains the server: finish, time out, second signal",
+        tests("server/test_shutdown.py", f"{_LIFE}::test_a_signal_under_load_stops_everything"),
+    ),
+    Check(
+        "C9",
+        "An agent that always dies is restarted with growing pauses",
+        tests("executor/test_restarts.py"),
+    ),
+    Check(
+        "C10",
+        "A client that leaves frees its blocks",
+        tests("server/test_disconnect.py", f"{_LIFE}::test_a_client_that_goes_away_frees_its_blocks"),
+    ),
+    Check(
+        "C11",
+        "A slow reader delays only itself",
+        tests(
+            "server/test_disconnect.py::test_a_client_that_does_not_read_holds_up_only_itself",
+            "server/test_event_loop.py::test_a_client_that_does_not_read_is_closed",
+            "engine/test_async_engine.py::test_a_slow_reader_gets_few_large_pieces",
+        ),
+    ),
+    Check(
+        "C12",
+        "Damaged, repeated and delayed frames change no text",
+        Program(("tests/long/chaos.py", "--minutes", "1", "--only", "corrupt,delay"), "unexplained", 0.0),
+        "unexplained losses in 1 min",
+    ),
+    Check(
+        "C13",
+        "A start with bad settings or a taken port ends with a message",
+        tests("integration/test_bad_starts.py", "config/test_bad_configs.py", "config/test_cli.py"),
+    ),
+    Check("C15", "No timeout depends on the wall clock", Scan(_wall_clocks), "uses of the wall clock"),
+    Check(
+        "C16",
+        "NaN and Inf in logits end their request and no other",
+        Missing("no test ends a request whose logits are not finite"),
+    ),
+)

@@ -1,0 +1,46 @@
+"""Group F: overload and long runs."""
+
+from __future__ import annotations
+
+from tools.reliability.registry import Check, Missing, Program, tests
+
+CHECKS = (
+    Check(
+        "F1",
+        "At ten times the load, goodput stays near its peak",
+        Missing(
+            "performance/bench_overload.py measures it for minutes alone on the machine; its figure is not in here"
+        ),
+        "goodput at 10x / peak",
+        ">= 0.9",
+    ),
+    Check(
+        "F2",
+        "After a burst the server returns to its state before",
+        Program(("tests/long/chaos.py", "--minutes", "1", "--only", "flood"), "recovered_max_s", 10.0),
+        "s to recover",
+        "10",
+    ),
+    Check(
+        "F3",
+        "A request whose deadline passed is dropped without prefill",
+        tests(
+            "scheduler/test_deadlines_and_receipts.py",
+            "server/test_scheduling_fields.py::test_a_deadline_passed_before_the_queue",
+            "server/test_scheduling_fields.py::test_a_dropped_request_is_a_504_that_clients_do_not_repeat",
+        ),
+    ),
+    Check("F4", "A greedy client does not delay the others", tests("scheduler/test_fairness.py")),
+    Check(
+        "F5",
+        "Chaos leaks nothing and loses nothing unexplained",
+        Program(("tests/long/chaos.py", "--minutes", "5", "--seed", "2"), "leaks", 0.0, 1200.0),
+        "leaks in 5 min",
+    ),
+    Check(
+        "F6",
+        "The ledger of faults: detection, recovery, failed requests, equal texts",
+        Program(("tests/long/chaos.py", "--minutes", "5", "--seed", "1"), "wrong", 0.0, 1200.0),
+        "wrong texts in 5 min",
+    ),
+)

@@ -1,0 +1,170 @@
+"""A check, the ways to find its figure, and the run of many checks.
+
+Most checks are the verdict of tests that exist. All tests of the chosen checks run in one pytest process, so that they
+share their servers. A program prints JSON lines. A scan is a function that reads the source.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a check. ``reason`` says why it did not pass."""
+
+    passed: bool
+    figure: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict of tests. ``places`` are files or tests for pytest. The figure is the number that did not pass."""
+
+    places: tuple[str, ...]
+
+    def outcome(self, results: dict[str, dict[str, str]]) -> Outcome:
+        """Judge the tests at each place, by name and problem. A place without a test that ran is a failure."""
+        problems = [f"{place}: no test ran" for place in self.places if not results.get(place)]
+        for place in self.places:
+            problems += [f"{name}: {text}" for name, text in results.get(place, {}).items() if text]
+        return Outcome(not problems, len(problems), "; ".join(problems)[:500])
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of this project that prints JSON lines. ``figure`` is a key of the lines; the largest value counts."""
+
+    arguments: tuple[str, ...]
+    figure: str
+    limit: float
+    timeout_s: float = 900.0
+
+    def outcome(self) -> Outcome:
+        """Run the program. It passes if it exits with 0 and the figure is at most the limit."""
+        command = [sys.executable, *self.arguments]
+        try:
+            done = subprocess.run(
+                command, cwd=REPOSITORY, env=_environment(), capture_output=True, text=True, timeout=self.timeout_s
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome(False, None, f"did not end within {self.timeout_s:g} s")
+        figures = [line[self.figure] for line in _json_lines(done.stdout) if self.figure in line]
+        if not figures:
+            return Outcome(False, None, f"exit code {done.returncode}, no figure; {done.stderr.strip()[-300:]}")
+        figure = max(figures)
+        reason = "" if done.returncode == 0 else f"exit code {done.returncode}; {done.stderr.strip()[-300:]}"
+        return Outcome(not reason and figure <= self.limit, figure, reason)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A function that reads the source and yields its findings. The figure is their number."""
+
+    find: Callable[[], Iterable[str]]
+
+    def outcome(self) -> Outcome:
+        findings = list(self.find())
+        return Outcome(not findings, len(findings), "; ".join(findings)[:500])
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A check without an implementation. It never passes."""
+
+    reason: str
+
+    def outcome(self) -> Outcome:
+        return Outcome(False, None, self.reason)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One of the sixty checks. ``promise`` is a sentence, ``unit`` and ``limit`` belong to the figure."""
+
+    id: str
+    promise: str
+    how: Verdict | Program | Scan | Missing
+    unit: str = "tests that failed"
+    limit: str = "0"
+
+    def line(self, outcome: Outcome) -> dict[str, object]:
+        """Return the fields of the check's JSON line."""
+        fields = {
+            "id": self.id,
+            "pass": outcome.passed,
+            "figure": outcome.figure,
+            "unit": self.unit,
+            "limit": self.limit,
+        }
+        return {**fields, "reason": outcome.reason} if outcome.reason else fields
+
+
+def tests(*places: str) -> Verdict:
+    """Return the verdict of tests. Each place is a file in ``tests/`` without ``tests/``, or a test in it."""
+    return Verdict(tuple(f"tests/{place}" for place in places))
+
+
+def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, Outcome]]:
+    """Run the checks and yield each with its outcome, in their order."""
+    results = run_tests(
+        sorted({place for each in checks if isinstance(each.how, Verdict) for place in each.how.places})
+    )
+    for check in checks:
+        how = check.how
+        yield check, how.outcome(results) if isinstance(how, Verdict) else how.outcome()
+
+
+def run_tests(places: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Run the tests at these places. Returns, for each place, its tests with their problem or an empty text."""
+    if not places:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        options = ["-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}"]
+        existing = [place for place in places if (REPOSITORY / place.partition("::")[0]).exists()]
+        subprocess.run(
+            [sys.executable, "-m", "pytest", *options, "--continue-on-collection-errors", *existing],
+            cwd=REPOSITORY,
+            env=_environment(),
+            stdout=sys.stderr,
+        )
+        cases = read_report(report) if report.exists() else {}
+    return {place: {name: text for name, text in cases.items() if _belongs(name, place)} for place in places}
+
+
+def read_report(report: Path) -> dict[str, str]:
+    """Return the problem of each test in a JUnit report, or an empty text. A skipped test is a problem."""
+    found: dict[str, str] = {}
+    for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 - pytest has just written the file
+        name = f"{case.get('file')}::{case.get('name')}"
+        problem = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)
+        text = "" if problem is None else f"{problem.tag}: {(problem.get('message') or '').splitlines()[:1]}"
+        found[name] = found.get(name) or text
+    return found
+
+
+def _belongs(name: str, place: str) -> bool:
+    """Return True if the test is in the file, or is the test or one of its parametrised cases."""
+    return name == place or name.startswith((f"{place}::", f"{place}["))
+
+
+def _json_lines(text: str) -> Iterator[dict[str, float]]:
+    for line in text.splitlines():
+        if line.startswith("{"):
+            yield json.loads(line)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY)}

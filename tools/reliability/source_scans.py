@@ -1,0 +1,43 @@
+"""Findings in the project's own source: calls and imports, by their names in the syntax tree."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.reliability.registry import REPOSITORY
+
+
+def calls(package: str, names: set[str]) -> Iterator[str]:
+    """Yield ``file:line name`` of each call of one of the dotted ``names`` in a package."""
+    for path, tree in _trees(package):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in names:
+                yield f"{path}:{node.lineno} {name}"
+
+
+def imports(package: str, modules: set[str]) -> Iterator[str]:
+    """Yield ``file:line module`` of each import of one of the ``modules`` in a package."""
+    for path, tree in _trees(package):
+        for node in ast.walk(tree):
+            found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in found:
+                if name.partition(".")[0] in modules:
+                    yield f"{path}:{node.lineno} {name}"
+
+
+def keywords(package: str, keyword: str, value: object) -> Iterator[str]:
+    """Yield ``file:line`` of each call with the argument ``keyword=value`` in a package."""
+    for path, tree in _trees(package):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                for each in node.keywords:
+                    if each.arg == keyword and isinstance(each.value, ast.Constant) and each.value.value == value:
+                        yield f"{path}:{node.lineno} {keyword}={value}"
+
+
+def _trees(package: str) -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted((REPOSITORY / package).rglob("*.py")):
+        yield path.relative_to(REPOSITORY), ast.parse(path.read_text(encoding="utf-8"))
