@@ -1,4 +1,4 @@
-"""Starts an agent process: ``python -m agent --bootstrap-fd N --listen-fd M``. Only the launcher does this."""
+"""Starts an agent process: ``python -m agent --bootstrap-fd N --socket-fd M``. Only the launcher does this."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     """Parses the two inherited file descriptors."""
     parser = argparse.ArgumentParser(prog="python -m agent", description="An agent. Only the launcher starts it.")
     parser.add_argument("--bootstrap-fd", type=int, required=True, help="pipe with the launch secret and the config")
-    parser.add_argument("--listen-fd", type=int, required=True, help="listening socket of this agent's port")
+    parser.add_argument("--socket-fd", type=int, required=True, help="socket that is connected to the server")
     return parser.parse_args()
 
 
@@ -67,7 +67,7 @@ def run_agent(make_runner: MakeRunner) -> int:
     queue = TaskQueue(config.scheduler_config.policy, max_steps=NUM_SLOTS, in_order=not is_alone)
     limits = config.slot_limits()
     server = AgentServer(
-        socket.socket(fileno=arguments.listen_fd),
+        socket.socket(fileno=arguments.socket_fd),
         secret=bootstrap.secret,
         limits=limits,
         queue=queue,

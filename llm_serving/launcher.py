@@ -2,16 +2,22 @@
 
     config, memory plan ─▶ ports ─▶ agent processes ─▶ engine thread ─▶ HTTP server ─▶ "ready http://HOST:PORT"
 
-The HTTP server responds from the beginning, with 503 until the agents are ready. SIGINT and SIGTERM end streams with an
-error event, then the engine, then the agents. A second signal ends the process immediately. SIGUSR1 opens the log files
-again. SIGHUP reads the key file and the certificate again, if they have changed.
+The HTTP server responds from the beginning, with 503 until the agents are ready. After SIGINT or SIGTERM, new requests
+get a 503 and running ones may complete (``serving_config.drain_timeout_s``). Then streams end with an error event, then
+the engine, then the agents. A second signal ends the process immediately. SIGUSR1 opens the log files again. SIGHUP
+reads the key file and the certificate again, if they have changed.
+
+If the engine or the HTTP server ends by itself, the process ends with exit code 1, so that its supervisor (systemd,
+Kubernetes) starts it again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -28,7 +34,7 @@ from llm_serving import __version__
 from llm_serving.cli import EXIT_USAGE, Launch, launch_from_command_line
 from llm_serving.config import Config
 from llm_serving.config.source import unused_lines, unused_summary
-from llm_serving.errors import AgentStartError, ConfigError, LLMServingError
+from llm_serving.errors import AgentStartError, ConfigError, EngineFailedError, LLMServingError
 from llm_serving.listening import UNIX_MODES, listen, listen_unix
 from llm_serving.model.parallel import group_ranks
 from llm_serving.telemetry.progress import ProgressDisplay
@@ -76,6 +82,7 @@ class _Launcher:
 
     async def run(self) -> int:
         self._handle_signals()
+        _raise_file_limit()
         self._display.note(f"llm-serving {__version__}: {self._config.model_name} on {self._config.device}")
         for note in (*self._config.notes, *unused_summary(self._config.unused)):
             self._display.note(f"note: {note}")
@@ -149,20 +156,28 @@ class _Launcher:
             others.append(Listener(admin_socket, administration, tls=tls is not None))
         if unix_socket is not None:
             others.append(Listener(unix_socket, app))
-        http = asyncio.create_task(serve(app, http_socket, stop_http, tls=tls, others=others))
+        drain_s = settings.drain_timeout_s
+        http = asyncio.create_task(serve(app, http_socket, stop_http, drain_s=drain_s, tls=tls, others=others))
         try:
-            started = await self._wait_ready(engine)
+            started = await self._wait_ready(engine, http)
             if started:
                 _freeze_objects()
                 scheme = "http" if tls is None else "https"
                 admin_url = None if admin_socket is None else _url(scheme, admin_socket)
                 self._say_ready(_url(scheme, http_socket), admin_url, log)
-                await self._stop.wait()
+                await self._wait_stop(engine, http)
             log.event("server_stop")
+            stop_http.set()
+            await asyncio.wait((http,))
+            if (failure := self._failure(engine, http)) is not None:
+                raise failure
             return 0 if started else EXIT_FAILED
+        except LLMServingError as error:
+            log.error(str(error), event="server_failed")
+            raise
         finally:
             stop_http.set()
-            await http
+            await asyncio.wait((http,))
             await engine.stop()
 
     def _executors(self, owned: ExitStack) -> list[AgentExecutor]:
@@ -187,9 +202,9 @@ class _Launcher:
             owned.callback(executors[-1].close)
         return executors
 
-    async def _wait_ready(self, engine: AsyncEngine) -> bool:
+    async def _wait_ready(self, engine: AsyncEngine, http: asyncio.Task[None]) -> bool:
         """Wait until the agents are ready. Returns False after a signal. Raises AgentStartError if they fail."""
-        while not self._stop.is_set():
+        while not self._stop.is_set() and not http.done():
             state = engine.state
             if state == "ready":
                 return True
@@ -197,6 +212,21 @@ class _Launcher:
                 raise AgentStartError(engine.stop_reason)
             await asyncio.sleep(_POLL_START_S)
         return False
+
+    async def _wait_stop(self, engine: AsyncEngine, http: asyncio.Task[None]) -> None:
+        """Wait for a signal, or until the engine or the HTTP server ends."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._stop, engine.ended)]
+        await asyncio.wait((http, *waits), return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    def _failure(self, engine: AsyncEngine, http: asyncio.Task[None]) -> LLMServingError | None:
+        """Return why a part of the server ended by itself, or None. ``http`` must be done."""
+        if engine.ended.is_set():
+            return EngineFailedError(f"the server stopped: {engine.stop_reason}")
+        if http.exception() is not None or not self._stop.is_set():
+            return EngineFailedError(f"the HTTP server stopped: {http.exception()!r}")
+        return None
 
     def _say_ready(self, url: str, admin_url: str | None, log: EventLog) -> None:
         seconds = time.monotonic() - self._began
@@ -225,8 +255,17 @@ class _Launcher:
     def _on_signal(self) -> None:
         if self._stop.is_set():
             os._exit(128 + signal.SIGINT)  # the second signal; the agents end when this process ends
-        self._display.note("stopping")
+        seconds = self._config.serving_config.drain_timeout_s
+        self._display.note(f"stopping: running requests have {seconds:g} s; a second signal ends them now")
         self._stop.set()
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system permits this process. Each connection needs one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _url(scheme: str, listener: socket.socket) -> str:

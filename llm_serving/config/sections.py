@@ -140,8 +140,13 @@ class ServingConfig:
         high=1 << 40,
         null="64 times the maximum length of a sequence",
     )
-    agent_restart_limit: int = own(
-        5, "Restarts of a failing agent before the server gives up. The pauses between them grow.", low=0, high=1000
+    agent_restart_limit: int | None = own(
+        None,
+        "Restarts of a failing agent in a row before the server stops with exit code 1. The pauses between them grow "
+        "to 60 s.",
+        low=0,
+        high=1000,
+        null="no limit",
     )
     agent_start_timeout_s: float = own(
         600.0, "Maximum time for an agent to load, compile and warm up.", unit="seconds", low=1.0, high=MAX_SECONDS
@@ -151,6 +156,13 @@ class ServingConfig:
         "Maximum time of a step. After it the agent counts as failed.",
         unit="seconds",
         low=1.0,
+        high=MAX_SECONDS,
+    )
+    drain_timeout_s: float = own(
+        30.0,
+        "Time that running requests have to complete after SIGTERM or SIGINT. Then they end with an error.",
+        unit="seconds",
+        low=0.0,
         high=MAX_SECONDS,
     )
 

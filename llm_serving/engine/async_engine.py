@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 import time
@@ -83,12 +84,24 @@ class AsyncEngine:
             state_interval_s=config.log_config.state_interval_s,
             clock=clock,
         )
-        self._thread = threading.Thread(target=self._core.run, name="engine", daemon=True)
+        self.ended = asyncio.Event()
+        """Set on the event loop when the engine thread has ended, for whatever reason."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         """Start the engine thread. Pieces are delivered on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+
+    def _run(self) -> None:
+        """Run the engine thread. Its end is reported even if the engine could not end its requests."""
+        try:
+            self._core.run()
+        finally:
+            self._core.note_end()
+            with contextlib.suppress(RuntimeError):  # the event loop may be closed
+                assert self._loop is not None
+                self._loop.call_soon_threadsafe(self.ended.set)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """End every request with an error, then the thread. The launcher ends the agents and the executors."""

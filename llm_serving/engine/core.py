@@ -137,6 +137,13 @@ class EngineCore:
         """Return why one more request would be refused, or None. The call does not wake the engine thread."""
         return self._front.queue_full()
 
+    def note_end(self) -> None:
+        """Note that the engine thread has ended. After a normal end this changes nothing."""
+        self.ended = True
+        if self.state is not EngineState.STOPPED:
+            self.stop_reason = "the engine thread ended unexpectedly; the server's error output has the reason"
+            self.state = EngineState.STOPPED
+
     # The engine thread
 
     def run(self) -> None:
@@ -145,8 +152,8 @@ class EngineCore:
             while self._running:
                 self.step()
         except Exception as error:
-            self.state = EngineState.STOPPED
             self.stop_reason = f"the engine stopped on an internal error: {error!r}"
+            self.state = EngineState.STOPPED
             self._log.error(self.stop_reason, traceback=traceback.format_exc())
             self._outputs += self._texts.abandon_all(self.stop_reason, self._clock())
         self.ended = True
@@ -321,13 +328,14 @@ class EngineCore:
     def _lose_agent(self, replica: Replica, event: AgentLost, now: float) -> None:
         """Void every step in flight of a replica. Its requests are computed again, there or at another replica.
 
-        If the last replica is given up, or one that was never ready, the engine stops.
+        If the last replica is given up, or one that was never ready, the engine ends, and the server with it.
         """
         replica.lose(now, final=event.final)
         waiting = self._front.figures.waiting
         self._log.error(event.error, event="agent_lost", final=event.final, requests=waiting, **replica.log_fields)
         if event.final and (not replica.was_ready or all(other.is_given_up for other in self._replicas)):
             self._give_up(f"the agent was lost and is not restarted: {event.error}", now)
+            self._running = False
         elif self.state is EngineState.READY and not any(other.is_ready for other in self._replicas):
             self.state = EngineState.RECOVERING
         if len(self._probed) > 1:
@@ -336,5 +344,6 @@ class EngineCore:
 
     def _give_up(self, reason: str, now: float) -> None:
         if self.state is not EngineState.STOPPED:
-            self.state, self.stop_reason = EngineState.STOPPED, reason
+            self.stop_reason = reason
+            self.state = EngineState.STOPPED
         self._outputs += self._texts.outputs(self._front.fail_all(reason, now), None, now)

@@ -143,16 +143,20 @@ class AgentExecutor:
         return StepSlots(self._config.slot_limits(), self._config.pa_config.block_size, self._ranks, slots)
 
     def _start_group(self) -> None:
+        """Start the agents. Raises AgentStartError, also if the system has no processes, files or memory left."""
         self._restarts.started()
         self._end_last_group()
-        self._group = AgentGroup(
-            self._config, self._replica, self._listeners, self._log_folder, self._report, self._agent_module
-        )
-        for member, link in enumerate(self._group.links):
-            on_readable = partial(self._on_readable, member, link)
-            self._selector.register(link.channel, selectors.EVENT_READ, on_readable)
-            on_exit = partial(self._on_exit, member, link)
-            self._selector.register(link.process.exit_descriptor, selectors.EVENT_READ, on_exit)
+        try:
+            self._group = AgentGroup(
+                self._config, self._replica, self._listeners, self._log_folder, self._report, self._agent_module
+            )
+            for member, link in enumerate(self._group.links):
+                on_readable = partial(self._on_readable, member, link)
+                self._selector.register(link.channel, selectors.EVENT_READ, on_readable)
+                on_exit = partial(self._on_exit, member, link)
+                self._selector.register(link.process.exit_descriptor, selectors.EVENT_READ, on_exit)
+        except OSError as error:
+            raise AgentStartError(f"{_agents(self._ranks)} could not be started: {error}") from error
 
     def _end_last_group(self) -> None:
         """Wait for the processes of the killed group, so that its memory is free before the next group needs memory."""
@@ -224,8 +228,9 @@ class AgentExecutor:
 
     def _unregister(self, group: AgentGroup) -> None:
         for link in group.links:
-            self._selector.unregister(link.channel)
-            self._selector.unregister(link.process.exit_descriptor)
+            for source in (link.channel, link.process.exit_descriptor):
+                with contextlib.suppress(KeyError):  # the start may have failed before
+                    self._selector.unregister(source)
 
     def _deadline(self) -> tuple[float, str] | None:
         """Return the time of the next deadline and its kind."""

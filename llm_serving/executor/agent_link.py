@@ -23,7 +23,6 @@ from llm_serving.telemetry.log_file import Rotation
 ProgressReport = Callable[[int, str, int, int], None]
 """Reports the progress of an agent's start. Takes its rank, the stage, and completed and total units of work."""
 
-CONNECT_TIMEOUT_S = 5.0
 EXIT_WAIT_S = 0.25
 """Maximum wait for an exit code. The sockets of a process close shortly before its exit code is known."""
 
@@ -104,16 +103,7 @@ class AgentLink:
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         rotation = Rotation.of_mib(config.log_config.max_mib, config.log_config.keep_files)
         self.process = AgentProcess(listener, rank, config.to_json(), log_path, agent_module, environment, rotation)
-        self.channel = self._connect(listener)
-
-    def _connect(self, listener: socket.socket) -> Channel:
-        try:
-            connection = socket.create_connection(listener.getsockname()[:2], timeout=CONNECT_TIMEOUT_S)
-        except OSError as error:
-            self.process.close()
-            raise AgentStartError(f"agent {self.rank}: cannot connect to its port: {error}") from error
-        connection.settimeout(CONNECT_TIMEOUT_S)
-        return Channel(connection)
+        self.channel = Channel(self.process.socket)
 
     def receive(self) -> list[AgentMessage]:
         """Return the messages for the engine since the last call. Call it when the channel is readable."""

@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from llm_serving.listening import listen
 from llm_serving.telemetry.log_file import Rotation
 
 SECRET_BYTES = 32
+CONNECT_TIMEOUT_S = 5.0
 STOP_GRACE_S = 5.0
 
 
@@ -31,8 +33,38 @@ def bind_agent_ports(ip: str, ports: Sequence[int]) -> Iterator[list[socket.sock
         yield [owned.enter_context(listen(ip, port, backlog=16, key="serving_config.agent_ports")) for port in ports]
 
 
+def connected_pair(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a new connection through an agent's port. The agent inherits the second end.
+
+    So no agent has to accept a connection, and other local programs cannot reach it. Their connections to the port are
+    closed here, or wait in the kernel's queue. Raises OSError.
+    """
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    listener.settimeout(0.0)
+    with contextlib.suppress(BlockingIOError):
+        while time.monotonic() < deadline:  # strangers may have filled the queue
+            listener.accept()[0].close()
+    own = socket.socket(listener.family, socket.SOCK_STREAM)
+    try:
+        own.setblocking(False)
+        own.connect_ex(listener.getsockname())
+        while True:
+            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            connection, address = listener.accept()
+            if address == own.getsockname():
+                own.settimeout(CONNECT_TIMEOUT_S)
+                connection.settimeout(None)
+                return own, connection
+            connection.close()
+    except BaseException:
+        own.close()
+        raise
+
+
 class ModuleProcess:
     """A process that runs ``python -m MODULE``. It inherits a pipe, which closes when the server ends.
+
+    The option ``-P`` keeps the working directory out of the module path, so that a folder ``agent`` there is not run.
 
     ``pipe_option`` is the process's option for the number of the pipe's descriptor. The output of the process goes to
     the file ``log_path``, which ``rotation`` limits. ``environment`` extends the server's environment. Raises
@@ -57,10 +89,11 @@ class ModuleProcess:
             raise AgentStartError(f"{name} could not be started: cannot write its log {log_path}: {error}") from error
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-        read_end, self._pipe = os.pipe()
+        read_end = self._pipe = -1
         try:
+            read_end, self._pipe = os.pipe()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, pipe_option, str(read_end), *arguments],
+                [sys.executable, "-P", "-m", module, pipe_option, str(read_end), *arguments],
                 pass_fds=(read_end, *descriptors),
                 stdin=subprocess.DEVNULL,
                 stdout=self.log.descriptor,
@@ -69,11 +102,12 @@ class ModuleProcess:
                 start_new_session=True,  # a signal to the server's process group must not end agents out of order
             )
         except OSError as error:
-            os.close(self._pipe)
+            self._close_pipe()
             raise AgentStartError(f"{name} could not be started: {error}") from error
         finally:
             self.log.process_started()
-            os.close(read_end)
+            if read_end >= 0:
+                os.close(read_end)
 
     @property
     def pid(self) -> int:
@@ -99,6 +133,8 @@ class ModuleProcess:
 class AgentProcess(ModuleProcess):
     """One run of an agent. Owns the process, the server's end of the bootstrap pipe and the log file.
 
+    ``socket`` is the server's end of the connection to the agent. The caller owns it.
+
     ``secret`` is new for every run. It never appears in an argument, an environment variable or a file. ``module`` is
     the module for ``python -m``. Tests use an agent without a device.
     """
@@ -114,21 +150,33 @@ class AgentProcess(ModuleProcess):
         rotation: Rotation | None = None,
     ) -> None:
         self.secret = secrets.token_bytes(SECRET_BYTES)
-        listen_fd = listener.fileno()
-        super().__init__(
-            f"agent {rank}",
-            module,
-            "--bootstrap-fd",
-            log_path,
-            environment or {},
-            arguments=["--listen-fd", str(listen_fd)],
-            descriptors=[listen_fd],
-            rotation=rotation,
-        )
-        self.exit_descriptor = os.pidfd_open(self._process.pid)
+        try:
+            self.socket, connection = connected_pair(listener)
+        except OSError as error:
+            raise AgentStartError(f"agent {rank}: cannot connect through its port: {error}") from error
+        self.exit_descriptor = -1
         """Descriptor that becomes readable when the process ends."""
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._pipe, encode_bootstrap(Bootstrap(self.secret, rank, config_json)))
+        with contextlib.ExitStack() as owned:
+            owned.callback(self.socket.close)
+            with connection:
+                super().__init__(
+                    f"agent {rank}",
+                    module,
+                    "--bootstrap-fd",
+                    log_path,
+                    environment or {},
+                    arguments=["--socket-fd", str(connection.fileno())],
+                    descriptors=[connection.fileno()],
+                    rotation=rotation,
+                )
+            owned.callback(self.close)
+            try:
+                self.exit_descriptor = os.pidfd_open(self._process.pid)
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(self._pipe, encode_bootstrap(Bootstrap(self.secret, rank, config_json)))
+            except OSError as error:
+                raise AgentStartError(f"agent {rank} could not be started: {error}") from error
+            owned.pop_all()
 
     def exit_code(self, wait_s: float = 0.0) -> int | None:
         """Return the exit code, negative for a signal. None if the process still runs after ``wait_s``."""

@@ -12,23 +12,24 @@ from llm_serving.ipc.messages import StatusReply
 from llm_serving.model.parallel import group_ranks, place
 
 FIRST_BACKOFF_S = 0.25
-LONGEST_BACKOFF_S = 10.0
+LONGEST_BACKOFF_S = 60.0
 STABLE_AFTER_S = 60.0
 """If the agents have been ready for this time, the count of restarts in a row starts again at 0."""
 
 
 def backoff_after(restarts: int) -> float:
     """Return the seconds to wait before the next start, after a number of restarts in a row."""
-    return min(FIRST_BACKOFF_S * 2.0**restarts, LONGEST_BACKOFF_S)
+    return min(FIRST_BACKOFF_S * 2.0 ** min(restarts, 16), LONGEST_BACKOFF_S)
 
 
 class Restarts:
     """The restarts of one group, at most ``limit`` in a row. Times are seconds of a clock of the caller.
 
-    A group that has never been ready is not restarted, because its next start would fail for the same reason.
+    Without a limit, a group that has been ready is restarted until the server ends. A group that has never been ready
+    is not restarted: the server then stops, and its supervisor decides.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self.count = 0
         """Number of all restarts."""
@@ -54,7 +55,8 @@ class Restarts:
         if self._ready_at is not None and now - self._ready_at >= STABLE_AFTER_S:
             self.in_a_row = 0
         self._ready_at = None
-        self.is_given_up = not self.has_been_ready or self.in_a_row >= self._limit
+        is_last = self._limit is not None and self.in_a_row >= self._limit
+        self.is_given_up = is_last or not self.has_been_ready
         if self.is_given_up:
             return None
         backoff = backoff_after(self.in_a_row)

@@ -24,9 +24,10 @@ from llm_serving.server.validation import StrictModel
 from llm_serving.server.work import off_loop
 from llm_serving.telemetry.metrics import CONTENT_TYPE
 
-RECENT_STEP_S = 5.0
+RECENT_STEP_S = 0.5
 """If a step completed within this number of seconds, the agents work, and ``/health/ready`` does not probe them."""
-PROBE_TIMEOUT_S = 2.0
+PROBE_TIMEOUT_S = 1.0
+"""Longest wait for the agents' replies. With ``RECENT_STEP_S``, the answer is at most 1.5 s old."""
 
 _PUBLIC_FACTS = frozenset(
     {"rank", "replica", "tensor_parallel_index", "pipeline_stage", "state", "restarts", "steps", "queued"}
@@ -79,7 +80,9 @@ def _model(state: ServerState) -> dict[str, Any]:
 
 
 async def _health_live(state: ServerState, request: Request) -> Response:
-    return json_response({"status": "live"})
+    """Respond with 200 while the engine can serve, now or after a restart of its agents."""
+    is_live = state.engine.state != "stopped"
+    return json_response({"status": "live" if is_live else "stopped"}, status=200 if is_live else 503)
 
 
 async def _health_ready(state: ServerState, request: Request) -> Response:
@@ -178,7 +181,8 @@ ENDPOINTS = (
     Endpoint(
         "POST", "/detokenize", _detokenize, "The text of tokens.", DetokenizeRequest, '{"tokens": [1, 300, 301]}'
     ),
-    Endpoint("GET", "/health/live", _health_live, "200 while the process responds."),
+    Endpoint("GET", "/health", _health_ready, "The same as `/health/ready`."),
+    Endpoint("GET", "/health/live", _health_live, "200 while the engine runs, 503 afterwards."),
     Endpoint("GET", "/health/ready", _health_ready, "200 while requests are served, 503 otherwise."),
     Endpoint("GET", "/metrics", _metrics, "Metrics for Prometheus.", admin=True),
     Endpoint("GET", "/server_info", _server_info, "The model, the limits, and the state of the engine.", admin=True),

@@ -11,6 +11,7 @@ import ssl
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import uvicorn
 
@@ -20,10 +21,8 @@ from llm_serving.server.http_protocol import BoundedHttpProtocol, ConnectionRule
 from llm_serving.server.limits import HEADER_TIMEOUT_S, KEEP_ALIVE_S
 from llm_serving.server.proxies import TrustedProxies
 
-GRACE_S = 3.0
-"""Seconds that active requests have to complete when the server stops."""
 CLOSE_S = 1.0
-"""Seconds after ``GRACE_S`` in which clients can read the last bytes. Then connections are closed."""
+"""Seconds in which clients can read the last bytes after all requests have ended. Then connections are closed."""
 RESERVED_FILES = 128
 """File descriptors that connections do not use: for agents, logs and shared memory."""
 BACKLOG = 2048
@@ -47,18 +46,18 @@ async def serve(
     sock: socket.socket,
     stop: asyncio.Event,
     *,
+    drain_s: float,
     tls: ServerTls | None = None,
     others: Sequence[Listener] = (),
-    grace_s: float = GRACE_S,
 ) -> None:
     """Serve HTTP on ``sock`` until ``stop`` is set. The socket must be bound and listening. It is closed at the end.
 
     With ``tls``, connections to ``sock`` are encrypted. ``others`` are further listeners, which share the limit of
     connections with it.
 
-    After ``stop``, new connections are refused. Active requests have ``grace_s`` seconds to complete, then they end
-    with an error. A stream ends with an error event. The stop takes less than ``grace_s`` + 2 seconds. The caller
-    handles signals. Any event loop works; uvloop is the fastest.
+    After ``stop``, new requests get a 503. Active requests have ``drain_s`` seconds to complete, then they end with an
+    error. A stream ends with an error event. The stop takes less than ``drain_s`` + 3 seconds. If the engine has
+    stopped, nothing is left to wait for. The caller handles signals. Any event loop works; uvloop is the fastest.
     """
     state = app.state
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -80,13 +79,13 @@ async def serve(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=int(KEEP_ALIVE_S),
-        timeout_graceful_shutdown=math.ceil(grace_s + CLOSE_S + 0.5),  # ends connections that ``_cut_off`` did not end
+        timeout_graceful_shutdown=math.ceil(CLOSE_S + 0.5),  # ends connections that ``_cut_off`` did not end
     )
     state.loop_watch.start()
     for watch in watches:
         watch.start()
     try:
-        await _Server(config, app, rules, listeners, tls.context if tls else None, stop, grace_s).serve()
+        await _Server(config, app, rules, listeners, tls.context if tls else None, stop, drain_s).serve()
     finally:
         state.loop_watch.stop()
         for watch in watches:
@@ -102,15 +101,15 @@ class _Server(uvicorn.Server):
         listeners: Sequence[Listener],
         tls: ssl.SSLContext | None,
         stop: asyncio.Event,
-        grace_s: float,
+        drain_s: float,
     ) -> None:
         super().__init__(config)
-        self._app = app
+        self._state = app.state
         self._rules = rules
         self._listeners = listeners
         self._tls = tls
         self._stop = stop
-        self._grace_s = grace_s
+        self._drain_s = drain_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -139,17 +138,20 @@ class _Server(uvicorn.Server):
         return protocol
 
     async def main_loop(self) -> None:
-        while not self._stop.is_set():
+        await self._tick_until(asyncio.ensure_future(self._stop.wait()))
+        # The socket still listens, so that clients get a 503 with a reason instead of a refused connection.
+        drain_s = 0.0 if self._state.engine.state == "stopped" else self._drain_s
+        await self._tick_until(asyncio.ensure_future(self._state.active.drain(drain_s)))
+
+    async def _tick_until(self, done: asyncio.Future[Any]) -> None:
+        while not done.done():
             await self.on_tick(0)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), TICK_S)
+            await asyncio.wait((done,), timeout=TICK_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        draining = asyncio.ensure_future(self._app.state.active.drain(self._grace_s))
-        cutting = asyncio.get_running_loop().call_later(self._grace_s + CLOSE_S, self._cut_off)
+        cutting = asyncio.get_running_loop().call_later(CLOSE_S, self._cut_off)
         await super().shutdown(sockets)
         cutting.cancel()
-        await draining
 
     def _cut_off(self) -> None:
         for connection in list(self.server_state.connections):

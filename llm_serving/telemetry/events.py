@@ -43,7 +43,11 @@ EVENTS: Mapping[str, LogEvent] = {
             "start_seconds": "seconds since the process started",
         },
     ),
-    "server_stop": LogEvent("A signal stops the server."),
+    "server_stop": LogEvent("The server stops: after a signal, or because a part of it ended."),
+    "server_failed": LogEvent(
+        "A part of the server failed or ended by itself, so the process ends with exit code 1.",
+        {"message": "what failed"},
+    ),
     "api_keys_loaded": LogEvent(
         "The key file has changed; its keys are valid from now on.",
         {"keys": "number of valid keys", "file": "the key file"},

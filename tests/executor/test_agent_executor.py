@@ -1,5 +1,7 @@
 """The executor against real processes, sockets and shared memory; only the device is a stub."""
 
+import contextlib
+import errno
 import os
 import signal
 import socket
@@ -7,6 +9,7 @@ import struct
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from llm_serving.errors import ConfigError
@@ -17,7 +20,6 @@ from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepResult
 from support.executor_steps import events_until, prefill, shm_entries, submit_decode_before_prefill
 from support.stub_agent import DIE, HANG, RAISE, REFUSE, SLOW, stub_token
-from support.time_limits import time_limit
 
 
 def pid_of(executor):
@@ -191,6 +193,32 @@ def test_wake_is_sticky(make_executor):
     assert time.monotonic() - start < 5.0
 
 
+def test_strangers_on_the_agents_port_reach_no_agent_and_keep_none_from_starting(make_executor):
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    host, port = executor.agents()[0]["address"].split(":")
+    with contextlib.ExitStack() as strangers:
+        for _ in range(40):  # more than the queue of the port holds
+            stranger = strangers.enter_context(socket.socket())
+            stranger.setblocking(False)
+            stranger.connect_ex((host, int(port)))
+        executor.submit(prefill(0, 5))
+        [result] = events_until(executor, StepResult)
+        assert result.sampled_ids == [stub_token(1, 0)]
+        os.kill(pid_of(executor), signal.SIGKILL)
+        events_until(executor, AgentLost)
+        events_until(executor, AgentReady)
+        executor.submit(prefill(1, 5))
+        [result] = events_until(executor, StepResult)
+        assert result.sampled_ids == [stub_token(1, 0)]
+
+
+def test_an_agent_holds_no_listening_socket(make_executor):
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    assert [each for each in psutil.Process(pid_of(executor)).net_connections() if each.status == "LISTEN"] == []
+
+
 def garbage(connection):
     connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
 
@@ -199,41 +227,51 @@ def oversized(connection):
     connection.sendall(struct.pack("<I", 2**31))
 
 
-def wrong_secret(connection):
-    connection.recv(1024)
-    nonce = b"n" * messages.NONCE_BYTES
+def second_connect(connection):
     connect = messages.Connect(
-        version=1, nonce=nonce, proof=b"x" * 32, shm_name="llm-serving-00", num_slots=1
+        version=1, nonce=b"n" * messages.NONCE_BYTES, proof=b"x" * 32, shm_name="llm-serving-00", num_slots=1
     )
     payload = messages.encode(connect)
     connection.sendall(struct.pack("<I", len(payload)) + payload)
 
 
-def step_before_connect(connection):
-    payload = messages.encode(messages.Prefill(seq=0, slot=0))
-    connection.sendall(struct.pack("<I", len(payload)) + payload)
-
-
-def torn(connection):
-    connection.sendall(struct.pack("<I", 100) + b"half")
-    connection.shutdown(socket.SHUT_WR)
-
-
-@pytest.mark.parametrize("attack", [garbage, oversized, wrong_secret, step_before_connect, torn])
-def test_a_stranger_on_the_agents_port_is_turned_away(make_executor, attack):
+@pytest.mark.parametrize("attack", [garbage, oversized, second_connect])
+def test_an_agent_that_cannot_read_its_connection_ends_and_is_replaced(make_executor, attack):
     executor = make_executor()
     events_until(executor, AgentReady)
-    host, port = executor.agents()[0]["address"].split(":")
-    with socket.create_connection((host, int(port)), timeout=time_limit(5)) as connection:
-        try:
-            attack(connection)
-            while connection.recv(4096):
-                pass
-        except OSError:  # closed by the agent, perhaps before all was sent
-            pass
-    executor.submit(prefill(0, 5))
-    [result] = events_until(executor, StepResult)
-    assert result.sampled_ids == [stub_token(1, 0)]
+    attack(executor._group.links[0].process.socket)
+    [lost] = events_until(executor, AgentLost)
+    assert not lost.final
+    events_until(executor, AgentReady)
+
+
+def test_a_folder_of_the_same_name_in_the_working_directory_is_not_run(make_executor, tmp_path, monkeypatch):
+    for package in ("support", "agent"):
+        (tmp_path / package).mkdir()
+        for module in ("__init__", "__main__", "stub_agent"):
+            (tmp_path / package / f"{module}.py").write_text(f"open({str(tmp_path / 'planted')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.parametrize("function", ["pipe", "pidfd_open"])
+def test_a_restart_that_the_system_refuses_is_tried_again(make_executor, monkeypatch, function):
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    with monkeypatch.context() as refusing:
+        def refuse(*arguments):
+            refusing.undo()
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        refusing.setattr(os, function, refuse)
+        os.kill(pid_of(executor), signal.SIGKILL)
+        events_until(executor, AgentLost)
+        [lost] = events_until(executor, AgentLost)
+        assert "Too many open files" in lost.error
+    assert not lost.final
+    events_until(executor, AgentReady)
 
 
 def test_a_taken_agent_port_is_an_error_that_names_it():

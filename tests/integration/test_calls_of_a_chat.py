@@ -88,7 +88,7 @@ async def calls_of_a_chat(folder: Path) -> list[Call]:
         threading.setprofile(recorder)
         engine.start()
         threading.setprofile(None)  # type: ignore[arg-type]
-        http = asyncio.create_task(serve(create_app(engine, log, metrics, config), listener, stop))
+        http = asyncio.create_task(serve(create_app(engine, log, metrics, config), listener, stop, drain_s=1.0))
         while engine.status().state != "ready":
             assert not engine.stop_reason, engine.stop_reason
             await asyncio.sleep(0.05)

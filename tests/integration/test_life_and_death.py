@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import http.client
+import json
 import os
 import signal
 import socket
 import time
+import urllib.error
+import urllib.request
 
 import psutil
 import pytest
 
 from llm_serving.server.errors import FAILURE_TEXTS
 from support.server_process import ServerProcess, running_server, shm_entries
+from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+SHORT = LONG | {"max_tokens": 20}
+SLOW = LONG | {"max_tokens": 1500}
 
 
 def ids_of(answer):
@@ -61,6 +68,90 @@ def test_an_agent_that_cannot_come_back_ends_requests_with_a_clear_error(tmp_pat
         assert body["status"] >= 500
         assert body["error"]["message"] == FAILURE_TEXTS[body["error"]["code"]]
         assert "agent 0" in server.events("request_failed")[0]["message"]
+        assert server.wait_end() == 1
+        assert "error: the server stopped: the agent was lost" in server.stderr()
+
+
+@pytest.mark.parametrize("part", ["engine", "thread", "http"])
+def test_a_server_of_which_a_part_dies_ends_with_an_error_code(tmp_path, part, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}")
+    trigger = tmp_path / "fail"
+    server = ServerProcess(tmp_path, program=["-m", "support.faulty_server", part, str(trigger)]).wait_ready()
+    with contextlib.ExitStack() as owned:
+        owned.callback(server.stop)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(server.post, "/v1/completions", LONG | {"max_tokens": 1500})
+            wait_for(lambda: server.get("/server_info")["engine"]["running"] == 1)
+            trigger.touch()
+            assert server.wait_end() == 1
+            with contextlib.suppress(OSError, ValueError):  # the HTTP server died and may have sent nothing
+                assert answer.result()["status"] >= 500
+        assert "error: the" in server.stderr()
+        assert server.events("server_failed")
+
+
+def test_a_restart_goes_on_while_agents_cannot_start(tmp_path):
+    """The agents' log cannot be written for a while, so their restarts fail. The server waits for them."""
+    with running_server(tmp_path, ["scheduler_config.max_num_seqs=4"]) as server:
+        expected = ids_of(server.post("/v1/completions", SHORT))
+        log = tmp_path / "agent_0.log"
+        log.unlink()
+        log.mkdir()
+        [agent] = server.agents()
+        agent.kill()
+        wait_for(lambda: len(server.events("agent_lost")) >= 3)
+        assert server.get("/health/live") == {"status": "live"}
+        log.rmdir()
+        wait_for(lambda: len(server.events("agent_ready")) == 2)
+        assert ids_of(server.post("/v1/completions", SHORT)) == expected
+
+
+def test_after_a_signal_new_requests_get_a_503_and_running_ones_complete(tmp_path):
+    server = ServerProcess(tmp_path).wait_ready()
+    expected = ids_of(server.post("/v1/completions", SLOW))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, "/v1/completions", SLOW)
+        wait_for(lambda: server.get("/server_info")["engine"]["running"] == 1)
+        os.kill(server.pid, signal.SIGTERM)
+        wait_for(lambda: server.events("server_stop"))
+        refused = server.post("/v1/completions", SHORT)
+        assert (refused["status"], refused["error"]["code"]) == (503, "stopping")
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            server.get("/health/ready")
+        assert ids_of(answer.result()) == expected
+    assert server.wait_end() == 0
+    assert server.stop() == 0
+
+
+def test_a_second_signal_ends_the_server_at_once(tmp_path):
+    server = ServerProcess(tmp_path, ["serving_config.drain_timeout_s=600"]).wait_ready()
+    agents = server.agents()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, "/v1/completions", SLOW)
+        wait_for(lambda: server.get("/server_info")["engine"]["running"] == 1)
+        os.kill(server.pid, signal.SIGTERM)
+        wait_for(lambda: server.events("server_stop"))
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.wait_end() == 128 + signal.SIGINT
+        with pytest.raises((OSError, http.client.HTTPException)):  # the connection closed
+            answer.result()
+    _, alive = psutil.wait_procs(agents, timeout=time_limit(5.0))
+    assert alive == []
+    server.stop()
+
+
+def test_running_streams_end_with_an_error_event_when_the_drain_time_is_over(tmp_path):
+    server = ServerProcess(tmp_path, ["serving_config.drain_timeout_s=0"]).wait_ready()
+    body = json.dumps(SLOW | {"stream": True}).encode()
+    request = urllib.request.Request(server.url + "/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=time_limit(30)) as response:
+        assert response.readline().startswith(b"data: {")
+        os.kill(server.pid, signal.SIGTERM)
+        *_, error, done = [line for line in response.read().splitlines() if line]
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "stopping"
+    assert done == b"data: [DONE]"
+    assert server.wait_end() == 0
+    assert server.stop() == 0
 
 
 def test_agents_end_within_five_seconds_of_a_killed_server(tmp_path):

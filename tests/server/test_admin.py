@@ -24,6 +24,9 @@ from support.small_tokenizers import open_tokenizer, write_byte_level_folder
 def test_live(server, engine):
     engine.current = make_status(state="recovering")
     assert server.http.get("/health/live").json() == {"status": "live"}
+    engine.current = make_status(state="stopped")
+    response = server.http.get("/health/live")
+    assert (response.status_code, response.json()) == (503, {"status": "stopped"})
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,17 @@ import json
 import time
 from dataclasses import replace
 
-from support.fake_engine import FakeEngine
+from support.fake_engine import FakeEngine, make_status
 from support.http_server import HttpServer, http_request, read_response, wait_until
 
 
-def slow_server(tokenizer) -> HttpServer:
+def slow_server(tokenizer, drain_s: float = 0.3) -> HttpServer:
     engine = FakeEngine(tokenizer)
     engine.script = lambda prompt, sampling: [300] * 100
     engine.delay_s = 0.05
-    return HttpServer(engine).start()
+    server = HttpServer(engine)
+    server.drain_s = drain_s
+    return server.start()
 
 
 def test_a_stream_ends_with_an_error_event(tokenizer):
@@ -41,6 +43,29 @@ def test_a_waiting_client_gets_503(tokenizer):
     server.join()
     assert (status, headers["retry-after"]) == (503, "1")
     assert json.loads(body)["error"]["code"] == "stopping"
+
+
+def test_new_requests_get_503_while_running_ones_complete(tokenizer):
+    server = slow_server(tokenizer, drain_s=600.0)
+    with server.raw(http_request("/generate", b'{"inputs": "a"}')) as connection:
+        wait_until(lambda: bool(server.engine.submitted))
+        server.request_stop()
+        wait_until(lambda: server.http.get("/health/ready").status_code == 503)
+        assert server.http.get("/health/ready").json() == {"status": "stopping", "ready": False}
+        refused = server.post("/generate", {"inputs": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+        assert read_response(connection)[0] == 200
+    server.join()
+
+
+def test_a_stopped_engine_leaves_nothing_to_wait_for(tokenizer):
+    server = slow_server(tokenizer, drain_s=600.0)
+    with server.raw(http_request("/generate", b'{"inputs": "a"}')) as connection:
+        wait_until(lambda: bool(server.engine.submitted))
+        server.engine.current = make_status(state="stopped")
+        server.request_stop()
+        assert read_response(connection)[0] == 503
+    server.join()
 
 
 def test_a_request_that_ends_in_time_is_answered(tokenizer):

@@ -79,9 +79,9 @@ class HttpServer:
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
         self._ready.set()
-        await serve(self.app, self._socket, self._stop, tls=self.tls, others=self.others, grace_s=self.grace_s)
+        await serve(self.app, self._socket, self._stop, tls=self.tls, others=self.others, drain_s=self.drain_s)
 
-    grace_s = 0.3
+    drain_s = 0.3
     tls: ServerTls | None = None
     others: Sequence[Listener] = ()
     """Further listeners. Like ``tls``, a test sets them before ``start``."""

@@ -32,13 +32,20 @@ def shm_entries(pid: int | None = None) -> set[str]:
 class ServerProcess:
     """``start_server.py`` in a process group of its own. ``stop`` proves that it leaves nothing behind."""
 
-    def __init__(self, folder: Path, overrides: Sequence[str] = (), config: str = "llama_tiny_cpu.yaml") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        overrides: Sequence[str] = (),
+        config: str = "llama_tiny_cpu.yaml",
+        program: Sequence[str] = (str(REPOSITORY / "start_server.py"),),
+    ) -> None:
+        """``program``: the arguments of Python before those of the server."""
         self.folder = folder
         self.log = folder / "server.log"
         self._stderr = (folder / "stderr.txt").open("wb")
         sets = [part for override in small_overrides(folder, overrides) for part in ("--set", override)]
         self._process = subprocess.Popen(
-            [sys.executable, str(REPOSITORY / "start_server.py"), "--config", config, *sets],
+            [sys.executable, *program, "--config", config, *sets],
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             start_new_session=True,
@@ -101,6 +108,10 @@ class ServerProcess:
                 return engine
             assert time.monotonic() < deadline, f"not idle after {timeout_s} s: {engine}"
             time.sleep(0.05)
+
+    def wait_end(self, timeout_s: float = 20.0) -> int:
+        """Wait until the process ends by itself. Returns its exit code."""
+        return self._process.wait(timeout=time_limit(timeout_s))
 
     def stop(self, with_signal: int = signal.SIGTERM, timeout_s: float = 20.0) -> int:
         """End it and check that no process and no shared memory is left. Returns the exit code."""

@@ -1,0 +1,37 @@
+"""A server of which one part fails: ``python -m support.faulty_server PART FILE [arguments of the server]``.
+
+The part fails as soon as the file exists. ``engine``: an exception in the engine thread. ``thread``: the engine thread
+ends without a word. ``http``: an exception in the HTTP server.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llm_serving.engine.core import EngineCore
+from llm_serving.launcher import main
+from llm_serving.server import run
+
+
+def failing(method: Callable[..., Any], file: Path, error: type[BaseException]) -> Callable[..., Any]:
+    """Returns ``method``, which raises ``error`` once ``file`` exists."""
+
+    def call(*arguments: Any) -> Any:
+        if file.exists():
+            raise error("planted")
+        return method(*arguments)
+
+    return call
+
+
+if __name__ == "__main__":
+    part, trigger = sys.argv[1], Path(sys.argv[2])
+    if part == "http":
+        run._Server.on_tick = failing(run._Server.on_tick, trigger, OSError)  # type: ignore[method-assign]
+    else:
+        kind = SystemExit if part == "thread" else MemoryError
+        EngineCore.step = failing(EngineCore.step, trigger, kind)  # type: ignore[method-assign]
+    sys.exit(main(sys.argv[3:]))
