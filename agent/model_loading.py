@@ -39,10 +39,10 @@ class LoadedModel:
 def load_model(
     config: Config, part: ModelPart, report: Callable[[int, int], None], cache: WeightCache | None = None
 ) -> LoadedModel:
-    """Builds one part of the model and gives its parameters their values.
+    """Builds one part of the model, loads its weights and allocates its KV cache.
 
-    ``config`` has the sizes of the part. ``report`` takes the number of tensors done and the total number. ``cache``
-    may have converted weights. Imports mindspore. Raises CheckpointError or AgentStartError.
+    ``config`` has the sizes of the part. ``report`` is called with the number of loaded tensors and the total number.
+    ``cache`` is the cache of converted weights. Imports mindspore. Raises CheckpointError or AgentStartError.
     """
     from agent.backends.selector import select_op_table
 
@@ -59,7 +59,7 @@ def load_model(
         ops = select_op_table(config, part, forms=forms)
         packs = ops.traits.packs_weights
         own = shard_specs(specs, part, equal_vocabularies=not packs)
-        if cache is not None and cache.has_entry:  # makes the KV cache while a thread reads the weights
+        if cache is not None and cache.has_entry:  # allocate the KV cache while a thread reads the weights
             kv_cache = KVCache(config, ops)
         weights = None if cache is None else cache.load()
         if weights is None:
@@ -89,7 +89,7 @@ def load_model(
 
 
 def _bind_weights(parameters: dict[str, Any], weights: dict[str, Array], device: str | None) -> None:
-    """Makes the arrays the memory of the parameters. Replaces an array in ``weights`` if MindSpore had to copy it.
+    """Lets the parameters use the memory of the arrays. Replaces an array in ``weights`` if MindSpore had to copy it.
 
     If ``device`` is given, copies each array to that device and removes the array from ``weights``, so that its host
     memory is free before the next one is copied.

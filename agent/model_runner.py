@@ -36,7 +36,9 @@ StartReport = Callable[[str, int, int], None]
 
 
 class StepCost(NamedTuple):
-    """Microseconds of a step in moves and graph and in the sampler, and the bytes fetched from the device."""
+    """The cost of a step: microseconds for block copies and graph, microseconds for the sampler, and bytes fetched from
+    the device.
+    """
 
     graph_us: int
     sample_us: int = 0
@@ -44,7 +46,7 @@ class StepCost(NamedTuple):
 
 
 class ModelRunner:
-    """Owns weights, KV cache and row table.
+    """Runs the steps of an agent. Owns its weights, its KV cache and the state of its batch rows.
 
     Call ``load``, ``compile`` and ``warm_up`` once, in this order. Then call ``run_step`` and ``run_moves`` for each
     step. Imports mindspore when it is constructed.
@@ -86,7 +88,7 @@ class ModelRunner:
         self.profiling = Profiling(config.device, rank, self._set_replaying)
 
     def load(self) -> None:
-        """Builds the model and gives its parameters their values. Raises CheckpointError or AgentStartError."""
+        """Builds the model, loads its weights and allocates its KV cache. Raises CheckpointError or AgentStartError."""
         start = time.perf_counter()
         self._model = load_model(
             self._config, self._part, lambda done, of: self._report("load", done, of), self._weight_cache
@@ -102,7 +104,8 @@ class ModelRunner:
         self._seconds["compile"] = time.perf_counter() - start
 
     def warm_up(self) -> None:
-        """Runs the largest steps of the config to prove that they fit, then resets the rows.
+        """Runs the largest steps that the config allows, to prove that they fit into the memory. Then clears the state
+        of all batch rows.
 
         All agents of a group warm up together. Raises GroupDownError if one of them does not arrive.
         """
@@ -189,7 +192,7 @@ class ModelRunner:
         return _cost(start, computed, scores)
 
     def run_moves(self, slot: StepSlot) -> StepCost:
-        """Runs a step of block moves only. Raises like ``run_step``."""
+        """Runs a step that only copies blocks. Raises the same errors as ``run_step``."""
         start = time.perf_counter_ns()
         if slot.num_tokens:
             raise ProtocolError(f"a step of moves has {slot.num_tokens} tokens; it must have none")
@@ -197,7 +200,9 @@ class ModelRunner:
         return StepCost((time.perf_counter_ns() - start) // 1000)
 
     def reset(self) -> None:
-        """Forgets the tokens of all batch rows. The server tracks the contents of the KV cache."""
+        """Clears the tokens of all batch rows. The KV cache needs no reset, because the server knows which blocks are
+        valid.
+        """
         self._sampler.rows.reset()
         if self._last_tokens is not None:
             self._last_tokens.reset()
@@ -209,8 +214,8 @@ class ModelRunner:
     def _after_failure(self, error: RuntimeError) -> AgentError:
         """Recovers from a failed graph. Returns the error for this step.
 
-        MindSpore does not run a failed graph again, so the graphs are compiled again. That does not always help:
-        MindSpore would replay launches that it captured from the failed graph.
+        MindSpore does not run a failed graph again, so the graphs are compiled again. If MindSpore has captured
+        launches of the failed graph, it would replay them, so compiling again does not help.
         """
         text = f"the graph failed: {_first_line(error)}"
         if isinstance(error, OperatorRefusedError):
@@ -226,7 +231,7 @@ class ModelRunner:
     def _run_in_group(self, slot: StepSlot, inputs: StepInputs, start: int) -> StepCost:
         """Runs a step that all agents of the group have accepted. From here on no agent may skip the step.
 
-        Therefore a failure in the graph ends this agent and its group: the other agents wait for its part.
+        Therefore a failure in the graph ends this agent and its group: the other agents wait for its activations.
         """
         exchange, last_tokens, graph = self._exchange, self._last_tokens, self._graph
         assert exchange is not None
@@ -255,7 +260,9 @@ class ModelRunner:
         return _cost(start, computed, scores)
 
     def _entry(self, inputs: StepInputs) -> Array:
-        """Returns the entry of the graph: token ids [T], or the residual stream of the stage before."""
+        """Returns the first input of the graph: token ids [T] in the first stage, else the residual stream of the
+        previous stage.
+        """
         assert self._exchange is not None
         assert self._last_tokens is not None
         if self._part.shard.is_first_stage:
@@ -288,7 +295,8 @@ class ModelRunner:
 
 
 def _cost(start: int, computed: int, scores: StepLogits | DeviceScores | None) -> StepCost:
-    """Returns the cost of a step that began at ``start`` and was computed at ``computed``, and has just been sampled.
+    """Returns the cost of a step whose sampling ends now. The step began at ``start``, and its graph ended at
+    ``computed``.
 
     Times are ``time.perf_counter_ns``.
     """

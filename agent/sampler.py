@@ -25,8 +25,8 @@ _NO_TOKEN = -1
 class RowTable:
     """The state of each batch row. The server gives a batch row to one sequence at a time.
 
-    Every row keeps its last token. Rows with penalties also keep their history, which is prompt and output. The step
-    that starts a row with penalties sends the known tokens, and every sampled token is appended.
+    Every row keeps its last token. Batch rows with penalties also keep their history: the prompt and the output. The
+    step that starts a row with penalties sends the known tokens, and every sampled token is appended.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, vocab_size: int) -> None:
@@ -131,7 +131,8 @@ class Sampler:
 
 
 def find_candidates(scores: DeviceScores, slot: StepSlot) -> bool:
-    """Lets the device find candidates if a sequence of the step needs them. Returns whether it does.
+    """Lets the device find candidates if a sequence of the step needs them. Returns whether the device found
+    candidates.
 
     Greedy sequences without penalties that report no logits do not need them. Agents that share a vocabulary all call
     this, because they find the candidates together.

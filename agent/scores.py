@@ -25,7 +25,7 @@ class StepLogits:
 
 
 class DeviceScores(ABC):
-    """The logits of a step on a device. Only what the sampler asks for is copied to the host.
+    """The logits of a step on a device. Each method copies only the values that it returns to the host.
 
     Valid until the graph runs again. Every method may raise RuntimeError if the device fails.
     """
@@ -36,7 +36,9 @@ class DeviceScores(ABC):
 
     @abstractmethod
     def best(self) -> tuple[Int32Array, Float32Array]:
-        """Fetches the tokens with the largest logits [S], the smaller id on a tie, and their logits [S]."""
+        """Fetches, for each sequence, the token with the largest logit [S] (the smaller id on a tie) and this logit
+        [S].
+        """
 
     @abstractmethod
     def find_candidates(self, temperatures: Float32Array) -> None:
@@ -58,9 +60,10 @@ class DeviceScores(ABC):
 
 
 def whole_logits(scores: StepLogits | DeviceScores, num_seqs: int) -> Float32Array:
-    """Returns a copy of the logits of a step that was sampled, [num_seqs, vocabulary], wherever they are.
+    """Returns a copy of all logits of a sampled step, [num_seqs, vocabulary], whether they are on the host or on the
+    device.
 
-    For tools and tests. On a device this copies every row to the host, which a step avoids.
+    For tools and tests. If the logits are on a device, this copies all of them to the host, which takes long.
     """
     if isinstance(scores, StepLogits):
         return scores.values[:num_seqs].copy()

@@ -38,7 +38,7 @@ class StepInputs:
     last_tokens: Int32Array
     """[S]: the index of each sequence's last token in T."""
     sampled_tokens: Int32Array
-    """[S]: the same index if the sequence samples, else -1."""
+    """[S]: the index of each sequence's last token in T if the sequence samples, else -1."""
     whole_prompts: bool
     """Whether every sequence starts at position 0."""
 
@@ -60,7 +60,9 @@ class StepReader:
         self._row_last_tokens = row_last_tokens
         limits = config.slot_limits()
         self.buffers = StepBuffers(limits.max_tokens, limits.max_seqs, limits.max_seqs * limits.max_blocks_per_seq)
-        """Stay in place, so that a graph can be bound to them."""
+        """The memory into which every step is copied. Its addresses do not change, so that a graph can read it
+        directly.
+        """
         self._sizes = (0, 0, 0, False)
         self._inputs = self._views(*self._sizes)
 
@@ -114,7 +116,9 @@ class StepReader:
         return copy
 
     def read_moves(self, slot: StepSlot) -> Int32Array:
-        """Returns the block moves [M, 3] of any step: ``MoveKind``, source, destination. Raises ProtocolError."""
+        """Returns the block moves [M, 3] of any step: ``MoveKind``, source, destination. Raises ProtocolError if a move
+        is not valid.
+        """
         num_moves = slot.num_moves
         moves = slot.moves[: num_moves * MOVE_WIDTH].reshape(num_moves, MOVE_WIDTH)
         if num_moves:
@@ -125,7 +129,9 @@ class StepReader:
         return moves
 
     def _check_blocks(self, name: str, blocks: Int32Array, on_host: npt.NDArray[np.bool_]) -> None:
-        """Checks block numbers. The cache's padding block is not allowed; every block of the host pool is."""
+        """Checks that blocks exist. The null block of the cache is not allowed. The host pool has no null block, so all
+        its blocks are allowed.
+        """
         check_range(f"{name} in the cache", blocks[~on_host], 1, self._num_blocks)
         check_range(f"{name} on the host", blocks[on_host], 0, self._num_host_blocks)
 

@@ -23,7 +23,9 @@ QueuedMessage = Step | ProfileStart | ProfileStop | Shutdown
 """The messages that wait in the queue. The socket thread handles ``Abort`` and ``Status`` immediately."""
 
 _LAST_CLASS = {"prefill_first": MessageClass.DECODE, "decode_first": MessageClass.PREFILL}
-"""The kind of step that runs last, by policy. Other policies run prefill and decode steps in one order."""
+"""The kind of step that runs last, for the policies that prefer the other kind. All other policies run prefill and
+decode steps in the order of their numbers.
+"""
 
 
 class TaskQueue:
@@ -67,7 +69,9 @@ class TaskQueue:
             return message, (time.monotonic_ns() - queued_at) // 1000
 
     def remove_step(self, seq: int) -> Step | None:
-        """Removes a waiting step. Returns None if the step has started or ended, or never was in the queue."""
+        """Removes a waiting step and returns it. Returns None if the step has started or ended, or never was in the
+        queue.
+        """
         with self._changed:
             for index, (_, _, _, message, _) in enumerate(self._heap):
                 if isinstance(message, Step) and message.seq == seq:

@@ -1,6 +1,6 @@
 """Makes the largest steps that the config allows. Running them proves that they fit into the memory.
 
-The steps read the padding block. They write only zeros, and only into blocks that hold nothing.
+The steps read the null block. They write only zeros, and only into blocks that are not in use.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ def rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32Array, 
 
 
 def rotary_frequencies(shape: ModelShape) -> Float32Array:
-    """Returns the rotary frequencies, float32 [rotary_dim / 2]: the angles in radians by which one position turns.
+    """Returns the rotary frequencies, float32 [rotary_dim / 2]: the angles in radians by which a pair of elements is
+    rotated for each position.
 
     They include the model's ``rope_scaling``. With ``dynamic`` scaling, they are valid within the trained context.
     """

@@ -130,7 +130,9 @@ def _llama_scaling(scaling: RopeScaling) -> Settings:
 
 
 def _magnitude(scaling: RopeScaling) -> float:
-    """Returns the c for which ``attention_factor`` is c * ln(``factor``) + 1, as MindFormers calculates it."""
+    """Returns the coefficient c in ``attention_factor`` = c * ln(``factor``) + 1, from which MindFormers calculates the
+    attention factor.
+    """
     return 0.1 if scaling.factor == 1 else (scaling.attention_factor - 1) / math.log(scaling.factor)
 
 

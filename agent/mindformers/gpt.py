@@ -35,7 +35,8 @@ class GptAdapter(nn.Cell):
         self.gpt = network.model
         self.gpt.return_hidden_states = True
         self.gpt.move_lens_to_cpu = False
-        self._network = (network,)  # in a tuple, so that its Cells get no second parent
+        # a tuple hides the network from MindSpore, which would register its Cells a second time
+        self._network = (network,)
         layout = ops_table.cache_layout(cache.num_blocks, cache.block_size, shape.num_key_value_heads, shape.head_dim)
         keys, values = zip(*cache_names(shape.num_layers), strict=True)
         self.key_caches = ParameterTuple([_cache(name, *layout) for name in keys])
@@ -45,9 +46,11 @@ class GptAdapter(nn.Cell):
         self.gather = ops.Gather()
 
     def take_form(self, *, whole_prompts: bool) -> None:
-        """Chooses the attention of the next compiled graph: among the step's tokens (whole prompts), or over the cache.
+        """Sets the kind of attention of the graph that is compiled next: among the step's tokens (whole prompts), or
+        over the KV cache.
 
-        The flag for chunks is always set, so that the rotary embedding takes a row of cosines and sines for each token.
+        MindFormers' flag for chunks is always set, so that the rotary embedding takes a row of cosines and sines for
+        each token.
         """
         (network,) = self._network
         network.add_flags_custom_mcore(is_prefill=whole_prompts)

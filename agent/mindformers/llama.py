@@ -25,7 +25,8 @@ class LlamaAdapter(nn.Cell):
     def __init__(self, network: Any, config: Config, ops_table: OpTable) -> None:
         super().__init__(auto_prefix=False)
         self.llama, self.lm_head = network.model, network.lm_head
-        self._network = (network,)  # in a tuple, so that its Cells get no second parent
+        # a tuple hides the network from MindSpore, which would register its Cells a second time
+        self._network = (network,)
         self.hidden_size = config.shape.hidden_size
         self.no_mask = no_mask(ops_table.dtype)
         self.gather, self.reshape = ops.Gather(), ops.Reshape()

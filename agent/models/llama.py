@@ -56,7 +56,8 @@ class Llama(nn.Cell):
     def construct(
         self, entry: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
     ) -> Tensor:
-        """Returns the logits of ``OpTable.lm_head``, or the residual stream of ``OpTable.hand_over`` for a next stage.
+        """Returns the output of ``OpTable.lm_head`` with the logits. If another stage follows, returns the output of
+        ``OpTable.hand_over`` instead.
 
         ``entry`` has token ids [T], or the residual stream [T, hidden_size] of the previous stage. ``positions`` [T]
         are the tokens' positions, and ``last_tokens`` [S] the indices in T of each sequence's last token. ``OpTable``
@@ -83,7 +84,9 @@ class Llama(nn.Cell):
 
 
 class DecoderLayer(nn.Cell):
-    """One layer: attention and an MLP, each with a norm before it. The next norm adds an output to the residual."""
+    """One layer: attention and an MLP, each with a norm before it. The norm that follows attention or MLP adds their
+    output to the residual stream.
+    """
 
     def __init__(self, config: Config, ops: OpTable, *, layer: int) -> None:
         super().__init__()
@@ -116,9 +119,9 @@ class DecoderLayer(nn.Cell):
         step: tuple[Tensor, ...],
         whole_prompts: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the MLP's output and the residual stream without this output, both [T, hidden_size].
+        """Returns the output of the MLP and the residual stream to which it must be added, both [T, hidden_size].
 
-        ``hidden`` and ``residual`` are the same for the previous layer.
+        ``hidden`` and ``residual`` are the two results of the previous layer.
         """
         hidden, residual = self.attention(hidden, residual, self.input_norm.weight, rotary, step, whole_prompts)
         hidden, residual = self.mlp(hidden, residual, self.post_attention_norm.weight, step)

@@ -51,7 +51,8 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
 def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
     """Returns the endings of the names of tensors that a checkpoint may contain although the model does not need them.
 
-    Rotary frequencies follow from ``config.json``. A model that uses its embedding as output needs no output weight.
+    Rotary frequencies follow from ``config.json``. A model that uses its embedding as output weight needs no other
+    output weight.
     """
     names = ("rotary_emb.inv_freq", *_extra_names(shape))
     return (*names, "lm_head.weight") if shape.tie_word_embeddings else names

@@ -1,6 +1,6 @@
 """The compiled graphs of a model, which turn the inputs of one step into logits. Only one thread may run graphs.
 
-``interface`` has what all graphs have in common. ``static`` is the graph of the fused operators and ``dynamic`` are the
+``interface`` defines the methods of all graphs. ``static`` is the graph of the fused operators and ``dynamic`` are the
 graphs of the native operators. ``dynamic_cell`` is a dynamic graph as MindSpore sees it. ``replay`` runs steps without
 MindSpore.
 """
@@ -36,8 +36,8 @@ def make_step_graph(
 ) -> StepGraph:
     """Makes the kind of graph that the op table needs. The caller compiles it.
 
-    A static graph reads the inputs of every step from ``buffers``. A dynamic graph pads decodes to ``decode_sizes``,
-    and with ``fuses`` its replays fuse operators.
+    A static graph reads the inputs of every step from ``buffers``. A dynamic graph pads the number of sequences of a
+    decode step to one of ``decode_sizes``. With ``fuses``, replays of a dynamic graph fuse operators.
     """
     if isinstance(ops, FusedCpuOps):
         return StaticStepGraph(model, ops, buffers)

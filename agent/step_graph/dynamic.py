@@ -161,7 +161,9 @@ class DynamicStepGraph(StepGraph):
 
 
 def _padded_decode(inputs: StepInputs, entry: Array, size: int, table_width: int) -> tuple[StepInputs, Array]:
-    """Extends a decode and its token ids to ``size`` rows. The new rows read the padding block and write nothing."""
+    """Extends the inputs of a decode step to ``size`` sequences. The additional sequences read the null block and write
+    nothing.
+    """
     rows = size - inputs.query_lens.size
 
     def longer(array: Int32Array, value: int) -> Int32Array:

@@ -54,8 +54,9 @@ class StepGraph(ABC):
     def run(self, inputs: StepInputs, entry: Array) -> StepLogits | DeviceScores:
         """Runs a step of the last stage. Returns its scores, on the host or on the device.
 
-        In the first stage, ``entry`` are the token ids [T] without LAST_TOKEN. In a later stage, ``entry`` is the
-        residual stream [T, hidden_size] of the stage before. Raises RuntimeError if an operator refuses its inputs.
+        ``entry`` is the first input of the graph. In the first stage, it has the token ids [T] without LAST_TOKEN. In a
+        later stage, ``entry`` is the residual stream [T, hidden_size] of the stage before. Raises RuntimeError if an
+        operator refuses its inputs.
         """
 
     @abstractmethod

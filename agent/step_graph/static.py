@@ -21,7 +21,7 @@ _MAX_STEP_NUMBER = 2**31 - 1
 class StaticStepGraph(StepGraph):
     """One graph of the largest step's size that reads its inputs from the step reader's buffers.
 
-    The graph computes exactly the inputs that were checked. A call creates no tensor and copies nothing.
+    The step reader has checked these inputs. ``run`` creates no tensor and copies nothing.
     """
 
     def __init__(self, model: nn.Cell, ops: FusedCpuOps, buffers: StepBuffers) -> None:

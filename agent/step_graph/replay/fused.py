@@ -5,7 +5,7 @@ recording serves all steps, and MindSpore need not prepare every parameter in ev
 
 The first small step runs the graph, records the launches (``agent.kernels.launches``) and replays them. The second
 small step runs the graph and the replay. Both times the results must agree in every bit. All later steps are replays.
-If the results differ, or if another library computes in the graph, all later steps run the graph.
+If the results differ, or if kernels of another library run in the graph, all later steps run the graph.
 
 Agents that share layers compute sums over the agents inside the launches. Therefore either all of them replay or none
 does, and they vote on every finding.
@@ -26,16 +26,19 @@ from agent.weights.storage import Array
 logger = logging.getLogger("agent.step_graph.replay.fused")
 
 MAX_COMPARED_TOKENS = 64
-"""Maximum size of a step that runs both ways. Before two small steps have run, larger steps run the graph."""
+"""Maximum number of tokens of a step that runs both the graph and the replay. Before two of these small steps have run,
+larger steps run only the graph.
+"""
 _SPOILED = 0xFF
 """Value of every byte of the results before a run. No float with these bytes is a number."""
 
 
 class FusedReplays:
-    """Runs the steps of one graph, with MindSpore or from the recording."""
+    """Runs the steps of one graph, either with MindSpore or by replaying its recorded launches."""
 
     def __init__(self, run_graph: Callable[[], Tensor], tensors: Iterable[Tensor], all_agree: AllAgree) -> None:
-        """``tensors`` are all inputs, parameters and constants of the graph; their memory must stay in place.
+        """``tensors`` are all inputs, parameters and constants of the graph; the addresses of their memory must not
+        change.
 
         ``all_agree`` takes this agent's vote and returns whether all agents that share the layers voted True.
         """
@@ -45,17 +48,17 @@ class FusedReplays:
         self._launches: RecordedLaunches | None = None
         self._confirmed = False
         self.is_paused = False
-        """Whether steps run the graph although their replays are confirmed."""
+        """True while steps must run the graph, even if replays are confirmed."""
         self._problem = ""
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether all further steps are replays."""
+        """Whether replays gave the same bits as the graph often enough, so that all further steps are replays."""
         return self._confirmed
 
     @property
     def problem(self) -> str:
-        """Why the graph's launches cannot be replayed. Empty if they can, or if no step has run."""
+        """The reason why the graph's launches cannot be replayed. Empty if they can, or if no step has run."""
         return self._problem
 
     def run(self, results: Sequence[Array], num_tokens: int) -> None:
@@ -98,7 +101,9 @@ class FusedReplays:
             self._give_up("a replay gives another result")
 
     def _confirm(self, launches: RecordedLaunches, results: Sequence[Array]) -> None:
-        """Compares graph and replay a second time: other inputs reveal a value that was recorded as a constant."""
+        """Runs the graph and the replay with a second step and compares the results. Its different inputs reveal a
+        value that was wrongly recorded as a constant.
+        """
         expected: list[Array] = []
         self._run_and_copy(results, expected)
         _spoil(results)
@@ -110,7 +115,7 @@ class FusedReplays:
             self._give_up("a replay with other inputs gives another result")
 
     def _run_and_copy(self, results: Sequence[Array], expected: list[Array]) -> tuple[Results, tuple[int, ...]]:
-        """Spoils ``results``, runs the graph and copies the results to ``expected``."""
+        """Fills ``results`` with NaN, runs the graph and copies its results to ``expected``."""
         _spoil(results)
         number = self._graph_result()
         expected[:] = [result.copy() for result in results]

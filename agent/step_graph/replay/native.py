@@ -7,7 +7,7 @@ between the two is a multiple of the tokens or of the sequences.
 
 The first small steps run the graph and the replay, and both must agree in every bit. All later steps are replays. A
 replay may fuse launches; the comparison then proves that fused and unfused operators give the same bits. If the results
-differ, or if another library computes in the graph, all later steps run the graph.
+differ, or if kernels of another library run in the graph, all later steps run the graph.
 
 Agents that share layers launch sums and gathers together and run the same steps in the same order. Therefore either all
 of them replay a graph or none does, and they vote on every finding.
@@ -36,16 +36,21 @@ logger = logging.getLogger("agent.step_graph.replay.native")
 Run = Callable[[tuple[Tensor, ...]], Any]
 """Runs a graph. Returns its result, which is a tensor or a tuple of tensors."""
 CONFIRMATIONS = 2
-"""Number of steps that run both ways and must agree."""
+"""Number of steps that run both the graph and the replay and must give the same bits."""
 MAX_COMPARED_TOKENS = 64
-"""Maximum size of a step of prompts that runs both ways. Before small steps have run, larger steps run the graph."""
+"""Maximum number of tokens of a step with prompts that runs both the graph and the replay. Before the small steps have
+run, larger steps run only the graph.
+"""
 _RECORDED_TOKENS = (2, 3)
-"""Tokens of the two recorded steps, if sequences may have several tokens. The recorded steps have 1 and 2 sequences, so
-the ratios of tokens and of sequences differ."""
+"""Numbers of tokens of the two recorded steps, if sequences may have several tokens. The recorded steps have 1 and 2
+sequences, so the ratios of tokens and of sequences differ.
+"""
 
 
 class NativeReplays:
-    """Runs the steps of one graph, with MindSpore or from the recording. Owns the memory of the inputs."""
+    """Runs the steps of one graph, either with MindSpore or by replaying its recorded launches. Owns the memory of the
+    inputs.
+    """
 
     def __init__(
         self,
@@ -58,8 +63,8 @@ class NativeReplays:
         max_prompts: int = 0,
         fuses: bool = False,
     ) -> None:
-        """``name`` is for the log. ``tensors`` are all parameters and constants of the graph; their memory must stay in
-        place.
+        """``name`` is for the log. ``tensors`` are all parameters and constants of the graph; the addresses of their
+        memory must not change.
 
         ``all_agree`` takes this agent's vote and returns whether all agents that share the layers voted True. If
         ``max_prompts`` is not 0, the graph takes that number of int64 query lengths, with zeros after the last
@@ -80,17 +85,17 @@ class NativeReplays:
         self._agreed = 0
         self._problem = ""
         self.is_paused = False
-        """Whether steps run the graph although their replays are confirmed."""
+        """True while steps must run the graph, even if replays are confirmed."""
         self._fuses = fuses
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether all further steps are replays."""
+        """Whether replays gave the same bits as the graph often enough, so that all further steps are replays."""
         return self._agreed >= CONFIRMATIONS
 
     @property
     def problem(self) -> str:
-        """Why the graph's launches cannot be replayed. Empty if they can."""
+        """The reason why the graph's launches cannot be replayed. Empty if they can."""
         return self._problem
 
     @property
@@ -101,7 +106,8 @@ class NativeReplays:
     def record(self, entry: Array, *, is_decode: bool) -> None:
         """Runs the graph twice with padding and records the launches. Must come before any ``run``.
 
-        ``entry`` is an entry of one token (see ``StepGraph.run``). Raises what the graph and ``all_agree`` raise.
+        ``entry`` is an entry of one token (see ``StepGraph.run``). Exceptions of the graph and of ``all_agree`` are
+        passed on.
         """
         self._entry = np.zeros((self.max_tokens, *entry.shape[1:]), entry.dtype)
         all_seqs = (1, min(2, self._max_seqs))
@@ -122,7 +128,7 @@ class NativeReplays:
     def run(self, inputs: StepInputs, entry: Array) -> Results:
         """Runs a step and returns the graph's results, valid until the next call; bfloat16 is returned as uint16.
 
-        ``entry`` is described at ``StepGraph.run``. Raises what ``all_agree`` raises.
+        ``StepGraph.run`` describes ``entry``. Exceptions of ``all_agree`` are passed on.
         """
         arrays = self._copy_inputs(inputs, entry)
         tokens, seqs = len(entry), inputs.query_lens.size
@@ -134,9 +140,11 @@ class NativeReplays:
         return self._launches.run() if self.is_confirmed else self._confirm(self._launches, arrays)
 
     def _confirm(self, launches: RecordedLaunches, arrays: tuple[Array, ...]) -> Results:
-        """Compares graph and replay: other inputs and sizes reveal a value that was recorded as a constant."""
+        """Runs the graph and the replay and compares the results. Different inputs and sizes reveal a value that was
+        wrongly recorded as a constant. Returns the results.
+        """
         results, _ = self._graph_result(arrays)
-        if has_failed():  # a primitive refused these inputs, so the results mean nothing
+        if has_failed():  # a primitive refused these inputs, so the results are undefined
             return results
         results = copies(results)
         launches.spoil()
@@ -157,7 +165,7 @@ class NativeReplays:
         return (self._entry, *vectors)
 
     def _padding(self, sizes: StepSizes) -> tuple[Array, ...]:
-        """Returns the inputs of a step that reads the padding block and writes nothing.
+        """Returns the inputs of a step that reads only the null block and writes nothing.
 
         Every sequence but the first has one token.
         """
@@ -182,7 +190,8 @@ class NativeReplays:
     def _copy_inputs(self, inputs: StepInputs, entry: Array) -> tuple[Array, ...]:
         """Copies the inputs into this object's memory and returns the copies.
 
-        Block tables always get the maximum width, so that a new width is not a new shape.
+        Block tables always get the maximum width, because MindSpore would compute shapes again after each change of the
+        width.
         """
         tokens, (seqs, width) = len(entry), inputs.block_tables.shape
         self._entry[:tokens] = entry

@@ -1,4 +1,6 @@
-"""Describes everything on which converted weights depend: checkpoint, settings, the agent's part, and the program."""
+"""Computes a digest of everything on which converted weights depend: checkpoint, settings, the agent's part of the
+model, and the program's code.
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class WeightCache:
         return self._limit > 0
 
     def load(self) -> dict[str, Array] | None:
-        """Returns the weights of the agent's entry in new memory, or None if there is no entry that fits.
+        """Returns the weights of the agent's entry in new memory, or None if there is no valid entry.
 
         Damaged and outdated entries are deleted, with a line in the log.
         """
@@ -83,7 +83,7 @@ class WeightCache:
         try:
             _check_private(self._folder)
             weights = read_entry(path, fingerprint(self._config, self._rank), self._threads)
-            os.utime(path)  # the entries that were not used for the longest time are deleted first
+            os.utime(path)  # marks the entry as used: the least recently used entries are deleted first
         except FileNotFoundError:
             return None
         except EntryError as problem:
@@ -159,7 +159,7 @@ class WeightCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Excludes other agents from making space at the same time."""
+        """Holds a lock, so that only one agent at a time deletes entries to make space."""
         descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -207,7 +207,7 @@ class WeightCache:
 
 
 def _drop(name: str, array: Array) -> None:
-    """Takes an array that is not kept."""
+    """Ignores an array, for models whose weights are not cached."""
 
 
 def _default_folder() -> Path:
