@@ -31,7 +31,7 @@ MAX_ERROR_CHARS = 8000
 
 
 class Worker:
-    """Runs in the process's main thread and owns the device."""
+    """Loads the model and runs the queued messages, in the process's main thread. Only this thread uses the device."""
 
     def __init__(
         self, make_runner: Callable[[StartReport], ModelRunner], queue: TaskQueue, server: AgentServer
@@ -78,14 +78,15 @@ class Worker:
                 result = _run_step(message, queue_us, memory, runner)
             except GroupDownError as error:
                 logger.error("step %d: %s; this agent ends with its group", message.seq, error)
-                if isinstance(error, GroupBrokenError):  # otherwise the step is not the cause and may run again
+                # any other error was not caused by the step, which may run again
+                if isinstance(error, GroupBrokenError):
                     self._server.send(_failure(message, str(error)))
                 return 1
             self._server.send(result)
 
 
 def _run_step(step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner) -> StepDone | StepFailed:
-    """Runs one step. Every error but GroupDownError fails this step only; GroupDownError is raised."""
+    """Runs one step. Returns the result, or StepFailed for any error except GroupDownError, which is raised."""
     try:
         slot = memory.slots[step.slot]
         slot.check_header(step.seq)

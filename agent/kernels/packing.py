@@ -28,10 +28,11 @@ _PackSource = structure(
 
 @dataclass(frozen=True, slots=True)
 class StaticInputs:
-    """Numbers of a calibration by which the inputs of an int8 layer are quantised, instead of a scale for each token.
+    """Scales and offsets from a calibration, with which the inputs of an int8 layer are quantised. Other int8 layers
+    compute a scale for each token.
 
-    An input becomes q = round(x * inverse + offset), within -128 to 127. The output of a column is
-    (sum of q * weight + sum offset) * scale.
+    An input becomes q = round(x * inverse + offset), within -128 to 127. The output of a column is (sum of q * weight +
+    sum offset) * scale.
     """
 
     inverses: npt.NDArray[np.float32]
@@ -92,7 +93,9 @@ def _check(name: str, array: Array | None, shape: tuple[int, ...], dtype: Any) -
 
 
 def _checked_inputs(inputs: StaticInputs | None, columns: int, depth: int) -> dict[str, int | None]:
-    """Returns the addresses of static inputs by the names of PackSource. Raises ValueError for other sizes or types."""
+    """Returns the addresses of the static inputs, by the names of the members of PackSource. Raises ValueError for
+    other sizes or types.
+    """
     if inputs is None:
         return {}
     return {

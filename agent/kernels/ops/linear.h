@@ -4,9 +4,10 @@
 //
 // A blob has a 64-byte header, then panels of 64 columns. A panel has four vectors of 16 columns, one column per lane.
 // A step is what one load of a vector reads: 1 to 8 consecutive depths. The kernel multiplies a step by broadcast
-// activations. Half a panel has two vectors. They are stored as alternating tiles: T steps of the first vector, then T
-// steps of the second. T is 16 (a tile of 1 KB) for the matrix unit and 1 otherwise. With T = 1 half a panel is one
-// sequential stream. Hardware prefetchers follow one stream at twice the rate of two streams through the same page.
+// activations. Half a panel has two vectors, which alternate in memory in tiles of T steps: T steps of the first
+// vector, then T steps of the second. T is 16 (a tile of 1 KB) for the matrix unit and 1 otherwise. With T = 1 half a
+// panel is one sequential stream. Hardware prefetchers follow one stream at twice the rate of two streams through the
+// same page.
 //
 //   float32, float16       [panels][2 halves][steps / T][2 vectors][T steps][16]
 //   bfloat16               [panels][2][steps / T][2][T steps][16][2 depths]
@@ -19,13 +20,13 @@
 //
 // A bias follows the panels as floats, in the order of their columns: [panels][64].
 //
-// An int8 weight without groups may have static inputs: numbers of a calibration, by which its activations are
-// quantised. They follow the bias: float inverse scales and float offsets of the inputs, each [depth] and zeros up to a
-// multiple of 16, then int32 sum offsets of the columns, [panels][64].
+// An int8 weight without groups may have static inputs: scales and offsets from a calibration, with which its
+// activations are quantised. They follow the bias: float inverse scales and float offsets of the inputs, each [depth]
+// and zeros up to a multiple of 16, then int32 sum offsets of the columns, [panels][64].
 //
 // A weight in parts is a header, followed by the blobs of consecutive ranges of the depth. Each blob starts on a cache
 // line, and the first has the bias. The product is the sum of the parts' products in float32, in their order, rounded
-// once. This gives the same bits as several agents that share the layer.
+// once. The result has the same bits as that of several agents that each have one part.
 //
 // Without groups, one group spans the depth. Missing columns and depths are zeros. In panel p of a gated weight,
 // vectors 0 and 2 hold the gate columns 32p and 32p + 16. Vectors 1 and 3 hold the up columns with the same numbers.
@@ -87,7 +88,7 @@ constexpr bool formats_are_in_order() {
 }
 static_assert(formats_are_in_order(), "kFormats has a row for each WeightFormat, in its order");
 
-// Returns true if a number that a caller or a blob gives is a WeightFormat. traits_of() accepts no other number.
+// Returns true if a number from a caller or a blob is a WeightFormat. traits_of() must not get any other number.
 static inline bool is_known(WeightFormat format) {
   return static_cast<int32_t>(format) >= 0 && static_cast<int32_t>(format) < kNumFormats;
 }
@@ -161,7 +162,8 @@ struct QuantizedRows {
 
 bool wants_quantized_rows(const void* blob);                                 // true: takes int8 activations
 int64_t quantized_rows_bytes(const void* blob, int64_t rows);                // bytes of QuantizedRows
-QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory);  // in `memory`, 64-byte aligned
+// places the arrays in `memory`, which is aligned to 64 bytes
+QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory);
 
 enum class Epilogue : int32_t {
   kStore = 0,       // out is of dtype
@@ -212,7 +214,8 @@ static inline WeightShape weight_shape(WeightFormat format, int64_t columns, int
   return shape;
 }
 
-// Returns the offset of a step of vector v from the first step of a group (or of the depth) with `steps` steps.
+// Returns the byte offset of step `step` of vector v in a group. `steps` is the number of steps of the group, or of the
+// whole depth.
 static inline int64_t step_offset(int64_t tile_steps, int64_t steps, int64_t step, int v, int64_t vector_bytes) {
   const int64_t first = step / tile_steps * tile_steps;  // first step of the tile
   return (v / 2 * 2 * steps + 2 * first + v % 2 * smaller(tile_steps, steps - first) + step - first) * vector_bytes;

@@ -1,12 +1,12 @@
 // The inner loops of linear.h on AMX tiles. The integers of int8 and int4 equal those of every other instruction set.
-// The format bfloat16 has its own order of additions (amx_tiles.h). Therefore every product with a bfloat16 weight runs
-// here, for one row as well as for many.
+// The format bfloat16 has its own order of additions (amx_tiles.h). Therefore this file computes every product with a
+// bfloat16 weight, even for a single row.
 //
 // A tile product takes 16 cycles. Loading a tile takes 8 cycles from the L1 cache and 20 from the L2 cache. Therefore a
 // chunk of the weights of half a panel stays in the L1 cache while all blocks of 32 rows use it. Each tile, of weights
-// or of rows, is multiplied twice. Rows are loaded with a non-temporal hint, because they would evict the chunk
-// otherwise. The tile products leave most of the core idle. Therefore the other work runs between them: scales, SwiGLU
-// and arg-max of the previous block, and prefetches of the next chunk.
+// or of rows, is multiplied twice. Rows are loaded with a non-temporal hint, because otherwise they would evict the
+// chunk. Tile products leave the vector units idle. Therefore the vector work runs between the tile products: scales,
+// SwiGLU and arg-max of the previous block, and prefetches of the next chunk.
 #pragma once
 #include "amx_tiles.h"
 #include "linear_epilogue.h"
@@ -37,8 +37,8 @@ struct BFloatTiles16 {
   }
 };
 
-// The least number of rows of int8 that tiles compute. Vector registers are faster for fewer rows, with the same
-// results.
+// Minimum number of int8 rows that are multiplied with tiles. For fewer rows, vector registers are faster and give the
+// same results.
 constexpr int64_t kLeastTiledRows = 5;
 
 // Returns true if the depth consists of whole tiles. A shorter last tile would read past the weights and the rows.
@@ -47,8 +47,8 @@ static inline bool fits_tiles(const LinearJob& job) {
 }
 
 // Prefetches the next chunk of weights into the L2 cache, a few lines at a time, because more would delay the loads.
-// Four pages advance together. The hardware prefetcher follows each page separately, by at most 20 lines, and one page
-// alone does not use the whole memory bandwidth.
+// Prefetches four pages at the same time. The hardware prefetcher follows each page separately, at most 20 lines ahead,
+// and one page alone does not use the whole memory bandwidth.
 class Fetch {
  public:
   static constexpr int kStreams = 4;
@@ -72,7 +72,7 @@ class Fetch {
   int64_t left_;
 };
 
-// Finishes rows of half a panel whose sums are complete, a few rows at a time.
+// Applies the epilogue to rows of half a panel whose sums are complete, a few rows at a time.
 template <class Finish>
 class Finishing {
  public:
@@ -87,7 +87,7 @@ class Finishing {
     sums_ = sums;
   }
 
-  // Not inlined, because it would take registers from the tile products around it.
+  // Finishes up to `count` rows. Not inlined, because it would take registers from the tile products around it.
   __attribute__((noinline)) void some(int64_t count) {
     if (rows_ == 0) return;
     count = smaller(count, rows_);
@@ -126,8 +126,8 @@ struct TiledForm {
   static void task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
     if (row_end - row <= kAmxRows) return one_block_task<Finish>(job, panel, row, row_end - row);
     const int64_t rows = row_end - row, units = job.shape.steps / kAmxSteps, chunks = ceil_div(units, kChunkUnits);
-    // Rows whose sums stay in memory. If there are several chunks of weights, all rows wait for the next chunk.
-    // Otherwise only two blocks of rows are in progress.
+    // The number of rows whose sums are in memory. With several chunks of weights, these are all rows, because their
+    // sums continue with the next chunk. With one chunk, only two blocks of rows are in progress.
     const int64_t kept = chunks == 1 ? 2 * kBlockOfRows : rows;
     float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, kept * kPanelColumns * 4));
     const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
@@ -194,7 +194,7 @@ struct TiledForm {
     }
   }
 
-  // Multiplies one or two tiles of rows by 32 columns.
+  // Multiplies one or two tiles of rows by 32 columns, and calls meanwhile() between the tile products.
   template <bool kBoth, class Meanwhile>
   LLMK_INLINE void multiply_block(Rows x, const uint8_t* w, int64_t units, bool first, float* upper, float* lower,
                                   const Meanwhile& meanwhile) {
@@ -321,7 +321,7 @@ struct GroupedTiles {
 
   // Computes total = fma(float(sum of a group), scale, total) in the order of the groups, for one vector of columns.
   // Tile products of the next groups run while earlier sums are added. Each sum is stored as late as possible, because
-  // a store that waits for its product delays everything after it.
+  // a store that waits for its tile product blocks all later stores.
   static void add_groups(const LinearJob& job, const int8_t* x, const uint8_t* bytes, const uint8_t* group, int v,
                          Fetch* fetch, float* sums) {
     const int64_t tiles = job.header.group / kTileDepth, groups = job.shape.groups;

@@ -16,7 +16,7 @@ namespace llmk::LLMK_ARCH {
 
 constexpr int64_t kBlockRows = 256;
 constexpr int64_t kPieceBytes = 384 << 10;
-// The most rows that form two tall tiles, of up to kTallRows rows each. With more rows, three or more tiles of
+// Maximum number of rows that form two tall tiles of up to kTallRows rows each. For more rows, three or more tiles of
 // kMostRows rows are at least as fast.
 constexpr int64_t kMostTallTilesRows = 16;
 
@@ -115,7 +115,8 @@ struct GroupedForm {
   struct Group {
     const uint8_t* weights;
     const int8_t* x;
-    const int32_t* x_sums;  // sums of the activations of the first row; those of the next row follow shape.groups later
+    // sums of the activations of the first row; those of the next row are shape.groups elements later
+    const int32_t* x_sums;
     int64_t number, steps;
 
     Group(const LinearJob& job, const Piece& piece, int64_t row)
@@ -188,8 +189,8 @@ struct GroupedForm {
   }
 };
 
-// Runs the tile function for `rows` rows, R or fewer. Tall tiles use only kLines 1 and 4 (linear_tiles.h), so the other
-// variants of tall tiles are not compiled.
+// Calls the tile function for `rows` rows. `rows` is at most R. Tall tiles use only kLines 1 and 4 (linear_tiles.h), so
+// the other variants of tall tiles are not compiled.
 template <class Form, int kLines, int R = (kLines == 1 || kLines == 4) ? Form::kTallRows : Form::Step::kMostRows>
 static inline void any_tile(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
                             const uint8_t* next) {
@@ -219,7 +220,8 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
       any_tile<Form, 4>(job, piece, first, count, tile_sums, nullptr);
     } else if (fetching == 2 && !tall) {
       any_tile<Form, 2>(job, piece, first, count, tile_sums, next);
-    } else {  // one of four tiles, or one of two tall tiles, which read a panel in halves and so take twice the steps
+    // four or more tiles, or two tall tiles; a tall tile reads a panel in halves and takes twice as many steps
+    } else {
       any_tile<Form, 1>(job, piece, first, count, tile_sums, next);
     }
     finish(first, count, tile_sums);
@@ -260,7 +262,7 @@ template <class Run>
 static inline void spread(const LinearJob& job, int64_t tasks, const Run& run) {
   const bool small = job.shape.panels * job.shape.panel_bytes < (256 << 10) &&
                      job.args.rows * job.header.columns * job.header.depth < (1 << 20);
-  if (small) {  // not worth waking a second thread
+  if (small) {  // waking a second thread would take longer than the work
     for (int64_t i = 0; i < tasks; ++i) run(i);
   } else {
     parallel_stretches(tasks, run);

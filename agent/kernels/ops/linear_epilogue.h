@@ -1,4 +1,5 @@
-// Finishes the sums of a tile: applies scales and bias, then stores them, or computes SwiGLU or the arg-max.
+// The epilogue of a linear layer: applies scales and bias to the sums of a tile, then stores them or computes SwiGLU or
+// the arg-max.
 #pragma once
 #include "../common/types.h"
 #include "linear.h"
@@ -26,7 +27,8 @@ struct LinearJob {
   void (*finish)(const LinearJob&, int64_t panel, int half, int64_t row, int64_t count, const float* sums);
 };
 
-// Returns a key that orders by value, then by lowest index: the float's bits made ascending, then the inverted index.
+// Returns a key for the arg-max: a larger value gives a larger key, and among equal values the lowest index does. The
+// high half has the bits of the float in ascending order, the low half the inverted index.
 static inline uint64_t best_key(float value, int64_t index) {
   const uint32_t bits = float_to_bits(value + 0.0f);  // makes -0 equal to 0
   const uint32_t ordered = (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
@@ -94,13 +96,13 @@ struct HalfPanel {
   }
 };
 
-// Finishes rows of half a panel. The sums of successive rows are 64 floats apart. Template arguments hold the choices
-// that stay the same for a whole product.
+// Finishes rows of half a panel. The sums of successive rows are 64 floats apart. The template arguments are the same
+// for all rows of a product.
 template <Scaling kScaling, bool kSwiglu, bool kBest, class T>
 struct Finish {
   static constexpr int kStores = kSwiglu ? 1 : 2;
 
-  // Uses local copies of the job's values, because the compiler must assume that each store changes the job.
+  // Copies the job's members to local variables, because the compiler must assume that each store changes them.
   static void finish_rows(const LinearJob& job, const HalfPanel& to, int64_t row, int64_t count, const float* sums) {
     constexpr bool kByRow = kScaling != Scaling::kNone && kScaling != Scaling::kColumn;
     const float *scales = to.scales, *bias = to.bias, *row_scales = job.rows.scales;

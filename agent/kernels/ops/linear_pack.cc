@@ -28,7 +28,8 @@ float source_value(const PackSource& source, int64_t index) {
   return load_element(source.source_dtype, source.values, index);
 }
 
-// The quantised weights of one column in one group: the stored integers (int8: w + 128), the scale and the zero point.
+// The quantised weights of one column in one group: the integers as they are stored (int8: w + 128), the scale and the
+// zero point.
 struct GroupCodes {
   uint8_t codes[kLargestIntegerDepth];
   float scale;
@@ -49,7 +50,8 @@ float inverse_of(float scale) {
 void quantize_group(const PackSource& source, int64_t column, int64_t begin, int64_t end, GroupCodes* out) {
   const int64_t base = column * source.depth;
   float low = 0, high = 0;
-  // Comparisons, because GCC 12 for Arm fails with an internal error on fmin and fmax here. Both ways skip NaN.
+  // Uses comparisons instead of fmin and fmax, because GCC 12 for Arm fails here with an internal error. NaN is
+  // ignored, as with fmin and fmax.
   for (int64_t k = begin; k < end; ++k) {
     const float value = source_value(source, base + k);
     low = value < low ? value : low;
@@ -146,7 +148,7 @@ void pack_panel(const PackSource& source, const PackedWeightHeader& header, cons
   }
 }
 
-// Copies a number of each column to the place of the column in the panels, and zeros to the places without a column.
+// Copies one number for each column to its place in the order of the panels. Places without a column become zero.
 template <class T>
 void place_columns(const T* columns, const PackedWeightHeader& header, const WeightShape& shape, T* out) {
   for (int64_t i = 0; i < shape.panels * kPanelColumns; ++i) {
@@ -179,7 +181,7 @@ int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth,
          (static_inputs ? static_bytes(most, depth) : 0);
 }
 
-// Returns true if a zero point is above 16. GPTQ stores 15 for the zero point 16.
+// Returns true if a zero point is above 16, the largest that GPTQ can express.
 static bool has_large_zeros(const PackSource& source) {
   if (!has_nibbles(source.format) || source.scales == nullptr || source.zeros == nullptr) return false;
   const int64_t groups = source.group == 0 ? 1 : ceil_div(source.depth, source.group);
@@ -238,7 +240,7 @@ int pack_weight(const PackSource& source, void* blob) {
   return 0;
 }
 
-// Checks a weight in parts: each part, and whether the parts go together.
+// Checks each part of a weight in parts, and whether format, columns and total depth agree with the header.
 static int check_parts(const char* op, const void* blob, int64_t bytes) {
   const PackedWeightHeader& whole = header_of(blob);
   const char *part = static_cast<const char*>(first_part(blob)), *end = static_cast<const char*>(blob) + bytes;

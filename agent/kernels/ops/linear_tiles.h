@@ -122,7 +122,7 @@ struct NibbleStep : ByteTiles {
 //   4: A single tile of rows prefetches its own weights, kFetchAhead bytes ahead.
 //   2: Each of two or three tiles prefetches half of the next piece, from `next`.
 //   1: Each of four or more tiles prefetches a quarter of the next piece.
-//   0: The tile prefetches nothing.
+//   0: The tile does not prefetch.
 constexpr int64_t kFetchAhead = 4096;
 
 // Prefetches go into the L2 cache, because the L1 cache has only a few miss buffers. Processors with matrix units are

@@ -61,7 +61,7 @@ struct NibbleWeights {
   }
 
  private:
-  // Looks up a bfloat16 for the lowest five bits of each half of a lane, after adding the shift if kZeros.
+  // Converts the lowest bits of each half of a lane to bfloat16 with a table. If kZeros, first adds the shift.
   LLMK_INLINE Ints choose(Ints halves, Ints shift) {
     if constexpr (!kZeros) return {_mm512_permutexvar_epi16(halves.v, _mm512_load_si512(kLessEight))};
     const __m512i shifts = _mm512_mask_blend_epi16(0xAAAAAAAA, shift.v, _mm512_slli_epi32(shift.v, 16));
@@ -122,7 +122,8 @@ constexpr int64_t kUnpackDepth = 64;  // depths of a block: 16 KB as float32, 8 
 
 struct WeightBlock {
   const uint8_t* group;
-  int64_t number, steps, begin, count, first;  // number: index of the group; first: `begin` within the whole depth
+  // number: index of the group; first: index of the first step of the block in the whole depth
+  int64_t number, steps, begin, count, first;
 
   bool starts_group() const { return begin == 0; }
   bool ends_group() const { return begin + count == steps; }

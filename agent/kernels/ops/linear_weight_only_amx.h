@@ -48,8 +48,8 @@ class TiledWeightOnly {
     sums_ = static_cast<float*>(thread_scratch(kScratchLinearTile, (sums + rows * kPanelColumns) * 4));
     totals_ = sums_ + sums;
     x_ = static_cast<const bfloat_t*>(job.x) + row * job.x_stride;
-    // All blocks of rows use one configuration of the tiles. The blocks differ by at most one row. A shorter block also
-    // computes one row of the next block. The last block is never the shorter one.
+    // All blocks of rows use one configuration of the tiles. The blocks differ by at most one row. A block that is one
+    // row shorter also computes the first row of the next block. The last block is never shorter.
     configure_tiles(rows - first_row(row_blocks_ - 1), 0);
   }
 

@@ -1,7 +1,7 @@
-// Multiplies integer weights by a single row of bfloat16, without tiles but with the bits of linear_weight_only_amx.h.
-// For one row, unpacking weights to memory takes longer than multiplying them in registers. An element of a tile
-// product adds up the even depths of 32 in order from zero, and the odd depths likewise. Then it adds both to its sum.
-// Subnormal numbers count as zero.
+// Multiplies integer weights by a single row of bfloat16 in vector registers. The results have the same bits as those
+// of the AMX tiles in linear_weight_only_amx.h. For one row, unpacking weights to memory takes longer than multiplying
+// them in registers. An element of a tile product adds up the even depths of 32 in order from zero, and the odd depths
+// likewise. Then it adds both to its sum. Subnormal numbers count as zero.
 #pragma once
 #include <utility>
 

@@ -1,5 +1,5 @@
-// Passes over one row of logits: the vector part of the sampler. Sums have a fixed order: 16 lanes over the vocabulary,
-// then the tree of sum().
+// The loops of the sampler over one row of logits, with vector instructions. Sums have a fixed order: 16 lanes over the
+// vocabulary, then the tree of sum().
 #pragma once
 #include "../common/types.h"
 
@@ -7,10 +7,12 @@ namespace llmk {
 
 // The functions of one instruction set. Each passes once over a row of `size` logits.
 struct LogitsPasses {
-  float (*largest)(const float* row, int64_t size);                              // NaN is never the largest
-  float (*sum_exp)(const float* row, int64_t size, float top);                   // sum of e^(x - top)
+  // returns the largest logit; NaN counts as smaller than any number
+  float (*largest)(const float* row, int64_t size);
+  float (*sum_exp)(const float* row, int64_t size, float top);                   // returns the sum of e^(x - top)
   void (*divide)(const float* row, int64_t size, float divisor, float* out);
-  int64_t (*collect)(const float* row, int64_t size, float low, float high, int32_t* ids);  // low < x <= high
+  // returns the number of tokens with low < x <= high and writes them to ids
+  int64_t (*collect)(const float* row, int64_t size, float low, float high, int32_t* ids);
   int64_t (*first_equal)(const float* row, int64_t size, float value);                      // -1: not found
   void (*weights)(const float* values, int64_t size, float top, float* out);     // e^(x - top)
 };

@@ -33,7 +33,7 @@ constexpr int kTileRows = 2, kTileColumns = 2;
 constexpr int64_t kMatMulRows = 64;
 constexpr int64_t kPackSteps = 32;  // steps of a depth piece; kTileColumns of them fit the L1 cache
 
-// A part of the depth, which is multiplied at a time. If it is not the last one, the partial sums are kept as vectors.
+// A part of the depth that is multiplied at a time. The partial sums of all parts but the last are stored as vectors.
 struct DepthPiece {
   int64_t begin, end;
   bool first, last;

@@ -1,7 +1,8 @@
 // Computes the scores and the weighted values of a partition of paged attention on AMX tiles (amx_tiles.h). The panels
-// of paged_units.h have the layout of tiles. A cache that holds units of 4 bytes has it as well. int8 gives the same
-// integers as in vector registers. bfloat16 adds up 16 units of dims, or of keys, from zero, for one row as well as for
-// 16. Therefore every product with a bfloat16 cache runs here.
+// of paged_units.h have the layout of tiles. A cache that holds units of 4 bytes also has this layout. Tiles give the
+// same integers for int8 as vector registers. For bfloat16, a tile adds up 16 units of dims, or of keys, from zero.
+// Vector registers use another order. Therefore this file computes every product with a bfloat16 cache, even for a
+// single row.
 //
 // Each tile of a panel is multiplied by two tiles of rows, which halves the loads. With bfloat16 these are two times 16
 // rows. With int8 they are the high and the low bytes of 16 rows.
@@ -66,7 +67,7 @@ static inline void configure_products(int64_t rows) {
   configure_tiles(smaller(rows, kAmxRows), lower_rows<F>(rows));
 }
 
-// The rows of a product, in two tiles. The second tile starts at `lower`.
+// The rows of a product, which fill two tiles. The second tile starts at `lower`.
 template <class F>
 struct TileRows {
   const Unit *upper, *lower;
@@ -147,8 +148,8 @@ LLMK_INLINE void restore_sums(const float* from, int64_t stride, bool lower, int
   load_tile<3>(second + kLanes, stride * 4);
 }
 
-// Joins the products of high bytes and of low bytes (Int8Form), which tiles 0 to 3 hold. Calls emit(row, i, sums) for
-// both vectors of each row.
+// Adds the products of high bytes and of low bytes (Int8Form) in tiles 0 to 3. Calls emit(row, i, sums) for both
+// vectors of each row.
 template <class P, class Emit>
 LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& emit) {
   alignas(64) Unit high[kAmxRows][2 * kLanes], low[kAmxRows][2 * kLanes];
@@ -270,7 +271,7 @@ class TileWork {
 
   int64_t left() const { return scores_.left() + values_.left(); }
 
-  // Not inlined, so that the work around it keeps its registers.
+  // Runs up to `count` steps of the queued products. Not inlined, so that the code around the call keeps its registers.
   __attribute__((noinline)) void some(int64_t count) {
     for (; count > 0 && scores_.left() > 0; --count) step<true>(&scores_);
     for (; count > 0 && values_.left() > 0; --count) step<false>(&values_);

@@ -1,10 +1,11 @@
 // Divides RotaryAttention into tasks. A row is one query: a token and one of the query heads that share a kv head. A
-// task has some rows of one sequence, one or a few kv heads and a range of partitions of the context. If several tasks
-// divide the context of the same rows, the task that ends last folds the partitions of all tasks, in order.
+// task computes some rows of one sequence, for one or a few kv heads and a range of partitions of the context. If
+// several tasks divide the context of the same rows, the task that finishes last combines the partitions of all tasks,
+// in order.
 //
 // A task rotates its queries. It also writes the keys and values of its tokens, so that a decode step is one parallel
-// loop. There are two exceptions: a sequence has more rows than a task, or a sequence reads what another one writes.
-// Then all keys and values are written before the tasks.
+// loop. There are two exceptions: if a sequence has more rows than a task, or if a sequence reads blocks that another
+// one writes, all keys and values are written before the tasks.
 #pragma once
 #include "paged_layout.h"
 #include "paged_rows.h"
@@ -19,11 +20,11 @@ struct PagedTask {
   int64_t head, heads;               // kv heads [head, head + heads)
   int64_t first_part, end_part;      // partitions of this task
   int64_t seen, parts;               // partitions that the rows see: [seen, parts)
-  int64_t join;                      // -1: the task covers all partitions
+  int64_t join;                      // index of the PagedJoin, or -1 if this task covers all partitions
 };
 
-// The shared state of tasks that divide the context of the same rows. `waiting` counts unfinished tasks, and the last
-// one folds all partitions.
+// The shared state of tasks that divide the context of the same rows. `waiting` counts unfinished tasks. The last task
+// combines the results of all partitions.
 struct PagedJoin {
   int64_t waiting;
   float* parts;  // [heads][rows][partitions seen][part_floats]: best, mass, ..., sums
@@ -140,13 +141,15 @@ static inline void finish_row(const RotaryAttentionArgs& args, const PagedTask& 
   store_floats(args.dtype, sums, args.dim, static_cast<char*>(args.out) + place * size_of(args.dtype));
 }
 
-// Returns where a task stores its result of one partition for one row. The last task folds the stored partitions.
+// Returns the memory for the result of one partition for one row, if several tasks share the context. The last task
+// combines the stored results.
 static inline float* joined_part(const PagedTask& task, const PagedJoin& join, int64_t h, int64_t row, int64_t part,
                                  int64_t padded_dim) {
   return join.parts + ((h * task.rows + row) * (task.parts - task.seen) + part - task.seen) * part_floats(padded_dim);
 }
 
-// Ends a partition for a block of rows: folds it into their totals, or stores it for the join.
+// Completes a partition for a block of rows: adds its result to the rows' totals, or stores it for the last task if
+// several tasks share the context.
 static inline void close_block(const PagedTask& task, int64_t part, const TaskRows& all, const RowBlock& block,
                                const SoftmaxState& state, const PagedJoin* join) {
   for (int64_t h = 0; h < block.heads; ++h) {
@@ -225,8 +228,8 @@ static inline HeadTile head_tile(const RotaryAttentionArgs& args, const PagedTil
           static_cast<const char*>(args.value_cache) + offset};
 }
 
-// Returns the panels of a head with its keys in place. Values and scales follow later. h: index of the head in
-// `memory`.
+// Packs the keys of a head, or finds them in the cache, and returns the panels of the head. The caller adds values and
+// scales later. `h` is the index of the head in `memory`.
 template <class F, class C>
 static inline TilePanels place_keys(const RotaryAttentionArgs& args, const HeadTile& now, int64_t h,
                                     const TaskRows& all, const PanelMemory& memory) {
@@ -532,9 +535,9 @@ static inline void attend_paged(const RotaryAttentionArgs& args) {
   });
 }
 
-// Computes attention over keys and values that are rows instead of blocks. Sequences with several tiles of rows come
-// first, one by one: their keys and values are copied to blocks (paged_layout.h). Then all other sequences run
-// together.
+// Computes attention over keys and values that are matrix rows instead of cache blocks. First computes the sequences
+// with several tiles of query rows, one by one, after copying their keys and values to blocks (paged_layout.h). Then
+// computes all other sequences together.
 template <class F, class C>
 static inline void attend_ready(const RotaryAttentionArgs& args) {
   int32_t* others = static_cast<int32_t*>(thread_scratch(kScratchLengths, args.num_seqs * 4));

@@ -1,6 +1,6 @@
-// Prefetches the next keys and values into the L2 cache, because hardware prefetchers cannot follow block tables. Lines
-// are requested in about the order in which they will be read, one line for each line that is read. A core has a
-// limited number of outstanding misses: too few requests leave the memory idle, and too many stall the core.
+// Prefetches the next keys and values into the L2 cache, because hardware prefetchers cannot follow block tables.
+// Requests cache lines in about the order in which they will be read: one line for each line that the kernel reads. A
+// core has a limited number of outstanding misses: too few requests leave the memory idle, and too many stall the core.
 // Alternating between several blocks is faster than one block after the other.
 #pragma once
 #include "rotary_attention.h"
@@ -10,8 +10,8 @@ namespace llmk::LLMK_ARCH::paged {
 class TileFetch {
  public:
   // Begins to prefetch the keys or values of positions [begin, end) of a sequence, for kv heads [head, head + heads).
-  // Whole blocks are read `together` at a time, because their heads are adjacent. Other blocks are read head after
-  // head. If the cache holds units, a group of 16 keys is always read completely.
+  // If the range consists of whole blocks, prefetches `together` blocks alternately, with all heads of each. Otherwise
+  // prefetches head after head. If the cache holds units of 4 bytes, always prefetches whole groups of 16 keys.
   void start(const RotaryAttentionArgs& args, bool keys, int64_t seq, int64_t begin, int64_t end, int64_t head,
              int64_t heads, int together) {
     const auto base = reinterpret_cast<uintptr_t>(keys ? args.key_cache : args.value_cache);
@@ -43,8 +43,8 @@ class TileFetch {
     }
   }
 
-  // Adds the lines that the task will write for the last token of a sequence. Its key has a part in every unit of a
-  // group.
+  // Adds the cache lines that the task will write for the last token of a sequence. The elements of its key are spread
+  // over all lines of a group of 16 keys.
   void add_written(const RotaryAttentionArgs& args, int64_t seq, int64_t head, int64_t heads) {
     const int64_t position = args.context_lens[seq] - 1, index = position % args.block_size, chunk = chunk_bytes(args);
     const int64_t block = args.block_tables[seq * args.table_width + position / args.block_size];
@@ -102,7 +102,7 @@ class TileFetch {
     }
   }
 
-  // Begins to prefetch keys or values that are rows. Every row is one piece, because its heads are adjacent.
+  // Begins to prefetch keys or values that are matrix rows. The heads of a row are adjacent, so each row is one piece.
   void start_ready(const RotaryAttentionArgs& args, uintptr_t base, int64_t seq, int64_t begin, int64_t end,
                    int64_t head, int64_t heads) {
     for (int64_t j = begin; j < end; ++j) {
@@ -118,7 +118,7 @@ class TileFetch {
     pieces_[count_++] = {reinterpret_cast<const char*>(first & ~uintptr_t{63}), lines};
   }
 
-  static constexpr int kPieces = 256;  // further pieces are not prefetched
+  static constexpr int kPieces = 256;  // maximum number of pieces; further pieces are not prefetched
   struct Piece {
     const char* at;
     int64_t lines;

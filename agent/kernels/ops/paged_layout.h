@@ -1,6 +1,6 @@
-// Copies keys and values from rows into the layout of the cache (rotary_attention.h). A task packs all keys that its
-// rows see into panels. A sequence with many tasks would repeat this for each task, so its keys are laid out once. The
-// arithmetic is the same.
+// Copies keys and values from rows into the layout of the cache (rotary_attention.h). Otherwise each task packs all
+// keys that its rows see into panels. For a sequence with many tasks, it is faster to copy the keys once. The results
+// have the same bits.
 #pragma once
 #include <cstring>
 
@@ -9,7 +9,8 @@
 
 namespace llmk::LLMK_ARCH::paged {
 
-// Maximum size of the keys and values of a sequence that is laid out. In a larger one, each task packs its own panels.
+// Maximum size of the keys and values of a sequence that are copied. For a larger sequence, each task packs its own
+// panels.
 constexpr int64_t kMostLaidOutBytes = int64_t{64} << 20;
 
 static inline int64_t laid_out_groups(const RotaryAttentionArgs& args, int64_t seq) {
@@ -27,7 +28,7 @@ static inline bool pays_layout(const RotaryAttentionArgs& args, int64_t seq) {
   return many && whole_vectors && 2 * laid_out_bytes(args, seq) <= kMostLaidOutBytes;
 }
 
-// Lays out a group of keys or values of a kv head. Zeros follow the end of the sequence.
+// Copies a group of 16 keys or values of a kv head into the layout of the cache. Zeros follow the end of the sequence.
 static inline void lay_out_group(const RotaryAttentionArgs& args, int64_t seq, int64_t group, int64_t head,
                                  bool is_key, char* rows, char* chunk) {
   const int64_t row_bytes = args.dim * size_of(args.dtype);
@@ -45,8 +46,8 @@ static inline void lay_out_group(const RotaryAttentionArgs& args, int64_t seq, i
   place_value_group<uint16_t>(rows, args.dim, reinterpret_cast<Unit*>(chunk));
 }
 
-// Returns the arguments for one laid-out bfloat16 sequence, with blocks of one group each. The memory is valid until
-// the next call.
+// Copies the keys and values of one bfloat16 sequence into the layout of the cache, in blocks of one group each.
+// Returns the arguments of attention over the copy. The memory is valid until the next call.
 static inline RotaryAttentionArgs laid_out_sequence(const RotaryAttentionArgs& args, int64_t seq) {
   const int64_t groups = laid_out_groups(args, seq), bytes = laid_out_bytes(args, seq);
   char* keys = static_cast<char*>(thread_scratch(kScratchLaidOut, 2 * bytes + groups * 4));

@@ -83,8 +83,8 @@ LLMK_INLINE void pack_value_unit(const HeadTile& now, int64_t key, int64_t d, in
   F::template pack_values<kWhole>(rows, n, out);
 }
 
-// Packs values as rows of units of keys. Zeros fill the last product, because zero weights times old memory could be
-// NaN.
+// Packs values as rows of units of keys. Fills the last product with zeros, because a zero weight times uninitialised
+// memory could be NaN.
 template <class F, class C>
 static inline void pack_values(const HeadTile& now, int64_t dim, int64_t padded_dim, int64_t product_groups,
                                Unit* panel) {
@@ -198,7 +198,8 @@ static inline void point_at_keys(const HeadTile& now, TilePanels* panels) {
   }
 }
 
-// Copies the first `there` keys of a group of values and fills with zeros, because the other memory could hold NaN.
+// Copies the values of the first `there` keys of a group. The values of the other keys become zero, because
+// uninitialised memory could hold NaN.
 template <class F>
 static inline void copy_group(const Unit* from, int64_t there, int64_t dim, Unit* out) {
   constexpr int kPer = F::kPerUnit;

@@ -25,7 +25,7 @@ namespace llmk::LLMK_ARCH::paged {
 constexpr int64_t kTaskRows = 192;
 constexpr int64_t kTileRows = 16;   // rows of one head that are processed together
 constexpr int64_t kBlockRows = 32;  // rows of a block: from several heads, or two tiles of rows
-constexpr int kFetchUnits = 8;      // units multiplied between two prefetches
+constexpr int kFetchUnits = 8;      // number of units that are multiplied between two prefetches
 constexpr float kLowest = -3.4028235e38f;
 #ifdef LLMK_VEC_AVX512
 constexpr int kRowBlock = 6, kBlockVectors = 4;  // rows and panel vectors that are multiplied together
@@ -37,7 +37,7 @@ constexpr int kRowBlock = 2, kBlockVectors = 2;
 // multiple of kBlockVectors. Fewer heads get larger chunks, because each chunk stores and reloads the sums.
 LLMK_INLINE int64_t chunk_groups(int64_t heads) { return smaller(kPartGroups, larger(4, kBlockRows / heads / 4 * 4)); }
 
-// The softmax of some rows over the keys so far.
+// The state of the online softmax of some rows, over the keys that were processed.
 struct SoftmaxState {
   float* best;  // [rows], largest score as a power of two
   float* mass;  // [rows]
@@ -47,11 +47,13 @@ struct SoftmaxState {
 // The rows of a task. Row r of head h has number h * rows + r.
 struct TaskRows {
   int64_t heads, rows, dim, padded_dim, query_units;  // query_units: of one pass
-  const int64_t* visible;                             // [rows]: end of the keys that a row sees; never decreases
+  const int64_t* visible;                             // [rows]: end of the keys that a row sees; ascending
   const int64_t* first;                               // [rows]: first key that a row sees, or null: 0
   Unit* queries;                                      // [heads * rows][passes][query_units]
-  float* factors;                                     // [heads * rows]: score -> power of two
-  int32_t* offsets;                                   // [heads * rows]: Int8ScoreProduct
+  // [heads * rows]: factor of a score, so that e^score becomes a power of two
+  float* factors;
+  // [heads * rows]: offset of the integer sums, for Int8ScoreProduct
+  int32_t* offsets;
   SoftmaxState total;                                 // [heads * rows]; unused with a join
 
   int64_t first_key(int64_t row) const { return first == nullptr ? 0 : first[row]; }
@@ -64,7 +66,7 @@ struct RowBlock {
   int64_t count() const { return heads * rows; }
 };
 
-// Groups [begin, end) of 16 keys of a partition. done: the block of rows sees no later group.
+// Groups [begin, end) of 16 keys of a partition. done: true if the block of rows sees no later group.
 struct GroupRange {
   int64_t begin, end;
   bool done;
@@ -100,7 +102,7 @@ struct ProductRows {
 
 // Sums the products of row r and panel vector v into total[r][v], over pieces [begin, end) of `units` units. The first
 // unit of a piece is at(piece, v). The format int8 has two passes: the products of the second are added to the shifted
-// sums of the first. Float sums continue from the present `total`.
+// sums of the first. Float sums are added to the present `total`.
 template <class P, int kPasses, int R, int V, class At>
 LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, int64_t units, int64_t panel_stride,
                           const At& at, const int32_t* offsets, SharedFetch shared, typename P::Acc (&total)[R][V]) {
@@ -244,7 +246,8 @@ LLMK_INLINE float largest_value_scale(const RowView& view, const TilePanels& pan
   return largest(top);
 }
 
-// Turns the scores of `groups` groups (an even number) into weights, 0 for hidden keys. Returns the sum of the weights.
+// Turns the scores of `groups` groups of keys (an even number) into softmax weights, with 0 for hidden keys. Returns
+// the sum of the weights.
 template <class F>
 LLMK_INLINE float weigh_row(const RowView& view, const TilePanels& panels, float factor, float best, int64_t groups,
                             const float* scores, Unit* weights, float* step) {
@@ -294,7 +297,7 @@ static inline void soften_block(const TaskRows& all, const TilePanels* panels, c
   });
 }
 
-// Adds the earlier sums to `total` (unless `fresh`) and stores the result. With `done`, converts it to floats.
+// Adds the sums of earlier chunks to `total`, unless `fresh`, and stores the result. If `done`, converts it to floats.
 template <class F>
 LLMK_INLINE void store_values(typename F::ValueProduct::Acc total, bool fresh, bool done, float step, float* sums) {
   using P = typename F::ValueProduct;
@@ -389,8 +392,8 @@ static inline void fold_partition(const SoftmaxState& part, int64_t rows, int64_
 
 namespace llmk::LLMK_ARCH::paged {
 
-// Return the number of groups of 16 keys that any row of the block sees, and this number rounded up to a multiple of
-// kWeightGroups.
+// groups_seen() returns the number of groups of 16 keys that any row of the block sees. weight_groups() rounds this
+// number up to a multiple of kWeightGroups.
 LLMK_INLINE int64_t groups_seen(const TaskRows& all, const TilePanels& panels, const RowBlock& block) {
   return smaller(panels.groups, ceil_div(all.visible[block.first + block.rows - 1] - panels.begin, kGroupKeys));
 }

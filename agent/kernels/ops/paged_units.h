@@ -1,5 +1,6 @@
-// The three arithmetics of paged attention. All operands are 32-bit units: one float, two bfloat16 or four int8. A
-// product broadcasts one unit of a row, multiplies it by 16 units of a panel and adds the result to an accumulator.
+// The three number formats in which paged attention multiplies. All operands are 32-bit units: one float, two bfloat16
+// or four int8. A product broadcasts one unit of a row, multiplies it by 16 units of a panel and adds the result to an
+// accumulator.
 //
 //   FloatForm     float32 FMA; packing a tile widens bfloat16, float16 and int8 caches
 //   BFloat16Form  VDPBF16PS for both products; queries and weights rounded to bfloat16
@@ -148,7 +149,8 @@ struct FloatForm {
     *offset = 0;
   }
 
-  // Stores the weights of a row, two groups of keys per call, times the scales of the values if there are any.
+  // Stores the softmax weights of a row, two groups of keys per call. If the values have scales, multiplies each weight
+  // by the scale of its value.
   struct Weights {
     const float* value_scales;  // [kPartition], or null
     Unit* out;

@@ -25,7 +25,7 @@ struct BFloat16Form {
   static constexpr int kPerUnit = 2, kPasses = 1;
   static constexpr int64_t kDimStep = 2 * kLanes;
 
-  // A polynomial of degree 3 is far more exact than a bfloat16 weight.
+  // A polynomial of degree 3 has a smaller error than the rounding of a weight to bfloat16.
   static LLMK_MEMBER Vec power(Vec x) { return coarse_power_of_two<3>(x); }
 
   template <bool kWhole>

@@ -4,7 +4,8 @@
 #ifdef LLMK_VNNI
 namespace llmk::LLMK_ARCH::paged {
 
-// VPDPBUSD as assembly, because GCC 12 copies the accumulators of the intrinsic in every step of a loop.
+// Runs the instruction VPDPBUSD. This is assembly, because GCC 12 copies the accumulators of the intrinsic in every
+// iteration of a loop.
 LLMK_INLINE __m512i dot_quads(__m512i total, __m512i unsigned_bytes, __m512i signed_bytes) {
   asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(unsigned_bytes), "v"(signed_bytes));
   return total;
@@ -23,7 +24,7 @@ struct Int8ScoreProduct {
     return _mm512_add_epi32(_mm512_slli_epi32(total, kShift), _mm512_set1_epi32(offset));
   }
   static inline Acc join(Acc high, Acc low) { return _mm512_add_epi32(high, low); }
-  // Loads integer sums, which are stored where the floats will be.
+  // Loads integer sums from the memory where their final float values will be stored.
   static inline Acc restore(const float* sums) { return _mm512_loadu_si512(sums); }
   static inline void keep(Acc total, float* sums) { _mm512_storeu_si512(sums, total); }
   static inline Vec result(Acc total) { return {_mm512_cvtepi32_ps(total)}; }
@@ -42,7 +43,7 @@ struct Int8Form {
   static constexpr int kPerUnit = 4, kPasses = 2;
   static constexpr int64_t kDimStep = 4 * kLanes;
 
-  // A polynomial of degree 4 is as exact as a weight of 16 bits.
+  // The error of a polynomial of degree 4 is about that of a weight of 16 bits.
   static LLMK_MEMBER Vec power(Vec x) { return coarse_power_of_two<4>(x); }
   static constexpr float kLargestQuery = 16319.0f;  // 127 * 2^7 + 63
   static constexpr float kLargestWeight = 65535.0f;
@@ -104,7 +105,8 @@ struct Int8Form {
   }
 
   // Rounds the weights of a row to 16 bits. The largest possible weight is that of the best key with the largest scale.
-  // Other weights are exact to 2^-17 of it. A sum of kPartition weights times values is below 2^31.
+  // The rounding error of any weight is at most 2^-17 of the largest. A sum of kPartition weights times values is below
+  // 2^31.
   struct Weights {
     const float* value_scales;
     const float largest_scale;
@@ -121,8 +123,8 @@ struct Int8Form {
           high(reinterpret_cast<uint8_t*>(out)),
           low(high + kPartition) {}
 
-    // Stores two groups of weights. Calls come in the order of the groups, whose number is a multiple of four, and
-    // every second call stores four groups together.
+    // Takes the weights of two groups of keys. The caller passes the groups in ascending order, and their number is a
+    // multiple of four. Every second call stores four groups together.
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
       masses = add(masses, add(first, second));
       // Words of both groups, alternating after 4 words.

@@ -68,7 +68,7 @@ static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, 
   });
 }
 
-// Stores rounded values as bytes, with the bits of `bias` flipped.
+// Rounds values to bytes and stores them. Flips the bits that are set in `bias`.
 LLMK_INLINE void store_int8(char* p, Vec v, int64_t n, uint8_t bias) {
 #ifdef LLMK_VEC_AVX512
   const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v.v));
@@ -84,7 +84,8 @@ LLMK_INLINE void store_int8(char* p, Vec v, int64_t n, uint8_t bias) {
 #endif
 }
 
-// Quantises a head to symmetric int8: scale = max|x| / 127, rounded to nearest even, with the bits of `bias` flipped.
+// Quantises a head to symmetric int8: scale = max|x| / 127, rounded to nearest even. Flips the bits of each byte that
+// are set in `bias`.
 static inline void quantize_head(const float* x, int64_t dim, uint8_t bias, char* values, char* scale) {
   Vec top = zero();
   for (int64_t d = 0; d < dim; d += kLanes) {
@@ -100,7 +101,7 @@ static inline void quantize_head(const float* x, int64_t dim, uint8_t bias, char
   std::memcpy(scale, &unit, sizeof(unit));
 }
 
-// Writes a token's key, or its value, to a cache of 4-byte units, over which its elements are spread
+// Writes the key of a token to a cache of 4-byte units. Adjacent units of the key are not adjacent in the cache
 // (rotary_attention.h).
 static inline void scatter_key(const RotaryAttentionArgs& args, const char* row, int64_t index, char* chunk) {
   char* out = chunk + key_element(args, index, 0) * cache_element_bytes(args);
@@ -125,7 +126,7 @@ static inline void scatter_value(const RotaryAttentionArgs& args, const char* ro
   for (int64_t d = 0; d < args.dim; ++d) out[d * static_cast<int64_t>(4 / sizeof(C))] = in[d];
 }
 
-// Converts a key or value to the type of the cache. int8 also gets its scale.
+// Converts a key or value to the type of the cache. For int8, also stores its scale.
 static inline void narrow_head(const RotaryAttentionArgs& args, const float* x, bool is_key, char* row, char* scale) {
   if (!args.int8_cache) return store_floats(args.dtype, x, args.dim, row);
   quantize_head(x, args.dim, is_key && cache_has_units(args) ? kKeyBias & 0xFF : 0, row, scale);
@@ -218,7 +219,7 @@ static inline void write_group(const RotaryAttentionArgs& args, int64_t token, i
   place_value_group<uint16_t>(buffer.rows, args.dim, out);
 }
 
-// Prefetches the lines that write_head() writes, from the L2 cache. A key is spread over many lines.
+// Prefetches the cache lines that write_head() will write. A key is spread over many lines.
 LLMK_INLINE void fetch_written(const RotaryAttentionArgs& args, bool is_key, int64_t index, char* chunk) {
   const int64_t element = cache_element_bytes(args);
   char* first = chunk + (is_key ? key_element(args, index, 0) : value_element(args, index, 0)) * element;

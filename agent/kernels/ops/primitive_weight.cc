@@ -20,7 +20,8 @@ struct Kept {
 
 std::shared_mutex kept_mutex;
 std::unordered_map<const void*, Kept>& kept_weights() {
-  static auto* weights = new std::unordered_map<const void*, Kept>;  // never freed: threads may use it
+  // never freed, because other threads may use it when the process ends
+  static auto* weights = new std::unordered_map<const void*, Kept>;
   return *weights;
 }
 
@@ -73,7 +74,7 @@ void turn(const T* from, int64_t depth, int64_t columns, T* to) {
   });
 }
 
-// Returns transposed floats [columns, depth] for pack_weight().
+// Returns the float weights transposed to [columns, depth], for pack_weight().
 std::vector<char> turned_floats(const PrimitiveWeight& weight) {
   const bool wide = weight.type == ValueType::kFloat32;
   std::vector<char> out(static_cast<size_t>(weight.columns * weight.depth * (wide ? 4 : 2)));
@@ -87,7 +88,7 @@ std::vector<char> turned_floats(const PrimitiveWeight& weight) {
   return out;
 }
 
-// Returns integers [columns, depth] for pack_weight(): int8, or int4 plus 8 in one byte each.
+// Returns the integer weights as [columns, depth], for pack_weight(). An int4 weight gets a byte with its value plus 8.
 std::vector<int8_t> column_integers(const PrimitiveWeight& weight) {
   std::vector<int8_t> out(static_cast<size_t>(weight.columns * weight.depth));
   const int shift = weight.type == ValueType::kInt4 ? 8 : 0;
@@ -181,7 +182,7 @@ int keep_primitive(const PrimitiveWeight& weight, void* blob, int64_t blob_bytes
   }
   {
     const std::shared_lock<std::shared_mutex> lock(kept_mutex);
-    if (kept_weights().count(weight.values) != 0) {  // the memory of a kept weight may be inaccessible
+    if (kept_weights().count(weight.values) != 0) {  // if the weight is kept, its original memory may be inaccessible
       return refuse_text("keep_primitive", "the weight at %p is kept already", weight.values);
     }
   }

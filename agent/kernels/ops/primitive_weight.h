@@ -9,8 +9,8 @@
 //   GroupedMatmulV4         any of the three, for each of its weights  [depth, columns], not transposed
 //
 // A weight that never changes is packed once, by keep_primitive(). Then the address of its values identifies the
-// weight. A primitive that gets this address must have the same weight, otherwise it fails. Other weights are packed in
-// each call. The caller of keep_primitive() must call forget_primitive() before it frees the weight.
+// weight. If a primitive gets this address with other sizes or types, it fails. Other weights are packed in each call.
+// The caller of keep_primitive() must call forget_primitive() before it frees the weight.
 #pragma once
 #include <cstdint>
 
@@ -27,7 +27,8 @@ struct PrimitiveWeight {
   const void* offsets;  // null: 0; integers, -8 to 8 with int4, in the type and shape of the scales
   ValueType type;
   int32_t scale_type;      // a DType
-  int32_t transposed;      // 1: [columns, depth], scales [columns, groups]; 0: [depth, columns], [groups, columns]
+  // 1: [columns, depth] with scales [columns, groups]; 0: [depth, columns] with scales [groups, columns]
+  int32_t transposed;
   int32_t float_products;  // integers: 1 if the activations stay floats (WeightQuantBatchMatmul)
   int64_t columns, depth, group;  // group 0: one scale per column
 };

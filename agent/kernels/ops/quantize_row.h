@@ -15,7 +15,8 @@ namespace llmk {
 
 static inline float quantize_inverse(float largest) {
   const float inverse = 127.0f / largest;
-  return inverse <= 3.4e38f ? inverse : 0.0f;  // 0 if the row is zero or so small that the quotient overflows
+  // 0 if the quotient overflows, because all numbers of the row are zero or tiny
+  return inverse <= 3.4e38f ? inverse : 0.0f;
 }
 
 #ifdef LLMK_ARCH
@@ -70,7 +71,8 @@ static void quantize_row_typed(const T* x, const QuantizedRows& rows, int64_t ro
 
 #ifdef LLMK_VEC_AVX512
 // Quantises bfloat16, 32 numbers per vector. The maximum compares the magnitudes as integers. The quantisation handles
-// even and odd numbers separately, because each half of a pair is a float without conversion.
+// even and odd numbers separately: in each 32-bit pair, masking or shifting one half gives the float32 value of the
+// other.
 static void quantize_bfloats(const bfloat_t* x, const QuantizedRows& rows, int64_t row,
                              const PackedWeightHeader& header) {
   constexpr int64_t kStep = 2 * kLanes;
@@ -100,7 +102,7 @@ static void quantize_bfloats(const bfloat_t* x, const QuantizedRows& rows, int64
   for (int64_t g = 0; k < depth; ++g) {
     __m512i total = _mm512_setzero_si512();
     for (const int64_t end = smaller(k + group, depth); k < end; k += kStep) {
-      __builtin_prefetch(x + depth + k);  // the next row is probably quantised next
+      __builtin_prefetch(x + depth + k);  // prefetches the next row, which is probably quantised next
       const Ints pairs{numbers(k)};
       const __m512i even = _mm512_cvtps_epi32(_mm512_mul_ps(low_bfloats(pairs).v, factor));
       const __m512i odd = _mm512_cvtps_epi32(_mm512_mul_ps(high_bfloats(pairs).v, factor));

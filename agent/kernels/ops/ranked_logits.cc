@@ -58,7 +58,7 @@ RankedRow::RankedRow(const float* row, int64_t size, float top) : row_(row), siz
   kernels().logits.weights(row, size, top, work.weights.data());
   const float* weights = work.weights.data();
   uint16_t* bins = work.bins.data();
-  for (int64_t i = 0; i < size; ++i) {  // without branches, so that the compiler vectorises it
+  for (int64_t i = 0; i < size; ++i) {  // the loop has no branches, so that the compiler vectorises it
     const float below = (top - row[i]) * kBinsPerUnit;
     const int32_t bin = static_cast<int32_t>(below < kBins - 1 ? below : kBins - 1);
     bins[i] = static_cast<uint16_t>(weights[i] > 0 ? bin : kBins);

@@ -1,4 +1,4 @@
-// Ranks a row of logits by probability, and sorts only the parts that are used.
+// Ranks the tokens of a row of logits by probability. Sorts only those parts of the ranking that the sampler needs.
 //
 // The larger logit ranks first, the smaller id on a tie. A token's weight is e^(logit - largest). Tokens with weight 0
 // or NaN have no rank.
@@ -14,8 +14,9 @@ struct Candidate {
   int32_t id;
 };
 
-// Returns the best `count` tokens in order, or fewer if fewer have a finite logit. Searches a band of logits below the
-// largest, and doubles the band until it holds enough tokens, which usually takes one or two passes. Then sorts them.
+// Writes the `count` tokens with the largest logits to `best`, largest first, or fewer if fewer have a finite logit.
+// Searches a band of logits below the largest, and doubles the band until it holds enough tokens, which usually takes
+// one or two passes. Then sorts them.
 void best_tokens(const float* row, int64_t size, float top, int64_t count, ScratchVector<Candidate>* best);
 
 // A prefix of the ranking: its number of tokens and their mass.
@@ -24,18 +25,19 @@ struct Prefix {
   double mass;
 };
 
-// Divides a whole row into bins of logits with their masses. To find the place where a running mass or count crosses a
-// limit, it sorts a single bin. The mass runs over the bins (each added up in the order of its ids), then along the
-// sorted bin, in double.
+// Ranks a whole row. Divides the tokens into bins by logit, and stores the mass of each bin. To find where a running
+// mass or count crosses a limit, it sorts only the bin that contains this place. Masses are added in double: first
+// whole bins (each in the order of its ids), then the tokens of the sorted bin.
 class RankedRow {
  public:
   RankedRow(const float* row, int64_t size, float top);
 
   Prefix all() const { return {count_, mass_}; }
-  Prefix best(int64_t count);                    // the first `count` tokens
-  Prefix reaching(double mass);                  // the fewest tokens with at least this mass; at least one
-  Prefix at_least(float weight);                 // the tokens with at least this weight; at least one
-  int32_t token_at(double mass, Prefix within);  // the first token at which the running mass exceeds `mass`
+  Prefix best(int64_t count);                    // returns the first `count` tokens
+  // returns the shortest prefix with at least this mass; at least one token
+  Prefix reaching(double mass);
+  Prefix at_least(float weight);                 // returns the tokens with at least this weight; at least one token
+  int32_t token_at(double mass, Prefix within);  // returns the first token at which the running mass exceeds `mass`
 
  private:
   static constexpr int kBins = 512;

@@ -5,12 +5,12 @@
 // rows from query_starts[s]. They are the last of its context_lens[s] positions. A row sees the keys of positions 0 to
 // its own. Query head h uses kv head h / (heads / kv_heads).
 //
-// Cache. It is [num_blocks][kv_heads] chunks. Position j of sequence s is row j % block_size of block
-// block_tables[s * table_width + j / block_size]. The keys and values of the step are first written to `slots` and then
-// read from the cache. A float chunk has block_size * dim values of the type of qkv. An int8 chunk has block_size * dim
-// int8, then [block_size] float32 scales: value = scale * int8, with scale = max|x| / 127 of the token and head.
-// If block_size and dim are multiples of 16, bfloat16 and int8 have the layout of the products. It has units of 4 bytes
-// in groups of 16 tokens. Keys of int8 are unsigned bytes with 128 added.
+// Cache. It is [num_blocks][kv_heads] chunks. Position j of sequence s is row j % block_size of block block_tables[s *
+// table_width + j / block_size]. The keys and values of the step are first written to `slots` and then read from the
+// cache. A float chunk has block_size * dim values of the type of qkv. An int8 chunk has block_size * dim int8, then
+// [block_size] float32 scales: value = scale * int8, with scale = max|x| / 127 of the token and head. If block_size and
+// dim are multiples of 16, bfloat16 and int8 have the layout of the products. It has units of 4 bytes in groups of 16
+// tokens. Keys of int8 are unsigned bytes with 128 added.
 //     keys    [block_size / 16][dim / per][16 tokens][per dims]        per = 2 bfloat16 or 4 int8
 //     values  [block_size / 16][16 / per][dim][per tokens]
 // Other shapes, float32 and float16 are [block_size][dim].
@@ -18,12 +18,12 @@
 // Options. With gammas, every query and key head passes RMSNorm before the rotation, in float32 (Qwen3). With a window,
 // a row sees only the last `window` keys, including its own (Mistral). With first_keys, a token sees no key before
 // position first_keys[token]. With `ready`, only the attention runs, for the native primitives: qkv is the rotated
-// query [tokens, heads * dim], and the keys and values exist. The heads of a token are then adjacent: the cache is
-// [num_blocks][block_size][kv_heads][dim]. Without block_tables it is rows [kv_heads][dim], and those of sequence s
-// begin at key_starts[s].
+// query [tokens, heads * dim], and keys and values are already stored. The heads of a token are then adjacent: the
+// cache is [num_blocks][block_size][kv_heads][dim]. Without block_tables, keys and values are matrix rows
+// [kv_heads][dim], and the rows of sequence s begin at key_starts[s].
 //
-// Checks are in rotary_attention_checks.cc, the split into tasks in paged_attention.h, the arithmetic and its order
-// in paged_rows.h.
+// Checks are in rotary_attention_checks.cc, the split into tasks in paged_attention.h, the arithmetic and its order in
+// paged_rows.h.
 #pragma once
 #include "../common/thread_pool.h"
 #include "../common/types.h"
@@ -52,7 +52,8 @@ struct RotaryAttentionArgs {
   float scale;        // factor of the scores
   DType dtype;        // type of qkv and out
   bool int8_cache;    // otherwise the cache holds dtype
-  bool write_first;   // filled by the checks: a sequence may read what another one writes in this step
+  // filled by the checks; true: a sequence may read a block that another sequence writes in this step
+  bool write_first;
   bool ready;
   bool laid_out;  // ready only: the cache has this operator's own layout, in blocks of block_tables
   const int64_t* key_starts;  // ready only, [num_seqs]
@@ -69,7 +70,8 @@ static inline int64_t first_key(const RotaryAttentionArgs& args, int64_t seq, in
   return args.window == 0 ? 0 : larger(0, visible_keys(args, seq, row) - args.window);
 }
 
-// Returns true if keys and values are rows, as the native primitives have them, instead of chunks.
+// Returns true if keys and values are matrix rows, as in the native primitives, instead of the chunks of this
+// operator's cache.
 static inline bool lies_in_rows(const RotaryAttentionArgs& args) { return args.ready && !args.laid_out; }
 
 // Returns the bytes of a chunk: one block of one kv head.
@@ -82,7 +84,7 @@ static inline int64_t head_bytes(const RotaryAttentionArgs& args) {
   return lies_in_rows(args) ? args.dim * size_of(args.dtype) : chunk_bytes(args);
 }
 
-// Returns the byte offset of the keys (or values) of all heads at a position of a sequence, if they are rows.
+// Returns the byte offset of the keys (or values) of all heads at a position of a sequence. For lies_in_rows() only.
 static inline int64_t ready_place(const RotaryAttentionArgs& args, int64_t seq, int64_t position) {
   int64_t row = position;
   if (args.block_tables == nullptr) {
@@ -105,7 +107,7 @@ static inline bool cache_has_units(const RotaryAttentionArgs& args) {
   return !lies_in_rows(args) && narrow && args.block_size % kGroupKeys == 0 && args.dim % 16 == 0;
 }
 
-// Flips the sign bit of bytes: adds 128 to int8, as unsigned.
+// Mask of the sign bits of four bytes. Flipping the sign bit of an int8 adds 128 and gives an unsigned byte.
 constexpr uint32_t kKeyBias = 0x80808080u;
 
 // Returns the offset, in elements, of dim `d` of the key or value in row `row` of a chunk.
@@ -131,8 +133,9 @@ static inline CachePlace cache_place(const RotaryAttentionArgs& args, int64_t bl
   return {chunk + row * row_bytes, chunk + args.block_size * row_bytes + row * 4};
 }
 
-// Checks the arguments of a whole step. Returns 0, or an error code after one line on standard error; then nothing was
-// written. Fills `query_starts` [num_seqs] and write_first, and sets the rows of `out` after the last sequence to zero.
+// Checks the arguments of a whole step. Returns 0, or an error code after one line on standard error. After an error,
+// nothing was written. Fills `query_starts` [num_seqs] and write_first, and sets the rows of `out` after the last
+// sequence to zero.
 int check_rotary_attention(const char* op, RotaryAttentionArgs* args, int64_t* query_starts);
 
 // Checks the arguments of attention over rotated queries and existing keys (`ready`). `starts` [2 * num_seqs] receives

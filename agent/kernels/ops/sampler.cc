@@ -1,4 +1,4 @@
-// The sampler. The steps for each row, in this order:
+// The sampler. It runs these steps for each row of logits:
 //
 //   1. Read from the raw logits: the logsumexp (if wanted), the best `num_top_logits` pairs, and later the sampled
 //      token's logit.
@@ -100,7 +100,7 @@ struct Workspace {
   ScratchVector<Candidate> best;
 };
 
-// Returns the first id with this logit, or 0 if every logit is NaN or -infinity.
+// Returns the first token id with this logit, or 0 if no token has it, because every logit is NaN or -infinity.
 int32_t first_equal(const float* row, int64_t size, float value) {
   return static_cast<int32_t>(std::max<int64_t>(kernels().logits.first_equal(row, size, value), 0));
 }
@@ -118,7 +118,7 @@ const float* apply_penalties(const SampleArgs& args, int64_t row, const float* l
   }
   for (int32_t i = 0; i < total; ++i) {
     int32_t& count = work->counts[static_cast<size_t>(history[i])];
-    if (count < 0) continue;  // handled at an earlier occurrence
+    if (count < 0) continue;  // the penalties of this token were applied at an earlier occurrence
     float& logit = work->penalized[static_cast<size_t>(history[i])];
     logit = penalized_logit(args, row, logit, count);
     count = -1;
@@ -188,10 +188,11 @@ void sample_row(const SampleArgs& args, int64_t row) {
   publish(args, row, id, raw[id]);
 }
 
-// Returns true if the sampler must not change the results of the row.
+// Returns true if this call must leave the results of the row unchanged.
 bool is_left(const SampleArgs& args, int64_t row) { return args.logits_rows != nullptr && args.logits_rows[row] < 0; }
 
-// Returns true if the token of the row is already known. Computing it is cheaper than waking a thread.
+// Returns true if the row needs no sampling: it is skipped, or it is greedy and its best token is known. Finishing the
+// row takes less time than waking a thread.
 bool is_known(const SampleArgs& args, int64_t row) {
   if (is_skipped(args, row)) return true;
   return args.best_ids != nullptr && args.best_ids[row] >= 0 && args.temperature[row] == 0.0f &&

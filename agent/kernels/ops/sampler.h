@@ -9,7 +9,8 @@ constexpr int kMaxTopLogits = 32;
 // The arguments have one entry per row unless stated. sampler.cc defines the order of the steps and their meaning.
 struct SampleArgs {
   const float* logits;         // [rows, vocab_size]
-  const int32_t* logits_rows;  // the row of `logits` for each row; -1: the row is left as it is; null: row i has row i
+  // index in `logits` for each row; -1: the results of the row stay unchanged; null: row i has logits i
+  const int32_t* logits_rows;
   int64_t rows, vocab_size;
   const float* temperature;  // 0: greedy
   const int32_t* top_k;      // 0: off

@@ -10,7 +10,7 @@
 namespace llmk {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity(), kLowest = std::numeric_limits<float>::lowest();
-constexpr int64_t kFewTokens = 4096;  // up to this number, top-k sorts its tokens directly
+constexpr int64_t kFewTokens = 4096;  // up to this top_k, the sampler sorts the best tokens directly
 
 // Returns the random number of a row, at least 0 and below 1.
 double uniform(uint64_t seed, int32_t position);
@@ -24,12 +24,12 @@ int check_row(const SampleArgs& args, int64_t row);
 // Returns the logit of a token of the history that occurs `count` times in the output, after the penalties.
 float penalized_logit(const SampleArgs& args, int64_t row, float logit, int32_t count);
 
-// Draws among the best tokens of a row with top-k, in the order of their ranks. Their logits are divided by the
-// temperature. Each filter keeps a prefix.
+// Draws one of the `count` best tokens of a row, which are sorted, after the filters top-k, top-p and min-p. Their
+// logits are divided by the temperature. Each filter keeps a prefix.
 int32_t draw_of_sorted(const SampleArgs& args, int64_t row, const Candidate* best, size_t count, double u,
                        ScratchVector<float>* buffer);
 
-// Writes the results of a row: that it does not sample, its best tokens, or its sampled token with the raw logit.
+// Write results of a row: that it does not sample, its best tokens, or its sampled token with the raw logit.
 void skip_row(const SampleArgs& args, int64_t row);
 void report_top(const SampleArgs& args, int64_t row, const Candidate* best, size_t count);
 void publish(const SampleArgs& args, int64_t row, int32_t id, float logit);

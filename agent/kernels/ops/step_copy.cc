@@ -45,7 +45,8 @@ bool in_bounds(const StepCopyArgs& a) {
          in_range(a.num_top_logits, a.seqs, a.lowest_top_logits, a.max_top_logits + 1);
 }
 
-// Replaces the placeholders of tokens [begin, end) by the last token of `row`. Returns false if the row has none.
+// Replaces each lowest_token (LAST_TOKEN) in token_ids [begin, end) by the last token of batch row `row`. Returns false
+// if the batch row has none.
 bool resolve(const StepCopyArgs& a, int64_t begin, int64_t end, int32_t row) {
   if (a.row_last_tokens == nullptr) return true;
   for (int64_t t = begin; t < end; ++t) {

@@ -1,12 +1,13 @@
-// Copies a step's inputs out of its slot and checks them. Graph and sampler use the copies as indices, so every number
-// is checked. A later change of the slot cannot affect the checked copies.
+// Copies the inputs of a step out of its step slot and checks the copies. Every number is checked, because graph and
+// sampler use them as indices. Later changes of the step slot do not affect the copies.
 #pragma once
 #include <cstdint>
 
 namespace llmk {
 
 // The sizes of a step, the bounds of its values, its arrays and their copies. T: tokens; S: sequences; W: width of the
-// block tables. A value must be at least its `lowest` number, or 0, and below its bound.
+// block tables. Each value must be below its bound and not negative. Only for values with a `lowest` number, this
+// number is the minimum.
 struct StepCopyArgs {
   int64_t tokens, seqs, width;
   int32_t decode;  // 1: one token per sequence
@@ -30,7 +31,7 @@ struct StepCopyArgs {
   int32_t* own_block_tables;
   int32_t* own_rows;
   int32_t* last_tokens;     // [S] index in T of each sequence's last token
-  int32_t* sampled_tokens;  // [S] the same if the sequence samples, otherwise -1
+  int32_t* sampled_tokens;  // [S] the index of each sequence's last token in T if the sequence samples, otherwise -1
   int32_t* counts;          // [3] tokens, sequences, width
 };
 

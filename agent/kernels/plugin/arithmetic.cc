@@ -24,7 +24,7 @@ struct complex_t {
   T real, imaginary;
 };
 
-// Calls function(T{}) with the type of this name. Returns false for an unknown name.
+// Calls function(T{}), where T is the C++ type that MindSpore calls `name`. Returns false for an unknown name.
 template <class Function>
 bool with_type(const char* name, const Function& function) {
   const auto is = [name](const char* other) { return name != nullptr && std::strcmp(name, other) == 0; };
@@ -100,7 +100,7 @@ void convert(const complex_t<From>& from, complex_t<To>* to) {
   *to = {static_cast<To>(from.real), static_cast<To>(from.imaginary)};
 }
 
-// Calls function(T{}) as with_type() does, also for complex64 and complex128.
+// Calls function(T{}) like with_type(), but also accepts complex64 and complex128.
 template <class Function>
 bool with_any_type(const char* name, const Function& function) {
   if (name != nullptr && std::strcmp(name, "complex64") == 0) return function(complex_t<float>{}), true;
@@ -117,15 +117,15 @@ void for_parts(int64_t count, const Function& function) {
   });
 }
 
-// The strides of two operands along the axes of the output. Adjacent axes are merged if both operands step evenly
-// through them.
+// The strides of two broadcast operands along the axes of the output. Adjacent axes are merged if one stride per
+// operand describes both.
 struct Broadcast {
   int axes = 0;
   int64_t count = 1;
   int64_t sizes[kMostAxes];
   int64_t strides[2][kMostAxes];  // in elements; 0 on an axis along which the operand is repeated
 
-  void add(int64_t size, int64_t a, int64_t b) {  // adds an axis after the others
+  void add(int64_t size, int64_t a, int64_t b) {  // appends an inner axis
     if (size == 1) return;
     count *= size;
     const int last = axes - 1;
@@ -140,7 +140,7 @@ struct Broadcast {
     strides[1][axes++] = b;
   }
 
-  // Finds the elements of the operands for element `index` of the output.
+  // Sets `a` and `b` to the offsets of the operands' elements for element `index` of the output.
   void locate(int64_t index, int64_t* a, int64_t* b) const {
     *a = *b = 0;
     for (int axis = axes - 1; axis >= 0; --axis) {
@@ -219,7 +219,8 @@ void run_pairs(const Call& call, const Broadcast& broadcast, const Function& fun
 
 enum class Result { kSame, kSameFloats, kFlags };
 
-// Runs `function` on all pairs of elements, converted to the type of the computation.
+// Runs an operator with two inputs: calls `function` for all pairs of elements, converted to the type of the
+// computation.
 template <Result result, class Function>
 int pairs(const Call& call, const Function& function) {
   const int out = call.count - 1;
@@ -277,7 +278,7 @@ int summed_axes(const Call& call, bool (&summed)[kMostAxes]) {
   return 0;
 }
 
-// Sizes and strides of some axes of a tensor: those that a sum runs over, or those that it keeps.
+// The sizes and strides of some axes of a tensor: either the axes that a sum runs over, or those that it keeps.
 struct Axes {
   int count = 0;
   int64_t total = 1;
@@ -368,8 +369,8 @@ int plugin_logical_or(const Call& call) {
   return pairs<Result::kFlags>(call, [](auto a, auto b) { return static_cast<int64_t>(a != 0 || b != 0); });
 }
 
-// Cast(x, dtype). A float becomes an integer towards zero; a value outside the range becomes the largest or smallest
-// integer, a NaN becomes 0. Takes the real part of a complex number.
+// Runs Cast(x, dtype). A float is rounded towards zero to an integer; a value outside the range becomes the largest or
+// smallest integer, a NaN becomes 0. Takes the real part of a complex number.
 int plugin_cast(const Call& call) {
   const int out = call.count - 1;
   bool known = call.size(0) == call.size(out);
@@ -388,8 +389,8 @@ int plugin_cast(const Call& call) {
                              static_cast<long long>(call.size(out)), call.dtypes[out]);
 }
 
-// ReduceSum(x, axis, keep_dims, skip_mode). Without axes it sums over all of them, or over none with skip_mode. It adds
-// in the order of the elements, in float32, or in float64 for float64. Long rows of float32 are added by long_sum.
+// Runs ReduceSum(x, axis, keep_dims, skip_mode). Without axes it sums over all of them, or over none with skip_mode. It
+// adds in the order of the elements, in float32, or in float64 for float64. Long rows of float32 are added by long_sum.
 // Integers wrap around.
 int plugin_reduce_sum(const Call& call) {
   const int out = call.count - 1;

@@ -1,7 +1,8 @@
-// FlashAttentionScore and PagedAttention: translates the arguments of the primitives for ops/rotary_attention.h.
+// The primitives FlashAttentionScore and PagedAttention. This file translates their arguments for the kernel of
+// ops/rotary_attention.h.
 //
-// Both primitives run the kernel of RotaryAttention with `ready` set: the query is rotated, and keys and values are
-// where they will be read. So prompts, chunks and decodes share one arithmetic.
+// Both primitives run the kernel of RotaryAttention with `ready` set, because the query is already rotated, and keys
+// and values are already stored. So prompts, chunks and decodes are computed by the same kernel.
 #include <vector>
 
 #include "../common/kernel_table.h"
@@ -37,9 +38,9 @@ static int64_t longest_context(const RotaryAttentionArgs& args) {
   return longest;
 }
 
-// FlashAttentionScore in layout TH: query [tokens, heads * dim], key and value [tokens, kv_heads * dim]. The inputs
-// actual_seq_qlen and actual_seq_kvlen are the lengths of the sequences, not running sums; a length may be zero. Only
-// causal attention is supported. pre_tokens limits how far back a query sees (the band of sparse_mode 4).
+// Runs FlashAttentionScore in layout TH: query [tokens, heads * dim], key and value [tokens, kv_heads * dim]. The
+// inputs actual_seq_qlen and actual_seq_kvlen are the lengths of the sequences, not running sums; a length may be zero.
+// Only causal attention is supported. pre_tokens limits how far back a query sees (the band of sparse_mode 4).
 int plugin_flash_attention(const Call& call) {
   enum { kAttnMask = 6, kQueryLens = 8, kKeyLens = 9, kHeadNum = 10, kKeepProb, kScale, kPreTokens, kNextTokens,
          kInnerPrecise, kLayout, kSparseMode };
@@ -85,7 +86,7 @@ int plugin_flash_attention(const Call& call) {
 
 static bool is_masked(const Call& call, int mask, int64_t index) {
   if (call.dtype(mask) == DType::kFloat32) return call.as<float>(mask)[index] != 0;
-  return (call.as<uint16_t>(mask)[index] & 0x7FFF) != 0;  // float16 and bfloat16: any bit but the sign
+  return (call.as<uint16_t>(mask)[index] & 0x7FFF) != 0;  // float16 and bfloat16: tests all bits except the sign
 }
 
 // Reads the first key that each query sees from a mask [tokens, positions]. The mask is 0 at every visible key. The
@@ -122,7 +123,7 @@ static int read_mask(const Call& call, int mask, const RotaryAttentionArgs& args
   return 0;
 }
 
-// PagedAttention: query [tokens, heads * dim], caches [blocks, block_size, kv_heads, dim], block_tables int32
+// Runs PagedAttention: query [tokens, heads * dim], caches [blocks, block_size, kv_heads, dim], block_tables int32
 // [sequences, width]. The last q_seq_lens[s] of the context_lens[s] tokens of sequence s are its queries; without
 // q_seq_lens each sequence has one. A query sees the keys up to its own position, which are in the cache already.
 // Unused entries of block_tables are not read. An Ascend hides later keys by attn_mask; this kernel uses the position.

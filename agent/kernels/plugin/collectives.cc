@@ -7,8 +7,8 @@
 
 namespace llmk {
 
-// AllReduce(x) -> the sum of x over the ranks. Elements are added in the order of the ranks, in float32, and rounded
-// once.
+// Runs AllReduce(x) -> the sum of x over the ranks. Elements are added in the order of the ranks, in float32, and
+// rounded once.
 int plugin_all_reduce(const Call& call) {
   const int error = check_float(call, 0);
   if (error != 0) return error;
@@ -16,7 +16,7 @@ int plugin_all_reduce(const Call& call) {
   return all_reduce(call.op, call.dtype(0), call.data[0], call.dtype(out), call.data[out], call.size(0));
 }
 
-// AllGather(x [n, ...]) -> [size * n, ...], the x of every rank in order, of any type.
+// Runs AllGather(x [n, ...]) -> [size * n, ...]: joins the x of all ranks, in their order. x may have any type.
 int plugin_all_gather(const Call& call) {
   const int64_t bytes = dtype_bytes(call.dtypes[0]) * call.size(0);
   const int out = call.count - 1;

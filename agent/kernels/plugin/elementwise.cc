@@ -41,7 +41,7 @@ void masked_fill(const Call& call) {
 
 }  // namespace
 
-// SiLU(input), see ops/silu.h. MindSpore's own CPU kernel does not take bfloat16, and rounds 40 % of its float16
+// Runs SiLU(input), see ops/silu.h. MindSpore's own CPU kernel does not take bfloat16, and rounds 40 % of its float16
 // results wrongly.
 int plugin_silu(const Call& call) {
   const int error = check_float(call, 0);
@@ -51,7 +51,8 @@ int plugin_silu(const Call& call) {
   return 0;
 }
 
-// MoveTo(input, to, blocking): a copy on another device. On a CPU all memory belongs to the host, so this only copies.
+// Runs MoveTo(input, to, blocking), which copies a tensor to another device. On a CPU all memory belongs to the host,
+// so this is a plain copy.
 int plugin_move_to(const Call& call) {
   const int out = call.count - 1;
   const int64_t bytes = call.size(0) * dtype_bytes(call.dtypes[0]);
@@ -60,7 +61,7 @@ int plugin_move_to(const Call& call) {
   return 0;
 }
 
-// NanToNum(input, nan, posinf, neginf): replaces NaN and infinities by numbers, rounded to the type of the input.
+// Runs NanToNum(input, nan, posinf, neginf): replaces NaN and infinities by numbers, rounded to the type of the input.
 // MindSpore's own CPU kernel does not take bfloat16.
 int plugin_nan_to_num(const Call& call) {
   const int error = check_float(call, 0);
@@ -76,7 +77,7 @@ int plugin_nan_to_num(const Call& call) {
   return 0;
 }
 
-// MaskedFill(input, mask, value): replaces elements by `value` if the mask, of the shape of the input, is true.
+// Runs MaskedFill(input, mask, value): replaces elements by `value` if the mask, of the shape of the input, is true.
 // MindSpore's own CPU kernel does not take bfloat16.
 int plugin_masked_fill(const Call& call) {
   enum { kInput, kMask, kValue, kOut, kCount };

@@ -18,7 +18,8 @@
 namespace llmk {
 
 // MoeGatingTopKSoftmax: x [rows, experts], finished (None), k -> y [rows, k] of x's type, expert_idx and row_idx int32
-// [rows, k]. y has the k largest values of the softmax. row_idx counts the places of y column by column.
+// [rows, k]. y has the k largest values of the softmax. row_idx has the index of each element of y in column-major
+// order.
 int plugin_moe_gating_top_k_softmax(const Call& call) {
   enum { kX, kFinished, kK, kY, kExpertIdx, kRowIdx };
   const int64_t rows = call.dim(kX, 0), experts = call.dim(kX, 1), k = call.integer(kK);
@@ -33,7 +34,8 @@ int plugin_moe_gating_top_k_softmax(const Call& call) {
 
 namespace {
 
-constexpr int64_t kLongRow = 1024;           // from this length, a row of floats is searched by bands of values
+// from this length on, the best values of a row are found with best_tokens()
+constexpr int64_t kLongRow = 1024;
 constexpr int64_t kTopKElementsPerTask = 8192;
 
 // Finds the k largest of a long row with ranked_logits.h. Returns false if the row has fewer than k finite values.

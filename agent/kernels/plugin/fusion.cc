@@ -13,7 +13,8 @@ namespace {
 
 bool is(const Launch& launch, const char* op) { return std::strcmp(launch.op, op) == 0; }
 
-// Runs launches one after the other, where a fused function does not apply to the sizes of the step.
+// Runs the launches of a fusion one after the other, because the fused function does not support the sizes of this
+// step.
 int run_apart(Launch* const* parts, int count) {
   for (int i = 0; i < count; ++i) {
     const int error = parts[i]->run();
@@ -22,8 +23,8 @@ int run_apart(Launch* const* parts, int count) {
   return 0;
 }
 
-// SplitWithSize, ApplyRotaryPosEmb and ReshapeAndCache: rotates queries and keys where they are in the rows of the
-// qkv product, and copies keys and values to their slots. Without the fusion each token's row is copied once more.
+// Fuses SplitWithSize, ApplyRotaryPosEmb and ReshapeAndCache. Rotates queries and keys directly from the rows of the
+// qkv product, and copies keys and values to the cache. Without the fusion, SplitWithSize copies each row once more.
 enum { kSplitInput, kSplitQuery = 3, kSplitKey, kSplitValue, kSplitCount };
 enum { kRotaryCos = 2, kRotarySin, kRotaryFormat = 5, kRotaryQuery, kRotaryKey, kRotaryCount };
 enum { kCacheKey, kCacheValue, kKeyCache, kValueCache, kSlots, kCacheOut, kCacheCount };
@@ -107,8 +108,8 @@ int rotary_cache(Launch* const* parts, const Fusion& fusion) {
   return 0;
 }
 
-// Greater, Cast and Mul of columns [1, C] and rows [T, 1]: the mask of a step with parts of prompts. Writes `hidden`
-// where the column is greater, else `shown`, without the two arrays in between.
+// Fuses Greater, Cast and Mul of columns [1, C] and rows [T, 1], which compute the mask of a step with chunks. Writes
+// `hidden` where the column is greater, else `shown`. Does not write the two intermediate arrays.
 enum { kColumns, kRows, kGreaterOut, kGreaterCount };
 enum { kFactorLeft, kFactorRight, kProduct, kMulCount };
 
@@ -143,7 +144,8 @@ int chunk_mask(Launch* const* parts, const Fusion& fusion) {
   return product.dtype(factor) == DType::kUnsupported ? run_apart(parts, fusion.count) : 0;
 }
 
-// A row function and DynamicQuantExt: computes each row and quantizes it while it is in the cache of the processor.
+// Fuses a function of rows with DynamicQuantExt: computes each row and quantises it while it is in the processor's
+// cache.
 enum { kQuantX, kSmoothScales, kQuantY, kQuantScale, kQuantCount };
 
 template <class RowFunction>
@@ -203,7 +205,7 @@ int swiglu_quant(Launch* const* parts, const Fusion& fusion) {
   const int out = swiglu.count - 1;
   const int64_t inner = swiglu.dim(out, -1), rows = inner == 0 ? 0 : swiglu.size(out) / inner;
   const int64_t axis = swiglu.integer(1) < 0 ? swiglu.integer(1) + swiglu.ndims[0] : swiglu.integer(1);
-  // With fewer rows than threads, Swiglu alone computes parts of a row on several threads.
+  // With fewer rows than threads, the fusion does not apply: Swiglu alone divides a row among several threads.
   const bool applies = axis == swiglu.ndims[0] - 1 && rows >= num_threads() && swiglu.dim(0, -1) == 2 * inner &&
                        swiglu.size(0) == 2 * rows * inner && quantises_rows_of(quant, rows, inner) &&
                        swiglu.dtype(0) == quant.dtype(kQuantX);
@@ -220,7 +222,7 @@ int swiglu_quant(Launch* const* parts, const Fusion& fusion) {
   });
 }
 
-constexpr int kFarthest = 8;  // how many launches may lie between two parts of a fusion
+constexpr int kFarthest = 8;  // maximum distance, in launches, between two parts of a fusion
 
 // Finds chains of launches, each of which reads the result of the one before.
 class Finder {
@@ -243,7 +245,7 @@ class Finder {
     return {};
   }
 
-  // Makes the values of a fusion live from its first to its last launch.
+  // Extends the lifetimes of all values of a fusion, from its first to its last launch.
   void extend(const Fusion& fusion) const {
     for (int part = 0; part < fusion.count; ++part) {
       for (const int index : of(fusion.parts[part]).values) {
@@ -258,7 +260,8 @@ class Finder {
  private:
   Launch& of(int number) const { return launches_[static_cast<size_t>(number)]; }
 
-  // Returns the next launch of this name that reads an output from its first byte on as this input, or -1.
+  // Returns the next launch of operator `op` whose input number `input` is output number `output` of launch `writer`,
+  // or -1.
   int reader(const char* op, size_t input, int writer, size_t output) const {
     const int value = of(writer).values[output];
     const int end = static_cast<int>(launches_.size());
@@ -279,8 +282,8 @@ class Finder {
            recording_->values[static_cast<size_t>(value)].last > last;
   }
 
-  // Returns whether all parts can run when the last of them is due: no other launch in between reads their results, and
-  // none of them waits for other agents.
+  // Returns whether all launches of a fusion can run at the time of the last one. This requires that no other launch
+  // between them reads their results, and that none of them waits for other agents.
   bool can_move(const Fusion& fusion) const {
     for (int number = fusion.first(); number <= fusion.last(); ++number) {
       const bool is_part = std::find(fusion.parts, fusion.parts + fusion.count, number) != fusion.parts + fusion.count;

@@ -1,5 +1,5 @@
-// GroupedMatmulV4: the matrix products of a mixture of experts. The semantics are those of the CANN documentation of
-// aclnnGroupedMatmulV4 for Atlas A2 (docs/ascend.md).
+// Runs GroupedMatmulV4: the matrix products of a mixture of experts. The semantics are those of the CANN documentation
+// of aclnnGroupedMatmulV4 for Atlas A2 (docs/ascend.md).
 //
 //   x [rows, depth], ordered by group, and weight [groups, depth, columns], one tensor each, group_list int64 [groups]
 //   ->   [rows, columns]: the rows of a group times its weight
@@ -66,7 +66,7 @@ int check_call(const Call& call) {
   return 0;
 }
 
-// Checks that the types of x and weight and the given scales belong to one line of the table at the top of this file.
+// Checks that the types of x and weight and the given scales match one line of the table at the top of this file.
 int check_form(const Call& call) {
   const bool whole = call.has_dtype(kX, "int8") && call.has_dtype(kWeight, "int8");
   const bool weight_only = call.dtype(kX) != DType::kUnsupported && is_integer(call, kWeight);

@@ -16,7 +16,8 @@ namespace {
 
 constexpr int64_t kAlignment = 64;
 
-// The memory that replayed launches write to. All recordings share it, because only one is replayed at a time.
+// The memory that replayed launches write. All recordings share this memory, because only one recording is replayed at
+// a time.
 struct Arena {
   char* memory = nullptr;
   int64_t bytes = 0;
@@ -41,7 +42,7 @@ struct Arena {
 
 Arena arena;
 int64_t recordings_held = 0;  // bytes of all recordings
-std::mutex mutex;             // guards all variables of this file; launches of one graph come one after the other
+std::mutex mutex;             // guards all variables of this file
 std::atomic<Recording*> current{nullptr};
 
 const char* interned(const char* name) {
@@ -85,8 +86,9 @@ bool hold(Recording* recording) {
   return false;
 }
 
-// Runs all launches of a recording. After an error no further launch runs, except collectives with `keeps_pace`. The
-// other agents wait for them, and all agents must run the same number. Returns false if an error is not held back.
+// Runs all launches of a recording. After an error no further launch runs, except collectives with `keeps_pace`.
+// Collectives must run, because the other agents of the stage wait for them. Returns false after an error, unless a
+// caller stores errors (hold_failures).
 bool replay(Recording* recording, bool keeps_pace) {
   const StandardFloatingPoint scope;
   if (recording->memory != arena.memory) find_places(recording, arena.memory);
@@ -130,7 +132,7 @@ int launch(CustomOp custom_op, int outputs, const Tensors& tensors) {
   Launch& launch = record(recording, tensors, std::make_unique<ScalarInputs>(inputs));
   launch.primitive = nullptr;
   launch.custom_op = custom_op;
-  launch.is_shared = false;  // the error of a custom operator is not held back
+  launch.is_shared = false;  // unlike a primitive, a custom operator always reports its error immediately
   const int error = custom_op(tensors);
   if (error != 0) recording->problem = std::string(tensors.op) + " refused its inputs";
   return error;
@@ -146,9 +148,10 @@ LLMK_ENTRY void llmk_begin_recording() {
   delete llmk::current.exchange(new llmk::Recording);
 }
 
-// Ends recording and returns the recording, which llmk_forget_recording frees, or null. Then `problem` has the reason,
-// valid until the next call. The `count` ranges of sizes[i] bytes from starts[i] must stay in place as long as the
-// recording exists. `results` are the addresses of the graph's results.
+// Ends recording and returns the recording, which llmk_forget_recording frees. If it cannot be replayed, returns null
+// and sets `problem` to the reason, which is valid until the next call. The `count` ranges of sizes[i] bytes at
+// starts[i] are memory whose addresses must not change while the recording exists. `results` are the addresses of the
+// graph's results.
 LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* sizes, int64_t count,
                                     const void* const* results, int64_t num_results, const char** problem) {
   static std::string reason;
@@ -173,7 +176,7 @@ LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* si
 // Generalizes the recording of one step to steps of any size. `other` is a recording of the same graph for another
 // step. `sizes`: tokens and sequences of the recorded step, of the other step, and of the largest step. With `fuses`,
 // launches are fused (fusion.h). Returns 1, or 0 with a `problem` that is valid until the next call; then the recording
-// is useless.
+// must not be replayed.
 LLMK_ENTRY int llmk_generalise_recording(void* recording, const void* other, const int64_t* sizes, int fuses,
                                          const char** problem) {
   static std::string reason;
@@ -200,7 +203,7 @@ LLMK_ENTRY void llmk_resize_recording(void* recording, int64_t tokens, int64_t s
   }
 }
 
-// Returns the number of launches of a recording, fused launches counted one by one.
+// Returns the number of launches of a recording. A fused launch counts as the launches that it replaces.
 LLMK_ENTRY int64_t llmk_recorded_launches(const void* recording) {
   return static_cast<int64_t>(static_cast<const llmk::Recording*>(recording)->launches.size());
 }
@@ -219,9 +222,9 @@ LLMK_ENTRY void llmk_forget_recording(void* recording) {
 }
 
 // Replays the launches. Writes the addresses of the results, valid until the next call of one of these functions, and
-// returns 1. Returns 0 after an error that is not held back. After an error, kernels do nothing (llmk_take_failure).
-// With `keeps_pace` the collectives still run: the other agents do not know of the error, and all agents must run the
-// same number of collectives.
+// returns 1. Returns 0 after an error, unless the caller stores errors (llmk_hold_failures). After an error, kernels do
+// nothing until llmk_take_failure. With `keeps_pace` the collectives still run: the other agents do not know of the
+// error, and all agents must run the same number of collectives.
 LLMK_ENTRY int llmk_replay(void* recording, int keeps_pace, const void** addresses) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   llmk::Recording* replayed = static_cast<llmk::Recording*>(recording);

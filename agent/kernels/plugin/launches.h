@@ -7,14 +7,15 @@
 // They make a recording for steps of any size.
 //
 // A recorded launch may read four kinds of memory:
-//   - memory that stays in place, which the caller names: inputs of the graph, weights, caches
+//   - memory whose address never changes, which the caller names: inputs of the graph, weights, caches
 //   - the output of a recorded launch
 //   - a single number of the graph, which is copied
 //   - a list that MindSpore read from a named input; a replay reads it from there
 // The outputs of recorded launches get memory of the library. Outputs that are not needed at the same time share it.
 //
-// The caller must find out whether anything is missing, such as a kernel of MindSpore between two of this library. It
-// fills the memory with values that no kernel writes, replays, and compares the results.
+// The caller must check that the recording is complete: a kernel of MindSpore between two kernels of this library would
+// be missing. Therefore the caller fills the memory with NaN, replays, and compares the results with those of the
+// graph.
 #pragma once
 #include "../custom_ops.h"
 #include "call.h"
@@ -29,7 +30,7 @@ bool is_collective(Primitive primitive);
 // Runs the primitive. Also records the call while a recording is open.
 int launch(Primitive primitive, const Call& call);
 
-// Returns the error code for MindSpore: 0 if errors are held back (op_plugin.cc).
+// Returns the error code for MindSpore: `error`, or 0 if the caller stores errors (holds_failures in op_plugin.cc).
 int report_error(const char* op, int error);
 bool has_failed();
 
