@@ -46,9 +46,10 @@ CHECKS = (
     Check(
         "C4",
         "The end of a thread or task of the server is visible within 2 s",
-        Missing("no test ends each thread and task in turn and measures the time until /health/ready is false"),
-        "s of false readiness",
-        "2",
+        tests(
+            f"{_LIFE}::test_a_server_of_which_a_part_dies_ends_with_an_error_code",
+            "engine/test_core_failures.py::test_an_internal_error_ends_every_request_and_refuses_those_to_come",
+        ),
     ),
     Check(
         "C5",
@@ -63,12 +64,19 @@ CHECKS = (
     Check(
         "C8",
         "A signal drains the server: finish, time out, second signal",
-        tests("server/test_shutdown.py", f"{_LIFE}::test_a_signal_under_load_stops_everything"),
+        tests(
+            "server/test_shutdown.py",
+            f"{_LIFE}::test_after_a_signal_new_requests_get_a_503_and_running_ones_complete",
+            f"{_LIFE}::test_running_streams_end_with_an_error_event_when_the_drain_time_is_over",
+            f"{_LIFE}::test_a_second_signal_ends_the_server_at_once",
+            f"{_LIFE}::test_a_signal_under_load_stops_everything",
+            f"{_LIFE}::test_a_signal_while_starting_stops_everything",
+        ),
     ),
     Check(
         "C9",
         "An agent that always dies is restarted with growing pauses",
-        tests("executor/test_restarts.py"),
+        tests("executor/test_restarts.py", f"{_LIFE}::test_a_restart_goes_on_while_agents_cannot_start"),
     ),
     Check(
         "C10",

@@ -52,7 +52,7 @@ CHECKS = (
         "E4",
         "A stranger cannot command an agent",
         tests(
-            "executor/test_agent_executor.py::test_a_stranger_on_the_agents_port_is_turned_away",
+            "executor/test_agent_executor.py::test_strangers_on_the_agents_port_reach_no_agent_and_keep_none_from_starting",
             "executor/test_agent_executor.py::test_the_secret_is_in_no_argument_and_no_environment",
             "ipc/test_messages.py::test_a_proof_holds_for_one_secret_role_and_nonce",
         ),
