@@ -46,8 +46,8 @@ class CachePages:
     def allocate_rest(self) -> None:
         """Lets a thread of the lowest priority allocate the other pages.
 
-        Call this method when the agent is ready, before its first step. If the system could not guarantee the memory
-        to a thread, allocates the pages before it returns, so that a lack of memory shows at the start.
+        Call this method when the agent is ready, before its first step. If less memory is free than the pages need, the
+        method allocates all of them before it returns. A lack of memory therefore shows at the start.
         """
         pieces, self._rest = self._rest, []
         num_bytes = sum(piece.size for piece in pieces)

@@ -10,6 +10,7 @@ from agent.weights.awq import AWQDecoder
 from agent.weights.compressed_tensors import IntQuantizedDecoder, PackQuantizedDecoder
 from agent.weights.cuts import TensorCut, copy_cut
 from agent.weights.decoder import CutTensors, Decoder, StoredTensor, StoredTensors, check_stored, stem_of
+from agent.weights.float8 import Float8Reader, weight_of
 from agent.weights.gptq import GPTQDecoder
 from agent.weights.layout import WeightPart
 from agent.weights.model_slim import ModelSlimDecoder
@@ -17,6 +18,7 @@ from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.storage import Array, convert_into
 from agent.weights.tensor_files import TensorFiles, listed
 from llm_serving.errors import CheckpointError
+from llm_serving.model.float8 import Float8Blocks
 from llm_serving.model.quantization import Quantization
 
 _DECODERS: dict[str, type[Decoder]] = {
@@ -31,10 +33,14 @@ _DECODERS: dict[str, type[Decoder]] = {
 class Checkpoint:
     """Reads weights from a model folder (a WeightSource). Owns the memory-mapped files."""
 
-    def __init__(self, folder: Path, quantization: Quantization | None = None) -> None:
+    def __init__(
+        self, folder: Path, quantization: Quantization | None = None, float8: Float8Blocks | None = None
+    ) -> None:
+        """``quantization`` describes stored integers, and ``float8`` stored 8-bit floats. A folder has one of them."""
         self.folder = folder
         self._decoder = None if quantization is None else _DECODERS[quantization.layout](quantization)
         self._files = TensorFiles(folder)
+        self._float8 = None if float8 is None else Float8Reader(self._files, float8)
         self._parts: dict[str, WeightPart] = {}
 
     def check(self, expected: Sequence[WeightPart], ignorable: Iterable[str] = ()) -> None:
@@ -49,7 +55,9 @@ class Checkpoint:
         if missing:
             raise CheckpointError(f"{self.folder}: {listed(missing)} missing from the weights{self._hint()}")
         suffixes = tuple(ignorable)
-        unexpected = [name for name in self._files.names() if name not in stored and not name.endswith(suffixes)]
+        unexpected = [
+            name for name in self._files.names() if name not in stored and not weight_of(name).endswith(suffixes)
+        ]
         if unexpected:
             raise CheckpointError(
                 f"{self.folder}: {listed(unexpected)} in the weights but not in a model of this config.json: "
@@ -74,7 +82,9 @@ class Checkpoint:
         return self._decoder.scheme_of(part.name) if self._decoder is not None and quantised else None
 
     def float_dtype(self, name: str) -> str | None:
-        """Returns the type of a tensor of floats, or None for a quantised tensor."""
+        """Returns the type of a tensor of floats, or None for a quantised tensor. Scaled 8-bit floats are float32."""
+        if self._is_float8(name):
+            return "float32"
         return None if self._is_quantised(name) else self._files.float_dtype(name)
 
     def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
@@ -105,6 +115,8 @@ class Checkpoint:
             if self._is_quantised(name):
                 part = WeightPart(name, out.shape if cut is None else cut.whole)
                 self.read_quantised(part, cut).dequantise_into(out, dtype)
+            elif self._float8 is not None and self._is_float8(name):
+                self._float8.read_into(name, out, dtype, cut)
             else:
                 source, source_dtype = self._files.read(name)
                 if cut is None:
@@ -120,7 +132,7 @@ class Checkpoint:
             ) from reason
         except FloatingPointError as reason:
             raise CheckpointError(
-                f"{self.folder}: tensor {name}: an integer times its scale exceeds float32; the file is damaged"
+                f"{self.folder}: tensor {name}: a stored number times its scale exceeds float32; the file is damaged"
             ) from reason
 
     def close(self) -> None:
@@ -134,9 +146,14 @@ class Checkpoint:
     def _is_quantised(self, name: str) -> bool:
         return self._decoder is not None and self._decoder.is_quantised(name, self._files.__contains__)
 
+    def _is_float8(self, name: str) -> bool:
+        return self._float8 is not None and self._float8.holds(name)
+
     def _stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:
         if self._decoder is not None and self._is_quantised(part.name) and len(part.shape) == 2:
             return self._decoder.stored(part)
+        if self._float8 is not None and self._is_float8(part.name) and len(part.shape) == 2:
+            return self._float8.stored(part)
         return (StoredTensor(part.name, (), (part.shape,)),)
 
     def _hint(self) -> str:

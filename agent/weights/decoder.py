@@ -21,7 +21,8 @@ from llm_serving.errors import CheckpointError
 from llm_serving.model.quantization import Quantization
 
 FLOAT_TYPES = ("F16", "BF16", "F32")
-_FLOAT_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+FLOAT_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+"""The names of float types, by their spelling in a safetensors file."""
 _WEIGHT = ".weight"
 
 
@@ -68,7 +69,7 @@ class StoredTensors:
         """Returns the tensor ``end`` as float32, without rounding. Raises CheckpointError if a value is not finite."""
         found = self._read(f"{self.stem}.{end}")
         assert found is not None, "the checkpoint has been checked for required tensors"
-        values = np.array(to_float32(found[0], _FLOAT_NAMES[found[1]]))
+        values = np.array(to_float32(found[0], FLOAT_NAMES[found[1]]))
         if not np.isfinite(values).all():
             raise self.fail(end, "holds a value that is not finite")
         return values

@@ -18,7 +18,7 @@ from agent.weights.seeded import SeededWeights
 from agent.weights.source import WeightSource
 from agent.weights.storage import Array, allocate
 from llm_serving.gguf.place import find_gguf
-from llm_serving.model.quantization import checkpoint_quantization
+from llm_serving.model.quantization import checkpoint_float8, checkpoint_quantization
 
 MAX_THREADS = 4
 """Maximum number of threads that read and convert. Each needs memory for the largest parameter of the model."""
@@ -129,4 +129,6 @@ def _load_experts(spec: WeightSpec, source: WeightSource, dtype: str) -> Array:
 
 def _open_model(path: Path) -> Checkpoint | GGUFFile:
     gguf = find_gguf(path)
-    return Checkpoint(path, checkpoint_quantization(path)) if gguf is None else GGUFFile(gguf)
+    if gguf is not None:
+        return GGUFFile(gguf)
+    return Checkpoint(path, checkpoint_quantization(path), checkpoint_float8(path))

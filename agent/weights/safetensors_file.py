@@ -30,7 +30,8 @@ MAX_HEADER_BYTES = 100 * 1024 * 1024
 _LENGTH_BYTES = 8
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-_INTEGERS: dict[str, Any] = {"I64": np.int64, "I32": np.int32, "I8": np.int8, "U8": np.uint8}
+_INTEGERS: dict[str, Any] = {"I64": np.int64, "I32": np.int32, "I8": np.int8, "U8": np.uint8, "F8_E4M3": np.uint8}
+"""NumPy's types of integers, and of the bits of 8-bit floats."""
 _DTYPE_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 
 
@@ -66,7 +67,7 @@ class SafetensorsFile:
         return self._view(info, STORAGE_DTYPES[_DTYPE_NAMES[info.dtype]]), _DTYPE_NAMES[info.dtype]
 
     def read_stored(self, name: str) -> tuple[Array, str]:
-        """Returns a view of a tensor of floats or integers, and its type as it is spelled in the file."""
+        """Returns a view of a tensor, and its type as it is spelled in the file. 8-bit floats are returned as bits."""
         info = self.tensors[name]
         storage = STORAGE_DTYPES[_DTYPE_NAMES[info.dtype]] if info.dtype in _DTYPE_NAMES else _INTEGERS.get(info.dtype)
         if storage is None:

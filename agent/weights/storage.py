@@ -68,7 +68,7 @@ def future_zeros(shape: tuple[int, ...], dtype: str) -> Array:
 def make_resident(array: Array) -> None:
     """Allocates all pages of ``future_zeros`` and leaves their contents. The GIL is released meanwhile.
 
-    Nothing else may write to the array meanwhile.
+    No other thread may write to the array at the same time.
     """
     if array.size and not populate(array, write=True):  # Linux before 5.14
         pages = array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]

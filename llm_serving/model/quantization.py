@@ -1,7 +1,8 @@
 """Reads and checks how a checkpoint is quantized: ``quantization_config`` of ``config.json``, or the header of a GGUF.
 
 Accepted are GPTQ, AWQ (the gemm layout), compressed-tensors (int-quantized and pack-quantized), folders of msModelSlim
-and golden-stick (``llm_serving.model.quant_description``) and GGUF.
+and golden-stick (``llm_serving.model.quant_description``) and GGUF. Folders of 8-bit floats become floats when they
+are read (``llm_serving.model.float8``).
 ``docs/quantization.md`` has a table. No tensor is read.
 """
 
@@ -17,6 +18,7 @@ from llm_serving.formats.small_files import read_json_object
 from llm_serving.formats.typed_fields import TypedFields
 from llm_serving.gguf.header import read_header
 from llm_serving.gguf.place import find_gguf
+from llm_serving.model.float8 import FLOAT8, Float8Blocks, read_float8
 from llm_serving.model.number_formats import STORED_FORMATS, WeightFormat, stored_format
 from llm_serving.model.quant_description import MAX_GROUP, Description, read_description
 
@@ -108,11 +110,25 @@ def stored_weight_group(path: Path) -> int:
 
 
 def read_quantization(fields: TypedFields) -> Quantization | None:
-    """Return the scheme in ``quantization_config`` of a ``config.json``, or None. Errors name file, key and value."""
+    """Return the scheme in ``quantization_config`` of a ``config.json``, or None for floats, also for 8-bit floats.
+
+    Errors name file, key and value.
+    """
     if "quantization_config" not in fields:
         return None
     scheme = fields.mapping("quantization_config")
-    return _of_method(scheme, scheme.text("quant_method", "", ("gptq", "awq", "compressed-tensors")))
+    method = scheme.text("quant_method", "", ("gptq", "awq", "compressed-tensors", FLOAT8))
+    if method == FLOAT8:
+        read_float8(scheme)
+        return None
+    return _of_method(scheme, method)
+
+
+def checkpoint_float8(folder: Path) -> Float8Blocks | None:
+    """Return the blocks of a folder of 8-bit floats, or None for another folder. Raises CheckpointError."""
+    file = folder / "config.json"
+    fields = _fields(file).mapping("quantization_config") if file.exists() else None
+    return None if fields is None or fields.value("quant_method") != FLOAT8 else read_float8(fields)
 
 
 def _fields(file: Path) -> TypedFields:

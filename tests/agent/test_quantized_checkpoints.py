@@ -188,7 +188,7 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors, dict[str, Any]], object], str]] 
     "scale too large": (
         "slim w8a8 dynamic",
         tensor("v_proj.weight_scale", set_value(3, 3e38)),
-        "tensor v_proj.weight: an integer times its scale exceeds float32; the file is damaged",
+        "tensor v_proj.weight: a stored number times its scale exceeds float32; the file is damaged",
     ),
     "a bias": ("gptq4", tensor("k_proj.bias", set_value(3, 0.5)), "tensor k_proj.bias is not zero"),
     "g_idx out of range": ("gptq4", tensor("up_proj.g_idx", set_value(3, 4)), "up_proj.g_idx names a group that does"),

@@ -4,9 +4,9 @@ The file begins with ``MAGIC``, then the position, the length and the CRC-32 of 
 multiple of ``ALIGNMENT``. The header is JSON at the end of the file, because a writer adds arrays one by one. It has a
 CRC-32 for every ``CHUNK_BYTES`` of each array, so that several threads can read and check.
 
-A reader maps the file if the system maps it in huge pages, so that weights which the system has cached are neither
-copied nor in memory twice. Otherwise it copies the file to huge pages, because kernels read small pages slower. Nothing
-writes to a complete file: a new entry replaces the old one, whose memory stays.
+A reader maps the file if the system maps it in huge pages. Weights in the system's cache are then not copied. Otherwise
+a reader copies the file to huge pages, because kernels read small pages slower. Nothing writes to a complete file: a
+new entry replaces the old one, whose memory stays.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALIGNMENT = 4096
 CHUNK_BYTES = 16 << 20
 MAX_HEADER_BYTES = 64 << 20
 _MAP_BYTES = 16 << 20
-"""Bytes that a thread maps at once. A multiple of every page size."""
+"""Bytes that a thread maps with one call. A multiple of every page size."""
 LEAST_HUGE = 0.5
 """The part of a mapped file that must be in huge pages."""
 _PREFIX = struct.Struct("<8sQQI")
