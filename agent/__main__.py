@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from agent.model_runner import ModelRunner
 from agent.process import run_agent
 
+if TYPE_CHECKING:
+    from agent.model_runner import ModelRunner, StartReport
+    from llm_serving.config import Config
+    from llm_serving.ipc.exchange import ExchangeMemory
+
+
+def _make_runner(config: Config, report: StartReport, rank: int, exchange: ExchangeMemory | None) -> ModelRunner:
+    """Makes the model runner. Its import starts threads, so it happens after the process has been confined."""
+    from agent.model_runner import ModelRunner
+
+    return ModelRunner(config, report, rank, exchange)
+
+
 if __name__ == "__main__":
-    sys.exit(run_agent(ModelRunner))
+    sys.exit(run_agent(_make_runner))

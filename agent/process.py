@@ -9,18 +9,18 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
-from agent.model_runner import ModelRunner, StartReport
-from agent.server import AgentServer
-from agent.task_queue import TaskQueue
-from agent.worker import Worker
+from agent.confinement.confine import confine
 from llm_serving.config import Config
-from llm_serving.errors import ProtocolError
-from llm_serving.ipc.bootstrap import BootstrapPipe
-from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
-from llm_serving.ipc.shm import NUM_SLOTS
+from llm_serving.errors import AgentStartError, ProtocolError
+from llm_serving.ipc.bootstrap import Bootstrap, BootstrapPipe
 
-MakeRunner = Callable[[Config, StartReport, int, ExchangeMemory | None], ModelRunner]
+if TYPE_CHECKING:
+    from agent.model_runner import ModelRunner, StartReport
+    from llm_serving.ipc.exchange import ExchangeMemory
+
+MakeRunner: TypeAlias = "Callable[[Config, StartReport, int, ExchangeMemory | None], ModelRunner]"
 """Creates the model runner. Takes the config, a function that reports the start, the agent's rank, and the memory
 that its group shares."""
 
@@ -61,19 +61,43 @@ def run_agent(make_runner: MakeRunner) -> int:
     except (ProtocolError, OSError) as error:
         logging.getLogger("agent").error("%s", error)
         return 2
-    pipe.exit_when_launcher_goes()
     config = Config.from_json(bootstrap.config_json)
+    try:
+        confinement = confine(config)
+    except AgentStartError as error:
+        logging.getLogger("agent").error("%s", error)
+        return 2
+    logging.getLogger("agent").info("confinement: %s", confinement)
+    pipe.exit_when_launcher_goes()
+    code = _run_threads(make_runner, bootstrap, config, arguments.socket_fd, {"confinement": confinement})
+    logging.shutdown()
+    os._exit(code)  # do not wait for the device's own threads
+
+
+def _run_threads(
+    make_runner: MakeRunner, bootstrap: Bootstrap, config: Config, socket_fd: int, facts: dict[str, str]
+) -> int:
+    """Runs the agent's threads until it ends, and returns the exit code. ``facts`` extend the report of the start.
+
+    NumPy is imported here, because it starts threads: a thread that runs before ``confine`` would not be confined.
+    """
+    from agent.server import AgentServer
+    from agent.task_queue import TaskQueue
+    from agent.worker import Worker
+    from llm_serving.ipc.exchange import ExchangeLayout
+    from llm_serving.ipc.shm import NUM_SLOTS
+
     is_alone = config.parallel_config.group_size == 1
     queue = TaskQueue(config.scheduler_config.policy, max_steps=NUM_SLOTS, in_order=not is_alone)
     limits = config.slot_limits()
     server = AgentServer(
-        socket.socket(fileno=arguments.socket_fd),
+        socket.socket(fileno=socket_fd),
         secret=bootstrap.secret,
         limits=limits,
         queue=queue,
         exchange=None if is_alone else ExchangeLayout.of(config.shape, limits, config.parallel_config),
     )
     threading.Thread(target=server.serve, name="agent-socket", daemon=True).start()
-    code = Worker(lambda report: make_runner(config, report, bootstrap.rank, server.exchange), queue, server).run()
-    logging.shutdown()
-    os._exit(code)  # do not wait for the device's own threads
+    return Worker(
+        lambda report: make_runner(config, report, bootstrap.rank, server.exchange), queue, server, facts
+    ).run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from agent.model_runner import ModelRunner, StartReport
 from agent.server import AgentServer
@@ -34,11 +34,17 @@ class Worker:
     """Loads the model and runs the queued messages, in the process's main thread. Only this thread uses the device."""
 
     def __init__(
-        self, make_runner: Callable[[StartReport], ModelRunner], queue: TaskQueue, server: AgentServer
+        self,
+        make_runner: Callable[[StartReport], ModelRunner],
+        queue: TaskQueue,
+        server: AgentServer,
+        facts: Mapping[str, str],
     ) -> None:
+        """``facts`` about the process extend the summary that the agent sends when it is ready."""
         self._make_runner = make_runner
         self._queue = queue
         self._server = server
+        self._facts = facts
 
     def run(self) -> int:
         """Runs until shutdown and returns the process's exit code. Reports a failed start to the server."""
@@ -50,7 +56,7 @@ class Worker:
             failed = Failed(error=str(error)[:MAX_ERROR_CHARS], traceback=traceback.format_exc()[-MAX_ERROR_CHARS:])
             self._server.send(failed)
             return 1
-        self._server.send(Ready(summary=runner.summary()))
+        self._server.send(Ready(summary={**runner.summary(), **self._facts}))
         return self._serve(memory, runner)
 
     def _start(self) -> ModelRunner:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import MutableMapping
 from functools import cache
 from pathlib import Path
 
 from agent.backends.cores import own_cores
+from agent.folders import scratch_folder
 from agent.group.model_part import ModelPart
 from llm_serving.config import Config
 from llm_serving.config.mindformers import MindSporeContext
@@ -119,9 +119,4 @@ def _set_environment(many_operators: bool) -> None:
     os.environ.setdefault("GLOG_v", "3")  # errors only
     if many_operators:  # the new pipeline launches from a thread that spins while it waits and so occupies a core
         os.environ.setdefault("MS_DEV_RUNTIME_CONF", "new_pipeline:False")
-    os.environ.setdefault("MS_OM_PATH", str(_scratch_folder()))  # MindSpore dumps graphs here that fail to compile
-
-
-def _scratch_folder() -> Path:
-    """Returns a folder for MindSpore's dumps outside of the working directory. MindSpore creates it when needed."""
-    return Path(tempfile.gettempdir()) / f"llm-serving-mindspore-{os.getuid()}"
+    os.environ.setdefault("MS_OM_PATH", str(scratch_folder()))  # MindSpore dumps graphs here that fail to compile

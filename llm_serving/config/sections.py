@@ -151,6 +151,13 @@ class ServingConfig:
     agent_start_timeout_s: float = own(
         600.0, "Maximum time for an agent to load, compile and warm up.", unit="seconds", low=1.0, high=MAX_SECONDS
     )
+    confine_agents: str = own(
+        "auto",
+        "Confine agents with Landlock and seccomp: an agent reads its model and its code, writes its cache and "
+        "profiles, and opens no connection. `auto`: on a CPU, if the kernel can. `on`: always; without Landlock the "
+        "start fails. `off`: never.",
+        choices=("auto", "on", "off"),
+    )
     step_timeout_s: float = own(
         300.0,
         "Maximum time of a step. After it the agent counts as failed.",

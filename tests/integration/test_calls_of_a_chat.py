@@ -70,7 +70,8 @@ async def ask(address: tuple[str, int]) -> bytes:
 
 async def calls_of_a_chat(folder: Path) -> list[Call]:
     """The server's calls while it serves one chat."""
-    config, recorder = small_config(folder), CallRecorder()
+    # The agent writes its record into a folder that a confined agent may not change.
+    config, recorder = small_config(folder, ["serving_config.confine_agents=off"]), CallRecorder()
     tokenizer = load_tokenizer(config)
     stop, metrics = asyncio.Event(), Metrics(process=False)
     with bind_agent_ports("127.0.0.1", [0]) as listeners, EventLog(config.log_config.path) as log:

@@ -25,7 +25,8 @@ FAULTS = (
 def test_faults_change_no_text_and_leak_nothing(tmp_path):
     orders = tmp_path / "orders"
     orders.mkdir()
-    with fault_environment(CHAOS_FOLDER=str(orders)), running_server(tmp_path / "server") as server:
+    unconfined = ["serving_config.confine_agents=off"]  # agents read their orders from a folder and remove them
+    with fault_environment(CHAOS_FOLDER=str(orders)), running_server(tmp_path / "server", unconfined) as server:
         load = ChaosLoad(server.url, seed=1, num_clients=2)
         with load:
             rig = FaultRig(server, orders, load.expected)

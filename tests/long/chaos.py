@@ -35,6 +35,7 @@ OVERRIDES = (
     "parallel_config.data_parallel=2",
     "model_config.cpu_threads=1",
     "serving_config.agent_restart_limit=1000",
+    "serving_config.confine_agents=off",  # agents read their orders from a folder and remove them
     "serving_config.step_timeout_s=3",
 )
 WARM_UP_S = 8.0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from agent.folders import weight_cache_folder
 from agent.weights.cache.entry import EntryError, EntryWriter, read_entry
 from agent.weights.cache.fingerprint import fingerprint, slot_name
 from agent.weights.storage import Array
@@ -41,7 +42,7 @@ class WeightCache:
         """``rank`` is the agent's number among all agents."""
         model = config.model_config
         self._limit = model.weight_cache_gib * GIB
-        self._folder = Path(model.weight_cache_path).expanduser() if model.weight_cache_path else _default_folder()
+        self._folder = weight_cache_folder(config)
         self._threads = min(16, len(os.sched_getaffinity(0)))
         self._min_bytes = min_bytes
         self._pending: Future[dict[str, Array] | None] | None = None
@@ -208,11 +209,6 @@ class WeightCache:
 
 def _drop(name: str, array: Array) -> None:
     """Ignores an array, for models whose weights are not cached."""
-
-
-def _default_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "llm-serving" / "weights"
 
 
 def _check_private(folder: Path) -> None:

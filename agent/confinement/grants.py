@@ -1,0 +1,98 @@
+"""The files that an agent needs: those that it may read, and those that it may write."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from agent.confinement.landlock import Right, Rule
+from agent.folders import log_folder, scratch_folder, weight_cache_folder
+from llm_serving.config import Config
+from llm_serving.ipc.segment import SHM_DIRECTORY
+
+READ = Right.READ_FILE | Right.READ_DIR
+MAP = Right.READ_FILE | Right.WRITE_FILE
+"""For shared memory and devices: files that exist can be read and written, but none can be made or removed."""
+_MAKE = Right.MAKE_DIR | Right.MAKE_REG | Right.MAKE_SOCK  # MindSpore's profiler makes a UNIX socket for its processes
+WRITE = READ | MAP | _MAKE | Right.REMOVE_DIR | Right.REMOVE_FILE | Right.REFER | Right.TRUNCATE
+
+_SYSTEM = ("/usr", "/lib", "/lib64", "/proc", "/sys")
+_SYSTEM_FILES = (
+    *("/etc/ld.so.cache", "/etc/ld.so.preload", "/etc/localtime", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group"),
+    *("/etc/ssl/openssl.cnf", "/etc/selinux/config", "/dev/urandom", "/dev/random", "/dev/zero"),
+)
+"""Files that libraries read. Not all of /etc, because it may have keys that the server's user can read."""
+MAX_LINKS = 10_000
+"""Maximum number of entries of a model folder that are checked for links."""
+
+
+def cpu_rules(config: Config, environment: Mapping[str, str] = os.environ) -> list[Rule]:
+    """Returns the rules for an agent on a CPU. Creates the folders that it writes to."""
+    model = config.model_config
+    readable = [*_SYSTEM, *_SYSTEM_FILES, *_python_paths(environment)]
+    readable += filter(None, environment.get("LD_LIBRARY_PATH", "").split(os.pathsep))
+    readable += [str(path) for path in (model.model_path, model.model_cfg_path) if path is not None]
+    rules = [Rule(Path(path), READ) for path in readable]
+    if model.model_path is not None:
+        rules += [Rule(target, READ) for target in _link_targets(Path(model.model_path))]
+    rules += [Rule(Path("/dev/null"), MAP), Rule(Path(SHM_DIRECTORY), MAP)]
+    return rules + [Rule(folder, WRITE) for folder in _writable_folders(config, environment)]
+
+
+def ascend_rules(config: Config, environment: Mapping[str, str] = os.environ) -> list[Rule]:
+    """Returns the rules for an agent on an Ascend: it may read everything, and write where CANN and MindSpore write.
+
+    These are the devices, the working directory (``kernel_meta``), the folders of CANN's logs and caches, and /tmp.
+    """
+    home = Path.home()
+    named = ("ASCEND_PROCESS_LOG_PATH", "ASCEND_WORK_PATH", "ASCEND_CACHE_PATH", "MS_COMPILER_CACHE_PATH")
+    writable = [*_writable_folders(config, environment), Path.cwd(), Path(scratch_folder().parent)]
+    writable += [home / "ascend", home / "atc_data", Path(SHM_DIRECTORY), Path("/var/log/npu")]
+    writable += [Path(environment[name]) for name in named if environment.get(name)]
+    devices = Rule(Path("/dev"), MAP | Right.IOCTL_DEV)
+    return [Rule(Path("/"), READ), devices, *(Rule(folder, WRITE) for folder in writable)]
+
+
+def _python_paths(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yields the folders of Python's modules. Not the working directory, which Python adds on its own."""
+    stated = environment.get("PYTHONPATH", "").split(os.pathsep)
+    yield from (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)
+    yield from (path for path in sys.path if path and (path != os.getcwd() or path in stated))
+
+
+def _link_targets(folder: Path) -> list[Path]:
+    """Returns the files that links in a model folder point to, as in the cache of Hugging Face."""
+    targets: list[Path] = []
+    for number, (parent, folders, files) in enumerate(os.walk(folder)):
+        if number + len(targets) > MAX_LINKS:
+            break
+        links = [Path(parent, name) for name in (*folders, *files)]
+        targets += [link.resolve() for link in links if link.is_symlink()]
+    return targets
+
+
+def _writable_folders(config: Config, environment: Mapping[str, str]) -> list[Path]:
+    logs = log_folder(config)
+    folders = [logs / "profiles", scratch_folder()]
+    if config.model_config.weight_cache_gib > 0:
+        folders.append(weight_cache_folder(config, environment))
+    if config.model_config.model_type == "mindformers":
+        folders.append(logs / "mindformers")
+    if config.context.save_graphs:
+        folders.append(Path(config.context.save_graphs_path).absolute())
+    return list(_made(folders))
+
+
+def _made(folders: Iterable[Path]) -> Iterator[Path]:
+    """Creates the folders, private to the user, and yields them. Leaves out folders that belong to others."""
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            state = folder.lstat() if folder == scratch_folder() else folder.stat()  # others can make links in /tmp
+        except OSError:
+            continue  # the agent can do without this folder, or reports the problem when it writes
+        if stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid():
+            yield folder

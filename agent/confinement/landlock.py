@@ -1,0 +1,156 @@
+"""Landlock: a process gives up access to files, TCP ports and the signals of other processes, for ever.
+
+The kernel's documentation is ``userspace-api/landlock.rst``. Each version of the interface (ABI) adds kinds of access.
+A ruleset names the kinds that it restricts, so an older kernel gets a ruleset with fewer kinds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import errno
+import os
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+SystemCall = Callable[..., int]
+"""Makes a system call: takes its number and arguments, returns its result, raises OSError."""
+
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+"""Numbers of the system calls. They are the same on all processors."""
+_VERSION_QUERY = 1
+_PATH_BENEATH = 1
+_PR_SET_NO_NEW_PRIVS = 38
+
+
+class Right(enum.IntFlag):
+    """Kinds of access to files, with the kernel's bits."""
+
+    EXECUTE = 1 << 0
+    WRITE_FILE = 1 << 1
+    READ_FILE = 1 << 2
+    READ_DIR = 1 << 3
+    REMOVE_DIR = 1 << 4
+    REMOVE_FILE = 1 << 5
+    MAKE_CHAR = 1 << 6
+    MAKE_DIR = 1 << 7
+    MAKE_REG = 1 << 8
+    MAKE_SOCK = 1 << 9
+    MAKE_FIFO = 1 << 10
+    MAKE_BLOCK = 1 << 11
+    MAKE_SYM = 1 << 12
+    REFER = 1 << 13
+    TRUNCATE = 1 << 14
+    IOCTL_DEV = 1 << 15
+
+
+_OF_A_FILE = Right.EXECUTE | Right.WRITE_FILE | Right.READ_FILE | Right.TRUNCATE | Right.IOCTL_DEV
+"""Kinds that a rule for a single file may have. The others are for folders."""
+_TCP_BIND_AND_CONNECT = 0b11
+_ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
+_FIRST_ABI_OF_TCP, _FIRST_ABI_OF_SCOPES = 4, 6
+_NEWER_RIGHTS = ((2, Right.REFER), (3, Right.TRUNCATE), (5, Right.IOCTL_DEV))
+"""Kinds that came after the first ABI, each with its first ABI."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Permits some kinds of access to a file, or to a folder and everything in it."""
+
+    path: Path
+    rights: Right
+
+
+def system_call(number: int, *arguments: int | bytes | None) -> int:
+    """Makes a system call and returns its result. Raises OSError if it fails."""
+    result: int = _libc().syscall(ctypes.c_long(number), *(_word(each) for each in arguments))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def forbid_new_privileges() -> None:
+    """Lets no program that this process starts gain privileges. Landlock and seccomp need this. Raises OSError."""
+    if _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def landlock_abi(call: SystemCall = system_call) -> int:
+    """Returns the version of Landlock that this kernel has. 0: none, or it is turned off."""
+    try:
+        return call(CREATE_RULESET, None, 0, _VERSION_QUERY)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):  # container runtimes refuse with EPERM
+            return 0
+        raise
+
+
+def restrict(rules: Iterable[Rule], *, abi: int, isolates: bool, call: SystemCall = system_call) -> None:
+    """Restricts the calling thread, and all that it starts, to the files of ``rules``.
+
+    ``isolates``: it may also not execute files, not open TCP connections or ports, and not signal processes outside.
+    Rules for missing paths are ignored. Raises OSError.
+    """
+    restricted = _file_rights(abi)
+    if not isolates:
+        restricted &= ~Right.EXECUTE
+    ruleset = call(CREATE_RULESET, *_sized(_attributes(restricted, abi, isolates)), 0)
+    try:
+        for rule in rules:
+            _add(ruleset, rule, restricted, call)
+        call(RESTRICT_SELF, ruleset, 0)
+    finally:
+        os.close(ruleset)
+
+
+def _file_rights(abi: int) -> Right:
+    """Returns the kinds of access to files that an ABI can restrict."""
+    rights = Right((1 << 13) - 1)
+    for first, right in _NEWER_RIGHTS:
+        if abi >= first:
+            rights |= right
+    return rights
+
+
+def _attributes(restricted: Right, abi: int, isolates: bool) -> bytes:
+    """Returns the bytes of ``struct landlock_ruleset_attr``, as long as the ABI knows it."""
+    fields = [int(restricted)]
+    if abi >= _FIRST_ABI_OF_TCP:
+        fields.append(_TCP_BIND_AND_CONNECT * isolates)
+    if abi >= _FIRST_ABI_OF_SCOPES:
+        fields.append(_ABSTRACT_SOCKETS_AND_SIGNALS * isolates)
+    return struct.pack(f"={len(fields)}Q", *fields)
+
+
+def _add(ruleset: int, rule: Rule, restricted: Right, call: SystemCall) -> None:
+    try:
+        descriptor = os.open(rule.path, os.O_PATH | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):  # a path out of reach needs no rule
+            return
+        raise
+    try:
+        rights = rule.rights & restricted
+        if not rule.path.is_dir():
+            rights &= _OF_A_FILE
+        if rights:
+            call(ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", int(rights), descriptor), 0)
+    finally:
+        os.close(descriptor)
+
+
+def _sized(data: bytes) -> tuple[bytes, int]:
+    return data, len(data)
+
+
+def _word(value: int | bytes | None) -> object:
+    """Returns an argument as a machine word. Bytes stand for a pointer to them."""
+    return ctypes.c_long(value) if isinstance(value, int) else ctypes.c_char_p(value)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
