@@ -22,9 +22,9 @@ longest sequence.
     agent process    Python, MindSpore, compiled graphs, and MindFormers if it is used
     server process   HTTP, scheduler, tokenizer
 
-On a CPU, all of this must fit the free memory of the machine. On an Ascend, host memory holds the processes and the
-host blocks, and the host blocks must fit it. The rest must fit ``context.max_device_memory`` of the MindFormers YAML,
-if that is stated.
+On a CPU, all of this must fit the free memory of the machine. On an Ascend, host memory holds the processes, and the
+weights while the agents load, or the host blocks after that (``host_memory.py``). They must fit it. The rest must fit
+``context.max_device_memory`` of the MindFormers YAML, if that is stated.
 
 With several agents (``llm_serving/model/parallel.py``), H, K, I, L and V are those of one agent. Only the agent that
 samples has the logits of the whole vocabulary and the token history. Each group has an exchange in shared memory. On a
@@ -38,6 +38,7 @@ from dataclasses import dataclass, replace
 
 from llm_serving.config import Config
 from llm_serving.errors import MemoryPlanError
+from llm_serving.planning.host_memory import host_items, too_little_host_memory
 from llm_serving.planning.kernel_memory import kernel_items
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.rank_memory import (
@@ -57,6 +58,7 @@ AGENT_PROCESS_BYTES = 600 * MIB
 MINDFORMERS_BYTES = 250 * MIB
 """Memory of the package MindFormers and its imports, without MindSpore."""
 SERVER_PROCESS_BYTES = 200 * MIB
+_SERVER = MemoryItem("server process", SERVER_PROCESS_BYTES, "HTTP, scheduler, tokenizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class MemoryPlan:
     """Items of each agent, in order of rank. Empty if there is only one agent."""
     counted: str = ""
     """If there are several agents, the agents that ``items`` counts: ``all`` (CPU) or ``fullest`` (Ascend)."""
+    host_items: tuple[MemoryItem, ...] = ()
+    """Items in host memory at the time of the highest need. Empty on a CPU, where ``items`` has them."""
 
     def bytes_of(self, name: str) -> int:
         """Return the bytes of the item with this name, or 0 without one."""
@@ -118,6 +122,8 @@ class MemoryPlan:
         rows.append(("total", *totals, format_bytes(self.total_bytes), ""))
         available = "not known" if self.available_bytes is None else format_bytes(self.available_bytes)
         rows.append(("available", *("" for _ in kinds), available, self.available_from))
+        for each in self.host_items:
+            rows.append((f"host: {each.name}", *("" for _ in kinds), format_bytes(each.num_bytes), each.basis))
         if kinds:
             rows.insert(0, ("", *(_name_ranks(ranks) for ranks in kinds), self.counted, ""))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
@@ -141,6 +147,9 @@ def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
     plan = estimate_memory(config, machine)
     if config.device != "CPU":
         _check_host_memory(config, machine)
+        problem = too_little_host_memory(plan.host_items, machine)
+        if problem is not None:
+            raise MemoryPlanError(f"{problem}\n{plan.table()}")
     if not plan.fits:
         assert plan.available_bytes is not None
         raise MemoryPlanError(
@@ -155,13 +164,14 @@ def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
     world = range(config.parallel_config.world_size)
     if config.device == "CPU":
         ranks = [_cpu_items(config, n, machine) for n in world]
-        server = MemoryItem("server process", SERVER_PROCESS_BYTES, "HTTP, scheduler, tokenizer")
-        items = (*_summed(ranks), *_exchange_items(config), server)
+        items = (*_summed(ranks), *_exchange_items(config), _SERVER)
         return _plan(config, items, ranks, sum(rank_kv_bytes_per_token(config, n) for n in world), machine)
     ranks = [device_items(config, n) for n in world]
     fullest = max(world, key=lambda n: sum(item.num_bytes for item in ranks[n]))
     available = Machine(config.context.max_device_memory_bytes or 0, "max_device_memory")
     plan = _plan(config, ranks[fullest], ranks, rank_kv_bytes_per_token(config, fullest), available)
+    agents = _summed([(_agent_item(config),) for _ in world])
+    plan = replace(plan, host_items=host_items(config, (*agents, _SERVER)))
     return plan if config.context.max_device_memory_bytes is not None else replace(plan, available_bytes=None)
 
 
@@ -205,7 +215,7 @@ def _summed(ranks: Sequence[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:
 
 
 def _check_host_memory(config: Config, machine: Machine) -> None:
-    """Raise MemoryPlanError if the host memory is too small for swapped blocks. Other items are in device memory."""
+    """Raise MemoryPlanError if the host memory is too small for swapped blocks alone."""
     world = range(config.parallel_config.world_size)
     needed = sum(item.num_bytes for rank in world for item in host_block_items(config, rank))
     if needed > machine.available_bytes:

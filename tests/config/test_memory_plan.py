@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -285,7 +286,7 @@ def test_host_blocks_of_an_ascend_must_fit_the_memory_of_the_machine(tmp_path: P
     mindformers.write_text('context: {max_device_memory: "59GB"}\n', encoding="utf-8")
     overrides = ("model_config.model_dtype=float16", f"model_config.model_cfg_path={mindformers}")
     config = small(tmp_path, "pa_config.num_host_blocks=9", *overrides, ascend=True)
-    assert plan_memory(config, Machine(9 * block, "host")).bytes_of("host blocks") == 0
+    assert plan_memory(config, PLENTY).bytes_of("host blocks") == 0
     with pytest.raises(
         MemoryPlanError, match=r"\(host\): pa_config\.num_host_blocks = 9 does not fit; the largest that does is 8$"
     ):
@@ -296,13 +297,39 @@ def test_an_ascend_plan_counts_device_memory(tmp_path: Path) -> None:
     mindformers = tmp_path / "mf.yaml"
     overrides = ("model_config.model_dtype=float16", f"model_config.model_cfg_path={mindformers}")
     mindformers.write_text("context: {device_target: Ascend}\n", encoding="utf-8")
-    plan = plan_memory(small(tmp_path, *overrides, ascend=True), Machine(0, "host"))
+    plan = plan_memory(small(tmp_path, *overrides, ascend=True), PLENTY)
     assert (plan.available_bytes, plan.largest_num_blocks, plan.fits) == (None, None, True)
     assert [item.name for item in plan.items][-1] == "token history", "the processes are in the host's memory"
-    assert plan.table().splitlines()[-1] == "  available      not known  max_device_memory"
+    assert re.match(r"  available +not known  max_device_memory$", plan.table().splitlines()[-5])
     mindformers.write_text('context: {max_device_memory: "0.01GB"}\n', encoding="utf-8")
     with pytest.raises(MemoryPlanError, match=r"of 10.2 MiB \(max_device_memory\)"):
         plan_memory(small(tmp_path, *overrides, ascend=True), Machine(GIB, "host"))
+
+
+def test_an_ascend_plan_counts_the_host_memory_of_all_agents_while_they_load(tmp_path: Path) -> None:
+    mindformers = tmp_path / "mf.yaml"
+    mindformers.write_text('context: {max_device_memory: "59GB"}\n', encoding="utf-8")
+    overrides = ("model_config.model_dtype=float16", f"model_config.model_cfg_path={mindformers}")
+    split = ("parallel_config.tensor_parallel=2", "parallel_config.data_parallel=2")
+    config = small(tmp_path, *overrides, *split, "pa_config.num_host_blocks=9", ascend=True)
+    plan = plan_memory(config, PLENTY)
+    items = {item.name: item.num_bytes for item in plan.host_items}
+    assert items == {
+        "loaded weights": sum(item.num_bytes for rank in plan.ranks for item in rank if item.name == "weights"),
+        "conversion": 2 * 4 * (2 * 96 + 140) * 64 * 4,
+        "agent process": 4 * 600 * MIB,
+        "server process": 200 * MIB,
+    }
+    assert [line.split()[:2] for line in plan.table().splitlines()[-4:-2]] == [
+        ["host:", "loaded"],
+        ["host:", "conversion"],
+    ]
+    needed = sum(items.values())
+    assert plan_memory(config, Machine(needed, "host")).host_items == plan.host_items
+    with pytest.raises(MemoryPlanError, match=r"of host memory \(loaded weights .*\(host\): use a machine with more"):
+        plan_memory(config, Machine(needed - 1, "host"))
+    many = small(tmp_path, *overrides, "pa_config.num_host_blocks=900000", ascend=True)
+    assert plan_memory(many, PLENTY).host_items[0].name == "host blocks"
 
 
 def test_each_agent_has_items_for_its_part(tmp_path: Path) -> None:
@@ -392,7 +419,7 @@ def test_an_ascend_plan_counts_the_fullest_device(tmp_path: Path) -> None:
     mindformers.write_text('context: {max_device_memory: "0.02GB"}\n', encoding="utf-8")
     overrides = ("model_config.model_dtype=float16", f"model_config.model_cfg_path={mindformers}")
     config = small(tmp_path, *overrides, "parallel_config.tensor_parallel=2", ascend=True)
-    plan = plan_memory(config, Machine(0, "host"))
+    plan = plan_memory(config, PLENTY)
     assert plan.items == plan.ranks[0] == estimate_rank_memory(config, 0, PLENTY).items
     assert plan.ranks[1] == estimate_rank_memory(config, 1, PLENTY).items
     assert plan.total_bytes > sum(item.num_bytes for item in plan.ranks[1])

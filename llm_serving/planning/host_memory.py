@@ -1,0 +1,61 @@
+"""Calculates the host memory that a deployment on devices with their own memory needs while its agents load.
+
+Every agent converts all weights of its part in host memory and then copies them to its device. All agents load at the
+same time. Swapped sequences get their host blocks after that, so both do not add up.
+"""
+
+from __future__ import annotations
+
+from llm_serving.config import Config
+from llm_serving.model.parallel import local_shape
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.rank_memory import (
+    FLOAT32_BYTES,
+    WEIGHTS,
+    MemoryItem,
+    device_items,
+    format_bytes,
+    host_block_items,
+)
+
+LOAD_THREADS = 4
+"""Maximum number of threads of an agent that convert weights (``MAX_THREADS`` of ``agent/weights/loader.py``)."""
+
+
+def host_items(config: Config, processes: tuple[MemoryItem, ...]) -> tuple[MemoryItem, ...]:
+    """Return the items in host memory at the time of the highest need. ``processes`` are added."""
+    world = range(config.parallel_config.world_size)
+    weights = sum(item.num_bytes for rank in world for item in device_items(config, rank) if item.name == WEIGHTS)
+    conversion = sum(_conversion_bytes(config, rank) for rank in world)
+    blocks = tuple(item for rank in world for item in host_block_items(config, rank))
+    swapped = sum(item.num_bytes for item in blocks)
+    if swapped > weights + conversion:
+        return (MemoryItem("host blocks", swapped, blocks[0].basis), *processes)
+    return (
+        MemoryItem("loaded weights", weights, "before they are on the devices"),
+        MemoryItem("conversion", conversion, "the largest parameter in float32, for each thread"),
+        *processes,
+    )
+
+
+def too_little_host_memory(items: tuple[MemoryItem, ...], machine: Machine) -> str | None:
+    """Return an error text if the items do not fit the machine, otherwise None."""
+    needed = sum(item.num_bytes for item in items)
+    if needed <= machine.available_bytes:
+        return None
+    listed = ", ".join(f"{item.name} {format_bytes(item.num_bytes)}" for item in items)
+    return (
+        f"the agents need {format_bytes(needed)} of host memory ({listed}), of "
+        f"{format_bytes(machine.available_bytes)} ({machine.available_from}): use a machine with more memory, a lower "
+        "parallel_config.data_parallel, or a model_config.weight_format with fewer bits"
+    )
+
+
+def _conversion_bytes(config: Config, rank: int) -> int:
+    """Return the memory in which one agent's threads convert weights: the largest parameter in float32 for each."""
+    shard = config.shard(rank)
+    shape = local_shape(config.shape, shard)
+    inner = shape.intermediate_size if shape.experts is None else shape.experts.intermediate_size
+    heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
+    rows = max(len(shard.vocab), 2 * inner, heads * shape.head_dim)
+    return LOAD_THREADS * rows * shape.hidden_size * FLOAT32_BYTES
