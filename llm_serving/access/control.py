@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 
@@ -47,9 +48,9 @@ class AccessControl:
         return found
 
     def reload(self) -> None:
-        """Read the key file now if it has changed."""
-        if self.keys is not None:
-            self.keys.refresh()
+        """Let another thread read the key file if it has changed. Call this method on the event loop."""
+        if self.keys is not None and self.keys.has_changed():
+            asyncio.get_running_loop().run_in_executor(None, self.keys.refresh)
 
 
 class Visit:
