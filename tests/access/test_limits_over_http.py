@@ -7,8 +7,12 @@ import json
 
 import pytest
 
-from llm_serving.errors import QueueFullError
-from support.access_keys import access_for, bearer, secret_of
+from llm_serving.access.audit import AuditLog
+from llm_serving.access.control import AccessControl
+from llm_serving.access.key_store import KeyStore
+from llm_serving.access.keys import digest_of
+from llm_serving.errors import ConfigError, QueueFullError
+from support.access_keys import SilentLog, access_for, bearer, secret_of
 from support.fake_engine import FakeEngine
 from support.http_server import http_request, read_response, running, wait_until
 
@@ -145,6 +149,16 @@ def test_keys_do_not_share_the_prefix_cache(server):
     assert b"" not in salts
 
 
+def test_keys_of_one_name_share_tenant_cache_and_quota(tokenizer, tmp_path):
+    line = "alice sha256:{} requests_per_minute=2"
+    lines = ";".join(line.format(digest_of(secret_of(each)).hex()) for each in ("old", "new"))
+    access = AccessControl(KeyStore(None, lines, SilentLog()), None, lambda reason: None)
+    with running(FakeEngine(tokenizer), access) as server:
+        assert [complete(server, each).status_code for each in ("old", "new", "old", "new")] == [200, 200, 429, 429]
+        assert {one.scheduling.tenant for one in server.engine.submitted} == {"alice"}
+        assert len({one.scheduling.cache_salt for one in server.engine.submitted}) == 1
+
+
 @pytest.mark.parametrize(("setting", "number"), [("none", 1), ("tenant", 2), ("auto", 2)])
 def test_the_prefix_cache_can_be_shared(tokenizer, tmp_path, setting, number):
     access = access_for(tmp_path, "alice", "bob")
@@ -206,6 +220,23 @@ def test_strangers_cannot_fill_the_audit_log(tokenizer, tmp_path, monkeypatch):
     lines = [json.loads(line) for line in (tmp_path / "audit.log").read_text().splitlines()]
     assert [line["status"] for line in lines] == [401] * 5 + [200]
     assert lines[-1]["skipped"] == 15
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660])
+def test_an_old_audit_log_becomes_private(tmp_path, mode):
+    path = tmp_path / "audit.log"
+    path.write_text("earlier\n")
+    path.chmod(mode)
+    AuditLog(str(path)).close()
+    assert (path.stat().st_mode & 0o777, path.read_text()) == (0o600, "earlier\n")
+
+
+def test_an_audit_log_that_cannot_be_written_stops_the_start(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for path in (tmp_path, tmp_path / "link"):
+        with pytest.raises(ConfigError, match=r"serving_config\.audit_log: cannot open"):
+            AuditLog(str(path))
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_an_audit_log_without_keys_lets_everybody_in(tokenizer, tmp_path):
