@@ -110,14 +110,7 @@ class _Launcher:
         http_socket = owned.enter_context(
             listen(settings.server_ip, settings.server_port, backlog=2048, key="serving_config.server_port")
         )
-        admin_socket = unix_socket = None
-        if settings.admin_port is not None:
-            key = "serving_config.admin_port"
-            admin_socket = owned.enter_context(listen(settings.admin_ip, settings.admin_port, backlog=2048, key=key))
-        if settings.unix_socket is not None:
-            unix_socket = owned.enter_context(
-                listen_unix(settings.unix_socket, UNIX_MODES[settings.unix_socket_users], backlog=2048)
-            )
+        admin_socket, unix_socket = self._more_sockets(owned)
         executors = self._executors(owned)
         tokenizer = load_tokenizer(config)
         rotation = Rotation.of_mib(config.log_config.max_mib, config.log_config.keep_files)
@@ -179,6 +172,17 @@ class _Launcher:
             stop_http.set()
             await asyncio.wait((http,))
             await engine.stop()
+
+    def _more_sockets(self, owned: ExitStack) -> tuple[socket.socket | None, socket.socket | None]:
+        """Listen on the port for administration and on the UNIX socket. None stands for one that is not configured."""
+        settings, admin_socket, unix_socket = self._config.serving_config, None, None
+        if settings.admin_port is not None:
+            key = "serving_config.admin_port"
+            admin_socket = owned.enter_context(listen(settings.admin_ip, settings.admin_port, backlog=2048, key=key))
+        if settings.unix_socket is not None:
+            mode = UNIX_MODES[settings.unix_socket_users]
+            unix_socket = owned.enter_context(listen_unix(settings.unix_socket, mode, backlog=2048))
+        return admin_socket, unix_socket
 
     def _executors(self, owned: ExitStack) -> list[AgentExecutor]:
         """Make the executor of each replica, without starting it. ``owned`` closes the executors and their ports."""

@@ -83,6 +83,7 @@ CHECKS = (
             "kvcache/test_prefix_cache.py::test_salts_share_nothing_and_do_not_evict_each_other",
             "server/test_scheduling_fields.py::test_tenants_may_be_kept_apart",
             "access/test_limits_over_http.py::test_keys_do_not_share_the_prefix_cache",
+            "integration/test_access.py::test_the_prefix_cache_reveals_nothing_of_other_keys",
         ),
     ),
     Check(
