@@ -17,7 +17,7 @@ from agent.kernels import OperatorRefusedError, kernel_isa, num_threads
 from agent.model_loading import LoadedModel, load_model
 from agent.profiling import Profiling
 from agent.sampler import Sampler, find_candidates
-from agent.scores import DeviceScores, StepLogits
+from agent.scores import DeviceScores, StepLogits, score_bits
 from agent.step_inputs import Int32Array, StepInputs, StepReader
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
 from agent.weights.cache import WeightCache
@@ -25,7 +25,7 @@ from agent.weights.storage import STORAGE_DTYPES, Array, huge_page_bytes
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentStartError, GroupBrokenError, GroupDownError, ProtocolError
 from llm_serving.ipc.exchange import ExchangeMemory
-from llm_serving.ipc.shm import StepSlot
+from llm_serving.ipc.shm import NOT_FINITE, StepSlot
 
 if TYPE_CHECKING:
     from agent.backends.base import OpTable
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 StartReport = Callable[[str, int, int], None]
 """Takes a stage of the start, the number of units done and the total number of units."""
+
+
+class RowCheckError(AgentError):
+    """A sequence has other logits in a step than alone. The agent computes wrong results and must be restarted."""
 
 
 class StepCost(NamedTuple):
@@ -189,7 +193,10 @@ class ModelRunner:
             self._sampler.sample(scores, slot)
         except RuntimeError as error:
             raise self._after_failure(error) from error
-        return _cost(start, computed, scores)
+        cost = _cost(start, computed, scores)
+        if slot.checked_row and is_decode:
+            self._check_row(slot, scores)
+        return cost
 
     def run_moves(self, slot: StepSlot) -> StepCost:
         """Runs a step that only copies blocks. Raises the same errors as ``run_step``."""
@@ -237,13 +244,8 @@ class ModelRunner:
         assert exchange is not None
         assert last_tokens is not None
         assert graph is not None, "compile() must come before any step"
-        scores: StepLogits | DeviceScores | None = None
         try:
-            entry = self._entry(inputs)
-            if not self._part.shard.is_last_stage:
-                exchange.send(graph.run_stage(inputs, entry))
-            else:
-                scores = graph.run(inputs, entry)
+            scores = self._compute_in_group(inputs)
             computed = time.perf_counter_ns()
             try:
                 if scores is not None and self._part.returns_results:
@@ -252,12 +254,48 @@ class ModelRunner:
                     find_candidates(scores, slot)
             finally:
                 last_tokens.step_done(slot)
+            cost = _cost(start, computed, scores)
+            if slot.checked_row and inputs.token_ids.size == inputs.query_lens.size:
+                self._check_row(slot, scores)
         except RuntimeError as error:
             if exchange.is_down:
                 raise GroupDownError("another agent of this group ended or did not arrive in time") from error
             exchange.give_up()
             raise GroupBrokenError(f"the graph failed: {_first_line(error)}") from error
-        return _cost(start, computed, scores)
+        return cost
+
+    def _compute_in_group(self, inputs: StepInputs) -> StepLogits | DeviceScores | None:
+        """Runs this agent's part of the graph. Returns the scores in the last stage."""
+        assert self._exchange is not None
+        assert self._graph is not None
+        entry = self._entry(inputs)
+        if self._part.shard.is_last_stage:
+            return self._graph.run(inputs, entry)
+        self._exchange.send(self._graph.run_stage(inputs, entry))
+        return None
+
+    def _check_row(self, slot: StepSlot, scores: StepLogits | DeviceScores | None) -> None:
+        """Computes one sequence of the decode step again, alone. All agents of a group do this for the same steps.
+
+        The sequence's keys and values are written to the same places again. Raises RowCheckError unless the logits
+        have the same bits.
+        """
+        index = slot.checked_row - 1
+        whole = not self._part.is_split
+        first = None if scores is None else score_bits(scores, index, whole=whole)
+        inputs = self._reader.keep_only(index)
+        if self._exchange is not None:
+            again = self._compute_in_group(inputs)
+        else:
+            assert self._graph is not None
+            again = self._graph.run(inputs, inputs.token_ids)
+        is_comparable = not self._part.returns_results or slot.sampled_ids[index] != NOT_FINITE
+        if first is not None and again is not None and is_comparable:
+            second = score_bits(again, 0, whole=whole)
+            if first != second:
+                raise RowCheckError(
+                    f"sequence {index} of {slot.num_seqs} has other logits in step {slot.seq} than alone"
+                )
 
     def _entry(self, inputs: StepInputs) -> Array:
         """Returns the first input of the graph: token ids [T] in the first stage, else the residual stream of the

@@ -83,7 +83,8 @@ class Sampler:
             return
         rows, penalised = slot.rows[:seqs], _has_penalties(slot, seqs) & (slot.do_sample[:seqs] != 0)
         self._run(call, scores, slot, self._histories(slot, penalised), self.rows.prompt_len[rows])
-        self.rows.append(rows[penalised], slot.sampled_ids[:seqs][penalised])
+        # The last token of a row whose logits are not finite is 0. A step that was sent ahead may compute with it.
+        self.rows.append(rows[penalised], np.maximum(slot.sampled_ids[:seqs][penalised], 0))
 
     def _run(
         self,

@@ -59,6 +59,18 @@ class DeviceScores(ABC):
         """
 
 
+def score_bits(scores: StepLogits | DeviceScores, index: int, *, whole: bool) -> bytes:
+    """Returns the bits of the logits of sequence ``index``, to compare them with another run.
+
+    Without ``whole``, of scores on a device only the best token and its logit count. Otherwise the row is fetched.
+    """
+    if isinstance(scores, StepLogits):
+        return bytes(scores.values[index].data)
+    ids, values = scores.best()
+    row = bytes(scores.rows(np.array([index], np.int32)).data) if whole else b""
+    return bytes(ids[index : index + 1].data) + bytes(values[index : index + 1].data) + row
+
+
 def whole_logits(scores: StepLogits | DeviceScores, num_seqs: int) -> Float32Array:
     """Returns a copy of all logits of a sampled step, [num_seqs, vocabulary], whether they are on the host or on the
     device.

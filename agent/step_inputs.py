@@ -82,6 +82,24 @@ class StepReader:
             self._sizes, self._inputs = sizes, self._views(*sizes)
         return self._inputs
 
+    def keep_only(self, index: int) -> StepInputs:
+        """Changes the inputs of the decode step that was read last: only sequence ``index`` stays, as the first one.
+
+        Views of the whole step become invalid. LAST_TOKEN must have been replaced.
+        """
+        buffers, width = self.buffers, self._sizes[2]
+        for array in (
+            *(buffers.token_ids, buffers.positions, buffers.slot_mapping),
+            *(buffers.query_lens, buffers.context_lens, buffers.rows),
+        ):
+            array[0] = array[index]
+        buffers.block_tables[:width] = buffers.block_tables[index * width : (index + 1) * width].copy()
+        buffers.last_tokens[0] = buffers.sampled_tokens[0] = 0
+        buffers.counts[:3] = 1, 1, width
+        self._sizes = (1, 1, width, False)
+        self._inputs = self._views(*self._sizes)
+        return self._inputs
+
     def _views(self, tokens: int, seqs: int, width: int, whole_prompts: bool) -> StepInputs:
         buffers = self.buffers
         return StepInputs(

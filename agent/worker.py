@@ -6,7 +6,7 @@ import logging
 import traceback
 from collections.abc import Callable, Mapping
 
-from agent.model_runner import ModelRunner, StartReport
+from agent.model_runner import ModelRunner, RowCheckError, StartReport
 from agent.server import AgentServer
 from agent.task_queue import TaskQueue
 from llm_serving.errors import GroupBrokenError, GroupDownError, LLMServingError
@@ -22,6 +22,7 @@ from llm_serving.ipc.messages import (
     Step,
     StepDone,
     StepFailed,
+    Unhealthy,
 )
 from llm_serving.ipc.shm import SlotMemory
 
@@ -88,6 +89,10 @@ class Worker:
                 if isinstance(error, GroupBrokenError):
                     self._server.send(_failure(message, str(error)))
                 return 1
+            except RowCheckError as error:
+                logger.error("step %d failed a self-check: %s", message.seq, error)
+                self._server.send(Unhealthy(seq=message.seq, slot=message.slot, error=str(error)))
+                continue
             self._server.send(result)
 
 
@@ -102,7 +107,7 @@ def _run_step(step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner
             cost = runner.run_step(slot, is_decode=isinstance(step, Decode))
         kind = type(step).__name__.lower()
         runner.profiling.add_step(kind, slot.num_tokens, slot.num_seqs, (queue_us, cost.graph_us, cost.sample_us))
-    except GroupDownError:
+    except (GroupDownError, RowCheckError):
         raise
     except Exception as error:
         expected = isinstance(error, LLMServingError)

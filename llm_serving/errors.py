@@ -15,10 +15,12 @@ LLMServingError
 │   │   └── QuotaExceededError  the API key has used its quota
 │   └── DeadlineExceededError the request's deadline passed before it started (504)
 ├── EngineFailedError         the engine ended an accepted request (an HTTP 500)
+│   └── NotFiniteError        the logits of the request were NaN or infinite
 ├── ProtocolError             a peer violated the framing, the schema or the handshake
 └── AgentError                an agent could not do its work (an HTTP 5xx)
     ├── AgentStartError       the agent did not become ready; has its traceback
     ├── AgentLostError        the agent died or stopped replying
+    │   └── SelfCheckError    the agent computes wrong results
     └── GroupDownError        another agent of the group has ended
         └── GroupBrokenError  an agent failed in the middle of a step of its group
 """
@@ -130,6 +132,10 @@ class EngineFailedError(LLMServingError):
     """The engine ended a request that it had accepted."""
 
 
+class NotFiniteError(EngineFailedError):
+    """The model's logits for a request were NaN or infinite, so no token could be chosen."""
+
+
 class ProtocolError(LLMServingError):
     """A frame, a message or the handshake was malformed. The connection is closed."""
 
@@ -144,6 +150,15 @@ class AgentStartError(AgentError):
 
 class AgentLostError(AgentError):
     """An agent died or stopped replying while requests were in flight."""
+
+
+class SelfCheckError(AgentLostError):
+    """An agent failed a self-check: it computes wrong results. ``step`` is the step that shows it, if there is one."""
+
+    def __init__(self, message: str, check: str, step: int | None = None) -> None:
+        super().__init__(message)
+        self.check = check
+        self.step = step
 
 
 class GroupDownError(AgentError):

@@ -77,8 +77,8 @@ class _Scores(DeviceScores):
         wide = in_float32(values)[:, : self._num_rows]
         if len(ids) == 1:
             return ids[0, : self._num_rows], wide[0]
-        # The first of equal values belongs to the smaller id. NaN is never the largest.
-        best = np.where(np.isnan(wide), -np.inf, wide).argmax(0)
+        # The first of equal values belongs to the smaller id. A NaN is the largest, so the sampler sees it.
+        best = wide.argmax(0)
         columns = np.arange(self._num_rows)
         tokens: Int32Array = (ids[best, columns] + best * self._graphs.part_size).astype(np.int32)
         return tokens, np.ascontiguousarray(wide[best, columns])

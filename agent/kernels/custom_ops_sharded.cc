@@ -69,8 +69,9 @@ struct Best {
 };
 static_assert(sizeof(Best) == 8, "two elements of gather_rows_to_first");
 
-// Writes to best[i] the token with the largest logit of all agents, or the smallest of these tokens on a tie. Only the
-// first agent of the stage receives results. Rows that do not sample (last < 0) are skipped.
+// Writes to best[i] the token with the largest logit of all agents, or the smallest of these tokens on a tie. Writes -1
+// if an agent has a NaN or an infinity, which it reports as the value NaN. Only the first agent of the stage receives
+// results. Rows that do not sample (last < 0) are skipped.
 int best_of_all(const char* op, int64_t seqs, const int32_t* last, const Best* own, int32_t* best) {
   const int size = exchange_size();
   Best* all = static_cast<Best*>(thread_scratch(kScratchRows, seqs * size * static_cast<int64_t>(sizeof(Best))));
@@ -81,9 +82,10 @@ int best_of_all(const char* op, int64_t seqs, const int32_t* last, const Best* o
     if (last[i] < 0) continue;
     Best top = own[i];
     for (int r = 1; r < size; ++r) {
-      if (all[i * size + r].value > top.value) top = all[i * size + r];
+      const Best& other = all[i * size + r];
+      if (other.value > top.value || other.value != other.value) top = other;
     }
-    best[i] = top.id;
+    best[i] = top.value == top.value ? top.id : -1;
   }
   return 0;
 }

@@ -11,6 +11,7 @@ from llm_serving.config.mindformers import MindSporeContext
 from llm_serving.config.model_section import ModelConfig
 from llm_serving.config.parallel_section import ParallelConfig
 from llm_serving.config.sections import (
+    DEFAULT_ROW_CHECK_INTERVAL,
     BasicInputsConfig,
     ExtraInputsConfig,
     LogConfig,
@@ -229,6 +230,12 @@ class Config:
             return ()
         smaller = {size for size in self.model_config.decode_batch_size if size < self.max_decode_seqs}
         return (*sorted(smaller), self.max_decode_seqs)
+
+    @property
+    def row_check_interval(self) -> int:
+        """Number of decode steps of which one has a sequence that is computed again. 0: none has."""
+        wanted = self.serving_config.row_check_interval
+        return wanted if wanted is not None else DEFAULT_ROW_CHECK_INTERVAL * (self.device == "CPU")
 
     @property
     def num_host_blocks(self) -> int:

@@ -13,6 +13,7 @@ from llm_serving.config.schema import own, published, without_effect
 
 MAX_BLOCKS = 64 * 1024 * 1024
 MAX_SECONDS = 86_400.0
+DEFAULT_ROW_CHECK_INTERVAL = 500
 DEFAULT_SERVER_PORT = 8835
 """Default of ``serving_config.server_port``. A test compares it with the port in the documentation."""
 
@@ -171,6 +172,15 @@ class ServingConfig:
         unit="seconds",
         low=0.0,
         high=MAX_SECONDS,
+    )
+    row_check_interval: int | None = own(
+        None,
+        "One decode step in this number of steps has a sequence that is computed again, alone. Its logits must have "
+        "the same bits, otherwise the agents are restarted. 0 turns the check off.",
+        unit="steps",
+        low=0,
+        high=1_000_000_000,
+        null="500 on a CPU. 0 on an Ascend, which does not promise equal bits",
     )
 
 

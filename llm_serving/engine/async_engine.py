@@ -8,6 +8,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 
 from llm_serving.config import Config
 from llm_serving.engine.beam_search import BeamSearch, BeamSearchParams, SearchResult
@@ -20,7 +21,9 @@ from llm_serving.engine.text_streams import DetokenizerFactory
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import AgentLostError, DeadlineExceededError, QueueFullError, RequestError
 from llm_serving.executor.base import Executor
+from llm_serving.flight.keeping import keep_recording
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
+from llm_serving.flight.setup import recording_folder
 from llm_serving.request import DEFAULT_SCHEDULING, Request, RequestOutput, SchedulingParams
 from llm_serving.routing.placement import Routing
 from llm_serving.routing.router import Router
@@ -83,6 +86,7 @@ class AsyncEngine:
             self._deliver,
             state_interval_s=config.log_config.state_interval_s,
             clock=clock,
+            keep_recording=self._keep_recording,
         )
         self.ended = asyncio.Event()
         """Set on the event loop when the engine thread has ended, for whatever reason."""
@@ -276,6 +280,10 @@ class AsyncEngine:
             return scheduler
         self._recorders.append(recorder)
         return as_scheduler(recorder)
+
+    def _keep_recording(self, replica: int, reason: str) -> Path | None:
+        """Keep the flight recording of a replica, if there is one. Returns the folder."""
+        return keep_recording(recording_folder(self.config, replica), reason) if self._recorders else None
 
     def _new_request(
         self,

@@ -11,6 +11,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from llm_serving.engine.outputs import EngineOutput, ProbeAnswer, ProfileAnswer, RequestRefused
 from llm_serving.engine.replica import Replica
@@ -85,7 +86,9 @@ class EngineCore:
         state_interval_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
         poll: Poll | None = None,
+        keep_recording: Callable[[int, str], Path | None] = lambda replica, reason: None,
     ) -> None:
+        """``keep_recording`` keeps the flight recording of a replica that failed a self-check. Returns its folder."""
         self.state = EngineState.STARTING
         self.stop_reason = ""
         self.ended = False
@@ -96,6 +99,7 @@ class EngineCore:
         self._metrics = metrics
         self._deliver = deliver
         self._clock = clock
+        self._keep_recording = keep_recording
         self._detokenizer = detokenizer
         self._texts = TextStreams(front, log)
         self._state_line = StateLine(front, state_interval_s)
@@ -333,6 +337,8 @@ class EngineCore:
         replica.lose(now, final=event.final)
         waiting = self._front.figures.waiting
         self._log.error(event.error, event="agent_lost", final=event.final, requests=waiting, **replica.log_fields)
+        if event.failed_check:
+            self._note_failed_check(replica, event)
         if event.final and (not replica.was_ready or all(other.is_given_up for other in self._replicas)):
             self._give_up(f"the agent was lost and is not restarted: {event.error}", now)
             self._running = False
@@ -341,6 +347,18 @@ class EngineCore:
         if len(self._probed) > 1:
             self._answer_probe(replica)
         self._note_profile(replica, [{"replica": replica.index, "error": f"the agents were lost: {event.error}"}])
+
+    def _note_failed_check(self, replica: Replica, event: AgentLost) -> None:
+        self._metrics.self_check(event.failed_check, "failed")
+        kept = self._keep_recording(replica.index, event.failed_check)
+        self._log.error(
+            event.error,
+            event="self_check_failed",
+            check=event.failed_check,
+            step=event.step,
+            recording=None if kept is None else str(kept),
+            **replica.log_fields,
+        )
 
     def _give_up(self, reason: str, now: float) -> None:
         if self.state is not EngineState.STOPPED:

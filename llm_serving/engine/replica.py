@@ -14,9 +14,13 @@ from llm_serving.request import RequestOutput
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import StepSource
 from llm_serving.scheduler.output import ScheduledStep, StepResult
+from llm_serving.self_checks.results import broken_requests, is_all_broken
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.status import ReplicaStatus
+
+MAX_LOGGED_REQUESTS = 16
+"""Maximum number of request ids in a log line."""
 
 
 class Replica:
@@ -93,6 +97,8 @@ class Replica:
         self._dropped.discard(result.seq)
         if result.error is not None:
             self._log.error("a step failed", step=result.seq, reason=result.error, **self.log_fields)
+        if broken := broken_requests(result, updates):
+            self._note_not_finite(step, result, broken)
         outputs = self._texts.outputs(updates, result, now)
         if result.aborted:
             return outputs
@@ -103,6 +109,24 @@ class Replica:
             self.last_result = now
             self._state_line.step(step, result, len(outputs), now)
         return outputs
+
+    def _note_not_finite(self, step: ScheduledStep, result: StepResult, request_ids: list[str]) -> None:
+        """Log requests whose logits are not finite. If that holds for all of several, restart the agents.
+
+        A request that is alone may be the cause itself.
+        """
+        self._metrics.sequences_not_finite(len(request_ids))
+        self._log.error(
+            "the logits of requests are NaN or infinite",
+            event="logits_not_finite",
+            step=step.seq,
+            requests=request_ids[:MAX_LOGGED_REQUESTS],
+            sequences=step.num_seqs,
+            **self.log_fields,
+        )
+        if is_all_broken(result) and len(request_ids) > 1:
+            reason = f"step {step.seq} has no sequence with finite logits, of {len(request_ids)}"
+            self.executor.distrust("logits", reason, step.seq)
 
     def send_steps(self, now: float) -> list[RequestOutput]:
         """Send every step that can be scheduled. Returns the last pieces of requests whose step could not be sent.

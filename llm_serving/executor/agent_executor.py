@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from llm_serving.config import Config
-from llm_serving.errors import AgentError, AgentLostError, AgentStartError
+from llm_serving.errors import AgentError, AgentLostError, AgentStartError, SelfCheckError
 from llm_serving.executor.agent_group import AgentGroup
 from llm_serving.executor.agent_link import AgentLink, ProgressReport
 from llm_serving.executor.agent_states import AgentStates, Restarts
@@ -61,6 +61,7 @@ class AgentExecutor:
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         self._steps = self._new_slots(())
         self._control_seq = 0
+        self._distrusted: SelfCheckError | None = None
         self._profiled: dict[int, dict[str, object]] = {}
         self._restarts = Restarts(config.serving_config.agent_restart_limit)
         self._agent_states = AgentStates(config, replica, listeners, self._restarts)
@@ -82,6 +83,11 @@ class AgentExecutor:
         """Ask the agent to drop a step. Ignored with several agents: one may have begun the step, another not."""
         if self._group is not None and self._steps.join is None and seq in self._steps.slot_of:
             self._group.send(messages.Abort(seq=self._control_number(), step=seq))
+
+    def distrust(self, check: str, reason: str, step: int | None = None) -> None:
+        if self._group is not None and self._group.is_ready:
+            self._distrusted = SelfCheckError(f"{_agents(self._ranks)}: {reason}", check, step)
+            self.wake()
 
     def request_status(self) -> None:
         self._agent_states.ask()
@@ -140,7 +146,8 @@ class AgentExecutor:
         self._wake = -1
 
     def _new_slots(self, slots: Sequence[StepSlot]) -> StepSlots:
-        return StepSlots(self._config.slot_limits(), self._config.pa_config.block_size, self._ranks, slots)
+        interval = self._config.row_check_interval
+        return StepSlots(self._config.slot_limits(), self._config.pa_config.block_size, self._ranks, slots, interval)
 
     def _start_group(self) -> None:
         """Start the agents. Raises AgentStartError, also if the system has no processes, files or memory left."""
@@ -194,6 +201,8 @@ class AgentExecutor:
     def _on_message(self, member: int, message: AgentMessage) -> ExecutorEvent | None:
         if isinstance(message, messages.StepDone | messages.StepFailed):
             return self._steps.take(member, message)
+        if isinstance(message, messages.Unhealthy):
+            raise SelfCheckError(f"agent {self._ranks[member]}: {message.error}", "row", message.seq)
         if isinstance(message, messages.StatusReply):
             assert self._group is not None
             return self._agent_states.add(member, message, self._group.links)
@@ -211,6 +220,8 @@ class AgentExecutor:
         """End the group and plan its restart, or give up. Steps that an agent had failed end with its error."""
         failures = self._steps.join.take_failures() if self._steps.join is not None else []
         events: list[ExecutorEvent] = [StepResult(seq, error=text) for seq, text in failures]
+        check, step = (error.check, error.step) if isinstance(error, SelfCheckError) else ("", None)
+        self._distrusted = None
         if self._group is not None:
             self._unregister(self._group)
             error = self._group.describe_loss(error)
@@ -222,9 +233,9 @@ class AgentExecutor:
         if backoff is None:
             self._end_last_group()
             suffix = f"; given up after {self._restarts.in_a_row} restarts" if self._restarts.has_been_ready else ""
-            return [*events, AgentLost(f"{error}{suffix}", final=True)]
+            return [*events, AgentLost(f"{error}{suffix}", final=True, failed_check=check, step=step)]
         what = "it" if len(self._ranks) == 1 else f"agents {self._ranks.start} to {self._ranks.stop - 1}"
-        return [*events, AgentLost(f"{error}; restarting {what} in {backoff:g} s")]
+        return [*events, AgentLost(f"{error}; restarting {what} in {backoff:g} s", failed_check=check, step=step)]
 
     def _unregister(self, group: AgentGroup) -> None:
         for link in group.links:
@@ -253,6 +264,9 @@ class AgentExecutor:
         return until if timeout_s is None else min(until, timeout_s)
 
     def _check_deadlines(self) -> None:
+        distrusted, self._distrusted = self._distrusted, None
+        if distrusted is not None:
+            raise distrusted
         join = self._steps.join
         if join is not None and join.torn is not None:
             raise AgentLostError(join.torn)

@@ -38,6 +38,10 @@ class AgentLost:
     error: str
     final: bool = False
     """The agents are given up and not restarted."""
+    failed_check: str = ""
+    """The self-check that failed: ``row`` or ``logits``. Empty for other losses."""
+    step: int | None = None
+    """The step that failed the self-check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,9 @@ class Executor(Protocol):
 
     def abort(self, seq: int) -> None:
         """Ask the agents to drop step ``seq`` if it has not begun. The step has a result in either case."""
+
+    def distrust(self, check: str, reason: str, step: int | None = None) -> None:
+        """Restart the agents, because a self-check outside of the executor failed. ``poll`` reports ``AgentLost``."""
 
     def request_status(self) -> None:
         """Ask every agent for its status. ``poll`` reports ``AgentStatus`` when all have replied."""

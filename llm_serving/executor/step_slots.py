@@ -58,7 +58,10 @@ class StepSlots:
     its slots.
     """
 
-    def __init__(self, limits: SlotLimits, block_size: int, ranks: range, slots: Sequence[StepSlot] = ()) -> None:
+    def __init__(
+        self, limits: SlotLimits, block_size: int, ranks: range, slots: Sequence[StepSlot] = (), check_interval: int = 0
+    ) -> None:
+        """One decode step in ``check_interval`` has a sequence that the agents compute again. 0: no step has one."""
         self.free_slots = list(range(len(slots)))
         self.slot_of: dict[int, int] = {}
         """The slot of each step in flight, by the number of the step."""
@@ -78,6 +81,8 @@ class StepSlots:
             name: np.zeros(num_rows, dtype) for name, dtype in _SAMPLING_COLUMNS.items()
         }
         self._batch: _Batch | None = None
+        self._check_interval = check_interval
+        self._num_decodes = 0
 
     def write(self, step: ScheduledStep) -> messages.Step:
         """Write a step into a free slot. Returns the message that announces the step to the agents.
@@ -183,7 +188,14 @@ class StepSlots:
         if batch.slots[slot] != width:
             slot.block_tables[: num_seqs * width] = self._block_tables[batch.row_array, :width].ravel()
             batch.slots[slot] = width
-        _write_sizes(step, slot, table_width=width)
+        _write_sizes(step, slot, table_width=width, checked_row=self._next_checked_row(num_seqs))
+
+    def _next_checked_row(self, num_seqs: int) -> int:
+        """Return the number of the sequence, from 1, that the agents compute again in this decode step, or 0."""
+        self._num_decodes += 1
+        if not self._check_interval or self._num_decodes % self._check_interval:
+            return 0
+        return self._num_decodes // self._check_interval % num_seqs + 1
 
     def _same_batch(self, step: ScheduledStep) -> _Batch:
         """Return the batch of the last decode step, extended by new blocks, or a new one if the sequences differ."""
@@ -237,7 +249,9 @@ class StepSlots:
             self._sampling[name][row] = wanted
 
 
-def _write_sizes(step: ScheduledStep, slot: StepSlot, *, table_width: int, history_len: int = 0) -> None:
+def _write_sizes(
+    step: ScheduledStep, slot: StepSlot, *, table_width: int, history_len: int = 0, checked_row: int = 0
+) -> None:
     slot.write_header(
         step.seq,
         num_tokens=step.num_tokens,
@@ -245,6 +259,7 @@ def _write_sizes(step: ScheduledStep, slot: StepSlot, *, table_width: int, histo
         table_width=table_width,
         history_len=history_len,
         num_moves=len(step.moves),
+        checked_row=checked_row,
     )
 
 
@@ -281,6 +296,7 @@ def _read_result(slot: StepSlot, done: StepDone) -> StepResult:
         queue_us=done.queue_us,
         graph_us=done.graph_us,
         sample_us=done.sample_us,
+        checked_row=slot.checked_row > 0,
         fetched_bytes=done.fetched_bytes,
     )
 

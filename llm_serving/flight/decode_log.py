@@ -15,6 +15,7 @@ from operator import lt
 
 from llm_serving.flight.format import Counts
 from llm_serving.flight.steps import Growth
+from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 
 REFUSED, LOGGED, DUE = range(3)
@@ -96,7 +97,7 @@ class DecodeLog:
             raise ValueError("the log is active, or the columns of the step have different sizes")
         self._next_result = next_result
         # A sampled id of -1 means no token. It ends undisturbed decoding, as a token that may end a request does.
-        self._ending_token_ids, self._keeps_updates = ending_token_ids | {_NO_TOKEN}, keeps_updates
+        self._ending_token_ids, self._keeps_updates = ending_token_ids | {_NO_TOKEN, NOT_FINITE}, keeps_updates
         self._positions = sum(latest.starts) + sum(latest.sample_positions)
         self._continue(latest, table_lens)
         self._is_active = True

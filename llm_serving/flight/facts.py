@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN
+from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.request import Request, RequestStatus
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepResult
@@ -129,7 +130,9 @@ def make_result(
         names = [PLAIN_TOKEN] * len(signs)
         for index in ends:
             names[index] = ENDING_TOKEN
-    result.sampled_ids = [names[index] if samples else -1 for index, samples in enumerate(signs)]
+    result.sampled_ids = [
+        NOT_FINITE if samples == NOT_FINITE else names[index] if samples else -1 for index, samples in enumerate(signs)
+    ]
     result.logits = [0.0] * num_logits
     result.logsumexps = [0.0] * num_sums
     return result

@@ -16,6 +16,7 @@ from llm_serving.flight.format import Counts, Tag
 from llm_serving.flight.requests import KnownRequests, TokenNames
 from llm_serving.flight.segments import SegmentWriter
 from llm_serving.flight.step_writer import StepWriter
+from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.request import Request
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
@@ -275,7 +276,7 @@ class Journal:
             or step is None
             or not is_whole(step, sampled_ids, len(logits), len(logsumexps))
         ):
-            signs = [token >= 0 for token in sampled_ids]
+            signs = [token if token == NOT_FINITE else token >= 0 for token in sampled_ids]
             fault = [aborted, error is not None, [signs, len(logits), len(logsumexps)]]
         if step is not None and not self._requests.endings.isdisjoint(sampled_ids):
             ends = ending_indices(step, sampled_ids)

@@ -38,10 +38,7 @@ def recorder_of(
     settings = config.log_config
     if settings.flight_recorder_mib == 0:
         return None
-    folder = Path(settings.flight_recorder or Path(settings.path).with_name("flight"))
-    num_replicas = config.parallel_config.data_parallel
-    if num_replicas > 1:
-        folder = replica_folder(folder, replica)
+    folder, num_replicas = recording_folder(config, replica), config.parallel_config.data_parallel
     digest = hashlib.blake2b(json.dumps(asdict(config), sort_keys=True, default=str).encode(), digest_size=16)
     return record(
         scheduler,
@@ -50,6 +47,13 @@ def recorder_of(
         config_digest=digest.hexdigest(),
         on_error=on_error,
     )
+
+
+def recording_folder(config: Config, replica: int) -> Path:
+    """Returns the folder of a replica's recording."""
+    settings = config.log_config
+    folder = Path(settings.flight_recorder or Path(settings.path).with_name("flight"))
+    return replica_folder(folder, replica) if config.parallel_config.data_parallel > 1 else folder
 
 
 def record(

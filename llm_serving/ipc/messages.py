@@ -13,6 +13,7 @@ A message names a step slot and a sequence number. It never contains an array. M
       | <------------------- Ready | Failed-|
       |--- Prefill | Decode | Move -------->|   "run slot s as step n"
       | <------------------- StepDone ------|
+      | <------------------- Unhealthy -----|   a self-check failed; the server restarts the agent
       |--- Abort | Status | Shutdown ------>|
       |--- ProfileStart | ProfileStop ----->|
       | <------------------- ProfileReply --|
@@ -29,7 +30,7 @@ import msgspec
 
 from llm_serving.errors import ProtocolError
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 NONCE_BYTES = 16
 
 UInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -204,6 +205,14 @@ class StepFailed(Message, frozen=True, tag="step_failed"):
     error: LongText
 
 
+class Unhealthy(Message, frozen=True, tag="unhealthy"):
+    """Agent to server: step ``seq`` failed a self-check, so the agent must be restarted. The step has no result."""
+
+    seq: UInt
+    slot: UInt
+    error: LongText
+
+
 class StatusReply(Message, frozen=True, tag="status_reply"):
     """Agent to server: steps run since the start, steps queued, resident memory in bytes."""
 
@@ -217,7 +226,9 @@ Step = Prefill | Decode | Move
 """A message with a slot. The agent replies with ``StepDone`` or ``StepFailed``."""
 
 ServerMessage = Connect | Prefill | Decode | Move | Abort | Status | ProfileStart | ProfileStop | Shutdown
-AgentMessage = Challenge | Connected | Progress | Ready | Failed | StepDone | StepFailed | StatusReply | ProfileReply
+AgentMessage = (
+    Challenge | Connected | Progress | Ready | Failed | StepDone | StepFailed | Unhealthy | StatusReply | ProfileReply
+)
 
 _M = TypeVar("_M")
 _ENCODER = msgspec.msgpack.Encoder()

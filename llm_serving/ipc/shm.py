@@ -28,6 +28,9 @@ NUM_SLOTS = 8
 LAST_TOKEN = -1
 """Value in ``token_ids`` for the token that the sequence's previous step sampled. Only the agent knows it."""
 
+NOT_FINITE = -2
+"""Value in ``sampled_ids`` of a sequence whose logits cannot be used: one is NaN or +infinity, or none is finite."""
+
 NO_LOGSUMEXP = -1
 """Value in ``num_top_logits`` of a request that wants no log-probabilities. Its ``logsumexp`` may then stay 0."""
 
@@ -108,7 +111,7 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         # Blocks to copy before the computation, in this order.
         Field("moves", "int32", limits.max_moves * MOVE_WIDTH, "[num_moves, 3] MoveKind, source and destination block"),
         # Results of the step.
-        Field("sampled_ids", "int32", seqs, "[S] the token, or -1 where do_sample is 0"),
+        Field("sampled_ids", "int32", seqs, "[S] the token, -1 where do_sample is 0, or NOT_FINITE"),
         Field("sampled_logit", "float32", seqs, "[S] its raw logit, before penalties and temperature"),
         Field("logsumexp", "float32", seqs, "[S] log of the sum of exp of the raw logits"),
         Field("top_ids", "int32", seqs * MAX_TOP_LOGITS, "[S, MAX_TOP_LOGITS] best first, -1 past num_top_logits"),
@@ -116,7 +119,8 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
     )
 
 
-_HEADER_ENTRIES = ("magic", "seq_low", "seq_high", "num_tokens", "num_seqs", "table_width", "history_len", "num_moves")
+_SIZES = ("num_tokens", "num_seqs", "table_width", "history_len", "num_moves")
+_HEADER_ENTRIES = ("magic", "seq_low", "seq_high", *_SIZES, "checked_row")
 HEADER = {name: index for index, name in enumerate(_HEADER_ENTRIES)}
 """Index of each header entry. ``seq`` is the step's number, so that a torn or reused slot is an error."""
 
@@ -199,11 +203,24 @@ class StepSlot:
         return self._numbers[HEADER["num_moves"]]
 
     @property
+    def checked_row(self) -> int:
+        """Number of the sequence that the agents compute a second time, alone. Counted from 1; 0 means none."""
+        return self._numbers[HEADER["checked_row"]]
+
+    @property
     def seq(self) -> int:
         return self._numbers[HEADER["seq_low"]] | self._numbers[HEADER["seq_high"]] << 31
 
     def write_header(
-        self, seq: int, *, num_tokens: int, num_seqs: int, table_width: int, history_len: int, num_moves: int = 0
+        self,
+        seq: int,
+        *,
+        num_tokens: int,
+        num_seqs: int,
+        table_width: int,
+        history_len: int,
+        num_moves: int = 0,
+        checked_row: int = 0,
     ) -> None:
         """Write the header, as the server's last write. Raises ProtocolError if a size exceeds the slot's limits.
 
@@ -211,13 +228,15 @@ class StepSlot:
         """
         sizes = (num_tokens, num_seqs, table_width, history_len, num_moves)
         _check_sizes(self.layout.limits, *sizes)
-        self.header[:8] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, *sizes)
+        _check_size("checked_row", checked_row, 0, num_seqs)
+        self.header[:9] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, *sizes, checked_row)
 
     def check_header(self, seq: int) -> None:
         """Check the header, as the agent's first read. Raises ProtocolError for another step or wrong sizes."""
         if self._numbers[HEADER["magic"]] != SLOT_MAGIC or self.seq != seq:
             raise ProtocolError(f"a slot announced as step {seq} holds step {self.seq}: it was torn or reused")
         _check_sizes(self.layout.limits, *self.header[HEADER["num_tokens"] : HEADER["num_moves"] + 1].tolist())
+        _check_size("checked_row", self.checked_row, 0, self.num_seqs)
 
 
 def _check_sizes(

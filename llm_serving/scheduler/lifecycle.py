@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.request import FinishReason, Request, RequestStatus
-from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
+from llm_serving.scheduler.output import NOT_FINITE_ERROR, RequestUpdate, ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.preemption import Preemption
 from llm_serving.scheduler.running import BlockSupply
 from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
@@ -131,6 +132,8 @@ class Lifecycle:
         for index, (sequence, token_id) in enumerate(zip(flight.sequences, result.sampled_ids, strict=True)):
             request = sequence.request
             if token_id < 0 or request.status is finished or sequence.drop_tokens:
+                if token_id == NOT_FINITE and request.status is not finished and not sequence.drop_tokens:
+                    updates += self._end_not_finite(sequence, now)
                 continue
             if sequence.notes_tokens:
                 self._note_token(sequence, now)
@@ -145,6 +148,15 @@ class Lifecycle:
             elif len(output_token_ids) >= sequence.max_output_tokens:
                 self.finish(sequence, FinishReason.LENGTH, now)
         return updates
+
+    def _end_not_finite(self, sequence: Sequence, now: float) -> list[RequestUpdate]:
+        """Ends a request whose logits are not finite.
+
+        Its blocks must not be cached. Cached blocks may be the cause, so the prefix cache forgets all of them.
+        """
+        sequence.drop_tokens = True
+        self._supply.lose_all()
+        return self.end_all([sequence], NOT_FINITE_ERROR, now)
 
     def _note_prefixes(self, flight: InFlightStep) -> None:
         """Reports the computed chunks of a step to the prefix cache."""
@@ -200,7 +212,8 @@ def _shape_error(step: ScheduledStep, result: StepResult) -> str | None:
     if sizes != {step.num_seqs}:
         return f"step {step.seq} has {step.num_seqs} sequences, its result has columns of {sorted(sizes)}"
     if step.kind is StepKind.DECODE:
-        wrong = min(result.sampled_ids) < 0
+        wrong = -1 in result.sampled_ids
     else:
-        wrong = any((token < 0) is samples for token, samples in zip(result.sampled_ids, step.do_sample, strict=True))
+        wrong = any((token == -1) is samples for token, samples in zip(result.sampled_ids, step.do_sample, strict=True))
+    wrong = wrong or min(result.sampled_ids, default=0) < NOT_FINITE
     return f"step {step.seq} has a sampled token where do_sample is False, or none where it is True" if wrong else None

@@ -25,6 +25,9 @@ from dataclasses import dataclass, field
 from llm_serving.ipc.shm import MoveKind
 from llm_serving.request import Request
 
+NOT_FINITE_ERROR = "the model's logits for this request were NaN or infinite"
+"""``RequestUpdate.error`` of a request whose sampled id is ``NOT_FINITE``."""
+
 
 class StepKind(enum.Enum):
     """The kind of a step. It decides which message announces the step to the agent."""
@@ -128,7 +131,7 @@ class StepResult:
 
     seq: int
     sampled_ids: list[int] = field(default_factory=list)
-    """[S] The sampled token, or -1 if ``do_sample`` was False."""
+    """[S] The sampled token, -1 if ``do_sample`` was False, or ``NOT_FINITE``."""
     logits: list[float] = field(default_factory=list)
     """[S] Raw logit of the sampled token."""
     logsumexps: list[float] = field(default_factory=list)
@@ -140,6 +143,8 @@ class StepResult:
     queue_us: int = 0
     graph_us: int = 0
     sample_us: int = 0
+    checked_row: bool = False
+    """Whether the agents computed a sequence of the step again, with the same result."""
     fetched_bytes: int = 0
     """Bytes that the agents copied from their devices to choose the tokens."""
 

@@ -11,7 +11,14 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from llm_serving.errors import AgentError, EngineFailedError, LLMServingError, RequestError, TryLaterError
+from llm_serving.errors import (
+    AgentError,
+    EngineFailedError,
+    LLMServingError,
+    NotFiniteError,
+    RequestError,
+    TryLaterError,
+)
 from llm_serving.telemetry.log import EventLog
 
 RETRY_AFTER_S = 1
@@ -20,6 +27,7 @@ INTERNAL_ERROR = "internal_error"
 
 FAILURE_TEXTS = {
     "agent_lost": "An agent failed, so the server could not complete the request. Send the request again.",
+    "logits_not_finite": "The model computed no valid scores (NaN or infinity) for this request, so it was ended.",
     "engine_error": "The engine could not complete the request. The server's log has the reason.",
     INTERNAL_ERROR: "The server had an internal error; see its log.",
 }
@@ -101,6 +109,8 @@ def error_reply(error: Exception) -> ErrorReply:
         return ErrorReply(503, str(error), "server_error", code=error.code, headers=_retry_after())
     if isinstance(error, AgentError):
         return _failure(503, "agent_lost", _retry_after())
+    if isinstance(error, NotFiniteError):
+        return _failure(500, "logits_not_finite")
     if isinstance(error, EngineFailedError):
         return _failure(500, "engine_error")
     if isinstance(error, HTTPException):

@@ -13,8 +13,9 @@ from starlette.requests import Request
 
 from llm_serving.engine.beam_search import Beam, BeamSearchParams
 from llm_serving.engine.open_request import OpenRequest, PieceSink
-from llm_serving.errors import DeadlineExceededError, EngineFailedError, LLMServingError, RequestError
+from llm_serving.errors import DeadlineExceededError, EngineFailedError, LLMServingError, NotFiniteError, RequestError
 from llm_serving.request import FinishReason, RequestOutput, SchedulingParams, TokenLogits
+from llm_serving.scheduler.output import NOT_FINITE_ERROR
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.http_protocol import RECEIVED_AT
 from llm_serving.server.receipts import receipt_json
@@ -177,6 +178,8 @@ class Generation:
         """Note the last piece of choice ``index``. Returns an error for the client if the output is not complete."""
         self._cached_tokens[index] = piece.num_cached_tokens
         if piece.finish_reason is FinishReason.ERROR:
+            if piece.error == NOT_FINITE_ERROR:
+                return NotFiniteError(piece.error)
             return EngineFailedError(piece.error or "The engine could not finish the request.")
         if piece.finish_reason is not FinishReason.ABORT:
             return None

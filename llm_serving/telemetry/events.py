@@ -46,7 +46,7 @@ EVENTS: Mapping[str, LogEvent] = {
     "server_stop": LogEvent("The server stops: after a signal, or because a part of it ended."),
     "server_failed": LogEvent(
         "A part of the server failed or ended by itself, so the process ends with exit code 1.",
-        {"message": "what failed"},
+        {"message": "the operation"},
     ),
     "api_keys_loaded": LogEvent(
         "The key file has changed; its keys are valid from now on.",
@@ -102,6 +102,26 @@ EVENTS: Mapping[str, LogEvent] = {
             "message": "how the agent ended",
             "final": "true if the server does not restart it",
             "requests": "number of affected requests",
+            **_REPLICA,
+        },
+    ),
+    "logits_not_finite": LogEvent(
+        "Sequences of a step had logits that were NaN or infinite. Their requests ended with an error.",
+        {
+            "message": "the finding",
+            "step": "number of the step",
+            "requests": "ids of the sequences, at most 16",
+            "sequences": "number of sequences in the step",
+            **_REPLICA,
+        },
+    ),
+    "self_check_failed": LogEvent(
+        "An agent failed a self-check, so it is restarted. Its requests are computed again.",
+        {
+            "message": "how the check failed",
+            "check": "row or logits",
+            "step": "number of the step",
+            "recording": "folder with the kept flight recording; null without one",
             **_REPLICA,
         },
     ),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.request import PARTS, FinishReason, RequestOutput, RequestTimings
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 from llm_serving.telemetry.receipt import BlockReason
@@ -73,6 +74,24 @@ class Metrics:
         self._fetched_bytes = counter(
             "llm_serving_fetched_bytes", "Bytes copied from devices to choose tokens; 0 with fused operators."
         )
+        self._not_finite = counter(
+            "llm_serving_sequences_not_finite", "Sequences that ended because their logits were NaN or infinite."
+        )
+        checks = counter(
+            "llm_serving_self_checks",
+            "Self-checks by kind and result. row: a sequence computed again, alone. logits: no sequence of a step had "
+            "finite logits.",
+            "check",
+            "result",
+        )
+        self._self_checks = {
+            (check, result): checks.labels(check, result)
+            for check, results in {
+                "row": ("passed", "failed"),
+                "logits": ("failed",),
+            }.items()
+            for result in results
+        }
         preemptions = counter(
             "llm_serving_preemptions",
             "Requests that lost their cache blocks, by kind: computed again, or moved to host memory.",
@@ -147,11 +166,22 @@ class Metrics:
         duration.observe(seconds)
         size.observe(step.num_seqs)
         tokens.inc(step.num_tokens)
-        sampled = len(result.sampled_ids) - result.sampled_ids.count(-1)
+        ids = result.sampled_ids
+        sampled = len(ids) - ids.count(-1) - ids.count(NOT_FINITE)
         if sampled:
             self._generated_tokens.inc(sampled)
+        if result.checked_row:
+            self.self_check("row", "passed")
         if result.fetched_bytes:
             self._fetched_bytes.inc(result.fetched_bytes)
+
+    def sequences_not_finite(self, count: int) -> None:
+        """Count sequences that ended because their logits were not finite."""
+        self._not_finite.inc(count)
+
+    def self_check(self, check: str, result: str) -> None:
+        """Count a self-check (``row`` or ``logits``) that ended: ``passed`` or ``failed``."""
+        self._self_checks[check, result].inc()
 
     def first_token(self, seconds: float) -> None:
         """Observe the time from a request's arrival until its first output was written to the socket."""

@@ -161,14 +161,16 @@ void linear(const LinearArgs& args, const QuantizedRows& rows) {
   for (int64_t row = 0; row < args.rows; ++row) {
     float best = -INFINITY;
     int32_t best_id = 0;
+    bool finite = true;
     for (int64_t column = 0; column < width; ++column) {
       float value = linear_element(args, w, rows, row, column);
       if (swiglu) value = swiglu_element(value, linear_element(args, w, rows, row, width + column));
       if (args.out != nullptr) store_any(out_dtype, value, args.out, row * args.out_stride + column);
       if (value > best) best = value, best_id = static_cast<int32_t>(column);
+      finite = finite && std::isfinite(value);
     }
-    if (args.best_ids != nullptr) args.best_ids[row] = best_id;
-    if (args.best_values != nullptr) args.best_values[row] = best;
+    if (args.best_ids != nullptr) args.best_ids[row] = finite ? best_id : -1;
+    if (args.best_values != nullptr) args.best_values[row] = finite ? best : NAN;
   }
 }
 

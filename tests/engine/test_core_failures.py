@@ -9,9 +9,10 @@ from llm_serving.engine.outputs import RequestRefused
 from llm_serving.errors import AgentLostError, ProtocolError
 from llm_serving.executor.base import AgentLost, AgentReady
 from llm_serving.request import FinishReason
-from llm_serving.scheduler.output import StepResult
+from llm_serving.scheduler.output import NOT_FINITE_ERROR, StepResult
 from llm_serving.telemetry.status import EngineState
 from support.engine_harness import Engine
+from support.fake_device import BROKEN_SEED
 from support.fakes import (
     FakeDetokenizer,
     expected_tokens,
@@ -167,3 +168,40 @@ def test_an_internal_error_ends_every_request_and_refuses_those_to_come() -> Non
     assert isinstance(refused, RequestRefused)
     assert refused.request_id == "b"
     assert engine.core.state is EngineState.STOPPED
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_logits_that_are_not_finite_end_their_request_only(ahead: int) -> None:
+    engine = Engine(decode_steps_ahead=ahead, prefix_cache=True)
+    good = engine.request("good", 6, 12)
+    engine.request("bad", 6, 12, seed=BROKEN_SEED)
+    engine.finish()
+    assert engine.whole("good").token_ids == tuple(expected_tokens(good, 64))
+    bad = engine.whole("bad")
+    assert (bad.finish_reason, bad.error, len(bad.token_ids)) == (FinishReason.ERROR, NOT_FINITE_ERROR, 2)
+    assert engine.metrics.num_not_finite == 1
+    assert [line["requests"] for line in engine.log.named("logits_not_finite")] == [["bad"]]
+    assert engine.log.named("agent_lost") == []
+
+
+def test_a_broken_request_leaves_nothing_in_the_prefix_cache() -> None:
+    """A cached block may be the cause. The next request with the prompt computes all of it again."""
+    engine = Engine(prefix_cache=True)
+    prompt = list(range(2, 40))
+    for name, seed, cached in (("first", 1, False), ("hit", 1, True), ("bad", BROKEN_SEED, True), ("after", 1, False)):
+        engine.request(name, prompt, 4, seed=seed)
+        engine.finish()
+        assert (engine.whole(name).num_cached_tokens > 0) is cached, name
+
+
+def test_a_step_without_finite_logits_restarts_the_agents() -> None:
+    engine = Engine(max_num_seqs=2)
+    engine.request("a", 6, 12, seed=BROKEN_SEED)
+    engine.request("b", 6, 12, seed=BROKEN_SEED)
+    waiting = engine.request("c", 6, 12)
+    engine.finish()
+    assert {engine.whole(name).error for name in "ab"} == {NOT_FINITE_ERROR}
+    assert engine.whole("c").token_ids == tuple(expected_tokens(waiting, 64))
+    assert engine.metrics.checks == [("logits", "failed")]
+    (failed,) = engine.log.named("self_check_failed")
+    assert (failed["check"], isinstance(failed["step"], int)) == ("logits", True)

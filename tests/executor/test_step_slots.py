@@ -7,7 +7,7 @@ from llm_serving.errors import ProtocolError
 from llm_serving.executor.step_slots import StepSlots
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import StepDone
-from llm_serving.ipc.shm import LAST_TOKEN, SlotLayout, SlotLimits, StepSlot
+from llm_serving.ipc.shm import HEADER, LAST_TOKEN, SlotLayout, SlotLimits, StepSlot
 from llm_serving.request import Request
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.output import BlockMove, History, MoveKind, ScheduledStep, StepKind
@@ -306,3 +306,20 @@ def test_each_kind_of_step_has_its_message():
         StepKind.DECODE: messages.Decode(seq=4, slot=0),
         StepKind.MOVE: messages.Move(seq=4, slot=0),
     }
+
+
+def test_of_some_decode_steps_each_sequence_is_checked_in_turn():
+    slot = new_slot()
+    steps = StepSlots(LIMITS, 4, range(1), [slot], check_interval=3)
+    first = prefill()
+    checked = []
+    for seq in range(13):
+        step = first if seq == 0 else decode_of(first, seq, [5, 2], [[3, 5], [7]])
+        steps.write(step)
+        checked.append(slot.checked_row)
+        slot.check_header(seq)
+        assert steps.take(0, StepDone(seq=seq, slot=0)).checked_row is (checked[-1] > 0)
+    assert checked == [0, 0, 0, 2, 0, 0, 1, 0, 0, 2, 0, 0, 1]
+    slot.header[HEADER["checked_row"]] = 3
+    with pytest.raises(ProtocolError, match="checked_row is 3; it must be between 0 and 2"):
+        slot.check_header(12)

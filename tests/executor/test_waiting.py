@@ -31,6 +31,9 @@ class PipeExecutor:
     def abort(self, seq: int) -> None:
         raise AssertionError
 
+    def distrust(self, check: str, reason: str, step: int | None = None) -> None:
+        raise AssertionError
+
     def request_status(self) -> None:
         raise AssertionError
 

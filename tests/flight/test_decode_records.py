@@ -12,6 +12,7 @@ from llm_serving.flight.journal import WRITE_INTERVAL_S
 from llm_serving.flight.reader import Completed, Scheduled, read_recording
 from llm_serving.flight.setup import code_digest, limits_to_map
 from llm_serving.scheduler.limits import Policy, PreemptionKind
+from support.fake_device import BROKEN_SEED
 from support.fakes import make_limits, make_request
 from support.recorded_runs import record_random_run, recorded_simulation
 from tools.replaying.replayer import replay
@@ -232,3 +233,18 @@ def test_random_requests_between_undisturbed_decoding(tmp_path):
     (stretch,) = read_recording(tmp_path)
     result = replay(stretch)
     assert (result.difference, result.num_steps) == (None, recorder.num_steps)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_recording_with_logits_that_are_not_finite_is_replayed(tmp_path, prefix_cache):
+    simulation, recorder = recorded_simulation(tmp_path, block_size=4, prefix_cache=prefix_cache)
+    for number in range(3):
+        seed = BROKEN_SEED if number == 1 else number
+        simulation.add(make_request(f"r{number}", 5, 40, ignore_eos=True, seed=seed))
+    simulation.schedule()
+    for _ in range(30):
+        iterate(simulation)
+    recorder.close()
+    assert [len(request.output_token_ids) > 2 for request in simulation.requests.values()] == [True, False, True]
+    (stretch,) = read_recording(tmp_path)
+    assert replay(stretch).difference is None

@@ -11,6 +11,7 @@ import pytest
 
 from agent.kernels.library import KernelError
 from agent.kernels.sample_call import SAMPLE_INPUTS, Candidates, SampleCall, SampleOutputs
+from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 
 Array = npt.NDArray[Any]
@@ -193,6 +194,21 @@ def test_candidates_that_are_not_numbers_need_whole_logits() -> None:
     candidates.ids[0, 5, 1] = 1000
     call = SampleCall(sampling.inputs, SampleOutputs.allocate(ROWS), ROWS)
     assert np.flatnonzero(call.run_candidates(best, values, 1000, candidates)).tolist() == [4, 5]
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 1, "top_k": 5}, {"num_top_logits": 2}])
+def test_rows_whose_logits_are_not_finite_are_marked(settings: dict[str, Any]) -> None:
+    """The largest logit decides. If only the sum is NaN, the whole row is needed."""
+    sampling = make(3, 1000, 1.0, np.float32, **(OFF | settings))
+    best, values, candidates = candidates_of(sampling.logits, sampling.inputs["temperature"])
+    values[[4, 5, 6]] = np.nan, np.inf, -np.inf
+    outputs = SampleOutputs.allocate(ROWS)
+    undecided = SampleCall(sampling.inputs, outputs, ROWS).run_candidates(best, values, 1000, candidates)
+    assert np.flatnonzero(outputs.sampled_ids == NOT_FINITE).tolist() == [4, 5, 6]
+    assert not undecided[[4, 5, 6]].any()
+    if settings != {"temperature": 0}:
+        candidates.sums[0, 7] = np.nan
+        assert SampleCall(sampling.inputs, outputs, ROWS).run_candidates(best, values, 1000, candidates)[7]
 
 
 def test_candidates_of_another_size_are_refused(capfd: pytest.CaptureFixture[str]) -> None:

@@ -202,11 +202,31 @@ def test_the_largest_of_each_row(fmt: str, dtype: str) -> None:
         np.testing.assert_array_equal(values, out.max(1))
 
 
-def test_the_largest_ignores_nan_and_takes_zeros_as_equal() -> None:
-    w = np.float32([[0], [np.nan], [-1], [2], [np.nan], [2]])
-    _, ids, values = linear_best(np.float32([[1], [-1], [0], [np.nan]]), packed("float32", w), "float32")
-    np.testing.assert_array_equal(ids, [3, 2, 0, 0])
-    np.testing.assert_array_equal(values, np.float32([2, 1, 0, -np.inf]))
+def test_the_largest_takes_zeros_as_equal() -> None:
+    w = np.float32([[0], [-1], [2], [2]])
+    for mode in ("kernel", "reference"):
+        _, ids, values = linear_best(np.float32([[1], [-1], [0], [-0.0]]), packed("float32", w), "float32", mode=mode)
+        np.testing.assert_array_equal(ids, [2, 1, 0, 0])
+        np.testing.assert_array_equal(values, np.float32([2, 1, 0, 0]))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("column", [0, 15, 16, 63, 64, 199])
+def test_a_row_with_a_value_that_is_not_finite_has_no_largest(bad: float, column: int) -> None:
+    """The id is -1 and the value NaN, wherever the value is. Other rows are not affected."""
+    w = np.random.default_rng(5).standard_normal((200, 2)).astype(np.float32)
+    w[column, 1] = bad
+    blob = packed("float32", w)
+    x = np.float32([[1, 0], [0, 1], [2, 0], [0, -1]])
+    x[:, 1] = [0, 1, 0, 1]
+    w[column, 1] = 0  # 0 * infinity is NaN, so rows 0 and 2 get another weight
+    clean = packed("float32", w)
+    for mode in ("kernel", "reference"):
+        _, ids, values = linear_best(x[1::2], blob, "float32", mode=mode)
+        assert ids.tolist() == [-1, -1]
+        assert np.isnan(values).all()
+        out, ids, _ = linear_best(x[::2], clean, "float32", mode=mode)
+        np.testing.assert_array_equal(ids, out.argmax(1))
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), FORMATS)

@@ -12,6 +12,7 @@ import pytest
 
 from agent.kernels.library import KernelError, set_threads
 from agent.kernels.sample_call import SAMPLE_INPUTS, SampleCall, SampleInputs, SampleOutputs
+from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.sampling_params import SAMPLER_PARAMETERS
 from performance.kernels.library import load_testing_library
 from support.kernel_threads import threads_as_before
@@ -168,14 +169,21 @@ def test_masked_tokens_are_never_drawn() -> None:
     assert set(got.sampled_ids.tolist()) == {3, 60}
 
 
-def test_nan_and_infinite_logits_give_a_token_of_the_vocabulary() -> None:
-    logits = np.zeros((4, 40), np.float32)
-    logits[0], logits[1], logits[2, 7], logits[3, 9] = np.nan, -np.inf, np.inf, np.nan
+def test_logits_that_are_not_finite_are_marked_and_change_no_other_row() -> None:
+    """-infinity is the logit of a token that is impossible. It is accepted if another logit is finite."""
+    clean = np.random.default_rng(4).standard_normal((6, 40)).astype(np.float32)
+    logits = clean.copy()
+    logits[0], logits[1], logits[2, 7], logits[3, 39], logits[5, 3] = np.nan, -np.inf, np.inf, np.nan, -np.inf
     for temperature in (0, 1):
-        got = draw(logits, inputs(4, temperature=temperature, num_top_logits=3))
-        assert ((got.sampled_ids >= 0) & (got.sampled_ids < 40)).all()
-        assert got.sampled_ids[2] == 7
-        assert got.sampled_ids[3] != 9
+        given = inputs(6, temperature=temperature, num_top_logits=3)
+        got, wanted = draw(logits, given), draw(clean, given)
+        assert got.sampled_ids[:4].tolist() == [NOT_FINITE] * 4
+        assert (got.logsumexp[:4] == 0).all()
+        assert (got.top_ids[:4] == -1).all()
+        for name in ("sampled_ids", "sampled_logit", "logsumexp", "top_ids", "top_logits"):
+            np.testing.assert_array_equal(getattr(got, name)[4], getattr(wanted, name)[4])
+        assert 0 <= got.sampled_ids[5] < 40
+        assert got.sampled_ids[5] != 3
 
 
 def test_the_draw_follows_the_distribution() -> None:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llm_serving.ipc.shm import LAST_TOKEN
+from llm_serving.ipc.shm import LAST_TOKEN, NOT_FINITE
 from llm_serving.request import Request
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
@@ -87,6 +87,10 @@ class _Slot:
             list(step.restarts) or [False] * step.num_seqs,
             list(step.moves),
         )
+
+
+BROKEN_SEED = 404
+"""Seed of requests whose logits are not finite from their third output token on."""
 
 
 @dataclass
@@ -188,6 +192,8 @@ class FakeDevice:
             tokens = slot.token_ids[offset : offset + query_len]
             offset += query_len
             token = self._run_sequence(slot, index, tokens, histories.get(index))
+            if slot.samplings[index].seed == BROKEN_SEED and slot.sample_positions[index] >= 2 and token >= 0:
+                token = NOT_FINITE
             result.sampled_ids.append(token)
             result.logits.append(float(token))
             result.logsumexps.append(float(slot.sample_positions[index]))

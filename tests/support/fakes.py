@@ -104,6 +104,9 @@ class FakeExecutor:
             if result is not None:
                 self._events.append(result)
 
+    def distrust(self, check: str, reason: str, step: int | None = None) -> None:
+        self.lose_agent(loss=AgentLost(reason, failed_check=check, step=step))
+
     def request_status(self) -> None:
         self.push(AgentStatus(self.agents()))
 
@@ -154,12 +157,12 @@ class FakeExecutor:
             self._held = held
             self._changed.notify_all()
 
-    def lose_agent(self, *, final: bool = False, ready: bool = True) -> None:
+    def lose_agent(self, *, final: bool = False, ready: bool = True, loss: AgentLost | None = None) -> None:
         """Kills the agent. A new one is ready immediately, unless ``final`` or not ``ready``."""
         with self._changed:
             self._events = deque(event for event in self._events if not isinstance(event, StepResult))
             self.device.reset()
-            self._events.append(AgentLost("the fake agent was killed", final))
+            self._events.append(loss or AgentLost("the fake agent was killed", final))
             if ready and not final:
                 self._events.append(AgentReady())
             self._changed.notify_all()
@@ -232,6 +235,14 @@ class RecordingMetrics:
     num_swaps: int = 0
     met: list[dict[str, bool]] = field(default_factory=list)
     overheads: list[float] = field(default_factory=list)
+    num_not_finite: int = 0
+    checks: list[tuple[str, str]] = field(default_factory=list)
+
+    def sequences_not_finite(self, count: int) -> None:
+        self.num_not_finite += count
+
+    def self_check(self, check: str, result: str) -> None:
+        self.checks.append((check, result))
 
     def step(self, step: ScheduledStep, result: StepResult, seconds: float) -> None:
         assert seconds >= 0

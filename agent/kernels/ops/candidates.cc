@@ -55,8 +55,8 @@ int check_candidates(const SampleArgs& args, const CandidateArgs& from) {
   return 0;
 }
 
-// Collects the candidates of a row from all parts of the vocabulary. Returns false if a logit is NaN or a token id is
-// out of range.
+// Collects the candidates of a row from all parts of the vocabulary. Returns false if a logit or a sum is NaN, or if a
+// token id is out of range.
 bool collect(const SampleArgs& args, const CandidateArgs& from, int64_t row, Row* found) {
   found->tokens.clear();
   found->is_complete = true;
@@ -64,6 +64,7 @@ bool collect(const SampleArgs& args, const CandidateArgs& from, int64_t row, Row
   for (int64_t part = 0; part < from.parts; ++part) {
     const int64_t columns = part_columns(args, from, part), start = (part * from.part_rows + row) * from.count;
     float smallest = kInfinity;
+    if (std::isnan(from.sums[part * from.part_rows + row])) return false;
     for (int64_t i = start; i < start + from.count; ++i) {
       const float value = from.values[i];
       if (value != value || from.ids[i] < 0 || from.ids[i] >= columns) return false;
@@ -208,6 +209,10 @@ int32_t choose(const SampleArgs& args, const CandidateArgs& from, int64_t row, R
 bool decide(const SampleArgs& args, const CandidateArgs& from, int64_t row) {
   thread_local Row found;
   const int32_t wanted = args.num_top_logits[row];
+  if (!std::isfinite(from.best_values[row])) {
+    publish_not_finite(args, row);
+    return true;
+  }
   const bool is_plain = args.temperature[row] == 0.0f && !has_penalties(args, row);
   if (is_plain && wanted < 0) {
     args.logsumexp[row] = 0.0f;

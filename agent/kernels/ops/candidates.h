@@ -14,7 +14,7 @@ struct CandidateArgs {
   const int64_t* ids;        // [parts, part_rows, count]: their tokens
   const float* sums;         // [parts, part_rows]: the sum over the part of e^(x - largest x of the part)
   const float* scaled_sums;  // like `sums`, with all x divided by the temperature of the row
-  const float* best_values;  // [rows]: the raw logit of SampleArgs::best_ids
+  const float* best_values;  // [rows]: the raw logit of SampleArgs::best_ids; NaN if the row has a NaN
   int64_t count;             // number of candidates of a row in each part; 0: there are no candidates
   int64_t parts, part_rows, part_size;
 };

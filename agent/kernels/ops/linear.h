@@ -179,7 +179,7 @@ struct LinearArgs {
   int64_t rows, x_stride, out_stride;  // strides in elements
   void* out;                           // may be null if best_ids is set: then only the arg-max is computed
   Epilogue epilogue;
-  int32_t* best_ids;   // kStoreFloat only, or null: arg-max of each row; the lowest index wins a tie, NaN never wins
+  int32_t* best_ids;   // kStoreFloat only, or null: arg-max, the lowest index on a tie; -1: NaN or infinity
   float* best_values;  // may be null
 };
 

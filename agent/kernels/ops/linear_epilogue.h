@@ -42,6 +42,9 @@ static inline float best_value(uint64_t key) {
   return bits_to_float((ordered & 0x80000000u) != 0 ? ordered & 0x7FFFFFFFu : ~ordered);
 }
 
+// The key of a row with a NaN or an infinity: above the key of every number. Its index is -1, its value NaN.
+constexpr uint64_t kNotFiniteKey = 0xFFFFFFFF00000000u;
+
 static inline void raise_best(uint64_t* best, uint64_t key) {
   uint64_t seen = __atomic_load_n(best, __ATOMIC_RELAXED);
   while (key > seen && !__atomic_compare_exchange_n(best, &seen, key, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
@@ -49,12 +52,15 @@ static inline void raise_best(uint64_t* best, uint64_t key) {
 }
 
 static inline void find_best(const Vec (&values)[2], int64_t column, int64_t count, uint64_t* best) {
-  Vec masked[2];
+  Vec masked[2], poison_lanes = zero();
   LLMK_UNROLL
   for (int v = 0; v < 2; ++v) {
-    // maximum(NaN, x) is x, so a NaN never wins.
-    masked[v] = maximum(keep_first(values[v], larger(count - v * kLanes, 0), -INFINITY), broadcast(-INFINITY));
+    const int64_t own = larger(count - v * kLanes, 0);
+    masked[v] = keep_first(values[v], own, -INFINITY);
+    poison_lanes = fma(keep_first(values[v], own, 0.0f), zero(), poison_lanes);
   }
+  const float poison = sum(poison_lanes);
+  if (poison != poison) return raise_best(best, kNotFiniteKey);
   const float most = largest(maximum(masked[0], masked[1]));
   if (best_key(most, column) <= __atomic_load_n(best, __ATOMIC_RELAXED)) return;
   for (int v = 0; v < 2; ++v) {

@@ -1,5 +1,6 @@
 // The sampler. It runs these steps for each row of logits:
 //
+//   0. If a raw logit is NaN or +infinity, or none is finite, the result is kNotFinite.
 //   1. Read from the raw logits: the logsumexp (if wanted), the best `num_top_logits` pairs, and later the sampled
 //      token's logit.
 //   2. Apply the repetition penalty (Keskar et al. 2019) to the distinct tokens of prompt and output: divide a positive
@@ -16,6 +17,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "../common/check.h"
@@ -91,6 +93,13 @@ void publish(const SampleArgs& args, int64_t row, int32_t id, float logit) {
   if (args.last_tokens != nullptr) args.last_tokens[args.table_rows[row]] = id;
 }
 
+void publish_not_finite(const SampleArgs& args, int64_t row) {
+  args.sampled_ids[row] = kNotFinite;
+  args.sampled_logit[row] = args.logsumexp[row] = 0.0f;
+  report_top(args, row, nullptr, 0);
+  if (args.last_tokens != nullptr) args.last_tokens[args.table_rows[row]] = 0;
+}
+
 namespace {
 
 // Buffers of a thread, reused for each row.
@@ -100,7 +109,21 @@ struct Workspace {
   ScratchVector<Candidate> best;
 };
 
-// Returns the first token id with this logit, or 0 if no token has it, because every logit is NaN or -infinity.
+// Returns false if a logit is NaN or +infinity, or none is finite. Has no branch, so that the compiler vectorises it.
+bool is_usable(const float* row, int64_t size) {
+  constexpr int32_t kInfinityBits = 0x7F800000;
+  int32_t broken = 0, finite = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    int32_t bits;
+    std::memcpy(&bits, row + i, sizeof(bits));
+    const int32_t magnitude = bits & 0x7FFFFFFF;
+    broken |= magnitude > kInfinityBits || bits == kInfinityBits;
+    finite |= magnitude < kInfinityBits;
+  }
+  return broken == 0 && finite != 0;
+}
+
+// Returns the first id with this logit, or 0 if penalties leave no finite logit.
 int32_t first_equal(const float* row, int64_t size, float value) {
   return static_cast<int32_t>(std::max<int64_t>(kernels().logits.first_equal(row, size, value), 0));
 }
@@ -164,6 +187,8 @@ void sample_row(const SampleArgs& args, int64_t row) {
   if (is_skipped(args, row)) return skip_row(args, row);
   const float* raw = args.logits + (args.logits_rows == nullptr ? row : args.logits_rows[row]) * args.vocab_size;
   const int32_t best = args.best_ids == nullptr ? -1 : args.best_ids[row];
+  // Whoever knows the best id has seen all logits, and they are finite.
+  if (best < 0 && !is_usable(raw, args.vocab_size)) return publish_not_finite(args, row);
   const float raw_top = best < 0 ? kernels().logits.largest(raw, args.vocab_size) : raw[best];
   args.logsumexp[row] = 0.0f;
   if (args.num_top_logits[row] >= 0) {

@@ -6,6 +6,9 @@ namespace llmk {
 
 constexpr int kMaxTopLogits = 32;
 
+// The sampled id of a row whose logits cannot be used: one is NaN or +infinity, or none is finite.
+constexpr int32_t kNotFinite = -2;
+
 // The arguments have one entry per row unless stated. sampler.cc defines the order of the steps and their meaning.
 struct SampleArgs {
   const float* logits;         // [rows, vocab_size]
@@ -23,7 +26,7 @@ struct SampleArgs {
   const int32_t* sample_position;
   const int32_t* num_top_logits;        // -1: the logsumexp is not computed either and becomes 0
   const int32_t* do_sample;             // 0: the row is skipped and its token is -1; null: no row is skipped
-  const int32_t* best_ids;              // index of the largest logit, the smaller id on a tie; null: not known
+  const int32_t* best_ids;              // index of the largest logit, the smaller id on a tie; -1, null: not known
   const int32_t* const* history;        // [rows] -> token ids, prompt first; null if no row has penalties
   const int32_t* history_lens;          // prompt + output
   const int32_t* history_prompt_lens;   // number of prompt tokens in the history

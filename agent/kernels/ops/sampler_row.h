@@ -34,4 +34,8 @@ void skip_row(const SampleArgs& args, int64_t row);
 void report_top(const SampleArgs& args, int64_t row, const Candidate* best, size_t count);
 void publish(const SampleArgs& args, int64_t row, int32_t id, float logit);
 
+// Writes the results of a row whose logits cannot be used. Its last token becomes 0, because a step that was sent ahead
+// may compute with it. No client sees the result of that step.
+void publish_not_finite(const SampleArgs& args, int64_t row);
+
 }  // namespace llmk

@@ -1,5 +1,6 @@
 // ArgMaxWithValue and Exp: with TopkExt (experts.cc) and the arithmetic of arithmetic.cc, the primitives that sample on
 // a device (agent/device_sampling).
+#include <algorithm>
 #include <type_traits>
 
 #include "../common/kernel_table.h"
@@ -11,12 +12,12 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 1 << 14;
 
-// Maps the bits of a 16-bit float to an integer of the same order. NaN is the smallest, and both zeros are equal.
+// Maps the bits of a 16-bit float to an integer of the same order. NaN is the largest, and both zeros are equal.
 // `infinity` has the bits of infinity. Has no branch, so that the compiler vectorises it.
 int16_t order_of(uint16_t bits, uint16_t infinity) {
   const uint16_t magnitude = bits & 0x7FFFu;
   const int16_t order = static_cast<int16_t>((bits & 0x8000u) != 0 ? -magnitude : magnitude);
-  return magnitude > infinity ? INT16_MIN : order;
+  return magnitude > infinity ? INT16_MAX : order;
 }
 
 template <class T>
@@ -33,6 +34,9 @@ int64_t largest_of(const T* row, int64_t size) {
   return 0;
 }
 int64_t largest_of(const float* row, int64_t size) {
+  bool has_nan = false;
+  for (int64_t i = 0; i < size; ++i) has_nan |= row[i] != row[i];
+  if (has_nan) return std::find_if(row, row + size, [](float value) { return value != value; }) - row;
   return larger(kernels().logits.first_equal(row, size, kernels().logits.largest(row, size)), 0);
 }
 
@@ -56,8 +60,8 @@ void arg_max(const Call& call, int64_t rows, int64_t size, int index, int value)
 }  // namespace
 
 // ArgMaxWithValue(input [..., size], axis, keep_dims) -> index and value of the largest element along the last axis:
-// the first of equal elements, as MindSpore's documentation promises. NaN is never the largest. Without any number, the
-// index is 0.
+// the first of equal elements, as MindSpore's documentation promises. A NaN is larger than every number, as for the
+// operators of an Ascend (aclnnMaxDim), so that a row with a NaN has the value NaN.
 int plugin_arg_max_with_value(const Call& call) {
   enum { kInput, kAxis, kKeepDims, kIndex, kValue, kCount };
   const int dims = call.ndims[kInput];

@@ -1,0 +1,23 @@
+"""Looks for logits that are not finite in the result of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from llm_serving.ipc.shm import NOT_FINITE
+from llm_serving.scheduler.output import NOT_FINITE_ERROR, RequestUpdate, StepResult
+
+
+def broken_requests(result: StepResult, updates: Iterable[RequestUpdate]) -> list[str]:
+    """Return the ids of the requests that a step ended because their logits are not finite.
+
+    ``updates`` are the changes of requests that follow from the result.
+    """
+    if NOT_FINITE not in result.sampled_ids:
+        return []
+    return [update.request.request_id for update in updates if update.error == NOT_FINITE_ERROR]
+
+
+def is_all_broken(result: StepResult) -> bool:
+    """Return whether no sequence of the step has a token, although at least one has logits."""
+    return NOT_FINITE in result.sampled_ids and max(result.sampled_ids) < 0

@@ -1,0 +1,138 @@
+"""Self-checks of a real server whose agents or weights are wrong: only the affected requests fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.server_process import ServerProcess, running_server
+from support.small_configs import REPOSITORY, TINY_LLAMA
+from support.time_limits import time_limit
+
+BAD_TOKEN = 300
+BFLOAT16_NAN = b"\xc0\x7f"
+GOOD = {"prompt": [1, 310, 320, 330], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+BAD = GOOD | {"prompt": [1, 310, BAD_TOKEN, 330]}
+TABLES = {"fused": [], "native": ["model_config.op_table=native", "model_config.model_dtype=bfloat16"]}
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + time_limit(60)
+    while not condition():
+        assert time.monotonic() < until, f"not seen: {what}"
+        time.sleep(0.05)
+
+
+def metric(server: ServerProcess, name: str) -> float:
+    return sum(
+        float(line.split()[-1]) for line in server.get_text("/metrics").splitlines() if line.startswith(f"{name} ")
+    )
+
+
+def folder_with_nan(folder: Path) -> Path:
+    """The tiny model with a NaN in the embedding of ``BAD_TOKEN``. Only sequences with this token compute NaN.
+
+    The output layer of the tiny model is its embedding, so it becomes a tensor of its own.
+    """
+    shutil.copytree(TINY_LLAMA, folder)
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    start = 8 + struct.unpack("<Q", content[:8])[0]
+    header, data = json.loads(content[8:start]), bytearray(content[start:])
+    embedding = header["model.embed_tokens.weight"]
+    assert embedding["dtype"] == "BF16"
+    begin, end = embedding["data_offsets"]
+    header["lm_head.weight"] = embedding | {"data_offsets": [len(data), len(data) + end - begin]}
+    data += data[begin:end]
+    place = begin + 2 * BAD_TOKEN * embedding["shape"][1]
+    data[place : place + 2] = BFLOAT16_NAN
+    packed = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(packed)) + packed + data)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    return folder
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_logits_that_are_not_finite_end_their_request_only(table: str, tmp_path: Path) -> None:
+    model = folder_with_nan(tmp_path / "model")
+    overrides = [f"model_config.model_path={model}", "scheduler_config.prefix_cache=true", *TABLES[table]]
+    with running_server(tmp_path / "server", overrides) as server:
+        expected = text_of(server.post("/v1/completions", GOOD))
+        started = threading.Barrier(6)
+
+        def good(number: int) -> str:
+            started.wait()
+            return text_of(server.post("/v1/completions", GOOD | {"user": str(number)}))
+
+        def bad(settings: dict[str, Any]) -> dict[str, Any]:
+            started.wait()
+            answer: dict[str, Any] = server.post("/v1/completions", BAD | settings)
+            return answer
+
+        kinds: list[dict[str, Any]] = [{}, {"temperature": 1, "repetition_penalty": 1.2, "logprobs": 2}]
+        with ThreadPoolExecutor(6) as pool:
+            neighbours = [pool.submit(good, number) for number in range(4)]
+            failures = [pool.submit(bad, kind) for kind in kinds]
+        assert [each.result() for each in neighbours] == [expected] * 4
+        for each in failures:
+            assert (each.result()["status"], each.result()["error"]["code"]) == (500, "logits_not_finite")
+        assert text_of(server.post("/v1/completions", GOOD)) == expected
+        assert metric(server, "llm_serving_sequences_not_finite_total") == 2
+        assert sum(len(line["requests"]) for line in server.events("logits_not_finite")) == 2
+        assert server.get("/server_info")["engine"]["agents"][0]["restarts"] == 0
+
+
+def test_agents_without_finite_logits_are_restarted(tmp_path: Path) -> None:
+    """Two sequences of one prompt are computed in one step. Both have logits that are not finite."""
+    model = folder_with_nan(tmp_path / "model")
+    with running_server(tmp_path / "server", [f"model_config.model_path={model}"]) as server:
+        assert server.post("/v1/completions", BAD | {"n": 2, "temperature": 1})["error"]["code"] == "logits_not_finite"
+        wait_for(lambda: len(server.events("agent_ready")) == 2, "the restart")
+        (failed,) = server.events("self_check_failed")
+        assert (failed["check"], "no sequence with finite logits, of 2" in failed["message"]) == ("logits", True)
+        assert any(Path(failed["recording"]).iterdir())
+        assert metric(server, 'llm_serving_self_checks_total{check="logits",result="failed"}') == 1
+        assert text_of(server.post("/v1/completions", GOOD))
+
+
+@pytest.mark.parametrize("overrides", [*TABLES.values(), ["parallel_config.tensor_parallel=2"]], ids=str)
+def test_a_row_with_other_bits_alone_restarts_the_agents(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests are computed again, with the same text."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tests/support/faulty_agent"))
+    monkeypatch.setenv("FAULTY_AGENT_FILE", str(tmp_path / "fault"))
+    settings = ["serving_config.row_check_interval=5", "serving_config.agent_ports=[0]", *overrides]
+    with running_server(tmp_path / "server", settings) as server, ThreadPoolExecutor(3) as pool:
+        prompts = [GOOD | {"prompt": [1, 310, number], "max_tokens": 150} for number in (300, 301, 302)]
+        expected = list(pool.map(lambda body: text_of(server.post("/v1/completions", body)), prompts))
+        passed = metric(server, 'llm_serving_self_checks_total{check="row",result="passed"}')
+        assert passed >= 149 // 5  # the prefill samples the first token
+        assert server.events("agent_lost") == []
+        (tmp_path / "fault").touch()
+        pending = [pool.submit(server.post, "/v1/completions", body) for body in prompts]
+        wait_for(lambda: bool(server.events("self_check_failed")), "the failed check")
+        (tmp_path / "fault").unlink()
+        assert [text_of(each.result()) for each in pending] == expected
+        failed = server.events("self_check_failed")[0]
+        assert (failed["check"], isinstance(failed["step"], int)) == ("row", True)
+        assert "has other logits in step" in failed["message"]
+        assert any(Path(failed["recording"]).iterdir())
+        assert metric(server, 'llm_serving_self_checks_total{check="row",result="failed"}') >= 1
+        assert json.dumps(server.get("/server_info")["engine"]["agents"][0]["restarts"]) != "0"

@@ -1,0 +1,72 @@
+"""Makes the graphs of agents compute wrong logits. Python imports this file if its folder is in PYTHONPATH.
+
+``FAULTY_AGENT`` names the fault. ``alone``: steps with one sequence have one other bit in a logit, if the file
+``FAULTY_AGENT_FILE`` exists. Each agent that starts without the file is not changed.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+GRAPHS = {"agent.step_graph.static": "StaticStepGraph", "agent.step_graph.dynamic": "DynamicStepGraph"}
+
+
+class _Patches(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Loads the modules of ``GRAPHS`` as usual and then replaces ``run`` of their class."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if name not in GRAPHS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec is not None
+        self._loader = spec.loader
+        spec.loader = self
+        return spec
+
+    def create_module(self, spec: Any) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert self._loader is not None
+        self._loader.exec_module(module)
+        graph = getattr(module, GRAPHS[module.__name__])
+        graph.run = _faulty(graph.run)
+
+
+def _faulty(run: Any) -> Any:
+    fault = Path(os.environ["FAULTY_AGENT_FILE"])
+
+    def run_with_fault(self: Any, inputs: Any, entry: Any) -> Any:
+        scores = run(self, inputs, entry)
+        if inputs.query_lens.size == 1 and fault.exists():
+            _flip_a_bit(scores)
+        return scores
+
+    return run_with_fault
+
+
+def _flip_a_bit(scores: Any) -> None:
+    import numpy as np
+
+    if hasattr(scores, "values"):
+        scores.values[0].view(np.uint32)[-1] ^= 1
+        return
+    rows = scores.rows
+
+    def changed(indices: Any) -> Any:
+        found = rows(indices).copy()
+        found[0].view(np.uint32)[-1] ^= 1
+        return found
+
+    scores.rows = changed
+
+
+if any("agent" in argument for argument in sys.orig_argv):
+    sys.meta_path.insert(0, _Patches())
