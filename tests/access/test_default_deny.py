@@ -10,6 +10,8 @@ from collections import Counter
 import openai
 import pytest
 
+from llm_serving.access import key_store
+from llm_serving.access.keys import digest_of
 from llm_serving.server.routes import ENDPOINTS
 from support.access_keys import access_for, bearer, secret_of, write_keys
 from support.fake_engine import FakeEngine
@@ -105,6 +107,25 @@ def test_two_authorization_headers_are_refused(served):
     right, wrong = f"Authorization: Bearer {KEY}", "authorization: Bearer sk-wrong"
     for first, second in ((right, wrong), (wrong, right)):
         assert send(served, "GET", "/v1/models", first, second)[0] == 401
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "h2c", "TLS/1.0"])
+def test_another_protocol_does_not_pass(served, protocol):
+    headers = (f"Upgrade: {protocol}", "Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AAMAAABkAAQAAP__")
+    assert send(served, "GET", "/metrics", *headers)[0] == 401
+
+
+def test_a_request_with_a_key_costs_one_hash(served, monkeypatch):
+    hashed = []
+    monkeypatch.setattr(key_store, "digest_of", lambda secret: hashed.append(secret) or digest_of(secret))
+    assert send(served, "POST", "/generate", f"Authorization: Bearer {KEY}", body=b'{"inputs": "a"}')[0] == 200
+    assert hashed == [KEY]
+
+
+def test_a_server_without_keys_does_not_use_access_control(tokenizer, monkeypatch):
+    monkeypatch.setattr("llm_serving.server.app.Visit", None)
+    with running(FakeEngine(tokenizer)) as server:
+        assert server.post("/generate", {"inputs": "a"}).status_code == 200
 
 
 def test_the_scheme_has_no_case(served):

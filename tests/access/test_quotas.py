@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llm_serving.access.keys import KeyRights
 from llm_serving.access.quotas import Allowance, KeyUsage
@@ -23,6 +25,25 @@ def test_an_allowance_refills_evenly_up_to_a_minute():
     assert allowance.wait_s(30, 10.0) == 20.0
     assert allowance.wait_s(60, 1000.0) == 0.0
     assert allowance.wait_s(61, 1000.0) == 1.0
+
+
+@given(
+    st.integers(1, 1000),
+    st.lists(st.tuples(st.floats(0, 100), st.integers(1, 1000)), max_size=50),
+)
+def test_an_allowance_never_gives_more_than_it_has(per_minute, attempts):
+    """In any time T, at most the amount of T + 1 minutes is used. After the stated pause, the amount is left."""
+    allowance, now, used = Allowance(per_minute, 0.0), 0.0, 0
+    for pause, amount in attempts:
+        now += pause
+        wait_s = allowance.wait_s(amount, now)
+        if amount <= per_minute:
+            assert wait_s <= 60.0 + 1e-6
+            now += wait_s
+            assert allowance.wait_s(amount, now + 1e-6) == 0.0
+            allowance.take(amount)
+            used += amount
+            assert used <= per_minute * (1 + (now + 1e-6) / 60) + 1e-6
 
 
 def test_requests_in_flight():
