@@ -40,6 +40,8 @@ ModelT = TypeVar("ModelT", bound=RequestModel)
 
 DRAIN_TIMEOUT_S = 1.0
 DRAIN_BYTES = 32 * 1024 * 1024
+PARSED_BYTES = 20
+"""Maximum memory that orjson takes for each byte of a body: a buffer of 12 bytes, strings, and the text of an error."""
 
 
 async def read_request(model: type[ModelT], request: Request, max_bytes: int) -> ModelT:
@@ -204,6 +206,7 @@ def _parse(model: type[ModelT], body: bytes) -> ModelT:
         raise _too_many("objects and lists", structure.num_containers, MAX_JSON_OBJECTS)
     if structure.is_deeper_than(MAX_JSON_DEPTH):
         raise InvalidJSONError(f"The request body is nested deeper than {MAX_JSON_DEPTH} levels.")
+    _check_memory(len(body))
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as reason:
@@ -216,6 +219,14 @@ def _parse(model: type[ModelT], body: bytes) -> ModelT:
         return model.model_validate(value)
     except ValidationError as error:
         raise request_error(error) from None
+
+
+def _check_memory(num_bytes: int) -> None:
+    """Raise MemoryError if there is too little memory for a body. orjson would end the process with a signal.
+
+    A large array of zeros takes only addresses, so the check is fast.
+    """
+    bytearray(PARSED_BYTES * num_bytes)
 
 
 def _too_many(what: str, number: int, limit: int) -> InvalidJSONError:

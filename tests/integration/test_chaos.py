@@ -62,7 +62,7 @@ def test_a_seed_repeats_the_schedule_and_a_round_has_every_kind():
     assert {each.kind for each in islice(schedule(7, 1, ("kill", "stop")), 6)} == {"kill", "stop"}
 
 
-FAULT = Outcome(Injection("kill", 0, "", 0.0), began=10.0, ended=15.0, detected_s=0.1, recovered_s=5.0)
+FAULT = Outcome(Injection("kill", 0, "", 0.0), began=10.0, ended=15.0, detected_s=0.1, recovered_s=5.0, pause_s=4.0)
 GOOD = Answer(0, 11.0, 12.0, ("text",))
 
 
@@ -77,6 +77,7 @@ def test_good_answers_and_explained_failures_are_no_losses():
     ledger = ledger_of(GOOD, refused, replace(refused, status=200), replace(GOOD, began=1.0, ended=2.0))
     assert ledger.losses == []
     assert (ledger.rows["kill"].answered, ledger.rows["kill"].failed) == (3, 2)
+    assert (ledger.rows["kill"].recovered_s, ledger.rows["kill"].start_s) == ([5.0], [1.0])
     assert ledger.rows["no fault"].answered == 1
 
 

@@ -37,6 +37,7 @@ OVERRIDES = (
     "serving_config.agent_restart_limit=1000",
     "serving_config.confine_agents=off",  # agents read their orders from a folder and remove them
     "serving_config.step_timeout_s=3",
+    "serving_config.confine_agents=off",  # a confined agent cannot read the orders of the fault module
 )
 WARM_UP_S = 8.0
 SAMPLE_S = 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -22,7 +23,7 @@ from support.chaos_load import REQUESTS, Answer, ask
 from support.server_process import ServerProcess
 
 DETECTION_LIMIT_S = 30.0
-RECOVERY_LIMIT_S = 90.0
+RECOVERY_LIMIT_S = 180.0
 _POLL_S = 0.02
 _HELD_S = 2.0
 """Time for which a limit or a flood lasts."""
@@ -50,6 +51,8 @@ class Outcome:
     ended: float
     detected_s: float | None
     recovered_s: float
+    pause_s: float = 0.0
+    """The growing pause before the restart of a group that was lost before. It is part of ``recovered_s``."""
     problem: str = ""
 
 
@@ -64,7 +67,7 @@ MAY_REFUSE = {
     "memory": (0, 500, 503),
 }
 """Statuses of requests that a fault may refuse. Status 200 with an error event counts as 503. Other faults none."""
-_ORDERS = {"corrupt": ("flip", "truncate", "duplicate", "huge"), "delay": ("0.3", "0.8")}
+_ORDERS = {"corrupt": ("flip", "truncate", "duplicate", "huge"), "delay": ("0.3", "0.8"), "memory": ("4", "16", "60")}
 KINDS = ("kill", "stop", "delay", "corrupt", "disconnect", "flood", "descriptors", "memory", "disk")
 
 
@@ -102,7 +105,8 @@ class FaultRig:
         self._undo(injection)
         ended = time.monotonic()
         recovered = ended - (began if detected is not None else released)
-        return Outcome(injection, began, ended, detected, recovered, problem)
+        pause = 0.0 if detected is None else self._pause_s()
+        return Outcome(injection, began, ended, detected, recovered, pause, problem)
 
     def agents(self) -> list[dict[str, Any]]:
         """Return the agents in order of rank, as ``/server_info`` describes them."""
@@ -111,6 +115,12 @@ class FaultRig:
 
     def _restarts(self) -> list[int]:
         return [agent["restarts"] for agent in self.agents()]
+
+    def _pause_s(self) -> float:
+        """Return the pause that the log states for the last lost group."""
+        text = self._server.events("agent_lost")[-1]["message"]
+        match = re.search(r"in ([0-9.]+) s$", text)
+        return float(match[1]) if match else 0.0
 
     def _is_recovered(self) -> bool:
         """Return True if all agents are ready and a request gets its text."""
@@ -184,8 +194,8 @@ class FaultRig:
             time.sleep(_HELD_S)
 
     def _memory(self, injection: Injection) -> None:
-        """Leave the server 4 MiB of address space and send it large bodies."""
-        soft = psutil.Process(self._server.pid).memory_info().vms + 4 * 2**20
+        """Leave the server a few MiB of address space and send it large bodies."""
+        soft = psutil.Process(self._server.pid).memory_info().vms + int(injection.order) * 2**20
         body = b'{"prompt": "' + b"a " * 3_000_000 + b'"}'
         with self._limited(resource.RLIMIT_AS, soft):
             for _ in range(3):

@@ -83,6 +83,8 @@ class Row:
     count: int = 0
     detected_s: list[float] = field(default_factory=list)
     recovered_s: list[float] = field(default_factory=list)
+    start_s: list[float] = field(default_factory=list)
+    """The recoveries without the growing pause before a restart."""
     answered: int = 0
     failed: int = 0
     wrong: int = 0
@@ -90,12 +92,15 @@ class Row:
     def text(self, kind: str) -> str:
         detected = f"{max(self.detected_s):.2f}" if self.detected_s else "-"
         recovered = f"{max(self.recovered_s):.2f}" if self.recovered_s else "-"
+        start = f"{max(self.start_s):.2f}" if self.start_s else "-"
         equal = "yes" if not self.wrong else f"NO ({self.wrong})"
-        return f"{kind:12} {self.count:5} {detected:>10} {recovered:>11} {self.answered:8} {self.failed:6} {equal:>10}"
+        times = f"{detected:>10} {recovered:>11} {start:>13}"
+        return f"{kind:12} {self.count:5} {times} {self.answered:8} {self.failed:6} {equal:>10}"
 
 
 HEADINGS = (
-    f"{'fault':12} {'count':>5} {'detected s':>10} {'recovered s':>11} {'answers':>8} {'failed':>6} {'equal':>10}"
+    f"{'fault':12} {'count':>5} {'detected s':>10} {'recovered s':>11} {'without pause':>13} {'answers':>8} "
+    f"{'failed':>6} {'equal':>10}"
 )
 
 
@@ -117,6 +122,7 @@ class Ledger:
         row = self.rows[outcome.injection.kind]
         row.count += 1
         row.recovered_s.append(outcome.recovered_s)
+        row.start_s.append(outcome.recovered_s - outcome.pause_s)
         if outcome.detected_s is not None:
             row.detected_s.append(outcome.detected_s)
         if outcome.problem:
@@ -149,4 +155,5 @@ class Ledger:
             "unexplained": len(self.losses),
             "detected_max_s": round(max(detected, default=0.0), 3),
             "recovered_max_s": round(max((each for row in rows for each in row.recovered_s), default=0.0), 3),
+            "recovered_without_pause_max_s": round(max((each for row in rows for each in row.start_s), default=0.0), 3),
         }

@@ -59,7 +59,7 @@ CHECKS = (
     Check(
         "C7",
         "A start while an old agent still runs shares nothing with it",
-        Missing("no test starts a server while an agent of a killed server still runs"),
+        tests("integration/test_old_agent.py"),
     ),
     Check(
         "C8",
