@@ -58,6 +58,10 @@ class Checkpoint:
         unexpected = [
             name for name in self._files.names() if name not in stored and not weight_of(name).endswith(suffixes)
         ]
+        if self._decoder is not None:
+            with self._with_folder_in_errors():
+                extra = self._decoder.other_tensors(unexpected, self._parts, self._files.read_optional)
+            unexpected = [name for name in unexpected if name not in extra]
         if unexpected:
             raise CheckpointError(
                 f"{self.folder}: {listed(unexpected)} in the weights but not in a model of this config.json: "
@@ -114,7 +118,9 @@ class Checkpoint:
         try:
             if self._is_quantised(name):
                 part = WeightPart(name, out.shape if cut is None else cut.whole)
-                self.read_quantised(part, cut).dequantise_into(out, dtype)
+                tensor = self.read_quantised(part, cut)
+                tensor.check_describes_layer(name)
+                tensor.dequantise_into(out, dtype)
             elif self._float8 is not None and self._is_float8(name):
                 self._float8.read_into(name, out, dtype, cut)
             else:

@@ -6,7 +6,7 @@ To add a format, write a ``Decoder`` and name it in ``agent.weights.checkpoint``
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -53,6 +53,10 @@ class StoredTensors:
         self.has_first_column = True
         self.weight_shape: tuple[int, ...] | None = None
         """Shape of the whole weight if only a part of it is read, otherwise None."""
+
+    def of(self, stem: str) -> StoredTensors:
+        """Returns a reader of the tensors of another layer."""
+        return StoredTensors(stem, self._read)
 
     def array(self, end: str) -> Array:
         """Returns the tensor ``end`` as it is stored. The array is valid while the checkpoint is open."""
@@ -174,6 +178,15 @@ class Decoder(ABC):
         if count % per_word:
             raise CheckpointError(f"tensor {part.name}: {count} values do not fill words of {per_word}")
         return count // per_word
+
+    def other_tensors(
+        self, names: Iterable[str], parts: Mapping[str, WeightPart], read: Callable[[str], tuple[Array, str] | None]
+    ) -> set[str]:
+        """Returns the subset of ``names`` that a checkpoint may contain in addition to weights. Reads and checks them.
+
+        ``parts`` has all expected tensors by name. Raises CheckpointError if a tensor's values cannot be used.
+        """
+        return set()
 
     @abstractmethod
     def stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:

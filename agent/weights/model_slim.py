@@ -18,6 +18,9 @@ the output is (sum of q * weight + quant_bias) * deq_scale, where deq_scale = in
 removes ``input_offset`` from the sum. It contains the layer's bias if msModelSlim wrote the folder, and does not if
 golden-stick did.
 
+Some methods of msModelSlim against outliers give norms a bias: the input of the layers behind a norm is x + bias. In
+W8A8, round((x + bias) / input_scale + input_offset) is computed with input_offset + bias / input_scale as the offset.
+
 In other schemes, value = (integer - offset) * scale, with integers from -8 to 7 in W4A16. A byte of a packed weight
 holds two outputs or two inputs, the even one in the low bits. msModelSlim packs outputs if inputs have groups, and
 inputs if not. Its older format does not pack.
@@ -27,7 +30,7 @@ Sources: msModelSlim, ``ComplexQuantifier`` and ``AscendV1Saver``; vllm-mindspor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -35,10 +38,11 @@ import numpy as np
 import numpy.typing as npt
 
 from agent.kernels.packing import StaticInputs
-from agent.weights.decoder import FLOAT_TYPES, Axis, Decoder, StoredTensor, StoredTensors, check_zero
+from agent.weights.decoder import FLOAT_TYPES, Axis, Decoder, StoredTensor, StoredTensors, check_stored, check_zero
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, Scheme, without_usual_zeros
 from agent.weights.storage import Array
+from llm_serving.errors import CheckpointError
 from llm_serving.model.quant_description import Description
 
 _PER_BYTE = 2
@@ -86,6 +90,31 @@ class ModelSlimDecoder(Decoder):
             StoredTensor(f"{stem}.weight_offset", (*FLOAT_TYPES, "I8", "I32"), per_group, optional=True),
         )
 
+    def other_tensors(
+        self, names: Iterable[str], parts: Mapping[str, WeightPart], read: Callable[[str], tuple[Array, str] | None]
+    ) -> set[str]:
+        """Accepts the biases of norms. One that is not zero needs static layers behind its norm."""
+        found = {name: parts[_norm_weight(name)] for name in names if _norm_weight(name) in parts}
+        for name, norm in found.items():
+            self._check_norm_bias(name, norm, read)
+        return set(found)
+
+    def _check_norm_bias(self, name: str, norm: WeightPart, read: Callable[[str], tuple[Array, str] | None]) -> None:
+        stored = read(name)
+        assert stored is not None, "the name is that of a stored tensor"
+        check_stored(StoredTensor(name, FLOAT_TYPES, (norm.shape,)), stored[1], stored[0].shape)
+        bias = StoredTensors(name.removesuffix(".bias"), read).floats("bias")
+        if not bias.any():
+            return
+        layer, _, kind = name.removesuffix(".bias").rpartition(".")
+        behind = [f"{layer}.{stem}.weight" for stem, its_norm in _NORM_OF.items() if its_norm == kind]
+        schemes = [self._description.schemes.get(each) for each in behind]
+        if not behind or not all(each is not None and each.static for each in schemes):
+            raise CheckpointError(
+                f"tensor {name} is not zero; the bias of a norm is supported only before layers of scheme W8A8 "
+                f"({', '.join(behind) or 'this norm has none'})"
+            )
+
     def _weight_shapes(self, part: WeightPart) -> tuple[tuple[int, ...], ...]:
         rows, depth = part.shape
         if self.quantization.bits == 8:
@@ -123,6 +152,31 @@ class ModelSlimDecoder(Decoder):
         return _numbers("weight_offset", tensors).reshape(shape)
 
 
+_NORM_OF = {
+    "self_attn.q_proj": "input_layernorm",
+    "self_attn.k_proj": "input_layernorm",
+    "self_attn.v_proj": "input_layernorm",
+    "mlp.gate_proj": "post_attention_layernorm",
+    "mlp.up_proj": "post_attention_layernorm",
+}
+"""The norm of a decoder layer whose result is the input of a linear layer."""
+
+
+def _norm_weight(bias: str) -> str:
+    """Returns the name of the weight of a norm, for the name of its bias. Other names give no name of a tensor."""
+    return f"{bias.removesuffix('.bias')}.weight" if bias.endswith("norm.bias") else ""
+
+
+def _norm_bias(part: WeightPart, tensors: StoredTensors) -> npt.NDArray[np.float32] | None:
+    """Returns the bias [in] of the norm before a weight, or None if there is none or it is zero."""
+    for stem, norm in _NORM_OF.items():
+        if tensors.stem.endswith(f".{stem}"):
+            layer = tensors.of(f"{tensors.stem.removesuffix(stem)}{norm}")
+            bias = None if layer.optional("bias") is None else layer.floats("bias")
+            return bias if bias is not None and bias.any() else None
+    return None
+
+
 def _stem(part: WeightPart) -> str:
     return part.name.removesuffix(".weight")
 
@@ -150,13 +204,20 @@ def _decode_static(part: WeightPart, scheme: Scheme, tensors: StoredTensors) -> 
     sum_offsets = np.zeros(rows, np.int32)
     if tensors.has_first_column:  # only one agent adds the offset, because the agents' outputs are added
         sum_offsets[:] = tensors.array("quant_bias").reshape(rows)
-    inputs = StaticInputs(
-        np.float32(1) / input_scale,
-        np.array(np.broadcast_to(_numbers("input_offset", tensors), depth)),
-        sum_offsets,
-    )
+    inverses, offsets = np.float32(1) / input_scale, np.array(np.broadcast_to(_numbers("input_offset", tensors), depth))
+    norm_bias = _norm_bias(part, tensors)
+    if norm_bias is not None:
+        if not tensors.has_all_columns:
+            raise tensors.fail("weight", "has the bias of a norm in its inputs, so agents cannot divide the inputs")
+        offsets += norm_bias * inverses
     scales = _deq_scale(tensors).reshape(rows, 1)
-    return QuantizedTensor(scheme, np.array(tensors.array("weight")), scales, inputs=inputs)
+    return QuantizedTensor(
+        scheme,
+        np.array(tensors.array("weight")),
+        scales,
+        inputs=StaticInputs(inverses, offsets, sum_offsets),
+        has_norm_bias=norm_bias is not None,
+    )
 
 
 def _deq_scale(tensors: StoredTensors) -> npt.NDArray[np.float32]:

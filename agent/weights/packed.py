@@ -292,6 +292,7 @@ def _without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
     """
     if tensor.inputs is None:
         return tensor
+    tensor.check_describes_layer(name)
     inverses = tensor.inputs.inverses
     if (inverses != inverses[0]).any():
         raise CheckpointError(

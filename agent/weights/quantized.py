@@ -56,6 +56,16 @@ class QuantizedTensor:
     """
     inputs: StaticInputs | None = None
     """How the layer quantises its inputs, if the scheme is static. ``scales`` then contain the scale of the inputs."""
+    has_norm_bias: bool = False
+    """True if ``inputs`` contain the bias of the norm before the layer. Without ``inputs``, the bias would be lost."""
+
+    def check_describes_layer(self, name: str) -> None:
+        """Raises CheckpointError if a layer with these weights and float inputs would be another layer."""
+        if self.has_norm_bias:
+            raise CheckpointError(
+                f"tensor {name}: the norm before it has a bias, which only static inputs can contain; use "
+                "model_config.weight_format auto or int8 with op_table fused (CPU)"
+            )
 
     def dequantise_rows(self, begin: int, end: int) -> npt.NDArray[np.float32]:
         """Returns the values of rows as float32 [end - begin, in]: (integer - zero) * scale, rounded once."""

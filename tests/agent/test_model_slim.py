@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from agent.models.names import weight_specs
 from agent.weights import Packing, WeightPart, WeightSpec, load_weights, open_weights
 from agent.weights.cuts import TensorCut
 from agent.weights.forms import linear_forms
 from agent.weights.storage import Array
+from llm_serving.config import load_config
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.model.parallel import Span
 from performance.kernels.linear_calls import linear
+from performance.models.folders import write_model
+from performance.models.variants import VARIANTS
 from support.quantised_folders import (
     CASES,
     DEPTH,
@@ -27,6 +33,7 @@ from support.quantised_folders import (
     Tensors,
     write_case,
 )
+from support.static_model import StaticLlama
 
 Change = Callable[[Tensors, dict[str, Any]], object]
 Q = WeightPart("q_proj.weight", LINEARS["q_proj.weight"])
@@ -230,3 +237,125 @@ def test_native_operators_refuse_static_inputs(tmp_path: Path) -> None:
         linear_forms(SPECS, source, Packing("int8"))
     assert linear_forms(SPECS, source, Packing("auto")).layers.is_float
     source.close()
+
+
+NORM = "model.layers.0.input_layernorm.bias"
+Stored = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of scheme W8A8 whose norms have biases."""
+    folder = tmp_path_factory.mktemp("biased")
+    write_model(VARIANTS["mha"], folder / "floats")
+    StaticLlama(folder / "floats", list(range(20, 40)), norm_biases=True).write(folder / "static", folder / "floats")
+    return folder / "static"
+
+
+def changed(
+    biased: Path, folder: Path, change: Callable[[Stored], object], schemes: dict[str, str] | None = None
+) -> tuple[Path, list[WeightSpec]]:
+    """Copies the folder with other tensors and other schemes. Returns it with the model's weights."""
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_bytes((biased / name).read_bytes())
+    tensors = load_file(biased / "quant_model_weights.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "quant_model_weights.safetensors")
+    description = json.loads((biased / "quant_model_description.json").read_text()) | (schemes or {})
+    (folder / "quant_model_description.json").write_text(json.dumps(description))
+    shape = load_config("llama_tiny_cpu.yaml", [f"model_config.model_path={folder}"], ascend=False).shape
+    return folder, weight_specs(shape)
+
+
+def read(folder: Path, specs: list[WeightSpec], weight_format: str = "auto") -> dict[str, Array]:
+    source = open_weights(folder, specs, seed=None)
+    try:
+        return load_weights(specs, source, "float32", lambda done, of: None, Packing(weight_format))
+    finally:
+        source.close()
+
+
+def test_the_bias_of_a_norm_is_in_the_offsets_of_the_layers_behind_it(tmp_path: Path, biased: Path) -> None:
+    folder, specs = changed(biased, tmp_path / "m", lambda tensors: None)
+    tensors = load_file(folder / "quant_model_weights.safetensors")
+    source = open_weights(folder, specs, seed=None)
+    parts = {part.name: part for spec in specs for part in spec.tensors}
+    for stem, norm in (("self_attn.v_proj", "input_layernorm"), ("mlp.up_proj", "post_attention_layernorm")):
+        name = f"model.layers.1.{stem}"
+        found = source.read_quantised(parts[f"{name}.weight"]).inputs
+        assert found is not None
+        shift = tensors[f"model.layers.1.{norm}.bias"] / tensors[f"{name}.input_scale"]
+        np.testing.assert_allclose(found.offsets, tensors[f"{name}.input_offset"] + shift, rtol=1e-5)
+        np.testing.assert_array_equal(found.sum_offsets, tensors[f"{name}.quant_bias"])
+    down = source.read_quantised(parts["model.layers.1.mlp.down_proj.weight"]).inputs
+    assert down is not None
+    assert (down.offsets == tensors["model.layers.1.mlp.down_proj.input_offset"]).all()
+    source.close()
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "int8_weight_only"])
+def test_a_norm_with_a_bias_is_refused_by_formats_without_static_inputs(
+    tmp_path: Path, biased: Path, weight_format: str
+) -> None:
+    folder, specs = changed(biased, tmp_path / "m", lambda tensors: None)
+    with pytest.raises(CheckpointError, match=r"_proj\.weight: the norm before it has a bias, which only static"):
+        read(folder, specs, weight_format)
+
+
+@pytest.mark.parametrize("weight_format", ["auto", "bf16"])
+def test_biases_of_zero_change_nothing(tmp_path: Path, biased: Path, weight_format: str) -> None:
+    def zero(tensors: Stored) -> None:
+        tensors |= {name: np.zeros_like(array) for name, array in tensors.items() if name.endswith("norm.bias")}
+        tensors["model.norm.bias"] = np.zeros_like(tensors["model.norm.weight"])
+
+    def remove(tensors: Stored) -> None:
+        for name in [name for name in tensors if name.endswith("norm.bias")]:
+            del tensors[name]
+
+    one, two = (read(*changed(biased, tmp_path / change.__name__, change), weight_format) for change in (zero, remove))
+    assert {name: array.tobytes() for name, array in one.items()} == {
+        name: array.tobytes() for name, array in two.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "schemes", "message"),
+    [
+        (lambda tensors: tensors.update({NORM: np.ones(7, np.float32)}), {}, r"input_layernorm\.bias has shape \[7\]"),
+        (lambda tensors: tensors.update({NORM: np.ones(128, np.int32)}), {}, r"input_layernorm\.bias has type I32"),
+        (
+            lambda tensors: tensors[NORM].__setitem__(3, np.inf),
+            {},
+            r"input_layernorm\.bias holds a value that is not finite",
+        ),
+        (
+            lambda tensors: tensors.update({"model.norm.bias": np.ones_like(tensors["model.norm.weight"])}),
+            {"model.norm.bias": "FLOAT"},
+            r"model\.norm\.bias is not zero; .* \(this norm has none\)",
+        ),
+        (
+            lambda tensors: tensors.update({"other.norm.bias": np.ones(4, np.float32)}),
+            {},
+            r"tensor is: other\.norm\.bias in the weights but not in a model",
+        ),
+    ],
+)
+def test_a_bias_that_cannot_be_used_is_refused(
+    tmp_path: Path, biased: Path, change: Callable[[Stored], object], schemes: dict[str, str], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(*changed(biased, tmp_path / "m", change, schemes))
+
+
+def test_a_bias_before_a_layer_of_another_scheme_is_refused(tmp_path: Path, biased: Path) -> None:
+    schemes = {"model.layers.0.self_attn.k_proj.weight": "W8A8_DYNAMIC"}
+
+    def to_dynamic(tensors: Stored) -> None:
+        stem = "model.layers.0.self_attn.k_proj"
+        for end in ("input_scale", "input_offset", "quant_bias"):
+            del tensors[f"{stem}.{end}"]
+        tensors[f"{stem}.weight_scale"] = tensors.pop(f"{stem}.deq_scale")
+
+    with pytest.raises(CheckpointError, match=r"input_layernorm\.bias is not zero; the bias of a norm is supported"):
+        read(*changed(biased, tmp_path / "m", to_dynamic, schemes))

@@ -17,10 +17,10 @@ TIE = 0.02
 """Difference of two logits (their standard deviation is 4) below which float32 sums in another order may swap them."""
 
 
-@pytest.mark.parametrize("agents", [1, 2])
-def test_static_layers_generate_the_tokens_of_the_scheme(tmp_path: Path, agents: int) -> None:
+@pytest.mark.parametrize(("agents", "norm_biases"), [(1, False), (2, True)])
+def test_static_layers_generate_the_tokens_of_the_scheme(tmp_path: Path, agents: int, norm_biases: bool) -> None:
     write_model(VARIANTS["mha"], tmp_path / "floats")
-    model = StaticLlama(tmp_path / "floats", PROMPT)
+    model = StaticLlama(tmp_path / "floats", PROMPT, norm_biases=norm_biases)
     model.write(tmp_path / "static", tmp_path / "floats")
     overrides = [
         f"model_config.model_path={tmp_path / 'static'}",
@@ -34,6 +34,11 @@ def test_static_layers_generate_the_tokens_of_the_scheme(tmp_path: Path, agents:
     short = logits.max(axis=1) - logits[range(TOKENS), found]
     assert short.max() < TIE
     assert (short == 0).sum() >= TOKENS - 2
+    if norm_biases:
+        biases, model.norm_biases = model.norm_biases, {}
+        without = model.logits(PROMPT + found)[len(PROMPT) - 1 : -1]
+        assert (without.argmax(axis=1) != found).any(), "the biases do not change the tokens, so nothing is tested"
+        model.norm_biases = biases
     model.static.clear()
     floats = model.logits(PROMPT + found)[len(PROMPT) - 1 : -1]
     assert (floats.argmax(axis=1) != found).any(), "the calibration does not change the tokens, so nothing is tested"

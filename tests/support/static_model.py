@@ -14,11 +14,24 @@ CLIPPING = 0.3
 """Share of the inputs' range that the calibration keeps. Many inputs are clipped, so the model differs from floats."""
 
 
+NORMS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm"),
+}
+"""The norm before a linear layer."""
+
+
 class StaticLlama(NumpyLlama):
     """Quantises the linear layers of a float folder, except the output layer, by the inputs of one calibration."""
 
-    def __init__(self, folder: Path, tokens: list[int]) -> None:
+    def __init__(self, folder: Path, tokens: list[int], *, norm_biases: bool = False) -> None:
         super().__init__(folder, "float", "float32")
+        self.norm_biases: dict[str, np.ndarray] = {}
+        """The bias of each norm that has one, by the norm's name."""
+        norms = [name for name in self._weights if name.endswith("layernorm.weight")] if norm_biases else []
+        for seed, name in enumerate(norms):
+            bias = np.random.default_rng(seed).normal(0, 0.4, self._weights[name].shape)
+            self.norm_biases[name.removesuffix(".weight")] = bias.astype(np.float32)
         self._ranges: dict[str, tuple[float, float]] = {}
         self.static: dict[str, dict[str, np.ndarray]] = {}
         self.logits(tokens)
@@ -28,6 +41,9 @@ class StaticLlama(NumpyLlama):
     def _linear(self, x: Floats, name: str) -> Floats:
         if name == "lm_head":
             return super()._linear(x, name)
+        layer_name, _, linear = name.rpartition(".")
+        if linear in NORMS:
+            x = x + self.norm_biases.get(f"{layer_name.rpartition('.')[0]}.{NORMS[linear]}", np.float32(0))
         if not self.static:
             self._ranges[name] = (float(x.min()), float(x.max()))
             return super()._linear(x, name)
@@ -49,6 +65,9 @@ class StaticLlama(NumpyLlama):
             layer = {f"{stem}.{end}": array for end, array in self.static.get(stem, {}).items()}
             tensors |= layer or {name: values}
             description |= dict.fromkeys(layer, "W8A8") if layer else {name: "FLOAT"}
+        for name, bias in self.norm_biases.items():
+            tensors[f"{name}.bias"] = bias
+            description[f"{name}.bias"] = "W8A8"
         write_safetensors(folder / "quant_model_weights.safetensors", tensors)
         (folder / "quant_model_description.json").write_text(json.dumps(description))
 
