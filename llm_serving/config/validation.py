@@ -163,8 +163,9 @@ def check_device(raw: RawConfig, device: str, op_table: str, dtype: str, backend
 def check_formats(raw: RawConfig, model: ModelConfig) -> None:
     """Check that the operators and the data type support the formats of weights and KV cache."""
     for key, value in (("weight_format", model.weight_format), ("kv_format", model.kv_format)):
-        if value == "bf16" and model.model_dtype != "bfloat16":
-            problem = f"needs model_dtype bfloat16, which is {model.model_dtype}; set it, or use auto"
+        dtype = {"bf16": "bfloat16", "float16": "float16", "float32": "float32"}.get(value, model.model_dtype)
+        if dtype != model.model_dtype:
+            problem = f"needs model_dtype {dtype}, which is {model.model_dtype}; set it, or use auto"
             raise raw.error(f"model_config.{key}", value, problem)
     if model.kv_format != AUTO and model.op_table not in kv_format(model.kv_format).op_tables:
         problem = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llm_serving import __version__
-from llm_serving.cli import launch_from_command_line
+from llm_serving.cli import DEFAULT_CONFIG, launch_from_command_line
 from llm_serving.config import load_config
 from llm_serving.config.schema import section_keys
 from llm_serving.config.sections import SECTIONS
@@ -28,10 +28,19 @@ def override(tmp_path: Path) -> str:
     return f"model_config.model_path={write_model_folder(tmp_path / 'model')}"
 
 
+def test_model_and_port_are_short_for_settings(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "my model")
+    short = launch_from_command_line(["--model", str(folder), "--port", "8080"], MACHINE)
+    settings = [f"model_config.model_path={folder}", "model_config.model_name=null", "serving_config.server_port=8080"]
+    assert short.config == load_config(DEFAULT_CONFIG, settings)
+    assert short.config.model_name == "my-model"
+    arguments = ["--model", str(folder), "--set", "model_config.model_name=other"]
+    assert launch_from_command_line(arguments, MACHINE).config.model_name == "other"
+
+
 def test_launch_gets_the_loaded_config(override: str) -> None:
     arguments = ["--config", "llama_tiny_cpu.yaml", "--set", override, "--set", "serving_config.agent_ports=[0]"]
     launch = launch_from_command_line(arguments, MACHINE)
-    assert launch == launch_from_command_line(arguments[2:], MACHINE)
     assert launch.config == load_config("llama_tiny_cpu.yaml", [override, "serving_config.agent_ports=[0]"])
     assert launch.plan.available_bytes == MACHINE.available_bytes
 
@@ -71,6 +80,7 @@ def test_check_prints_the_plan(override: str, capsys: pytest.CaptureFixture[str]
 
 def test_printed_config_loads_to_the_same(tmp_path: Path, override: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--set", override, "--set", "model_config.model_dtype=bfloat16", "--print-config"]
+    arguments += ["--config", "llama_tiny_cpu.yaml"]
     with pytest.raises(SystemExit) as caught:
         launch_from_command_line(arguments, MACHINE)
     assert caught.value.code == 0

