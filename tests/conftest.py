@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts the heavy files first, and leaves out cases if ``--every`` says so."""
+    """Puts the heavy files first, and leaves out cases if ``--every`` asks for it."""
     ranks = {file: rank for rank, file in enumerate(HEAVY)}
     items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
     every, seen, chosen = config.getoption("every"), Counter[str](), []

@@ -1,7 +1,7 @@
 """Reads and checks the settings of folders whose weights are 8-bit floats with a scale for each block (DeepSeek V3).
 
 ``quantization_config`` has ``quant_method: fp8``, ``fmt: e4m3`` and ``weight_block_size``. The weights become floats
-when they are loaded (``agent.weights.float8``). All other code treats such a folder as a folder of floats.
+when they are loaded (``agent.weights.float8``). All other code treats this folder as a folder of floats.
 
 Source: deepseek-ai/DeepSeek-V3, ``README_WEIGHTS.md`` and ``inference/fp8_cast_bf16.py``.
 """

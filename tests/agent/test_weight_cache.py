@@ -315,7 +315,7 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(
 
 
 def _store_and_load(config_json: str, number: int) -> None:
-    """Stores the same entry several times and loads it each time. Several processes run this function at once."""
+    """Stores the same entry and loads it, several times. Several processes run this function at the same time."""
     cache = cache_of(Config.from_json(config_json))
     for _ in range(5):
         store(cache)

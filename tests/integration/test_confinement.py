@@ -11,7 +11,7 @@ from agent.confinement.seccomp import can_filter
 
 
 def thread_states(pid: int) -> list[dict[str, str]]:
-    """What the kernel says of each thread of a process."""
+    """The kernel's report on each thread of a process."""
     tasks = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
     return [dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line) for text in tasks]
 

@@ -29,7 +29,7 @@ texts differ altogether."""
 
 
 def ask_all(folder: Path, *overrides: str) -> list[str]:
-    """Returns the answers to all questions, asked at once."""
+    """Returns the answers to all questions, which are asked at the same time."""
     with running_server(folder, [*SIZES, *overrides], CONFIG) as server:
 
         def ask(answer: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ def bind_cores(config: Config, rank: int, read: Callable[[], Sequence[Chip]] = r
 
     Must run before MindSpore is imported, because only threads that start later inherit the cores.
     ``model_config.cpu_cores`` takes precedence over the NUMA node. Without both, the process keeps its cores.
-    The threads of all agents together are never more than the cores, unless ``model_config.cpu_threads`` says so.
+    The threads of all agents together are never more than the cores, unless ``model_config.cpu_threads`` is larger.
     ``read`` returns the devices of the machine. ``root`` is the folder /sys.
     """
     allowed = os.sched_getaffinity(0)
