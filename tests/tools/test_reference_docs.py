@@ -18,7 +18,7 @@ from tools import draw_pictures
 from tools.reference.command_line import PROGRAMS
 
 DOCS = REPOSITORY / "docs"
-DEVELOPMENT = {"make_golden.py", "check_aarch64.py", "shape_tokenizer.py", "try_chat_page.py"}
+DEVELOPMENT = {"make_golden.py", "make_smollm2_golden.py", "check_aarch64.py", "shape_tokenizer.py", "try_chat_page.py"}
 """Programs that only developers of one part start; they are not on the page of commands."""
 
 
