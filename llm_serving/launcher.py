@@ -98,6 +98,7 @@ class _Launcher:
         from llm_serving.engine.detokenizer import IncrementalDetokenizer
         from llm_serving.engine.tokenizer_backends import load_tokenizer
         from llm_serving.flight.setup import recorder_of
+        from llm_serving.self_checks.canary import Canary
         from llm_serving.server.app import create_app, split_administration
         from llm_serving.server.run import Listener, serve
         from llm_serving.telemetry.log import EventLog
@@ -157,6 +158,9 @@ class _Launcher:
                 _freeze_objects()
                 scheme = "http" if tls is None else "https"
                 admin_url = None if admin_socket is None else _url(scheme, admin_socket)
+                if settings.canary_interval_s:
+                    canary = asyncio.create_task(Canary(engine, log, metrics, settings.canary_interval_s).run())
+                    owned.callback(canary.cancel)
                 self._say_ready(_url(scheme, http_socket), admin_url, log)
                 await self._wait_stop(engine, http)
             log.event("server_stop")

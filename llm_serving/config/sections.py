@@ -173,6 +173,13 @@ class ServingConfig:
         low=0.0,
         high=MAX_SECONDS,
     )
+    canary_interval_s: float = own(
+        300.0,
+        "Time between two runs of a fixed prompt, whose tokens must stay the same. 0 turns the check off.",
+        unit="seconds",
+        low=0.0,
+        high=MAX_SECONDS,
+    )
     row_check_interval: int | None = own(
         None,
         "One decode step in this number of steps has a sequence that is computed again, alone. Its logits must have "

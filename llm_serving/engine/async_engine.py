@@ -12,9 +12,9 @@ from pathlib import Path
 
 from llm_serving.config import Config
 from llm_serving.engine.beam_search import BeamSearch, BeamSearchParams, SearchResult
-from llm_serving.engine.core import Abort, Add, EngineCore, Probe, Profile, Stop
+from llm_serving.engine.core import Abort, Add, Distrust, EngineCore, Probe, Profile, Stop
 from llm_serving.engine.open_request import OpenRequest, PieceSink, PieceStream
-from llm_serving.engine.outputs import EngineOutput, ProbeAnswer, ProfileAnswer
+from llm_serving.engine.outputs import CanaryWanted, EngineOutput, ProbeAnswer, ProfileAnswer
 from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, in_ms, receipt_of
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.engine.text_streams import DetokenizerFactory
@@ -88,6 +88,8 @@ class AsyncEngine:
             clock=clock,
             keep_recording=self._keep_recording,
         )
+        self.canary_wanted = asyncio.Event()
+        """Set on the event loop when the canary must run soon."""
         self.ended = asyncio.Event()
         """Set on the event loop when the engine thread has ended, for whatever reason."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -172,6 +174,10 @@ class AsyncEngine:
         if opened is not None:
             return opened.receipt(self._clock())
         return self._receipts.get(request_id) if search is None else receipt_of(search, self._clock())
+
+    def distrust(self, replica: int, reason: str) -> None:
+        """Restart the agents of a replica, because the canary got wrong tokens."""
+        self._core.submit(Distrust(replica, reason))
 
     def abort(self, request_id: str) -> None:
         """End a request that another task reads. That task receives a last piece with ``FinishReason.ABORT``."""
@@ -360,6 +366,9 @@ class AsyncEngine:
         for output in outputs:
             if isinstance(output, ProbeAnswer):
                 self._answer_probes()
+                continue
+            if isinstance(output, CanaryWanted):
+                self.canary_wanted.set()
                 continue
             if isinstance(output, ProfileAnswer):
                 if self._profile_answer is not None and not self._profile_answer.done():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llm_serving.engine.outputs import EngineOutput, ProbeAnswer, ProfileAnswer, RequestRefused
+from llm_serving.engine.outputs import CanaryWanted, EngineOutput, ProbeAnswer, ProfileAnswer, RequestRefused
 from llm_serving.engine.replica import Replica
 from llm_serving.engine.state_line import StateLine
 from llm_serving.engine.text_streams import DetokenizerFactory, TextStreams
@@ -58,13 +58,21 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
+class Distrust:
+    """Command to the engine thread: restart the agents of a replica, because the canary got wrong tokens."""
+
+    replica: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Command to the engine thread: end every request with an error, then the loop."""
 
     reason: str = "the server is shutting down"
 
 
-Command = Add | Abort | Probe | Profile | Stop
+Command = Add | Abort | Probe | Profile | Distrust | Stop
 
 
 class EngineCore:
@@ -214,6 +222,8 @@ class EngineCore:
                 self._probe()
             elif isinstance(command, Profile):
                 self._profile(command.folder)
+            elif isinstance(command, Distrust):
+                self._replicas[command.replica].executor.distrust("canary", command.reason)
             else:
                 self._give_up(command.reason, now)
                 self._running = False
@@ -224,6 +234,9 @@ class EngineCore:
     def _take_event(self, replica: Replica, event: ExecutorEvent, now: float) -> None:
         if isinstance(event, StepResult):
             self._outputs += replica.take_result(event, now)
+            if replica.wants_canary:
+                replica.wants_canary = False
+                self._outputs.append(CanaryWanted())
         elif isinstance(event, AgentReady):
             self._agent_ready(replica, event)
         elif isinstance(event, AgentLost):
@@ -322,6 +335,8 @@ class EngineCore:
 
     def _agent_ready(self, replica: Replica, event: AgentReady) -> None:
         """Let a replica serve. The engine becomes ready when every replica has been ready once."""
+        if replica.was_ready:
+            self._outputs.append(CanaryWanted())
         replica.is_ready = replica.was_ready = True
         if self._router is not None:
             self._router.agent_ready(replica.index)

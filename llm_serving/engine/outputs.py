@@ -33,7 +33,12 @@ class ProfileAnswer:
     """Rank, error and summary of each agent."""
 
 
-EngineOutput = RequestOutput | RequestRefused | ProbeAnswer | ProfileAnswer
+@dataclass(frozen=True, slots=True)
+class CanaryWanted:
+    """The canary must run soon: agents were restarted, or all logits of a step were not finite."""
+
+
+EngineOutput = RequestOutput | RequestRefused | ProbeAnswer | ProfileAnswer | CanaryWanted
 
 
 def merge_outputs(pieces: Sequence[RequestOutput]) -> RequestOutput:

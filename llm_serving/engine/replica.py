@@ -51,6 +51,8 @@ class Replica:
         """When to call the scheduler again even if no event arrives."""
         self.num_steps = 0
         """Steps that completed without an error, since the start."""
+        self.wants_canary = False
+        """True if the canary must run soon, because all logits of a step were not finite."""
         self.last_result: float | None = None
         """When the last step without an error completed."""
         self._texts = texts
@@ -113,7 +115,7 @@ class Replica:
     def _note_not_finite(self, step: ScheduledStep, result: StepResult, request_ids: list[str]) -> None:
         """Log requests whose logits are not finite. If that holds for all of several, restart the agents.
 
-        A request that is alone may be the cause itself.
+        A request that is alone may be the cause itself, so the canary decides.
         """
         self._metrics.sequences_not_finite(len(request_ids))
         self._log.error(
@@ -124,7 +126,11 @@ class Replica:
             sequences=step.num_seqs,
             **self.log_fields,
         )
-        if is_all_broken(result) and len(request_ids) > 1:
+        if not is_all_broken(result):
+            return
+        if len(request_ids) == 1:
+            self.wants_canary = True
+        else:
             reason = f"step {step.seq} has no sequence with finite logits, of {len(request_ids)}"
             self.executor.distrust("logits", reason, step.seq)
 

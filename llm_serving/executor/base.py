@@ -39,7 +39,7 @@ class AgentLost:
     final: bool = False
     """The agents are given up and not restarted."""
     failed_check: str = ""
-    """The self-check that failed: ``row`` or ``logits``. Empty for other losses."""
+    """The self-check that failed: ``row``, ``canary`` or ``logits``. Empty for other losses."""
     step: int | None = None
     """The step that failed the self-check."""
 

@@ -115,12 +115,16 @@ EVENTS: Mapping[str, LogEvent] = {
             **_REPLICA,
         },
     ),
+    "canary_unusable": LogEvent(
+        "The canary had no finite logits in its first run, so that later runs cannot be compared with it.",
+        {"message": "the finding"},
+    ),
     "self_check_failed": LogEvent(
         "An agent failed a self-check, so it is restarted. Its requests are computed again.",
         {
             "message": "how the check failed",
-            "check": "row or logits",
-            "step": "number of the step",
+            "check": "row, canary or logits",
+            "step": "number of the step; null for the canary",
             "recording": "folder with the kept flight recording; null without one",
             **_REPLICA,
         },

@@ -79,8 +79,8 @@ class Metrics:
         )
         checks = counter(
             "llm_serving_self_checks",
-            "Self-checks by kind and result. row: a sequence computed again, alone. logits: no sequence of a step had "
-            "finite logits.",
+            "Self-checks by kind and result. row: a sequence computed again, alone. canary: a fixed prompt; it is "
+            "skipped if the server cannot run it. logits: no sequence of a step had finite logits.",
             "check",
             "result",
         )
@@ -88,6 +88,7 @@ class Metrics:
             (check, result): checks.labels(check, result)
             for check, results in {
                 "row": ("passed", "failed"),
+                "canary": ("passed", "failed", "skipped"),
                 "logits": ("failed",),
             }.items()
             for result in results
@@ -180,7 +181,7 @@ class Metrics:
         self._not_finite.inc(count)
 
     def self_check(self, check: str, result: str) -> None:
-        """Count a self-check (``row`` or ``logits``) that ended: ``passed`` or ``failed``."""
+        """Count a self-check (``row``, ``canary`` or ``logits``) that ended: ``passed``, ``failed`` or ``skipped``."""
         self._self_checks[check, result].inc()
 
     def first_token(self, seconds: float) -> None:

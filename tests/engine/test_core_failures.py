@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_serving.engine.core import Add, Stop
-from llm_serving.engine.outputs import RequestRefused
+from llm_serving.engine.outputs import CanaryWanted, RequestRefused
 from llm_serving.errors import AgentLostError, ProtocolError
 from llm_serving.executor.base import AgentLost, AgentReady
 from llm_serving.request import FinishReason
@@ -205,3 +205,15 @@ def test_a_step_without_finite_logits_restarts_the_agents() -> None:
     assert engine.metrics.checks == [("logits", "failed")]
     (failed,) = engine.log.named("self_check_failed")
     assert (failed["check"], isinstance(failed["step"], int)) == ("logits", True)
+
+
+def test_one_request_without_finite_logits_asks_for_the_canary() -> None:
+    """The request itself may be the cause, so the agents are not restarted. They ask again after each restart."""
+    engine = Engine()
+    engine.request("a", 6, 12, seed=BROKEN_SEED)
+    engine.finish()
+    assert engine.log.named("agent_lost") == []
+    assert sum(outputs.count(CanaryWanted()) for outputs in engine.deliveries) == 1
+    engine.executor.lose_agent()
+    engine.step()
+    assert sum(outputs.count(CanaryWanted()) for outputs in engine.deliveries) == 2

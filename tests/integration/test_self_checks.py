@@ -136,3 +136,24 @@ def test_a_row_with_other_bits_alone_restarts_the_agents(
         assert any(Path(failed["recording"]).iterdir())
         assert metric(server, 'llm_serving_self_checks_total{check="row",result="failed"}') >= 1
         assert json.dumps(server.get("/server_info")["engine"]["agents"][0]["restarts"]) != "0"
+
+
+def test_the_canary_runs_at_the_start_and_finds_wrong_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent begins to compute wrong logits. The next run restarts it, and the run after the restart passes."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tests/support/faulty_agent"))
+    monkeypatch.setenv("FAULTY_AGENT_FILE", str(tmp_path / "fault"))
+    monkeypatch.setenv("FAULTY_AGENT", "other_tokens")
+    settings = ["serving_config.canary_interval_s=1", "serving_config.row_check_interval=0"]
+    with running_server(tmp_path / "server", settings) as server:
+        passed = 'llm_serving_self_checks_total{check="canary",result="passed"}'
+        wait_for(lambda: metric(server, passed) >= 2, "the first runs")
+        assert server.events("request_arrival") == []
+        (tmp_path / "fault").touch()
+        wait_for(lambda: bool(server.events("self_check_failed")), "the failed run")
+        (tmp_path / "fault").unlink()
+        before = metric(server, passed)
+        wait_for(lambda: metric(server, passed) > before, "a run after the restart")
+        failed = server.events("self_check_failed")[0]
+        assert (failed["check"], failed["step"]) == ("canary", None)
+        assert "its first run got" in failed["message"]
+        assert server.get("/server_info")["engine"]["agents"][0]["restarts"] >= 1

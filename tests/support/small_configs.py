@@ -23,6 +23,7 @@ def small_overrides(folder: Path, overrides: Sequence[str] = ()) -> list[str]:
         "serving_config.agent_ports=[0]",
         "model_config.decode_batch_size=[8]",
         "pa_config.num_blocks=160",
+        "serving_config.canary_interval_s=0",  # tests count requests and steps
         f"log_config.path={folder / 'server.log'}",
         *overrides,
     ]

@@ -1,7 +1,7 @@
 """Makes the graphs of agents compute wrong logits. Python imports this file if its folder is in PYTHONPATH.
 
-``FAULTY_AGENT`` names the fault. ``alone``: steps with one sequence have one other bit in a logit, if the file
-``FAULTY_AGENT_FILE`` exists. Each agent that starts without the file is not changed.
+Steps with one sequence have one other bit in a logit while the file ``FAULTY_AGENT_FILE`` exists. If ``FAULTY_AGENT``
+is ``other_tokens``, they have other best tokens instead.
 """
 
 from __future__ import annotations
@@ -46,18 +46,26 @@ def _faulty(run: Any) -> Any:
     def run_with_fault(self: Any, inputs: Any, entry: Any) -> Any:
         scores = run(self, inputs, entry)
         if inputs.query_lens.size == 1 and fault.exists():
-            _flip_a_bit(scores)
+            _disturb(scores)
         return scores
 
     return run_with_fault
 
 
-def _flip_a_bit(scores: Any) -> None:
+def _disturb(scores: Any) -> None:
     import numpy as np
 
-    if hasattr(scores, "values"):
+    if os.environ.get("FAULTY_AGENT") == "other_tokens":
+        scores.best_ids[0] ^= 1
+    elif hasattr(scores, "values"):
         scores.values[0].view(np.uint32)[-1] ^= 1
-        return
+    else:
+        _change_rows(scores)
+
+
+def _change_rows(scores: Any) -> None:
+    import numpy as np
+
     rows = scores.rows
 
     def changed(indices: Any) -> Any:

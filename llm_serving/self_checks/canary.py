@@ -1,0 +1,101 @@
+"""The canary: a fixed prompt that must always get the same tokens, at the start, on a timer and after restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.open_request import PieceStream
+from llm_serving.errors import LLMServingError
+from llm_serving.request import FinishReason, SchedulingParams
+from llm_serving.sampling_params import SamplingParams
+from llm_serving.scheduler.output import NOT_FINITE_ERROR
+from llm_serving.telemetry.log import EventLog
+from llm_serving.telemetry.metrics import Metrics
+
+PROMPT_TOKENS = 16
+OUTPUT_TOKENS = 8
+_STRIDE = 7919
+"""Distance of the ids of the prompt. It is a prime number, so that the ids are spread over the vocabulary."""
+_LOWEST_PRIORITY = 2**31 - 1
+MAX_RUN_S = 300.0
+"""A run that takes longer is given up, because the server has too much other work."""
+
+
+class Canary:
+    """Runs the prompt on every replica and compares its tokens with those of the first run.
+
+    If they differ, the agents of the replica are restarted. The runs do not appear among the requests of the log.
+    """
+
+    def __init__(self, engine: AsyncEngine, log: EventLog, metrics: Metrics, interval_s: float) -> None:
+        self._engine = engine
+        self._log = log
+        self._metrics = metrics
+        self._interval_s = interval_s
+        self._num_replicas = engine.config.parallel_config.data_parallel
+        vocabulary = engine.config.shape.vocab_size
+        self._prompt = [(1 + _STRIDE * index) % vocabulary for index in range(PROMPT_TOKENS)]
+        self._expected: tuple[int, ...] | None = None
+
+    async def run(self) -> None:
+        """Run the prompt now, and then after each interval or when the engine asks for it. Never returns."""
+        wanted = self._engine.canary_wanted
+        while True:
+            await self.check()
+            wanted.clear()
+            try:
+                await asyncio.wait_for(wanted.wait(), self._interval_s)
+            except asyncio.TimeoutError:
+                continue
+
+    async def check(self) -> None:
+        """Run the prompt as often as there are replicas, at the same time. The router then uses all of them."""
+        await asyncio.gather(*(self._check_one() for _ in range(self._num_replicas)))
+
+    async def _check_one(self) -> None:
+        try:
+            tokens, replica = await asyncio.wait_for(self._tokens(), MAX_RUN_S)
+        except (LLMServingError, asyncio.TimeoutError):
+            self._metrics.self_check("canary", "skipped")
+            return
+        if tokens is None and self._expected is None:
+            self._log.warning(
+                "the canary has no finite logits in its first run, so it cannot be compared", event="canary_unusable"
+            )
+            self._metrics.self_check("canary", "skipped")
+        elif self._expected is None or tokens == self._expected:
+            self._expected = tokens
+            self._metrics.self_check("canary", "passed")
+        else:
+            found = "logits that are not finite" if tokens is None else f"the tokens {list(tokens)}"
+            reason = f"the canary got {found}; its first run got {list(self._expected)}"
+            self._engine.distrust(replica, reason)
+
+    async def _tokens(self) -> tuple[tuple[int, ...] | None, int]:
+        """Return the tokens and the replica of a run. The tokens are None if the logits are not finite.
+
+        Raises LLMServingError if the run was refused or could not end.
+        """
+        name = f"canary-{uuid.uuid4().hex}"
+        sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+        # The salt prevents that the run finds cached blocks: it must compute its prompt.
+        scheduling = SchedulingParams(priority=_LOWEST_PRIORITY, cache_salt=name.encode())
+        stream = PieceStream()
+        tokens: list[int] = []
+        opened = self._engine.open(
+            name, self._prompt, sampling, stream, scheduling=scheduling, streamed=False, quiet=True
+        )
+        try:
+            while True:
+                piece = await stream.next()
+                tokens += piece.token_ids
+                if piece.finish_reason is FinishReason.LENGTH:
+                    return tuple(tokens), opened.request.replica or 0
+                if piece.error == NOT_FINITE_ERROR:
+                    return None, opened.request.replica or 0
+                if piece.finished:
+                    raise LLMServingError(piece.error or "the canary was aborted")
+        finally:
+            opened.close()
