@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm_serving.errors import CheckpointError
+from llm_serving.formats.safetensors_header import tensor_shapes
 from llm_serving.formats.small_files import read_json_object
 from llm_serving.formats.typed_fields import TypedFields, short_repr
 
@@ -66,17 +67,17 @@ class Description:
 def read_description(folder: Path) -> Description | None:
     """Return the description of a model folder, or None if the folder has none.
 
-    Raises CheckpointError if the folder needs a scheme that this program does not support. No tensor is read.
+    Raises CheckpointError if the folder needs a scheme that this program does not support. No values are read.
     """
     for name in (_MODEL_SLIM, _GOLDEN_STICK):
         if (folder / name).exists():
             values = read_json_object(folder / name, MAX_DESCRIPTION_BYTES, CheckpointError)
             fields = TypedFields(str(folder / name), values, CheckpointError)
-            return _description(fields, sums_hold_bias=name == _MODEL_SLIM)
+            return _description(fields, folder, sums_hold_bias=name == _MODEL_SLIM)
     return None
 
 
-def _description(fields: TypedFields, *, sums_hold_bias: bool) -> Description | None:
+def _description(fields: TypedFields, folder: Path, *, sums_hold_bias: bool) -> Description | None:
     _refuse_other_parts(fields)
     found = _weights(fields)
     if not found:
@@ -88,8 +89,26 @@ def _description(fields: TypedFields, *, sums_hold_bias: bool) -> Description | 
             f"{fields.source}: weights of {' and '.join(map(str, sorted(bits)))} bits in one folder are not supported "
             f"({', '.join(examples[each] for each in sorted(bits))}); quantize all layers with one number of bits"
         )
-    grouped = any(each.has_groups for each in found.values())
-    return Description(found, bits.pop(), _group(fields) if grouped else 0, sums_hold_bias)
+    grouped = [name for name, each in found.items() if each.has_groups]
+    group = 0
+    if grouped:
+        group = _group(fields) if "group_size" in fields else _stored_group(folder, grouped[0])
+    return Description(found, bits.pop(), group, sums_hold_bias)
+
+
+def _stored_group(folder: Path, weight: str) -> int:
+    """Return the group size of a folder whose description lacks it (older programs), from the shapes of one weight.
+
+    A weight with groups is [out, in], or [out / 2, in] if two outputs share a byte. Its scales are [out, groups].
+    Returns 0 if the shapes do not fit. The reader of weights then refuses the folder.
+    """
+    shapes = tensor_shapes(folder, (weight, f"{weight}_scale"))
+    stored, scales = shapes.get(weight, ()), shapes.get(f"{weight}_scale", ())
+    if len(stored) != 2 or len(scales) != 2 or scales[1] < 2:
+        return 0
+    group, rest = divmod(stored[1], scales[1])
+    fits = stored[0] in (scales[0], scales[0] / 2) and rest == 0 and group % 8 == 0
+    return group if fits else 0
 
 
 def _weights(fields: TypedFields) -> dict[str, TensorScheme]:

@@ -14,6 +14,7 @@ import pytest
 from agent.weights import Packing, WeightPart, load_weights, open_weights
 from agent.weights.storage import Array, from_float32
 from llm_serving.errors import CheckpointError, LLMServingError
+from llm_serving.model.quantization import stored_weight_group
 from performance.kernels.linear_calls import linear
 from support.quantised_folders import CASES, INPUT_SCALE, LINEARS, SPECS, Case, Tensors, float_tensors, write_case
 
@@ -99,6 +100,44 @@ def test_a_checkpoint_may_keep_some_weights_as_floats(tmp_path: Path) -> None:
 
     weights = load(write_case(tmp_path, CASES["awq"], unquantise))
     np.testing.assert_array_equal(weights["gate_up"][24:], floats.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "name", ["slim w4a16", "slim w4a16 unpacked", "slim w4a16 asymmetric", "slim w4a16 whole rows"]
+)
+def test_without_a_group_size_the_scales_give_the_group(tmp_path: Path, name: str) -> None:
+    one = write_case(tmp_path / "1", CASES[name])
+    two = write_case(tmp_path / "2", CASES[name], lambda tensors, config: config.pop("group_size"))
+    assert stored_weight_group(two) == stored_weight_group(one) == (CASES[name].group or 1)
+    np.testing.assert_array_equal(load(one)["qkv"], load(two)["qkv"])
+
+
+SCALE = "q_proj.weight_scale"
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [np.ones((16, 3), np.float32), np.ones((9, 2), np.float32), np.ones((16, 32), np.float32)],
+    ids=["uneven", "rows", "small groups"],
+)
+def test_scales_that_give_no_group_are_refused(tmp_path: Path, scales: np.ndarray) -> None:
+    def change(tensors: Tensors, config: dict[str, Any]) -> None:
+        del config["group_size"]
+        tensors[SCALE] = scales
+
+    folder = write_case(tmp_path / "m", CASES["slim w4a16"], change)
+    assert stored_weight_group(folder) == 1
+    with pytest.raises(CheckpointError, match=r"has shape .*; config\.json requires"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 40, b"\x02" + bytes(7) + b"[]", b"\x04" + bytes(7) + b"nul"])
+def test_damaged_headers_give_no_group(tmp_path: Path, content: bytes) -> None:
+    folder = write_case(tmp_path / "m", CASES["slim w4a16"], lambda tensors, config: config.pop("group_size"))
+    (folder / "quant_model_weights.safetensors").write_bytes(content)
+    assert stored_weight_group(folder) == 1
+    with pytest.raises(CheckpointError, match=r"quant_model_weights\.safetensors"):
+        load(folder)
 
 
 def test_optional_tensors_may_be_absent(tmp_path: Path) -> None:
