@@ -1,8 +1,8 @@
 """Packs the weights of native primitives on a CPU. The kernels find a packed weight by the original's address.
 
 MindSpore passes the original weight to a primitive, in the layout of the primitive's documentation. The kernels
-multiply by a packed copy (ops/linear.h) and do not read the original again. Its memory goes back to the system, and any
-access to it is a fault instead of a wrong number.
+multiply by a packed copy (ops/linear.h) and do not read the original again. Its memory is returned to the system. Any
+later access to it ends the process, instead of reading wrong numbers.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ _PrimitiveWeight = structure(
 class KeptWeights:
     """Packs weights and owns the packed copies.
 
-    ``close`` makes the kernels forget the copies and makes the originals' memory accessible again, filled with zeros.
-    The original arrays must live until then.
+    ``close`` frees the copies and makes the originals' memory accessible again, filled with zeros. The original arrays
+    must live until then.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,8 @@ class KeptWeights:
         for start, size in self._released:
             _protect(start, size, _PROT_READ_WRITE)
         self._released.clear()
-        self._kept.clear()  # last: the arrays' memory must be writeable when it is freed
+        # must be the last statement, because the memory of the arrays must be writable when it is freed
+        self._kept.clear()
 
     def _release(self, values: Array) -> None:
         """Gives whole pages of an array's memory back to the system. Pages that also contain other arrays stay."""

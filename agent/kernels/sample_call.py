@@ -28,8 +28,8 @@ SAMPLE_INPUTS: dict[str, Any] = {each.name: np.dtype(each.column) for each in SA
 }
 """The sampler's inputs, one entry for each row, with their types. The fields of a step slot have the same names.
 
-``do_sample`` 0 skips the row, whose token becomes -1. ``rows`` are the places of the tokens in
-``SampleOutputs.last_token``. Without ``do_sample`` every row is sampled. ``rows`` are needed only with ``last_token``.
+``do_sample`` 0 skips the row, whose token becomes -1. ``rows`` are the indices in ``SampleOutputs.last_token`` at which
+the tokens are stored. Without ``do_sample`` every row is sampled. ``rows`` are needed only with ``last_token``.
 """
 SampleInputs = Mapping[str, npt.NDArray[Any]]
 """Arrays by the names of ``SAMPLE_INPUTS``; they may be longer than the rows."""
@@ -47,7 +47,8 @@ class SampleOutputs:
     """[S, MAX_TOP_LOGITS], best first, -1 after the requested number."""
     top_logits: Float32Array
     last_token: Int32Array | None = None
-    """The last token of each row of a row table. Rows that do not sample keep theirs. None: last tokens are not kept.
+    """The last token of each batch row. Batch rows that do not sample keep their last token. None means that last
+    tokens are not stored.
     """
 
     @classmethod
@@ -69,7 +70,7 @@ class Candidates:
     """
 
     values: Float32Array
-    """[P, rows, K]: the largest raw logits of an agent's part of the vocabulary, equal ones in any order."""
+    """[P, rows, K]: the largest raw logits of an agent's part of the vocabulary, equal logits in any order."""
     ids: npt.NDArray[np.int64]
     """[P, rows, K]: their tokens, counted from the first token of the part."""
     sums: Float32Array
@@ -114,7 +115,9 @@ def _address(name: str, array: npt.NDArray[Any] | None, wanted: Any, length: int
 
 
 class SampleCall:
-    """Runs the sampler on arrays that stay in place, such as those of a step slot, and checks them only once."""
+    """Runs the sampler on arrays whose addresses do not change, such as those of a step slot. Checks the arrays only
+    once.
+    """
 
     def __init__(self, inputs: SampleInputs, outputs: SampleOutputs, max_rows: int) -> None:
         """Raises ValueError if an array has a wrong type, size or layout."""
@@ -177,8 +180,8 @@ class SampleCall:
         """Chooses tokens from candidates. Returns which rows [S] need their whole logits (``run_rows``).
 
         ``best_ids`` and ``best_values`` [S] are the largest logits and their tokens, the smaller id on a tie. Without
-        ``candidates`` only greedy rows that report no logits are sampled. The tokens are those of ``run``. Otherwise
-        like ``run``.
+        ``candidates`` only greedy rows that report no logits are sampled. The tokens are the same that ``run`` would
+        choose. The other arguments and the errors are those of ``run``.
         """
         rows, args = len(best_ids), self._args
         if rows > self._max_rows:
@@ -210,7 +213,8 @@ class SampleCall:
     ) -> None:
         """Chooses tokens for some of the rows, from ``logits`` [R, V]; the results of the others stay as they are.
 
-        ``logits_rows`` [S] names the row of ``logits`` for each row, or -1. Otherwise like ``run``.
+        ``logits_rows`` [S] has the index in ``logits`` for each row, or -1. The other arguments and the errors are
+        those of ``run``.
         """
         num_rows, args = len(logits_rows), self._args
         if num_rows > self._max_rows or logits_rows.max(initial=-1) >= len(logits):
@@ -233,7 +237,7 @@ class SampleCall:
             raise KernelError(f"the sampler refused its arguments (code {code}); the reason is on standard error")
 
     def _take(self, logits: Float32Array, best_ids: Int32Array | None) -> None:
-        """Checks arrays that differ from those of the last call."""
+        """Checks arrays that differ from those of the previous call, and stores their addresses."""
         if logits.ndim != 2:
             raise ValueError(f"logits has {logits.ndim} dimensions; it must be [rows, vocabulary]")
         num_rows, vocab_size = logits.shape

@@ -18,10 +18,12 @@ _VALID, _VALID_AND_WHOLE = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """The upper bounds of a step's values, and the smallest values (negative numbers with a meaning)."""
+    """The limits of the values in a step. The fields ``lowest_...`` are negative numbers with a special meaning, the
+    others upper bounds.
+    """
 
     lowest_token: int
-    """LAST_TOKEN, which means the row's last token."""
+    """LAST_TOKEN, which stands for the last token of the batch row."""
     lowest_slot: int
     lowest_top_logits: int
     vocab_size: int
@@ -48,7 +50,7 @@ class StepArrays:
 
 
 class StepBuffers:
-    """Memory for the inputs of one step. It stays in place, so that a graph can be bound to it."""
+    """Memory for the inputs of one step. Its addresses do not change, so that a graph can read it directly."""
 
     def __init__(self, max_tokens: int, max_seqs: int, table_size: int) -> None:
         """``table_size`` is the number of entries of all block tables together."""
@@ -58,7 +60,7 @@ class StepBuffers:
         self.last_tokens: Int32Array = np.zeros(max_seqs, np.int32)
         """[S]: the index of each sequence's last token in T."""
         self.sampled_tokens: Int32Array = np.zeros(max_seqs, np.int32)
-        """[S]: the same index if the sequence samples, else -1."""
+        """[S]: the index of each sequence's last token in T if the sequence samples, else -1."""
         self.counts: Int32Array = np.zeros(4, np.int32)
         """T, S and W of the step, and the step's number, which the graph sets."""
 
@@ -75,12 +77,13 @@ _Args = structure(
 
 
 class StepCopy:
-    """Copies and checks steps whose arrays stay in place, such as those of a step slot."""
+    """Copies and checks steps whose arrays always have the same addresses, such as those of a step slot."""
 
     def __init__(
         self, arrays: StepArrays, buffers: StepBuffers, bounds: StepBounds, row_last_tokens: Int32Array | None = None
     ) -> None:
-        """``row_last_tokens`` [num_rows] replace ``bounds.lowest_token`` in ``token_ids``; None leaves it in place.
+        """``row_last_tokens`` [num_rows] replace ``bounds.lowest_token`` in ``token_ids``; with None, it stays in
+        ``token_ids``.
 
         A negative number in ``row_last_tokens`` means that the row has no last token. Raises ValueError if an array is
         not contiguous int32 or too short.
@@ -112,7 +115,7 @@ class StepCopy:
     def run(self, tokens: int, seqs: int, width: int, *, decode: bool) -> bool:
         """Copies a step. ``decode`` means one token for each sequence.
 
-        Returns False if the arrays do not hold a valid step of these sizes; the copies then mean nothing.
+        Returns False if the arrays do not hold a valid step of these sizes; the copies are then undefined.
         """
         if not 0 <= tokens <= self._max_tokens or not 0 <= seqs <= self._max_seqs:
             return False

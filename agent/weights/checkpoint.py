@@ -46,7 +46,7 @@ class Checkpoint:
     def check(self, expected: Sequence[WeightPart], ignorable: Iterable[str] = ()) -> None:
         """Raises CheckpointError unless the folder has exactly the ``expected`` tensors with their shapes.
 
-        Tensors whose names end in one of ``ignorable`` are allowed and not read.
+        Tensors whose names end in one of ``ignorable`` may exist and are not read.
         """
         self._parts = {part.name: part for part in expected}
         with self._with_folder_in_errors():
@@ -81,12 +81,12 @@ class Checkpoint:
         return self._files.names()
 
     def scheme(self, part: WeightPart) -> Scheme | None:
-        """Returns how a tensor is quantised, or None for a tensor of floats."""
+        """Returns the format and groups of a quantised tensor, or None for a tensor of floats."""
         quantised = self._decoder is not None and self._is_quantised(part.name)
         return self._decoder.scheme_of(part.name) if self._decoder is not None and quantised else None
 
     def float_dtype(self, name: str) -> str | None:
-        """Returns the type of a tensor of floats, or None for a quantised tensor. Scaled 8-bit floats are float32."""
+        """Returns the element type of a tensor of floats, or None for a quantised tensor. Scaled 8-bit floats are float32."""
         if self._is_float8(name):
             return "float32"
         return None if self._is_quantised(name) else self._files.float_dtype(name)

@@ -8,7 +8,8 @@ pack-quantized:  weight_packed     int32 [out, in * bits / 32]   consecutive inp
                  weight_shape      int [2]: out, in
                  weight_g_idx      int32 [in]
 
-A scale for the whole row is [out] or [out, 1]; a scale for the whole tensor is [1].
+If there are no groups, weight_scale has one scale for each row, [out] or [out, 1], or one scale for the whole tensor,
+[1].
 """
 
 from __future__ import annotations

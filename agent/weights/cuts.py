@@ -37,7 +37,9 @@ class TensorCut:
         return part if self.columns is None else part[:, self.columns.slice]
 
     def of_quantised(self, tensor: QuantizedTensor) -> QuantizedTensor:
-        """Copies the part of a whole quantised tensor. Raises CheckpointError if it would divide a group of inputs."""
+        """Copies the part of a whole quantised tensor. Raises CheckpointError if the part begins or ends inside of a
+        group of inputs.
+        """
         groups = slice(None) if self.columns is None else self.groups(tensor.scheme)
         if self.columns is not None and tensor.group_of_input is not None:
             raise CheckpointError("groups of inputs are not consecutive (desc_act), so agents cannot share it")
@@ -50,7 +52,8 @@ class TensorCut:
         )
 
     def _of_inputs(self, inputs: StaticInputs) -> StaticInputs:
-        """Returns the agent's part of the scales and offsets with which W8A8 quantizes inputs statically.
+        """Returns the agent's part of the calibrated scales and offsets with which W8A8 quantises the inputs of a
+        layer.
 
         The correction of the integer sums is kept only by the agent with the first column, so that it is added once.
         """
@@ -74,7 +77,9 @@ class TensorCut:
 
 
 def copy_cut(source: Array, source_dtype: str, cut: TensorCut, out: Array, out_dtype: str) -> None:
-    """Copies one part of ``source`` into ``out``, and reads only that part. Raises what ``convert_into`` raises."""
+    """Copies one part of ``source`` into ``out``, and reads only that part. Raises OverflowError if a value does not
+    fit ``out_dtype``.
+    """
     part = cut.of(source)
     step = max(1, _PIECE_ELEMENTS // max(1, part[0].size)) if len(part) else 1
     for row in range(0, len(part), step):

@@ -48,7 +48,9 @@ class StoredTensors:
         self.stem = stem
         self._read = read
         self.first_group = 0
-        """Number of the first group of inputs that the tensors contain. It is not 0 only for a part of a weight."""
+        """Index of the first group of inputs that the tensors contain. It is 0 unless only a part of the weight is
+        read.
+        """
         self.has_all_columns = True
         self.has_first_column = True
         self.weight_shape: tuple[int, ...] | None = None
@@ -154,15 +156,16 @@ class Decoder(ABC):
         return 32 // self.quantization.bits
 
     def is_quantised(self, name: str, exists: Callable[[str], bool]) -> bool:
-        """Returns True if the weight ``name`` is quantised. ``exists`` says whether a tensor is in the checkpoint."""
+        """Returns True if the weight ``name`` is quantised. ``exists`` returns whether a tensor is in the checkpoint.
+        """
         return exists(f"{stem_of(name)}.{self.marker}")
 
     def scheme(self) -> Scheme:
-        """Returns how the quantised tensors of the checkpoint are quantised."""
+        """Returns the integer format and the groups of the checkpoint's quantised tensors."""
         return Scheme(self.quantization.format.name, self.quantization.group)
 
     def scheme_of(self, name: str) -> Scheme:
-        """Returns how the quantised weight ``name`` is quantised."""
+        """Returns the integer format and the groups of the quantised weight ``name``."""
         return self.scheme()
 
     def groups(self, part: WeightPart) -> int:
@@ -223,7 +226,8 @@ def check_zero(tensors: StoredTensors, end: str) -> None:
 def uneven_groups(part: WeightPart, groups: int, tensors: StoredTensors, end: str) -> npt.NDArray[np.int32] | None:
     """Reads the group of each input (int32 [in]) from the tensor ``end``. Returns None if groups are consecutive.
 
-    Some tools write -1 for a weight without groups. Raises CheckpointError for wrong numbers.
+    Some quantisation tools write -1 for a weight without groups. Raises CheckpointError if a number is not a valid
+    group.
     """
     stored, depth = tensors.optional(end), part.shape[1]
     if stored is None or bool((stored == -1).all()):

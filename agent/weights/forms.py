@@ -52,7 +52,9 @@ class LinearForm:
     """Number of inputs that share a scale. 0 means all inputs."""
     has_offsets: bool = False
     stored: Scheme | None = None
-    """How the checkpoint stores the weight. None means floats, which are quantised when they are loaded."""
+    """The integer format and groups in which the checkpoint stores the weight. None means floats, which are quantised
+    when they are loaded.
+    """
 
     @property
     def is_float(self) -> bool:
@@ -72,7 +74,9 @@ class LinearForm:
 
 @dataclass(frozen=True, slots=True)
 class LinearForms:
-    """The forms of a model's linear layers, of its output layer and of its experts. All layers have the same forms."""
+    """The forms of a model's linear layers, of its output layer and of its experts. All decoder layers have the same
+    forms.
+    """
 
     layers: LinearForm = LinearForm()
     output: LinearForm = LinearForm()
@@ -89,11 +93,11 @@ def scale_type(form: LinearForm, dtype: str, *, of_experts: bool) -> str:
 def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Packing) -> LinearForms:
     """Chooses the forms of the weights from the settings ``packing`` and the stored types in ``source``.
 
-    Reads no values.
+    Reads only the types of the stored tensors.
 
     An output layer that is the embedding stays floats. So does an output layer whose vocabulary is larger than the
-    primitive's limit ``MAX_WEIGHT_ONLY_SIZE`` or does not fill whole bytes. Raises ConfigError if the primitives do
-    not support a format.
+    primitive's limit ``MAX_WEIGHT_ONLY_SIZE`` or does not fill whole bytes. Raises ConfigError if the primitives do not
+    support a format.
     """
     if packing.weight_format == AUTO or packing.keeps_floats:
         return LinearForms()
@@ -118,7 +122,7 @@ def _wanted(packing: Packing) -> WeightFormat:
 
 
 def _stored(spec: WeightSpec, source: WeightSource, packing: Packing) -> Scheme | None:
-    """Returns how a weight is stored: a scheme of integers, or None for floats.
+    """Returns the integer format and groups of a stored weight, or None if it is stored as floats.
 
     Raises ConfigError if its parts differ, or if the primitives cannot use the stored integers.
     """

@@ -55,7 +55,7 @@ class GPTQDecoder(Decoder):
         zeros = unpacked(tensors.array("qzeros"), bits)
         if self.quantization.zeros_minus_one:
             zeros += np.uint8(1)
-            zeros &= np.uint8(2**bits - 1)  # format "gptq" stores zero - 1, so 15 stands for a zero point of 0
+            zeros &= np.uint8(2**bits - 1)  # format "gptq" stores the zero point minus 1, modulo 2^bits: 15 means 0
         scales = np.ascontiguousarray(tensors.floats("scales").T)
         group_of_input = uneven_groups(part, self.groups(part), tensors, "g_idx")
         scheme = self.scheme()

@@ -37,7 +37,9 @@ class HeadRows:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """A parameter of the model. It joins its parts along the first axis, for example q, k and v to one qkv."""
+    """A parameter of the model. It consists of one or several checkpoint tensors, joined along the first axis, for
+    example q, k and v to one qkv.
+    """
 
     parameter: str
     parts: tuple[WeightPart, ...]
@@ -79,7 +81,7 @@ class WeightSpec:
         return replace(self, parts=self.parts[index * each : (index + 1) * each], experts=0)
 
     def bias_spec(self) -> WeightSpec:
-        """Returns the description of the bias as a parameter of its own."""
+        """Returns the description of the bias as a separate parameter."""
         return WeightSpec(f"{self.parameter.removesuffix('.weight')}.bias", self.bias)
 
 

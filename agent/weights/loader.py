@@ -53,13 +53,15 @@ def load_weights(
     forms: LinearForms | None = None,
     keep: Callable[[str, Array], None] | None = None,
 ) -> dict[str, Array]:
-    """Returns every parameter by its name. ``report`` takes the number of parameters done and the total number.
+    """Returns every parameter by its name. ``report`` is called with the number of loaded parameters and the total
+    number.
 
     With ``packing``, the weights of linear layers are blobs of bytes for the kernels. Without ``packing``, parameters
     have the ``forms`` that the native primitives take. Floats are arrays of ``dtype``, dequantised if necessary.
     Integers come with their scales. Biases are separate, and the weight of an expert is [in, out] for grouped matrix
-    products. ``keep`` takes each parameter as soon as it is made. Several threads read and convert; the result does not
-    depend on their number. Raises CheckpointError, or ConfigError if the stored weights cannot become the format.
+    products. ``keep`` is called with each parameter as soon as it is loaded. Several threads read and convert; the
+    result does not depend on their number. Raises CheckpointError, or ConfigError if the stored weights cannot become
+    the format.
     """
     specs = list(specs) if packing is not None else _unpacked(specs)
     if packing is not None:

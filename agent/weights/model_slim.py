@@ -13,10 +13,10 @@ W4A16:                weight         int8 [out / 2, in], [out, in / 2] or [out, 
                       weight_scale   float [out, groups]
                       weight_offset  float [out, groups]
 
-In W8A8, the inputs are quantised by numbers of a calibration (static): q = round(x / input_scale + input_offset), and
-the output is (sum of q * weight + quant_bias) * deq_scale, where deq_scale = input_scale * weight_scale. ``quant_bias``
-removes ``input_offset`` from the sum. It contains the layer's bias if msModelSlim wrote the folder, and does not if
-golden-stick did.
+In W8A8, the inputs are quantised with scales and offsets from a calibration (static): q = round(x / input_scale +
+input_offset), and the output is (sum of q * weight + quant_bias) * deq_scale, where deq_scale = input_scale *
+weight_scale. ``quant_bias`` removes ``input_offset`` from the sum. It contains the layer's bias if msModelSlim wrote
+the folder, and does not if golden-stick did.
 
 Some methods of msModelSlim against outliers give norms a bias: the input of the layers behind a norm is x + bias. In
 W8A8, round((x + bias) / input_scale + input_offset) is computed with input_offset + bias / input_scale as the offset.
@@ -190,7 +190,8 @@ def _static_tensors(part: WeightPart) -> tuple[StoredTensor, ...]:
         StoredTensor(f"{stem}.quant_bias", ("I32",), per_row),
         StoredTensor(f"{stem}.input_scale", FLOAT_TYPES, per_input),
         StoredTensor(f"{stem}.input_offset", (*FLOAT_TYPES, "I8", "I32"), per_input),
-        StoredTensor(f"{stem}.weight_scale", FLOAT_TYPES, per_row, optional=True),  # is in deq_scale already
+        # not needed, because deq_scale includes it
+        StoredTensor(f"{stem}.weight_scale", FLOAT_TYPES, per_row, optional=True),
         StoredTensor(f"{stem}.weight_offset", (*FLOAT_TYPES, "I8", "I32"), per_row, optional=True),
     )
 
@@ -202,7 +203,7 @@ def _decode_static(part: WeightPart, scheme: Scheme, tensors: StoredTensors) -> 
     if input_scale.min() <= 0:
         raise tensors.fail("input_scale", "must be above 0")
     sum_offsets = np.zeros(rows, np.int32)
-    if tensors.has_first_column:  # only one agent adds the offset, because the agents' outputs are added
+    if tensors.has_first_column:  # only one agent may add the offsets, because the outputs of the agents are summed
         sum_offsets[:] = tensors.array("quant_bias").reshape(rows)
     inverses, offsets = np.float32(1) / input_scale, np.array(np.broadcast_to(_numbers("input_offset", tensors), depth))
     norm_bias = _norm_bias(part, tensors)
@@ -221,7 +222,7 @@ def _decode_static(part: WeightPart, scheme: Scheme, tensors: StoredTensors) -> 
 
 
 def _deq_scale(tensors: StoredTensors) -> npt.NDArray[np.float32]:
-    """Returns ``deq_scale`` as float32. Folders for float16 hold the bits of each float32 in an int64."""
+    """Returns ``deq_scale`` as float32. Folders for float16 store the bits of each float32 in an int64."""
     stored = tensors.array("deq_scale")
     if stored.dtype != np.int64:
         return tensors.floats("deq_scale")

@@ -29,7 +29,9 @@ from llm_serving.model.number_formats import AUTO, formats_of_stored, weight_for
 
 _ALIGNMENT = 64
 _packing_lock = threading.Lock()
-"""Lets one thread pack at a time, because the kernel that packs uses all threads of the kernels. Others read."""
+"""Lets only one thread pack at a time, because packing uses all threads of the kernels. Meanwhile other threads read
+tensors.
+"""
 OUTPUT_LAYER = "lm_head.weight"
 """The name of the output layer's weight."""
 
@@ -71,21 +73,23 @@ class _Plan:
     format: str
     group: int
     stored: Scheme | None
-    """The stored integers to keep. None means that the values are read as floats, even if integers are stored."""
+    """The format of the stored integers, if they are kept. None means that the values are read as floats, even if
+    integers are stored.
+    """
 
     @property
     def is_static(self) -> bool:
-        """True if the layer quantises its inputs by the numbers of the checkpoint's calibration."""
+        """True if the layer quantises its inputs with scales and offsets from the checkpoint's calibration."""
         return self.stored is not None and self.stored.static and weight_format(self.format).quantises_activations
 
     @property
     def holds_bias(self) -> bool:
-        """True if the static inputs contain the layer's bias, so that no other bias is added."""
+        """True if the sum offsets of the static inputs include the layer's bias, so that no other bias is added."""
         return self.is_static and self.stored is not None and self.stored.sums_hold_bias
 
 
 def pack_weight(fmt: str, values: Array, blob: npt.NDArray[np.uint8], **options: Any) -> None:
-    """Calls the kernel of the same name, one thread after the other."""
+    """Calls the kernel of the same name. Only one thread at a time packs."""
     with _packing_lock:
         kernels.pack_weight(fmt, values, blob, **options)
 
@@ -120,7 +124,9 @@ class LinearPacker:
         return blob
 
     def _pack_parts(self, spec: WeightSpec) -> Array:
-        """Packs each range of ``input_spans`` as a separate weight, as an agent with only these inputs would."""
+        """Packs a weight in parts: each range of ``input_spans`` becomes a packed weight, the same that an agent with
+        only these inputs would have.
+        """
         plan, bias = self._plan(spec), self._bias(spec)
         values, dtype = self._floats(spec, plan)
         sizes = [
@@ -240,7 +246,8 @@ class LinearPacker:
     def _floats(self, spec: WeightSpec, plan: _Plan) -> tuple[Array, str]:
         """Reads all rows of a parameter as floats. Returns them and their type.
 
-        If the weight is quantised here, the floats keep their stored type, so that they are rounded only once.
+        If the weight is quantised here, the floats keep the type that the checkpoint has, so that they are rounded only
+        once.
         """
         kept = {self._source.float_dtype(part.name) for part in spec.parts}
         quantised_here = not weight_format(plan.format).is_float
@@ -286,7 +293,8 @@ def _each_weight(spec: WeightSpec) -> list[WeightSpec]:
 
 
 def _without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
-    """Returns a tensor with the scales of its weights alone, for a format that leaves the layer's inputs as floats.
+    """Returns a tensor without static inputs, whose scales are those of the weights alone. A format with float inputs
+    needs it.
 
     Raises CheckpointError if the inputs have different scales, which a scale for each output cannot express.
     """
@@ -302,7 +310,9 @@ def _without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
 
 
 def _joined_inputs(tensors: Sequence[QuantizedTensor], spec: WeightSpec) -> StaticInputs:
-    """Joins the static inputs of tensors along their rows. Raises CheckpointError if they quantise inputs unequally."""
+    """Joins the static inputs of tensors along their rows. Raises CheckpointError if the tensors have different scales
+    or offsets for the same inputs.
+    """
     found = [each.inputs for each in tensors if each.inputs is not None]
     first = found[0]
     for part, each in zip(spec.parts, found, strict=True):

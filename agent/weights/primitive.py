@@ -70,7 +70,7 @@ class _Numbers:
 
 
 def _read(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str, kind: str) -> _Numbers:
-    """Reads or quantises one weight of a native primitive. ``kind`` is the final type of its scales."""
+    """Reads or quantises one weight of a native primitive. ``kind`` is the type of the returned scales."""
     columns, depth = spec.shape
     groups = -(-depth // form.group) if form.group else 1
     integers = allocate((columns, depth), "int8")
@@ -129,7 +129,9 @@ def _take(
     scales: npt.NDArray[np.float32],
     offsets: npt.NDArray[np.float32],
 ) -> None:
-    """Copies a stored quantised tensor. Makes its integers signed: value = (integer + offset) * scale."""
+    """Copies the integers, scales and offsets of a stored quantised tensor. The copied integers are signed: value =
+    (integer + offset) * scale.
+    """
     if tensor.group_of_input is not None:
         raise CheckpointError(
             f"tensor {part.name}: its groups are not consecutive inputs (GPTQ's desc_act), which "

@@ -24,9 +24,9 @@ class Scheme:
     group: int
     """Number of inputs that share a scale. 0 means all inputs of an output."""
     static: bool = False
-    """True if the checkpoint has numbers of a calibration by which the layer's inputs are quantised."""
+    """True if the checkpoint has calibrated scales and offsets with which the layer's inputs are quantised."""
     sums_hold_bias: bool = False
-    """True if the stored offsets of the sums contain the layer's bias."""
+    """True if the stored sum offsets include the layer's bias."""
 
     @property
     def weights(self) -> WeightFormat:

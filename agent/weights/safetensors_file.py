@@ -79,7 +79,9 @@ class SafetensorsFile:
         return np.frombuffer(self._mapping, storage, count=math.prod(info.shape), offset=offset).reshape(info.shape)
 
     def release(self, name: str) -> None:
-        """Gives the pages of a tensor back to the system, so that loading needs the memory of the weights only once."""
+        """Removes the pages of a tensor from memory, so that the file's pages and the loaded weights are not in memory
+        together.
+        """
         info = self.tensors[name]
         begin = (self._data_start + info.begin) // mmap.PAGESIZE * mmap.PAGESIZE
         self._mapping.madvise(mmap.MADV_DONTNEED, begin, self._data_start + info.end - begin)

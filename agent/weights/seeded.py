@@ -1,6 +1,6 @@
 """Random weights that depend only on the seed and the tensor's name (``load_format: dummy``, and test models).
 
-The generator, described so that any tool can repeat it:
+The algorithm, so that another tool can generate the same numbers:
 
 1. ``table[i] = float32(inverse normal CDF of (i + 0.5) / 65536)`` for i in 0..65535
    (``statistics.NormalDist().inv_cdf``): 65,536 equally likely values of a standard normal.
@@ -76,7 +76,7 @@ def fill_seeded_cut(name: str, out: Array, dtype: str, cut: TensorCut, *, seed: 
 
 
 class _DrawnChunk:
-    """Generates parts of a random tensor. Keeps the chunk that was generated last, because the next part needs it."""
+    """Generates parts of a random tensor. Keeps the last chunk, because the next part often needs the same one."""
 
     def __init__(self, table: Array, key: str, total: int) -> None:
         self._table = table

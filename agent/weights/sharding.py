@@ -99,7 +99,9 @@ def _split(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut], *, equ
 
 
 def _input_spans(spec: WeightSpec, part: ModelPart) -> tuple[Span, ...]:
-    """Returns the ranges of inputs whose products are added separately, so that one agent adds as a group would."""
+    """Returns the ranges of inputs whose products are added separately. A single agent then adds in the same order as a
+    group of agents (``parallel_config.sum_parts``).
+    """
     name = _end_of(spec.parameter)
     if name == "attention.output.weight":
         return tuple(_of_heads(shard.query_heads, part) for shard in part.sum_shards)
@@ -159,7 +161,9 @@ def _from_heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -
 
 
 def _to_intermediate(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Takes the agent's rows of gate and up, of every expert. With whole experts, takes the agent's experts."""
+    """Takes the agent's rows of gate and up, of every expert. If the agents divide whole experts, takes the agent's
+    experts.
+    """
     if spec.experts and part.shard.experts is not None:
         return _own_experts(spec, part.shard.experts)
     span = _intermediate(spec, part)

@@ -20,12 +20,14 @@ class WeightSource(Protocol):
         """Returns the type in which a tensor of floats is stored, or None if the source can produce any type."""
 
     def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
-        """Reads a tensor that has a ``scheme``, or one part of the tensor, into new memory. Raises CheckpointError."""
+        """Reads a tensor that has a ``scheme``, or one part of the tensor, into new memory. Raises CheckpointError if
+        the stored values are not valid.
+        """
 
     def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:
         """Fills ``out`` with a tensor or one part of the tensor, and dequantises it if necessary.
 
-        ``out`` is a contiguous array that stores ``dtype``. Raises CheckpointError.
+        ``out`` is a contiguous array that stores ``dtype``. Raises CheckpointError if a value does not fit ``dtype``.
         """
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Stores weights in NumPy arrays. NumPy has no bfloat16, so its bits are stored as uint16.
 
-Conversions round to nearest, ties to even. A value that the target type cannot hold is an error, never infinity.
+Conversions round to nearest, ties to even. If the target type cannot hold a value, they raise an error instead of
+storing infinity.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ def allocate(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def zeros(shape: tuple[int, ...], dtype: str) -> Array:
-    """Returns an array of zeros. The system allocates the pages now, so that a lack of memory shows at the start.
+    """Returns an array of zeros. The system allocates the pages immediately, so that a lack of memory fails the start
+    and not a later step.
 
-    A large array has memory of its own in huge pages, which the system clears once. Releases the GIL meanwhile.
+    A large array has its own mapping with huge pages, which the system clears only once. Releases the GIL meanwhile.
     """
     array = future_zeros(shape, dtype)
     make_resident(array)

@@ -63,11 +63,13 @@ class TensorFiles:
         return self._file_of[name].read_stored(name) if name in self._file_of else None
 
     def count(self, num_bytes: int) -> None:
-        """Adds bytes to ``bytes_read``. The caller reports them, because a view is read only when it is used."""
+        """Adds bytes to ``bytes_read``. The caller counts the bytes, because a view is read from the file only when it
+        is used.
+        """
         self.bytes_read += num_bytes
 
     def release(self, name: str) -> None:
-        """Gives the pages of a tensor back to the system."""
+        """Removes the pages of a tensor from memory. The file still has them."""
         self._file_of[name].release(name)
 
     def close(self) -> None:

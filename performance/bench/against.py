@@ -1,7 +1,7 @@
 """Compares a benchmark of this source tree with the same benchmark of another tree, in alternating runs.
 
-A machine's speed changes over minutes. Runs of both trees therefore alternate, and each ratio compares two runs that
-followed each other.
+A machine's speed changes over minutes. Runs of both trees therefore alternate, and each ratio compares two consecutive
+runs.
 """
 
 from __future__ import annotations

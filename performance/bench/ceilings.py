@@ -19,7 +19,7 @@ PROGRAM = REPOSITORY / "performance" / "ceilings"
 ATTEMPT_SECONDS = 0.1
 TIMEOUT_S = 60.0
 DRIFT = 1.15
-"""A warning is printed if the read bandwidth changes by more than this factor during a run."""
+"""Largest ratio of the read bandwidths before and after a run. A larger ratio causes a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,9 @@ def measure_ceilings(threads: int = 0) -> Ceilings:
 
 
 def drift_text(before: Ceilings, after: Ceilings) -> str | None:
-    """Returns a warning if the read bandwidth changed much during a run, which makes ratios meaningless, or None."""
+    """Returns a warning if the read bandwidth changed by more than ``DRIFT`` during a run, otherwise None. The run's
+    ratios are then meaningless.
+    """
     low, high = sorted((before.read_gb_s, after.read_gb_s))
     if high < DRIFT * low:
         return None

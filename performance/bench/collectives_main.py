@@ -1,7 +1,8 @@
 """Measures sums between two agents over shared memory, and the minimum time of a transfer.
 
-Each of the two processes runs on its own core if there are two. For comparison, they pass a word of shared memory back
-and forth; no exchange can be faster. The result has the median and the 99th percentile for each size.
+Each of the two processes runs on its own core if there are two. For comparison, they pass a single word of shared
+memory back and forth. A sum cannot be faster than this transfer. The result has the median and the 99th percentile for
+each size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs the engine without HTTP: scheduler, executor and a real agent process, driven by the caller's thread.
 
-Sockets, JSON and text are left out.
+It uses no sockets, no JSON and no text.
 """
 
 from __future__ import annotations
@@ -151,7 +151,9 @@ def offline_engine(config: Config) -> Iterator[OfflineEngine]:
 
 
 class _Recorder(Metrics):
-    """The metrics of a server, with the same cost as in a server. It also stores the times of every step."""
+    """The metrics of a server, so that the engine does the same work as in a server. Also stores the times of every
+    step.
+    """
 
     def __init__(self) -> None:
         super().__init__(process=False)

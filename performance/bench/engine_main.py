@@ -76,7 +76,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def overrides(parsed: argparse.Namespace) -> list[str]:
-    """Returns config overrides: those of ``--weights``, ``--kv`` and similar options, and a free port for the agent."""
+    """Returns the config overrides for ``--weights``, ``--kv`` and similar options, and an override that gives the
+    agent a free port.
+    """
     named = {"weight_format": parsed.weights, "kv_format": parsed.kv, "op_table": parsed.op_table}
     named["cpu_threads"] = parsed.threads or None
     settings = [f"model_config.{key}={value}" for key, value in named.items() if value is not None]

@@ -1,4 +1,5 @@
-"""Defines the measured kernels and shapes. A case owns large arrays, so only one case exists at a time.
+"""Defines the kernels and shapes that are measured. A case owns large arrays, so the program creates only one case at a
+time.
 
 A case has several copies of the data that it must read, together at least ``ROTATION_BYTES``, and uses them in turn.
 With one copy the weights would stay in the last-level cache, which does not happen in a model.
@@ -56,7 +57,9 @@ def load_shape(name: str) -> ModelShape:
 
 
 def ordinary(*shape: int, dtype: str) -> Array:
-    """Returns numbers of ordinary size, aligned to a cache line as in a model. Their values do not affect the speed."""
+    """Returns an array of numbers from -1 to 1, aligned to a cache line as in a model. The values of the numbers do not
+    affect the speed.
+    """
     values = store(np.resize(np.linspace(-1, 1, 4099, dtype=np.float32), shape), dtype)
     memory = np.empty(values.nbytes + CACHE_LINE, np.uint8)
     start = -memory.ctypes.data % CACHE_LINE
@@ -104,7 +107,9 @@ def copy_of(blob: Blob) -> Blob:
 def linear_calls(
     blobs: Sequence[Blob], rows: int, columns: int, depth: int, dtype: str = DTYPE, library: ctypes.CDLL | None = None
 ) -> list[Callable[[], object]]:
-    """Returns calls with prepared arguments, because preparing them takes as long as a call with one row."""
+    """Returns calls of the linear kernel, one for each copy of the weight. The arguments are prepared, because
+    preparing them takes as long as a call with one row.
+    """
     entry = (library or load_testing_library()).llmk_test_linear
     entry.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     x, out = ordinary(rows, depth, dtype=dtype), ordinary(rows, columns, dtype=dtype)
@@ -178,7 +183,8 @@ def _attention_tensors(
     tables = np.random.default_rng(0).permutation(seqs * width).astype(np.int32).reshape(seqs, width)
     caches = [cache_array(seqs * width, kv_heads, BLOCK_SIZE, dim, kv_format) for _ in range(2)]
     for cache in caches:
-        cache.fill(0)  # without a write, all pages would be one page of zeros that stays in the cache
+        # without a write, Linux maps all pages to a single page of zeros, which stays in the processor's cache
+        cache.fill(0)
     qkv = ordinary(seqs * queries, (heads + 2 * kv_heads) * dim, dtype=dtype)
     positions = np.tile(np.arange(context - queries, context, dtype=np.int32), seqs)
     slots = (tables[:, positions[:queries] // BLOCK_SIZE] * BLOCK_SIZE + positions[:queries] % BLOCK_SIZE).ravel()
@@ -197,7 +203,7 @@ def _attention_tensors(
 
 
 def row_cases() -> Iterator[Case]:
-    """Yields cases of norm and SwiGLU, which only read and write rows. Their rows are in the caches."""
+    """Yields cases of norm and SwiGLU, which only read and write rows. The rows stay in the processor's caches."""
     for rows, width in ((1, 4096), (512, 4096)):
         x, gamma = ordinary(rows, width, dtype=DTYPE), ordinary(width, dtype=DTYPE)
         shape = f"{rows}x{width}"

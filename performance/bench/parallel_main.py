@@ -67,7 +67,9 @@ def config_of(arguments: argparse.Namespace, group: tuple[int, ...]) -> Config:
 
 
 def measure(arguments: argparse.Namespace, group: tuple[int, ...]) -> dict[str, Any]:
-    """Runs the agents of one group. Returns the measurements of the agent that samples: the first of the last stage."""
+    """Runs the agents of one group. Returns the measurements of the agent that samples, which is the first agent of the
+    last stage.
+    """
     config = config_of(arguments, group)
     exchange = None
     if config.parallel_config.group_size > 1:

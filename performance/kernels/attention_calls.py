@@ -85,7 +85,7 @@ def rotary_attention(
     step: AttentionStep, key_cache: Array, value_cache: Array, cache_dtype: str, *, counts: Sequence[int] | None = None,
     reference: bool = False, out: Array | None = None,
 ) -> tuple[int, Array]:  # fmt: skip
-    """Runs the custom op, which writes the caches in place; returns its code and the output [Tm, heads * head_dim].
+    """Runs the custom op, which writes to the caches. Returns its error code and the output [Tm, heads * head_dim].
 
     ``counts`` are tokens, sequences and table width; by default those of the arrays.
     """

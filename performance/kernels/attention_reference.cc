@@ -35,7 +35,7 @@ Head rotate(const RotaryAttentionArgs& args, int64_t token, const Head& x) {
   return out;
 }
 
-// Locates the key or the value of one token and kv head in the cache.
+// The place in the cache of the key or the value of one token and kv head.
 struct Held {
   int64_t chunk, row, head;
   bool is_key;
@@ -43,7 +43,7 @@ struct Held {
   int64_t element(const RotaryAttentionArgs& args, int64_t d) const {
     return is_key ? key_element(args, row, d) : value_element(args, row, d);
   }
-  // Returns the bits that are flipped in a stored int8.
+  // Returns the mask of the bits that are flipped in each stored int8.
   char bias(const RotaryAttentionArgs& args) const {
     return static_cast<char>(is_key && cache_has_units(args) ? kKeyBias & 0xFF : 0);
   }

@@ -1,6 +1,6 @@
 """Runs the kernels that work on rows, matrices or ready attention.
 
-A tensor is a NumPy array of its storage: float32, float16, or uint16 for bfloat16.
+A tensor is a NumPy array of float32, of float16, or of uint16 with the bits of bfloat16.
 """
 
 from __future__ import annotations

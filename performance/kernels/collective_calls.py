@@ -17,7 +17,9 @@ _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 
 
 def sum_parts(parts: list[npt.NDArray[Any]], dtype: str, out_dtype: str = "") -> npt.NDArray[Any]:
-    """Returns what ``all_reduce`` makes of the agents' arrays. Only float32 parts may have another ``out_dtype``."""
+    """Returns the sum of the agents' arrays ``parts`` as ``all_reduce`` computes it. If the parts are not float32,
+    ``out_dtype`` must be their type.
+    """
     addresses = (_POINTER * len(parts))(*[part.ctypes.data for part in parts])
     out = np.empty(parts[0].shape, STORAGE_DTYPES[out_dtype or dtype])
     function = load_testing_library().llmk_test_sum_parts

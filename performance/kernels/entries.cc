@@ -15,7 +15,7 @@
 namespace llmk {
 namespace {
 
-// Quantizes the activations of a linear layer into memory of its own, by the kernel or by the reference.
+// The quantised activations of a linear layer, and their memory. The kernel or the reference quantises them.
 struct OwnRows {
   OwnRows(const LinearArgs& args, bool use_reference) {
     if (!wants_quantized_rows(args.weight)) return;

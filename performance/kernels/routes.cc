@@ -1,4 +1,4 @@
-// Records which experts tokens are routed to, and routes tokens as an earlier run did.
+// Records the experts that each token chooses, and can replace them by the experts that an earlier run chose.
 //
 // Rounding decides near ties between experts. So two correct runs can choose different experts and then differ widely.
 // A test records the choices of one run and lets a second run follow them. Then the runs are comparable. The test also
@@ -24,9 +24,9 @@ namespace {
 
 struct Routes {
   bool records = false;
-  std::vector<int32_t> chosen;    // the experts of every row so far, row after row
-  std::vector<int32_t> followed;  // the choices of the earlier run; empty: rows keep their own
-  // The largest preference of a row for its own experts over those it had to follow, in router logits.
+  std::vector<int32_t> chosen;    // the experts of all recorded rows, one row after the other
+  std::vector<int32_t> followed;  // the choices of the earlier run; empty: no choice is replaced
+  // The largest difference in router logits between an expert that a row chose and the expert that replaced it.
   float widest_margin = 0;
 };
 Routes routes;

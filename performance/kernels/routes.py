@@ -1,4 +1,6 @@
-"""Records the experts that tokens are routed to, and routes tokens as an earlier run did; see ``routes.cc``."""
+"""Records the experts that each token chooses, and can replace them by the experts that an earlier run chose. See
+``routes.cc``.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,18 @@ from performance.kernels.library import load_testing_library
 
 @dataclass
 class Routes:
-    """The choices of a run."""
+    """The experts that the tokens of a run chose."""
 
     chosen: list[int] = field(default_factory=list)
     """The experts of each row, layer after layer and step after step."""
     widest_margin: float = 0.0
-    """The largest preference, in router logits, that a row had for its own experts over those it had to follow."""
+    """The largest difference in router logits between an expert that a row chose and the expert that replaced it."""
 
 
 @contextmanager
 def recorded_routes(follow: Sequence[int] = ()) -> Iterator[Routes]:
-    """Records the routes of the body; the result is complete when the body ends.
+    """Records the experts that tokens choose in the body of the ``with`` statement. The result is complete when the
+    body ends.
 
     The process must use the testing library (``replace_product_library``). With ``follow`` the body's rows go to the
     experts of an earlier run, which must have had the same rows in the same order.

@@ -28,13 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def result_path(options: LoadOptions, suffix: str) -> Path:
-    """Returns a path with the load's options in its name, so that another load does not overwrite it."""
+    """Returns the path of a result file. Its name contains the options of the load, so that another load does not
+    overwrite the file.
+    """
     name = f"serving_performance_X{options.rate:g}_T{options.duration:g}_seed{options.seed}"
     return options.output_dir / f"{name}{suffix}"
 
 
 def _check_writable(options: LoadOptions) -> None:
-    """Creates the folders before the run, so that an error is not found only after it."""
+    """Creates the folders of the result files before the run, so that an error is reported immediately."""
     folders = [options.output_dir]
     if options.json_path is not None:
         folders.append(options.json_path.parent)

@@ -2,7 +2,7 @@
 
 - A piece is a streamed event with output. The first piece stands for the first token, the last for the last token.
 - Latencies count from the time at which the request's first byte was written, as in the server's log.
-- A late client must not hide its delay ("coordinated omission"). ``lateness_ms`` is the delay of the write.
+- A client that sends late must not hide its delay ("coordinated omission"). ``lateness_ms`` is the delay of the write.
   ``ttft_from_due_ms`` and ``e2e_from_due_s`` count from the due time and include the delay.
 - Latencies include only requests that succeeded. Throughput includes all tokens that arrived.
 """
@@ -21,7 +21,7 @@ from performance.load.stream import RequestRecord
 
 BUSY_CPU_PERCENT = 70.0
 LATE_MS = 50.0
-"""If the client used more processor time, or sent requests later, the client may have limited the load test."""
+"""Mean delay of sending above which the report warns that the client may have limited the load test."""
 LATENCIES = {
     "ttft_ms": "time to first token (ms)",
     "tbt_ms": "time between tokens (ms)",

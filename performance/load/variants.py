@@ -63,7 +63,7 @@ class Measurement:
 
     @property
     def found(self) -> float:
-        """Fraction of the looked-up prompt tokens that the prefix cache had, 0 to 1."""
+        """Fraction of the prompt tokens that the prefix cache found, 0 to 1."""
         asked = self._sum("llm_serving_prefix_cache_query_tokens_total")
         return self._sum("llm_serving_prefix_cache_hit_tokens_total") / asked if asked else 0.0
 

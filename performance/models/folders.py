@@ -133,10 +133,12 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
         tied_or_head = variant.config["tie_word_embeddings"] or name == "lm_head.weight"
         return float(variant.logit_scale * shape[1] ** -0.5) if tied_or_head else 0.3
     if name.endswith((".mlp.gate.weight", "moe.gate.weight")):
-        # Makes router logits large, so that rounding rarely changes the chosen experts. Large sigmoids are all near 1.
+        # Large router logits, so that rounding rarely changes the chosen experts. Smaller for a sigmoid, because the
+        # sigmoid of any large logit is nearly 1.
         spread = 1.5 if variant.config.get("scoring_func") == "sigmoid" else 3.0
         return float(spread * shape[1] ** -0.5)
-    if name.endswith("e_score_correction_bias"):  # as large as the differences of scores, so that it changes choices
+    # as large as the differences between scores, so that it changes which experts are chosen
+    if name.endswith("e_score_correction_bias"):
         return 0.2
     if name.endswith(".bias"):  # biases are smaller than the products, so that the text still depends on its context
         return 0.4 if name.endswith(("q_proj.bias", "k_proj.bias")) else 0.15
@@ -164,7 +166,8 @@ def write_model(variant: Variant, folder: Path) -> None:
 
 
 def _spread_ones(name: str, shape: tuple[int, ...], variant: Variant) -> Array:
-    """Returns weights of a norm that vary around 1, so that a model that ignores them is noticed."""
+    """Returns random weights of a norm around 1. With weights of 1, a test could not notice a model that ignores them.
+    """
     values = allocate(shape, "float32")
     fill_seeded(f"{name}.spread", values, "float32", seed=variant.seed, std=0.3)
     return from_float32(values + np.float32(1), variant.dtype)

@@ -36,7 +36,7 @@ MAX_STEP_TOKENS = 4096
 OUTPUT_TAIL = 3000
 
 Rows = dict[str, dict[str, Any]]
-"""Measured rows of an engine by name, such as ``batch 8`` or ``prefill 1024``."""
+"""The measured table rows of an engine, by name, such as ``batch 8`` or ``prefill 1024``."""
 
 
 @dataclass(frozen=True, slots=True)

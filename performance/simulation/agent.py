@@ -21,7 +21,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
 mixed step has the class of a prefill. The real queue is in ``agent/task_queue.py``."""
 
 Sampler = Callable[[ScheduledStep], list[int]]
-"""Returns the sampled token of each batch row of a step, or -1 for a row that samples no token."""
+"""Returns the sampled token of each sequence of a step, or -1 for a sequence that does not sample."""
 
 
 def agent_order(policy: str) -> dict[str, int]:
@@ -48,8 +48,8 @@ class _Queued:
 class VirtualAgent:
     """Runs submitted steps and returns each result ``answer_delay_s`` after the step's end.
 
-    The caller submits each step with the time at which it reaches the queue. It asks for ``next_answer``, and it calls
-    ``run_until`` with a time before which it will submit nothing more.
+    The caller submits each step with the time at which it reaches the queue. ``next_answer`` returns the time of the
+    next result. The caller may call ``run_until(now)`` only if it will not submit a step before ``now``.
     """
 
     def __init__(
@@ -67,8 +67,9 @@ class VirtualAgent:
         self._answer_delay_s = answer_delay_s
         self._draws = None if spread is None else spread.draws(random.Random(f"steps/{seed}"))
         self._noise_s = 0.0
-        """Time that noise has added so far. The state of the noise advances with the time without noise. If it advanced
-        with the clock, fewer steps would fall into slow periods than were measured."""
+        """Seconds by which noise has lengthened the steps. The noise model needs the time without these seconds. With
+        the virtual clock instead, fewer steps would fall into slow periods than in the measurement.
+        """
         self._queue: list[_Queued] = []
         self._running: _Queued | None = None
         self._free_at = 0.0
@@ -107,7 +108,9 @@ class VirtualAgent:
         step = self._running
         if step is not None and moment < self._free_at:
             self._free_at += seconds
-        else:  # at this time the step has ended, and the next step has begun while the result is in transfer
+        # at this time the step has already ended on the device; only its result is still in transfer, so the next step
+        # is delayed
+        else:
             start, step = self._next_start() if self._queue else (moment, None)
             if step is None or start > moment:
                 return
@@ -123,7 +126,8 @@ class VirtualAgent:
             if self._running is None and not self._begin(now):
                 break
             assert self._running is not None
-            if self._free_at + self._answer_delay_s > now:  # the same sum as in next_answer, bit for bit
+            # next_answer must compute exactly this sum, so that rounding cannot make the two differ
+            if self._free_at + self._answer_delay_s > now:
                 break
             answers.append((self._free_at, self._answer(self._running)))
             self._running = None

@@ -91,7 +91,9 @@ class StepFit:
     """Factors by which steps take longer now than when the coefficients were measured."""
 
     def slowed(self, by: Slowdown) -> StepFit:
-        """Returns the fit of the same machine in a slower period. The host's times grow by the factor of all steps."""
+        """Returns the fit of the same machine in a period in which it is slower by the factors ``by``. The host's times
+        grow by the factor of all steps.
+        """
         host = HostModel(**{name: by.steps * seconds for name, seconds in asdict(self.host).items()})
         return replace(self, slowdown=self.slowdown.times(by), host=host)
 
@@ -158,8 +160,8 @@ def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None =
 def slowdown(fit: StepFit, steps: Sequence[MeasuredStep]) -> Slowdown:
     """Returns the median ratios of measured to fitted time, for all steps and for each kind.
 
-    Medians ignore single delayed steps. If too few steps decoded few (or many) rows, the ratio of all decode steps
-    takes their place. Raises UsageError if there are too few steps.
+    Medians ignore single delayed steps. If there are too few decode steps with few (or many) rows, the ratio of all
+    decode steps is used instead. Raises UsageError if there are too few steps.
     """
     steps = [step for step in steps if step.seconds > 0.0]
     decode = [step for step in steps if step.work.kind is StepKind.DECODE]

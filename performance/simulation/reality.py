@@ -191,7 +191,9 @@ class _Study:
         return run, fraction_of_others(before, processor_seconds())
 
     def _fit(self, calibrations: Sequence[Sequence[LoadRun]]) -> StepFit:
-        """Fits the steps of all calibrations. Equal loads of different servers show the machine's speed during each."""
+        """Fits the steps of all calibrations. Every server ran the same loads, so the differences between servers show
+        the machine's speed.
+        """
         from performance.simulation.recording import fit_recording, with_delivery
 
         config = simulated_config(self._parsed.config, self._parsed.settings, "cpu")

@@ -26,7 +26,7 @@ class ComparedLoad:
         return is_evidence(self.parts)
 
     def counts(self, one: Try) -> bool:
-        """Returns True if this try is compared with a simulation."""
+        """Returns True if ``one`` is a try that is compared with a simulation."""
         return any(one is other for other in comparable(self.parts))
 
     def as_json(self) -> dict[str, Any]:

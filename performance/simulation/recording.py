@@ -227,8 +227,8 @@ def _cpu_name() -> str:
 def of_recording(path: Path, options: LoadOptions) -> Arrivals:
     """Returns the requests of a recording that ended with stop or length, with their recorded lengths and objectives.
 
-    Prompts are the recorded pseudonyms if there are any, so that equal prefixes stay equal. Raises UsageError if no
-    request ended.
+    If the recording has pseudonyms of the prompt tokens, the prompts consist of these, so that equal prefixes stay
+    equal. Otherwise the prompts are random. Raises UsageError if no request ended.
     """
     generator = random.Random(f"prompts/{options.seed}")
     found = []

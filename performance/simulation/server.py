@@ -38,7 +38,9 @@ TOKEN = 7
 """The token id that the simulated device samples. It never ends a request."""
 END_TOKEN = 2
 MAX_ITERATIONS = 1000
-"""Maximum number of loop iterations at the same virtual time; more mean that time does not advance."""
+"""Maximum number of loop iterations at the same virtual time. If there are more, the simulation does not advance and is
+ended with an error.
+"""
 WASTE_SAMPLES = 8
 """The empty fraction of KV blocks is measured in every eighth decode step."""
 
@@ -72,7 +74,7 @@ class Outcome:
 
     @property
     def prefix_hit_share(self) -> float:
-        """Fraction of the looked-up prompt tokens that the prefix cache had, 0 to 1."""
+        """Fraction of the prompt tokens that the prefix cache found, 0 to 1."""
         return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
 
 
@@ -128,7 +130,7 @@ class VirtualServer:
         self._arriving: deque[tuple[float, int]] = deque()
         self._free_at = 0.0
         self._has_interrupted = False
-        """True if the next request has already delayed the running step."""
+        """True if the arrival of the next request has already delayed the running steps."""
         self._num_decodes = 0
         self._waste_sum = 0.0
         self._waste_count = 0

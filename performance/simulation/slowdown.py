@@ -11,7 +11,9 @@ from performance.simulation.work import StepWork
 __all__ = ["FEW_ROWS", "MANY_ROWS", "Slowdown"]
 
 FEW_ROWS, MANY_ROWS = 4, 12
-"""Numbers of batch rows. A decode step of FEW_ROWS or less mostly reads weights; from MANY_ROWS on it computes."""
+"""Numbers of sequences in a decode step. Up to FEW_ROWS sequences, reading the weights takes most of the time. From
+MANY_ROWS on, arithmetic does.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ Shorter distances are between consecutive steps. Over longer distances the machi
 MIN_PAIRS = 100
 """Minimum number of pairs of steps in a class of distances. Classes with fewer pairs are ignored."""
 DECAY_TIMES_S = np.geomspace(0.01, 2.0, 107)
-"""Candidates for the time in which the machine's state decays, 5 % apart."""
+"""Values that the fit tries for the time in which the machine's state decays. Neighbouring values differ by 5 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ class SpreadDraws:
 
 
 def lasting_part(ratios: Sequence[float], begins: Sequence[float]) -> tuple[float, float]:
-    """Returns ``lasting_share`` and ``lasting_s`` of a ``Spread``, or zeros if nothing lasts or the steps are too few.
+    """Returns ``lasting_share`` and ``lasting_s`` of a ``Spread``, or zeros if slow periods do not last, or if there
+    are too few steps.
 
     ``ratios`` are measured times divided by predicted times, in the order in which the steps ran. ``begins`` are their
     start times in seconds. The function computes products of pairs of steps and fits ``share * exp(-distance /

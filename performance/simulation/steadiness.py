@@ -64,7 +64,9 @@ class Try:
 
     @property
     def unrest(self) -> float:
-        """Returns how unsteady the run was, as a multiple of the tolerances. Above 1 the run proves nothing."""
+        """Returns the larger of two ratios: the difference of the probes and the time of other processes, each divided
+        by its tolerance. Above 1 the run must not be compared.
+        """
         return max(self.distance / TOLERANCE, self.others / OTHERS_TOLERANCE)
 
     @property

@@ -35,7 +35,7 @@ class Source(Protocol):
         """Returns when the next request is sent, or None if no request is sent before a running one ends."""
 
     def pop(self) -> int:
-        """Removes the next request and returns its index."""
+        """Removes the next request from the source and returns its index in ``requests``."""
 
     def finished(self, now: float) -> None:
         """Reports that a client has its complete output, or that its request was rejected."""

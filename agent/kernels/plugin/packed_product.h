@@ -8,10 +8,11 @@
 
 namespace llmk {
 
-// The packed form of a weight for one call: the kept form, or else a temporary one.
+// The packed form of a weight for one call: the kept form if there is one, otherwise a temporary one.
 class Blob {
  public:
-  // Finds or makes the packed form. Returns 0, or an error code after one line on standard error.
+  // Finds the kept form, or packs the weight into temporary memory. Returns 0, or an error code after one line on
+  // standard error.
   int find(const char* op, const PrimitiveWeight& weight);
   const void* data() const { return data_; }
 
@@ -23,9 +24,9 @@ class Blob {
 // Returns the arguments for `rows` rows without gaps between them. The caller must set x or quantized.
 LinearArgs linear_args(const void* blob, DType dtype, int64_t rows, void* out);
 
-// Allocates rows as the linear kernel needs them: whole cache lines, and the sum of each row. If `depth` is a multiple
-// of a cache line, the rows are in `values` [rows, depth]. Else they are in scratch memory of this thread, until the
-// next call.
+// Allocates quantised rows in the layout of the linear kernel: each row fills whole cache lines and has a sum. If
+// `depth` is a multiple of a cache line, the rows are in `values` [rows, depth]. Else they are in scratch memory of
+// this thread, until the next call.
 QuantizedRows allocate_rows(int8_t* values, float* scales, int64_t rows, int64_t depth);
 
 // Returns rows that another primitive has quantized, in the layout of allocate_rows().

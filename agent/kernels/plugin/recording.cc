@@ -19,7 +19,7 @@ bool stays(const std::vector<Range>& staying, const void* address) {
                      [&](const Range& range) { return address >= range.start && address < range.end; });
 }
 
-// Returns the last value that was written to this address, or -1.
+// Returns the index of the last value whose memory contains this address, or -1.
 int holder(const std::vector<Value>& values, const void* address) {
   for (size_t i = values.size(); i-- > 0;) {
     if (address >= values[i].start && address < values[i].end) return static_cast<int>(i);
@@ -27,13 +27,15 @@ int holder(const std::vector<Value>& values, const void* address) {
   return -1;
 }
 
-// Returns whether an input that no launch wrote and the caller did not name is a constant: a single number. An array of
-// integers is not a constant, because the inputs of a graph are arrays of integers.
+// Returns whether an input is a constant of the graph: a single number. Called only for an input that no launch wrote
+// and whose memory the caller did not name. An array of integers is not a constant, because the inputs of a graph are
+// arrays of integers.
 bool is_constant(const Tensors& tensors, int i) {
   return tensors.size(i) == 1 && (tensors.ndims[i] == 0 || tensors.dtype(i) != DType::kUnsupported);
 }
 
-// Finds out where a replay reads an input. Returns false with the recording's problem if that is unknown.
+// Determines the memory from which a replay reads an input. If it is unknown, sets the recording's problem and returns
+// false.
 bool find_input(Recording* recording, int number, size_t at, const std::vector<Range>& staying) {
   Launch& launch = recording->launches[static_cast<size_t>(number)];
   const int argument = static_cast<int>(at), value = holder(recording->values, launch.data[at]);
@@ -72,7 +74,8 @@ int64_t bytes_of(Recording* recording, const Value& value) {
   return recording->launches[static_cast<size_t>(value.launch)].bytes_of(value.argument);
 }
 
-// Places the buffers in memory for the current sizes. A buffer is as large as the largest value that uses it.
+// Computes the offsets of all buffers for the current sizes of the step. A buffer is as large as the largest value that
+// uses it.
 void lay_out(Recording* recording) {
   std::vector<int64_t> bytes(recording->buffers.size() - 1, 0);
   for (const Value& value : recording->values) {
@@ -109,7 +112,7 @@ void assign_buffers(Recording* recording) {
   lay_out(recording);
 }
 
-// Finds the rule for a length that is `a` in one step and `b` in another. Returns false if there is none.
+// Finds the rule for a length that is `a` in one recorded step and `b` in the other. Returns false if there is no rule.
 bool length_of(int64_t a, int64_t b, StepSizes of_a, StepSizes of_b, Length* length) {
   *length = {a, 0, 0};
   if (a == b) return true;
@@ -128,8 +131,7 @@ bool is_same(const Launch& a, const Launch& b) {
   return std::all_of(a.offsets.begin(), a.offsets.end(), [](int64_t offset) { return offset == 0; });
 }
 
-// Returns whether two launches read equal constants and the same memory that stays in place. is_same() must be true for
-// them.
+// Returns whether two launches read equal constants and the same memory of the caller. is_same() must be true for them.
 bool reads_the_same(Launch* a, const Launch& b) {
   size_t constants = 0;
   for (size_t at = 0; at < a->data.size(); ++at) {

@@ -22,7 +22,8 @@ struct Launch {
   bool is_shared;  // true for a collective: the other agents of the stage wait for it
   const char* op;
   std::vector<void*> data;       // addresses of the arguments in MindSpore's run
-  std::vector<int> values;       // index of an argument in Recording::values; -1: memory that stays in place
+  // index of an argument in Recording::values; -1: memory of the caller, at the same address in each replay
+  std::vector<int> values;
   std::vector<int64_t> offsets;  // byte offset of an argument in its value
   std::vector<void*> placed;     // addresses of the arguments at a replay
   std::vector<int> ndims;
@@ -35,7 +36,7 @@ struct Launch {
   int inputs;
 
   Tensors tensors() { return tensors_in(&data); }
-  Call call() { return {tensors_in(&placed), scalars.get()}; }  // with the arguments of a replay
+  Call call() { return {tensors_in(&placed), scalars.get()}; }  // the call of the primitive at a replay
   int64_t bytes_of(int argument);
   int run();
 
@@ -51,15 +52,15 @@ struct Value {
   const char* end;
   int launch;
   int argument;
-  int first;   // the launch from which on it needs its buffer
+  int first;   // the first launch that needs its buffer
   int last;    // the last launch that reads it
   int buffer;  // values that are not needed at the same time share a buffer
 };
 
 constexpr int kMostFused = 3;
 
-// Launches that one function computes (fusion.h), when the last of them is due. `keeps` says which results in between
-// are read later.
+// Launches that one function replaces (fusion.h). It runs at the time of the last of them. `keeps` marks the
+// intermediate results that a later launch reads.
 struct Fusion {
   const char* name;
   int count;
@@ -71,7 +72,7 @@ struct Fusion {
   int last() const { return parts[count - 1]; }
 };
 
-// A result of the graph: a value, and the place in it.
+// A result of the graph: an offset in a value.
 struct Result {
   int value;
   int64_t offset;
@@ -83,17 +84,17 @@ struct Recording {
   std::vector<int> fused;  // for each launch: the fusion that computes it, or -1; empty: there are no fusions
   std::string problem;
   std::vector<Value> values;
-  std::vector<int64_t> buffers;  // offsets in the library's memory, and the end of the last buffer
+  std::vector<int64_t> buffers;  // offset of each buffer in the library's memory, then the end of the last buffer
   std::vector<Result> results;   // the results of the graph, in its order
   int64_t held = 0;        // approximate bytes of the recording itself
-  char* memory = nullptr;  // the library's memory for which `placed` is valid
+  char* memory = nullptr;  // the library's memory to which the addresses in `placed` point
 
   int64_t bytes() const { return buffers.empty() ? 0 : buffers.back(); }
 };
 
 // Completes a recording: finds the memory of every argument and assigns buffers to the outputs. `results` are the
-// addresses of the graph's results, `staying` is the memory that stays in place. Returns false with the recording's
-// problem if an argument is unknown.
+// addresses of the graph's results, `staying` is the memory of the caller, whose addresses never change. If the memory
+// of an argument is unknown, sets the recording's problem and returns false.
 bool complete(Recording* recording, const std::vector<const void*>& results, const std::vector<Range>& staying);
 
 struct StepSizes {
@@ -103,8 +104,8 @@ struct StepSizes {
 // Generalizes a recording of one step to any step up to `largest`. `other` is a recording of the same graph for another
 // step. A length that is equal in both steps is constant. Any other length must be a multiple of the tokens or of the
 // sequences. So tokens and sequences must not have the same ratio in both steps. With `fuses`, launches are fused
-// (fusion.h). Returns false with the recording's problem if a length follows no rule or if the launches differ in
-// anything else.
+// (fusion.h). If a length follows no rule, or if the launches differ in another way, sets the recording's problem and
+// returns false.
 bool generalise(Recording* recording, const Recording& other, StepSizes of_this, StepSizes of_other, StepSizes largest,
                 bool fuses);
 

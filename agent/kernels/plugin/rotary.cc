@@ -1,4 +1,4 @@
-// ApplyRotaryPosEmb: translates the arguments of the primitive for ops/rotary.h.
+// The primitive ApplyRotaryPosEmb. This file translates its arguments for the kernel of ops/rotary.h.
 #include <vector>
 
 #include "../common/kernel_table.h"
@@ -8,9 +8,9 @@
 namespace llmk {
 
 // Finds the row of cos and sin for each token. `positions` stays empty if the tables have one row per token, in order.
-// Otherwise position_ids decide. In cos_format 0 and 1 they are positions: one per token, or, for a query [batch,
-// length, width], one per place in the sequence. In cos_format 2 and 3 they are the lengths of sequences that start at
-// position 0 (MindFormers' prefill). Formats 0 and 2 rotate halves, 1 and 3 interleaved pairs.
+// Otherwise `position_ids` gives the rows. In cos_format 0 and 1 they are positions: one per token, or, for a query
+// [batch, length, width], one per place in the sequence. In cos_format 2 and 3 they are the lengths of sequences that
+// start at position 0 (MindFormers' prefill). Formats 0 and 2 rotate halves, 1 and 3 interleaved pairs.
 static int rotary_positions(const Call& call, int64_t tokens, int64_t rows, int64_t format,
                             std::vector<int32_t>* positions) {
   if (rows == tokens) return 0;

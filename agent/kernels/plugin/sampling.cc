@@ -79,7 +79,7 @@ int plugin_arg_max_with_value(const Call& call) {
   return 0;
 }
 
-// Exp(x), in float32 with the exponential of the sampler (ops/logits.h), rounded once.
+// Runs Exp(x) in float32, with the exponential function of the sampler (ops/logits.h), and rounds once.
 int plugin_exp(const Call& call) {
   const int error = check_equal_dtype(call, 0, call.count - 1);
   if (error != 0) return error;

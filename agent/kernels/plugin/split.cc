@@ -1,4 +1,4 @@
-// SplitWithSize(input, split_size, dim): copies pieces of the given sizes along axis `dim`, for any type.
+// Runs SplitWithSize(input, split_size, dim): copies pieces of the given sizes along axis `dim`, for any type.
 #include "../common/dtype_bytes.h"
 #include "../common/thread_pool.h"
 #include "../common/types.h"

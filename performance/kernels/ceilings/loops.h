@@ -30,18 +30,18 @@ struct CeilingLoops {
 
 namespace llmk::LLMK_ARCH {
 
-// Number of sums that a loop adds to one after the other. It is so large that no sum waits for its previous addition.
-// It is so small that all sums stay in registers next to the operands. Without VNNI a product of bytes also needs two
-// temporary registers.
+// Number of independent sums to which a loop adds in rotation. With fewer sums, an addition would wait for the previous
+// one to the same sum. With more, the sums and the operands would not fit into the registers. Without VNNI a product of
+// bytes also needs two temporary registers.
 #if defined(LLMK_VEC_AVX512)
 constexpr int kChains = 12, kByteChains = 12;
 #else
 constexpr int kChains = 6, kByteChains = 2;
 #endif
 
-// Makes the compiler assume that a value may have changed, at no cost. The operands of the loops are constant.
-// Otherwise the compiler would multiply them once before the loop, or leave out a multiplication by one, and the loop
-// would only add.
+// Makes the compiler assume that a value may have changed. This generates no instruction. Without it, the compiler
+// would see that the operands are constant and compute the products once before the loop, so that the loop would only
+// add.
 #if defined(LLMK_VEC_AVX512)
 LLMK_INLINE void hide(__m512& a) { __asm__ volatile("" : "+v"(a)); }
 LLMK_INLINE void hide(__m512i& a) { __asm__ volatile("" : "+v"(a)); }
@@ -71,8 +71,8 @@ LLMK_INLINE void hide_memory(T& a) {
   __asm__ volatile("" : "+m"(a));
 }
 
-// Writes the sum of all lanes of all sums to memory, so that the compiler leaves out no product. Not inlined, so that a
-// loop's function holds no other multiplications and no other loop.
+// Writes the total of all sums to memory, so that the compiler cannot remove a product. Not inlined, so that the
+// function of a measured loop contains no other loop.
 static __attribute__((noinline)) void keep(const Vec* totals, int count) {
   float result = 0;
   for (int i = 0; i < count; ++i) result += sum(totals[i]);

@@ -80,11 +80,10 @@ double timed_reads(int64_t bytes, const Read& read) {
 
 constexpr int64_t kReadBytes = 256 << 20;
 
-// Measures the read bandwidth over 256 MB in huge pages, if the system has them.
-// round(memory, method) reads all of the
-// memory once and returns the rate. Three rounds of each of the `methods` methods choose the method with the best
-// median. Then returns the upper quartile of its rounds within about `seconds` seconds. The best round would mislead,
-// because a virtual machine may get twice its rate for a short time.
+// Measures the read bandwidth over 256 MB in huge pages, if the system has them. round(memory, method) reads all of the
+// memory once and returns the rate. First runs three rounds with each of the `methods` methods and chooses the method
+// with the best median. Then runs rounds with this method for about `seconds` seconds and returns the upper quartile of
+// their rates. The best round would mislead, because a virtual machine may get twice its rate for a short time.
 template <class Round>
 double measure_reads(double seconds, int methods, const Round& round) {
   constexpr int64_t kHugePage = 2 << 20;
