@@ -27,7 +27,8 @@ _NO_RIGHTS = KeyRights()
 
 
 class AccessControl:
-    """The keys, their use at present, and the audit log. ``refused`` is called with the reason of each refusal.
+    """The API keys, the present use of their quotas, and the audit log. ``refused`` is called with the reason of each
+    refusal.
 
     ``keys`` is None if only the audit log is wanted. Then every client has all rights.
     """
@@ -38,10 +39,12 @@ class AccessControl:
         self.refused = refused
         self._usages: dict[str, KeyUsage] = {}
         self.watch = Periodic(self.reload)
-        """Reads the key file when it changes, while it runs."""
+        """Between its ``start`` and ``stop``, reads the key file again whenever the file changes."""
 
     def usage(self, name: str) -> KeyUsage:
-        """Return what the requests of the keys with this name use. It outlives a change of the key file."""
+        """Return the present use of all keys with this name. The same object stays in use after a change of the key
+        file.
+        """
         found = self._usages.get(name)
         if found is None:
             found = self._usages[name] = KeyUsage()
@@ -54,7 +57,7 @@ class AccessControl:
 
 
 class Visit:
-    """One HTTP request from the view of access control: its key, what it uses, and what the audit log says of it.
+    """One HTTP request in access control: its key, the quota that it uses, and its line in the audit log.
 
     The name is empty, and the rights are unlimited, if the server has no keys.
     """
@@ -64,7 +67,7 @@ class Visit:
 
     def __init__(self, access: AccessControl, scope: Scope, began: float) -> None:
         self.route = "unmatched"
-        """Path of the endpoint as the table of routes has it. It never has text of the client."""
+        """Path of the endpoint in the table of routes. It never contains text from the client."""
         self.status = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -152,7 +155,7 @@ class Visit:
             raise
 
     def used(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Note tokens that were really computed."""
+        """Count tokens that were computed for the request."""
         self.num_prompt_tokens += num_prompt_tokens
         self.num_output_tokens += num_output_tokens
 
@@ -181,7 +184,7 @@ _WRONG = "The API key is not valid. It may have been replaced; ask the operator 
 
 
 def _secret(authorizations: Sequence[str]) -> str | None:
-    """Return the key after ``Bearer``, or None unless there is exactly one header with one."""
+    """Return the key after ``Bearer``, or None if there is not exactly one header or its scheme is not ``Bearer``."""
     if len(authorizations) != 1:
         return None
     scheme, _, secret = authorizations[0].partition(" ")

@@ -42,7 +42,7 @@ class KeyStore:
         return len(self._keys)
 
     def find(self, secret: str) -> ApiKey | None:
-        """Return the key with this secret, or None. The time does not depend on how much of the secret is right."""
+        """Return the key with this secret, or None. The time does not depend on the number of correct characters."""
         if len(secret) > MAX_KEY_CHARS:
             return None
         digest = digest_of(secret)
@@ -54,9 +54,9 @@ class KeyStore:
         return self._path is not None and file_signature(self._path) != self._seen
 
     def refresh(self) -> bool:
-        """Read the file if it has changed. Returns whether the keys are new. A wrong file keeps the old keys.
+        """Read the file if it has changed. Returns whether the keys have changed.
 
-        Any thread may call this method. A file with 10000 keys takes 0.2 seconds.
+        If the file has an error, the old keys stay valid. Any thread may call this method. A file with 10000 keys takes 0.2 seconds.
         """
         with self._lock:
             path = self._path
@@ -101,7 +101,8 @@ def _check_disjoint(keys: Mapping[bytes, ApiKey], fixed: Mapping[bytes, ApiKey])
 
 
 def file_signature(path: str) -> tuple[int, ...] | None:
-    """Return what changes when a file is written or replaced. None if there is no file."""
+    """Return numbers (such as size and time) that change when a file is written or replaced. None if there is no file.
+    """
     try:
         found = os.stat(path)
     except OSError:

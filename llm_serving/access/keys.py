@@ -34,7 +34,7 @@ _INTEGER = re.compile(r"-?[0-9]{1,15}")
 
 @dataclass(frozen=True, slots=True)
 class KeyRights:
-    """The rights of a key's requests. None stands for no limit."""
+    """The rights of a key's requests. None means no limit."""
 
     admin: bool = False
     """Whether the key may read metrics and facts about the server, and profile the agents."""

@@ -21,12 +21,12 @@ class Allowance:
         self._as_of = now
 
     def resize(self, per_minute: int) -> None:
-        """Change the amount per minute. Earlier use still counts."""
+        """Change the amount per minute. The amount that was already used stays used."""
         self._left += per_minute - self._per_minute
         self._per_minute = per_minute
 
     def wait_s(self, amount: int, now: float) -> float:
-        """Return the seconds until ``amount`` is left. 0 if it is left now."""
+        """Return the seconds until ``amount`` may be used. 0 if it may be used now."""
         refilled = (now - self._as_of) * self._per_minute / MINUTE_S
         self._left = min(float(self._per_minute), self._left + max(0.0, refilled))
         self._as_of = now
@@ -38,7 +38,7 @@ class Allowance:
 
 
 class KeyUsage:
-    """The present use of all keys with one name."""
+    """The requests in flight, and the requests and tokens of the last minute, of all keys with one name."""
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -47,7 +47,7 @@ class KeyUsage:
         self._drain_rate = DrainRate()
 
     def enter(self, name: str, rights: KeyRights, now: float) -> None:
-        """Count a request that begins. Raises QuotaExceededError, with nothing counted."""
+        """Count a request that begins. If a quota is exceeded, counts nothing and raises QuotaExceededError."""
         limit = rights.requests_in_flight
         if limit is not None and self.in_flight >= limit:
             raise QuotaExceededError(
@@ -77,7 +77,7 @@ class KeyUsage:
             self._drain_rate.stop()
 
     def reserve(self, name: str, rights: KeyRights, prompt: int, output: int, now: float) -> int:
-        """Reserve the tokens that a request may take, and return their number. 0 without a limit.
+        """Reserve the maximum number of tokens of a request, and return this number. Without a limit, return 0.
 
         Raises RequestError if the request can never fit, and QuotaExceededError if it does not fit now.
         """

@@ -32,13 +32,17 @@ class ServerTls:
         self.watch = Periodic(self.refresh)
 
     def refresh(self) -> bool:
-        """Load the certificate if its files have changed. Returns whether it is new. Wrong files keep the old one."""
+        """Load the certificate if its files have changed. Returns whether there is a new certificate. If the files have
+        an error, the old certificate stays in use.
+        """
         seen = self._signature()
         if seen == self._seen:
             return False
         self._seen = seen
         try:
-            _context(self._cert, self._key)  # a failure in the context that is in use could leave it without a key
+            # tries the files in a new context first, because an error in the context in use could leave it without a
+            # key
+            _context(self._cert, self._key)
             self.context.load_cert_chain(self._cert, self._key)
         except (ConfigError, OSError) as error:
             self._log.error(f"{error}; the earlier certificate stays in use", event="tls_cert_refused")

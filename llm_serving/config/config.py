@@ -59,7 +59,7 @@ class Config:
     inputs, or there are no scales."""
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     notes: tuple[str, ...] = ()
-    """Messages for the log about contradicting values, which say the value that applies."""
+    """Messages for the log about contradicting values. Each message names the value that is used."""
     auto_blocks: bool = False
     """Whether ``pa_config.num_blocks`` was ``auto``. ``load_config`` then sets the smallest number that works, and
     ``llm_serving.planning.auto_blocks`` the largest number that fits the machine."""
@@ -132,7 +132,9 @@ class Config:
 
     @property
     def sum_shards(self) -> tuple[Shard, ...]:
-        """The parts whose sums a single agent adds in order, as ``parallel_config.sum_parts`` agents would."""
+        """The parts of the model whose results a single agent adds in order, as ``parallel_config.sum_parts`` agents
+        would.
+        """
         if self.parallel_config.sum_parts == 1:
             return ()
         parallel = replace(self.parallel_config.as_summed, pipeline_parallel=1)
@@ -214,7 +216,8 @@ class Config:
 
     @property
     def cache_namespace(self) -> bytes:
-        """Everything except tokens that determines keys and values, as JSON: model, arithmetic and storage format.
+        """Everything that determines keys and values, apart from the tokens, as JSON: model, arithmetic and storage
+        format.
 
         Block hashes begin with it, so a prefix is never shared between different models.
         """
@@ -251,7 +254,7 @@ class Config:
 
     def slot_limits(self) -> SlotLimits:
         """Return the maximum sizes of a step, which determine the size of a step slot."""
-        from llm_serving.ipc.shm import SlotLimits  # here, because it imports numpy, which is slow
+        from llm_serving.ipc.shm import SlotLimits  # imported here, because it imports numpy, which takes long
 
         return SlotLimits(
             max_tokens=self.max_num_batched_tokens,

@@ -325,7 +325,9 @@ def _has_mlps(shape: ModelShape) -> bool:
 
 
 def _refuse_wide_groups(raw: RawConfig, config: Config, fewest: int) -> None:
-    """Raise ConfigError: more inputs share a scale than the smallest layer of an agent has (``fewest``)."""
+    """Raise ConfigError, because more inputs share a scale than the smallest layer of an agent has. ``fewest`` is the
+    number of inputs of that layer.
+    """
     group, agents = config.shard_group, config.parallel_config.tensor_parallel
     whose = "the inputs of every layer with native operators" if agents == 1 else "an agent's inputs of every layer"
     if config.stored_weight_format is None:
@@ -374,7 +376,9 @@ def check_sharing(raw: RawConfig, config: Config) -> None:
 
 
 def check_batches(raw: RawConfig, config: Config) -> None:
-    """Check that ``chunk_tokens`` fits a step and ``batch_size`` the number of running sequences."""
+    """Check that ``chunk_tokens`` is at most the tokens of a step, and ``batch_size`` at most the number of running
+    sequences.
+    """
     chunk_tokens, most_tokens = config.scheduler_config.chunk_tokens, config.max_num_batched_tokens
     if chunk_tokens is not None and chunk_tokens > most_tokens:
         problem = f"must be at most {most_tokens}, the tokens of a step (scheduler_config.max_num_batched_tokens)"
@@ -386,7 +390,9 @@ def check_batches(raw: RawConfig, config: Config) -> None:
 
 
 def check_lengths(raw: RawConfig, config: Config) -> None:
-    """Check that a step can hold all decodes, and the KV cache the longest sequence except its last token."""
+    """Check that a step can have a token for each running sequence, and that the KV cache can hold the longest sequence
+    without its last token.
+    """
     cache, longest = config.pa_config, config.max_model_len
     usable = (cache.num_blocks - 1) * cache.block_size
     if usable < longest - 1:

@@ -91,7 +91,7 @@ class AsyncEngine:
         self.canary_wanted = asyncio.Event()
         """Set on the event loop when the canary must run soon."""
         self.ended = asyncio.Event()
-        """Set on the event loop when the engine thread has ended, for whatever reason."""
+        """Set on the event loop when the engine thread has ended, even after an error."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -100,7 +100,7 @@ class AsyncEngine:
         self._thread.start()
 
     def _run(self) -> None:
-        """Run the engine thread. Its end is reported even if the engine could not end its requests."""
+        """Run the engine thread. Sets ``ended`` afterwards, even if the engine could not end its requests."""
         try:
             self._core.run()
         finally:
@@ -126,7 +126,7 @@ class AsyncEngine:
 
     @property
     def stop_reason(self) -> str:
-        """Why the engine serves no more requests. Empty while it serves."""
+        """The reason why the engine no longer serves requests. Empty while it serves them."""
         return self._core.stop_reason
 
     def status(self) -> EngineStatus:
@@ -148,7 +148,8 @@ class AsyncEngine:
                 self._probes.remove(answer)
 
     async def profile(self, folder: str | None, timeout: float) -> list[dict[str, object]]:
-        """Start a profile of all ready agents with files in ``folder``, or with None stop it.
+        """Start a profile of all ready agents, which write files to ``folder``. If ``folder`` is None, stop the
+        profile.
 
         Returns rank, error and summary of each agent; an empty error means success. The result is empty if no agent is
         ready. Raises TimeoutError after ``timeout`` seconds. Only one call may run at a time.
@@ -196,11 +197,12 @@ class AsyncEngine:
         streamed: bool = True,
         quiet: bool = False,
     ) -> OpenRequest:
-        """Serve a request. Its pieces go to ``sink`` with the number ``index``. The caller must close the result.
+        """Serve a request. Its pieces are passed to ``sink``, with the number ``index``. The caller must close the
+        result.
 
-        ``arrival_time``: when the client's request arrived, on the engine's clock; the default is now. All times of
-        the request count from it. ``streamed``: the caller reports each output with ``delivered``. ``quiet``: the
-        request does not appear in the log, the metrics and the receipts.
+        ``arrival_time``: when the client's request arrived, on the engine's clock; the default is now. All times of the
+        request count from it. ``streamed``: the caller reports each output with ``delivered``. ``quiet``: the request
+        does not appear in the log, the metrics and the receipts.
 
         Raises RequestError for token ids outside the vocabulary and for an id in use. Raises DeadlineExceededError if
         the deadline has passed, and AgentLostError if the engine has stopped. All other refusals go to ``sink.fail``.
@@ -211,7 +213,7 @@ class AsyncEngine:
         opened = OpenRequest(request, sink, index, self._closed, self._requests, streamed=streamed, quiet=quiet)
         self._open[request_id] = opened
         self._core.submit(Add(request))
-        if self._core.ended and not opened.is_ended:  # the engine thread may not have seen the command
+        if self._core.ended and not opened.is_ended:  # the engine thread may have ended before it read the command
             opened.is_ended = True
             opened.close()
             raise AgentLostError(f"requests are not served any more: {self._core.stop_reason}")
@@ -229,7 +231,7 @@ class AsyncEngine:
         """Return the most likely outputs of a prompt. Cancel the call to abort it.
 
         A step of the search sends prompt and beam as one prompt. The prompt and ``max_tokens`` together must therefore
-        fit the longest prompt. Raises as ``open`` does, and EngineFailedError.
+        fit the longest prompt. Raises the errors of ``open``, and EngineFailedError.
         """
         sampling = SamplingParams(max_tokens=params.max_tokens, temperature=0.0)
         whole = self._new_request(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
@@ -345,7 +347,7 @@ class AsyncEngine:
             self._core.submit(Abort(opened.request.request_id))
 
     def _settle(self, opened: OpenRequest) -> None:
-        """Forget a request that has ended and is closed. Write its end to the log."""
+        """Remove a request that has ended and is closed, and write its end to the log."""
         del self._open[opened.request.request_id]
         if opened.ended is not None:
             opened.ended.set()

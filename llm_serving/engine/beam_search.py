@@ -75,7 +75,7 @@ class Beam:
     logits: tuple[TokenLogits, ...] = ()
     """The logits of each token of the output."""
     logprob: float = 0.0
-    """Sum of the tokens' log-probabilities."""
+    """Sum of the log-probabilities of the tokens."""
     finish_reason: FinishReason | None = None
 
     def extended(self, entry: TokenLogits, finish_reason: FinishReason | None) -> Beam:
@@ -146,7 +146,7 @@ class BeamSearch:
         except EngineFailedError:
             self._end(FinishReason.ERROR)
             raise
-        except BaseException:  # raised by a refused step, or because the client closed the connection
+        except BaseException:  # a step was refused, or the client closed the connection
             self._end(FinishReason.ABORT)
             raise
         best = beams[0]
@@ -167,7 +167,8 @@ class BeamSearch:
         """Compute the next token of each output. All requests are opened before the first wait, to share a step."""
         whole, scheduling = self.whole, self._scheduling
         arrival = whole.arrival_time if self._step == 0 else None
-        # only the first step has the objective for the TTFT; later steps have that for the time between tokens
+        # Only the first step has the objective for the TTFT. For later steps, the objective for the time between tokens
+        # takes its place.
         if self._step > 0:
             scheduling = replace(scheduling, deadline=None, ttft_objective=scheduling.tbt_objective)
         streams = [PieceStream() for _ in outputs]
@@ -190,7 +191,7 @@ class BeamSearch:
         return entries
 
     def _note(self, steps: Sequence[Request]) -> None:
-        """Copy the times and counts of a step's requests to ``whole``."""
+        """Add the times and counts of the requests of a search step to ``whole``."""
         whole, receipt = self.whole, self.whole.receipt
         whole.replica = steps[0].replica
         whole.num_preemptions += sum(step.num_preemptions for step in steps)
@@ -211,7 +212,7 @@ class BeamSearch:
 
 
 async def search_beams(expand: Expand, params: BeamSearchParams) -> list[Beam]:
-    """Return the ``width`` best finished beams, best first. There are fewer if the model has fewer candidates."""
+    """Return the ``width`` best finished beams, best first. There are fewer if too few candidates exist."""
     live, finished = [Beam()], _Finished(params)
     while live:
         is_last = len(live[0].token_ids) + 1 >= params.max_tokens
@@ -260,14 +261,14 @@ class _Finished:
         del self._scored[self._params.width :]
 
     def beats(self, live: Sequence[Beam]) -> bool:
-        """Return whether no live beam can reach the best beams any more."""
+        """Return whether the best finished beams are final, because no live beam can get a better score."""
         if len(self._scored) < self._params.width:
             return False
         worst = self._scored[-1][0]
         return all(self._reachable(beam) <= worst for beam in live)
 
     def _reachable(self, beam: Beam) -> float:
-        """Return an upper bound of a beam's final score: further tokens have probability 1."""
+        """Return an upper bound of a beam's final score. It assumes that all further tokens have probability 1."""
         params = self._params
         length = len(beam.token_ids) + 1 if params.length_penalty < 0 else params.max_tokens
         return params.score(beam.logprob, length)

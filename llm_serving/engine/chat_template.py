@@ -37,7 +37,9 @@ class TemplateBudgetError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """The budget of a rendering: a constant part, and a part for each message and for each character of them."""
+    """The budget of a rendering: a constant part, a part for each message, and a part for each character of the
+    messages.
+    """
 
     steps: int
     chars: int

@@ -49,7 +49,8 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Command to the engine thread: start a profile of all ready agents with files in ``folder``, or with None stop it.
+    """Command to the engine thread: start a profile of all ready agents with files in ``folder``, or stop the profile
+    if ``folder`` is None.
 
     ``ProfileAnswer`` follows.
     """
@@ -79,7 +80,7 @@ class EngineCore:
     """The engine loop. Other threads may use only ``submit``, ``status``, ``queue_full`` and public attributes.
 
     ``front`` accepts requests: the scheduler of a single replica, or the ``Router`` before several. ``replicas`` has
-    the scheduler and the executor of each replica. ``poll`` waits for their executors.
+    the scheduler and the executor of each replica. ``poll`` waits for events of the executors.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class EngineCore:
         return self._front.queue_full()
 
     def note_end(self) -> None:
-        """Note that the engine thread has ended. After a normal end this changes nothing."""
+        """Record that the engine thread has ended. If it ended without ``Stop``, also sets the state and the reason."""
         self.ended = True
         if self.state is not EngineState.STOPPED:
             self.stop_reason = "the engine thread ended unexpectedly; the server's error output has the reason"
@@ -183,7 +184,7 @@ class EngineCore:
         for index, event in events:
             self._take_event(self._replicas[index], event, now)
         if any(replica.has_steps for replica in self._replicas):
-            # before new steps: the device still computes a queued step, so the clients get their output first
+            # deliver the output before sending new steps: the device still has a queued step to compute
             self._hand_over()
         self._send_steps(replicas, now)
         self._outputs += self._texts.outputs(self._front.take_ended(), None, now)
@@ -193,7 +194,9 @@ class EngineCore:
         self._look_after(now)
 
     def _concerned(self, events: list[tuple[int, ExecutorEvent]], now: float) -> list[Replica]:
-        """Return the replicas that may have a new step. Requests of a lost replica may go to any other."""
+        """Return the replicas that may have a new step. If a replica is lost, these are all replicas, because its
+        requests may move to any of them.
+        """
         replicas = self._replicas
         if len(replicas) == 1 or any(isinstance(event, AgentLost) for _, event in events):
             return replicas
@@ -309,7 +312,8 @@ class EngineCore:
             replica.executor.request_status()
 
     def _answer_probe(self, replica: Replica) -> None:
-        """Note that a replica has replied or was lost. With the last replica that was asked, the probe is complete."""
+        """Record that a replica has replied or was lost. After the last replica that was asked, the probe is complete.
+        """
         if replica.index in self._probed:
             self._probed.remove(replica.index)
             if not self._probed:
@@ -325,7 +329,7 @@ class EngineCore:
             self._outputs.append(ProfileAnswer([]))
 
     def _note_profile(self, replica: Replica, agents: list[dict[str, object]]) -> None:
-        """Collect the replies of a replica's agents. After the last replica, they go to the event loop."""
+        """Collect the replies of a replica's agents. After the last replica, pass all replies to the event loop."""
         if replica.index not in self._profiling:
             return
         self._profiling.remove(replica.index)
@@ -347,7 +351,8 @@ class EngineCore:
     def _lose_agent(self, replica: Replica, event: AgentLost, now: float) -> None:
         """Void every step in flight of a replica. Its requests are computed again, there or at another replica.
 
-        If the last replica is given up, or one that was never ready, the engine ends, and the server with it.
+        If no replica can be restarted, or if the lost replica was never ready and is not restarted, the engine and the
+        server end.
         """
         replica.lose(now, final=event.final)
         waiting = self._front.figures.waiting

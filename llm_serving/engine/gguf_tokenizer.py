@@ -31,7 +31,7 @@ def read_gguf_tokenizer(path: Path) -> TokenizerFiles:
 
 
 def _settings(vocabulary: Vocabulary) -> TypedFields:
-    """Return what ``tokenizer_config.json`` states about texts.
+    """Return the settings for encoding texts that ``tokenizer_config.json`` has for other models.
 
     ``legacy`` means that a space also comes before the text after a special token. llama.cpp always does this.
     """

@@ -1,8 +1,8 @@
-"""A request on the event loop: where its pieces go, and when they left for the client.
+"""A request on the event loop: passes its pieces to the reader, and records when they were sent to the client.
 
-The engine thread knows when a token was sampled. The HTTP edge knows when its bytes were written to the socket, and
-that is the time a client sees. ``ttft_ms``, ``tpot_ms`` and ``e2e_ms`` of the log therefore count from the request's
-first byte to the bytes on the socket:
+The engine thread knows when a token was sampled. The HTTP edge knows when its bytes were written to the socket, which
+is closer to the time that a client sees. ``ttft_ms``, ``tpot_ms`` and ``e2e_ms`` of the log therefore count from the
+request's first byte to the bytes on the socket:
 
     arrival -tokenise-> queue -queue-> first step -prefill-> first token -decode-> result of the last step -delivery->
     last byte written
@@ -40,7 +40,8 @@ class PieceSink(Protocol):
 class OpenRequest:
     """One request of ``AsyncEngine.open``, until it has ended and its reader has closed it.
 
-    The reader reports when output was ``delivered`` to the client, on the engine's clock, and must call ``close``.
+    The reader must call ``delivered`` when output was written to the client's socket, and ``close`` at the end. Times
+    are those of the engine's clock.
     """
 
     __slots__ = ("_closed_at", "_first", "_last", "_on_close", "_requests", "ended", "index", "is_closed", "is_ended",
@@ -82,18 +83,19 @@ class OpenRequest:
         return len(self.request.output_token_ids)
 
     def receipt(self, now: float) -> RequestReceipt:
-        """Return where the time of the request went until ``now``."""
+        """Return the time that the request has spent in each phase until ``now``."""
         return receipt_of(self.request, now)
 
     def delivered(self, now: float) -> None:
-        """Note that output of this request was written to the client's socket by ``now``."""
+        """Record that output of this request was written to the client's socket at ``now``."""
         if self._first is None:
             self._first = now
             self._requests.first_token(self.request.request_id, now - self.request.arrival_time)
         self._last = now
 
     def close(self, now: float | None = None) -> None:
-        """Note that the reader wants no more pieces. Aborts a request that has not ended. Further calls have no effect.
+        """Record that the reader needs no more pieces. Aborts a request that has not ended. Further calls have no
+        effect.
 
         ``now``: when the whole response was written. The default is the time of the last ``delivered``.
         """

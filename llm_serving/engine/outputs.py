@@ -27,7 +27,7 @@ class ProbeAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ProfileAnswer:
-    """All agents started or stopped a profile, or said why they could not."""
+    """All agents have started or stopped a profile, or reported the error that prevented it."""
 
     agents: list[dict[str, object]]
     """Rank, error and summary of each agent."""

@@ -1,4 +1,6 @@
-"""Receipts: where the time of a request went, for a request that is being served or ended recently."""
+"""Receipts: the time that a request spent in each phase. They exist for requests that are being served or ended
+recently.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class RequestReceipt:
-    """Where the time of one sequence went, up to a given time."""
+    """The time that one sequence has spent in each phase, up to a given time."""
 
     request_id: str
     tenant: str
@@ -108,8 +110,8 @@ def receipt_of(request: Request, now: float, timings: RequestTimings | None = No
 def request_timings(request: Request, now: float | None = None) -> RequestTimings:
     """Return the timings of a request until ``now``: how long it was in each phase.
 
-    If the request has ended, ``now`` may be left out. The timings then end with its last step. The time after the last
-    step counts as ``delivery``.
+    If the request has ended, ``now`` may be None. The timings then end with its last step. The time after the last step
+    counts as ``delivery``.
     """
     receipt = request.receipt
     has_ended = receipt.phase is Phase.DONE

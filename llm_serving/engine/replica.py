@@ -48,7 +48,7 @@ class Replica:
         self.is_given_up = False
         """True if the agents are lost and are not restarted."""
         self.wakeup: float | None = None
-        """When to call the scheduler again even if no event arrives."""
+        """The time at which the scheduler must be called again even if no event arrives."""
         self.num_steps = 0
         """Steps that completed without an error, since the start."""
         self.wants_canary = False
@@ -137,7 +137,7 @@ class Replica:
     def send_steps(self, now: float) -> list[RequestOutput]:
         """Send every step that can be scheduled. Returns the last pieces of requests whose step could not be sent.
 
-        If no step slot is free, the next result leads to another call.
+        If there is no free step slot, the engine calls this method again after the next result.
         """
         self.wakeup = None
         outputs: list[RequestOutput] = []
@@ -163,7 +163,7 @@ class Replica:
         return outputs
 
     def note_host_overhead(self, now: float, clock: Callable[[], float]) -> None:
-        """Report for each step that completed how long the device then waited for the host.
+        """For each completed step, report to the metrics how long the device waited for the next step.
 
         ``now``: when ``poll`` returned the results.
         """

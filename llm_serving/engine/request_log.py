@@ -1,4 +1,4 @@
-"""Writes the log lines and metrics of a request: its first token, and at its end where its time went."""
+"""Writes the log lines and metrics of a request: at its first token and at its end, with the time of each phase."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class RequestLog:
         self._metrics = metrics
 
     def first_token(self, request_id: str, seconds: float) -> None:
-        """Note that the first output of a streamed request left the server ``seconds`` after the request arrived."""
+        """Record that the first output of a streamed request left the server ``seconds`` after the request arrived."""
         self._log.event("first_token", request_id=request_id, ttft_ms=in_ms(seconds))
         self._metrics.first_token(seconds)
 
     def request_end(self, output: RequestOutput, timings: RequestTimings, request: Request) -> None:
-        """Note that ``request`` ended with ``output``."""
+        """Record the end of ``request``. ``output`` is its last piece."""
         reason, tokens = output.finish_reason, output.num_output_tokens
         if reason is None:
             raise AssertionError(f"{output.request_id} has not ended")

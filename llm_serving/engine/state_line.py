@@ -20,7 +20,7 @@ class StateLine:
         self._clear()
 
     def changed(self, now: float) -> None:
-        """Note that a request was added or removed, or a step completed."""
+        """Record that a request was added or removed, or a step completed."""
         if self._since is None:
             self._since = now
 

@@ -1,4 +1,4 @@
-"""A Jinja environment for templates of strangers: every operation takes from a budget of steps and characters.
+"""A Jinja environment for untrusted templates. Every operation is charged to a budget of steps and characters.
 
 Jinja's sandbox keeps a template away from the process. It does not limit time or memory. This environment changes the
 compiled template so that each loop, call, filter, operator and output is charged before or while it runs. Operations
@@ -37,7 +37,7 @@ ITEM_CHARS = 8
 
 
 class BudgetError(Exception):
-    """A template has used up its budget, or an operation would."""
+    """A template has used up its budget, or its next operation would exceed it."""
 
 
 class TemplateRefusalError(Exception):
@@ -280,7 +280,7 @@ class _Charges(jinja2.visitor.NodeTransformer):
 
 
 def _is_constant(node: Expression) -> bool:
-    """Return whether an expression is written out in the template and short."""
+    """Return whether an expression is a short literal in the template."""
     if isinstance(node, jinja2.nodes.Const):
         return not isinstance(node.value, str) or len(node.value) < CHARS_PER_STEP
     if isinstance(node, jinja2.nodes.List | jinja2.nodes.Tuple):

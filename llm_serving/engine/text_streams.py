@@ -39,7 +39,9 @@ class TextStreams:
     """The streams of text of all requests in the engine."""
 
     def __init__(self, front: RequestFront, log: EventLog) -> None:
-        """``front`` is the scheduler or the router. It ends a request whose text contains a stop string."""
+        """``front`` is the scheduler or the router. ``TextStreams`` calls it to end a request whose text contains a
+        stop string.
+        """
         self._front = front
         self._log = log
         self._streams: dict[str, _Stream] = {}
@@ -92,7 +94,7 @@ class TextStreams:
 
     def _end(self, request: Request, reason: FinishReason, now: float) -> None:
         if self._front.finish_request(request.request_id, reason, now) is None:
-            request.finish_reason = reason  # the scheduler has already ended the request
+            request.finish_reason = reason  # the scheduler had already ended the request
 
 
 def _last_text(stream: _Stream, token_ids: tuple[int, ...]) -> tuple[str, str | None]:

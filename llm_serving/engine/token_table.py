@@ -100,7 +100,8 @@ class TokenTable:
     """Maps token ids to bytes. Entries are computed on first use. Threads may share a table.
 
     ``piece(id)`` returns the vocabulary entry, or None outside the vocabulary. ``added`` maps the ids of added tokens,
-    also special ones, to their literal text. ``special`` has the ids that ``skip_special_tokens`` leaves out.
+    also special ones, to their literal text. ``special`` has the ids of the tokens that are omitted with
+    ``skip_special_tokens``.
     """
 
     def __init__(
@@ -116,10 +117,10 @@ class TokenTable:
         self._added = dict(added)
         self._bytes: dict[int, bytes] = {}
         self.texts: dict[int, str] = {}
-        """Texts of the tokens whose bytes are whole characters, as far as they have occurred."""
+        """The texts of tokens that have occurred and whose bytes are whole characters."""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token. An id that only pads the model's vocabulary has none."""
+        """Return the bytes of a token. The result is empty for an id that only pads the model's vocabulary."""
         data = self._bytes.get(token_id)
         if data is None:
             data = self._bytes[token_id] = self._encode(token_id)

@@ -47,7 +47,7 @@ class TokenizerFiles:
     added_tokens: tuple[AddedToken, ...]
     templates: Mapping[str, str]
     is_sentencepiece: bool
-    """True if the vocabulary is a SentencePiece model, otherwise one of the library ``tokenizers``."""
+    """True if the vocabulary is a SentencePiece model, False if it is a vocabulary of the library ``tokenizers``."""
     content: bytes | None = None
     """The ``tokenizer.model`` or ``tokenizer.json`` that was made from ``vocabulary``. None: ``vocabulary`` is that
     file."""

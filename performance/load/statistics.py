@@ -21,7 +21,7 @@ from performance.load.stream import RequestRecord
 
 BUSY_CPU_PERCENT = 70.0
 LATE_MS = 50.0
-"""Mean delay of sending above which the report warns that the client may have limited the load test."""
+"""99th percentile of the delay of sending above which the report warns that the client limited the load test."""
 LATENCIES = {
     "ttft_ms": "time to first token (ms)",
     "tbt_ms": "time between tokens (ms)",

@@ -23,9 +23,9 @@ import numpy as np
 __all__ = ["Spread", "SpreadDraws", "lasting_part"]
 
 NEAREST_S, FARTHEST_S, CLASSES = 0.01, 2.56, 8
-"""Pairs of steps are compared by their distance in seconds, in classes from NEAREST_S to FARTHEST_S that double.
-
-Shorter distances are between consecutive steps. Over longer distances the machine's state has decayed.
+"""Pairs of steps are grouped by the seconds between their starts, from NEAREST_S to FARTHEST_S. Each of the CLASSES
+classes is twice as long as the previous one. Distances below NEAREST_S occur only between consecutive steps. Beyond
+FARTHEST_S, the state of the machine has decayed.
 """
 MIN_PAIRS = 100
 """Minimum number of pairs of steps in a class of distances. Classes with fewer pairs are ignored."""
