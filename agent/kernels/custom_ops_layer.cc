@@ -172,7 +172,7 @@ class Layer {
 };
 
 // Runs all layers. If `first`, `hidden` is the residual stream itself, and `residual` is not read. If `sharded`, each
-// agent of a stage has some of the heads and columns, and the results of attention and MLP are added over the agents.
+// agent of a stage has some of the heads and columns. The results of attention and MLP are added over the agents.
 // The operator includes these sums, because two more operators per layer would take longer than the sums.
 int decoder_layers(const Tensors& t, bool first, bool sharded) {
   if (t.count < kLayers + 2) return refuse_text(t.op, "got %d arguments", t.count);

@@ -77,8 +77,8 @@ def _dynamic_frequencies(shape: ModelShape, scaling: RopeScaling, num_positions:
 def _yarn_frequencies(shape: ModelShape, scaling: RopeScaling) -> Float32Array:
     """Returns the rotary frequencies of YaRN (Peng et al. 2023, section 3.2).
 
-    Frequencies with many rotations within the trained context stay. Those with few rotations are divided by ``factor``.
-    Between the two, frequencies change gradually.
+    Frequencies with many rotations within the trained context stay. Frequencies with few rotations are divided by
+    ``factor``. Between the two, frequencies change gradually.
     """
     powers = _powers(shape, np.float32(shape.rope_theta))
     low, high = (_dimension_of(turns, shape, scaling) for turns in (scaling.beta_fast, scaling.beta_slow))

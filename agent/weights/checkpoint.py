@@ -86,7 +86,10 @@ class Checkpoint:
         return self._decoder.scheme_of(part.name) if self._decoder is not None and quantised else None
 
     def float_dtype(self, name: str) -> str | None:
-        """Returns the element type of a tensor of floats, or None for a quantised tensor. Scaled 8-bit floats are float32."""
+        """Returns the element type of a tensor of floats, or None for a quantised tensor.
+
+        For 8-bit floats with scales it returns float32.
+        """
         if self._is_float8(name):
             return "float32"
         return None if self._is_quantised(name) else self._files.float_dtype(name)

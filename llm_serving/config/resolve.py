@@ -278,7 +278,7 @@ class Resolver:
         return self._checked_token(key, stated, shape)
 
     def _pad_token(self, stated: int | None, shape: ModelShape) -> int | None:
-        """Return the padding token of the YAML or of the model folder, or None if neither has one."""
+        """Return the padding token of the YAML or of the model folder. None if there is none."""
         key = "model_config.pad_token_id"
         if stated is None or self._belongs_to_another_model(key):
             return shape.pad_token_id

@@ -18,7 +18,7 @@ struct LinearJob {
   WeightShape shape;
   const uint8_t* panels;
   const float* bias;  // or null
-  const int32_t* sum_offsets;  // of static inputs, or null
+  const int32_t* sum_offsets;  // sum offsets of static inputs, or null
   const void* x;     // activations in the type of the step
   int64_t x_stride;  // in elements of this type
   QuantizedRows rows;

@@ -350,7 +350,7 @@ static inline void attend_partition(const RotaryAttentionArgs& args, const Paged
     }
 #ifdef LLMK_AMX
     if constexpr (kHasTiles<F>) {
-      if (tiles && all.rows - skip > block_rows) {  // a task with so many rows computes one head at a time
+      if (tiles && all.rows - skip > block_rows) {  // a task with more rows than a block computes one head at a time
         if (*configured != block_rows) configure_products<F>(block_rows);
         *configured = block_rows;
         const BlockSource<F, C> source{args, task, next, tile, memory, panels, head, 1, true, true, writes, nullptr};
