@@ -229,7 +229,9 @@ class _Launcher:
             wait.cancel()
 
     def _failure(self, engine: AsyncEngine, http: asyncio.Task[None]) -> LLMServingError | None:
-        """Return why a part of the server ended by itself, or None. ``http`` must be done."""
+        """Return the error of a part of the server that ended without a request to stop, or None. ``http`` must have
+        ended.
+        """
         if engine.ended.is_set():
             return EngineFailedError(f"the server stopped: {engine.stop_reason}")
         if http.exception() is not None or not self._stop.is_set():
@@ -269,7 +271,7 @@ class _Launcher:
 
 
 def _raise_file_limit() -> None:
-    """Allow as many open files as the system permits this process. Each connection needs one."""
+    """Raise the limit of open files to the maximum that the system permits. Each connection needs one file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):

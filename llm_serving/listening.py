@@ -60,9 +60,9 @@ def listen_unix(path: str, mode: int, *, backlog: int) -> Iterator[socket.socket
     with contextlib.closing(listener):
         try:
             _remove_abandoned(path)
-            os.fchmod(listener.fileno(), mode)  # the socket file gets this mode when it is made
+            os.fchmod(listener.fileno(), mode)  # ``bind`` creates the socket file with this mode
             listener.bind(path)
-            os.chmod(path, mode)  # also where the system ignores the mode before ``bind``
+            os.chmod(path, mode)  # some systems ignore the mode that was set before ``bind``
             listener.listen(backlog)
             made = os.stat(path).st_ino
         except OSError as error:

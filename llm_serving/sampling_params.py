@@ -33,7 +33,7 @@ class SamplingParameter:
     max_chars: int | None
     """Maximum length of each string of a list."""
     needs_history: bool
-    """Whether the sampler needs the tokens before the one to sample."""
+    """Whether the sampler needs the history of the sequence."""
 
 
 def _parameter(
@@ -96,7 +96,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the sampler needs the tokens before the one to sample."""
+        """Whether the sampler needs the history of the sequence."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 

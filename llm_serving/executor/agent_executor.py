@@ -80,7 +80,9 @@ class AgentExecutor:
         self._group.send(self._steps.write(step))
 
     def abort(self, seq: int) -> None:
-        """Ask the agent to drop a step. Ignored with several agents: one may have begun the step, another not."""
+        """Ask the agent to drop a step. With several agents, does nothing, because some of them may have begun the
+        step.
+        """
         if self._group is not None and self._steps.join is None and seq in self._steps.slot_of:
             self._group.send(messages.Abort(seq=self._control_number(), step=seq))
 
@@ -177,7 +179,8 @@ class AgentExecutor:
         return []
 
     def _on_exit(self, member: int, link: AgentLink) -> list[ExecutorEvent]:
-        events = self._on_readable(member, link)  # reads the last messages, which usually have the reason for the exit
+        # read the last messages first, because they usually contain the reason for the exit
+        events = self._on_readable(member, link)
         link.check_alive()
         return events
 
@@ -240,7 +243,7 @@ class AgentExecutor:
     def _unregister(self, group: AgentGroup) -> None:
         for link in group.links:
             for source in (link.channel, link.process.exit_descriptor):
-                with contextlib.suppress(KeyError):  # the start may have failed before
+                with contextlib.suppress(KeyError):  # not registered if the start failed earlier
                     self._selector.unregister(source)
 
     def _deadline(self) -> tuple[float, str] | None:

@@ -24,7 +24,9 @@ ProgressReport = Callable[[int, str, int, int], None]
 """Reports the progress of an agent's start. Takes its rank, the stage, and completed and total units of work."""
 
 EXIT_WAIT_S = 0.25
-"""Maximum wait for an exit code. The sockets of a process close shortly before its exit code is known."""
+"""Maximum seconds to wait for an exit code. When a process ends, its sockets close shortly before its exit code is
+known.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,13 +36,13 @@ def bind_agent_ports(ip: str, ports: Sequence[int]) -> Iterator[list[socket.sock
 def connected_pair(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
     """Return both ends of a new connection through an agent's port. The agent inherits the second end.
 
-    So no agent has to accept a connection, and other local programs cannot reach it. Their connections to the port are
-    closed here, or wait in the kernel's queue. Raises OSError.
+    So no agent must accept a connection, and other local programs cannot connect to an agent. Their connections to the
+    port are closed here, or wait in the kernel's queue. Raises OSError.
     """
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     listener.settimeout(0.0)
     with contextlib.suppress(BlockingIOError):
-        while time.monotonic() < deadline:  # strangers may have filled the queue
+        while time.monotonic() < deadline:  # other programs may have connections in the queue
             listener.accept()[0].close()
     own = socket.socket(listener.family, socket.SOCK_STREAM)
     try:

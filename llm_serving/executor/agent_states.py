@@ -14,16 +14,17 @@ from llm_serving.model.parallel import group_ranks, place
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 60.0
 STABLE_AFTER_S = 60.0
-"""If the agents have been ready for this time, the count of restarts in a row starts again at 0."""
+"""If the agents have been ready for this time, the number of consecutive restarts is set to 0."""
 
 
 def backoff_after(restarts: int) -> float:
-    """Return the seconds to wait before the next start, after a number of restarts in a row."""
+    """Return the seconds to wait before the next start, after ``restarts`` consecutive restarts."""
     return min(FIRST_BACKOFF_S * 2.0 ** min(restarts, 16), LONGEST_BACKOFF_S)
 
 
 class Restarts:
-    """The restarts of one group, at most ``limit`` in a row. Times are seconds of a clock of the caller.
+    """Counts the restarts of one group and limits them to ``limit`` consecutive ones. Times are seconds of the caller's
+    clock.
 
     Without a limit, a group that has been ready is restarted until the server ends. A group that has never been ready
     is not restarted: the server then stops, and its supervisor decides.
@@ -74,7 +75,7 @@ class AgentStates:
 
     def __init__(self, config: Config, replica: int, listeners: Sequence[socket.socket], restarts: Restarts) -> None:
         self.is_wanted = False
-        """True if the agents have been asked for their status, or will be asked when they are ready."""
+        """True if a status was requested. The agents have been asked for it, or will be asked when they are ready."""
         self._config = config
         self._replica = replica
         self._listeners = listeners

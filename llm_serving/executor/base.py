@@ -98,8 +98,9 @@ class Executor(Protocol):
         """
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while ``poll`` has an event or was woken. It serves to wait for several
-        executors together."""
+        """Return a descriptor that is readable while ``poll`` has an event or was woken. With it, the engine waits for
+        several executors at the same time.
+        """
 
     def next_due(self) -> float | None:
         """Return when ``poll`` must run even if no descriptor becomes readable, by ``time.monotonic``.
@@ -119,7 +120,7 @@ Poll = Callable[[float | None], list[tuple[int, ExecutorEvent]]]
 
 
 def poll_all(executors: Sequence[Executor]) -> Poll:
-    """Return a function that polls the executors with events. It waits only while no executor has an event."""
+    """Return a function that polls the executors with events. If no executor has an event, the function waits."""
     if len(executors) == 1:
         [only] = executors
         return lambda timeout_s: [(0, event) for event in only.poll(timeout_s)]

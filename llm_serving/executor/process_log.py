@@ -14,7 +14,7 @@ from llm_serving.telemetry.log import printable, report_on_stderr
 from llm_serving.telemetry.log_file import LogFile, LossReports, Rotation
 
 PIPE_BYTES = 1024 * 1024
-"""A process waits with its output if the server has not read this number of bytes yet."""
+"""Size of the pipe for a process's output. If the server has not read this number of bytes yet, the process waits."""
 MAX_LINE_BYTES = 64 * 1024
 END_WAIT_S = 1.0
 """Maximum wait for the end of the output of a process that has ended. Its own children may still hold the pipe."""
@@ -24,7 +24,8 @@ _TAIL_CHARS = 4000
 
 
 class ProcessLog:
-    """Appends the output of one process to the file ``path``. Give ``descriptor`` to the process as its output.
+    """Appends the output of one process to the file ``path``. The caller starts the process with ``descriptor`` as its
+    output.
 
     Call ``process_started`` when the process has the descriptor, or could not be started. A full disk loses lines and
     does not disturb the process. Raises OSError if the file cannot be opened.
@@ -41,7 +42,7 @@ class ProcessLog:
         self._thread.start()
 
     def process_started(self) -> None:
-        """Close the server's copy of the descriptor, so that the output ends with the process."""
+        """Close the server's copy of the descriptor, so that the pipe reports its end when the process ends."""
         os.close(self.descriptor)
 
     def tail(self) -> str:

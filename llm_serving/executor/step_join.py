@@ -14,7 +14,7 @@ class StepJoin:
 
     The agents of a group run a step together. If all agents refuse a step, only this step has failed. If only some
     agents fail it, the others may wait forever in the middle of the step. The step's requests then end, and the group
-    must be restarted: ``torn`` gives the reason, at the latest at ``overdue_at``.
+    must be restarted: ``torn`` has the reason. It is set at the latest at the time ``overdue_at``.
     """
 
     GRACE_S = 5.0
@@ -26,7 +26,7 @@ class StepJoin:
         self._replies: dict[int, dict[int, StepDone | StepFailed]] = {}
         self._failed: dict[int, float] = {}
         self.torn: str | None = None
-        """Why the group cannot continue. None while it can."""
+        """The reason why the group cannot continue. None while it can."""
 
     def add(self, member: int, reply: StepDone | StepFailed) -> StepDone | StepFailed | None:
         """Process an agent's reply. ``member`` is its number in the group.

@@ -34,7 +34,9 @@ _MESSAGES: dict[StepKind, type[messages.Prefill | messages.Decode | messages.Mov
 
 @dataclass(slots=True)
 class _Batch:
-    """The sequences of the last decode step. While they stay the same, most of a slot also stays the same."""
+    """The sequences of the last decode step. While the batch stays the same, most columns of a step slot also stay the
+    same.
+    """
 
     requests: list[Request]
     rows: list[int]
@@ -42,8 +44,9 @@ class _Batch:
     table_lens: list[int]
     """Number of blocks of each sequence that ``StepSlots`` has copied."""
     slots: dict[StepSlot, int]
-    """Slots that hold this batch's constant columns. The value is the width of their block tables, or 0 if those are
-    out of date."""
+    """Step slots that already contain this batch's constant columns. The value is the width of their block tables, or 0
+    if those are out of date.
+    """
 
 
 class StepSlots:

@@ -19,8 +19,9 @@ from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 
 REFUSED, LOGGED, DUE = range(3)
-"""Return values of ``DecodeLog.end``. REFUSED: the call does not fit, nothing is logged. LOGGED: the iteration is
-logged. DUE: it is logged, and the caller should call ``take`` now."""
+"""Return values of ``DecodeLog.end``. REFUSED: the call is not part of undisturbed decoding, and nothing is logged.
+LOGGED: the iteration is logged. DUE: it is logged, and the caller should call ``take`` now.
+"""
 
 _NO_TOKEN = -1
 _SPARE_RESULTS = 16
@@ -48,7 +49,7 @@ class DecodeRun:
     counts: list[tuple[int, Counts]] = field(default_factory=list)
     """The scheduler's counts after each step that added blocks, with the index of that step."""
     updates: list[list[RequestUpdate]] = field(default_factory=list)
-    """Updates of each result, if the log keeps them."""
+    """The updates of each result, if they are needed to compute pseudonyms; otherwise empty."""
     irregular: list[tuple[int, int, int, bool]] = field(default_factory=list)
     """Iterations without exactly one result, one step and an end, as (index, results, steps, whether it ended)."""
 
@@ -62,7 +63,7 @@ class DecodeLog:
 
     def __init__(self, counts: Callable[[], Counts], max_iterations: int) -> None:
         self.due = -math.inf
-        """Engine time from which on ``end`` returns DUE, so that the caller writes the log."""
+        """Engine time after which ``end`` returns DUE. The caller then writes the log to disk."""
         self.num_steps = 0
         """Steps that the log has accepted since it was created."""
         self._counts = counts
@@ -76,7 +77,9 @@ class DecodeLog:
         self._iteration_results = self._iteration_steps = 0
         self._ending_token_ids: set[int] = set()
         self._positions = 0
-        """Sum of ``starts`` and ``sample_positions`` of the latest step, to check fast that each grows by one."""
+        """Sum of ``starts`` and ``sample_positions`` of the latest step, It shows quickly whether each of them has
+        grown by one.
+        """
         self._keeps_updates = False
 
     def begin(

@@ -66,7 +66,7 @@ class Completed:
     seq: int
     fault: list[Any] | None
     ends: list[int]
-    """Indices of the sequences that ended with the token of this step."""
+    """Indices of the sequences whose request ended with the token of this step."""
     names: list[int] | None
     """Pseudonyms of the sampled tokens, or None if the recording has none."""
     queue_us: int

@@ -40,7 +40,7 @@ class FlightRecorder:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.seconds = 0.0
-        """Seconds that recording has taken since the start."""
+        """Seconds that the recorder itself has taken since the start."""
         self.next_wakeup = scheduler.next_wakeup
         self._scheduler = scheduler
         self._state = scheduler._state

@@ -15,8 +15,9 @@ from llm_serving.scheduler.scheduler import Scheduler
 PAUSE_S = 60.0
 """Seconds between a failed write and the next attempt."""
 _FRAME_BYTES = 4096
-"""A segment ends if fewer bytes than this, or than twice its largest frame, are left. It may end earlier while the
-scheduler is idle, because the state that the next segment begins with is small then."""
+"""A segment ends if it has fewer free bytes than this number, or than twice its largest frame. It may end earlier while
+the scheduler is idle, because the state that the next segment begins with is small then.
+"""
 _SEGMENT_STATES = 4
 """Minimum size of a segment, as a multiple of the scheduler's state at its beginning."""
 _RING_STATES = 8

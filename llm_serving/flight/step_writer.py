@@ -109,7 +109,9 @@ class StepWriter:
         return [first_seq, KIND_CODES[last.kind], growths, last.reason_name]
 
     def go_to(self, latest: ScheduledStep, table_lens: list[int]) -> None:
-        """Moves forward to a later step of the same batch. The next record has only the differences from it."""
+        """Makes ``latest``, a later step of the same batch, the base of the next record, which has only the differences
+        from it.
+        """
         last = self._latest
         assert last is not None
         last.starts, last.sample_positions = latest.starts, latest.sample_positions
@@ -149,7 +151,9 @@ class StepWriter:
         return _record(step, last, batch, step.starts, step.sample_positions, blocks)
 
     def _grown(self, tables: list[list[int]], last: _Last, table_lens: list[int]) -> list[object]:
-        """Returns the new blocks of a step with the same sequences as ``last``."""
+        """Returns the new blocks of a step with the same sequences as the step ``last``, one entry for each block table
+        that has grown.
+        """
         if tables is not last.block_tables and not all(map(is_, tables, last.block_tables)):
             self._note_growth()
             changed = list(range(len(tables)))

@@ -15,7 +15,9 @@ _SHOWN_CHARS = 80
 
 
 def read_small_text(path: Path, max_bytes: int, error: type[LLMServingError]) -> str:
-    """Return the text of a UTF-8 file of at most ``max_bytes``. Raises ``error`` with the file name for other files."""
+    """Return the text of a UTF-8 file of at most ``max_bytes``. If the file is larger or not UTF-8, raises ``error``
+    with the file name.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as reason:
@@ -51,7 +53,8 @@ def read_json_object(file: Path, max_bytes: int, error: type[LLMServingError]) -
 def no_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return the pairs of a JSON object as a dict (a hook of ``json.loads``). Raises ValueError for a repeated key.
 
-    The time is proportional to the number of pairs, also if the object comes from a stranger and keys repeat.
+    The time is proportional to the number of pairs, even if an untrusted client sends an object with many repeated
+    keys.
     """
     values = dict(pairs)
     if len(values) != len(pairs):

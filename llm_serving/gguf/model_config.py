@@ -121,7 +121,8 @@ def _rope_scaling(header: Header) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(header: Header) -> dict[str, Any]:
-    """Return the scaling that has the factors of the file's tensor. Raises CheckpointError if none has.
+    """Return the Llama 3 scaling whose factors equal those of the file's tensor. Raises CheckpointError if there is
+    none.
 
     The factors of the lowest frequencies are the scaling's ``factor``.
     """

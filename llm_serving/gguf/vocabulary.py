@@ -37,7 +37,9 @@ _DEEPSEEK3_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class WordRule:
-    """How a byte-level BPE splits a text into words, as tokenizer.json of the model's publisher does it."""
+    """The rule by which a byte-level BPE splits a text into words. It equals the rule in the ``tokenizer.json`` of the
+    model's publisher.
+    """
 
     patterns: tuple[str, ...] = ()
     """Regular expressions that split the text one after the other. Empty: the rule of GPT-2."""
@@ -82,7 +84,7 @@ class Vocabulary:
         return self.kind in _SENTENCEPIECE_KINDS
 
     def added(self) -> Iterator[tuple[int, str, bool]]:
-        """Yield id, text and speciality of the tokens that stand for their literal text."""
+        """Yield each literal token: its id, its text, and whether it is a special token."""
         for token_id, kind in enumerate(self.types):
             if kind in (_CONTROL, _USER_DEFINED):
                 yield token_id, self.tokens[token_id], kind == _CONTROL
@@ -136,7 +138,9 @@ def read_vocabulary(header: Header) -> Vocabulary:
 
 
 def tokenizer_json(vocabulary: Vocabulary) -> bytes:
-    """Return a ``tokenizer.json`` of a byte-level BPE. Raises CheckpointError if the file has no merges."""
+    """Return the content of a ``tokenizer.json`` for a byte-level BPE. Raises CheckpointError if the file has no
+    merges.
+    """
     merges = vocabulary.header.metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
         raise _error(vocabulary.header, "merges", type(merges).__name__, "must be a list of text")

@@ -45,7 +45,7 @@ class MoveKind(enum.IntEnum):
     """Source and destination memory of a block copy; the first number of a move."""
 
     COPY = 0
-    """Device to device: copy-on-write, or the partial block that ends a prefix hit."""
+    """Device to device: copy-on-write of the tail, the partly matching block at the end of a cached prefix."""
     SWAP_OUT = 1
     """Device to host."""
     SWAP_IN = 2
@@ -63,11 +63,15 @@ class SlotLimits:
     max_blocks_per_seq: int
     """Width of the block table: ceil(longest context / block size)."""
     max_context: int = 0
-    """Longest context in tokens. A sequence with penalties may send a history of this length with its last chunk."""
+    """Maximum number of tokens in a context. The last chunk of a sequence with penalties may come with a history of
+    this length.
+    """
 
     @property
     def max_history(self) -> int:
-        """Maximum length of all histories in one step together, in tokens. A history is what penalties count."""
+        """Maximum length of all histories in one step together, in tokens. A history has the tokens that penalties
+        count.
+        """
         return max(self.max_tokens, self.max_context)
 
     @property
@@ -122,7 +126,9 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
 _SIZES = ("num_tokens", "num_seqs", "table_width", "history_len", "num_moves")
 _HEADER_ENTRIES = ("magic", "seq_low", "seq_high", *_SIZES, "checked_row")
 HEADER = {name: index for index, name in enumerate(_HEADER_ENTRIES)}
-"""Index of each header entry. ``seq`` is the step's number, so that a torn or reused slot is an error."""
+"""Index of each header entry. ``seq`` is the step's number, With it, the agent detects a step slot that was overwritten
+by another step.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +186,8 @@ class StepSlot:
             self.arrays[field.name] = array
         self.prepared: dict[object, Any] = {}
         """Data that parts of the agent have derived from the arrays and keep with the slot, by part."""
-        self._numbers = self.header.data  # reading an integer is several times faster than through NumPy
+        # a memoryview: reading an integer through it is several times faster than through NumPy
+        self._numbers = self.header.data
 
     @property
     def num_tokens(self) -> int:

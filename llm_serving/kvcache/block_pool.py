@@ -51,7 +51,7 @@ class BlockPool:
         return self._ref_counts[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Returns ``count`` blocks. The caller has checked that they are free."""
+        """Returns ``count`` blocks. The caller must have checked that this number of blocks is free."""
         if count > len(self._free):
             self._evict(count - len(self._free), count)
         start = len(self._free) - count

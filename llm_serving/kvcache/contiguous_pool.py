@@ -1,4 +1,4 @@
-"""A pool of contiguous ranges of blocks, for serving without paged attention."""
+"""A pool of contiguous ranges of blocks, for ``page_attention: false``."""
 
 from __future__ import annotations
 

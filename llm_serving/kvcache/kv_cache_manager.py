@@ -83,7 +83,7 @@ class KVCacheManager:
 
     @property
     def prefix_hit_tokens(self) -> int:
-        """Number of looked-up tokens that the prefix cache had."""
+        """Number of looked-up tokens that were found in the prefix cache."""
         return self._prefix_cache.num_hit_tokens if self._prefix_cache is not None else 0
 
     @property

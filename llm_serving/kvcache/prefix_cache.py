@@ -34,7 +34,7 @@ class PrefixMatch:
     """
 
     blocks: list[int]
-    """The cached full blocks, beginning with the sequence's first block."""
+    """The cached full blocks of the sequence, in order from its first block."""
     entries: list[int]
     num_tokens: int
     """Tokens in ``blocks`` and ``tail``. They never include the sequence's last token, which must be computed."""
@@ -146,15 +146,17 @@ class PrefixCache:
             pool.register_tail(block_table[num_full], rest, parent)
 
     def current_part(self, match: PrefixMatch) -> tuple[list[int], TailMatch | None]:
-        """Returns the first blocks of a match that still have their content, and the tail if all of them have."""
+        """Returns the blocks of a match up to the first one whose content has changed. If none has changed, also
+        returns the tail.
+        """
         num_current, tail = self._num_current(match.blocks, match.entries), match.tail
         if num_current < len(match.blocks) or (tail and self._index.entries[tail.block] != tail.entry):
             tail = None
         return match.blocks[:num_current], tail
 
     def begin(self, chain: PrefixChain, num_tokens: int) -> None:
-        """Notes that a sequence starts with ``num_tokens`` cached tokens: counts them, and lets the cache commit its
-        chain.
+        """Records that a sequence starts with ``num_tokens`` cached tokens: counts the tokens, and allows commits of
+        its chain.
 
         Only chains that started after the last ``drop_all`` can be committed.
         """

@@ -20,7 +20,7 @@ class PrefixChain:
     ) -> None:
         self.salt = salt
         self.blocks: list[int] = []
-        """Cached blocks with the content of the chain's first blocks, at the last lookup."""
+        """The cached blocks that the last lookup found for the beginning of the chain."""
         self.entries: list[int] = []
         """The entries of the cached blocks (``PrefixIndex.entries``) at the last lookup."""
         self.announce_begin = 0

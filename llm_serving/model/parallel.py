@@ -71,7 +71,9 @@ class Shard:
     vocab: Span
     """The rank's token ids: rows of the output layer, and of the embedding if it is divided."""
     vocab_stride: int
-    """Vocabulary rows of each rank. Only the last rank may have fewer, and it pads its logits to this number."""
+    """Number of vocabulary rows of each rank. Only the last rank may have fewer rows. It pads its logits to this
+    number.
+    """
     layers: Span
     is_first_stage: bool
     """If True, the rank has the embedding."""

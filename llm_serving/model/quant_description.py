@@ -34,7 +34,7 @@ class TensorScheme:
     has_groups: bool = False
     """True if ``group_size`` inputs share a scale. Otherwise all inputs of an output share one."""
     static: bool = False
-    """True if the folder holds the scale by which the weight's inputs are quantized."""
+    """True if the folder has a calibrated scale with which the layer's inputs are quantized."""
 
 
 _SCHEMES = {

@@ -87,7 +87,9 @@ def stored_weight_format(path: Path) -> str | None:
 
 
 def _gguf_format(file: Path) -> str | None:
-    """Return the format of most weights of a GGUF file. Types that no format has exactly become int8."""
+    """Return the format that most weights of a GGUF file get. A GGUF type without an exactly matching format becomes
+    int8.
+    """
     sizes = Counter[str]()
     for each in read_header(file).tensors.values():
         if len(each.shape) > 1:

@@ -198,7 +198,8 @@ def shape_of_fields(
 ) -> ModelShape:
     """Return the model's shape from ``config.json``, or from a section of a MindFormers YAML with the same keys.
 
-    End tokens of ``generation`` take precedence. ``activations`` has the allowed names of SwiGLU.
+    End tokens of ``generation`` (``generation_config.json``) take precedence. ``activations`` has the allowed values of
+    ``hidden_act``.
     """
     family = family_of(fields)
     _refuse_unsupported(fields)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _UNLIMITED = 1 << 60
-"""A limit of at least this number means that there is no limit: cgroup v1 then shows a number near 2**63."""
+"""A limit of at least this number means that there is no limit: without a limit, cgroup v1 shows a number near 2**63.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Machine:
     @classmethod
     def detect(cls) -> Machine:
         """Return this machine, with the smaller of free memory and the memory that its control group still permits."""
-        import psutil  # here, because checking a config does not need the import
+        import psutil  # imported here, because checking a config does not need psutil
 
         cores = len(os.sched_getaffinity(0))
         machine = cls(int(psutil.virtual_memory().available), "free memory of the machine", cores)

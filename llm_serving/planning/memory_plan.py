@@ -96,7 +96,7 @@ class MemoryPlan:
 
     @property
     def without_host_blocks(self) -> MemoryPlan:
-        """The same plan without the host memory for swapped sequences."""
+        """Return this plan without the item for the host pool."""
         return replace(
             self,
             items=_without(HOST_BLOCKS, self.items),
@@ -229,7 +229,7 @@ def _check_host_memory(config: Config, machine: Machine) -> None:
 
 def _exchange_items(config: Config) -> tuple[MemoryItem, ...]:
     """Return the item of the shared memory between the agents of a group. Empty if each group has one agent."""
-    from llm_serving.ipc.exchange import exchange_bytes  # here, because it imports numpy, which is slow
+    from llm_serving.ipc.exchange import exchange_bytes  # imported here, because it imports numpy, which takes long
 
     parallel = config.parallel_config
     num_bytes = exchange_bytes(config.shape, config.slot_limits(), parallel) * parallel.data_parallel

@@ -24,7 +24,7 @@ class Entry:
         self.hashes: list[bytes] | None = None
         """Hashes of the full blocks of the request's tokens. None before the first use."""
         self.cached_tokens = 0
-        """Tokens of the request that the replica had in its prefix cache when the request was placed."""
+        """Number of the request's tokens that were in the replica's prefix cache when the router placed the request."""
         self.is_paid = False
         """True if the tenant has been charged for the prompt, for fairness between tenants."""
 
@@ -48,7 +48,9 @@ class Entry:
 
 
 class Survey:
-    """A replica's load and capacity until the next request is placed there. Costs O(n) in the replica's requests."""
+    """A replica's load and capacity. They are valid until the next request is placed there. Computing them costs O(n)
+    for n requests of the replica.
+    """
 
     def __init__(self, replica: RoutedReplica) -> None:
         self.capacity = replica.scheduler.capacity()
@@ -87,7 +89,9 @@ class RoutedReplica:
         return survey
 
     def candidate(self, entry: Entry, survey: Survey, *, is_late: bool) -> Candidate:
-        """Returns how well this replica suits a request. ``is_late``: the request misses its objective anyway."""
+        """Returns this replica as a candidate for a request: its load, the cached tokens, and whether it can start the
+        request. ``is_late``: the request can no longer keep its objective.
+        """
         limits, capacity = self._limits, survey.capacity
         num_known = num_held = 0
         if limits.prefix_cache:
@@ -102,7 +106,9 @@ class RoutedReplica:
 
 
 def _step_bounds(limits: SchedulerLimits) -> tuple[int, int]:
-    """Returns the maximum requests and tokens that may wait at a replica: as many as its next step or batch starts."""
+    """Returns the maximum requests and tokens that may wait at a replica: the number that its next step or batch can
+    start.
+    """
     if limits.batching is BatchingStrategy.NONE:
         return 1, limits.max_num_batched_tokens
     if limits.batching is not BatchingStrategy.CONTINUOUS:

@@ -160,7 +160,7 @@ class Router:
     # Ends
 
     def _note_updates(self, updates: Iterable[RequestUpdate]) -> None:
-        """Charges new tokens to their tenants, and forgets requests that have ended."""
+        """Charges new tokens to the tenants of their requests, and removes requests that have ended."""
         pays = self.limits.fairness and self._intake.has_tenants
         for update in updates:
             entry = self._entries.get(update.request.request_id)

@@ -57,7 +57,7 @@ class RouterAdmission(Admission):
         self._predictor = predictor
         self._block_size = block_size
         self._refused: tuple[Sequence, int, int] | None = None
-        """The last refused candidate, with the ``version`` argument and the token limit of that refusal."""
+        """The last refused candidate, with the ``version`` argument and the token limit at that time."""
 
     def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
         """Returns True if ``candidate`` may join the running sequences, in O(n log n) for n running sequences.
@@ -93,7 +93,7 @@ class RouterAdmission(Admission):
 
     def _within_limit(self, entries: list[tuple[int, int]]) -> bool:
         limit, size = self.max_total_tokens, self._block_size
-        # an upper bound: all sequences reach their ends together
+        # fast check with an upper bound: all sequences have their maximum length at the same time
         if sum(map(sum, entries)) + len(entries) * (size - 1) <= limit:
             return True
         return peak_tokens(entries, size, limit) <= limit
@@ -124,7 +124,9 @@ class AimdAdmission(RouterAdmission):
         self._may_increase = True
 
     def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
-        """Returns True if ``candidate`` may start. A refusal by the limit alone raises the limit once per step."""
+        """Returns True if ``candidate`` may start. If only the token limit refuses it, raises the limit, at most once
+        per step.
+        """
         if super().may_start(candidate, running, page_use, version):
             return True
         if self._may_increase and page_use < self.MAX_PAGE_USE:

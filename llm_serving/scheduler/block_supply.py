@@ -84,7 +84,7 @@ class _PrefixSupply(BlockSupply):
         self._num_changes += 1
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
-        """Returns the cached prefix of a waiting sequence. Repeats the lookup only if its result may have changed."""
+        """Returns the cached prefix of a waiting sequence. Reuses the previous result while it cannot have changed."""
         known = sequence.prefix_match
         if known is not None and known[0] == self._num_changes:
             return known[1]

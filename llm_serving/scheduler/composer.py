@@ -105,7 +105,9 @@ class StepComposer(Stateful):
         return in_flight.add(step, sequences, first_chunk=len(sequences))
 
     def _columns(self, sequences: list[Sequence]) -> DecodeBatch:
-        """Returns the columns (lists, one entry per sequence) of the last decode step, or new ones for a new batch."""
+        """Returns the columns (lists, one entry per sequence) of the last decode step if the batch is the same,
+        otherwise new ones.
+        """
         batch, changes = self._batch, self._state.running.num_changes
         if batch is None or changes != self._batch_changes or batch.sequences != sequences:
             batch = self._batch = DecodeBatch.of(sequences)
@@ -130,8 +132,8 @@ class StepComposer(Stateful):
             sequences = self._grow(ready, now)
             if sequences or state.in_flight.num_steps or state.running.num_leaving:
                 return sequences
-            # All chosen sequences were preempted. Choose others immediately: if no step is in flight, nothing calls
-            # this method again.
+            # All chosen sequences were preempted. Choose other sequences immediately, because without a step in flight
+            # the engine would not call this method again.
 
     def _ready(self) -> tuple[list[Sequence], int]:
         """Returns the sequences that can decode, and the number of sequences that will join after their prefill.

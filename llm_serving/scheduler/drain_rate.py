@@ -6,7 +6,9 @@ from llm_serving.scheduler.snapshot import Stateful
 
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 30.0
-"""A longer pause would leave capacity unused, because the queue can drain much faster than it did before."""
+"""Maximum seconds after which a client should try again. A longer pause could leave capacity unused, because the queue
+may drain faster than before.
+"""
 
 _KEEP = 1 - 1 / 64
 """Weight of old samples in the moving average of the queue's speed: each request that leaves the queue multiplies

@@ -32,7 +32,7 @@ class Figures:
     prefix_query_tokens: int = 0
     """Number of tokens looked up in the prefix cache. At each start of a sequence, all its known tokens count."""
     prefix_hit_tokens: int = 0
-    """Number of looked-up tokens that the prefix cache had."""
+    """Number of looked-up tokens that were found in the prefix cache."""
     reserved_tokens: int = 0
     """Number of KV positions in the blocks of all block tables."""
     held_tokens: int = 0
@@ -93,9 +93,11 @@ class Capacity:
     """Waiting requests that were preempted here or ran on another replica. They start before all others."""
     num_free_rows: int
     num_startable: int
-    """Free batch rows that waiting requests can use, given the free blocks, the admission and the policy."""
+    """Number of waiting requests that can start: free batch rows, limited by the free blocks, the admission and the
+    policy.
+    """
     num_free_blocks: int
-    """Free blocks, without those that must stay free when a sequence starts."""
+    """Free blocks minus the number of blocks that must stay free when a sequence starts."""
     num_waiting_blocks: int
     """Blocks for the tokens of all waiting requests."""
     is_held_up: bool
@@ -147,7 +149,9 @@ class Capacity:
         return self.num_preempted + self.num_waiting + (self.num_late if is_late else 0)
 
     def fits(self, num_blocks: int, num_ahead: int) -> bool:
-        """Returns True if a batch row and ``num_blocks`` blocks are left for a request behind ``num_ahead`` others."""
+        """Returns True if a batch row and ``num_blocks`` blocks remain free after ``num_ahead`` waiting requests have
+        started.
+        """
         if self.is_idle:
             return True
         if self.is_held_up:

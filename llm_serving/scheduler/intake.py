@@ -78,7 +78,7 @@ class Intake(Stateful):
         self._enter_queue(sequence)
 
     def end(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """Forgets a request that is not in the queue, and notes why and when it ended."""
+        """Removes a request that is not in the queue, and records why and when it ended."""
         request = sequence.request
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
@@ -100,7 +100,7 @@ class Intake(Stateful):
         return expired
 
     def note_ended(self, updates: list[RequestUpdate]) -> None:
-        """Keeps the last updates of ended requests until ``take_ended`` returns them."""
+        """Stores the last updates of ended requests until ``take_ended`` returns them."""
         self._ended += updates
 
     @property
@@ -147,11 +147,13 @@ class Intake(Stateful):
         return None
 
     def num_startable(self, num_free_rows: int) -> int:
-        """Returns how many waiting requests can start: ``num_free_rows``, or the noted limit if that is less."""
+        """Returns how many waiting requests can start: ``num_free_rows``, or the limit of ``limit_starts`` if that is
+        less.
+        """
         return num_free_rows if self._max_starts is None else min(num_free_rows, self._max_starts)
 
     def limit_starts(self, num_starts: int) -> None:
-        """Notes that at most ``num_starts`` requests can start, because of blocks, admission or policy.
+        """Limits the result of ``num_startable`` to ``num_starts``, because of blocks, admission or policy.
 
         The least limit holds until the queue is empty. Blocks become free a few at a time. If a free block raised the
         limit, the queue would take a request for every free batch row. Most of these requests could not start.

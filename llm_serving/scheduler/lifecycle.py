@@ -159,7 +159,7 @@ class Lifecycle:
         return self.end_all([sequence], NOT_FINITE_ERROR, now)
 
     def _note_prefixes(self, flight: InFlightStep) -> None:
-        """Reports the computed chunks of a step to the prefix cache."""
+        """Reports to the prefix cache the tokens that a completed step has computed."""
         step = flight.step
         for index in range(flight.first_chunk, len(flight.sequences)):
             sequence = flight.sequences[index]

@@ -45,7 +45,7 @@ class PreemptionKind(enum.Enum):
     SWAP = "swap"
     """The sequence's blocks move to host memory and come back. If the host pool is full, the sequence is recomputed."""
     AUTO = "auto"
-    """Recompute or swap, whichever is faster by the rates measured so far."""
+    """Recompute or swap, whichever takes less time at the rates that were measured until now."""
 
 
 class AdmissionKind(enum.Enum):

@@ -14,10 +14,12 @@ from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import ChunkPlan, DecodeBatch, append_chunks, build_decode
 
 _MIN_CHUNK = 16
-"""Tokens of a mixed step that prompts get even if decoding sequences use the whole budget. So prompts never stop."""
+"""Tokens of a mixed step that prompts get even if decoding sequences use the whole budget. So prompts always make
+progress.
+"""
 
 _MAX_STEPS_WITHOUT_PROMPTS = 8
-"""Number of consecutive steps that decoding sequences may fill while prompts wait. Then a prefill step follows."""
+"""Maximum number of consecutive steps that decoding sequences may fill while prompts wait. A prefill step follows."""
 
 
 class MixedComposer(StepComposer):

@@ -42,7 +42,7 @@ class SchedulingPolicy(Stateful, ABC):
 
 
 class PromptsFirst(SchedulingPolicy):
-    """Sends a prefill step as soon as the first waiting request fits, else a decode step.
+    """Chooses a prefill step if the first waiting request can start, else a decode step.
 
     After ``prefill_streak_limit`` consecutive prefill steps that delayed decoding sequences, a decode step goes first.
     """

@@ -31,7 +31,7 @@ class Preemption(Stateful):
         self._admission = admission
 
     def preempt(self, sequence: Sequence, now: float) -> None:
-        """Takes the blocks of a running sequence, as soon as no step in flight uses them."""
+        """Preempts a running sequence. Its blocks become free when no step in flight uses them."""
         self.num_preemptions += 1
         sequence.request.num_preemptions += 1
         swaps = self._swapper is not None and self._swapper.prepare(sequence)
@@ -42,7 +42,8 @@ class Preemption(Stateful):
         self.settle(sequence)
 
     def settle(self, sequence: Sequence) -> None:
-        """Takes batch row and blocks of a LEAVING sequence back, as soon as no step in flight uses them.
+        """Frees the batch row and the blocks of a LEAVING sequence if no step in flight uses them; otherwise does
+        nothing.
 
         The sequence is then removed, waits again or is swapped. Before it is swapped, its blocks move to the host.
         """

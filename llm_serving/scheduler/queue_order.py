@@ -132,7 +132,9 @@ class QueueOrder(Stateful):
         return False
 
     def is_spare(self, sequence: Sequence) -> bool:
-        """Returns True if a start of ``sequence`` uses only spare capacity: it is late, and none on time waits."""
+        """Returns True if ``sequence`` is late and no request that is on time waits, so that its start uses only spare
+        capacity.
+        """
         return False
 
     def expects_more(self, now: float) -> bool:
@@ -154,7 +156,9 @@ class QueueOrder(Stateful):
         self.restore_attributes(self.STATE[2:], state, sequences)
 
     def _update_oldest(self, priority: int, its_class: _PriorityClass) -> None:
-        """Updates the place of a class after its oldest sequence may have changed. An empty class becomes idle."""
+        """Updates the position of a priority class after its oldest sequence may have changed. An empty class becomes
+        idle.
+        """
         oldest = its_class.by_arrival.first() if its_class.by_arrival else None
         if oldest is its_class.known_oldest:
             return
@@ -229,7 +233,7 @@ class FairQueue(Stateful):
         return sequence.request.tenant if self._fairness else ""
 
     def _update_counters(self, tenant: str) -> None:
-        """Informs the virtual token counters of the tenant's first waiting sequence, or that the tenant has none."""
+        """Updates the virtual token counters: the tenant's first waiting sequence, or that the tenant has none."""
         sequences = self._tenants[tenant]
         if sequences:
             self._counters.wait(tenant, sequences.key(sequences.first()))
@@ -284,7 +288,7 @@ class VirtualTokenCounters(Stateful):
         self._counters[tenant] = self.counter(tenant) + service
 
     def _floor(self) -> int:
-        """Returns the least value for the counter of a tenant that starts to wait. This value never falls."""
+        """Returns the minimum counter of a tenant whose first request starts to wait. This minimum never decreases."""
         return self._counters[self.first()] if self._waiting else self._counters.get(self._last, 0)
 
     def _drop_idle(self) -> None:

@@ -84,7 +84,9 @@ class RunningSet(Stateful):
         self._prefilling: dict[int, Sequence] = {}
         self._num_preempted = 0
         self.num_changes = 0
-        """Increases whenever a sequence starts or stops, and so whenever a batch row or a block table changes."""
+        """Number of starts and stops of sequences since the start. While it stays the same, no batch row changes its
+        sequence.
+        """
 
     def __len__(self) -> int:
         return len(self._running)
@@ -215,7 +217,7 @@ class RunningSet(Stateful):
         self._num_preempted += not sequence.request.is_finished
 
     def finish_leaving(self) -> None:
-        """Notes that a preempted sequence has finished while it was leaving."""
+        """Records that a preempted sequence has finished while it was leaving."""
         self._num_preempted -= 1
 
     def release(self, sequence: Sequence) -> None:

@@ -116,7 +116,8 @@ class Scheduler:
         return self._intake.queue_full(self._running.num_free_rows)
 
     def finish_request(self, request_id: str, reason: FinishReason, now: float) -> RequestUpdate | None:
-        """Ends a request from outside: it was aborted, or a stop string was found. Returns None for an unknown id.
+        """Ends a request for a reason that the scheduler does not see: an abort, or a stop string. Returns None for an
+        unknown id.
 
         Its blocks become free when no step in flight uses them.
         """
@@ -142,7 +143,9 @@ class Scheduler:
 
     @property
     def figures(self) -> Figures:
-        """The present counts. Any thread may read them, also during a step, when they belong to two steps."""
+        """The present counts. Any thread may read them. During an update, some counts may already be new while others
+        are old.
+        """
         return Figures.of(self._state, self._preemption)
 
     @property

@@ -62,7 +62,9 @@ class Sequence:
     """True after a step of this sequence never ran. The results of its steps in flight are then void, and the content
     of its blocks is unknown."""
     last_chosen: int = 0
-    """Number of the sequence's latest decode step. Only steps that could not take all decoding sequences count."""
+    """When the sequence was last chosen for a decode step that could not take all decoding sequences: a number that
+    increases with each choice.
+    """
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling

@@ -326,7 +326,8 @@ class StepCostModel(Stateful):
 
 
 def _counts(step: ScheduledStep) -> tuple[float, float, float, float]:
-    """Returns the inputs of the cost model: 1, decoding sequences, their context tokens, prompt tokens.
+    """Returns the inputs of the cost model for a step: 1, the number of decoding sequences, their context tokens, and
+    the prompt tokens.
 
     A chunk of one token counts as a decoding sequence.
     """

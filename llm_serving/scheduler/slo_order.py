@@ -88,8 +88,8 @@ class SloOrder(QueueOrder):
         return sequence not in self._latest_starts
 
     def is_spare(self, sequence: Sequence) -> bool:
-        """Returns True if a start of ``sequence`` would use only spare capacity: it is late, and no reserved start is
-        due.
+        """Returns True if a start of ``sequence`` would use only spare capacity: it is late, and the next start is not
+        reserved for late requests.
 
         While late requests wait, every ``LATE_SHARE``-th start is reserved for them. Otherwise a late request is the
         first of the queue only if no request on time waits.

@@ -46,7 +46,7 @@ class SchedulerState(Stateful):
         return (usable - self.kv_cache.num_free_blocks) / usable
 
     def note_no_capacity(self) -> None:
-        """Notes that the first waiting request found no batch row or no blocks."""
+        """Records that the first waiting request found no batch row or no blocks."""
         self.no_capacity = (self.running.num_changes, self.running.num_free_rows, self.kv_cache.num_free_blocks)
 
     @property

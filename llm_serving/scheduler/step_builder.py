@@ -12,7 +12,9 @@ from llm_serving.scheduler.sequence import Sequence
 
 
 class ChunkPlan:
-    """The prompt chunks of a step while the scheduler composes it. A chunk is the next known tokens of a sequence."""
+    """The prompt chunks of a step while the scheduler composes it. A chunk consists of the next uncomputed known tokens
+    of a sequence.
+    """
 
     def __init__(self, limits: SchedulerLimits, num_tokens: int, num_history_tokens: int = 0) -> None:
         """``num_tokens``: maximum number of prompt tokens in the step.
@@ -35,7 +37,7 @@ class ChunkPlan:
     def fits(self, sequence: Sequence, num_uncomputed_tokens: int) -> bool:
         """Returns True if the step can take a token of ``sequence``, which has this number of uncomputed tokens.
 
-        If its last known token fits, the history that the sampler needs must fit too.
+        If the chunk would end with its last known token, the step samples, so the sequence's history must fit too.
         """
         if self.is_full:
             return False

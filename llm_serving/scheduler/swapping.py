@@ -83,7 +83,7 @@ class Swapper(Stateful):
         self._state = state
         self._choice = PreemptionChoice(state.limits.preemption, state.limits.block_size)
         self._leaving_for_host: list[Sequence] = []
-        """Sequences whose blocks the next MOVE step copies to the host."""
+        """Preempted sequences whose blocks a MOVE step must still copy to the host."""
 
     def prepare(self, sequence: Sequence) -> bool:
         """Gives host blocks to a sequence that is preempted, if it should be swapped. Returns True if it has them.
@@ -107,7 +107,7 @@ class Swapper(Stateful):
             self._leaving_for_host.append(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        """Takes the host blocks of a sequence back. No MOVE step in flight uses them."""
+        """Frees the host blocks of a sequence. No MOVE step in flight uses them."""
         if sequence.host_table:
             self._state.kv_cache.host_pool.free(sequence.host_table)
             sequence.host_table = []
@@ -142,7 +142,8 @@ class Swapper(Stateful):
         while leaving and len(moves) + len(leaving[0].host_table) <= max_moves:
             sequence = leaving.pop(0)
             sequences.append(sequence)
-            pairs = zip(sequence.block_table, sequence.host_table, strict=False)  # blocks without tokens are not copied
+            # the host table is shorter if the last blocks have no tokens; these are not copied
+            pairs = zip(sequence.block_table, sequence.host_table, strict=False)
             moves += [BlockMove(MoveKind.SWAP_OUT, block, host) for block, host in pairs]
         return self._send(moves, sequences, StepReason.SWAP_OUT) if moves else None
 

@@ -79,7 +79,7 @@ class ServerApp:
             _note_response(self.state, scope, "unmatched", response.status_code)
             await response(scope, receive, send)
         finally:
-            scope.pop(STREAM_CHANNEL, None)  # the channel refers to the scope: break the reference cycle
+            scope.pop(STREAM_CHANNEL, None)  # breaks a reference cycle, because the channel refers to the scope
             if visit is not None:
                 visit.leave()
 

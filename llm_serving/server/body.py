@@ -63,14 +63,14 @@ async def read_request(model: type[ModelT], request: Request, max_bytes: int) ->
 
 
 class BodyCounter(Protocol):
-    """The application's state, as far as bodies of requests concern it."""
+    """The part of the application's state that counts the bytes of request bodies."""
 
     settings: Any
     body_bytes: int
 
 
 class _CountedBytes:
-    """The part of one request in the bytes of all bodies that are being read or parsed."""
+    """The bytes of one request body, counted as part of all bodies that are being read or parsed."""
 
     def __init__(self, state: BodyCounter) -> None:
         self._state = state

@@ -92,7 +92,7 @@ class Generation:
         return sum(self._cached_tokens.get(index, 0) for index in first.values())
 
     def receipt(self) -> dict[str, Any]:
-        """Return the receipt of the HTTP request: where its time went until now."""
+        """Return the receipt of the HTTP request: the time that it has spent in each phase until now."""
         now = time.monotonic()
         receipts = [opened.receipt(now) for opened in self._open]
         receipts += filter(None, map(self.state.engine.receipt, self._searches))
@@ -160,7 +160,7 @@ class Generation:
         self._log_arrival(replace(choice, request_id=name))
         self._searches.append(name)
         prompt = choice.prompt.token_ids
-        num_output_tokens = params.width * params.max_tokens  # a search that is cut off counts in full
+        num_output_tokens = params.width * params.max_tokens  # an aborted search counts as a complete one
         try:
             result = await self.state.engine.search(name, prompt, params, self._received_at, scheduling=self.scheduling)
             num_output_tokens = sum(len(beam.token_ids) for beam in result.beams)
@@ -175,7 +175,7 @@ class Generation:
         return result.beams
 
     def note_end(self, index: int, piece: RequestOutput) -> LLMServingError | None:
-        """Note the last piece of choice ``index``. Returns an error for the client if the output is not complete."""
+        """Record the last piece of choice ``index``. Returns an error for the client if the output is not complete."""
         self._cached_tokens[index] = piece.num_cached_tokens
         if piece.finish_reason is FinishReason.ERROR:
             if piece.error == NOT_FINITE_ERROR:

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 PERIOD_S = 0.01
-"""Time between two measurements in seconds. A block shows up with its length, less at most one period."""
+"""Time between two measurements in seconds. The measured length of a block is too short by at most one period."""
 
 
 class LoopWatch:

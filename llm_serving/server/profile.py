@@ -56,7 +56,7 @@ async def _start(state: ServerState, request: Request) -> Response:
         folder = str(Path(state.settings.profile_folder).absolute() / time.strftime("%Y%m%d-%H%M%S"))
         agents = await _tell(state, folder, START_TIMEOUT_S)
         if any(agent["error"] for agent in agents):
-            # one agent failed: stop the profile of the agents that did start it
+            # one agent failed, so stop the profile of the agents that have started it
             await _tell(state, None, STOP_TIMEOUT_S)
             reasons = "; ".join(str(agent["error"]) for agent in agents if agent["error"])
             logger.warning("a profile could not start: %s", reasons)
@@ -72,7 +72,7 @@ async def _start(state: ServerState, request: Request) -> Response:
 
 async def _stop(state: ServerState, request: Request) -> Response:
     if state.profile.folder is None and state.profile.last is not None:
-        last, state.profile.last = state.profile.last, None  # it stopped by itself
+        last, state.profile.last = state.profile.last, None  # the timer has stopped the profile
         return json_response(last)
     return json_response(await _finish(state))
 

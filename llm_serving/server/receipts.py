@@ -1,4 +1,6 @@
-"""``GET /requests/{id}``: returns where a request's time went, while it is served and for some time after its end."""
+"""``GET /requests/{id}``: returns the receipt of a request (the time in each phase), while it is served and for some
+time after its end.
+"""
 
 from __future__ import annotations
 

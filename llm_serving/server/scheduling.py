@@ -83,7 +83,7 @@ def scheduling_of(fields: SchedulingFields, request: Request, settings: ServerSe
 
 
 def visit_of(request: Request) -> Visit | None:
-    """Return what access control knows of a request. None if the server has neither keys nor an audit log."""
+    """Return the access control's record of a request. None if the server has neither keys nor an audit log."""
     visit: Visit | None = request.scope.get(VISIT)
     return visit
 
@@ -99,7 +99,9 @@ def tenant_of(request: Request) -> str:
 
 
 def _owner(request: Request) -> bytes:
-    """Return what all requests that may share the prefix cache have in common: the key's name, or the bearer token."""
+    """Return the name of the request's key, or its bearer token. Only requests with equal results may share blocks of
+    the prefix cache.
+    """
     visit = visit_of(request)
     return visit.name.encode() if visit is not None and visit.name else _api_key(request.headers)
 

@@ -76,7 +76,7 @@ class EventStream:
                 self.status_code = reply.status
                 await reply.response()(scope, receive, send)
         else:
-            generation.close()  # at the time of the last byte; after an error, ``app.py`` closes the generation
+            generation.close()  # closes at the time of the last byte; after an error, ``app.py`` closes the generation
         finally:
             channel.detach()
             self._over = None  # breaks a reference cycle: an error in the asyncio future refers to this frame

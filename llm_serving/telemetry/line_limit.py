@@ -4,14 +4,15 @@ from __future__ import annotations
 
 
 class LineLimit:
-    """Admits ``per_second`` lines in each second, and counts the others. The caller locks."""
+    """Admits ``per_second`` lines in each second, and counts the others. Not thread-safe: the caller must hold a lock.
+    """
 
     def __init__(self, per_second: int) -> None:
         self._per_second = per_second
         self._second = 0.0
         self._admitted = 0
         self.num_suppressed = 0
-        """Number of lines that were not admitted since ``take_suppressed`` returned a number."""
+        """Number of lines that were not admitted since the last report by ``take_suppressed``."""
 
     def admits(self, now: float) -> bool:
         """Return whether a line may be written at the time ``now``, in seconds. Counts the line."""

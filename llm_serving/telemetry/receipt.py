@@ -1,4 +1,4 @@
-"""The receipt of a request: where its time went. The scheduler keeps one receipt for each request.
+"""The receipt of a request: the time that it spent in each phase. The scheduler keeps one receipt for each request.
 
 A request is in one phase at a time. Times are whole microseconds, and the duration of a phase is the difference of two
 times. The phases of a receipt therefore add up exactly to its whole time.
@@ -208,7 +208,7 @@ class Receipt:
             return
         self.blocked_us = self._blocked_in_lines(now_us)
         self._line, self._joined_at, self._blocked_before = None, {}, {}
-        # never first in the queue: the requests that blocked the first one also blocked this one
+        # this request was never the first of the queue: the requests that blocked the first one also blocked this one
         if self.blocked_us and not self._blockers:
             for request_id in line.blockers:
                 self._note_blocker(request_id)

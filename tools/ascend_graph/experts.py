@@ -72,7 +72,7 @@ class ExpertRules:
         return node.primitive == "MatMul" and self._wiring.source(node.operands[1])[0].name.endswith(ROUTER)
 
     def router_problems(self, node: Node) -> Iterator[str]:
-        """The router's MatMul is in float32, whatever the type of the weights is."""
+        """Yields the errors of the expert router's MatMul, which must be in float32 for every type of weights."""
         weight, _ = self._wiring.source(node.operands[1])
         wanted = TensorType("f32", (self._experts.count, self._hidden))
         if weight.type != wanted or [each.value for each in node.operands[2:4]] != [False, True]:
@@ -144,7 +144,9 @@ class ExpertRules:
             yield "group_list does not come from the counts of MoeInitRoutingV2"
 
     def _rows_problems(self, given: dict[str, Operand]) -> Iterator[str]:
-        """Rows are sorted by expert, or are the activation of the previous product. Integers have their own scales."""
+        """Yields errors unless the rows are sorted by expert or are the activation of the previous product. Integer
+        rows must come with their scales.
+        """
         rows = given["x"]
         if self._form.quantises_activations:
             primitive, name, index = self._origin(rows)
@@ -162,7 +164,7 @@ class ExpertRules:
             yield f"the rows do not come from {wanted[0]}"
 
     def _parameter_problems(self, node: Node, given: dict[str, Operand]) -> Iterator[str]:
-        """Parameters belong to the same layer and have the shapes and types of the form."""
+        """Yields errors unless the parameters belong to the same layer and have the shapes and types of the form."""
         place, inner = self._place(given["weight"]), self._experts.intermediate_size
         depth, columns = (inner, self._hidden) if place == "mlp.down" else (self._hidden, 2 * inner)
         wanted = expert_parameters(self._form, self._experts.count, depth, columns, self._dtype)

@@ -140,7 +140,9 @@ class KernelRules:
             yield f"{heads // kv_heads} query heads share a key-value head; the kernel takes at most {_MAX_GROUP}"
 
     def _cache_sizes(self, cache: TensorType) -> Iterator[str]:
-        """Source: the refusals of ``InternalPagedAttentionTilingImpl`` in ``_WHEEL``."""
+        """Yields the errors in the sizes of a KV cache. Source: the refusals of ``InternalPagedAttentionTilingImpl`` in
+        ``_WHEEL``.
+        """
         if len(cache.shape) != 4:
             yield f"key_cache is {cache}; it must be [blocks, block size, heads, head size]"
             return

@@ -66,7 +66,9 @@ class ProductRules:
             yield f"gives {node.results[0]} with the weight {weight.type}"
 
     def _dynamic_problems(self, node: Node, form: LinearForm) -> Iterator[str]:
-        """Operands: x1, x2, scale, offset, bias, pertoken_scale, transpose_x1, transpose_x2, dtype."""
+        """Yields the errors of a QuantBatchMatmul. Operands: x1, x2, scale, offset, bias, pertoken_scale, transpose_x1,
+        transpose_x2, dtype.
+        """
         operands = self._wiring.operands(node)
         integers, index = self._wiring.source(operands[0])
         scales, scales_index = self._wiring.source(operands[5])
@@ -83,8 +85,9 @@ class ProductRules:
         yield from self._parameter_problems(node, form, {"weight": operands[1], "scale": operands[2]})
 
     def _weight_only_problems(self, node: Node, form: LinearForm) -> Iterator[str]:
-        """Operands: x, weight, scale, offset, quant_scale, quant_offset, bias, transpose_x, transpose_weight,
-        group_size."""
+        """Yields the errors of a WeightQuantBatchMatmul. Operands: x, weight, scale, offset, quant_scale, quant_offset,
+        bias, transpose_x, transpose_weight, group_size.
+        """
         operands = self._wiring.operands(node)
         transposed = is_transposed(form)
         if [each.value for each in operands[7:9]] != [False, transposed]:
@@ -107,7 +110,7 @@ class ProductRules:
                 yield f"{name} is given; there is none"
 
     def _parameter_problems(self, node: Node, form: LinearForm, given: dict[str, Operand]) -> Iterator[str]:
-        """Parameters belong to the same layer and have the shapes and types of the form."""
+        """Yields errors unless the parameters belong to the same layer and have the shapes and types of the form."""
         columns = node.results[0].shape[-1]
         x = self._wiring.operands(node)[0]
         depth = self._width(x)

@@ -246,7 +246,9 @@ class _Rules:
             yield f"scale_value is {scale.value:.7g}; 1 / sqrt(head size) is {wanted:.7g}"
 
     def _order_problems(self, node: Node, query: Operand) -> Iterator[str]:
-        """The query must depend on the layer's write of the cache. Otherwise the kernels may run in the wrong order."""
+        """Yields an error unless the query depends on the layer's write of the cache. Otherwise the kernels may run in
+        the wrong order.
+        """
         depend = self._wiring.node_of(query)
         write = (
             self._wiring.node_of(depend.operands[1]) if depend is not None and depend.primitive == "Depend" else None

@@ -51,7 +51,9 @@ def sampling_problems(kind: str, graph: Graph, config: Config) -> Iterator[str]:
 
 
 def _top_k_problems(node: Node, wiring: Wiring, count: int) -> Iterator[str]:
-    """The host sorts candidates of equal logits itself, so the order of equal values does not matter."""
+    """Yields the errors of a TopkExt. The order of equal values does not matter, because the host sorts candidates of
+    equal logits itself.
+    """
     values, *settings = wiring.operands(node)
     wanted = [count, _LAST_AXIS, True, True]
     found = [operand.value for operand in settings]

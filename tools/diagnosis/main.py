@@ -90,7 +90,8 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _bundle(options: argparse.Namespace, host: Host) -> int:
-    from tools.diagnosis.bundle import write_bundle  # here, because it imports the server's package
+    # imported here, because it imports the server's package, which may be missing
+    from tools.diagnosis.bundle import write_bundle
 
     names = write_bundle(options.out, host, options.config, options.overrides, options.logs)
     print(f"{options.out}: {len(names)} files, {options.out.stat().st_size / 1024:.0f} KiB. Secrets, prompts and")

@@ -36,7 +36,7 @@ class Message:
 
 @dataclass(slots=True)
 class RequestTotals:
-    """Sums over ended requests. ``cached_tokens`` are prompt tokens that the prefix cache had."""
+    """Sums over ended requests. ``cached_tokens`` counts prompt tokens found in the prefix cache."""
 
     requests: int = 0
     completed: int = 0
