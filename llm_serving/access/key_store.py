@@ -56,7 +56,8 @@ class KeyStore:
     def refresh(self) -> bool:
         """Read the file if it has changed. Returns whether the keys have changed.
 
-        If the file has an error, the old keys stay valid. Any thread may call this method. A file with 10000 keys takes 0.2 seconds.
+        If the file has an error, the old keys stay valid. Any thread may call this method. A file with
+        10000 keys takes 0.2 seconds.
         """
         with self._lock:
             path = self._path

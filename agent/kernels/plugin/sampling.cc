@@ -1,5 +1,5 @@
-// ArgMaxWithValue and Exp: with TopkExt (experts.cc) and the arithmetic of arithmetic.cc, the primitives that sample on
-// a device (agent/device_sampling).
+// The primitives ArgMaxWithValue and Exp. The sampling graphs (agent/device_sampling) use them with TopkExt
+// (experts.cc) and the primitives of arithmetic.cc.
 #include <algorithm>
 #include <type_traits>
 
@@ -59,9 +59,9 @@ void arg_max(const Call& call, int64_t rows, int64_t size, int index, int value)
 
 }  // namespace
 
-// ArgMaxWithValue(input [..., size], axis, keep_dims) -> index and value of the largest element along the last axis:
-// the first of equal elements, as MindSpore's documentation promises. A NaN is larger than every number, as for the
-// operators of an Ascend (aclnnMaxDim), so that a row with a NaN has the value NaN.
+// Runs ArgMaxWithValue(input [..., size], axis, keep_dims) -> index and value of the largest element along the last
+// axis: the first of equal elements, as MindSpore's documentation promises. A NaN is larger than every number, as for
+// the operators of an Ascend (aclnnMaxDim), so that a row with a NaN has the value NaN.
 int plugin_arg_max_with_value(const Call& call) {
   enum { kInput, kAxis, kKeepDims, kIndex, kValue, kCount };
   const int dims = call.ndims[kInput];
