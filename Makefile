@@ -20,9 +20,10 @@ SERVING     := $(VENV)/.serving-installed
 TESTS       := $(VENV)/.tests-installed
 MODEL       := $(VENV)/.model-installed
 DOCS        := $(VENV)/.docs-installed
+AUDIT       := $(VENV)/.audit-installed
 MINDFORMERS := $(VENV)/.mindformers-installed
 
-.PHONY: serve setup test test-fast test-sweeps test-aarch64 lint bench docs docs-site lock setup-mindformers test-mindformers clean help
+.PHONY: serve setup test test-fast test-sweeps test-aarch64 lint bench docs docs-site audit sbom lock setup-mindformers test-mindformers clean help
 
 serve: $(SERVING) $(KERNELS) $(if $(findstring smollm2,$(CONFIG)),$(MODEL))  ## serve; CONFIG=FILE chooses the deployment, ARGS="--set section.key=value" changes settings
 	@$(BIN)/python start_server.py --config $(CONFIG) $(ARGS)
@@ -55,6 +56,13 @@ docs: setup  ## write the generated pages and pictures of docs/
 docs-site: setup $(DOCS)  ## build the searchable site of docs/ in build/site; fails on a broken link
 	@$(BIN)/mkdocs build --quiet --strict
 	@$(BIN)/python -m pytest -q tests/test_documentation_site.py tests/test_documentation_links.py
+
+audit: $(AUDIT)  ## known vulnerabilities of the locked packages; needs https://pypi.org
+	@$(BIN)/python tools/audit_packages.py $(ARGS)
+
+sbom: $(AUDIT)  ## list of the packages for serving in build/sbom.json (CycloneDX), with their hashes
+	@mkdir -p build
+	@$(BIN)/cyclonedx-py requirements --output-reproducible --pyproject pyproject.toml --output-file build/sbom.json requirements.lock
 
 lock: setup  ## write the lock files from pyproject.toml; ARGS=--upgrade takes the newest permitted versions
 	@$(BIN)/python tools/lock_requirements.py $(ARGS)
@@ -93,6 +101,10 @@ $(MODEL): requirements-model.lock | $(SERVING)
 
 $(DOCS): requirements-docs.lock | $(SERVING) $(TESTS)
 	@$(INSTALL) --require-hashes -r requirements.lock -r requirements-test.lock -r requirements-lint.lock -r requirements-docs.lock
+	@touch $@
+
+$(AUDIT): requirements-audit.lock | $(SERVING) $(TESTS)
+	@$(INSTALL) --require-hashes -r requirements.lock -r requirements-test.lock -r requirements-lint.lock -r requirements-audit.lock
 	@touch $@
 
 $(MINDFORMERS): requirements-mindformers.lock | $(SERVING)

@@ -10,6 +10,7 @@ All files come from one resolution, so that they can be installed together. Each
     requirements-test.lock          tools and tests, in addition
     requirements-lint.lock          lint and types, in addition
     requirements-docs.lock          the documentation site, in addition
+    requirements-audit.lock         audit and list of packages, in addition
     requirements-mindformers.lock   MindFormers, in addition to serving
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESOLVER = "uv==0.13.9"
-BUILD = ("setuptools==80.9.0", "wheel==0.45.1")
+BUILD = ("setuptools==80.9.0", "wheel==0.46.3")
 """Build tools that must be installed before ``setup.py`` runs, because pip builds without isolation."""
 
 FILES = {
@@ -34,6 +35,8 @@ FILES = {
     "requirements-lint.lock": (("lint",), ("requirements.lock", "requirements-test.lock"), "Packages of `make lint`."),
     "requirements-docs.lock": (("docs",), ("requirements.lock", "requirements-test.lock", "requirements-lint.lock"),
                                "Packages of `make docs-site`."),
+    "requirements-audit.lock": (("audit",), ("requirements.lock", "requirements-test.lock", "requirements-lint.lock"),
+                                "Packages of `make audit` and `make sbom`."),
     "requirements-mindformers.lock": (("mindformers",), ("requirements.lock",),
                                       "Packages of `make setup-mindformers`."),
 }  # fmt: skip

@@ -61,6 +61,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "tools/write_reference_docs.py",
         "tools/draw_pictures.py",
         "tools/lock_requirements.py",
+        "tools/audit_packages.py",
     ),
 }
 """Every program that a user starts, by section of the page. A test checks that no program is missing."""

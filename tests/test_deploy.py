@@ -1,0 +1,91 @@
+"""The files of deploy/ agree with the server, and grant few rights."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llm_serving.config.loader import parse_override
+from llm_serving.config.sections import DEFAULT_SERVER_PORT, ServingConfig
+from support.server_process import running_server
+from support.small_configs import REPOSITORY
+from support.time_limits import time_limit
+
+DEPLOY = REPOSITORY / "deploy"
+UNIT = (DEPLOY / "llm-serving.service").read_text()
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["llm-serving"]
+POD = yaml.safe_load((DEPLOY / "kubernetes.yaml").read_text())["spec"]["template"]["spec"]
+[CONTAINER] = POD["containers"]
+
+
+@pytest.mark.parametrize("name", ["llm-serving.service", "Dockerfile", "compose.yaml", "kubernetes.yaml"])
+def test_every_setting_exists(name):
+    text = (DEPLOY / name).read_text().replace('", "', " ")
+    overrides = re.findall(r'--set[ =]"?([a-z_]+\.[a-z_]+=[^\s",\\]+)', text)
+    assert overrides
+    for override in overrides:
+        parse_override(override)
+
+
+def test_there_is_more_time_to_stop_than_to_drain():
+    drain = ServingConfig().drain_timeout_s
+    [unit] = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
+    compose = int(COMPOSE["stop_grace_period"].removesuffix("s"))
+    assert min(int(unit), compose, POD["terminationGracePeriodSeconds"]) >= drain + 10
+
+
+def test_containers_have_no_root_no_privileges_and_a_read_only_system():
+    [user] = re.findall(r"^USER (\d+):\d+$", DOCKERFILE, re.MULTILINE)
+    assert int(user) > 0
+    assert DOCKERFILE.rindex("\nUSER ") > DOCKERFILE.rindex("\nRUN ")
+    assert COMPOSE["read_only"]
+    assert (COMPOSE["cap_drop"], COMPOSE["user"]) == (["ALL"], f"{user}:{user}")
+    assert COMPOSE["security_opt"] == ["no-new-privileges:true"]
+    rights = CONTAINER["securityContext"]
+    assert rights["readOnlyRootFilesystem"]
+    assert not rights["allowPrivilegeEscalation"]
+    assert rights["capabilities"] == {"drop": ["ALL"]}
+    assert POD["securityContext"]["runAsNonRoot"]
+    assert POD["securityContext"]["runAsUser"] == int(user)
+
+
+def test_the_port_is_the_default():
+    assert COMPOSE["ports"] == [f"{DEFAULT_SERVER_PORT}:{DEFAULT_SERVER_PORT}"]
+    assert CONTAINER["ports"] == [{"containerPort": DEFAULT_SERVER_PORT}]
+    assert f"EXPOSE {DEFAULT_SERVER_PORT}\n" in DOCKERFILE
+
+
+def test_what_the_image_copies_is_not_ignored():
+    ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    copied = [word for line in re.findall(r"^COPY ((?!--).*) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()]
+    assert len(copied) > 8
+    for name in copied:
+        assert f"!{name}" in ignored
+        assert (REPOSITORY / name).exists()
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_unit_and_rates_its_rights_as_few(tmp_path):
+    unit = tmp_path / "llm-serving.service"
+    unit.write_text(UNIT.replace("/opt/llm-serving/.venv/bin/python", "/bin/true"))
+    verified = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
+    assert "llm-serving" not in verified.stderr
+    rated = subprocess.run(
+        ["systemd-analyze", "security", "--offline=yes", "--threshold=20", unit], capture_output=True, text=True
+    )
+    assert rated.returncode == 0, rated.stdout[-200:]
+
+
+def test_the_health_check_sees_a_server_and_its_end(tmp_path):
+    path = Path("/tmp", f"llm-{tmp_path.name[-40:]}.sock")  # the path of a UNIX socket has at most 107 characters
+    check = [sys.executable, DEPLOY / "health_check.py", path]
+    with running_server(tmp_path, [f"serving_config.unix_socket={path}"]):
+        assert subprocess.run(check, timeout=time_limit(20)).returncode == 0
+    assert subprocess.run(check, timeout=time_limit(20)).returncode == 1
