@@ -24,6 +24,7 @@ from llm_serving.executor.agent_link import AgentLink, ProgressReport
 from llm_serving.executor.agent_states import AgentStates, Restarts
 from llm_serving.executor.base import AgentLost, AgentProfiled, AgentReady, ExecutorEvent
 from llm_serving.executor.step_slots import StepSlots
+from llm_serving.executor.vitals import Vitals
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import AgentMessage
 from llm_serving.ipc.shm import StepSlot
@@ -60,6 +61,7 @@ class AgentExecutor:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         self._steps = self._new_slots(())
+        self._vitals = Vitals((), 0, may_sleep=True)
         self._control_seq = 0
         self._distrusted: SelfCheckError | None = None
         self._profiled: dict[int, dict[str, object]] = {}
@@ -197,6 +199,8 @@ class AgentExecutor:
     def _on_ready(self, group: AgentGroup) -> AgentReady:
         self._restarts.ready(time.monotonic())
         self._steps = self._new_slots(group.memory.slot_memory.slots)
+        pids = [link.process.pid for link in group.links]
+        self._vitals = Vitals(pids, self._ranks.start, may_sleep=self._config.device != "CPU")
         if self._agent_states.is_wanted:
             self.request_status()
         return AgentReady(group.summary)
@@ -256,7 +260,8 @@ class AgentExecutor:
         if steps.join is not None and (due := steps.join.overdue_at) is not None:
             return due, "join"
         if steps.slot_of:
-            return steps.last_result + self._config.serving_config.step_timeout_s, "step"
+            timeout = steps.last_result + self._config.serving_config.step_timeout_s
+            return min((timeout, "step"), (self._vitals.next_look(steps.last_result), "look"))
         return None
 
     def _wait_s(self, timeout_s: float | None) -> float | None:
@@ -279,6 +284,10 @@ class AgentExecutor:
         settings = self._config.serving_config
         if deadline[1] == "restart":
             self._start_group()
+        elif deadline[1] == "look":
+            reason = self._vitals.look(now, self._steps.last_result, self._steps.longest_s)
+            if reason is not None:
+                raise AgentLostError(reason)
         elif deadline[1] == "join":
             assert join is not None
             join.check_overdue(now)

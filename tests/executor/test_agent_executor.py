@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,13 +15,14 @@ import psutil
 import pytest
 
 from llm_serving.errors import ConfigError
+from llm_serving.executor import vitals
 from llm_serving.executor.agent_process import bind_agent_ports
 from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus
 from llm_serving.ipc import messages
 from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepResult
-from support.executor_steps import events_until, prefill, shm_entries, submit_decode_before_prefill
-from support.stub_agent import DIE, HANG, RAISE, REFUSE, SLOW, stub_token
+from support.executor_steps import events_until, prefill, results, shm_entries, submit_decode_before_prefill
+from support.stub_agent import BUSY, DIE, HANG, RAISE, REFUSE, SLOW, stub_token
 
 
 def pid_of(executor):
@@ -161,6 +164,50 @@ def test_a_step_that_takes_too_long_loses_the_agent(make_executor):
     executor.submit(prefill(0, HANG))
     [lost] = events_until(executor, AgentLost)
     assert "did not answer step 0 within 1 s (serving_config.step_timeout_s)" in lost.error
+
+
+def test_a_stopped_agent_is_replaced_and_cannot_come_back(make_executor):
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    old = psutil.Process(pid_of(executor))
+    old.suspend()
+    executor.submit(prefill(0, 5))
+    [lost] = events_until(executor, AgentLost)
+    assert "agent 0 was stopped (SIGSTOP)" in lost.error
+    with contextlib.suppress(psutil.NoSuchProcess):
+        old.resume()
+    events_until(executor, AgentReady)
+    assert not old.is_running()
+    executor.submit(prefill(0, 5))
+    [result] = events_until(executor, StepResult)
+    assert result.sampled_ids == [stub_token(1, 0)]
+
+
+def test_a_step_that_hangs_is_found_long_before_its_timeout(make_executor):
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    executor.submit(prefill(0, HANG))
+    [lost] = events_until(executor, AgentLost)
+    assert "have done nothing for 2.0 s in the middle of a step" in lost.error
+
+
+def test_an_agent_that_gets_little_of_the_processor_is_not_lost(make_executor, monkeypatch):
+    monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(vitals, "ASLEEP_S", 0.1)
+    monkeypatch.setattr(vitals, "STOPPED_S", 0.1)
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    cores = os.sched_getaffinity(0)
+    psutil.Process(pid_of(executor)).nice(19)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in cores]
+    try:
+        executor.submit(prefill(0, BUSY))
+        [result] = results(executor, 1, 60.0)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert result.sampled_ids == [stub_token(1, 0)]
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import StepSlot
 from llm_serving.model.parallel import answering_rank, group_ranks
 
-DIE, RAISE, REFUSE, HANG, SLOW = 201, 202, 203, 204, 205
-"""Token ids: be killed, fail in an unforeseen way, refuse the step, never answer, answer after 0.2 s."""
+DIE, RAISE, REFUSE, HANG, SLOW, BUSY = 201, 202, 203, 204, 205, 206
+"""Token ids: be killed, fail in an unforeseen way, refuse the step, never answer, answer after 0.2 s, compute for 0.5 s
+of processor time."""
 
 
 def stub_token(context_len: int, row: int) -> int:
@@ -74,6 +75,10 @@ class StubRunner:
             raise ProtocolError("token 203 is refused")
         if HANG in tokens:
             time.sleep(600)
+        if BUSY in tokens:
+            end = time.process_time() + 0.5
+            while time.process_time() < end:
+                pass
         if SLOW in tokens:
             time.sleep(0.2)
 

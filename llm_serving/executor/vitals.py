@@ -1,0 +1,70 @@
+"""Finds agents that do not work on their step: their process is stopped, or all of its threads sleep.
+
+The kernel knows this better than a clock. On a busy machine a step takes many times its usual time, but its thread is
+then ready to run (state R) or reads memory from a disk (D). So a slow agent is never mistaken for one that hangs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+LOOK_EVERY_S = 0.25
+"""Time between two looks, and time without a result before the first one."""
+STOPPED_S = 1.5
+"""Agents count as lost if one of them has been stopped (SIGSTOP) for this time."""
+ASLEEP_S = 2.0
+ASLEEP_STEPS = 5.0
+"""Agents count as lost if all of them sleep for ``ASLEEP_S`` and ``ASLEEP_STEPS`` times the longest step so far."""
+
+
+class Vitals:
+    """Watches the processes of a group of agents while they have a step. ``pids`` are in order of rank.
+
+    ``may_sleep``: a device computes the step, so the agents' threads may all wait for it.
+    """
+
+    def __init__(self, pids: Sequence[int], first_rank: int, *, may_sleep: bool) -> None:
+        self._pids = pids
+        self._first_rank = first_rank
+        self._may_sleep = may_sleep
+        self._looked_at = 0.0
+        self._stopped_since: float | None = None
+        self._asleep_since: float | None = None
+
+    def next_look(self, last_result: float) -> float:
+        """Return when to call ``look``."""
+        return max(self._looked_at, last_result) + LOOK_EVERY_S
+
+    def look(self, now: float, last_result: float, longest_step_s: float) -> str | None:
+        """Return why the agents will not complete their step, or None if they may."""
+        if last_result >= self._looked_at:
+            self._stopped_since = self._asleep_since = None
+        self._looked_at = now
+        states = [_thread_states(pid) for pid in self._pids]
+        stopped = [self._first_rank + member for member, found in enumerate(states) if found == {"T"}]
+        self._stopped_since = _since(self._stopped_since, bool(stopped), now)
+        if self._stopped_since is not None and now - self._stopped_since >= STOPPED_S:
+            return f"agent {', '.join(map(str, stopped))} was stopped (SIGSTOP) in the middle of a step"
+        is_asleep = not self._may_sleep and all(found and not found & {"R", "D"} for found in states)
+        self._asleep_since = _since(self._asleep_since, is_asleep, now)
+        longest = ASLEEP_S + ASLEEP_STEPS * longest_step_s
+        if self._asleep_since is not None and now - self._asleep_since >= longest:
+            return f"agents from {self._first_rank} have done nothing for {longest:.1f} s in the middle of a step"
+        return None
+
+
+def _since(since: float | None, holds: bool, now: float) -> float | None:
+    return None if not holds else now if since is None else since
+
+
+def _thread_states(pid: int) -> set[str]:
+    """Return the states of a process's threads, as in ``man proc_pid_stat``. Empty if the system does not tell."""
+    states = set()
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+                states.add(file.read().rpartition(b")")[2].split()[0].decode())
+    except OSError:  # the process or one of its threads has just ended, or no files are left
+        return set()
+    return states
