@@ -15,7 +15,8 @@ LLMServingError
 │   │   └── QuotaExceededError  the API key has used its quota
 │   └── DeadlineExceededError the request's deadline passed before it started (504)
 ├── EngineFailedError         the engine ended an accepted request (an HTTP 500)
-│   └── NotFiniteError        the logits of the request were NaN or infinite
+│   ├── NotFiniteError        the logits of the request were NaN or infinite
+│   └── AgentLostTwiceError   the request killed its agent, as far as the server can tell
 ├── ProtocolError             a peer violated the framing, the schema or the handshake
 └── AgentError                an agent could not do its work (an HTTP 5xx)
     ├── AgentStartError       the agent did not become ready; has its traceback
@@ -134,6 +135,18 @@ class EngineFailedError(LLMServingError):
 
 class NotFiniteError(EngineFailedError):
     """The model's logits for a request were NaN or infinite, so no token could be chosen."""
+
+
+class AgentLostTwiceError(EngineFailedError):
+    """An agent was lost twice at the same place of this request, the second time with no other request in flight."""
+
+    TEXT = "the request lost its agent twice at the same place, the second time alone, so it is not computed again"
+    """The error of such a request in ``RequestOutput.error``."""
+
+    @classmethod
+    def or_failure(cls, error: str | None) -> EngineFailedError:
+        """Return the exception for the error of a request's last piece."""
+        return (cls if error == cls.TEXT else EngineFailedError)(error or "The engine could not finish the request.")
 
 
 class ProtocolError(LLMServingError):

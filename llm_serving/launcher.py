@@ -35,6 +35,7 @@ from llm_serving.cli import EXIT_USAGE, Launch, launch_from_command_line
 from llm_serving.config import Config
 from llm_serving.config.source import unused_lines, unused_summary
 from llm_serving.errors import AgentStartError, ConfigError, EngineFailedError, LLMServingError
+from llm_serving.ipc.segment import remove_leftovers
 from llm_serving.listening import UNIX_MODES, listen, listen_unix
 from llm_serving.model.parallel import group_ranks
 from llm_serving.telemetry.progress import ProgressDisplay
@@ -117,6 +118,8 @@ class _Launcher:
         rotation = Rotation.of_mib(config.log_config.max_mib, config.log_config.keep_files)
         log = owned.enter_context(EventLog(config.log_config.path, config.log_config.level, rotation=rotation))
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, reopen_all)
+        if leftovers := remove_leftovers():
+            log.event("leftovers_removed", names=leftovers)
         log.event("server_start", version=__version__, pid=os.getpid(), config=asdict(config))
         for line in unused_lines(config.unused):
             log.event("settings_unused", message=line)

@@ -53,6 +53,9 @@ class SchedulingParams:
 
 DEFAULT_SCHEDULING = SchedulingParams()
 
+ALONE_TO_THE_END = 1 << 40
+"""Value of ``Request.alone_until`` that no number of output tokens reaches."""
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -76,6 +79,10 @@ class Request:
     row: int = -1
     """The batch row of the sequence: its place in the agent's state (last token, token history). -1 if it has none."""
     num_preemptions: int = 0
+    num_losses: int = 0
+    """How often an agent was lost while a step with this request was in flight."""
+    alone_until: int = 0
+    """The request is a suspect until it has this number of output tokens, see ``llm_serving.scheduler.quarantine``."""
     finish_reason: FinishReason | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
@@ -112,6 +119,11 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
+
+    @property
+    def is_suspect(self) -> bool:
+        """True while the request runs alone, because it may have killed its agent."""
+        return len(self.output_token_ids) < self.alone_until and not self.is_finished
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from llm_serving.engine.open_request import OpenRequest, PieceStream
 from llm_serving.engine.receipts import request_timings
-from llm_serving.errors import DeadlineExceededError, EngineFailedError
+from llm_serving.errors import AgentLostTwiceError, DeadlineExceededError, EngineFailedError
 from llm_serving.request import FinishReason, Request, RequestOutput, SchedulingParams, TokenLogits
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SamplingParams
 from llm_serving.telemetry.receipt import Phase
@@ -279,5 +279,5 @@ def _logits(piece: RequestOutput) -> TokenLogits:
     if piece.finish_reason is FinishReason.ABORT:
         raise DeadlineExceededError(piece.error or "the request was aborted by the server", param="deadline_ms")
     if piece.finish_reason is FinishReason.ERROR or not piece.logits:
-        raise EngineFailedError(piece.error or "a step of the search gave no token")
+        raise AgentLostTwiceError.or_failure(piece.error or "a step of the search gave no token")
     return piece.logits[0]

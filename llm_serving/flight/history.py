@@ -71,6 +71,7 @@ class _Arrivals:
 
     def of(self, stretch: Stretch) -> list[Arrival]:
         self._max_model_len = stretch.header.limits["max_model_len"]
+        suspects: set[int] = set()
         for event in stretch.events():
             if isinstance(event, Added):
                 self._found[event.number] = Arrival(
@@ -82,16 +83,19 @@ class _Arrivals:
                         self._end(self._found[number], "moved", event.now)
             elif isinstance(event, Scheduled) and event.step is not None:
                 self._sent[event.step.seq] = event.step
+                suspects.clear()
             elif isinstance(event, Completed) and event.seq in self._sent:
                 self._take(self._sent.pop(event.seq), event)
             elif isinstance(event, Finished) and event.was_there and event.number in self._found:
                 self._end(self._found[event.number], event.reason.lower(), event.now)
             elif isinstance(event, AgentLost):
+                suspects = {number for step in self._sent.values() for number in step.numbers}
                 self._sent.clear()
             elif isinstance(event, TookEnded):
                 for number in event.numbers:
                     if number in self._found:
-                        self._end(self._found[number], "abort", event.now)
+                        self._end(self._found[number], "error" if number in suspects else "abort", event.now)
+                suspects.clear()
             elif isinstance(event, FailedAll):
                 for arrival in self._found.values():
                     self._end(arrival, "error", event.now)

@@ -3,13 +3,19 @@
 A name contains the creator's process id and random digits. The pages are reserved at creation, so that a full
 ``/dev/shm`` is an error at the start and not in a step. The name is removed after all agents have mapped the segment.
 The pages are freed with the last mapping.
+
+The creator holds a lock on the file while it has mapped it. The system drops the lock when the creator ends, however it
+ends. ``remove_leftovers`` removes the names without a lock, which a killed server has left behind.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,7 +36,8 @@ class NamedSegment:
         """Remove the name; mappings stay valid. Does nothing if it was removed before, or in another process."""
         if self.has_name:
             self.has_name = False
-            os.unlink(os.path.join(SHM_DIRECTORY, self.name))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(SHM_DIRECTORY, self.name))
 
 
 @contextmanager
@@ -43,11 +50,44 @@ def new_segment(num_bytes: int) -> Iterator[tuple[str, mmap.mmap]]:
     path = os.path.join(SHM_DIRECTORY, name)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # the mapping has a copy of the descriptor, and so keeps the lock
         os.posix_fallocate(descriptor, 0, num_bytes)
         yield name, mmap.mmap(descriptor, num_bytes)
     except BaseException:
-        os.unlink(path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
         raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers() -> list[str]:
+    """Remove the segments that ended servers have left behind, and return their names.
+
+    A segment stays if its creator lives (also in another container), or if it belongs to another user.
+    """
+    removed = []
+    for name in os.listdir(SHM_DIRECTORY):
+        owner, _, digits = name.removeprefix(SHM_PREFIX).partition("x")
+        if not name.startswith(SHM_PREFIX) or not (owner.isdecimal() and digits.isalnum()):
+            continue
+        if os.path.exists(f"/proc/{owner}"):  # it may have just created the file and not locked it yet
+            continue
+        with contextlib.suppress(OSError):
+            if _remove_if_unlocked(os.path.join(SHM_DIRECTORY, name)):
+                removed.append(name)
+    return removed
+
+
+def _remove_if_unlocked(path: str) -> bool:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+        return True
     finally:
         os.close(descriptor)
 

@@ -132,10 +132,7 @@ class Router:
         self._placer.place(now)
         self._placer.placed.discard(replica.index)
         step = replica.scheduler.schedule(now)
-        ended = replica.scheduler.take_ended()
-        if ended:
-            self._note_updates(ended)
-            self._intake.note_ended(ended)
+        self._take_ended(replica)
         return step
 
     def next_wakeup(self, replica: RoutedReplica, now: float) -> float | None:
@@ -155,9 +152,17 @@ class Router:
         """Moves the requests of a replica whose agents are lost back to the queue. Other replicas may serve them."""
         replica.scheduler.agent_lost(now)
         replica.is_live = False
+        self._take_ended(replica)
         self._placer.recall(replica, list(replica.entries.values()), now)
 
     # Ends
+
+    def _take_ended(self, replica: RoutedReplica) -> None:
+        """Takes the last updates of requests that a scheduler ended by itself."""
+        ended = replica.scheduler.take_ended()
+        if ended:
+            self._note_updates(ended)
+            self._intake.note_ended(ended)
 
     def _note_updates(self, updates: Iterable[RequestUpdate]) -> None:
         """Charges new tokens to the tenants of their requests, and removes requests that have ended."""

@@ -63,9 +63,10 @@ class StepComposer(Stateful):
         plan = ChunkPlan(state.limits, state.limits.max_num_batched_tokens)
         self._continue_prompts(plan)
         self._starter.fill(plan, now, whole=True)
-        return self._send_prefill(plan, reason) if plan else None
+        return self.send_prefill(plan, reason) if plan else None
 
-    def _send_prefill(self, plan: ChunkPlan, reason: StepReason) -> ScheduledStep:
+    def send_prefill(self, plan: ChunkPlan, reason: StepReason) -> ScheduledStep:
+        """Returns the prefill step of a plan that is not empty."""
         in_flight = self._state.in_flight
         step = build_prefill(in_flight.next_seq, reason, plan)
         return in_flight.add(step, plan.sequences, copies=self._note_chunks(plan))
@@ -97,6 +98,11 @@ class StepComposer(Stateful):
         (``decode_batch_waiting_time``).
         """
         sequences = self._decoding_sequences(now)
+        return self._send_decode(sequences, reason) if sequences else None
+
+    def decode_alone(self, sequence: Sequence, now: float, reason: StepReason) -> ScheduledStep | None:
+        """Returns a step of one sequence that decodes. Returns None if it had to be preempted. No step is in flight."""
+        sequences = self._grow([sequence], now)
         return self._send_decode(sequences, reason) if sequences else None
 
     def _send_decode(self, sequences: list[Sequence], reason: StepReason) -> ScheduledStep:

@@ -108,7 +108,7 @@ class Intake(Stateful):
         return bool(self._ended)
 
     def take_ended(self) -> list[RequestUpdate]:
-        """Returns the last updates of requests that ended at their deadline since the last call."""
+        """Returns the last updates of requests that ended by themselves since the last call."""
         ended, self._ended = self._ended, []
         return ended
 

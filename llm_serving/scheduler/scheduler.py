@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from llm_serving.errors import ProtocolError, QueueFullError
+from llm_serving.errors import AgentLostTwiceError, ProtocolError, QueueFullError
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.admission import make_admission
@@ -34,6 +34,7 @@ from llm_serving.scheduler.mixed import Chunked, MixedComposer
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.policies import DecodeFirst, Fcfs, PrefillFirst, SchedulingPolicy
 from llm_serving.scheduler.preemption import Preemption
+from llm_serving.scheduler.quarantine import Quarantine, note_loss
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo import Slo
@@ -83,6 +84,7 @@ class Scheduler:
             waits_for_prefill=limits.policy is Policy.DECODE_FIRST,
         )
         self._policy = _POLICIES[limits.policy](self._state, composer)
+        self._quarantine = Quarantine(self._state, starter, composer, self._swapper)
         self._parts: dict[str, Stateful] = {
             "state": self._state,
             "preemption": self._preemption,
@@ -91,6 +93,7 @@ class Scheduler:
             "batching": batching,
             "composer": composer,
             "policy": self._policy,
+            "quarantine": self._quarantine,
         }
 
     @property
@@ -136,7 +139,10 @@ class Scheduler:
         return self._lifecycle.end_all(list(self._intake.sequences.values()), error, now)
 
     def take_ended(self) -> list[RequestUpdate]:
-        """Returns the last updates of requests that ``schedule`` ended at their deadline, since the last call."""
+        """Returns the last updates of requests that ended by themselves since the last call.
+
+        ``schedule`` ends them at their deadline, and ``agent_lost`` if they lost their agent twice.
+        """
         return self._intake.take_ended()
 
     # Figures
@@ -218,6 +224,10 @@ class Scheduler:
                 self._state.note_ended(sequence)
             deadline = self._intake.next_deadline
         self._state.wakeup = deadline
+        if self._quarantine.is_active:
+            is_alone, step = self._quarantine.next_step(now)
+            if is_alone:
+                return step
         swapper = self._swapper
         if swapper is None:
             return self._policy.next_step(now)
@@ -249,13 +259,20 @@ class Scheduler:
         return self._in_flight.void_steps()
 
     def agent_lost(self, now: float) -> None:
-        """Drops all steps in flight, because the KV cache and host memory are lost. All requests wait again."""
+        """Drops all steps in flight, because the KV cache and host memory are lost. All requests wait again.
+
+        Requests of the steps in flight are suspects. One that loses its agent again ends, see ``take_ended``.
+        """
+        culprit = note_loss(self._in_flight)
         for flight in self._in_flight:
             self._kv_cache.end_copies(flight.copies)
         self._in_flight.clear()
         self._supply.lose_all()
         self._lifecycle.lose_device(now)
         self._policy.reset()
+        if culprit is not None:
+            self._lifecycle.finish(culprit, FinishReason.ERROR, now)
+            self._intake.note_ended([RequestUpdate(culprit.request, error=AgentLostTwiceError.TEXT)])
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless each block and batch row is held once or free, and the counts agree with the

@@ -114,10 +114,21 @@ class Starter:
             self._start(sequence, now, is_new)
             plan.add(sequence)
 
+    def start_alone(self, sequence: Sequence, now: float) -> bool:
+        """Starts a waiting sequence that has run before. Returns False if it lacks capacity. No step is in flight."""
+        if self._missing_capacity(sequence) is not None:
+            return False
+        self._supply.look_up(sequence)
+        self._state.intake.start(sequence, now)
+        self._start(sequence, now, is_new=False)
+        return True
+
     def _reason_to_wait(
         self, sequence: Sequence, plan: ChunkPlan, now: float, whole: bool, is_new: bool
     ) -> BlockReason | None:
         """Returns why the first waiting sequence cannot start in this step, or None."""
+        if sequence.request.is_suspect:
+            return BlockReason.BATCH  # only the quarantine starts it
         if self._state.goes_after_preempted(sequence):
             return BlockReason.PREEMPTED_FIRST
         if is_new and not self._batching.may_start(sequence, now, joins_step=bool(plan)):

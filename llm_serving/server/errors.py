@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from llm_serving.errors import (
     AgentError,
+    AgentLostTwiceError,
     EngineFailedError,
     LLMServingError,
     NotFiniteError,
@@ -22,12 +23,15 @@ from llm_serving.errors import (
 from llm_serving.telemetry.log import EventLog
 
 RETRY_AFTER_S = 1
+_NO_RETRY = {"X-Should-Retry": "false"}
+"""Without this header, OpenAI's clients would send the request again."""
 MAX_RETRY_AFTER_S = 30
 INTERNAL_ERROR = "internal_error"
 
 FAILURE_TEXTS = {
     "agent_lost": "An agent failed, so the server could not complete the request. Send the request again.",
     "logits_not_finite": "The model computed no valid scores (NaN or infinity) for this request, so it was ended.",
+    "agent_lost_twice": "An agent failed twice while it computed this request. Do not send the request again.",
     "engine_error": "The engine could not complete the request. The server's log has the reason.",
     INTERNAL_ERROR: "The server had an internal error; see its log.",
 }
@@ -111,6 +115,8 @@ def error_reply(error: Exception) -> ErrorReply:
         return _failure(503, "agent_lost", _retry_after())
     if isinstance(error, NotFiniteError):
         return _failure(500, "logits_not_finite")
+    if isinstance(error, AgentLostTwiceError):
+        return _failure(500, "agent_lost_twice", _NO_RETRY)
     if isinstance(error, EngineFailedError):
         return _failure(500, "engine_error")
     if isinstance(error, HTTPException):
@@ -143,7 +149,7 @@ def _request_error(error: RequestError) -> ErrorReply:
     elif error.status == 401:
         headers = {"WWW-Authenticate": "Bearer"}
     elif error.status == 504:
-        headers = {"X-Should-Retry": "false"}  # without the header, OpenAI's clients would send the late request again
+        headers = _NO_RETRY
     elif error.status in (408, 413):
         headers = {"Connection": "close"}
     return ErrorReply(error.status, str(error), _type_of(error.status), error.param, error.code, headers)

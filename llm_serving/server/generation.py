@@ -13,7 +13,13 @@ from starlette.requests import Request
 
 from llm_serving.engine.beam_search import Beam, BeamSearchParams
 from llm_serving.engine.open_request import OpenRequest, PieceSink
-from llm_serving.errors import DeadlineExceededError, EngineFailedError, LLMServingError, NotFiniteError, RequestError
+from llm_serving.errors import (
+    AgentLostTwiceError,
+    DeadlineExceededError,
+    LLMServingError,
+    NotFiniteError,
+    RequestError,
+)
 from llm_serving.request import FinishReason, RequestOutput, SchedulingParams, TokenLogits
 from llm_serving.scheduler.output import NOT_FINITE_ERROR
 from llm_serving.server.errors import UnavailableError
@@ -180,7 +186,7 @@ class Generation:
         if piece.finish_reason is FinishReason.ERROR:
             if piece.error == NOT_FINITE_ERROR:
                 return NotFiniteError(piece.error)
-            return EngineFailedError(piece.error or "The engine could not finish the request.")
+            return AgentLostTwiceError.or_failure(piece.error)
         if piece.finish_reason is not FinishReason.ABORT:
             return None
         if piece.error is not None:

@@ -44,6 +44,9 @@ EVENTS: Mapping[str, LogEvent] = {
         },
     ),
     "server_stop": LogEvent("The server stops: after a signal, or because a part of it ended."),
+    "leftovers_removed": LogEvent(
+        "Shared memory of a server that was killed has been removed.", {"names": "names in /dev/shm"}
+    ),
     "server_failed": LogEvent(
         "A part of the server failed or ended by itself, so the process ends with exit code 1.",
         {"message": "the operation"},

@@ -8,6 +8,7 @@ import pytest
 
 from llm_serving.engine.core import Probe, Stop
 from llm_serving.engine.outputs import ProbeAnswer
+from llm_serving.errors import AgentLostTwiceError
 from llm_serving.executor.base import AgentReady
 from llm_serving.request import FinishReason
 from llm_serving.scheduler.limits import Policy, PreemptionKind
@@ -24,7 +25,9 @@ def check_texts(engine: ReplicatedEngine, *, cut: frozenset[str] = frozenset()) 
     for name, request in engine.asked.items():
         expected = expected_tokens(request, engine.limits.max_model_len)
         whole = engine.whole(name)
-        if name in cut:
+        if whole.error == AgentLostTwiceError.TEXT:
+            assert request.num_losses > 1
+        if name in cut or whole.error == AgentLostTwiceError.TEXT:
             assert list(whole.token_ids) == expected[: len(whole.token_ids)]
             continue
         assert list(whole.token_ids) == expected, name

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from llm_serving.server.errors import FAILURE_TEXTS
+from support.poisoned_agent import POISON
 from support.server_process import ServerProcess, running_server, shm_entries
 from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
@@ -88,6 +89,23 @@ def test_a_server_of_which_a_part_dies_ends_with_an_error_code(tmp_path, part, m
                 assert answer.result()["status"] >= 500
         assert "error: the" in server.stderr()
         assert server.events("server_failed")
+
+
+def test_of_many_requests_only_the_one_that_kills_its_agent_fails(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}")
+    program = ["-m", "support.faulty_server", "poison", str(tmp_path / "none")]
+    server = ServerProcess(tmp_path, ["model_config.decode_batch_size=[16]"], program=program).wait_ready()
+    with contextlib.ExitStack() as owned:
+        owned.callback(server.stop)
+        bodies = [LONG | {"prompt": [1, 300 + index], "max_tokens": 60} for index in range(16)]
+        expected = [ids_of(server.post("/v1/completions", body)) for body in bodies]
+        with concurrent.futures.ThreadPoolExecutor(17) as pool:
+            answers = [pool.submit(server.post, "/v1/completions", body) for body in bodies]
+            poisoned = pool.submit(server.post, "/v1/completions", LONG | {"prompt": [1, *POISON]})
+            assert poisoned.result()["error"]["code"] == "agent_lost_twice"
+            assert [ids_of(answer.result()) for answer in answers] == expected
+        assert len(server.events("agent_lost")) == 2
+        server.wait_until_idle()
 
 
 def test_a_restart_goes_on_while_agents_cannot_start(tmp_path):
@@ -162,6 +180,20 @@ def test_agents_end_within_five_seconds_of_a_killed_server(tmp_path):
     assert alive == []
     assert shm_entries(server.pid) == set()
     assert server.stop() == -signal.SIGKILL
+
+
+def test_the_next_start_removes_what_a_server_killed_in_its_start_has_left(tmp_path):
+    (tmp_path / "killed").mkdir()
+    killed = ServerProcess(tmp_path / "killed")
+    wait_for(lambda: shm_entries(killed.pid))
+    os.kill(killed.pid, signal.SIGKILL)
+    assert killed.wait_end() == -signal.SIGKILL
+    left = shm_entries(killed.pid)
+    assert left
+    with running_server(tmp_path) as server:
+        assert shm_entries(killed.pid) == set()
+        assert left <= set(server.events("leftovers_removed")[0]["names"])
+    killed.stop()
 
 
 @pytest.mark.parametrize("with_signal", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.sweep)])

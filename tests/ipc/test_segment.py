@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import secrets
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from llm_serving.ipc.segment import SHM_DIRECTORY, NamedSegment, map_segment, new_segment
+from llm_serving.ipc.segment import SHM_DIRECTORY, NamedSegment, map_segment, new_segment, remove_leftovers
 from support.executor_steps import shm_entries
 
 
@@ -45,3 +48,51 @@ def test_only_the_creator_removes_the_name_and_only_once() -> None:
     made.unlink()
     assert shm_entries() == before
     made.unlink()
+
+
+def leftover(owner: int) -> Path:
+    path = Path(SHM_DIRECTORY, f"llm-serving-{owner}x{secrets.token_hex(8)}")
+    path.write_bytes(b"0")
+    return path
+
+
+def an_ended_process() -> int:
+    with subprocess.Popen(["true"]) as process:
+        return process.pid
+
+
+def test_segments_of_ended_processes_are_removed() -> None:
+    left = leftover(an_ended_process())
+    assert left.name in remove_leftovers()
+    assert not left.exists()
+
+
+def test_segments_that_a_process_owns_stay() -> None:
+    """Its own, one of a process that lives, and one that a process of another container has locked."""
+    living, foreign = leftover(1), leftover(an_ended_process())
+    with foreign.open("rb") as locked, new_segment(100) as (name, _):
+        fcntl.flock(locked, fcntl.LOCK_SH)
+        own, elsewhere = Path(SHM_DIRECTORY, name), leftover(an_ended_process())
+        own.rename(elsewhere)  # the name of an ended process, as another container sees it
+        assert not {living.name, foreign.name, elsewhere.name} & set(remove_leftovers())
+        assert living.exists()
+        assert foreign.exists()
+        assert elsewhere.exists()
+    for path in (living, foreign, elsewhere):
+        path.unlink()
+
+
+def test_other_files_stay() -> None:
+    names = ("llm-serving-notes", f"llm-serving-{an_ended_process()}x..", "x1x2")
+    others = [Path(SHM_DIRECTORY, name) for name in names]
+    for path in others:
+        path.write_bytes(b"0")
+    folder = Path(SHM_DIRECTORY, f"llm-serving-{an_ended_process()}x00")
+    folder.mkdir()
+    try:
+        assert not {path.name for path in (*others, folder)} & set(remove_leftovers())
+        assert all(path.exists() for path in (*others, folder))
+    finally:
+        for path in others:
+            path.unlink()
+        folder.rmdir()

@@ -67,9 +67,12 @@ class Load:
             thread.join()
 
     def wait_for_more(self, timeout_s: float = 30.0) -> None:
-        """Waits until another request has completed, so that the next kill hits other requests in the middle."""
+        """Waits until each client has an answer to another request. The next kill then hits other requests.
+
+        A request that loses its agent twice at the same place would fail.
+        """
         answered, deadline = self.answered, time.monotonic() + time_limit(timeout_s)
-        while self.answered == answered:
+        while self.answered <= answered + self.num_clients:
             assert time.monotonic() < deadline, f"no answer within {timeout_s} s"
             time.sleep(0.01)
 

@@ -1,17 +1,20 @@
 """A server of which one part fails: ``python -m support.faulty_server PART FILE [arguments of the server]``.
 
 The part fails as soon as the file exists. ``engine``: an exception in the engine thread. ``thread``: the engine thread
-ends without a word. ``http``: an exception in the HTTP server.
+ends without a word. ``http``: an exception in the HTTP server. ``poison``: an agent that is killed by a prompt with
+``POISON`` tokens (``support.poisoned_agent``); it does not look at the file.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llm_serving.engine.core import EngineCore
+from llm_serving.executor import agent_executor
 from llm_serving.launcher import main
 from llm_serving.server import run
 
@@ -31,6 +34,9 @@ if __name__ == "__main__":
     part, trigger = sys.argv[1], Path(sys.argv[2])
     if part == "http":
         run._Server.on_tick = failing(run._Server.on_tick, trigger, OSError)  # type: ignore[method-assign]
+    elif part == "poison":
+        executor = partial(agent_executor.AgentExecutor, agent_module="support.poisoned_agent")
+        agent_executor.AgentExecutor = executor  # type: ignore[assignment, misc]
     else:
         kind = SystemExit if part == "thread" else MemoryError
         EngineCore.step = failing(EngineCore.step, trigger, kind)  # type: ignore[method-assign]

@@ -199,6 +199,7 @@ class RoutedSimulation(SimulatedClients):
         inner = self.inner[index]
         assert (inner.figures.steps_in_flight, inner.num_requests) == (0, 0)
         assert inner.figures.free_blocks == inner.figures.total_blocks
+        self.take_ended()
         self.check()
 
     def revive(self, index: int) -> None:

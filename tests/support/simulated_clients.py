@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from llm_serving.errors import AgentLostTwiceError
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.output import RequestUpdate
 from llm_serving.telemetry.receipt import microseconds
@@ -51,14 +52,19 @@ class SimulatedClients:
         self.check()
 
     def take_ended(self) -> None:
-        """Requests whose deadline has passed."""
+        """Requests whose deadline has passed, and suspects that have lost their agent again."""
         updates = self.scheduler.take_ended()
         for update in updates:
             assert update.error is not None
+            if update.error == AgentLostTwiceError.TEXT:
+                assert update.request.num_losses > 1
+                self.cut.add(update.request.request_id)
+                self.seen["agents lost twice"] += 1
+                continue
+            self.seen["deadlines"] += 1
             assert update.request.deadline is not None
             assert update.request.deadline <= self.now
             self.cut.add(update.request.request_id)
-        self.seen["deadlines"] += len(updates)
         self.take(updates)
 
     def take(self, updates: list[RequestUpdate]) -> None:

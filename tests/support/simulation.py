@@ -179,6 +179,7 @@ class Simulation(SimulatedClients):
         self.scheduler.agent_lost(self.now)
         assert self.scheduler.figures.steps_in_flight == 0
         assert self.scheduler.figures.free_blocks == self.scheduler.figures.total_blocks
+        self.take_ended()
         self.check()
 
     def take(self, updates: list[RequestUpdate]) -> None:

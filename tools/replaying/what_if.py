@@ -169,6 +169,7 @@ class _VirtualRun:
             request = make_request(arrival.facts, arrival.prompt)
             # The request may have run on another replica before, and then has the times of that run.
             request.first_scheduled_time = request.first_token_time = None
+            request.num_losses = request.alone_until = 0
             self._recorder.add_request(request)
         except LLMServingError:
             return  # a refused request is part of the simulated recording

@@ -1,0 +1,25 @@
+"""The real agent, which is killed by a step whose prompts have the tokens ``POISON`` in a row."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from agent.model_runner import ModelRunner, StepCost
+from agent.process import run_agent
+from llm_serving.ipc.shm import StepSlot
+
+POISON = [3, 3, 3, 3, 3]
+
+
+class PoisonedRunner(ModelRunner):
+    def run_step(self, slot: StepSlot, *, is_decode: bool) -> StepCost:
+        tokens = slot.token_ids[: slot.num_tokens].tolist()
+        if any(tokens[index : index + len(POISON)] == POISON for index in range(len(tokens))):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().run_step(slot, is_decode=is_decode)
+
+
+if __name__ == "__main__":
+    sys.exit(run_agent(PoisonedRunner))
