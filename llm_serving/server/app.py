@@ -129,8 +129,10 @@ def _error_response(state: ServerState, scope: Scope, error: Exception) -> Respo
         allowed = (error.headers or {}).get("Allow", "")
         error.detail = f"{clip(scope['path'])} does not take {scope['method']}; use {allowed}."
     reply = error_reply(error)
-    note_error(state.log, error, reply, scope["path"])
-    return reply.response()
+    generation: Generation | None = scope.get(GENERATION)
+    request_id = None if generation is None else generation.request_id
+    note_error(state.log, error, reply, scope["path"], request_id)
+    return reply.response(request_id)
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:

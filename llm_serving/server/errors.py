@@ -101,8 +101,10 @@ class ErrorReply:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, dict(self.headers), "application/json")
+    def response(self, request_id: str | None = None) -> Response:
+        """Return the response. ``request_id`` lets a client name the lines of the log that have the details."""
+        named = {} if request_id is None else {"X-Request-Id": request_id}
+        return Response(self.body(), self.status, {**self.headers, **named}, "application/json")
 
 
 def error_reply(error: Exception) -> ErrorReply:
@@ -126,16 +128,24 @@ def error_reply(error: Exception) -> ErrorReply:
     return _failure(500, INTERNAL_ERROR)
 
 
-def note_error(log: EventLog, error: Exception, reply: ErrorReply, where: str) -> None:
+def note_error(log: EventLog, error: Exception, reply: ErrorReply, where: str, request_id: str | None) -> None:
     """Log the details of a failure, which the client does not get. ``where`` is the URL's path.
+
+    ``request_id`` is the id of the response, or None if the body was not read.
 
     An unexpected exception is logged with its traceback.
     """
     if isinstance(error, AgentError | EngineFailedError):
-        log.error(str(error), event="request_failed", where=where, code=reply.code)
+        log.error(str(error), event="request_failed", request_id=request_id, where=where, code=reply.code)
     elif reply.code == INTERNAL_ERROR:
         trace = "".join(traceback.format_exception(error))
-        log.error(f"{type(error).__name__}: {error}", event="internal_error", where=where, traceback=trace)
+        log.error(
+            f"{type(error).__name__}: {error}",
+            event="internal_error",
+            request_id=request_id,
+            where=where,
+            traceback=trace,
+        )
 
 
 def _failure(status: int, code: str, headers: Mapping[str, str] | None = None) -> ErrorReply:

@@ -68,13 +68,13 @@ class EventStream:
             self.status_code = 499
         except Exception as error:
             reply = error_reply(error)
-            note_error(state.log, error, reply, scope["path"])
+            note_error(state.log, error, reply, scope["path"], generation.request_id)
             channel.detach()
             if self._started:
                 channel.write(self._held_back() + self._format.error(reply), is_last=True)
             else:
                 self.status_code = reply.status
-                await reply.response()(scope, receive, send)
+                await reply.response(generation.request_id)(scope, receive, send)
         else:
             generation.close()  # closes at the time of the last byte; after an error, ``app.py`` closes the generation
         finally:

@@ -226,10 +226,20 @@ EVENTS: Mapping[str, LogEvent] = {
     ),
     "request_failed": LogEvent(
         "The engine or an agent failed, so a request got an error. The client does not get these details.",
-        {"message": "the failed operation", "where": "route of the request", "code": "error code of the response"},
+        {
+            "message": "the failed operation",
+            "request_id": "id of the response; null if the body was not read",
+            "where": "route of the request",
+            "code": "error code of the response",
+        },
     ),
     "internal_error": LogEvent(
-        "A defect of the server; one request failed.", {"where": "route of the request", **_FAILURE}
+        "A defect of the server; one request failed.",
+        {
+            "request_id": "id of the response; null if the body was not read",
+            "where": "route of the request",
+            **_FAILURE,
+        },
     ),
     "error": LogEvent(
         "A step, a request or the engine failed.",

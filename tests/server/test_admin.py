@@ -84,6 +84,8 @@ def test_errors_of_the_engine(server, engine, error, status, code, kind, more):
     assert [(one["message"], one["code"]) for one in failed] == [(str(error), code)] * (
         code in ("agent_lost", "engine_error")
     )
+    logged = [*failed, *server.log.named("internal_error")]
+    assert all(one["request_id"] == response.headers["x-request-id"] for one in logged)
 
 
 def test_a_refusal_of_one_answer_ends_the_others(server, engine):
