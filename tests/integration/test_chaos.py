@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from support.chaos_faults import KINDS, FaultRig, Injection, Outcome, schedule
-from support.chaos_ledger import Holdings, Ledger, MemoryWatch
+from support.chaos_ledger import POOL_THREADS, Holdings, Ledger, MemoryWatch
 from support.chaos_load import Answer, ChaosLoad
 from support.fault_environment import fault_environment
 from support.fault_module.sitecustomize import damaged
@@ -113,7 +113,10 @@ def test_more_of_anything_is_a_leak():
     before = Holdings(agents=4, descriptors=40, threads=9, segments=2)
     assert before.leaks(before) == []
     assert before.leaks(replace(before, descriptors=39)) == []
-    assert before.leaks(replace(before, threads=10)) == ["threads: 9 at the start, 10 at the end"]
+    assert before.leaks(replace(before, threads=9 + POOL_THREADS)) == []
+    later = 10 + POOL_THREADS
+    assert before.leaks(replace(before, threads=later)) == [f"threads: 9 at the start, {later} at the end"]
+    assert before.leaks(replace(before, descriptors=41)) == ["descriptors: 40 at the start, 41 at the end"]
 
 
 def test_damaged_frames():

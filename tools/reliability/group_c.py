@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.reliability.registry import Check, Missing, Program, Scan, tests
+from tools.reliability.registry import Check, Program, Scan, tests
 from tools.reliability.source_scans import calls
 
 _LIFE = "integration/test_life_and_death.py"
@@ -107,6 +107,11 @@ CHECKS = (
     Check(
         "C16",
         "NaN and Inf in logits end their request and no other",
-        Missing("no test ends a request whose logits are not finite"),
+        tests(
+            "integration/test_self_checks.py::test_logits_that_are_not_finite_end_their_request_only",
+            "integration/test_self_checks.py::test_agents_without_finite_logits_are_restarted",
+            "kernels/test_candidates.py::test_rows_whose_logits_are_not_finite_are_marked",
+            "kernels/test_sampler.py::test_logits_that_are_not_finite_are_marked_and_change_no_other_row",
+        ),
     ),
 )

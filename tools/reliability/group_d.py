@@ -35,6 +35,8 @@ CHECKS = (
         "D5",
         "A full disk loses only log lines",
         tests(
+            "integration/test_logs_on_disk.py",
+            "log/test_log_file.py",
             "log/test_event_log.py::test_a_full_disk_is_said_once_and_counted",
             "log/test_event_log.py::test_lost_lines_are_reported_when_the_disk_has_space_again",
         ),
