@@ -36,7 +36,10 @@ StartReport = Callable[[str, int, int], None]
 
 
 class RowCheckError(AgentError):
-    """A sequence has other logits in a step than alone. The agent computes wrong results and must be restarted."""
+    """A sequence has other logits in a batch than in a step of its own.
+
+    The agent computes wrong results and must be restarted.
+    """
 
 
 class StepCost(NamedTuple):
@@ -132,7 +135,7 @@ class ModelRunner:
         self._seconds["warm_up"] = time.perf_counter() - start
 
     def summary(self) -> dict[str, str | int | float]:
-        """Describes what was loaded, for the log and the status page."""
+        """Returns a description of the loaded model for the log and the status page."""
         model = self._model
         assert model is not None, "load() must come before summary()"
         summary: dict[str, str | int | float] = {
@@ -157,7 +160,7 @@ class ModelRunner:
         return summary
 
     def _fusion_summary(self, ops: OpTable) -> dict[str, str]:
-        """Describes which fusions of graph kernels took effect (``context.enable_graph_kernel``)."""
+        """Returns a description of the graph-kernel fusions that took effect (``context.enable_graph_kernel``)."""
         if not self._config.context.enable_graph_kernel:
             return {"graph_kernel_fusion": "off"}
         if self._config.device == "Ascend":

@@ -78,7 +78,7 @@ def check_config(name: str, *, write: bool = False) -> int:
 
 
 def _fusion(graph: Graph, config: Config) -> str:
-    """Describes the effect of graph-kernel fusion on the number of operators. Empty if fusion is off."""
+    """Returns a text about the effect of graph-kernel fusion on the number of operators, or "" if fusion is off."""
     flags = environment(config).get("MS_DEV_GRAPH_KERNEL_FLAGS")
     if flags is None:
         return ""

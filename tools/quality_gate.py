@@ -154,7 +154,7 @@ class ForcedDecoder:
             visit(position, self._logits)
 
     def _tap_logits(self) -> None:
-        """Intercepts the sampler, to keep the logits of which it chooses tokens."""
+        """Intercepts the sampler, so that ``_logits`` keeps the logits from which it chooses tokens."""
         sampler: Any = self._runner._sampler
         sample = sampler.sample
 

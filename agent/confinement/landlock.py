@@ -52,7 +52,7 @@ _TCP_BIND_AND_CONNECT = 0b11
 _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 _FIRST_ABI_OF_TCP, _FIRST_ABI_OF_SCOPES = 4, 6
 _NEWER_RIGHTS = ((2, Right.REFER), (3, Right.TRUNCATE), (5, Right.IOCTL_DEV))
-"""Kinds that came after the first ABI, each with its first ABI."""
+"""Access rights that the first ABI of Landlock did not have, each with the first ABI that has it."""
 
 
 @dataclass(frozen=True, slots=True)

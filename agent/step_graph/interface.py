@@ -30,7 +30,7 @@ class Operators:
         return self.before - sum(name.count("+") for name in self.fusions)
 
     def __str__(self) -> str:
-        """Describes the effect of fusion, for the log and the status page."""
+        """Returns a description of the effect of fusion for the log and the status page."""
         counts = Counter(self.fusions)
         names = ", ".join(f"{count} x {name}" for name, count in counts.items())
         return f"{self.before} operators before, {self.after} after{': ' + names if names else ''}"

@@ -59,7 +59,7 @@ class AccessControl:
 class Visit:
     """One HTTP request in access control: its key, the quota that it uses, and its line in the audit log.
 
-    The name is empty, and the rights are unlimited, if the server has no keys.
+    If the server has no keys, the key's name is empty, and its rights are unlimited.
     """
 
     __slots__ = ("_access", "_began", "_is_open", "_key", "_method", "_peer", "_reserved", "_usage",

@@ -12,7 +12,8 @@ MINUTE_S = 60.0
 class Allowance:
     """An amount that may be used in each minute (a token bucket).
 
-    It begins full, and refills evenly. So a key may use the whole amount within a second. It returns within a minute.
+    The bucket begins full and refills evenly. A key may use the whole amount within a second; the bucket is full
+    again within a minute.
     """
 
     def __init__(self, per_minute: int, now: float) -> None:

@@ -45,7 +45,7 @@ class TemplateRefusalError(Exception):
 
 
 class Budget:
-    """The steps and the characters that one rendering may still use."""
+    """Counts the operations and the characters of text that are left to one rendering of a chat template."""
 
     __slots__ = ("chars", "steps")
 

@@ -30,7 +30,7 @@ _SPARE_RESULTS = 16
 
 @dataclass(slots=True)
 class DecodeRun:
-    """Consecutive loop iterations in which the same batch decoded (undisturbed iterations)."""
+    """Consecutive loop iterations in which the same batch decoded."""
 
     latest: ScheduledStep
     """The last step that was scheduled."""

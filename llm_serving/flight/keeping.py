@@ -15,9 +15,10 @@ _PREFIX = "kept-"
 
 
 def keep_recording(folder: Path, reason: str) -> Path | None:
-    """Link the segments of a recording into a new folder in ``folder``. Returns the new folder, or None without any.
+    """Link the segments of a recording into a new folder in ``folder``. Returns the new folder.
 
-    The segment that is being written grows in both places. ``reason`` becomes a part of the folder's name.
+    Returns None if there is no segment. The segment that is being written grows in both places. ``reason`` becomes a
+    part of the folder's name.
     """
     try:
         segments = sorted(folder.glob(f"*{SUFFIX}"))

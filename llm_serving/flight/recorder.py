@@ -62,7 +62,7 @@ class FlightRecorder:
 
     @property
     def is_idle(self) -> bool:
-        """True if the scheduler has no request. Declared, because ``__getattr__`` is slow and the engine asks often."""
+        """True if the scheduler has no request. The engine asks often, and ``__getattr__`` would be slow."""
         return self._scheduler.is_idle
 
     # The following methods are those of ``Scheduler``, whose docstrings describe them.

@@ -9,7 +9,7 @@ from llm_serving.kvcache.block_hash import TOKEN_BYTES, BlockHash, pack_tokens
 
 
 class PrefixChain:
-    """The tokens of a sequence. ``KVCacheManager.new_chain`` creates it, and a preempted sequence keeps it.
+    """The tokens of a sequence and the hashes of its blocks. A preempted sequence keeps its chain.
 
     Hashes are computed on demand: a prompt whose first block is not cached costs one hash. The prefix cache owns the
     public fields.

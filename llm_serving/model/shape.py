@@ -51,7 +51,7 @@ class ModelShape:
     query_key_norm: bool = False
     """If True, each query and key head has an RMSNorm before its rotation."""
     sliding_window: int = 0
-    """Number of tokens that a token attends to, with itself. 0: all earlier tokens."""
+    """Number of tokens that a token attends to, including itself. 0: all earlier tokens."""
     full_attention_layers: tuple[int, ...] = ()
     """Indices of the layers that attend to all earlier tokens although the model has a sliding window."""
     experts: Experts | None = None

@@ -19,7 +19,10 @@ _AT_LEAST_ONE = ("block_size", "max_model_len", "max_prompt_len", "max_num_seqs"
 
 
 class Policy(enum.Enum):
-    """``scheduler_config.policy``: which step comes next. To add a policy, see ``policies``."""
+    """Values of ``scheduler_config.policy``, which chooses the next step: prefill, decode or both.
+
+    To add a policy, see ``policies``.
+    """
 
     PREFILL_FIRST = "prefill_first"
     FCFS = "fcfs"
@@ -29,7 +32,10 @@ class Policy(enum.Enum):
 
 
 class BatchingStrategy(enum.Enum):
-    """``model_config.batching_strategy``: which requests may start. To add a batching mode, see ``batching``."""
+    """Values of ``model_config.batching_strategy``, which decides which requests may start.
+
+    To add a batching mode, see ``batching``.
+    """
 
     NONE = "none"
     STATIC = "static"
@@ -38,7 +44,7 @@ class BatchingStrategy(enum.Enum):
 
 
 class PreemptionKind(enum.Enum):
-    """``scheduler_config.preemption``: what happens to a sequence whose blocks an older sequence needs."""
+    """Values of ``scheduler_config.preemption``, which decides what happens to a preempted sequence."""
 
     RECOMPUTE = "recompute"
     """The sequence waits, and its known tokens are computed again."""
@@ -49,7 +55,10 @@ class PreemptionKind(enum.Enum):
 
 
 class AdmissionKind(enum.Enum):
-    """``scheduler_config.admission``: how the number of requests that run together is limited. See ``admission.py``."""
+    """Values of ``scheduler_config.admission``, which limits the number of requests that run together.
+
+    See ``admission.py``.
+    """
 
     NONE = "none"
     ROUTER = "router"

@@ -162,7 +162,7 @@ class Receipt:
         self._close_block(microseconds(now))
 
     def blocked_until(self, now: float) -> dict[BlockReason, int]:
-        """Return ``blocked_us`` as of the time ``now``, including the queue in which the request waits."""
+        """Return ``blocked_us`` at the time ``now``, including the time in the present queue."""
         return self.blocked_us.copy() if self._line is None else self._blocked_in_lines(microseconds(now))
 
     @property

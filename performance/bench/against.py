@@ -38,8 +38,8 @@ def compare_trees(
     """Runs a benchmark script of both source trees and prints, for each row of its result, the ratio of the two trees.
 
     ``arguments`` without the options of this comparison go to the script. ``name`` and ``figure`` are keys of a row in
-    the script's JSON. A ratio is this tree's figure divided by the other
-    tree's: the median over the rounds, with the smallest and the largest. Raises LoadTestError if a run fails.
+    the script's JSON. A ratio is this tree's figure divided by the other tree's: the median over the rounds, with the
+    smallest and the largest. Raises LoadTestError if a run fails.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_against_options(parser)

@@ -23,7 +23,7 @@ _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 
 
 def store(values: Array, dtype: str) -> Array:
-    """Converts floats to the storage of ``dtype``, rounded to nearest even."""
+    """Returns floats in the representation of ``dtype``, rounded to nearest even."""
     values = np.ascontiguousarray(values, np.float32)
     if dtype == "float32":
         return values

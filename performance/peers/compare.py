@@ -105,7 +105,7 @@ def parse_named_file(text: str) -> tuple[str, Path]:
 
 
 def measure_peer(peer: Peer, parsed: argparse.Namespace) -> tuple[Rows, str | None]:
-    """Returns the rows that a peer's driver printed, and the reason if it failed."""
+    """Runs the driver program of another engine. Returns its measured rows, and the reason if it failed, or None."""
     request = {
         "model": peer.model,
         "batch": parsed.batch,

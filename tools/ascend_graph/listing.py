@@ -166,7 +166,7 @@ def _value_text(value: Any) -> str:
 
 
 def _array_text(array: np.ndarray[Any, Any]) -> str:
-    """Describes an array: the value of a single number, otherwise shape, range and digest of the values."""
+    """Returns an array as text: the value of a single number, otherwise shape, range and digest of the values."""
     if array.size == 1:
         return f"{array.dtype.name}{list(array.shape)} of {float(array.reshape(-1)[0]):.6g}"
     digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:12]

@@ -50,14 +50,14 @@ def make_fact(rng: random.Random, section: str, **slots: object) -> Fact:
 
 
 def capital(rng: random.Random) -> Fact:
-    """Asks for the capital of a country, or the country of a capital."""
+    """Returns a question that asks for the capital of a country, or the country of a capital."""
     country, city = rng.choice(sorted(CAPITALS.items()))
     section = "country of a capital" if rng.random() < 0.2 else "capital"
     return make_fact(rng, section, country=country, city=city)
 
 
 def continent(rng: random.Random) -> Fact:
-    """Asks for the continent of a country."""
+    """Returns a question that asks for the continent of a country."""
     name = rng.choice(sorted(CONTINENTS))
     country = rng.choice(CONTINENTS[name])
     verb = "are" if country == "the United States" or country == "the Netherlands" else "is"
@@ -65,7 +65,7 @@ def continent(rng: random.Random) -> Fact:
 
 
 def animal(rng: random.Random) -> Fact:
-    """Asks for sound, legs, young, home or food of an animal."""
+    """Returns a question that asks for sound, legs, young, home or food of an animal."""
     name = rng.choice(sorted(ANIMALS))
     sound, legs, young, home, food = ANIMALS[name]
     forms = WORDINGS["animal"] if sound else WORDINGS["animal"][:-1]
@@ -74,13 +74,13 @@ def animal(rng: random.Random) -> Fact:
 
 
 def colour(rng: random.Random) -> Fact:
-    """Asks for the colour of a thing."""
+    """Returns a question that asks for the colour of a thing."""
     thing, name = rng.choice(sorted(COLOURS.items()))
     return make_fact(rng, "colour", thing=thing, name=name)
 
 
 def opposite(rng: random.Random) -> Fact:
-    """Asks for the opposite of a word."""
+    """Returns a question that asks for the opposite of a word."""
     pair = rng.choice(OPPOSITES)
     ambiguous = {"light", "old"}  # "light" and "old" have two opposites each, so no question asks for them
     word, other = pair if pair[0] not in ambiguous else pair[::-1]
@@ -100,19 +100,19 @@ def order(rng: random.Random) -> Fact:
 
 
 def definition(rng: random.Random) -> Fact:
-    """Asks what a thing is."""
+    """Returns a question that asks what a thing is."""
     word, meaning = rng.choice(sorted(DEFINITIONS.items()))
     return make_fact(rng, "definition", word=word, a=a(word), meaning=meaning)
 
 
 def profession(rng: random.Random) -> Fact:
-    """Asks for the name of a profession."""
+    """Returns a question that asks for the name of a profession."""
     work, who = rng.choice(sorted(PROFESSIONS.items()))
     return make_fact(rng, "profession", work=work, who=who)
 
 
 def quantity(rng: random.Random) -> Fact:
-    """Asks for a number of things."""
+    """Returns a question that asks for a number of things."""
     phrase, amount = rng.choice(sorted(QUANTITIES.items()))
     verb, *rest = phrase.split(" ")[1:]
     tail = " ".join(rest)
@@ -135,7 +135,7 @@ def general(rng: random.Random) -> Fact:
 
 
 def planets(rng: random.Random) -> Fact:
-    """Asks for the order of the planets."""
+    """Returns a question that asks for the order of the planets."""
     index = rng.randrange(len(PLANETS))
     return make_fact(rng, "planet", ordinal=ORDINALS[index], name=PLANETS[index])
 

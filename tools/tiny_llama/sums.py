@@ -10,14 +10,14 @@ OWNERS = ("Anna", "Tom", "Lily", "Max", "Sara", "Ben", "Mia", "Leo")
 
 
 def ask_sum(rng: random.Random, x: int, sign: str, y: int, operation: str, answer: int) -> Fact:
-    """Asks for a result in digits (``7 + 5``) or with the ``operation`` in words (``7 plus 5``)."""
+    """Returns a question for a result in digits (``7 + 5``) or with the ``operation`` in words (``7 plus 5``)."""
     expression, words = f"{x} {sign} {y}", f"{x} {operation} {y}"
     again = rng.choice((expression, words))
     return make_fact(rng, "sum", expression=expression, words=words, answer=answer, again=again)
 
 
 def addition(rng: random.Random) -> Fact:
-    """Asks for a sum, usually of one digit, sometimes up to 99."""
+    """Returns a question that asks for a sum, usually of one digit, sometimes up to 99."""
     if rng.random() < 0.55:
         x, y = rng.randint(0, 10), rng.randint(0, 10)
     else:
@@ -27,20 +27,20 @@ def addition(rng: random.Random) -> Fact:
 
 
 def subtraction(rng: random.Random) -> Fact:
-    """Asks for a difference that is not negative."""
+    """Returns a question that asks for a difference that is not negative."""
     x = rng.randint(0, 20) if rng.random() < 0.6 else rng.randint(10, 99)
     y = rng.randint(0, min(x, 10)) if rng.random() < 0.7 else rng.randint(0, x)
     return ask_sum(rng, x, "-", y, "minus", x - y)
 
 
 def multiplication(rng: random.Random) -> Fact:
-    """Asks for a product up to 10 x 10."""
+    """Returns a question that asks for a product up to 10 x 10."""
     x, y = rng.randint(0, 10), rng.randint(0, 10)
     return ask_sum(rng, x, rng.choice("**x"), y, "times", x * y)
 
 
 def apples(rng: random.Random) -> Fact:
-    """Asks for a sum or a difference in a short story about things."""
+    """Returns a question that asks for a sum or a difference in a short story about things."""
     x, y = rng.randint(1, 10), rng.randint(1, 10)
     thing = rng.choice(COUNTABLE)
     name = rng.choice(OWNERS)
@@ -56,7 +56,7 @@ def apples(rng: random.Random) -> Fact:
 
 
 def neighbour(rng: random.Random) -> Fact:
-    """Asks for the next or previous number."""
+    """Returns a question that asks for the next or previous number."""
     x = rng.randint(1, 99)
     if rng.random() < 0.5:
         return make_fact(rng, "number after", x=x, other=x + 1)
@@ -64,7 +64,7 @@ def neighbour(rng: random.Random) -> Fact:
 
 
 def comparison(rng: random.Random) -> Fact:
-    """Asks which of two numbers is larger, or whether a number is even."""
+    """Returns a question that asks which of two numbers is larger, or whether a number is even."""
     x, y = rng.sample(range(100), 2)
     if rng.random() < 0.3:
         kind = "odd" if x % 2 else "even"
@@ -76,7 +76,7 @@ def comparison(rng: random.Random) -> Fact:
 
 
 def counting(rng: random.Random) -> Fact:
-    """Asks to count up or down, in digits or in words."""
+    """Returns a question that asks to count up or down, in digits or in words."""
     x = rng.randint(1, 15)
     y = min(20, x + rng.randint(3, 9))
     if rng.random() < 0.25:

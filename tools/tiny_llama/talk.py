@@ -50,7 +50,7 @@ def riddle(rng: random.Random) -> list[Pair]:
 
 
 def listing(rng: random.Random) -> Pair:
-    """Asks for several things of a kind, as a sentence or a numbered list."""
+    """Returns a question that asks for several things of a kind, as a sentence or a numbered list."""
     kind, names = rng.choice(sorted(LISTS.items()))
     count = rng.randint(2, 4)
     chosen = rng.sample(names, count)
@@ -64,7 +64,7 @@ def listing(rng: random.Random) -> Pair:
 
 
 def translation(rng: random.Random) -> Pair:
-    """Asks for a word in another language."""
+    """Returns a question that asks for a word in another language."""
     language = rng.choice(sorted(TRANSLATIONS))
     word, other = rng.choice(TRANSLATIONS[language]).split(" = ")
     return pick(rng, "translation", word=word, language=language), f"In {language}, {word} is {other}."

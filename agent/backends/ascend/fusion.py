@@ -40,7 +40,7 @@ def read_fusions(text: str) -> list[str]:
 
 
 def take_report(folder: Path = _DUMP, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Describes which fusions took effect in this process, and removes MindSpore's report."""
+    """Returns a description of the fusions that took effect in this process, and deletes MindSpore's report file."""
     report = folder / f"graph_kernel_cluster_{os.getpid()}.txt"
     text = report.read_text(encoding="utf-8", errors="replace") if report.is_file() else ""
     report.unlink(missing_ok=True)

@@ -179,7 +179,7 @@ struct LinearArgs {
   int64_t rows, x_stride, out_stride;  // strides in elements
   void* out;                           // may be null if best_ids is set: then only the arg-max is computed
   Epilogue epilogue;
-  int32_t* best_ids;   // kStoreFloat only, or null: arg-max, the lowest index on a tie; -1: NaN or infinity
+  int32_t* best_ids;   // arg-max, the lowest index on a tie, -1 for NaN or infinity; null except with kStoreFloat
   float* best_values;  // may be null
 };
 
@@ -191,7 +191,7 @@ constexpr int64_t kPanelColumns = 64;
 
 struct WeightShape {
   int64_t panels, step_depth, step_bytes;  // depths in one step of a panel, and bytes of the step
-  int64_t steps, group_steps, groups;      // steps of the whole depth and of a full group
+  int64_t steps, group_steps, groups;      // numbers of steps of the depth and of a full group; groups
   int64_t scale_bytes;                     // scales and zeros of one group
   int64_t panel_bytes;
 };

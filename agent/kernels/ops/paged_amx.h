@@ -215,7 +215,8 @@ static inline void score_tiles(const TaskRows& all, const TilePanels& panels, Gr
   }
 }
 
-// Adds on tiles the products of weights and values, for all rows of a block and the keys of `groups`.
+// Adds the products of attention weights and values to `sums` with tile instructions, for all rows of a block and the
+// keys of `groups`.
 template <class F>
 static inline void value_tiles(const TilePanels& panels, GroupRange groups, int64_t rows, int64_t padded_dim,
                                const Unit* weights, const float* steps, TileFetch* fetch, float* sums) {

@@ -45,7 +45,7 @@ struct Int8Form {
 
   // The error of a polynomial of degree 4 is about that of a weight of 16 bits.
   static LLMK_MEMBER Vec power(Vec x) { return coarse_power_of_two<4>(x); }
-  static constexpr float kLargestQuery = 16319.0f;  // 127 * 2^7 + 63
+  static constexpr float kLargestQuery = 16319.0f;  // high * 2^7 + low, both int8: 127 * 2^7 + 63
   static constexpr float kLargestWeight = 65535.0f;
 
   template <bool kWhole>

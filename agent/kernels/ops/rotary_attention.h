@@ -55,7 +55,8 @@ struct RotaryAttentionArgs {
   // filled by the checks; true: a sequence may read a block that another sequence writes in this step
   bool write_first;
   bool ready;
-  bool laid_out;  // ready only: the cache has this operator's own layout, in blocks of block_tables
+  // used only if `ready`; true: the blocks of the cache have this operator's layout; false: that of the primitives
+  bool laid_out;
   const int64_t* key_starts;  // ready only, [num_seqs]
   const int64_t* first_keys;  // ready only, [tokens], or null: 0
 };
