@@ -67,10 +67,12 @@ def run(server: ServerProcess, orders: Path, minutes: float, seed: int, kinds: t
     """Run the faults of a seed for some minutes and print the ledger. Returns the exit code."""
     load, watch = ChaosLoad(server.url, seed), MemoryWatch()
     with load:
+        rig = FaultRig(server, orders, load.expected)
+        rig.send_large_bodies()
         time.sleep(WARM_UP_S)
         before = holdings(server, load)
         with watching(watch, server.pid):
-            outcomes = inject_faults(FaultRig(server, orders, load.expected), load, minutes, schedule(seed, 4, kinds))
+            outcomes = inject_faults(rig, load, minutes, schedule(seed, 4, kinds))
         after = holdings(server, load)
     ledger = Ledger(load, outcomes)
     leaks = [*before.leaks(after), *filter(None, [watch.leak()])]

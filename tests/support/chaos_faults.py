@@ -196,14 +196,18 @@ class FaultRig:
     def _memory(self, injection: Injection) -> None:
         """Leave the server a few MiB of address space and send it large bodies."""
         soft = psutil.Process(self._server.pid).memory_info().vms + int(injection.order) * 2**20
-        body = b'{"prompt": "' + b"a " * 3_000_000 + b'"}'
         with self._limited(resource.RLIMIT_AS, soft):
-            for _ in range(3):
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 5) as client:
-                    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-                    client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-                    client.recv(4096)
+            self.send_large_bodies()
             time.sleep(_HELD_S / 2)
+
+    def send_large_bodies(self) -> None:
+        """Send large bodies, which are refused. The first ones make the server keep memory for the next ones."""
+        body = b'{"prompt": "' + b"a " * 3_000_000 + b'"}'
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        for _ in range(3):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 5) as client:
+                client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+                client.recv(4096)
 
     def _disk(self, injection: Injection) -> None:
         """Let the server's files not grow any more, as on a full disk."""
