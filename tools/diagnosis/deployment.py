@@ -90,12 +90,12 @@ def check_model(config: Config) -> Iterator[Finding]:
     place = Path(path)
     files = [place] if place.is_file() else sorted(file for pattern in _WEIGHTS for file in place.glob(pattern))
     unreadable = [file.name for file in files if not os.access(file, os.R_OK)]
-    empty = [file.name for file in files if file.stat().st_size < 1024 and not unreadable]
+    empty = [file for file in files if file.stat().st_size < 1024 and not unreadable]
     size = format_bytes(sum(file.stat().st_size for file in files))
     if unreadable:
         yield problem("model", f"{path}: {unreadable[0]} is not readable", f"chmod or chown it for user {os.getuid()}")
     elif empty:
-        text = f"{path}: {empty[0]} has less than 1 KB"
+        text = f"{path}: {empty[0].name} has {empty[0].stat().st_size} bytes"
         yield problem("model", text, "the file is a Git LFS pointer or truncated: git lfs pull, or download it again")
     else:
         yield ok("model", f"{path}: {len(files)} {'file' if len(files) == 1 else 'files'} of weights, {size}")
