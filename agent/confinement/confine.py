@@ -26,10 +26,12 @@ def confine(config: Config, call: SystemCall = system_call) -> str:
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     wanted, on_ascend = config.serving_config.confine_agents, config.device == "Ascend"
+    of_mindformers = config.model_config.model_type == "mindformers"
     if wanted == "off":
         return f"none ({_KEY} is off)"
-    if on_ascend and wanted == "auto":
-        return f"none ({_KEY} is auto, and the device is an Ascend)"
+    if wanted == "auto" and (on_ascend or of_mindformers):
+        reason = "the device is an Ascend" if on_ascend else "the model is of MindFormers"
+        return f"none ({_KEY} is auto, and {reason})"
     abi = landlock_abi(call)
     if abi == 0:
         if wanted == "on":

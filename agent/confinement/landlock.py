@@ -1,4 +1,4 @@
-"""Landlock: a process gives up access to files, TCP ports and the signals of other processes, for ever.
+"""Landlock: a process gives up access to files, TCP ports and the signals of other processes, for good.
 
 The kernel's documentation is ``userspace-api/landlock.rst``. Each version of the interface (ABI) adds kinds of access.
 A ruleset names the kinds that it restricts, so an older kernel gets a ruleset with fewer kinds.

@@ -155,8 +155,8 @@ class ServingConfig:
     confine_agents: str = own(
         "auto",
         "Confine agents with Landlock and seccomp: an agent reads its model and its code, writes its cache and "
-        "profiles, and opens no connection. `auto`: on a CPU, if the kernel can. `on`: always; without Landlock the "
-        "start fails. `off`: never.",
+        "profiles, and opens no connection. `auto`: on a CPU, if the kernel can, but not with MindFormers. `on`: "
+        "always; without Landlock the start fails. `off`: never.",
         choices=("auto", "on", "off"),
     )
     step_timeout_s: float = own(

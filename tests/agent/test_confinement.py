@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,13 @@ def test_without_confinement_the_same_process_can_do_everything(tmp_path):
     assert {name for name, outcome in found["done"].items() if outcome != "done"} == set()
     assert found["confinement"] == "none (serving_config.confine_agents is off)"
     assert found["core"] == [0, 0]
+
+
+def test_auto_leaves_mindformers_unconfined(tmp_path):
+    config = small_config(tmp_path)
+    model = replace(config.model_config, model_type="mindformers")
+    text = confine(replace(config, model_config=model), FakeKernel(7))
+    assert text == "none (serving_config.confine_agents is auto, and the model is of MindFormers)"
 
 
 class FakeKernel:
