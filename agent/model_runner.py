@@ -1,4 +1,7 @@
-"""Runs steps: loads the model, compiles its graphs, then runs graph and sampler for each slot. Uses one thread only."""
+"""Runs the steps of an agent: loads the model, compiles its graphs, then runs graph and sampler for each step.
+
+Only the device thread may call it.
+"""
 
 from __future__ import annotations
 

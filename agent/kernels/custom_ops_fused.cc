@@ -23,7 +23,8 @@ namespace {
 
 // rows that an MLP computes at a time, so that its intermediate results stay in the cache
 constexpr int64_t kMlpRows = 256;
-constexpr int64_t kThreadRows = 128;  // with at least this many rows per thread, the threads compute different rows
+// with at least this many rows per thread, each thread computes rows of its own; with fewer, all threads share a call
+constexpr int64_t kThreadRows = 128;
 
 int64_t row_bytes(DType dtype, int64_t width) { return size_of(dtype) * width; }
 

@@ -25,7 +25,7 @@ MINDSPORE_DTYPES = {
 
 
 def unbound_parameter(shape: tuple[int, ...], dtype: str) -> Parameter:
-    """Makes a parameter without memory, until ``bind``. MindSpore names it by its place in the model."""
+    """Makes a parameter that has no memory until ``bind``. MindSpore names it by its place in the model."""
     with no_init_parameters():
         return Parameter(initializer("zeros", shape, MINDSPORE_DTYPES[dtype]), requires_grad=False)
 

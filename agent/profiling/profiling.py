@@ -1,7 +1,8 @@
 """Starts and stops a profile of an agent's steps, and writes its files.
 
-On a CPU, MindSpore's profiler writes the time of every operator. On an Ascend, it collects msprof's data, which the
-reader analyses later, because the analysis takes minutes. ``steps.json`` has a line for each step on both devices.
+On a CPU, MindSpore's profiler writes the time of every operator. On an Ascend, it only collects msprof's data, because
+their analysis takes minutes. The user starts it later, with the command in the reply. On both devices, ``steps.json``
+has a line for each of the first ``MAX_STEPS`` steps.
 """
 
 from __future__ import annotations

@@ -53,15 +53,18 @@ def load_weights(
     forms: LinearForms | None = None,
     keep: Callable[[str, Array], None] | None = None,
 ) -> dict[str, Array]:
-    """Returns every parameter by its name. ``report`` is called with the number of loaded parameters and the total
-    number.
+    """Returns every parameter by its name.
 
-    With ``packing``, the weights of linear layers are blobs of bytes for the kernels. Without ``packing``, parameters
-    have the ``forms`` that the native primitives take. Floats are arrays of ``dtype``, dequantised if necessary.
-    Integers come with their scales. Biases are separate, and the weight of an expert is [in, out] for grouped matrix
-    products. ``keep`` is called with each parameter as soon as it is loaded. Several threads read and convert; the
-    result does not depend on their number. Raises CheckpointError, or ConfigError if the stored weights cannot become
-    the format.
+    With ``packing``, each weight of a linear layer is a blob for the kernels. Without ``packing``, each has the form in
+    ``forms`` that a native primitive takes. Then scales, offsets and biases are parameters of their own, and the weight
+    of an expert is [in, out], for grouped matrix products.
+
+    All other parameters are floats of ``dtype``, dequantised if necessary. Routers of experts stay float32. ``report``
+    is called with the number of loaded parameters and the total. ``keep`` is called with each parameter as soon as it
+    is loaded. Several threads read and convert; the result does not depend on their number.
+
+    Raises CheckpointError. With ``packing``, raises ConfigError if stored integers cannot have the format
+    ``packing.weight_format``, or cannot be divided for ``parallel_config.sum_parts``.
     """
     specs = list(specs) if packing is not None else _unpacked(specs)
     if packing is not None:

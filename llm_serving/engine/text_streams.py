@@ -98,7 +98,7 @@ class TextStreams:
 
 
 def _last_text(stream: _Stream, token_ids: tuple[int, ...]) -> tuple[str, str | None]:
-    """Return the last text of a finished request, and the stop string that ended the text, if there was one.
+    """Return the text of a finished request's last piece, and the stop string that ended the text, if there was one.
 
     The token that ends a sequence is not part of the text, unless ``include_stop_str_in_output`` asks for it.
     """

@@ -34,10 +34,10 @@ def bind_agent_ports(ip: str, ports: Sequence[int]) -> Iterator[list[socket.sock
 
 
 def connected_pair(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a new connection through an agent's port. The agent inherits the second end.
+    """Return both ends of a new connection through an agent's port. The server keeps the first, the agent the second.
 
-    So no agent must accept a connection, and other local programs cannot connect to an agent. Their connections to the
-    port are closed here, or wait in the kernel's queue. Raises OSError.
+    So an agent never needs to accept a connection, and no other local program can connect to it. Connections of other
+    programs to the port are closed here, or stay in the kernel's queue. Raises OSError.
     """
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     listener.settimeout(0.0)

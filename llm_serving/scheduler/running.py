@@ -151,11 +151,12 @@ class RunningSet(Stateful):
         return held
 
     def reserve(self, watermark_blocks: int) -> int:
-        """Returns the number of blocks that must stay free when a sequence starts.
+        """Returns the number of blocks that must stay free when a sequence starts or returns from the host.
 
-        While others run, this is at least a block for each of them. So the blocks of a victim go to the oldest
-        sequence, which guarantees progress. It is also at least ``watermark_blocks``, so that the next tokens of the
-        others do not preempt the new sequence immediately.
+        It is 0 if no sequence runs, otherwise at least one block for each running sequence. So a waiting sequence
+        cannot take the blocks that a preemption has just freed, and the oldest sequence always makes progress. It is
+        also at least ``watermark_blocks``, so that the next tokens of the others do not preempt the new sequence
+        immediately.
         """
         return max(len(self._running), watermark_blocks) if self._running else 0
 

@@ -120,9 +120,10 @@ ENDPOINTS = (
 
 
 def _summary(answer: Answer, details: Mapping[str, EncodedList] | None, receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON members next to ``generated_text``: finish reason, number of tokens, seed and details.
+    """Return the JSON members next to ``generated_text``: finish reason, number of tokens, seed, details and receipt.
 
-    ``details`` has the lists of tokens and ``receipt`` the member ``receipt``, if the request asked for them.
+    ``details`` has the lists of tokens. None means that the request did not ask for them, and the member is null.
+    ``receipt`` is ``{"receipt": ...}``, or empty if the request did not ask for it.
     """
     figures = {
         "finish_reason": answer.finish_reason,

@@ -14,10 +14,10 @@ _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 @dataclass(frozen=True, slots=True)
 class JSONStructure:
-    """The parts of a JSON text. All numbers are exact if the text is valid JSON."""
+    """Counts of the parts of a JSON text. They are exact for valid JSON, except ``num_values``."""
 
     num_values: int
-    """Maximum number of values. An empty object or list counts as two values."""
+    """Number of values without keys. An empty object or list counts as two values."""
     num_containers: int
     """Number of objects and lists."""
     num_strings: int

@@ -43,7 +43,7 @@ MIRROR_BYTES = 4000
 """Maximum bytes of a message on standard error. Below PIPE_BUF (4096), so a write to a pipe with space never waits."""
 MIRROR_HEAD_BYTES, MIRROR_TAIL_BYTES = 1000, 2800
 
-# Characters that JSON does not escape, although str.splitlines() and JavaScript end a line there.
+# Characters that JSON need not escape, although str.splitlines() ends a line there (and JavaScript at the last two).
 _LINE_BREAKS = (
     (b"\xc2\x85", b"\\u0085"),
     (b"\xe2\x80\xa8", b"\\u2028"),

@@ -62,7 +62,11 @@ class Circuit:
         return as_float32(np.outer(query, read)), as_float32(np.outer(key, read))
 
     def previous_token_value_output(self) -> HeadWeights:
-        """Returns value [head_dim, hidden] and output [hidden, head_dim], which write the attended token's code."""
+        """Returns the value [head_dim, hidden] and output [hidden, head_dim] weights of the previous-token head.
+
+        The value maps the previous token's embedding to its code (``Circuit.code``). The output writes the code to the
+        directions ``place`` of the hidden state.
+        """
         return as_float32(self.code), as_float32(self.place * WRITTEN)
 
     def induction_query_key(self, half: int) -> HeadWeights:

@@ -27,8 +27,9 @@ struct LinearJob {
   void (*finish)(const LinearJob&, int64_t panel, int half, int64_t row, int64_t count, const float* sums);
 };
 
-// Returns a key for the arg-max: a larger value gives a larger key, and among equal values the lowest index does. The
-// high half has the bits of the float in ascending order, the low half the inverted index.
+// Returns a key for the arg-max. A larger value has a larger key. Of equal values, the one with the lower index has the
+// larger key. The high half of the key is the float's bits, changed so that they compare as unsigned integers in the
+// order of the floats. The low half is 2^32 - 1 - index.
 static inline uint64_t best_key(float value, int64_t index) {
   const uint32_t bits = float_to_bits(value + 0.0f);  // makes -0 equal to 0
   const uint32_t ordered = (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
