@@ -92,7 +92,7 @@ def test_a_replica_serves_while_the_other_comes_back(tmp_path, server):
 def test_impossible_splits_are_refused(tmp_path, settings, phrases):
     named = [f"serving_config.{each}" if "ports" in each else f"parallel_config.{each}" for each in settings]
     overrides = small_overrides(tmp_path, named)
-    run = run_start_server(*[part for each in overrides for part in ("--set", each)])
+    run = run_start_server("--config", "llama_tiny_cpu.yaml", *[part for each in overrides for part in ("--set", each)])
     assert run.returncode == 2
     assert run.stderr.startswith("error: --set: ")
     assert all(phrase in run.stderr for phrase in phrases), run.stderr
