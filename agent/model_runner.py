@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,8 +19,10 @@ from agent.group.model_part import ModelPart
 from agent.kernels import OperatorRefusedError, kernel_isa, num_threads
 from agent.model_loading import LoadedModel, load_model
 from agent.profiling import Profiling
+from agent.run_ahead.steps import StepsAhead
 from agent.sampler import Sampler, find_candidates
 from agent.scores import DeviceScores, StepLogits, score_bits
+from agent.step_cost import StepCost
 from agent.step_inputs import Int32Array, StepInputs, StepReader
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
 from agent.weights.cache import WeightCache
@@ -43,16 +45,6 @@ class RowCheckError(AgentError):
 
     The agent computes wrong results and must be restarted.
     """
-
-
-class StepCost(NamedTuple):
-    """The cost of a step: microseconds for block copies and graph, microseconds for the sampler, and bytes fetched from
-    the device.
-    """
-
-    graph_us: int
-    sample_us: int = 0
-    fetched_bytes: int = 0
 
 
 class ModelRunner:
@@ -94,6 +86,8 @@ class ModelRunner:
             self._stream = np.zeros(shape, STORAGE_DTYPES[config.model_config.model_dtype])
         self._model: LoadedModel | None = None
         self._graph: StepGraph | None = None
+        self.ahead: StepsAhead | None = None
+        """Launches steps ahead if the device does so. None otherwise, and before ``load``."""
         self._seconds: dict[str, float] = {}
         self.profiling = Profiling(config.device, rank, self._set_replaying)
 
@@ -103,6 +97,8 @@ class ModelRunner:
         self._model = load_model(
             self._config, self._part, lambda done, of: self._report("load", done, of), self._weight_cache
         )
+        if self._model.ops.traits.runs_ahead and self._part.is_alone:
+            self.ahead = StepsAhead(self, StepReader(self._config, self._config.max_num_seqs), self._sampler)
         self._seconds["load"] = time.perf_counter() - start
 
     def compile(self) -> None:
@@ -183,13 +179,15 @@ class ModelRunner:
         If the slot does not hold a valid step, nothing is moved or computed, and ProtocolError is raised. AgentError
         means that an operator failed and the next step may run. GroupBrokenError means that the agent must end.
         """
+        if self.ahead is not None:
+            self.ahead.finish_all()
         start = time.perf_counter_ns()
         inputs, moves = self._reader.read(slot, is_decode=is_decode), self._reader.read_moves(slot)
         self._sampler.rows.start_rows(slot)
         if self._last_tokens is not None:
             self._last_tokens.check(inputs.token_ids, inputs.rows, inputs.query_lens)
         if moves.size:
-            self._move(moves)
+            self.move_blocks(moves)
         if self._last_tokens is not None:
             return self._run_in_group(slot, inputs, start)
         assert self._graph is not None, "compile() must come before any step"
@@ -198,7 +196,7 @@ class ModelRunner:
             computed = time.perf_counter_ns()
             self._sampler.sample(scores, slot)
         except RuntimeError as error:
-            raise self._after_failure(error) from error
+            raise self.after_failure(error) from error
         cost = _cost(start, computed, scores)
         if slot.checked_row and is_decode:
             self._check_row(slot, scores)
@@ -206,10 +204,12 @@ class ModelRunner:
 
     def run_moves(self, slot: StepSlot) -> StepCost:
         """Runs a step that only copies blocks. Raises the same errors as ``run_step``."""
+        if self.ahead is not None:
+            self.ahead.finish_all()
         start = time.perf_counter_ns()
         if slot.num_tokens:
             raise ProtocolError(f"a step of moves has {slot.num_tokens} tokens; it must have none")
-        self._move(self._reader.read_moves(slot))
+        self.move_blocks(self._reader.read_moves(slot))
         return StepCost((time.perf_counter_ns() - start) // 1000)
 
     def reset(self) -> None:
@@ -224,8 +224,18 @@ class ModelRunner:
         assert self._graph is not None, "compile() must come before a profile"
         self._graph.set_replaying(replaying)
 
-    def _after_failure(self, error: RuntimeError) -> AgentError:
-        """Recovers from a failed graph. Returns the error for this step.
+    def step_graph(self) -> StepGraph:
+        """Returns the graph that runs all steps. It is another object after a failure."""
+        assert self._graph is not None, "compile() must come before any step"
+        return self._graph
+
+    def move_blocks(self, moves: Int32Array) -> None:
+        """Runs block moves. No graph may be running."""
+        assert self._model is not None, "load() must come before any step"
+        self._model.moves.run(moves)
+
+    def after_failure(self, error: RuntimeError) -> AgentError:
+        """Recovers from a failed graph. Returns the error for this step. No graph may be running.
 
         MindSpore does not run a failed graph again, so the graphs are compiled again. If MindSpore has captured
         launches of the failed graph, it would replay them, so compiling again does not help.
@@ -315,10 +325,6 @@ class ModelRunner:
         stream: Array = self._stream[: inputs.token_ids.size]
         self._exchange.receive(stream)
         return stream
-
-    def _move(self, moves: Int32Array) -> None:
-        assert self._model is not None, "load() must come before any step"
-        self._model.moves.run(moves)
 
     def _compile_graphs(self) -> None:
         from agent.step_graph import make_step_graph  # imports mindspore

@@ -147,6 +147,15 @@ def find_candidates(scores: DeviceScores, slot: StepSlot) -> bool:
     return True
 
 
+def decided_by_best(slot: StepSlot) -> npt.NDArray[np.bool_]:
+    """Returns which sequences sample the token with the largest logit [S]: they are greedy and have no penalties."""
+    seqs = slot.num_seqs
+    decided: npt.NDArray[np.bool_] = (
+        (slot.do_sample[:seqs] != 0) & (slot.arrays["temperature"][:seqs] == 0) & ~_has_penalties(slot, seqs)
+    )
+    return decided
+
+
 def _has_penalties(slot: StepSlot, seqs: int) -> npt.NDArray[np.bool_]:
     penalised = np.zeros(seqs, np.bool_)
     for each in SAMPLER_PARAMETERS:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +29,13 @@ class StepLogits:
 class DeviceScores(ABC):
     """The logits of a step on a device. Each method copies only the values that it returns to the host.
 
-    Valid until the graph runs again. Every method may raise RuntimeError if the device fails.
+    Valid until the graph runs again, or longer if the device runs ahead (``agent.run_ahead``). Every method may raise
+    RuntimeError if the device fails.
     """
 
     vocab_size: int
+    num_ids: int
+    """The number of ``best_ids``: the sequences of the step and its padding."""
     fetched_bytes: int
     """The number of bytes that were copied to the host so far."""
 
@@ -42,7 +47,7 @@ class DeviceScores(ABC):
 
     @abstractmethod
     def find_candidates(self, temperatures: Float32Array) -> None:
-        """Computes the candidates on the device. ``temperatures`` [S] are above 0.
+        """Computes the candidates on the device. ``temperatures`` [S] are above 0. A second call does nothing.
 
         The agents that share a vocabulary must all call this for the same steps.
         """
@@ -57,6 +62,17 @@ class DeviceScores(ABC):
 
         Agents that share a vocabulary must call ``find_candidates`` first.
         """
+
+    @abstractmethod
+    def best_ids(self) -> Any:
+        """Returns the tokens with the largest logits [num_ids] on the device, int32, for a later launch.
+
+        Zeros on the host if the step failed.
+        """
+
+    @abstractmethod
+    def when_computed(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once, in any thread, when best tokens and candidates are on the host, or have failed."""
 
 
 def score_bits(scores: StepLogits | DeviceScores, index: int, *, whole: bool) -> bytes:

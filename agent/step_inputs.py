@@ -42,6 +42,11 @@ class StepInputs:
     whole_prompts: bool
     """Whether every sequence starts at position 0."""
 
+    def copy(self) -> StepInputs:
+        """Returns the same inputs in memory of their own, which no later step overwrites."""
+        arrays = {field.name: getattr(self, field.name).copy() for field in fields(self)[:-1]}
+        return StepInputs(**arrays, whole_prompts=self.whole_prompts)
+
 
 class StepReader:
     """Reads steps into its own memory and checks them against the limits of model, cache and row table."""
@@ -176,8 +181,23 @@ class StepReader:
         if self._row_last_tokens is not None:
             asking = np.repeat(slot.rows[:seqs], query_lens)[slot.token_ids[:tokens] == LAST_TOKEN]
             for row in asking[self._row_last_tokens[asking] < 0].tolist():
-                raise ProtocolError(f"a step asks for the last token of row {row}, which has not sampled one")
+                raise no_last_token(row)
         raise ProtocolError(f"{tokens} tokens, {seqs} sequences and table width {width} do not fit a slot")
+
+
+def rows_of_last_tokens(token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> Int32Array:
+    """Returns the batch row of each LAST_TOKEN in ``token_ids``."""
+    unknown = token_ids == LAST_TOKEN
+    if not unknown.any():
+        return np.empty(0, np.int32)
+    row_of_token: Int32Array = rows if rows.size == token_ids.size else np.repeat(rows, query_lens)
+    needed: Int32Array = row_of_token[unknown]
+    return needed
+
+
+def no_last_token(row: int) -> ProtocolError:
+    """Returns the error for a step that needs the last token of a row that has sampled none."""
+    return ProtocolError(f"a step asks for the last token of row {row}, which has not sampled one")
 
 
 def check_range(name: str, values: npt.NDArray[np.int32], low: int, high: int) -> None:

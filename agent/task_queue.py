@@ -22,6 +22,11 @@ from llm_serving.ipc.messages import MessageClass, ProfileStart, ProfileStop, Sh
 QueuedMessage = Step | ProfileStart | ProfileStop | Shutdown
 """The messages that wait in the queue. The socket thread handles ``Abort`` and ``Status`` immediately."""
 
+
+class StepComputed:
+    """Not a message: it shows the device thread that the device has computed a step (``TaskQueue.step_computed``)."""
+
+
 _LAST_CLASS = {"prefill_first": MessageClass.DECODE, "decode_first": MessageClass.PREFILL}
 """The kind of step that runs last, for the policies that prefer the other kind. All other policies run prefill and
 decode steps in the order of their numbers.
@@ -43,6 +48,7 @@ class TaskQueue:
         self._num_steps = 0
         self._last_step = -1
         self._changed = threading.Condition()
+        self._num_computed = 0
         self.steps_taken = 0
         """Number of steps that the device thread has taken since the start."""
 
@@ -57,10 +63,23 @@ class TaskQueue:
             heapq.heappush(self._heap, (self._priority(message), message.seq, arrival, message, time.monotonic_ns()))
             self._changed.notify()
 
-    def get(self) -> tuple[QueuedMessage, int]:
-        """Waits for a message. Returns the message to run next and the microseconds that it waited."""
+    def step_computed(self) -> None:
+        """Wakes the device thread, because the device has computed a step that was launched ahead."""
+        with self._changed:
+            self._num_computed += 1
+            self._changed.notify()
+
+    def get(self) -> tuple[QueuedMessage | StepComputed, int]:
+        """Waits for a message. Returns the message to run next and the microseconds that it waited.
+
+        If there is none, but the device has computed a step, returns StepComputed. Messages come first, because the
+        device would wait for the next step.
+        """
         with self._changed:
             while not self._heap:
+                if self._num_computed:
+                    self._num_computed -= 1
+                    return StepComputed(), 0
                 self._changed.wait()
             _, _, _, message, queued_at = heapq.heappop(self._heap)
             if isinstance(message, Step):

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from agent.model_runner import ModelRunner, RowCheckError, StartReport
 from agent.server import AgentServer
-from agent.task_queue import TaskQueue
+from agent.step_cost import StepCost
+from agent.task_queue import StepComputed, TaskQueue
 from llm_serving.errors import GroupBrokenError, GroupDownError, LLMServingError
 from llm_serving.ipc.messages import (
     Decode,
     Failed,
     Move,
     ProfileStart,
-    ProfileStop,
     Progress,
     Ready,
     Shutdown,
@@ -46,6 +47,7 @@ class Worker:
         self._queue = queue
         self._server = server
         self._facts = facts
+        self._is_down = False
 
     def run(self) -> int:
         """Runs until shutdown and returns the process's exit code. Reports a failed start to the server."""
@@ -58,7 +60,7 @@ class Worker:
             self._server.send(failed)
             return 1
         self._server.send(Ready(summary={**runner.summary(), **self._facts}))
-        return self._serve(memory, runner)
+        return self.serve(memory, runner)
 
     def _start(self) -> ModelRunner:
         runner = self._make_runner(
@@ -69,52 +71,72 @@ class Worker:
         runner.warm_up()
         return runner
 
-    def _serve(self, memory: SlotMemory, runner: ModelRunner) -> int:
+    def serve(self, memory: SlotMemory, runner: ModelRunner) -> int:
         """Runs messages. Returns 0 after Shutdown and 1 if the group failed."""
-        while True:
+        ahead = runner.ahead
+        if ahead is not None:
+            ahead.on_computed = self._queue.step_computed
+        while not self._is_down:
             message, queue_us = self._queue.get()
+            if isinstance(message, Step):
+                self._run_step(message, queue_us, memory, runner)
+                continue
+            if isinstance(message, StepComputed):
+                assert ahead is not None, "only a device that runs ahead computes steps later"
+                ahead.finish_computed()
+                continue
+            if ahead is not None:
+                ahead.finish_all()
             if isinstance(message, Shutdown):
                 return 0
             if isinstance(message, ProfileStart):
                 self._server.send(runner.profiling.start(message.seq, message.folder))
-                continue
-            if isinstance(message, ProfileStop):
+            else:
                 self._server.send(runner.profiling.stop(message.seq))
-                continue
-            try:
-                result = _run_step(message, queue_us, memory, runner)
-            except GroupDownError as error:
-                logger.error("step %d: %s; this agent ends with its group", message.seq, error)
-                # any other error was not caused by the step, which may run again
-                if isinstance(error, GroupBrokenError):
-                    self._server.send(_failure(message, str(error)))
-                return 1
-            except RowCheckError as error:
-                logger.error("step %d failed a self-check: %s", message.seq, error)
-                self._server.send(Unhealthy(seq=message.seq, slot=message.slot, error=str(error)))
-                continue
-            self._server.send(result)
+        return 1
 
+    def _run_step(self, step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner) -> None:
+        """Runs one step. If the device runs ahead, only launches it: ``runner.ahead`` finishes it later."""
+        outcome: StepCost | Exception
+        try:
+            slot = memory.slots[step.slot]
+            slot.check_header(step.seq)
+            is_decode = isinstance(step, Decode)
+            if isinstance(step, Move):
+                outcome = runner.run_moves(slot)
+            elif runner.ahead is None or (is_decode and slot.checked_row):
+                outcome = runner.run_step(slot, is_decode=is_decode)
+            else:
+                done = partial(self._finish, step, queue_us, memory, runner)
+                runner.ahead.start(slot, is_decode=is_decode, done=done)
+                return
+        except Exception as error:
+            outcome = error
+        self._finish(step, queue_us, memory, runner, outcome)
 
-def _run_step(step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner) -> StepDone | StepFailed:
-    """Runs one step. Returns the result, or StepFailed for any error except GroupDownError, which is raised."""
-    try:
-        slot = memory.slots[step.slot]
-        slot.check_header(step.seq)
-        if isinstance(step, Move):
-            cost = runner.run_moves(slot)
+    def _finish(
+        self, step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner, outcome: StepCost | Exception
+    ) -> None:
+        """Reports the end of a step to the server. Every error but GroupDownError fails this step only."""
+        if isinstance(outcome, GroupDownError):
+            logger.error("step %d: %s; this agent ends with its group", step.seq, outcome)
+            if isinstance(outcome, GroupBrokenError):  # any other error was not caused by the step, which may run again
+                self._server.send(_failure(step, str(outcome)))
+            self._is_down = True
+        elif isinstance(outcome, RowCheckError):
+            logger.error("step %d failed a self-check: %s", step.seq, outcome)
+            self._server.send(Unhealthy(seq=step.seq, slot=step.slot, error=str(outcome)))
+        elif isinstance(outcome, Exception):
+            expected = isinstance(outcome, LLMServingError)
+            level = logging.WARNING if expected else logging.ERROR
+            logger.log(level, "step %d failed", step.seq, exc_info=None if expected else outcome)
+            text = str(outcome) if expected else f"{type(outcome).__name__}: {outcome}"
+            self._server.send(_failure(step, text))
         else:
-            cost = runner.run_step(slot, is_decode=isinstance(step, Decode))
-        kind = type(step).__name__.lower()
-        runner.profiling.add_step(kind, slot.num_tokens, slot.num_seqs, (queue_us, cost.graph_us, cost.sample_us))
-    except (GroupDownError, RowCheckError):
-        raise
-    except Exception as error:
-        expected = isinstance(error, LLMServingError)
-        logger.log(logging.WARNING if expected else logging.ERROR, "step %d failed", step.seq, exc_info=not expected)
-        text = str(error) if expected else f"{type(error).__name__}: {error}"
-        return _failure(step, text)
-    return StepDone(seq=step.seq, slot=step.slot, queue_us=queue_us, **cost._asdict())
+            slot, kind = memory.slots[step.slot], type(step).__name__.lower()
+            times = (queue_us, outcome.graph_us, outcome.sample_us)
+            runner.profiling.add_step(kind, slot.num_tokens, slot.num_seqs, times)
+            self._server.send(StepDone(seq=step.seq, slot=step.slot, queue_us=queue_us, **outcome._asdict()))
 
 
 def _failure(step: Step, text: str) -> StepFailed:

@@ -20,11 +20,12 @@ result does not depend on the other rows of the step. Prompts, chunks and decode
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from agent.backends.launch import Launch, OnDevice
 from agent.group.model_part import ModelPart
 from agent.step_inputs import Int32Array
 from agent.weights.storage import Array
@@ -63,6 +64,9 @@ class DeviceTraits:
     """
     replays_steps: bool = False
     """Whether the kernel launches of a dynamic graph can be recorded and replayed without MindSpore."""
+    runs_ahead: bool = False
+    """Whether ``DeviceHooks.launch`` returns before the device has computed. Steps are then launched before the host
+    has read the tokens of the step before (``agent.run_ahead``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,14 @@ class DeviceHooks:
         del compiles
         yield
 
+    def launch(self, run: Callable[[], tuple[OnDevice, ...]], fetched: slice) -> Launch:
+        """Calls ``run``, which runs a graph, after all earlier launches. ``fetched`` are the results to fetch.
+
+        If the device ``runs_ahead``, returns before the results are computed. The device then begins to copy the
+        fetched results to the host at once, before any later launch.
+        """
+        return Launch(run(), fetched)
+
 
 class OpTable(ABC):
     """Makes the operators of one device. Each call returns an operator for one place in a model."""
@@ -156,6 +168,12 @@ class OpTable(ABC):
     @property
     def is_last_stage(self) -> bool:
         return self.part is None or self.part.shard.is_last_stage
+
+    @property
+    def inserts_ids(self) -> bool:
+        """Whether graphs take token ids that an earlier step has left on the device. Only an agent that has the whole
+        model has them."""
+        return self.part is None or self.part.is_alone
 
     def vocab_rows(self, vocab_size: int) -> int:
         """Returns the number of rows of this agent's embedding and output weight."""

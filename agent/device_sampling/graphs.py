@@ -4,23 +4,25 @@ until the sampler needs them.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 from mindspore import Tensor
 
 from agent.backends.base import DeviceHooks
+from agent.backends.launch import Launch, OnDevice
 from agent.compiled_graph import CompiledGraph
 from agent.device_sampling.cells import candidates_cell, rows_cell
 from agent.group.model_part import ModelPart
 from agent.kernels import Candidates, widen_bfloat16
-from agent.layers.parameter import as_storage, as_tensor
+from agent.layers.parameter import as_tensor
 from agent.scores import DeviceScores, Float32Array, Int32Array
 from agent.weights.storage import Array, to_float32
 
-OnDevice = Any
-"""A tensor of MindSpore, or an array where the device is a CPU and the step was replayed without MindSpore."""
+STEP_FETCHED = slice(1, 3)
+"""The results of a step that the host may fetch: best tokens and their logits."""
+_CANDIDATES_FETCHED = slice(0, 4)
 
 
 class SamplingGraphs:
@@ -44,36 +46,46 @@ class SamplingGraphs:
             self._candidates.compile((given, as_tensor(np.ones((seqs, 1), np.float32))))
             self._rows.compile((given, as_tensor(np.zeros(1, np.int32))))
 
-    def scores(self, logits: OnDevice, best_ids: OnDevice, best_values: OnDevice, num_rows: int) -> DeviceScores:
-        """Returns the scores of a step. The first ``num_rows`` rows of each agent are sequences, the others padding."""
-        return _Scores(self, logits, best_ids, best_values, num_rows)
+    def scores(self, step: Launch, num_rows: int, num_ids: int) -> DeviceScores:
+        """Returns the scores of a step, whose results are logits, best tokens and their logits.
 
-    def run_candidates(self, logits: OnDevice, temperatures: Float32Array) -> tuple[Tensor, ...]:
-        """Runs the graph of ``candidates_cell``. ``temperatures`` is [S, 1]."""
-        assert self._candidates is not None, "compile() must come first"
-        with self._hooks.graph_run():
-            results: tuple[Tensor, ...] = self._candidates.run((as_device(logits), as_tensor(temperatures)))
-        return results
+        The first ``num_rows`` of the ``num_ids`` rows of each agent are sequences, the others padding.
+        """
+        return _Scores(self, step, num_rows, num_ids)
 
-    def run_rows(self, logits: OnDevice, indices: Int32Array) -> Tensor:
-        """Runs the graph of ``rows_cell``."""
-        assert self._rows is not None, "compile() must come first"
-        with self._hooks.graph_run():
-            return self._rows.run((as_device(logits), as_tensor(indices)))
+    def run_candidates(self, step: Launch, temperatures: Float32Array) -> Launch:
+        """Runs the graph of ``candidates_cell`` on the logits of a step. ``temperatures`` is [S, 1]."""
+
+        def run() -> tuple[Tensor, ...]:
+            assert self._candidates is not None, "compile() must come first"
+            logits = as_device(step.results()[0])
+            with self._hooks.graph_run():
+                results: tuple[Tensor, ...] = self._candidates.run((logits, as_tensor(temperatures)))
+            return results
+
+        return self._hooks.launch(run, _CANDIDATES_FETCHED)
+
+    def run_rows(self, launch: Launch, result: int, indices: Int32Array) -> Launch:
+        """Runs the graph of ``rows_cell`` on one result of a launch, which are logits."""
+
+        def run() -> tuple[Tensor, ...]:
+            assert self._rows is not None, "compile() must come first"
+            logits = as_device(launch.results()[result])
+            with self._hooks.graph_run():
+                return (self._rows.run((logits, as_tensor(indices))),)
+
+        return self._hooks.launch(run, slice(None))
 
 
 class _Scores(DeviceScores):
-    def __init__(
-        self, graphs: SamplingGraphs, logits: OnDevice, best_ids: OnDevice, best_values: OnDevice, num_rows: int
-    ) -> None:
-        self.vocab_size = graphs.vocab_size
+    def __init__(self, graphs: SamplingGraphs, step: Launch, num_rows: int, num_ids: int) -> None:
+        self.vocab_size, self.num_ids = graphs.vocab_size, num_ids
         self.fetched_bytes = 0
-        self._graphs, self._num_rows = graphs, num_rows
-        self._logits, self._best = logits, (best_ids, best_values)
-        self._found: tuple[Tensor, ...] = ()
+        self._graphs, self._num_rows, self._step = graphs, num_rows, step
+        self._found: Launch | None = None
 
     def best(self) -> tuple[Int32Array, Float32Array]:
-        ids, values = (self._fetch(each).reshape(self._graphs.num_parts, -1) for each in self._best)
+        ids, values = (each.reshape(self._graphs.num_parts, -1) for each in self._fetch(self._step))
         wide = in_float32(values)[:, : self._num_rows]
         if len(ids) == 1:
             return ids[0, : self._num_rows], wide[0]
@@ -84,28 +96,41 @@ class _Scores(DeviceScores):
         return tokens, np.ascontiguousarray(wide[best, columns])
 
     def find_candidates(self, temperatures: Float32Array) -> None:
-        padded = np.ones((self._logits.shape[0], 1), np.float32)
-        padded[: self._num_rows, 0] = temperatures
-        self._found = self._graphs.run_candidates(self._logits, padded)
+        if self._found is None:
+            padded = np.ones((self.num_ids, 1), np.float32)
+            padded[: self._num_rows, 0] = temperatures
+            self._found = self._graphs.run_candidates(self._step, padded)
 
     def candidates(self) -> Candidates:
+        assert self._found is not None, "find_candidates() must come first"
         parts = self._graphs.num_parts
-        values, ids = (self._fetch(each).reshape(parts, -1, each.shape[1]) for each in self._found[:2])
-        sums, scaled_sums = (self._fetch(each).reshape(parts, -1) for each in self._found[2:4])
-        return Candidates(values, ids, sums, scaled_sums, self._graphs.part_size)
+        best, ids, *masses = self._fetch(self._found)
+        best, ids = (each.reshape(parts, -1, each.shape[1]) for each in (best, ids))
+        sums, scaled_sums = (each.reshape(parts, -1) for each in masses)
+        return Candidates(best, ids, sums, scaled_sums, self._graphs.part_size)
 
     def rows(self, indices: Int32Array) -> Float32Array:
-        parts, logits = self._graphs.num_parts, self._logits
+        parts = self._graphs.num_parts
         if parts == 1:
-            return in_float32(self._fetch(self._graphs.run_rows(logits, indices)))
-        starts = np.arange(parts, dtype=np.int32)[:, None] * np.int32(logits.shape[0])
-        gathered = self._graphs.run_rows(self._found[4], (starts + indices).astype(np.int32).reshape(-1))
-        return side_by_side(in_float32(self._fetch(gathered)), parts, self.vocab_size)
+            return in_float32(self._fetch(self._graphs.run_rows(self._step, 0, indices))[0])
+        assert self._found is not None, "find_candidates() must come first"
+        starts = np.arange(parts, dtype=np.int32)[:, None] * np.int32(self.num_ids)
+        gathered = self._graphs.run_rows(self._found, 4, (starts + indices).astype(np.int32).reshape(-1))
+        return side_by_side(in_float32(self._fetch(gathered)[0]), parts, self.vocab_size)
 
-    def _fetch(self, value: OnDevice) -> Array:
-        array: Array = value if isinstance(value, np.ndarray) else as_storage(value)
-        self.fetched_bytes += array.nbytes
-        return array
+    def best_ids(self) -> OnDevice:
+        try:
+            return self._step.results()[1]
+        except RuntimeError:  # the host reports the error of the failed step
+            return np.zeros(self.num_ids, np.int32)
+
+    def when_computed(self, callback: Callable[[], None]) -> None:
+        (self._found or self._step).when_fetched(callback)
+
+    def _fetch(self, launch: Launch) -> tuple[Array, ...]:
+        arrays = launch.fetch()
+        self.fetched_bytes += sum(array.nbytes for array in arrays)
+        return arrays
 
 
 def as_device(value: OnDevice) -> Tensor:

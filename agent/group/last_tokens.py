@@ -12,7 +12,7 @@ import numpy.typing as npt
 from agent.group.exchange import Exchange
 from agent.group.model_part import ModelPart
 from agent.sampler import RowTable
-from llm_serving.errors import ProtocolError
+from agent.step_inputs import no_last_token, rows_of_last_tokens
 from llm_serving.ipc.shm import LAST_TOKEN, StepSlot
 
 Int32Array = npt.NDArray[np.int32]
@@ -39,14 +39,13 @@ class SharedLastTokens:
 
     def check(self, token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> None:
         """Raises ProtocolError if the step needs the last token of a batch row that has sampled none. Does not wait."""
-        needed = self._rows_of_last_tokens(token_ids, rows, query_lens)
+        needed = rows_of_last_tokens(token_ids, rows, query_lens)
         if needed.size and int(self._sampled_in[needed].min()) < 0:
-            row = int(needed[self._sampled_in[needed] < 0][0])
-            raise ProtocolError(f"a step asks for the last token of row {row}, which has not sampled one")
+            raise no_last_token(int(needed[self._sampled_in[needed] < 0][0]))
 
     def resolve(self, token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> None:
         """Replaces each LAST_TOKEN in ``token_ids`` [T] by the token. Call ``check`` first. Raises GroupDownError."""
-        needed = self._rows_of_last_tokens(token_ids, rows, query_lens)
+        needed = rows_of_last_tokens(token_ids, rows, query_lens)
         if not needed.size:
             return
         tokens = self._table.last_token
@@ -66,13 +65,3 @@ class SharedLastTokens:
             self._exchange.post_tokens(rows, np.maximum(tokens, 0))
         self._sampled_in[rows] = self._steps
         self._steps += 1
-
-    @staticmethod
-    def _rows_of_last_tokens(token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> Int32Array:
-        """Returns the batch row of each LAST_TOKEN in ``token_ids``."""
-        unknown = token_ids == LAST_TOKEN
-        if not unknown.any():
-            return np.empty(0, np.int32)
-        row_of_token: Int32Array = rows if rows.size == token_ids.size else np.repeat(rows, query_lens)
-        needed: Int32Array = row_of_token[unknown]
-        return needed

@@ -14,10 +14,12 @@ import numpy.typing as npt
 from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
+from agent.backends.launch import OnDevice, as_array
 from agent.compiled_graph import CompiledGraph
-from agent.device_sampling.graphs import OnDevice, SamplingGraphs
+from agent.device_sampling.graphs import STEP_FETCHED, SamplingGraphs, as_device
 from agent.group.exchange import all_agree
-from agent.layers.parameter import as_storage, as_tensor
+from agent.layers.parameter import as_tensor
+from agent.run_ahead.inserted import InsertedIds
 from agent.scores import DeviceScores
 from agent.step_graph.dynamic_cell import GraphKind, dynamic_step
 from agent.step_graph.interface import Operators, StepGraph, empty_entry
@@ -55,6 +57,7 @@ class DynamicStepGraph(StepGraph):
         fuses: bool = False,
     ) -> None:
         self._part, self._hooks, self._fuses = ops.part, ops.hooks, fuses
+        self._inserts_ids = ops.inserts_ids
         self._empty_entry = empty_entry(ops, 1)
         self._max_table_width = limits.max_blocks_per_seq
         self._model = model
@@ -68,6 +71,7 @@ class DynamicStepGraph(StepGraph):
         self._max_whole_prompts = max_whole_prompts
         self._pads_prompts = ops.traits.pads_whole_prompts
         self._decode_sizes = tuple(decode_sizes)
+        self.keeps_logits = not decode_sizes  # captured launches write into the same memory each time
         self.replays: dict[GraphKind, NativeReplays] = {}
         if ops.traits.replays_steps and not decode_sizes and not isinstance(model, TakesForms):
             self.replays = {kind: self._replays_of(kind, graph, limits) for kind, graph in self._graphs.items()}
@@ -79,7 +83,16 @@ class DynamicStepGraph(StepGraph):
         def agree(vote: bool) -> bool:
             return all_agree(self._part, vote)
 
-        return NativeReplays(kind.value, graph.run, tensors, limits, agree, max_prompts=max_prompts, fuses=self._fuses)
+        return NativeReplays(
+            kind.value,
+            graph.run,
+            tensors,
+            limits,
+            agree,
+            max_prompts=max_prompts,
+            inserts_ids=self._inserts_ids,
+            fuses=self._fuses,
+        )
 
     def operators(self) -> Mapping[str, Operators]:
         found = {}
@@ -109,27 +122,38 @@ class DynamicStepGraph(StepGraph):
         for replays in self.replays.values():
             replays.is_paused = not replaying
 
-    def run(self, inputs: StepInputs, entry: Array) -> DeviceScores:
+    def run(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> DeviceScores:
         assert self._sampling is not None, "only the last stage has scores"
-        with self._hooks.graph_run():
-            logits, best_ids, best_values = self._results(inputs, entry)
-        return self._sampling.scores(logits, best_ids, best_values, inputs.query_lens.size)
+        step = self._hooks.launch(lambda: self._results(inputs, entry, inserted), STEP_FETCHED)
+        return self._sampling.scores(step, inputs.query_lens.size, self._num_ids(inputs))
 
     def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
-        with self._hooks.graph_run():
-            (stream,) = self._results(inputs, entry)
-            return stream if isinstance(stream, np.ndarray) else as_storage(stream)
+        return as_array(self._results(inputs, entry)[0])
 
-    def _results(self, inputs: StepInputs, entry: Array) -> tuple[OnDevice, ...]:
-        kind = self.kind_of(inputs)
-        replays = self.replays.get(kind)
-        if replays is not None and len(entry) <= replays.max_tokens:
-            return replays.run(inputs, entry)
-        if kind == GraphKind.DECODE and self._decode_sizes:
-            size = next(size for size in self._decode_sizes if size >= inputs.query_lens.size)
-            inputs, entry = _padded_decode(inputs, entry, size, self._max_table_width)
-        results = self._graphs[kind].run(self._tensors(kind, inputs, entry))
-        return results if isinstance(results, tuple) else (results,)
+    def inserts(self, inputs: StepInputs, num_ids: int) -> bool:
+        """The launches of a padded decode were captured with as many ids as the decode has rows."""
+        return self._inserts_ids and (not self._is_padded(inputs) or num_ids == self._num_ids(inputs))
+
+    def _is_padded(self, inputs: StepInputs) -> bool:
+        return bool(self._decode_sizes) and self.kind_of(inputs) == GraphKind.DECODE
+
+    def _num_ids(self, inputs: StepInputs) -> int:
+        """Returns the number of best tokens of the step: its sequences, and the rows that pad them."""
+        seqs = inputs.query_lens.size
+        return next(size for size in self._decode_sizes if size >= seqs) if self._is_padded(inputs) else seqs
+
+    def _results(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> tuple[OnDevice, ...]:
+        with self._hooks.graph_run():
+            kind = self.kind_of(inputs)
+            replays = self.replays.get(kind)
+            if replays is not None and len(entry) <= replays.max_tokens:
+                return replays.run(inputs, entry, inserted)
+            if self._is_padded(inputs):
+                inputs, entry, inserted = _padded_decode(
+                    inputs, entry, inserted, self._num_ids(inputs), self._max_table_width
+                )
+            results = self._graphs[kind].run(self._tensors(kind, inputs, entry, inserted))
+            return results if isinstance(results, tuple) else (results,)
 
     def kind_of(self, inputs: StepInputs) -> GraphKind:
         """Returns the kind of the graph that runs the step."""
@@ -138,7 +162,9 @@ class DynamicStepGraph(StepGraph):
             return GraphKind.PREFILL
         return GraphKind.DECODE if inputs.positions.size == seqs else GraphKind.CHUNKED
 
-    def _tensors(self, kind: GraphKind, inputs: StepInputs, entry: Array) -> tuple[Tensor, ...]:
+    def _tensors(
+        self, kind: GraphKind, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None
+    ) -> tuple[Tensor, ...]:
         query_lens: npt.NDArray[np.int32 | np.int64] = inputs.query_lens
         if kind == GraphKind.PREFILL and self._pads_prompts:
             query_lens = np.zeros(self._max_whole_prompts, np.int64)
@@ -152,7 +178,19 @@ class DynamicStepGraph(StepGraph):
             inputs.context_lens,
             query_lens,
         )
-        return tuple(map(as_tensor, arrays))
+        return (*map(as_tensor, arrays), *self._inserted_tensors(len(entry), inserted, self._num_ids(inputs)))
+
+    def _inserted_tensors(self, tokens: int, inserted: InsertedIds | None, num_ids: int) -> tuple[Tensor, ...]:
+        """Returns the inputs of ``InsertIds``. Without inserted ids, these are ``num_ids`` zeros and nothing to insert.
+
+        Empty if the graph does not insert ids.
+        """
+        if not self._inserts_ids:
+            return ()
+        if inserted is None:
+            zeros = np.zeros(tokens, np.int32)
+            return as_tensor(np.zeros(num_ids, np.int32)), as_tensor(zeros), as_tensor(zeros)
+        return as_device(inserted.earlier.best_ids()), as_tensor(inserted.places), as_tensor(inserted.mask)
 
     def _tables(self, kind: GraphKind, tables: Int32Array) -> Int32Array:
         """Pads the block tables of a chunked step to the width of its mask: a kernel of the Ascend compares the two."""
@@ -160,7 +198,9 @@ class DynamicStepGraph(StepGraph):
         return np.pad(tables, ((0, 0), (0, missing))) if kind == GraphKind.CHUNKED and missing else tables
 
 
-def _padded_decode(inputs: StepInputs, entry: Array, size: int, table_width: int) -> tuple[StepInputs, Array]:
+def _padded_decode(
+    inputs: StepInputs, entry: Array, inserted: InsertedIds | None, size: int, table_width: int
+) -> tuple[StepInputs, Array, InsertedIds | None]:
     """Extends the inputs of a decode step to ``size`` sequences. The additional sequences read the null block and write
     nothing.
     """
@@ -179,4 +219,6 @@ def _padded_decode(inputs: StepInputs, entry: Array, size: int, table_width: int
         query_lens=longer(inputs.query_lens, 1),
         last_tokens=np.arange(size, dtype=np.int32),
     )
-    return padded, longer(entry, 0)
+    if inserted is not None:
+        inserted = replace(inserted, places=longer(inserted.places, 0), mask=longer(inserted.mask, 0))
+    return padded, longer(entry, 0), inserted

@@ -13,6 +13,7 @@ from mindspore import Tensor, nn
 from agent.backends.base import OpTable
 from agent.device_sampling.cells import BestTokens
 from agent.layers.parameter import MINDSPORE_DTYPES
+from agent.run_ahead.cells import InsertIds
 
 _VECTOR = (None,)
 _MATRIX = (None, None)
@@ -35,7 +36,7 @@ def dynamic_step(
     """Makes the outermost Cell of a graph and declares its inputs. ``captures``: MindSpore captures decodes.
 
     The graph of a last stage returns the agent's logits and the results of ``BestTokens``, the graph of another stage
-    the residual stream.
+    the residual stream. If the agent has the whole model, the inputs of ``InsertIds`` come last.
     """
     best_tokens = BestTokens(vocab_size, ops.part) if ops.is_last_stage else None
     cell = _DynamicStep(model, ops, kind, best_tokens, captures=captures)
@@ -46,7 +47,8 @@ def dynamic_step(
     entry = vector
     if ops.part is not None and not ops.is_first_stage:
         entry = Tensor(shape=(None, ops.part.whole.hidden_size), dtype=MINDSPORE_DTYPES[ops.dtype])
-    cell.set_inputs(entry, vector, vector, vector, matrix, vector, query_lens)
+    inserted = (vector, vector, vector) if ops.inserts_ids else ()
+    cell.set_inputs(entry, vector, vector, vector, matrix, vector, query_lens, *inserted)
     return cell
 
 
@@ -68,6 +70,7 @@ class _DynamicStep(nn.Cell):
         super().__init__(auto_prefix=False)
         self.model = model
         self.best_tokens = best_tokens
+        self.insert = InsertIds() if ops.inserts_ids else None
         self.whole_prompts = kind == GraphKind.PREFILL
         self.chunk_mask = ops.chunk_mask() if kind == GraphKind.CHUNKED else None
         self.set_train(False)
@@ -83,7 +86,12 @@ class _DynamicStep(nn.Cell):
         block_tables: Tensor,
         batch_valid_length: Tensor,
         q_seq_lens: Tensor,
+        earlier_ids: Tensor | None = None,
+        places: Tensor | None = None,
+        inserted: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
+        if self.insert is not None:
+            token_ids = self.insert(token_ids, earlier_ids, places, inserted)
         step: tuple[Tensor, ...] = (slot_mapping, block_tables, batch_valid_length, q_seq_lens)
         if self.chunk_mask is not None:
             step = (*step, self.chunk_mask(positions))

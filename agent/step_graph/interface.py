@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agent.backends.base import OpTable
+from agent.run_ahead.inserted import InsertedIds
 from agent.scores import DeviceScores, StepLogits
 from agent.step_inputs import StepInputs
 from agent.weights.storage import STORAGE_DTYPES, Array
@@ -39,6 +40,9 @@ class Operators:
 class StepGraph(ABC):
     """Compiles the graphs that an op table needs, and runs steps."""
 
+    keeps_logits = True
+    """Whether the logits of a step stay on the device while the next step runs, if the device runs ahead."""
+
     @abstractmethod
     def compile(self) -> None:
         """Compiles the graphs and runs each of them once."""
@@ -51,13 +55,21 @@ class StepGraph(ABC):
         """
 
     @abstractmethod
-    def run(self, inputs: StepInputs, entry: Array) -> StepLogits | DeviceScores:
+    def run(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> StepLogits | DeviceScores:
         """Runs a step of the last stage. Returns its scores, on the host or on the device.
 
         ``entry`` is the first input of the graph. In the first stage, it has the token ids [T] without LAST_TOKEN. In a
-        later stage, ``entry`` is the residual stream [T, hidden_size] of the stage before. Raises RuntimeError if an
-        operator refuses its inputs.
+        later stage, ``entry`` is the residual stream [T, hidden_size] of the stage before. ``inserted`` completes the
+        token ids on the device, if the graph ``inserts`` them. Raises RuntimeError if an operator refuses its inputs.
+
+        If the device runs ahead, the call returns early. All arrays must then keep their values until the scores are
+        computed.
         """
+
+    def inserts(self, inputs: StepInputs, num_ids: int) -> bool:
+        """Returns whether the graph of this step can insert some of ``num_ids`` token ids on the device."""
+        del inputs, num_ids
+        return False
 
     @abstractmethod
     def run_stage(self, inputs: StepInputs, entry: Array) -> Array:

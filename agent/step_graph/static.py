@@ -9,6 +9,7 @@ from agent.compiled_graph import CompiledGraph
 from agent.group.exchange import all_agree
 from agent.kernels import StepBuffers
 from agent.layers.parameter import as_tensor
+from agent.run_ahead.inserted import InsertedIds
 from agent.scores import StepLogits
 from agent.step_graph.interface import StepGraph, empty_entry
 from agent.step_graph.replay.fused import FusedReplays
@@ -56,7 +57,8 @@ class StaticStepGraph(StepGraph):
     def set_replaying(self, replaying: bool) -> None:
         self.replays.is_paused = not replaying
 
-    def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
+    def run(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> StepLogits:
+        assert inserted is None, "a fused step does not run ahead"
         seqs = inputs.query_lens.size
         self._run(inputs, entry, (self._logits[:seqs], self._best_ids[:seqs]))
         if self._done[-1] != self._number:

@@ -145,9 +145,9 @@ def run_padded() -> dict[str, Any]:
     runner._graph.compile()
     sizes: list[int] = []
     original = runner._graph._tensors
-    runner._graph._tensors = lambda kind, inputs, entry: (
+    runner._graph._tensors = lambda kind, inputs, *rest: (
         sizes.append(inputs.query_lens.size) if kind.value == "decode" else None,
-        original(kind, inputs, entry),
+        original(kind, inputs, *rest),
     )[1]
     return {"plain": plain, "padded": decode(), "sizes": sizes, "phases": _phases(runner._graph)}
 

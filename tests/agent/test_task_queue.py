@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from agent.task_queue import TaskQueue
+from agent.task_queue import StepComputed, TaskQueue
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.messages import Decode, Move, Prefill, Shutdown
 
@@ -110,3 +110,11 @@ def test_agents_of_a_group_keep_the_servers_order(policy):
     for message in (*MIXED[:4], Move(seq=5, slot=4), Prefill(seq=6, slot=5), Shutdown(seq=7)):
         queue.put(message)
     assert [message.seq for message in drain(queue)] == [7, 1, 2, 3, 4, 5, 6]
+
+
+def test_messages_come_before_computed_steps_and_each_computed_step_wakes_the_thread_once():
+    queue = TaskQueue("fcfs", max_steps=8)
+    queue.step_computed()
+    queue.step_computed()
+    queue.put(Decode(seq=1, slot=0))
+    assert [type(queue.get()[0]) for _ in range(3)] == [Decode, StepComputed, StepComputed]

@@ -13,9 +13,10 @@ import signal
 import sys
 import time
 
-from agent.model_runner import StartReport, StepCost
+from agent.model_runner import StartReport
 from agent.process import run_agent
 from agent.profiling import Profiling
+from agent.step_cost import StepCost
 from llm_serving.config import Config
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import StepSlot
@@ -34,6 +35,7 @@ class StubRunner:
     def __init__(self, config: Config, report: StartReport, rank: int) -> None:
         self._config = config
         self._report = report
+        self.ahead = None
         self.profiling = Profiling("stub", rank, lambda replaying: None)
         parallel, replica = config.parallel_config, rank // config.parallel_config.group_size
         self._member = rank - group_ranks(replica, parallel).start

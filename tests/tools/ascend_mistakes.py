@@ -227,13 +227,20 @@ def scales_of_all(found: dict[str, Any]) -> dict[str, Any]:
 
 
 class OldNames(dynamic_cell._DynamicStep):
-    def construct(self, token_ids, positions, last_tokens, slot_mapping, block_tables, context_lens, query_lens):  # type: ignore[no-untyped-def]
+    def construct(  # type: ignore[no-untyped-def]
+        self, token_ids, positions, last_tokens, slot_mapping, block_tables, context_lens, query_lens, ids, places, mask
+    ):
+        token_ids = self.insert(token_ids, ids, places, mask)
         step = (slot_mapping, block_tables, context_lens, query_lens)
         return self.model(token_ids, positions, last_tokens, step, self.whole_prompts)
 
 
 class OnlyLogits(dynamic_cell._DynamicStep):
-    def construct(self, token_ids, positions, last_tokens, slot_mapping, block_tables, batch_valid_length, q_seq_lens):  # type: ignore[no-untyped-def]
+    def construct(  # type: ignore[no-untyped-def]
+        self, token_ids, positions, last_tokens, slot_mapping, block_tables, batch_valid_length, q_seq_lens,
+        earlier_ids, places, inserted,
+    ):  # fmt: skip
+        token_ids = self.insert(token_ids, earlier_ids, places, inserted)
         step = (slot_mapping, block_tables, batch_valid_length, q_seq_lens)
         return self.model(token_ids, positions, last_tokens, step, self.whole_prompts)
 

@@ -61,6 +61,8 @@ _INPUTS = {
     "batch_valid_length": 1,
     "q_seq_lens": 1,
 }
+_INSERTED_INPUTS = {"earlier_ids": 1, "places": 1, "inserted": 1}
+"""The inputs of ``agent.run_ahead.cells``, if one agent has the whole model."""
 _TH = 5
 """The number of ``input_layout`` TH in MindSpore 2.9."""
 _MASKED = -10000.0
@@ -111,7 +113,8 @@ class _Rules:
                 yield f"{node.primitive} of {_where(node)}: {problem}"
 
     def _check_inputs(self) -> Iterator[str]:
-        wanted = {name: TensorType("i32", (-1,) * rank) for name, rank in _INPUTS.items()}
+        ranks = _INPUTS | (_INSERTED_INPUTS if self._part.is_alone else {})
+        wanted = {name: TensorType("i32", (-1,) * rank) for name, rank in ranks.items()}
         if self._graph.inputs != wanted:
             yield f"the graph's inputs are {_types(self._graph.inputs)}; an Ascend's are {_types(wanted)}"
         is_last = self._part.shard.is_last_stage
@@ -137,7 +140,7 @@ class _Rules:
         counts = {attention: layers, "ReshapeAndCache": layers, "ApplyRotaryPosEmb": layers, "Swiglu": layers}
         norms = 1 + (2 * layers if self._shape.query_key_norm else 0)
         is_last, is_split = self._part.shard.is_last_stage, self._part.is_split
-        adds = layers * (self._shape.attention_bias + self._shape.output_bias) + (not is_last)
+        adds = layers * (self._shape.attention_bias + self._shape.output_bias) + (not is_last) + self._part.is_alone
         counts |= {"RmsNorm": norms, "AddRmsNorm": 2 * layers - (not is_last), "Add": adds}
         counts |= {"AllReduce": (2 * layers + 1) * is_split, "AllGather": 2 * (is_last and is_split)}
         counts |= {"ArgMaxWithValue": int(is_last)}

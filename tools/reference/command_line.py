@@ -52,6 +52,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "performance/bench_kernels.py",
         "performance/bench_parallel.py",
         "performance/bench_collectives.py",
+        "performance/bench_step_ahead.py",
         "performance/bench_recorder.py",
     ),
     "Simulator": ("performance/simulate.py", "performance/validate_simulator.py"),

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import mindspore
+
 from agent.backends.ascend.blocks import DeviceBlockMoves
+from agent.backends.ascend.launches import AscendHooks
 from agent.backends.ascend.limits import check_limits
 from agent.backends.base import AttentionForm, BlockMoves, CacheLayout, DeviceTraits, Operator
 from agent.backends.native.ops import NativeOps
@@ -22,13 +25,17 @@ class AscendOps(NativeOps):
     A model with a window is accepted only if no sequence can be longer than the window (``check_limits``).
     """
 
-    traits: ClassVar[DeviceTraits] = replace(NativeOps.traits, pads_whole_prompts=False, own_memory=True)
+    traits: ClassVar[DeviceTraits] = replace(
+        NativeOps.traits, pads_whole_prompts=False, own_memory=True, runs_ahead=True
+    )
 
     def __init__(self, config: Config, part: ModelPart | None = None, forms: LinearForms | None = None) -> None:
         """Raises AgentStartError if the kernels do not support ``config``."""
         check_limits(config)
         positions = config.max_blocks_per_seq * config.pa_config.block_size
-        super().__init__(config.model_config.model_dtype, positions, part, forms)
+        # Only an agent that has the whole model runs ahead. An agent of a group fetches nothing unasked.
+        hooks = AscendHooks(mindspore) if part is None or part.is_alone else None
+        super().__init__(config.model_config.model_dtype, positions, part, forms, hooks)
 
     def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
         return DeviceBlockMoves(parameters, host)

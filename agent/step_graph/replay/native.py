@@ -23,9 +23,11 @@ import numpy as np
 import numpy.typing as npt
 from mindspore import Tensor
 
+from agent.backends.launch import as_array
 from agent.kernels import RecordedLaunches, RecordingError, StepSizes, has_failed, record_any_size
 from agent.kernels.launches import AllAgree, Results, copies
 from agent.layers.parameter import as_storage, as_tensor
+from agent.run_ahead.inserted import InsertedIds
 from agent.step_inputs import StepInputs
 from agent.weights.storage import Array
 from llm_serving.ipc.shm import PADDING_SLOT, SlotLimits
@@ -61,6 +63,7 @@ class NativeReplays:
         all_agree: AllAgree = bool,
         *,
         max_prompts: int = 0,
+        inserts_ids: bool = False,
         fuses: bool = False,
     ) -> None:
         """``name`` is for the log. ``tensors`` are all parameters and constants of the graph; the addresses of their
@@ -68,8 +71,9 @@ class NativeReplays:
 
         ``all_agree`` takes this agent's vote and returns whether all agents that share the layers voted True. If
         ``max_prompts`` is not 0, the graph takes that number of int64 query lengths, with zeros after the last
-        sequence. If it is 0, the graph takes one int32 length for each sequence. With ``fuses``, replays fuse launches
-        (``context.enable_graph_kernel``); the graph itself, which confirms them, does not.
+        sequence. If it is 0, the graph takes one int32 length for each sequence. ``inserts_ids`` means that the graph
+        takes the inputs of ``InsertIds``. With ``fuses``, replays fuse launches (``context.enable_graph_kernel``); the
+        graph itself, which confirms them, does not.
         """
         self._name, self._run_graph, self._tensors, self._all_agree = name, run_graph, tuple(tensors), all_agree
         self.max_tokens = most_replayed_tokens(limits.max_tokens, limits.max_seqs)
@@ -81,6 +85,9 @@ class NativeReplays:
         self._last_tokens, self._contexts, self._queries = (np.zeros(limits.max_seqs, np.int32) for _ in range(3))
         self._padded_queries = np.zeros(max_prompts, np.int64)
         self._tables = np.zeros(limits.max_seqs * self._table_width, np.int32)
+        self._inserts_ids = inserts_ids
+        self._earlier_ids = np.zeros(limits.max_seqs, np.int32)
+        self._places, self._mask = (np.zeros(self.max_tokens, np.int32) for _ in range(2))
         self._launches: RecordedLaunches | None = None
         self._agreed = 0
         self._problem = ""
@@ -125,12 +132,12 @@ class NativeReplays:
         except RecordingError as error:
             self._give_up(str(error))
 
-    def run(self, inputs: StepInputs, entry: Array) -> Results:
+    def run(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> Results:
         """Runs a step and returns the graph's results, valid until the next call; bfloat16 is returned as uint16.
 
-        ``StepGraph.run`` describes ``entry``. Exceptions of ``all_agree`` are passed on.
+        ``StepGraph.run`` describes ``entry`` and ``inserted``. Exceptions of ``all_agree`` are passed on.
         """
-        arrays = self._copy_inputs(inputs, entry)
+        arrays = self._copy_inputs(inputs, entry, inserted)
         tokens, seqs = len(entry), inputs.query_lens.size
         is_small = tokens <= max(MAX_COMPARED_TOKENS, seqs)
         is_paused = self.is_confirmed and self.is_paused
@@ -162,7 +169,8 @@ class NativeReplays:
     def _buffers(self) -> tuple[Array, ...]:
         queries = self._padded_queries if self._padded_queries.size else self._queries
         vectors = (self._positions, self._last_tokens, self._slots, self._tables, self._contexts, queries)
-        return (self._entry, *vectors)
+        inserted = (self._earlier_ids, self._places, self._mask) if self._inserts_ids else ()
+        return (self._entry, *vectors, *inserted)
 
     def _padding(self, sizes: StepSizes) -> tuple[Array, ...]:
         """Returns the inputs of a step that reads only the null block and writes nothing.
@@ -187,7 +195,7 @@ class NativeReplays:
         )
         return self._copy_inputs(inputs, self._entry[: sizes.tokens])
 
-    def _copy_inputs(self, inputs: StepInputs, entry: Array) -> tuple[Array, ...]:
+    def _copy_inputs(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> tuple[Array, ...]:
         """Copies the inputs into this object's memory and returns the copies.
 
         Block tables always get the maximum width, because MindSpore would compute shapes again after each change of the
@@ -208,7 +216,19 @@ class NativeReplays:
             queries[seqs:] = 0
         queries[:seqs] = inputs.query_lens
         vectors = (self._positions[:tokens], self._last_tokens[:seqs], self._slots[:tokens])
-        return (self._entry[:tokens], *vectors, tables, self._contexts[:seqs], queries)
+        ids = self._copy_inserted(tokens, inserted) if self._inserts_ids else ()
+        return (self._entry[:tokens], *vectors, tables, self._contexts[:seqs], queries, *ids)
+
+    def _copy_inserted(self, tokens: int, inserted: InsertedIds | None) -> tuple[Array, ...]:
+        """Copies the inputs of ``InsertIds``. Their number of ids is always the same, so that it is not a new shape."""
+        places, mask = self._places[:tokens], self._mask[:tokens]
+        if inserted is None:
+            mask.fill(0)  # the places may stay as they are
+        else:
+            ids = as_array(inserted.earlier.best_ids())
+            self._earlier_ids[: len(ids)] = ids
+            places[:], mask[:] = inserted.places, inserted.mask
+        return self._earlier_ids, places, mask
 
     def _graph_result(self, arrays: tuple[Array, ...]) -> tuple[Results, tuple[int, ...]]:
         """Runs the graph. Returns its results and their addresses in MindSpore's memory."""

@@ -1,0 +1,74 @@
+"""Launches of graphs whose results are copied to the host while the next graph runs. Sources: docs/ascend.md.
+
+Calls of MindSpore go through the argument ``mindspore``, so that a test can record them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from agent.backends.base import DeviceHooks
+from agent.backends.launch import Launch, OnDevice, as_array
+from agent.weights.storage import Array
+
+POLL_S = 0.0001
+"""Time between two questions whether the device has finished. ``Event.synchronize`` is not used, because nothing shows
+that it lets other Python threads run while it waits."""
+
+
+class DeviceLaunch(Launch):
+    """Begins to copy results to the host when it is made, before any later launch."""
+
+    def __init__(self, results: tuple[OnDevice, ...], fetched: slice, mindspore: Any) -> None:
+        super().__init__(results, fetched)
+        self._copies = [each.move_to("CPU", blocking=False) for each in results[fetched]]
+        self._event = mindspore.runtime.Event()
+        self._event.record()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self._is_done = threading.Event()
+
+    def fetch(self) -> tuple[Array, ...]:
+        self._is_done.wait()
+        return tuple(map(as_array, self._copies))
+
+    def when_fetched(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._is_done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def wait(self) -> None:
+        """Waits until the results are on the host, or the device has failed. Only the watching thread calls this."""
+        try:
+            while not self._event.query():
+                time.sleep(POLL_S)
+        except RuntimeError:
+            pass  # ``fetch`` raises the error, because the copies do not exist
+        with self._lock:
+            self._is_done.set()
+        for callback in self._callbacks:
+            callback()
+
+
+class AscendHooks(DeviceHooks):
+    """Launches graphs without waiting for their results. One thread watches the launches in their order."""
+
+    def __init__(self, mindspore: Any) -> None:
+        self._mindspore = mindspore
+        self._launches: SimpleQueue[DeviceLaunch] = SimpleQueue()
+        threading.Thread(target=self._watch, name="device-watch", daemon=True).start()
+
+    def launch(self, run: Callable[[], tuple[OnDevice, ...]], fetched: slice) -> Launch:
+        launch = DeviceLaunch(run(), fetched, self._mindspore)
+        self._launches.put(launch)
+        return launch
+
+    def _watch(self) -> None:
+        while True:
+            self._launches.get().wait()

@@ -1,0 +1,44 @@
+"""The results of a launched graph, and how the host fetches some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from agent.weights.storage import Array
+
+OnDevice = Any
+"""A tensor of MindSpore, or an array where the device is a CPU and the step was replayed without MindSpore."""
+
+
+class Launch:
+    """The results of one run of a graph. This class has results that the device computes while it is asked for them.
+
+    A device that runs ahead has a class of its own, whose results are there later. Every method may raise what the run
+    raises.
+    """
+
+    def __init__(self, results: tuple[OnDevice, ...], fetched: slice) -> None:
+        self._results, self._fetched = results, fetched
+
+    def results(self) -> tuple[OnDevice, ...]:
+        """Returns the results on the device. A later launch may take them as inputs."""
+        return self._results
+
+    def fetch(self) -> tuple[Array, ...]:
+        """Waits for the results that can be fetched, and returns them. bfloat16 is returned as uint16."""
+        return tuple(map(as_array, self._results[self._fetched]))
+
+    def when_fetched(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once, in any thread, when ``fetch`` does not wait any more or raises."""
+        callback()
+
+
+def as_array(value: OnDevice) -> Array:
+    """Waits until the value is computed and returns it as an array. bfloat16 is returned as uint16."""
+    from agent.layers.parameter import as_storage  # imports mindspore
+
+    array: Array = value if isinstance(value, np.ndarray) else as_storage(value)
+    return array

@@ -1,0 +1,194 @@
+"""Launches steps, and samples each of them when the device has computed it.
+
+Only the device thread uses this. At most ``MAX_UNSAMPLED`` steps are launched and not sampled: the device computes one
+and has the next. A step waits for the host only if it must:
+
+- If it needs a token that the host has still to choose (not greedy, or with penalties), it waits for that step only.
+- If it moves blocks or sends histories, it waits for all steps.
+- If it would overwrite logits that the host may need, it waits for their step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from agent.run_ahead.inserted import InsertedIds
+from agent.sampler import Sampler, decided_by_best, find_candidates
+from agent.scores import DeviceScores, StepLogits
+from agent.step_cost import StepCost
+from agent.step_inputs import Int32Array, StepInputs, StepReader, no_last_token, rows_of_last_tokens
+from agent.weights.storage import Array
+from llm_serving.ipc.shm import LAST_TOKEN, StepSlot
+
+MAX_UNSAMPLED = 2
+_NOT_SAMPLED, _HOST_CHOOSES = -1, -2
+
+
+Done = Callable[[StepCost | Exception], None]
+"""Takes the cost of a step that was sampled, or the error that ended it."""
+
+
+class Graph(Protocol):
+    """The part of ``StepGraph`` that this module uses."""
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether logits stay on the device while the next step runs."""
+
+    def run(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> StepLogits | DeviceScores:
+        """Launches a step."""
+
+    def inserts(self, inputs: StepInputs, num_ids: int) -> bool:
+        """Returns whether the step can take ``num_ids`` ids that are on the device."""
+
+
+class Device(Protocol):
+    """The part of the model runner that this module uses."""
+
+    def step_graph(self) -> Graph:
+        """Returns the graph. It is another object after a failure."""
+
+    def move_blocks(self, moves: Int32Array) -> None:
+        """Runs block moves. No graph may be running."""
+
+    def after_failure(self, error: RuntimeError) -> Exception:
+        """Recovers from a failed graph. Returns the error for its step. No graph may be running."""
+
+
+@dataclass(slots=True)
+class _Launched:
+    slot: StepSlot
+    scores: DeviceScores
+    done: Done
+    kept: tuple[StepInputs, InsertedIds | None]
+    """The device may still read them."""
+    needs_logits: bool
+    start: int
+    computed: int = 0
+    """When the device had computed the step. Like all times here, this is ``time.perf_counter_ns``."""
+    is_computed: threading.Event = field(default_factory=threading.Event)
+
+    def note_computed(self) -> None:
+        self.computed = time.perf_counter_ns()
+        self.is_computed.set()
+
+
+class StepsAhead:
+    """The steps that were launched and that the host has not sampled, oldest first."""
+
+    def __init__(self, device: Device, reader: StepReader, sampler: Sampler) -> None:
+        """``reader`` leaves LAST_TOKEN in place."""
+        self._device, self._reader, self._sampler = device, reader, sampler
+        self._launched: deque[_Launched] = deque()
+        self._place_of_row = np.full(sampler.rows.last_token.size, _NOT_SAMPLED, np.int32)
+        """For each batch row: its place among the best tokens of the newest step, or one of the numbers above."""
+        self._last_computed = 0
+        self.on_computed: Callable[[], None] = lambda: None
+        """Called in any thread when the device has computed a step. ``finish_computed`` then samples it."""
+
+    def start(self, slot: StepSlot, *, is_decode: bool, done: Done) -> None:
+        """Launches a step. ``done`` is called later, in this thread, by one of the methods of this class.
+
+        Raises like ``ModelRunner.run_step``; then ``done`` is not called.
+        """
+        start = time.perf_counter_ns()
+        while len(self._launched) >= MAX_UNSAMPLED:
+            self._finish_oldest()
+        inputs, moves = self._reader.read(slot, is_decode=is_decode).copy(), self._reader.read_moves(slot)
+        keeps_logits = self._device.step_graph().keeps_logits
+        overwrites = not keeps_logits and any(each.needs_logits for each in self._launched)
+        if moves.size or slot.history_len or overwrites:
+            self.finish_all()
+        inserted = self._resolve(inputs)
+        self._sampler.rows.start_rows(slot)
+        if moves.size:
+            self._device.move_blocks(moves)
+        try:
+            scores = self._device.step_graph().run(inputs, inputs.token_ids, inserted)
+            assert isinstance(scores, DeviceScores), "a device that runs ahead keeps the logits"
+            needs_logits = find_candidates(scores, slot)
+        except RuntimeError as error:
+            self.finish_all()
+            raise self._device.after_failure(error) from error
+        launched = _Launched(slot, scores, done, (inputs, inserted), needs_logits, start)
+        self._launched.append(launched)
+        self._note_places(slot)
+
+        def note_computed() -> None:
+            launched.note_computed()
+            self.on_computed()
+
+        scores.when_computed(note_computed)
+
+    def finish_computed(self) -> None:
+        """Samples the oldest step if the device has computed it. A waiting step can then be launched before the next
+        one is sampled."""
+        if self._launched and self._launched[0].is_computed.is_set():
+            self._finish_oldest()
+
+    def finish_all(self) -> None:
+        """Waits for all steps and samples them."""
+        while self._launched:
+            self._finish_oldest()
+
+    def _resolve(self, inputs: StepInputs) -> InsertedIds | None:
+        """Replaces each LAST_TOKEN by the row's token, or says where the device has it."""
+        unknown = inputs.token_ids == LAST_TOKEN
+        rows = rows_of_last_tokens(inputs.token_ids, inputs.rows, inputs.query_lens)
+        if not rows.size:
+            return None
+        places = self._places(inputs, rows)
+        on_host, table = places == _NOT_SAMPLED, self._sampler.rows.last_token
+        for row in rows[on_host][table[rows[on_host]] < 0].tolist():
+            raise no_last_token(row)
+        inputs.token_ids[unknown] = np.where(on_host, table[rows], 0)
+        if on_host.all():
+            return None
+        place, mask = np.zeros_like(inputs.token_ids), np.zeros_like(inputs.token_ids)
+        place[unknown], mask[unknown] = np.where(on_host, 0, places), ~on_host
+        return InsertedIds(self._launched[-1].scores, place, mask)
+
+    def _places(self, inputs: StepInputs, rows: Int32Array) -> Int32Array:
+        """Returns the place of each row's token on the device, or _NOT_SAMPLED if the host has it.
+
+        First waits for the newest step if the host chooses one of these tokens.
+        """
+        places: Int32Array = self._place_of_row[rows]
+        if self._launched and (places != _NOT_SAMPLED).any():
+            graph, num_ids = self._device.step_graph(), self._launched[-1].scores.num_ids
+            if (places == _HOST_CHOOSES).any() or not graph.inserts(inputs, num_ids):
+                self.finish_all()
+        return places if self._launched else np.full_like(places, _NOT_SAMPLED)
+
+    def _note_places(self, slot: StepSlot) -> None:
+        seqs = slot.num_seqs
+        places = np.where(decided_by_best(slot), np.arange(seqs, dtype=np.int32), _HOST_CHOOSES)
+        places[slot.do_sample[:seqs] == 0] = _NOT_SAMPLED
+        self._place_of_row.fill(_NOT_SAMPLED)
+        self._place_of_row[slot.rows[:seqs]] = places
+
+    def _finish_oldest(self) -> None:
+        step = self._launched.popleft()
+        outcome: StepCost | Exception
+        step.is_computed.wait()
+        sampling = time.perf_counter_ns()
+        try:
+            self._sampler.sample(step.scores, step.slot)
+            sampled = time.perf_counter_ns()
+            computing = step.computed - max(step.start, self._last_computed)
+            outcome = StepCost(computing // 1000, (sampled - sampling) // 1000, step.scores.fetched_bytes)
+        except RuntimeError as error:
+            for other in self._launched:
+                other.is_computed.wait()
+            outcome = self._device.after_failure(error)
+        except Exception as error:
+            outcome = error  # ``done`` reports it, as the caller of ``start`` reports an error of ``start``
+        self._last_computed = step.computed
+        step.done(outcome)

@@ -1,0 +1,15 @@
+"""The cost of a step for the agent."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StepCost(NamedTuple):
+    """The cost of a step: microseconds for block copies and graph, microseconds for the sampler, and bytes fetched from
+    the device.
+    """
+
+    graph_us: int
+    sample_us: int = 0
+    fetched_bytes: int = 0

@@ -1,0 +1,52 @@
+"""The native op table of a CPU with an artificial device. MindSpore must be set up before this is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import ClassVar
+
+from agent.backends.base import DeviceTraits
+from agent.backends.cpu import native
+from agent.backends.cpu.native import NativeCpuHooks, NativeCpuOps
+from agent.backends.launch import Launch, OnDevice
+from agent.group.model_part import ModelPart
+from agent.weights.forms import LinearForms
+from performance.artificial_device.queue import ArtificialDevice
+
+
+class ArtificialHooks(NativeCpuHooks):
+    """Lets an artificial device run the graphs."""
+
+    def __init__(self, dtype: str, forms: LinearForms, device: ArtificialDevice) -> None:
+        super().__init__(dtype, forms)
+        self._device = device
+
+    def launch(self, run: Callable[[], tuple[OnDevice, ...]], fetched: slice) -> Launch:
+        return self._device.launch(run, fetched)
+
+
+class ArtificialOps(NativeCpuOps):
+    """Runs ahead on an artificial device, unless a subclass sets ``traits`` otherwise."""
+
+    traits: ClassVar[DeviceTraits] = replace(NativeCpuOps.traits, runs_ahead=True)
+    device: ClassVar[ArtificialDevice]
+
+    def __init__(
+        self, dtype: str, max_positions: int, part: ModelPart | None = None, forms: LinearForms | None = None
+    ) -> None:
+        super().__init__(dtype, max_positions, part, forms)
+        self.hooks = ArtificialHooks(dtype, forms or LinearForms(), self.device)
+
+
+def use_artificial_device(device: ArtificialDevice, *, runs_ahead: bool = True) -> None:
+    """Makes ``device`` the device of all native op tables that this process makes from now on.
+
+    Without ``runs_ahead``, the agent waits for the results of each step before it launches the next.
+    """
+
+    class Ops(ArtificialOps):
+        traits = replace(ArtificialOps.traits, runs_ahead=runs_ahead)
+
+    Ops.device = device
+    native.NativeCpuOps = Ops  # type: ignore[misc]

@@ -1,0 +1,107 @@
+"""The thread that runs launches, and the results of a launch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import numpy as np
+
+from agent.backends.launch import Launch, OnDevice, as_array
+from agent.weights.storage import Array
+
+Run = Callable[[], tuple[OnDevice, ...]]
+SPIN_S = 0.0002
+"""The thread does not sleep in the last part of a delay, because it would wake too late."""
+
+
+@dataclass(slots=True)
+class Busy:
+    """A period in which the device ran a launch, in seconds of ``time.perf_counter``."""
+
+    start: float
+    end: float
+
+
+class QueuedLaunch(Launch):
+    """The results of a launch that the thread runs later."""
+
+    def __init__(self, fetched: slice) -> None:
+        super().__init__((), fetched)
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self._is_done = threading.Event()
+
+    def results(self) -> tuple[OnDevice, ...]:
+        self._is_done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._results
+
+    def fetch(self) -> tuple[Array, ...]:
+        return self.results()[self._fetched]
+
+    def when_fetched(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._is_done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def finish(self, results: tuple[OnDevice, ...], error: Exception | None) -> None:
+        """Sets the results, or the error. Only the thread calls this."""
+        with self._lock:
+            self._results, self._error = results, error
+            self._is_done.set()
+        for callback in self._callbacks:
+            callback()
+
+
+@dataclass
+class ArtificialDevice:
+    """Runs launches one after the other in a thread of its own, which never ends."""
+
+    device_s: float = 0.0
+    """The least time that a launch takes on the device."""
+    launch_s: float = 0.0
+    """The least time that the host needs for a launch."""
+    periods: list[Busy] = field(default_factory=list)
+    """When the device was busy, one entry for each launch."""
+
+    def __post_init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Run, QueuedLaunch]] = SimpleQueue()
+        threading.Thread(target=self._serve, name="artificial-device", daemon=True).start()
+
+    def launch(self, run: Run, fetched: slice) -> QueuedLaunch:
+        """Queues a launch. ``run`` returns its results, which are copied: a later run may overwrite them."""
+        start, launch = time.perf_counter(), QueuedLaunch(fetched)
+        sleep_until(start + self.launch_s)
+        self._waiting.put((run, launch))
+        return launch
+
+    def _serve(self) -> None:
+        while True:
+            run, launch = self._waiting.get()
+            start = time.perf_counter()
+            results: tuple[OnDevice, ...] = ()
+            error = None
+            try:
+                results = tuple(np.copy(as_array(each)) for each in run())
+            except Exception as problem:
+                error = problem
+            sleep_until(start + self.device_s)
+            self.periods.append(Busy(start, time.perf_counter()))
+            launch.finish(results, error)
+
+
+def sleep_until(moment: float) -> None:
+    """Sleeps until ``moment`` of ``time.perf_counter``. Spins at the end, which is more exact."""
+    rest = moment - time.perf_counter()
+    if rest > SPIN_S:
+        time.sleep(rest - SPIN_S)
+    while time.perf_counter() < moment:
+        pass

@@ -1,0 +1,157 @@
+"""Measures how well the host's work of a decode step hides behind the device's work (``agent.run_ahead``).
+
+A CPU acts as a device with a queue (``performance/artificial_device``): a launch takes --device-ms there. The host
+needs --host-ms for each step, two thirds for the launch and one third for the answer. The worker of a real agent runs
+the steps, two at a time, first with steps ahead and then without. With steps ahead, the period of a step should be the
+time of the device. Both are medians, so that other programs on the machine disturb them less. The exit code is 1 if
+the period is more than --limit times the time of the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+from agent.backends.runtime import start_runtime
+from agent.model_runner import ModelRunner
+from agent.task_queue import TaskQueue
+from agent.warm_up import make_step
+from agent.worker import Worker
+from llm_serving.config import Config, load_config
+from llm_serving.ipc.messages import Decode, Shutdown, StepDone
+from llm_serving.ipc.shm import LAST_TOKEN, NUM_SLOTS
+from performance.artificial_device.queue import ArtificialDevice, Busy, sleep_until
+from performance.program import exits_with_errors, new_parser, write_json
+from performance.terminal import format_table
+
+WARM_STEPS = 20
+CONTEXT, SEQUENCES, IN_FLIGHT = 64, 4, 2
+TRACED = 4
+"""Number of steps in the trace."""
+Span = tuple[float, float, str]
+"""Start and end in seconds of ``time.perf_counter``, and what happened."""
+
+
+@exits_with_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0; 1 if the period with steps ahead exceeds the limit; 2 if a config is wrong."""
+    parsed = _parse(arguments)
+    config = load_config(parsed.config, ["model_config.op_table=native", "model_config.model_dtype=bfloat16"])
+    start_runtime(config)
+    rows, results = [], []
+    for runs_ahead in (True, False):
+        spans, periods = measure(config, parsed, runs_ahead=runs_ahead)
+        busy = median(each.end - each.start for each in periods)
+        period = median(after.end - before.end for before, after in pairwise(periods))
+        results.append({"runs_ahead": runs_ahead, "device_ms": 1000 * busy, "period_ms": 1000 * period})
+        figures = (1000 * busy, 1000 * period, period / busy)
+        rows.append(["yes" if runs_ahead else "no", *(f"{figure:.3f}" for figure in figures)])
+        if parsed.trace and runs_ahead:
+            print(timeline(spans, periods))
+    print(format_table(["steps ahead", "device ms", "period ms", "period / device"], rows))
+    write_json(parsed.json, {"device_ms": parsed.device_ms, "host_ms": parsed.host_ms, "results": results})
+    ratio = results[0]["period_ms"] / results[0]["device_ms"]
+    return 1 if ratio > parsed.limit else 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    parser.add_argument("--config", default="llama_tiny_cpu.yaml", help="config (default llama_tiny_cpu.yaml)")
+    parser.add_argument("--device-ms", type=float, default=8.0, help="time of a launch on the device (default 8)")
+    parser.add_argument("--host-ms", type=float, default=3.0, help="time of a step on the host (default 3)")
+    parser.add_argument("--steps", type=int, default=200, help="number of measured steps (default 200)")
+    parser.add_argument("--limit", type=float, default=1.04, help="largest period / device time (default 1.04)")
+    parser.add_argument("--trace", action="store_true", help="print what host and device did in the last steps")
+    return parser.parse_args(arguments)
+
+
+def measure(config: Config, options: argparse.Namespace, *, runs_ahead: bool) -> tuple[list[Span], list[Busy]]:
+    """Runs the steps. Returns what the host did, and when the device was busy."""
+    from performance.artificial_device.ops import use_artificial_device  # imports mindspore
+
+    device = ArtificialDevice()
+    use_artificial_device(device, runs_ahead=runs_ahead)
+    runner = ModelRunner(config, lambda *_: None)
+    runner.load()
+    runner.compile()
+    runner.warm_up()
+    spans: list[Span] = []
+    launch = runner.step_graph().run
+
+    def noted_launch(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        scores = launch(*arguments)
+        spans.append((start, time.perf_counter(), "host launches a step"))
+        return scores
+
+    runner.step_graph().run = noted_launch  # type: ignore[method-assign]
+    run_steps(config, runner, WARM_STEPS, lambda: None)
+    spans.clear()
+    device.periods.clear()
+    device.device_s, device.launch_s = options.device_ms / 1000, options.host_ms / 1000 * 2 / 3
+    run_steps(config, runner, options.steps, partial(_answer, options.host_ms / 1000 / 3, spans))
+    return spans, device.periods
+
+
+def _answer(seconds: float, spans: list[Span]) -> None:
+    start = time.perf_counter()
+    sleep_until(start + seconds)
+    spans.append((start, time.perf_counter(), "host answers a step"))
+
+
+def run_steps(config: Config, runner: ModelRunner, number: int, answer: Any) -> None:
+    """Lets a worker run greedy decode steps. ``answer`` is called for each result, in the device thread."""
+    slots = [_slot(config) for _ in range(NUM_SLOTS)]
+    queue, state = TaskQueue("fcfs", max_steps=NUM_SLOTS), SimpleNamespace(sent=0, done=0)
+
+    def send_next() -> None:
+        if state.sent < number:
+            slot = slots[state.sent % NUM_SLOTS]
+            slot.header[1] = state.sent
+            if state.sent > 0:
+                slot.token_ids[:SEQUENCES] = LAST_TOKEN
+            queue.put(Decode(seq=state.sent, slot=state.sent % NUM_SLOTS))
+            state.sent += 1
+
+    def answered(message: Any) -> None:
+        assert isinstance(message, StepDone), message
+        answer()
+        state.done += 1
+        send_next()
+        if state.done == number:
+            queue.put(Shutdown(seq=number))
+
+    worker = Worker(lambda report: runner, queue, SimpleNamespace(send=answered), {})  # type: ignore[arg-type]
+    for _ in range(IN_FLIGHT):
+        send_next()
+    worker.serve(SimpleNamespace(slots=slots), runner)  # type: ignore[arg-type]
+
+
+def _slot(config: Config) -> Any:
+    slot = make_step(config, [1] * SEQUENCES, [CONTEXT] * SEQUENCES)
+    slot.num_top_logits[:SEQUENCES] = -1
+    return slot
+
+
+def timeline(spans: Sequence[Span], periods: Sequence[Busy]) -> str:
+    """Returns what happened in the last steps, in the order of time."""
+    periods = periods[-TRACED:]
+    origin = periods[0].start
+    everything = [*spans, *((each.start, each.end, "device computes a step") for each in periods)]
+    shown = sorted(span for span in everything if origin <= span[0] <= periods[-1].end)
+    rows = [[f"{1000 * (start - origin):.2f}", f"{1000 * (end - origin):.2f}", what] for start, end, what in shown]
+    return format_table(["from ms", "to ms", "what"], rows)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # does not wait for the threads of MindSpore and of the artificial device

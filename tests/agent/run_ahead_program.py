@@ -1,0 +1,185 @@
+"""Runs the same steps with and without running ahead, in an agent's worker, and prints the results as JSON.
+
+test_run_ahead.py starts it in a separate process.
+
+python tests/agent/run_ahead_program.py greedy|mixed|captured|failing
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "agent")]
+
+from step_driver import Move, Part, StepDriver, blocks_for  # noqa: E402
+
+from agent.backends.runtime import start_runtime  # noqa: E402
+from agent.task_queue import TaskQueue  # noqa: E402
+from agent.worker import Worker  # noqa: E402
+from llm_serving.ipc.messages import Decode, Prefill, Shutdown  # noqa: E402
+from llm_serving.ipc.shm import LAST_TOKEN, MoveKind, StepSlot  # noqa: E402
+from support.step_config import make_config  # noqa: E402
+
+CONFIG = make_config(ROOT / "models" / "tiny_llama", "bfloat16", "native")
+GREEDY = {"num_top_logits": -1}
+IN_FLIGHT = 2
+ROWS, PROMPT, ROUNDS = 6, 9, 14
+
+
+class Step:
+    """One step of the plan."""
+
+    def __init__(self, kind: Any, parts: list[Part], moves: tuple[Move, ...] = ()) -> None:
+        self.kind, self.parts, self.moves = kind, parts, moves
+
+
+def plan(sampling: Callable[[int], dict[str, float]], *, moves: bool = False) -> Iterator[Step]:
+    """Yields steps of several sequences: whole prompts, chunks, decodes of some of them, and both together.
+
+    Only the host knows a sequence's first tokens. All other tokens are LAST_TOKEN.
+    """
+    rng = np.random.default_rng(7)
+    settings = {row: sampling(row) for row in range(ROWS)}
+    prompts = {row: rng.integers(3, 200, PROMPT + row).tolist() for row in range(ROWS)}
+    known = dict.fromkeys(range(ROWS), 0)
+
+    def part(row: int, count: int | None = None) -> Part:
+        """Returns the sequence's next token, or ``count`` tokens of its prompt."""
+        start, prompt = known[row], prompts[row]
+        tokens = prompt[start : start + (count or len(prompt))] if start < len(prompt) else [LAST_TOKEN]
+        known[row] = start + len(tokens)
+        samples, output = known[row] >= len(prompt), known[row] - len(prompt)
+        starts = output == 0 and settings[row].get("repetition_penalty", 1.0) != 1.0
+        history = prompt if starts else ()
+        blocks = blocks_for(row, 64)
+        return Part(tokens, start, blocks, row, samples, output, history, len(history), settings[row])
+
+    yield Step(Prefill, [part(0), part(1)])
+    yield Step(Decode, [part(0), part(1)])
+    yield Step(Prefill, [part(2), part(3, 4)])
+    yield Step(Prefill, [part(0), part(3), part(1)])
+    for number in range(ROUNDS):
+        rows = [row for row in range(4) if rng.random() < 0.8] or [0]
+        copies = ((MoveKind.COPY, 1, 200), (MoveKind.COPY, 200, 1)) if moves and number % 4 == 3 else ()
+        yield Step(Decode, [part(row) for row in rng.permutation(rows).tolist()], copies)
+    yield Step(Prefill, [part(4), part(5)])
+    for _ in range(4):
+        yield Step(Decode, [part(row) for row in range(ROWS)])
+
+
+def run_steps(driver: StepDriver, steps: list[Step], spoil: int = -1) -> dict[str, Any]:
+    """Sends the steps to a worker, at most ``IN_FLIGHT`` at a time. Returns their results, and the order of events.
+
+    Step ``spoil`` has a block that does not exist.
+    """
+    slots, results, events = [], {}, []
+    for step in steps:
+        driver.slot = StepSlot(driver.slot.layout, bytearray(driver.slot.layout.slot_bytes))
+        slots.append(driver.fill(step.parts, step.moves))
+    for number, slot in enumerate(slots):
+        slot.header[1] = number
+    if spoil >= 0:
+        slots[spoil].block_tables[0] = slots[spoil].slot_mapping[0] = 2**27
+    queue = TaskQueue("fcfs", max_steps=IN_FLIGHT)
+    waiting = iter(range(len(steps)))
+
+    def send_next() -> None:
+        number = next(waiting, None)
+        if number is not None:
+            queue.put(steps[number].kind(seq=number, slot=number))
+        elif len(results) == len(steps):
+            queue.put(Shutdown(seq=len(steps)))
+
+    def answered(message: Any) -> None:
+        slot, seqs = slots[message.seq], len(steps[message.seq].parts)
+        names = ("sampled_ids", "sampled_logit", "logsumexp")
+        bits = b"".join(getattr(slot, name)[:seqs].tobytes() for name in names)
+        tokens = dict(zip(slot.rows[:seqs].tolist(), slot.sampled_ids[:seqs].tolist(), strict=True))
+        error = getattr(message, "error", "")
+        digest = hashlib.sha256(bits).hexdigest()
+        results[message.seq] = {"error": error.split(" its inputs")[0], "tokens": tokens, "digest": digest}
+        events.append(f"done {message.seq}")
+        send_next()
+
+    runner = driver.runner
+    if runner.ahead is not None:
+        launch = runner._graph.run
+
+        def noted(*arguments: Any) -> Any:
+            scores = launch(*arguments)
+            events.append(f"launched {sum(event.startswith('launched') for event in events)}")
+            return scores
+
+        runner._graph.run = noted
+    runner.reset()
+    worker = Worker(lambda report: runner, queue, SimpleNamespace(send=answered), {})  # type: ignore[arg-type]
+    for _ in range(IN_FLIGHT):
+        send_next()
+    assert worker.serve(SimpleNamespace(slots=slots), runner) == 0  # type: ignore[arg-type]
+    if runner.ahead is not None:
+        del runner._graph.run
+    return {"results": [results[number] for number in range(len(steps))], "events": events}
+
+
+def random_sampling(row: int) -> dict[str, float]:
+    """Greedy with and without log-probabilities, drawn, and with a penalty."""
+    drawn = {"temperature": 0.8, "top_k": 30, "seed": 11 + row}
+    kinds: list[dict[str, float]] = [{}, {"num_top_logits": 2}, drawn, {"repetition_penalty": 1.3}, {}, drawn]
+    return GREEDY | kinds[row]
+
+
+def pair() -> tuple[StepDriver, StepDriver]:
+    """Returns a driver without and one with an artificial device."""
+    from performance.artificial_device.ops import use_artificial_device
+    from performance.artificial_device.queue import ArtificialDevice
+
+    plain = StepDriver(CONFIG)
+    use_artificial_device(ArtificialDevice(device_s=0.001))
+    return plain, StepDriver(CONFIG)
+
+
+def run_both(steps: list[Step], *, padded: bool = False, spoil: int = -1) -> dict[str, Any]:
+    drivers = pair()
+    if padded:
+        for driver in drivers:
+            pad(driver)
+    if spoil >= 0:
+        for driver in drivers:
+            reader = driver.runner._reader if driver.runner.ahead is None else driver.runner.ahead._reader
+            reader._num_blocks *= 2**20  # accepts blocks that do not exist
+    plain, ahead = (run_steps(driver, steps, spoil) for driver in drivers)
+    return {"plain": plain["results"], "ahead": ahead["results"], "events": ahead["events"]}
+
+
+def pad(driver: StepDriver) -> None:
+    """Gives the runner graphs that pad decodes, as if their launches were captured."""
+    from agent.step_graph import make_step_graph
+
+    runner, config = driver.runner, driver.config
+    model = runner._model
+    runner._graph = make_step_graph(
+        model.network, model.ops, runner._reader.buffers, config.slot_limits(), config.max_prefill_seqs,
+        config.shape.vocab_size, (2, 4, 8),
+    )  # fmt: skip
+    runner._graph.compile()
+
+
+PROGRAMS: dict[str, Callable[[], Any]] = {
+    "greedy": lambda: run_both(list(plan(lambda row: GREEDY))),
+    "mixed": lambda: run_both(list(plan(random_sampling, moves=True))),
+    "captured": lambda: run_both(list(plan(lambda row: GREEDY)), padded=True),
+    "failing": lambda: run_both(list(plan(lambda row: GREEDY)), spoil=8),
+}
+
+if __name__ == "__main__":
+    start_runtime(CONFIG)
+    print(json.dumps(PROGRAMS[sys.argv[1]]()))

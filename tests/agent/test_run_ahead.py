@@ -1,0 +1,62 @@
+"""Steps that are launched before the tokens of the step before are known, on an artificial device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from support.forked_programs import run_forked
+from support.json_program import printed_json
+
+PROGRAM = Path(__file__).with_name("run_ahead_program.py")
+FAILED = 8
+"""The step that ``failing`` spoils."""
+
+
+def run(part: str, folder: Path) -> Any:
+    return printed_json(run_forked(PROGRAM, part, folder=folder, timeout=300))
+
+
+def launched_ahead(events: list[str]) -> list[int]:
+    """Returns the steps that were launched before the step before was sampled."""
+    number = sum(event.startswith("done") for event in events)
+    order = {event: index for index, event in enumerate(events)}
+    return [step for step in range(1, number) if order[f"launched {step}"] < order[f"done {step - 1}"]]
+
+
+def test_greedy_steps_are_launched_ahead_and_change_no_bit(tmp_path: Path) -> None:
+    result = run("greedy", tmp_path)
+    assert result["ahead"] == result["plain"]
+    assert not any(step["error"] for step in result["plain"])
+    assert launched_ahead(result["events"]) == list(range(1, len(result["plain"]))), result["events"]
+    done = [event for event in result["events"] if event.startswith("done")]
+    assert done == [f"done {step}" for step in range(len(done))]
+
+
+def test_steps_that_need_the_host_wait_for_it_and_change_no_bit(tmp_path: Path) -> None:
+    """Sequences are drawn or have penalties, and some steps move blocks."""
+    result = run("mixed", tmp_path)
+    assert result["ahead"] == result["plain"]
+    assert not any(step["error"] for step in result["plain"])
+    ahead = launched_ahead(result["events"])
+    assert 0 < len(ahead) < len(result["plain"]) // 2, result["events"]
+
+
+def test_padded_decodes_insert_ids_of_the_same_number_and_change_no_bit(tmp_path: Path) -> None:
+    """The launches of a decode were captured with a fixed number of ids, so it waits after a step of another size."""
+    result = run("captured", tmp_path)
+    assert result["ahead"] == result["plain"]
+    assert len(launched_ahead(result["events"])) >= len(result["plain"]) // 2, result["events"]
+
+
+def test_a_failed_step_fails_alone(tmp_path: Path) -> None:
+    """The next step was launched already. Sequences that were not in the failed step keep their tokens."""
+    result = run("failing", tmp_path)
+    failed = [step for step, each in enumerate(result["ahead"]) if each["error"]]
+    assert failed == [FAILED]
+    assert result["ahead"][FAILED]["error"] == "the graph failed: ReshapeAndCache refused"
+    assert FAILED + 1 in launched_ahead(result["events"])
+    spoiled = set(result["plain"][FAILED]["tokens"])
+    for plain, ahead in zip(result["plain"], result["ahead"], strict=True):
+        for row in plain["tokens"].keys() - spoiled:
+            assert ahead["tokens"][row] == plain["tokens"][row]
