@@ -6,7 +6,7 @@ VENV    ?= .venv
 PYTHON  ?= $(shell command -v python3.11 || command -v python3.10 || command -v python3)
 CONFIG  ?= smollm2_135m_cpu.yaml
 ARGS    ?=
-WORKERS ?= 2
+WORKERS ?= 3
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 KERNELS := agent/kernels/libllm_kernels.so performance/kernels/libllm_kernels_testing.so performance/ceilings
@@ -77,7 +77,7 @@ clean:  ## remove compiled files and caches, but not the virtual environment
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf '\n%s\n' 'Variables: PYTHON (interpreter, 3.10 or 3.11), VENV (.venv), CONFIG, ARGS, WORKERS (2; parallel tests), CXX (g++)'
+	@printf '\n%s\n' 'Variables: PYTHON (interpreter, 3.10 or 3.11), VENV (.venv), CONFIG, ARGS, WORKERS (3; parallel tests), CXX (g++)'
 
 $(SERVING): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 11))' || \

@@ -15,6 +15,12 @@ from support.time_limits import time_limit
 HEAVY = (
     "tests/agent/test_native_quantised_groups.py",
     "tests/agent/test_model_runner.py",
+    "tests/agent/test_run_ahead.py",
+    "tests/integration/test_self_checks.py",
+    "tests/integration/test_default_model.py",
+    "tests/agent/test_ascend_on_cpu.py",
+    "tests/integration/test_chaos.py",
+    "tests/agent/test_graph_kernel_fusion.py",
     "tests/integration/test_pressed_pool.py",
     "tests/agent/test_families.py",
     "tests/tools/test_check_ascend_graph.py",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,10 @@ SIZES = ["pa_config.num_blocks=512", "model_config.decode_batch_size=[40]", "mod
 SIZES += ["model_config.seq_length=[1024]", "pa_config.decode_seq_length=1024"]
 TIE = 1e-3
 """Difference of the two best logits below which float32 sums in another order may choose the other token."""
-LEAST_SIMILAR = 0.4
-"""Minimum mean similarity of the texts if weights and activations are rounded to int8. After one other token, greedy
-texts differ altogether."""
 
 
-def ask_all(folder: Path, *overrides: str) -> list[str]:
-    """Returns the answers to all questions, which are asked at the same time."""
+def ask_all(folder: Path, answers: Sequence[dict[str, Any]], *overrides: str) -> list[str]:
+    """Returns the server's answers to questions that are asked at the same time."""
     with running_server(folder, [*SIZES, *overrides], CONFIG) as server:
 
         def ask(answer: dict[str, Any]) -> str:
@@ -41,12 +38,12 @@ def ask_all(folder: Path, *overrides: str) -> list[str]:
             return content
 
         assert server.get("/v1/models")["data"][0]["id"] == "smollm2-135m-instruct"
-        with ThreadPoolExecutor(len(GOLDEN["answers"])) as pool:
-            return list(pool.map(ask, GOLDEN["answers"]))
+        with ThreadPoolExecutor(len(answers)) as pool:
+            return list(pool.map(ask, answers))
 
 
 def test_float32_answers_equal_those_of_transformers(tmp_path: Path) -> None:
-    texts = ask_all(tmp_path, "model_config.weight_format=float32")
+    texts = ask_all(tmp_path, GOLDEN["answers"], "model_config.weight_format=float32")
     differing = [
         (answer["question"], text, answer["text"])
         for answer, text in zip(GOLDEN["answers"], texts, strict=True)
@@ -56,10 +53,7 @@ def test_float32_answers_equal_those_of_transformers(tmp_path: Path) -> None:
     assert sum(answer["margin"] <= TIE for answer in GOLDEN["answers"]) <= 4, "ties hide differences"
 
 
-def test_answers_of_the_default_format_are_similar(tmp_path: Path) -> None:
-    texts = ask_all(tmp_path)
-    pairs = zip(GOLDEN["answers"], texts, strict=True)
-    ratios = [SequenceMatcher(None, answer["text"], text, autojunk=False).ratio() for answer, text in pairs]
-    assert sum(ratios) / len(ratios) > LEAST_SIMILAR
-    assert "Paris" in texts[0]
-    assert "Tokyo" in texts[1]
+def test_the_default_format_answers_questions(tmp_path: Path) -> None:
+    """Weights and activations are rounded to int8, so texts may differ from those of transformers."""
+    capitals = GOLDEN["answers"][:2]
+    assert ask_all(tmp_path, capitals) == [answer["text"] for answer in capitals]

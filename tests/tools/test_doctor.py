@@ -28,10 +28,11 @@ def doctor(*arguments, environment=None, stdin=""):
 
 
 def settings(folder):
-    return [item for override in small_overrides(folder) for item in ("--set", override)]
+    sets = [item for override in small_overrides(folder) for item in ("--set", override)]
+    return ["--config", "llama_tiny_cpu.yaml", *sets]
 
 
-def test_this_machine_serves_the_default_config(tmp_path):
+def test_this_machine_serves_the_tiny_model(tmp_path):
     done = doctor(*settings(tmp_path), "--json", tmp_path / "doctor.json")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     result = json.loads((tmp_path / "doctor.json").read_text())

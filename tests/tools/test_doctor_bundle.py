@@ -54,7 +54,7 @@ def test_the_archive_has_the_facts_and_no_secrets(tmp_path: Path, capsys: pytest
     out, logs = tmp_path / "report.tar.gz", written_log(tmp_path)
     environment = {"MS_PASSWORD": SECRETS[0], "HCCL_TOKEN": SECRETS[1], "ASCEND_HOME_PATH": "/cann", "OTHER": "x"}
     host = Host(tmp_path / "root", environment, lambda *_: CommandResult(0, f"ok token={SECRETS[2]}\n"))
-    arguments = ["bundle", "--out", str(out), "--logs", str(logs), "--set", "pa_config.num_blocks=200"]
+    arguments = ["bundle", "--out", str(out), "--logs", str(logs), "--set", "pa_config.num_blocks=300"]
     assert main(arguments, host) == 0
     files = files_of(out)
     shown = capsys.readouterr().out
@@ -69,7 +69,7 @@ def test_the_archive_has_the_facts_and_no_secrets(tmp_path: Path, capsys: pytest
         "HCCL_TOKEN": REMOVED,
         "MS_PASSWORD": REMOVED,
     }
-    assert json.loads(files["config/resolved.json"])["pa_config"]["num_blocks"] == 200
+    assert json.loads(files["config/resolved.json"])["pa_config"]["num_blocks"] == 300
     assert any(finding["subject"] == "config" for finding in json.loads(files["findings.json"]))
     events = [json.loads(line) for line in files["logs/server.log"].splitlines()[:5]]
     assert (events[0]["prompt"], events[0]["prompt_tokens"], events[0]["max_tokens"]) == (REMOVED, 8, 5)

@@ -15,7 +15,7 @@ from tools.diagnosis.explanation import UnknownThingError, explain
 from tools.diagnosis.finding import Finding, Level
 from tools.diagnosis.host import Host
 
-DEFAULT_CONFIG = "llama_tiny_cpu.yaml"
+DEFAULT_CONFIG = "smollm2_135m_cpu.yaml"
 EXIT_USAGE = 2
 _WORDS = {Level.OK: "ok", Level.WARNING: "warning", Level.PROBLEM: "problem"}
 _EPILOG = """\
