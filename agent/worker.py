@@ -60,7 +60,7 @@ class Worker:
             self._server.send(failed)
             return 1
         self._server.send(Ready(summary={**runner.summary(), **self._facts}))
-        return self.serve(memory, runner)
+        return self._serve(memory, runner)
 
     def _start(self) -> ModelRunner:
         runner = self._make_runner(
@@ -71,7 +71,7 @@ class Worker:
         runner.warm_up()
         return runner
 
-    def serve(self, memory: SlotMemory, runner: ModelRunner) -> int:
+    def _serve(self, memory: SlotMemory, runner: ModelRunner) -> int:
         """Runs messages. Returns 0 after Shutdown and 1 if the group failed."""
         ahead = runner.ahead
         if ahead is not None:

@@ -132,7 +132,7 @@ def run_steps(config: Config, runner: ModelRunner, number: int, answer: Any) -> 
     worker = Worker(lambda report: runner, queue, SimpleNamespace(send=answered), {})  # type: ignore[arg-type]
     for _ in range(IN_FLIGHT):
         send_next()
-    worker.serve(SimpleNamespace(slots=slots), runner)  # type: ignore[arg-type]
+    worker._serve(SimpleNamespace(slots=slots), runner)  # type: ignore[arg-type]
 
 
 def _slot(config: Config) -> Any:

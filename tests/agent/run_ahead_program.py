@@ -124,7 +124,7 @@ def run_steps(driver: StepDriver, steps: list[Step], spoil: int = -1) -> dict[st
     worker = Worker(lambda report: runner, queue, SimpleNamespace(send=answered), {})  # type: ignore[arg-type]
     for _ in range(IN_FLIGHT):
         send_next()
-    assert worker.serve(SimpleNamespace(slots=slots), runner) == 0  # type: ignore[arg-type]
+    assert worker._serve(SimpleNamespace(slots=slots), runner) == 0  # type: ignore[arg-type]
     if runner.ahead is not None:
         del runner._graph.run
     return {"results": [results[number] for number in range(len(steps))], "events": events}
