@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from llm_serving.request import Request
     from llm_serving.scheduler.scheduler import Scheduler
     from llm_serving.telemetry.log import EventLog
+    from llm_serving.telemetry.metrics import Metrics
 
 EXIT_FAILED = 1
 _POLL_START_S = 0.02
@@ -105,7 +106,6 @@ class _Launcher:
         from llm_serving.telemetry.log import EventLog
         from llm_serving.telemetry.log_file import Rotation, reopen_all
         from llm_serving.telemetry.metrics import Metrics
-        from llm_serving.telemetry.npu_metrics import NpuCollector
 
         config = self._config
         settings = config.serving_config
@@ -129,12 +129,7 @@ class _Launcher:
         access = self._access = open_access(settings, keys, log, metrics.access_refused, rotation)
         if access is not None and access.audit is not None:
             owned.callback(access.audit.close)
-        if config.device == "Ascend" and shutil.which("npu-smi"):
-            first = config.serving_config.start_device_id or config.context.device_id
-            npus = NpuCollector(first, config.parallel_config.world_size)
-            metrics.registry.register(npus)
-            npus.start()
-            owned.callback(npus.close)
+        self._watch_npus(metrics, owned)
 
         def new_detokenizer(request: Request) -> IncrementalDetokenizer:
             return IncrementalDetokenizer.for_request(tokenizer, request.prompt_token_ids, request.sampling)
@@ -179,6 +174,19 @@ class _Launcher:
             stop_http.set()
             await asyncio.wait((http,))
             await engine.stop()
+
+    def _watch_npus(self, metrics: Metrics, owned: ExitStack) -> None:
+        """Add the state of the NPUs to the metrics if this machine has Ascends and their tool ``npu-smi``."""
+        from llm_serving.telemetry.npu_metrics import NpuCollector
+
+        config = self._config
+        if config.device != "Ascend" or not shutil.which("npu-smi"):
+            return
+        first = config.serving_config.start_device_id or config.context.device_id
+        npus = NpuCollector(first, config.parallel_config.world_size)
+        metrics.registry.register(npus)
+        npus.start()
+        owned.callback(npus.close)
 
     def _more_sockets(self, owned: ExitStack) -> tuple[socket.socket | None, socket.socket | None]:
         """Listen on the port for administration and on the UNIX socket. None stands for one that is not configured."""

@@ -34,7 +34,7 @@ class Allowance:
         return max(0.0, amount - self._left) * MINUTE_S / self._per_minute
 
     def take(self, amount: int) -> None:
-        """Use ``amount``. A negative amount gives back what was reserved and not used."""
+        """Take ``amount`` from the allowance. A negative amount returns the unused part of a reservation."""
         self._left = min(float(self._per_minute), self._left - amount)
 
 

@@ -1,4 +1,4 @@
-"""Sizes of a model from the metadata of a GGUF file, and what is refused before any tensor is read."""
+"""Reads the sizes of a model from the metadata of GGUF files. Damaged metadata is refused before any tensor is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers in GGUF files: they give the tokens of the files from which they were made, and refuse what is damaged."""
+"""Compares tokenizers in GGUF files with the files they were made from. Damaged ones are refused."""
 
 from __future__ import annotations
 

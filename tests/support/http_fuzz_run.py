@@ -96,7 +96,7 @@ class _Sleeper:
 
 
 def fuzz_http(server: ServerProcess, requests: int, seed: int, clients: int = 6) -> HttpFindings:
-    """Send ``requests`` drawn requests from several clients and return what was found."""
+    """Send a number of random requests from several clients, and return the findings."""
     found, port = HttpFindings(), int(server.url.rsplit(":", 1)[1])
     drawing = RequestDrawing(server.get("/openapi.json"), server.get("/v1/models")["data"][0]["id"])
     expected = server.post("/v1/completions", _CHECK)["choices"]
