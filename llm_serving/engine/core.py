@@ -354,7 +354,8 @@ class EngineCore:
         If no replica can be restarted, or if the lost replica was never ready and is not restarted, the engine and the
         server end.
         """
-        replica.lose(now, final=event.final)
+        # The agents themselves compute wrong results, so a failed self-check says nothing about the requests in flight.
+        replica.lose(now, final=event.final, blameless=bool(event.failed_check))
         waiting = self._front.figures.waiting
         self._log.error(event.error, event="agent_lost", final=event.final, requests=waiting, **replica.log_fields)
         if event.failed_check:

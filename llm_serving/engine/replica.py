@@ -191,10 +191,13 @@ class Replica:
                 self._dropped.add(seq)
                 self.executor.abort(seq)
 
-    def lose(self, now: float, *, final: bool) -> None:
-        """Void every step in flight because the agents were lost. Their requests wait to be computed again."""
+    def lose(self, now: float, *, final: bool, blameless: bool) -> None:
+        """Void every step in flight because the agents were lost. Their requests wait to be computed again.
+
+        ``blameless``: no request caused the loss.
+        """
         self.is_ready = False
         self.is_given_up = final
         self._sent.clear()
         self._dropped.clear()
-        self.scheduler.agent_lost(now)
+        self.scheduler.agent_lost(now, blameless=blameless)

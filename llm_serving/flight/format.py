@@ -24,7 +24,7 @@ import msgspec
 from llm_serving.errors import LLMServingError
 
 MAGIC = b"LLMFLT01"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 READ_VERSIONS = range(1, FORMAT_VERSION + 1)
 """Versions of the format that can be read. The state of versions 1 to 3 cannot be restored, so their replay starts at
 the beginning of a run."""
@@ -62,7 +62,7 @@ class Tag(enum.IntEnum):
     FINISH = 4
     """``finish_request``. Fields: number of the request?, reason, whether the scheduler knew the request."""
     AGENT_LOST = 5
-    """``agent_lost``. Fields: counts."""
+    """``agent_lost``. Fields: counts, and from version 5 whether no request is to blame."""
     FAIL_ALL = 6
     """``fail_all``. Fields: number of requests that ended, counts."""
     TAKE_ENDED = 7

@@ -89,7 +89,8 @@ class _Arrivals:
             elif isinstance(event, Finished) and event.was_there and event.number in self._found:
                 self._end(self._found[event.number], event.reason.lower(), event.now)
             elif isinstance(event, AgentLost):
-                suspects = {number for step in self._sent.values() for number in step.numbers}
+                in_flight = {number for step in self._sent.values() for number in step.numbers}
+                suspects = set() if event.blameless else in_flight
                 self._sent.clear()
             elif isinstance(event, TookEnded):
                 for number in event.numbers:

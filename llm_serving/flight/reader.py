@@ -94,6 +94,7 @@ class AgentLost:
 
     now: float
     state: list[int]
+    blameless: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,9 +149,9 @@ class FlightRecorder:
             self._record(self._record_ended, updates)
         return updates
 
-    def agent_lost(self, now: float) -> None:
-        self._scheduler.agent_lost(now)
-        self._record(self._record_lost, now)
+    def agent_lost(self, now: float, *, blameless: bool = False) -> None:
+        self._scheduler.agent_lost(now, blameless=blameless)
+        self._record(self._record_lost, now, blameless)
 
     def fail_all(self, error: str, now: float) -> list[RequestUpdate]:
         updates = self._scheduler.fail_all(error, now)
@@ -208,8 +208,8 @@ class FlightRecorder:
     def _record_fault(self, record: list[object], now: float | None = None) -> None:
         self._journal.record(record, now, urgent=True)
 
-    def _record_lost(self, now: float) -> None:
-        self._record_fault([Tag.AGENT_LOST, self._scheduler.counts()], now)
+    def _record_lost(self, now: float, blameless: bool) -> None:
+        self._record_fault([Tag.AGENT_LOST, self._scheduler.counts(), blameless], now)
         self._journal.lose_steps()
 
     def _record_ended(self, updates: list[RequestUpdate]) -> None:

@@ -148,9 +148,9 @@ class Router:
         self._note_updates(updates)
         return updates
 
-    def agent_lost(self, replica: RoutedReplica, now: float) -> None:
+    def agent_lost(self, replica: RoutedReplica, now: float, *, blameless: bool = False) -> None:
         """Moves the requests of a replica whose agents are lost back to the queue. Other replicas may serve them."""
-        replica.scheduler.agent_lost(now)
+        replica.scheduler.agent_lost(now, blameless=blameless)
         replica.is_live = False
         self._take_ended(replica)
         self._placer.recall(replica, list(replica.entries.values()), now)

@@ -36,8 +36,8 @@ class ReplicaSource:
     def void_steps(self) -> list[int]:
         return self._replica.scheduler.void_steps()
 
-    def agent_lost(self, now: float) -> None:
-        self._router.agent_lost(self._replica, now)
+    def agent_lost(self, now: float, *, blameless: bool = False) -> None:
+        self._router.agent_lost(self._replica, now, blameless=blameless)
 
 
 def replica_sources(router: Router) -> list[ReplicaSource]:

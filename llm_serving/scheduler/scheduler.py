@@ -258,12 +258,13 @@ class Scheduler:
         """Returns the numbers of the steps in flight that may be dropped, because all their requests have ended."""
         return self._in_flight.void_steps()
 
-    def agent_lost(self, now: float) -> None:
+    def agent_lost(self, now: float, *, blameless: bool = False) -> None:
         """Drops all steps in flight, because the KV cache and host memory are lost. All requests wait again.
 
-        Requests of the steps in flight are suspects. One that loses its agent again ends, see ``take_ended``.
+        Requests of the steps in flight are suspects. One that loses its agent again ends, see ``take_ended``. If the
+        loss is ``blameless``, no request caused it, and none becomes a suspect or ends.
         """
-        culprit = note_loss(self._in_flight)
+        culprit = None if blameless else note_loss(self._in_flight)
         for flight in self._in_flight:
             self._kv_cache.end_copies(flight.copies)
         self._in_flight.clear()

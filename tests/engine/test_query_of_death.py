@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_serving.errors import AgentLostTwiceError
+from llm_serving.executor.base import AgentLost
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.limits import Policy
 from support.engine_harness import Engine
@@ -81,3 +82,27 @@ def test_a_request_that_loses_its_agent_often_stays_alone() -> None:
         engine.step()
         assert len(in_flight(engine)) <= 1
     assert [len(engine.whole(name).token_ids) for name in "ab"] == [40, 40]
+
+
+def test_a_failed_self_check_blames_no_request() -> None:
+    """It is the second loss of a suspect that is alone in flight, but the agent's fault. The request completes."""
+    engine = Engine()
+    requests = [engine.request(name, 6, 20) for name in "ab"]
+    while len(in_flight(engine)) < 2:
+        engine.step()
+    engine.executor.lose_agent(loss=AgentLost("the row has other bits", failed_check="row", step=1))
+    engine.step()
+    assert not any(request.is_suspect for request in requests)
+    engine.executor.lose_agent()
+    engine.step()
+    while len(in_flight(engine)) != 1:
+        engine.step()
+    [name] = in_flight(engine)
+    engine.executor.lose_agent(loss=AgentLost("the row has other bits", failed_check="row", step=9))
+    while not engine.scheduler.is_idle:
+        engine.step()
+    assert name in {request.request_id for request in requests}
+    assert [engine.whole(request.request_id).token_ids for request in requests] == [
+        tuple(expected_tokens(request, 64)) for request in requests
+    ]
+    assert [request.num_losses for request in requests] == [1, 1]

@@ -46,7 +46,7 @@ def record_routed(
             routed.end(rng.choice(list(routed.requests)))
             routed.drop_void_steps()
         elif choice < 0.665:
-            routed.lose(rng.randrange(3))
+            routed.lose(rng.randrange(3), blameless=rng.random() < 0.3)
         elif choice < 0.7:
             routed.revive(rng.randrange(3))
         elif choice < 0.95 and any(replica.has_work for replica in routed.replicas):

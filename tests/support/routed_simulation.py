@@ -187,14 +187,14 @@ class RoutedSimulation(SimulatedClients):
             if result is not None:
                 self.update(replica, result)
 
-    def lose(self, index: int) -> None:
+    def lose(self, index: int, *, blameless: bool = False) -> None:
         """A replica's agents die, and stay away until ``revive``."""
         replica = self.replicas[index]
         self.seen["agents lost"] += 1
         self.seen["requests that lost their replica"] += len(self.router.replicas[index].entries)
         replica.device.reset()
         replica.answers.clear()
-        replica.scheduler.agent_lost(self.now)
+        replica.scheduler.agent_lost(self.now, blameless=blameless)
         replica.is_ready = False
         inner = self.inner[index]
         assert (inner.figures.steps_in_flight, inner.num_requests) == (0, 0)

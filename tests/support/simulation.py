@@ -170,13 +170,13 @@ class Simulation(SimulatedClients):
         super().fail_all()
         self._idle_until = None
 
-    def lose_agent(self) -> None:
+    def lose_agent(self, *, blameless: bool = False) -> None:
         self.device.reset()
         self._unanswered.clear()
         self._idle_until = None
         self.seen["agents lost"] += 1
         self.answers.clear()
-        self.scheduler.agent_lost(self.now)
+        self.scheduler.agent_lost(self.now, blameless=blameless)
         assert self.scheduler.figures.steps_in_flight == 0
         assert self.scheduler.figures.free_blocks == self.scheduler.figures.total_blocks
         self.take_ended()

@@ -87,7 +87,8 @@ def test_failed_steps_and_lost_agents_replay_identically(tmp_path):
             simulation.schedule()
             simulation.fail_step("the device is on fire")
         elif number % 20 == 14:
-            simulation.lose_agent()
+            simulation.schedule()
+            simulation.lose_agent(blameless=number == 34)
         elif number % 20 == 18:
             simulation.end(request.request_id)
             simulation.drop_void_steps()

@@ -199,7 +199,7 @@ class _Replayer:
         elif isinstance(event, Finished):
             self._finish(event)
         elif isinstance(event, AgentLost):
-            self._scheduler.agent_lost(event.now)
+            self._scheduler.agent_lost(event.now, blameless=event.blameless)
             self._order.lost()
             self._compare_state("agent_lost", event.state)
         elif isinstance(event, FailedAll):
