@@ -17,10 +17,12 @@ import yaml
 
 from llm_serving import __version__
 from llm_serving.config import Config, load_config
+from llm_serving.config.model_section import DTYPES
 from llm_serving.config.schema import section_keys
 from llm_serving.config.sections import SECTIONS
 from llm_serving.config.source import unused_lines
 from llm_serving.errors import CheckpointError, ConfigError, MemoryPlanError
+from llm_serving.model.number_formats import INTEGER_FORMATS
 from llm_serving.planning.auto_blocks import fit_blocks
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import MemoryPlan, plan_memory
@@ -43,6 +45,10 @@ examples:
       the embedded tiny model, which needs no package
   %(prog)s --model /models/llama --port 8080
       a Hugging Face folder of any family in docs/models.md, or a GGUF file
+  %(prog)s --model /models/llama --dtype bfloat16 --quantize int8
+      with int8 weights, everything else in bfloat16
+  %(prog)s --model /models/llama --print-config > llama.yaml
+      write the YAML that gives the same config
   %(prog)s --config llama_7b_kbk_pa_dyn.yaml --set model_config.model_path=/models/llama2-7b
       a deployment, found under configs/ by its name
   %(prog)s --set serving_config.server_port=8080 --set 'serving_config.agent_ports=[0]'
@@ -52,6 +58,31 @@ examples:
 
 keys (docs/configuration.md has their meaning, unit and default):
 """
+
+_PLAN_DESCRIPTION = """\
+Show what a model needs: its limits, and the memory of each part. Starts nothing.
+
+The exit code is 2 if the model does not fit. The message then names a setting that fits.
+"""
+
+_PLAN_EXAMPLES = """\
+examples:
+  %(prog)s --model /models/llama
+      the plan of a model folder or a GGUF file
+  %(prog)s --model /models/llama --dtype bfloat16 --quantize int8
+      the same with int8 weights
+  %(prog)s --config llama_70b_int8_tp8_kbk_pa_dyn.yaml
+      a deployment, found under configs/ by its name
+"""
+
+
+_SHORT_OPTIONS = {
+    "host": "serving_config.server_ip",
+    "port": "serving_config.server_port",
+    "dtype": "model_config.model_dtype",
+    "quantize": "model_config.weight_format",
+}
+"""Options that are short for one setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +99,10 @@ def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine
     Exits with 2 and a message on a mistake, and with 0 after ``--check``, ``--print-config``, ``--version`` or
     ``--help``.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     try:
         machine = machine or Machine.detect()
-        config = fit_blocks(load_config(arguments.config, _overrides(arguments)), machine)
+        config = _load(arguments, machine)
         if arguments.print_config:
             sys.stdout.write(config_as_yaml(config))
             sys.exit(0)
@@ -84,13 +115,32 @@ def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine
     return Launch(config, plan)
 
 
+def print_plan(argv: Sequence[str] | None = None, machine: Machine | None = None) -> int:
+    """Print what ``--check`` prints, and return 0. Return 2 after a message if the config is wrong or does not fit."""
+    arguments = build_plan_parser().parse_args(argv)
+    try:
+        machine = machine or Machine.detect()
+        config = _load(arguments, machine)
+        sys.stdout.write(describe(config, plan_memory(config, machine)))
+    except (ConfigError, CheckpointError, MemoryPlanError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+    return 0
+
+
+def _load(arguments: argparse.Namespace, machine: Machine) -> Config:
+    """Return the config of the options, with sizes that fit the machine."""
+    return fit_blocks(load_config(arguments.config, _overrides(arguments)), machine)
+
+
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """Return the settings of ``--model`` and ``--port``, then those of ``--set``, which take precedence."""
+    """Return the settings of the short options, then those of ``--set``, which take precedence."""
     own = []
     if arguments.model is not None:
         own += [f"model_config.model_path={json.dumps(arguments.model)}", "model_config.model_name=null"]
-    if arguments.port is not None:
-        own.append(f"serving_config.server_port={arguments.port}")
+    for option, key in _SHORT_OPTIONS.items():
+        if (value := getattr(arguments, option, None)) is not None:
+            own.append(f"{key}={json.dumps(value)}")
     return [*own, *arguments.overrides]
 
 
@@ -128,11 +178,28 @@ def _refuse(message: str) -> NoReturn:
     sys.exit(EXIT_USAGE)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``start_server.py`` and ``llm-serving serve``."""
     keys = "".join(f"  {name}\n{_wrapped(section_keys(cls))}\n" for name, cls in SECTIONS.items())
+    parser = _parser_of_model(_DESCRIPTION, _EXAMPLES + keys)
+    parser.add_argument("--host", metavar="IP", help="the same as --set serving_config.server_ip=IP")
+    parser.add_argument("--port", type=int, metavar="N", help="the same as --set serving_config.server_port=N")
+    parser.add_argument("--check", action="store_true", help="check the config, print the memory plan, start nothing")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config, start nothing")
+    parser.add_argument("--version", action="version", version=f"llm-serving {__version__}")
+    return parser
+
+
+def build_plan_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``llm-serving plan``."""
+    return _parser_of_model(_PLAN_DESCRIPTION, _PLAN_EXAMPLES)
+
+
+def _parser_of_model(description: str, epilog: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that choose the model and its settings."""
     parser = argparse.ArgumentParser(
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES + keys,
+        description=description,
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -147,7 +214,16 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="model folder or GGUF file, instead of the config's model; the name of the folder or file is its name",
     )
-    parser.add_argument("--port", type=int, metavar="N", help="the same as --set serving_config.server_port=N")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="type of weights and activations: the same as --set model_config.model_dtype=TYPE",
+    )
+    parser.add_argument(
+        "--quantize",
+        choices=[each.name for each in INTEGER_FORMATS],
+        help="integer weights, made when the model is loaded: the same as --set model_config.weight_format=FORMAT",
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -156,9 +232,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECTION.KEY=VALUE",
         help="override a key of the config; may be repeated; the value is parsed as YAML",
     )
-    parser.add_argument("--check", action="store_true", help="check the config, print the memory plan, start nothing")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved config, start nothing")
-    parser.add_argument("--version", action="version", version=f"llm-serving {__version__}")
     return parser
 
 

@@ -105,10 +105,12 @@ def parse_values(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def new_parser(
-    description: str | None, config: str | None = None, *, starts_servers: bool = False
+    description: str | None, config: str | None = None, *, starts_servers: bool = False, epilog: str | None = None
 ) -> argparse.ArgumentParser:
     """Returns a parser with the options that several programs share, such as ``--json``, ``--config`` and ``--set``."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file, too")
     if config is not None:
         add, repeated = parser.add_argument, "override a setting of the config (can be repeated)"

@@ -37,8 +37,8 @@ from performance.simulation.work import ModelWork
 from support.model_folders import write_model_folder
 from support.small_configs import REPOSITORY
 from tools.quality_gate import chosen_formats
+from tools.quantization.main import parse_arguments
 from tools.quantization.rounding import Settings
-from tools.quantize import parse_arguments
 
 UNKNOWN = "int1"
 NOT_KNOWN = f"format '{UNKNOWN}' is not known; there are float32"

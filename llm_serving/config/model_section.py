@@ -9,6 +9,7 @@ from llm_serving.model.number_formats import GROUP_SIZES, GROUP_SIZES_TEXT, INTE
 
 MAX_TOKENS = 16 * 1024 * 1024
 MAX_SEQS = 4096
+DTYPES = ("float16", "bfloat16", "float32")
 
 _PUBLISHED_DTYPES = {
     "DataType.FLOAT16": "float16",
@@ -131,7 +132,7 @@ class ModelConfig:
     model_dtype: str = published(
         "float16",
         "Type of weights, activations and KV cache. The published spelling `DataType.FLOAT16` is accepted too.",
-        choices=("float16", "bfloat16", "float32"),
+        choices=DTYPES,
         normalise=normalise_dtype,
     )
     pad_token_id: int | None = published(

@@ -35,6 +35,13 @@ from performance.bench.step_kernels import add_kernel_shares
 from performance.program import exits_with_errors, new_parser, write_json
 from performance.terminal import format_number, format_table
 
+EPILOG = """\
+examples:
+  %(prog)s --config llama_tiny_cpu.yaml
+  %(prog)s --weights int8 --batch 1,8 --repeats 3
+  %(prog)s --config smollm2_135m_cpu.yaml --set model_config.model_path=/models/llama --json results.json
+"""
+
 COLUMNS = (
     ("decode tok/s", "decode_tokens_per_s"),
     ("end to end tok/s", "end_to_end_tokens_per_s"),
@@ -63,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = new_parser(__doc__, "llama_160m_cpu.yaml")
+    parser = new_parser(__doc__, "llama_160m_cpu.yaml", epilog=EPILOG)
     parser.add_argument("--weights", help="model_config.weight_format")
     parser.add_argument("--kv", help="model_config.kv_format")
     parser.add_argument("--op-table", help="model_config.op_table")

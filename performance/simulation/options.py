@@ -27,14 +27,14 @@ Simulate a load test: the real scheduler on a virtual clock, against a model of 
 prints, for each policy and each setting of a sweep, and finds the rate a deployment keeps its objectives at."""
 
 EPILOG = """\
-examples
-  simulate.py --config llama_7b_kbk_pa_dyn.yaml --device ascend-910b -X 10 -T 150 --policy prefill_first,fcfs
-  simulate.py --config llama_160m_cpu.yaml --device cpu --recording output/flight.bin -X 5 -T 60 --json FILE
-  simulate.py --config C --device ascend-910b --find-rate --slo-ttft-ms 2000 --slo-tbt-ms 50
-  simulate.py --config C --device ascend-910b --sweep pa_config.num_blocks=512,1024,2048 --sweep rate=5,10
-  simulate.py --config C --device ascend-910b --beginnings 64x1000 --set scheduler_config.prefix_cache=true \\
+examples:
+  %(prog)s --config llama_7b_kbk_pa_dyn.yaml --device ascend-910b -X 10 -T 150 --policy prefill_first,fcfs
+  %(prog)s --config llama_160m_cpu.yaml --device cpu --recording output/flight.bin -X 5 -T 60 --json FILE
+  %(prog)s --config C --device ascend-910b --find-rate --slo-ttft-ms 2000 --slo-tbt-ms 50
+  %(prog)s --config C --device ascend-910b --sweep pa_config.num_blocks=512,1024,2048 --sweep rate=5,10
+  %(prog)s --config C --device ascend-910b --beginnings 64x1000 --set scheduler_config.prefix_cache=true \\
       --set parallel_config.data_parallel=4 --sweep parallel_config.routing=prefix,least_loaded,round_robin
-  simulate.py --config C --recording F --validate LOADTEST.json       how far off is the simulation?
+  %(prog)s --config C --recording F --validate LOADTEST.json       how far off is the simulation?
 
 Settings are those of the server, and device.RATE and host.TIME (fields of DeviceRates and HostModel). A sweep also
 takes rate. A trace has one JSON object per line with arrival_s, prompt_tokens (or prompt: token ids) and output_tokens.
@@ -91,7 +91,7 @@ class SimulationOptions:
 
 def parse_options(arguments: Sequence[str] | None = None) -> SimulationOptions:
     """Parses the command line. Exits with 2 on a wrong option; raises UsageError on a wrong combination."""
-    parsed = _parser().parse_args(arguments)
+    parsed = build_parser().parse_args(arguments)
     if parsed.trace is None and parsed.validate is None and request_count(parsed.rate, parsed.duration) < 1:
         raise UsageError(f"-X {parsed.rate:g} for -T {parsed.duration:g} seconds makes no request: raise one of them")
     if parsed.recording is not None and parsed.device != "cpu":
@@ -116,7 +116,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> SimulationOptions:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )

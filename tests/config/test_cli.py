@@ -38,6 +38,32 @@ def test_model_and_port_are_short_for_settings(tmp_path: Path) -> None:
     assert launch_from_command_line(arguments, MACHINE).config.model_name == "other"
 
 
+def test_other_short_options_are_settings_too(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    short = ["--model", str(folder), "--host", "127.0.0.9", "--dtype", "bfloat16", "--quantize", "int8"]
+    settings = ["serving_config.server_ip=127.0.0.9", "model_config.model_dtype=bfloat16"]
+    settings += [f"model_config.model_path={folder}", "model_config.model_name=null", "model_config.weight_format=int8"]
+    assert launch_from_command_line(short, MACHINE).config == load_config(DEFAULT_CONFIG, settings)
+    later = ["--set", "model_config.weight_format=int8_weight_only"]
+    assert launch_from_command_line([*short, *later], MACHINE).config.model_config.weight_format == "int8_weight_only"
+
+
+def test_the_printed_config_of_short_options_starts_the_same_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model_folder(tmp_path / "my model")
+    options = ["--model", str(folder), "--host", "127.0.0.9", "--port", "0", "--dtype", "bfloat16"]
+    options += ["--quantize", "int8", "--set", "pa_config.num_blocks=auto", "--set", "pa_config.block_size=auto"]
+    with pytest.raises(SystemExit):
+        launch_from_command_line([*options, "--print-config"], MACHINE)
+    file = tmp_path / "printed.yaml"
+    file.write_text(capsys.readouterr().out, encoding="utf-8")
+    first, again = (launch_from_command_line(each, MACHINE) for each in (options, ["--config", str(file)]))
+    for section in (*SECTIONS, "shape", "context", "unused"):
+        assert getattr(again.config, section) == getattr(first.config, section), section
+    assert again.plan == first.plan
+
+
 def test_launch_gets_the_loaded_config(override: str) -> None:
     arguments = ["--config", "llama_tiny_cpu.yaml", "--set", override, "--set", "serving_config.agent_ports=[0]"]
     launch = launch_from_command_line(arguments, MACHINE)

@@ -23,9 +23,9 @@ from performance.models.variants import FAMILY_VARIANTS, VARIANTS
 from support.golden_files import golden_of
 from tools.quantization.folder_writer import FolderWriter
 from tools.quantization.gptq import DAMPING, gptq
+from tools.quantization.main import main
 from tools.quantization.numpy_llama import NumpyLlama
 from tools.quantization.rounding import Settings, fit, round_to_nearest
-from tools.quantize import main
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 CASES: dict[str, tuple[list[str], Settings, Quantization]] = {

@@ -53,7 +53,7 @@ def test_every_field_of_a_section_is_a_declared_key_with_meaning_and_default() -
 
 def test_every_program_is_on_the_page_of_commands() -> None:
     listed = {program.split()[0] for programs in PROGRAMS.values() for program in programs}
-    found = {"start_server.py", "llm_serving/access/__main__.py"}
+    found = {"start_server.py", "llm_serving/__main__.py", "llm_serving/access/__main__.py"}
     for folder in ("tools", "performance"):
         for path in (REPOSITORY / folder).glob("*.py"):
             text = path.read_text("utf-8")

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None, host: Host | None = None) -> in
             return _explain(_explain_parser().parse_args(given[1:]))
         if given[:1] == ["bundle"]:
             return _bundle(_bundle_parser().parse_args(given[1:]), host or Host())
-        return _examine(_parser().parse_args(given), host or Host())
+        return _examine(build_parser().parse_args(given), host or Host())
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror or error}", file=sys.stderr)
         return EXIT_USAGE
@@ -105,9 +105,8 @@ def _write(path: Path | None, content: Any) -> None:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="doctor.py",
         description="Shows what this machine can run, and what prevents it. Starts nothing.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -116,6 +115,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_options(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this file, too")
     return parser
+
+
+def _program() -> str:
+    """Returns the name of this program, as argparse shows it."""
+    return Path(sys.argv[0]).name
 
 
 def _add_config_options(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +136,7 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
 
 def _bundle_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="doctor.py bundle",
+        prog=f"{_program()} bundle",
         description="Writes one archive with findings, config, versions and logs, without secrets and prompts.",
         allow_abbrev=False,
     )
@@ -144,7 +148,7 @@ def _bundle_parser() -> argparse.ArgumentParser:
 
 def _explain_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="doctor.py explain",
+        prog=f"{_program()} explain",
         description="Explains error codes and logs: the cause, what to do, and which rank failed first.",
         allow_abbrev=False,
     )

@@ -21,11 +21,19 @@ from tools.log_analysis.text import format_report
 from tools.log_analysis.why_slow_report import why_slow_text
 
 EXIT_USAGE = 2
-EPILOG = "exit code: 0 the log was read, whatever it contains; 2 a file cannot be read or written, or a wrong option"
+EPILOG = """\
+exit code: 0 the log was read, whatever it contains; 2 a file cannot be read or written, or a wrong option
+
+examples:
+  %(prog)s output/server.log
+  %(prog)s output/server.log --last-run --why-slow
+  %(prog)s output/server.log output/server.log.1.gz --html report.html
+  %(prog)s output/server.log --compare serving_performance_X10_T30_seed0.json
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     try:
         reader, analysis = _read(options)
         results = to_json(analysis, reader)
@@ -64,10 +72,11 @@ def parse_time(text: str) -> float:
     return seconds
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Analyze a server's event log: latencies, finish reasons, batch, queue, KV use, errors.",
         epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "log",

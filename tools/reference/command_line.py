@@ -19,11 +19,19 @@ For users of the programs in this repository. Each section is the `--help` of on
 
 <!-- Written by tools/write_reference_docs.py from the programs themselves. Edit there. -->
 
-Start a program with any Python, for example `python tools/doctor.py`. It continues in `.venv` if that exists.
+The command `llm-serving` is in `.venv/bin`. It starts most of the programs below, for example `llm-serving doctor`.
+A program of the repository also starts with any Python, for example `python tools/doctor.py`. It continues in `.venv`
+if that exists.
 
 """
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
+    "One command": (
+        "llm_serving/__main__.py",
+        "llm_serving/__main__.py serve",
+        "llm_serving/__main__.py plan",
+        "llm_serving/__main__.py completion",
+    ),
     "Server": ("start_server.py", "llm_serving/access/__main__.py", "llm_serving/access/__main__.py new"),
     "Tools": (
         "tools/doctor.py",
@@ -73,8 +81,12 @@ def command_line_page() -> str:
     parts = [INTRODUCTION]
     for title, programs in PROGRAMS.items():
         parts.append(f"## {title}\n\n")
-        parts += [f"### `{program}`\n\n```text\n{help_of(program)}\n```\n\n" for program in programs]
+        parts += [f"### `{_shown(program)}`\n\n```text\n{help_of(program)}\n```\n\n" for program in programs]
     return "".join(parts).rstrip() + "\n"
+
+
+def _shown(program: str) -> str:
+    return program.replace("llm_serving/__main__.py", "llm-serving")
 
 
 def help_of(program: str) -> str:

@@ -22,14 +22,19 @@ from tools.replaying.what_if import changed_limits, fit_device, what_if
 __all__ = ["main"]
 
 EXIT_DIFFERENT, EXIT_USAGE = 1, 2
-EPILOG = (
-    "exit code: 0 if every decision equals the recorded one (with --policy or --set: if the run succeeded),"
-    " 1 if a decision differs, 2 if the recording cannot be read or replayed, or if an option is wrong"
-)
+EPILOG = """\
+exit code: 0 if every decision equals the recorded one (with --policy or --set: if the run succeeded),
+1 if a decision differs, 2 if the recording cannot be read or replayed, or if an option is wrong
+
+examples:
+  %(prog)s output/flight
+  %(prog)s output/flight --html timeline.html
+  %(prog)s output/flight --policy chunked --set num_blocks=512
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     changes = [*options.set, *([f"policy={options.policy}"] if options.policy else [])]
     try:
         replicas = replica_folders(options.recording)
@@ -59,11 +64,11 @@ def _replay_replica(folder: Path, options: argparse.Namespace) -> int:
     return _replay_all(_chosen(read_recording(folder), all_runs=options.all))
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="replay.py",
         description="Runs a flight recording again through the scheduler and compares every decision.",
         epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "recording", type=Path, help="a folder of segments, one segment, or a folder with one recording per replica"

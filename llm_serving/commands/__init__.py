@@ -1,0 +1,1 @@
+"""The command ``llm-serving``: its sub-commands, their programs, and shell completion."""
