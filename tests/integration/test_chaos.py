@@ -29,7 +29,7 @@ def test_faults_change_no_text_and_leak_nothing(tmp_path):
     with fault_environment(CHAOS_FOLDER=str(orders)), running_server(tmp_path / "server", unconfined) as server:
         load = ChaosLoad(server.url, seed=1, num_clients=2)
         with load:
-            rig = FaultRig(server, orders, load.expected)
+            rig = FaultRig(server, orders, load)
             outcomes = []
             before = None
             for injection in (FAULTS[-1], *FAULTS):  # the first round starts what the server starts once
@@ -54,11 +54,12 @@ def quiet_holdings(server, load):
 
 
 def test_a_seed_repeats_the_schedule_and_a_round_has_every_kind():
-    first, second = list(islice(schedule(7, 4), 27)), list(islice(schedule(7, 4), 27))
+    size = len(KINDS)
+    first, second = list(islice(schedule(7, 4), 3 * size)), list(islice(schedule(7, 4), 3 * size))
     assert first == second
-    assert first != list(islice(schedule(8, 4), 27))
-    for start in (0, 9, 18):
-        assert sorted(each.kind for each in first[start : start + 9]) == sorted(KINDS)
+    assert first != list(islice(schedule(8, 4), 3 * size))
+    for start in range(0, 3 * size, size):
+        assert sorted(each.kind for each in first[start : start + size]) == sorted(KINDS)
     assert {each.kind for each in islice(schedule(7, 1, ("kill", "stop")), 6)} == {"kill", "stop"}
 
 
@@ -107,6 +108,15 @@ def test_memory_that_grows_is_a_leak_and_noise_is_none():
     watch = MemoryWatch([(float(second), 200.0 + 0.05 * second) for second in range(600)])
     assert watch.slope_mib() == pytest.approx(30.0)
     assert "memory: 17.9 MiB more" in watch.leak()
+
+
+def test_an_agent_that_grows_is_a_leak_and_a_larger_successor_is_none():
+    steady = {pid: [(600.0 * pid + second, 400.0 + 50.0 * pid) for second in range(300)] for pid in range(3)}
+    assert MemoryWatch(agents=steady).leak() == ""
+    growing = {pid: [(at, size + 0.02 * (at % 600.0)) for at, size in life] for pid, life in steady.items()}
+    watch = MemoryWatch(agents=growing)
+    assert watch.agents_slope_mib() == pytest.approx(12.0)
+    assert "memory of an agent: 5.7 MiB more" in watch.leak()
 
 
 def test_more_of_anything_is_a_leak():

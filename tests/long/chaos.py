@@ -3,10 +3,11 @@
     python tests/long/chaos.py --minutes 30 --seed 1 [--plant leak|corruption] [--set KEY=VALUE]
 
 By default two replicas serve the tiny model, each with a group of two agents. Faults: agents are killed, stopped and
-delayed; their frames are damaged; clients disconnect and flood; the server has no descriptors, memory or disk space
-left. Prints the ledger (for each kind of fault: longest detection, longest recovery, failed requests, equal texts) and
-one JSON line. Exits with 1 after a loss that no fault explains, a wrong text, or a leak of processes, descriptors,
-threads, shared memory or memory. ``--plant`` plants a bug, which the run must find. The seed repeats the schedule.
+delayed; their frames are damaged; a request kills its agent each time; clients disconnect and flood; the server has
+no descriptors, memory or disk space left. Prints the ledger (for each kind of fault: longest detection, longest
+recovery, failed requests, equal texts) and one JSON line. Exits with 1 after a loss that no fault explains, a wrong
+text, or a leak of processes, descriptors, threads, shared memory or memory. ``--plant`` plants a bug, which the run
+must find. The seed repeats the schedule.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ OVERRIDES = (
     "parallel_config.data_parallel=2",
     "model_config.cpu_threads=1",
     "serving_config.agent_restart_limit=1000",
-    "serving_config.confine_agents=off",  # agents read their orders from a folder and remove them
     "serving_config.step_timeout_s=3",
     "serving_config.confine_agents=off",  # a confined agent cannot read the orders of the fault module
 )
@@ -67,11 +67,11 @@ def run(server: ServerProcess, orders: Path, minutes: float, seed: int, kinds: t
     """Run the faults of a seed for some minutes and print the ledger. Returns the exit code."""
     load, watch = ChaosLoad(server.url, seed), MemoryWatch()
     with load:
-        rig = FaultRig(server, orders, load.expected)
+        rig = FaultRig(server, orders, load)
         rig.send_large_bodies()
         time.sleep(WARM_UP_S)
         before = holdings(server, load)
-        with watching(watch, server.pid):
+        with watching(watch, server):
             outcomes = inject_faults(rig, load, minutes, schedule(seed, 4, kinds))
         after = holdings(server, load)
     ledger = Ledger(load, outcomes)
@@ -82,8 +82,9 @@ def run(server: ServerProcess, orders: Path, minutes: float, seed: int, kinds: t
     for line in (*ledger.losses[:40], *leaks):
         print(f"  {line}")
     is_good = not ledger.losses and not leaks
-    slope = round(watch.slope_mib(), 2)
-    figures = {"minutes": minutes, "seed": seed, **ledger.figures(), "leaks": len(leaks), "slope_mib_10min": slope}
+    slopes = {"slope_mib_10min": watch.slope_mib(), "agents_slope_mib_10min": watch.agents_slope_mib()}
+    figures = {"minutes": minutes, "seed": seed, **ledger.figures(), "leaks": len(leaks)}
+    figures |= {name: round(slope, 2) for name, slope in slopes.items()}
     print(json.dumps({**figures, "pass": is_good}), flush=True)
     return 0 if is_good else 1
 
@@ -119,13 +120,13 @@ def holdings(server: ServerProcess, load: ChaosLoad) -> Holdings:
 
 
 @contextmanager
-def watching(watch: MemoryWatch, pid: int) -> Iterator[None]:
-    """Sample the memory of the server in a thread."""
+def watching(watch: MemoryWatch, server: ServerProcess) -> Iterator[None]:
+    """Sample the memory of the server and its agents in a thread."""
     ended = threading.Event()
 
     def sample() -> None:
         while not ended.wait(SAMPLE_S):
-            watch.add(pid)
+            watch.add(server)
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()

@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,14 @@ from typing import Any
 
 import psutil
 
-from support.chaos_load import REQUESTS, Answer, ask
+from support.chaos_load import REQUESTS, Answer, ChaosLoad, ask
+from support.fault_module.sitecustomize import DEADLY
 from support.server_process import ServerProcess
+from support.time_limits import time_limit
 
-DETECTION_LIMIT_S = 30.0
+DETECTION_LIMIT_S = {"kill": 1.0, "stop": 2.0, "corrupt": 2.0}
+"""Maximum time until a lost agent is detected, without the time of ``DETECTION_STEPS`` steps."""
+DETECTION_STEPS = 5
 RECOVERY_LIMIT_S = 180.0
 _POLL_S = 0.02
 _HELD_S = 2.0
@@ -56,7 +61,7 @@ class Outcome:
     problem: str = ""
 
 
-LOSES_AGENT = ("kill", "stop", "corrupt")
+LOSES_AGENT = ("kill", "stop", "corrupt", "query")
 """Faults after which the agent must be lost and replaced."""
 MAY_REFUSE = {
     "kill": (503,),
@@ -68,7 +73,7 @@ MAY_REFUSE = {
 }
 """Statuses of requests that a fault may refuse. Status 200 with an error event counts as 503. Other faults none."""
 _ORDERS = {"corrupt": ("flip", "truncate", "duplicate", "huge"), "delay": ("0.3", "0.8"), "memory": ("4", "16", "60")}
-KINDS = ("kill", "stop", "delay", "corrupt", "disconnect", "flood", "descriptors", "memory", "disk")
+KINDS = ("kill", "stop", "delay", "corrupt", "disconnect", "flood", "descriptors", "memory", "disk", "query")
 
 
 def schedule(seed: int, num_agents: int, kinds: tuple[str, ...] = KINDS) -> Iterator[Injection]:
@@ -81,22 +86,24 @@ def schedule(seed: int, num_agents: int, kinds: tuple[str, ...] = KINDS) -> Iter
 
 
 class FaultRig:
-    """Injects faults into a server. ``folder`` is the folder for the orders of the fault module."""
+    """Injects faults into a server under a load. ``folder`` is the folder for the orders of the fault module."""
 
-    def __init__(self, server: ServerProcess, folder: Path, expected: list[tuple[str, ...]]) -> None:
-        self._server, self._folder, self._expected = server, folder, expected
+    def __init__(self, server: ServerProcess, folder: Path, load: ChaosLoad) -> None:
+        self._server, self._folder, self._load = server, folder, load
         self._port = int(server.url.rsplit(":", 1)[1])
         self.extra_answers: list[Answer] = []
         """Answers to the requests that a fault itself sends."""
 
     def inject(self, injection: Injection) -> Outcome:
         """Inject one fault and wait until the server has recovered from it."""
-        restarts, began = self._restarts(), time.monotonic()
+        restarts, num_losses = self._restarts(), len(self._server.events("agent_lost"))
+        began = time.monotonic()
         problem, detected = "", None
         try:
             _INJECTORS[injection.kind](self, injection)
             if injection.kind in LOSES_AGENT:
-                self._wait(lambda: self._restarts() != restarts, DETECTION_LIMIT_S, "the fault was not detected")
+                limit_s = self._detection_limit_s(injection.kind)
+                self._wait(lambda: self._restarts() != restarts, limit_s, "the fault was not detected")
                 detected = time.monotonic() - began
             released = time.monotonic()
             self._wait(self._is_recovered, RECOVERY_LIMIT_S, "the server did not recover")
@@ -105,7 +112,7 @@ class FaultRig:
         self._undo(injection)
         ended = time.monotonic()
         recovered = ended - (began if detected is not None else released)
-        pause = 0.0 if detected is None else self._pause_s()
+        pause = 0.0 if detected is None else self._pause_s(num_losses)
         return Outcome(injection, began, ended, detected, recovered, pause, problem)
 
     def agents(self) -> list[dict[str, Any]]:
@@ -116,11 +123,17 @@ class FaultRig:
     def _restarts(self) -> list[int]:
         return [agent["restarts"] for agent in self.agents()]
 
-    def _pause_s(self) -> float:
-        """Return the pause that the log states for the last lost group."""
-        text = self._server.events("agent_lost")[-1]["message"]
-        match = re.search(r"in ([0-9.]+) s$", text)
-        return float(match[1]) if match else 0.0
+    def _detection_limit_s(self, kind: str) -> float:
+        """Return the limit of a kind of fault on this machine, with its present load."""
+        return time_limit(DETECTION_LIMIT_S.get(kind, 0.0) + DETECTION_STEPS * self._load.step_s)
+
+    def _pause_s(self, num_before: int) -> float:
+        """Return the pauses that the log states for the groups lost since then: the longest sum of a replica."""
+        pauses: dict[int, float] = defaultdict(float)
+        for event in self._server.events("agent_lost")[num_before:]:
+            match = re.search(r"in ([0-9.]+) s$", event["message"])
+            pauses[event.get("replica", 0)] += float(match[1]) if match else 0.0
+        return max(pauses.values(), default=0.0)
 
     def _is_recovered(self) -> bool:
         """Return True if all agents are ready and a request gets its text."""
@@ -129,8 +142,8 @@ class FaultRig:
                 return False
         except OSError:
             return False
-        answer = ask(self._server.url, 0, timeout_s=20.0)
-        return answer.texts == self._expected[0]
+        answer = ask(self._server.url, 0, timeout_s=time_limit(20.0))
+        return answer.texts == self._load.expected[0]
 
     def _wait(self, condition: Callable[[], bool], limit_s: float, message: str) -> None:
         deadline = time.monotonic() + limit_s
@@ -224,6 +237,12 @@ class FaultRig:
         finally:
             resource.prlimit(self._server.pid, kind, before)
 
+    def _query(self, injection: Injection) -> None:
+        """Send a request that kills its agent each time (a query of death). It must be the one that fails."""
+        body = {"prompt": [1, *DEADLY], "max_tokens": 4}
+        answer = self._server.post("/v1/completions", body, timeout_s=RECOVERY_LIMIT_S)
+        assert answer.get("error", {}).get("code") == "agent_lost_twice", f"the request got {answer!r:.200}"
+
     def _undo(self, injection: Injection) -> None:
         for order in self._folder.iterdir():
             order.unlink(missing_ok=True)
@@ -239,4 +258,5 @@ _INJECTORS: dict[str, Callable[[FaultRig, Injection], None]] = {
     "descriptors": FaultRig._descriptors,
     "memory": FaultRig._memory,
     "disk": FaultRig._disk,
+    "query": FaultRig._query,
 }

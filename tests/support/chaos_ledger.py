@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,6 +21,8 @@ NOISE_MIB = 3.0
 """Growth that a short run may show, because an allocator keeps what bursts of requests took."""
 WARM_UP = 0.4
 """Part of the run after which memory counts."""
+AGENT_WARM_UP_S = 30.0
+"""Time after the first sample of an agent after which its memory counts."""
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 """Maximum size of the event loop's pool. Its threads start when large bodies first need them."""
 AFTER_FAULT_S = 2.0
@@ -49,37 +53,68 @@ class Holdings:
         ]
 
 
+Samples = list[tuple[float, float]]
+"""Resident sizes of a process: time, MiB."""
+
+
 @dataclass
 class MemoryWatch:
-    """The resident size of the server over time."""
+    """The resident sizes of the server and its agents over time."""
 
-    samples: list[tuple[float, float]] = field(default_factory=list)
+    samples: Samples = field(default_factory=list)
+    agents: dict[int, Samples] = field(default_factory=dict)
+    """The samples of each agent, by process id. A restarted agent is another one."""
 
-    def add(self, pid: int) -> None:
-        self.samples.append((time.monotonic(), psutil.Process(pid).memory_info().rss / 2**20))
+    def add(self, server: ServerProcess) -> None:
+        """Take a sample of each process that runs now."""
+        self.samples.append(_sample(psutil.Process(server.pid)))
+        with contextlib.suppress(psutil.Error):  # an agent has just ended
+            for agent in server.agents():
+                self.agents.setdefault(agent.pid, []).append(_sample(agent))
 
-    def counted(self) -> list[tuple[float, float]]:
+    def counted(self) -> Samples:
         """Return the samples after the warm-up."""
         return self.samples[int(len(self.samples) * WARM_UP) :]
 
     def slope_mib(self) -> float:
-        """Return the growth in 10 minutes by a least-squares line through the samples after the warm-up."""
-        samples = self.counted()
-        if len(samples) < 3:
-            return 0.0
-        mean_t = sum(at for at, _ in samples) / len(samples)
-        mean_m = sum(size for _, size in samples) / len(samples)
-        spread = sum((at - mean_t) ** 2 for at, _ in samples)
-        return 600.0 * sum((at - mean_t) * (size - mean_m) for at, size in samples) / spread
+        """Return the server's growth in 10 minutes, after the warm-up."""
+        return _slope_mib([self.counted()])
+
+    def agents_counted(self) -> list[Samples]:
+        """Return the samples of each agent after its warm-up."""
+        return [[each for each in life if each[0] - life[0][0] >= AGENT_WARM_UP_S] for life in self.agents.values()]
+
+    def agents_slope_mib(self) -> float:
+        """Return the growth of an agent in 10 minutes, over the lives of all agents."""
+        return _slope_mib(self.agents_counted())
 
     def leak(self) -> str:
         """Return a text if the memory grew faster than allowed, and by more than the noise of a short run."""
-        samples = self.counted()
-        if not samples:
-            return ""
-        growth = self.slope_mib() * (samples[-1][0] - samples[0][0]) / 600.0
-        allowed = MAX_SLOPE_MIB * (samples[-1][0] - samples[0][0]) / 600.0 + NOISE_MIB
-        return f"memory: {growth:.1f} MiB more, {allowed:.1f} MiB are allowed" if growth > allowed else ""
+        server = _too_much("memory", [self.counted()])
+        return server or _too_much("memory of an agent", self.agents_counted())
+
+
+def _sample(process: psutil.Process) -> tuple[float, float]:
+    return time.monotonic(), process.memory_info().rss / 2**20
+
+
+def _slope_mib(lives: Iterable[Samples]) -> float:
+    """Return the growth in 10 minutes: least-squares lines with one slope, but a different start for each process."""
+    product = spread = 0.0
+    for samples in lives:
+        if len(samples) >= 3:
+            mean_t = sum(at for at, _ in samples) / len(samples)
+            mean_m = sum(size for _, size in samples) / len(samples)
+            product += sum((at - mean_t) * (size - mean_m) for at, size in samples)
+            spread += sum((at - mean_t) ** 2 for at, _ in samples)
+    return 600.0 * product / spread if spread else 0.0
+
+
+def _too_much(what: str, lives: list[Samples]) -> str:
+    """Return a text if the longest life, at the common slope, grows by more than is allowed."""
+    tens = max((life[-1][0] - life[0][0] for life in lives if life), default=0.0) / 600.0
+    growth, allowed = _slope_mib(lives) * tens, MAX_SLOPE_MIB * tens + NOISE_MIB
+    return f"{what}: {growth:.1f} MiB more, {allowed:.1f} MiB are allowed" if growth > allowed else ""
 
 
 @dataclass

@@ -109,6 +109,11 @@ class ChaosLoad:
         first = [ask(self.url, number) for number in range(len(REQUESTS))]
         assert all(not answer.error for answer in first), first
         self.expected = [answer.texts for answer in first]
+        self.step_s = max(
+            (answer.ended - answer.began) / body["max_tokens"]
+            for answer, (_, body) in zip(first, REQUESTS, strict=True)
+        )
+        """Time of a step before the first fault, with all that the server and this machine add to it."""
         self._ended, self._running = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._waiting = 0

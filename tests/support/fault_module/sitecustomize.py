@@ -1,7 +1,8 @@
 """Faults inside server and agents for tests. Python imports this module at its start if its folder is on PYTHONPATH.
 
 ``CHAOS_FOLDER`` is a folder for orders. The file named after the process id of an agent has an order for its next
-frames: ``delay SECONDS`` until the file is deleted, or once ``flip``, ``truncate``, ``duplicate`` or ``huge``.
+frames: ``delay SECONDS`` until the file is deleted, or once ``flip``, ``truncate``, ``duplicate`` or ``huge``. A step
+whose prompts have the tokens ``DEADLY`` in a row kills its agent.
 ``AUDIT_FILE`` is a file to which every process writes its connections, and the classes that it unpickles.
 ``CHAOS_PLANT`` plants a bug that a chaos run must find: ``leak`` (the server keeps 256 KiB of each request) or
 ``corruption`` (an agent sometimes writes another token).
@@ -13,6 +14,7 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from typing import Any
 
 LEAK_BYTES = 256 * 1024
 STEPS_BETWEEN_CORRUPTIONS = 40
+DEADLY = [3, 3, 3, 3, 3]
 _kept: list[bytes] = []
 
 
@@ -44,6 +47,20 @@ def _patch_channel(module: ModuleType) -> None:
         channel._socket.sendall(damaged(order, module.frame(payload)))
 
     module.Channel.send = send
+
+
+def _patch_runner(module: ModuleType) -> None:
+    """Let a step with the tokens ``DEADLY`` kill its agent."""
+    original = module.ModelRunner.run_step
+
+    def run_step(runner: Any, slot: Any, *, is_decode: bool) -> Any:
+        if not is_decode:
+            tokens = slot.token_ids[: slot.num_tokens].tolist()
+            if any(tokens[index : index + len(DEADLY)] == DEADLY for index in range(len(tokens))):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return original(runner, slot, is_decode=is_decode)
+
+    module.ModelRunner.run_step = run_step
 
 
 def damaged(order: str, frame: bytes) -> bytes:
@@ -126,7 +143,10 @@ def _audit(event: str, values: tuple[Any, ...]) -> None:
 
 
 def _install() -> None:
-    patches: dict[str, Callable[[ModuleType], None]] = {"llm_serving.ipc.channel": _patch_channel}
+    patches: dict[str, Callable[[ModuleType], None]] = {
+        "llm_serving.ipc.channel": _patch_channel,
+        "agent.model_runner": _patch_runner,
+    }
     plant = os.environ.get("CHAOS_PLANT", "")
     if plant == "leak":
         patches["llm_serving.telemetry.log"] = _plant_leak
