@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Sends ten times the load a server can serve: ``python performance/bench_overload.py --config C --duration 300``."""
+"""Sends ten times the load a server can serve: ``python performance/bench_overload.py --json FILE``."""
 
 from entry import run
 

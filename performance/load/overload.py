@@ -1,10 +1,23 @@
-"""Measures a server that receives many times the load it can serve.
+"""Measures a server that receives many times the load it can serve, from several API keys.
 
-First, the program finds the server's peak: it measures the goodput (requests per second that meet their objectives) at
-several rates. Then it sends ``--factor`` times the peak's rate for ``--duration`` seconds. It reports the goodput, how
-fast the server rejects requests (429), and the memory of all of the server's processes over time. The time of a
-rejection counts from the write of the request to the arrival of the response in the kernel. The report also has the
-client's own delay, and the fraction of the cores' time that a hypervisor took.
+The program starts a server with API keys and measures four things, one after the other:
+
+  alone     the light keys, which send a few requests per second, without other load
+  peak      the goodput (requests per second that meet their objectives) at several rates. The rate doubles until the
+            goodput stays behind it, and then rises in small steps around this goodput
+  overload  ``--factor`` times the rate of the peak for ``--duration`` seconds, from four heavy keys, together with the
+            light keys. Three heavy keys exceed their quotas. The fourth has no quota, so the full queue refuses it
+  memory    of all processes of the server, before and during the overload
+
+A goal is missed, and the exit code is 1, if one of these holds:
+
+  goodput         under overload it is below 95 % of the peak
+  refusals        the 99th percentile of the time to a refusal (429) exceeds 20 ms
+  light_ttft      the 99th percentile of the light keys' time to first token exceeds 1.5 times the value alone
+  light_refused   a request of a light key was refused
+
+Times count from the write of a request to the arrival of the response in the kernel. Client and server share the
+machine, so the report has the client's own share of the processor time, and the share that a hypervisor took.
 """
 
 from __future__ import annotations
@@ -13,111 +26,251 @@ import argparse
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from llm_serving.access.keys import digest_of, new_secret
 from llm_serving.telemetry.statistics import percentile
-from performance.load.client import run_load
+from performance.load.client import discover_model
 from performance.load.endpoint import Endpoint
-from performance.load.options import LoadOptions
+from performance.load.flood import FloodRun, KeyLoad, Lengths, Result, run_flood
 from performance.load.server_process import START_SERVER, configured_server
-from performance.load.statistics import LoadFigures, measure
 from performance.load.watches import children_mib, sampled
-from performance.program import LoadTestError, exits_with_errors, new_parser, parse_range, positive, write_json
+from performance.program import (
+    EXIT_FAILURES,
+    LoadTestError,
+    exits_with_errors,
+    new_parser,
+    parse_range,
+    positive,
+    write_json,
+)
 from performance.terminal import format_number, format_table
 
-__all__ = ["main"]
-
-REFUSED = "http 429"
-REFUSAL_PERCENTS = (("p50", 50), ("p99", 99), ("p99.9", 99.9), ("max", 100))
+PERCENTS = (("p50", 50), ("p99", 99), ("p99.9", 99.9), ("max", 100))
 MEMORY_INTERVAL_S = 1.0
-SETTLE_S = 1.0
-"""Pause before a load in seconds, so that the previous load has ended completely."""
+SETTLE_S = 2.0
+"""Seconds at the start of a load that do not count for its goodput."""
+KEY_FILE_TIMEOUT_S = 20.0
+LIGHT_KEYS = 2
+HEAVY_KEYS = ("requests", "tokens", "in-flight", "open")
+"""Heavy keys, by the quota that they exceed. ``open`` has none."""
+QUOTA_SHARE = 0.1
+"""Quota per minute of a heavy key, as a fraction of the peak."""
+QUOTA_IN_FLIGHT = 8
+PEAK_STEPS = (0.85, 1.0, 1.15, 1.3)
+"""Rates of the search for the peak, in multiples of the goodput that stayed behind its rate."""
+MAX_FURTHER_STEPS = 4
+KEPT_SHARE = 0.9
+"""The goodput stays behind the rate if it is below this fraction of it."""
+MIN_GOODPUT_SHARE = 0.95
+MAX_REFUSAL_MS = 20.0
+MAX_LIGHT_TTFT_RATIO = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The API keys of the measurement, in a key file that the server reads again after a change."""
+
+    file: Path
+    secrets: dict[str, str]
+
+    @classmethod
+    def new(cls, file: Path) -> Keys:
+        names = ["peak", *(f"light-{i}" for i in range(LIGHT_KEYS)), *(f"heavy-{name}" for name in HEAVY_KEYS)]
+        keys = cls(file, {name: new_secret() for name in names})
+        keys.write({})
+        return keys
+
+    def write(self, rights: dict[str, str]) -> None:
+        """Writes the key file. ``rights`` has the rights of keys by name; the other keys have no limits."""
+        digests = {name: digest_of(secret).hex() for name, secret in self.secrets.items()}
+        lines = [f"{name} sha256:{digest} {rights.get(name, '')}" for name, digest in digests.items()]
+        self.file.touch(mode=0o600)
+        self.file.write_text("\n".join(lines) + "\n")
+
+    def load(self, name: str, rate: float) -> KeyLoad:
+        return KeyLoad(name, self.secrets[name], rate)
 
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """Returns 0, or 2 if the server did not start or if requests failed for other reasons than rejection."""
+    """Returns 0; 1 if a goal is missed; 2 if the server did not start, or requests failed other than by refusal."""
     parsed = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench_overload_") as folder:
+        keys = Keys.new(Path(folder) / "keys.txt")
         settings = [
             "scheduler_config.policy=slo",
             f"scheduler_config.ttft_objective_ms={parsed.slo_ttft_ms:g}",
             f"scheduler_config.tbt_objective_ms={parsed.slo_tpot_ms:g}",
             f"scheduler_config.max_waiting_requests={parsed.max_waiting}",
+            f"serving_config.api_keys_file={keys.file}",
             *parsed.settings,
         ]
         print("starting the server", file=sys.stderr)
         server = configured_server("overload", parsed.config, settings, Path(folder), parsed.start_timeout, program)
         with server as endpoint:
-            results = _study(parsed, endpoint)
+            results = Study(parsed, endpoint, keys).run()
     print(_text(results))
     write_json(parsed.json, results)
-    return 0
+    return 0 if all(goal["pass"] for goal in results["goals"].values()) else EXIT_FAILURES
 
 
-def _study(parsed: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
-    base = LoadOptions(
-        endpoint, seed=parsed.seed, token_ids=True, prompt_len=parsed.prompt_len, output_len=parsed.output_len,
-        ignore_eos=True, return_token_ids=True, warmup=4, timeout_s=3600.0,
-        slo_ttft_ms=parsed.slo_ttft_ms, slo_tpot_ms=parsed.slo_tpot_ms,
-    )  # fmt: skip
-    rows = []
-    for rate in parsed.rates:
-        figures = _load(replace(base, rate=rate, duration=parsed.peak_duration))
-        rows.append({"rate": rate, "goodput_per_s": figures.goodput_per_s, **_counts(figures)})
-        print(f"  {rate:g} requests/s: goodput {figures.goodput_per_s:.2f}/s", file=sys.stderr)
-    peak = max(rows, key=lambda row: float(row["goodput_per_s"]))
-    before = psutil.cpu_times()
-    with sampled(MEMORY_INTERVAL_S, children_mib) as memory:
-        overload = replace(base, rate=parsed.factor * peak["rate"], duration=parsed.duration, seed=parsed.seed + 1)
-        figures = _load(overload)
-    stolen = _stolen_share(before, psutil.cpu_times())
-    refusals = sorted(_refusal_ms(figures))
-    third = max(1, len(memory) // 3)
-    return {
-        "rates": rows,
-        "peak_rate": peak["rate"],
-        "peak_goodput_per_s": peak["goodput_per_s"],
-        "overload_rate": overload.rate,
-        "overload_duration_s": overload.duration,
-        "overload_goodput_per_s": figures.goodput_per_s,
-        "goodput_share_of_peak": figures.goodput_per_s / peak["goodput_per_s"] if peak["goodput_per_s"] else 0.0,
-        **_counts(figures),
-        "refusal_ms": {name: percentile(refusals, q) for name, q in REFUSAL_PERCENTS} if refusals else None,
-        "client_lateness_ms": {"p99": figures.lateness_ms.p99, "max": figures.lateness_ms.max},
-        "stolen_share": stolen,
-        "memory_mib": {
-            "start": memory[0],
-            "first_third": max(memory[:third]),
-            "last_third": max(memory[-third:]),
-        },
+class Study:
+    """The loads of one measurement, one after the other."""
+
+    def __init__(self, parsed: argparse.Namespace, endpoint: Endpoint, keys: Keys) -> None:
+        self._parsed = parsed
+        self._endpoint = endpoint
+        self._keys = keys
+        self._model = discover_model(endpoint, {"Authorization": f"Bearer {keys.secrets['peak']}"})
+        self._lengths = Lengths(parsed.prompt_len, parsed.output_len)
+        self._num_loads = 0
+
+    def run(self) -> dict[str, Any]:
+        """Measures, and returns the figures."""
+        parsed = self._parsed
+        self._load([self._keys.load("peak", parsed.warm_up_rate)], parsed.peak_duration / 2)
+        rows = self._peak_rows()
+        peak = max(rows, key=lambda row: float(row["goodput_per_s"]))
+        light_rate = parsed.light_share * peak["rate"] / LIGHT_KEYS
+        light = [self._keys.load(f"light-{i}", light_rate) for i in range(LIGHT_KEYS)]
+        alone = self._load(light, parsed.duration)
+        rate = parsed.factor * peak["rate"]
+        self._limit_heavy_keys(peak["goodput_per_s"])
+        heavy = [self._keys.load(f"heavy-{name}", rate / len(HEAVY_KEYS)) for name in HEAVY_KEYS]
+        _progress(f"overload with {rate:.0f} requests/s")
+        before = psutil.cpu_times()
+        with sampled(MEMORY_INTERVAL_S, children_mib) as memory:
+            flood = self._load([*heavy, *light], parsed.duration)
+        stolen = _stolen_share(before, psutil.cpu_times())
+        figures = self._figures(peak["goodput_per_s"], alone, flood)
+        third = max(1, len(memory) // 3)
+        return {
+            "rates": rows,
+            "peak_rate": peak["rate"],
+            "peak_goodput_per_s": peak["goodput_per_s"],
+            "overload_rate": rate,
+            "overload_duration_s": parsed.duration,
+            **figures,
+            **_counts(flood.results),
+            "client_lateness_ms": _percentiles(flood.lateness_ms),
+            "client_cpu_share": flood.client_cpu_s / parsed.duration,
+            "stolen_share": stolen,
+            "memory_mib": {
+                "start": memory[0], "first_third": max(memory[:third]), "last_third": max(memory[-third:])
+            },
+            "goals": _goals(figures),
+        }  # fmt: skip
+
+    def _load(self, loads: Sequence[KeyLoad], duration_s: float) -> FloodRun:
+        self._num_loads += 1
+        seed = self._parsed.seed + 1000 * self._num_loads
+        return run_flood(self._endpoint, self._model, loads, self._lengths, duration_s, seed)
+
+    def _peak_rows(self) -> list[dict[str, Any]]:
+        """Measures the goodput at the rates of the option, or at rates around the peak. Returns a row for each rate."""
+        parsed = self._parsed
+        if parsed.rates is not None:
+            return [self._peak_row(rate, parsed.peak_duration) for rate in parsed.rates]
+        rate = parsed.warm_up_rate
+        while True:
+            goodput = self._peak_row(rate, parsed.peak_duration / 2)["goodput_per_s"]
+            if goodput < KEPT_SHARE * rate:
+                break
+            rate *= 2
+        rows = [self._peak_row(step * goodput, parsed.peak_duration) for step in PEAK_STEPS]
+        for _ in range(MAX_FURTHER_STEPS):
+            if rows[-1]["goodput_per_s"] < max(row["goodput_per_s"] for row in rows):
+                break
+            rows.append(self._peak_row(rows[-1]["rate"] * PEAK_STEPS[2], parsed.peak_duration))
+        return rows
+
+    def _peak_row(self, rate: float, duration_s: float) -> dict[str, Any]:
+        run = self._load([self._keys.load("peak", rate)], duration_s)
+        row = {"rate": rate, "goodput_per_s": self._goodput(run), **_counts(run.results)}
+        _progress(f"{rate:.1f} requests/s: goodput {row['goodput_per_s']:.2f}/s, {row['refused']} refused")
+        return row
+
+    def _goodput(self, run: FloodRun) -> float:
+        settle_s = min(SETTLE_S, run.duration_s / 4)
+        return run.goodput(self._parsed.slo_ttft_ms, self._parsed.slo_tpot_ms, settle_s)
+
+    def _limit_heavy_keys(self, peak: float) -> None:
+        """Gives the heavy keys their quotas, and waits until the server has read the key file again."""
+        parsed = self._parsed
+        largest = parsed.prompt_len[1] + parsed.output_len[1]
+        mean = (sum(parsed.prompt_len) + sum(parsed.output_len)) / 2
+        per_minute = 60 * QUOTA_SHARE * peak
+        rights = {
+            "heavy-requests": f"requests_per_minute={max(1, round(per_minute))}",
+            "heavy-tokens": f"tokens_per_minute={max(largest, round(mean * per_minute))}",
+            "heavy-in-flight": f"requests_in_flight={QUOTA_IN_FLIGHT}",
+            "peak": "models=none",  # a change that the server's answer shows
+        }
+        self._keys.write(rights)
+        headers = {"Authorization": f"Bearer {self._keys.secrets['peak']}"}
+        until = time.monotonic() + KEY_FILE_TIMEOUT_S
+        while b'"id"' in self._endpoint.get("/v1/models", 10.0, headers)[2]:
+            if time.monotonic() > until:
+                raise LoadTestError("the server did not read the changed key file")
+            time.sleep(0.1)
+
+    def _figures(self, peak: float, alone: FloodRun, flood: FloodRun) -> dict[str, Any]:
+        goodput = self._goodput(flood)
+        light = [one for one in flood.results if one.key.startswith("light")]
+        ttft_alone, ttft = _percentiles(_ttfts(alone.results)), _percentiles(_ttfts(light))
+        refusals = {
+            code: _percentiles(sorted(one.response_ms or 0.0 for one in flood.results if one.code == code))
+            for code in sorted({one.code for one in flood.results if one.status == 429})
+        }
+        every = sorted(one.response_ms or 0.0 for one in flood.results if one.status == 429)
+        return {
+            "overload_goodput_per_s": goodput,
+            "goodput_share_of_peak": goodput / peak if peak else 0.0,
+            "refusal_ms": _percentiles(every),
+            "refusal_ms_by_code": refusals,
+            "light_requests": len(light),
+            "light_refused": sum(one.status == 429 for one in light),
+            "light_ttft_ms": ttft,
+            "light_ttft_ms_alone": ttft_alone,
+            "light_ttft_ratio": ttft["p99"] / ttft_alone["p99"] if ttft and ttft_alone else None,
+            "by_key": {
+                key: _counts([one for one in flood.results if one.key == key])
+                for key in sorted({one.key for one in flood.results})
+            },
+        }
+
+
+def _goals(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    share, refusal, ratio = figures["goodput_share_of_peak"], figures["refusal_ms"], figures["light_ttft_ratio"]
+    refusal_ms = None if refusal is None else refusal["p99"]
+    refused = figures["light_refused"]
+    rows = {
+        "goodput": (share, MIN_GOODPUT_SHARE, share >= MIN_GOODPUT_SHARE),
+        "refusals": (refusal_ms, MAX_REFUSAL_MS, refusal_ms is not None and refusal_ms <= MAX_REFUSAL_MS),
+        "light_ttft": (ratio, MAX_LIGHT_TTFT_RATIO, ratio is not None and ratio <= MAX_LIGHT_TTFT_RATIO),
+        "light_refused": (refused, 0, refused == 0),
     }
+    return {name: {"figure": figure, "limit": limit, "pass": passed} for name, (figure, limit, passed) in rows.items()}
 
 
-def _load(options: LoadOptions) -> LoadFigures:
-    time.sleep(SETTLE_S)
-    run = run_load(options)
-    if run.interrupted:
-        raise KeyboardInterrupt
-    figures = measure(run)
-    others = {name: count for name, count in figures.failures.items() if name != REFUSED}
-    if others:
-        raise LoadTestError(f"requests failed for other reasons than rejection: {others}")
-    return figures
+def _ttfts(results: Sequence[Result]) -> list[float]:
+    return sorted(one.ttft_ms for one in results if one.ttft_ms is not None)
 
 
-def _counts(figures: LoadFigures) -> dict[str, int]:
-    return {"requests": figures.requests, "refused": figures.failures.get(REFUSED, 0), "good": figures.good_requests}
+def _percentiles(ordered: Sequence[float]) -> dict[str, float] | None:
+    return {name: percentile(ordered, percent) for name, percent in PERCENTS} if ordered else None
 
 
-def _refusal_ms(figures: LoadFigures) -> list[float]:
-    records = [one.record for one in figures.per_request]
-    return [(record.end - record.sent) * 1e3 for record in records if record.failure == REFUSED and record.end]
+def _counts(results: Sequence[Result]) -> dict[str, Any]:
+    codes = Counter(one.code for one in results if one.status == 429)
+    return {"requests": len(results), "refused": codes.total(), "refused_by_code": dict(codes)}
 
 
 def _stolen_share(before: Any, after: Any) -> float:
@@ -126,29 +279,46 @@ def _stolen_share(before: Any, after: Any) -> float:
     return float(after.steal - before.steal) / sum(spent) if sum(spent) > 0 else 0.0
 
 
+def _progress(text: str) -> None:
+    print(f"  {text}", file=sys.stderr)
+
+
 def _text(results: dict[str, Any]) -> str:
-    rows = [[f"{row['rate']:g}", format_number(row["goodput_per_s"]), str(row["requests"]), str(row["refused"])]
+    rows = [[f"{row['rate']:.1f}", format_number(row["goodput_per_s"]), str(row["requests"]), str(row["refused"])]
             for row in results["rates"]]  # fmt: skip
     rate, seconds = results["overload_rate"], results["overload_duration_s"]
     goodput = format_number(results["overload_goodput_per_s"])
-    rows.append([f"{rate:g}", goodput, str(results["requests"]), str(results["refused"])])
-    memory, refusal = results["memory_mib"], results["refusal_ms"]
-    lines = [
-        format_table(["requests/s", "goodput/s", "requests", "refused"], rows),
-        "",
-        f"  {rate:g} requests/s for {seconds:g} s: {results['goodput_share_of_peak']:.1%} of the peak's goodput",
-        f"  memory {memory['start']:.0f} MiB at the start, maximum {memory['first_third']:.0f} in the first third and"
-        f" {memory['last_third']:.0f} in the last",
-    ]
-    if refusal is not None:
-        times = ", ".join(f"{refusal[name]:.1f} ({name})" for name, _ in REFUSAL_PERCENTS)
-        lines.append(f"  rejected within ms: {times}")
+    rows.append([f"{rate:.1f}", goodput, str(results["requests"]), str(results["refused"])])
+    memory = results["memory_mib"]
     late = results["client_lateness_ms"]
-    lines.append(
-        f"  delay of the client {late['p99']:.1f} (p99) to {late['max']:.1f} (max) ms;"
-        f" a hypervisor took {results['stolen_share']:.1%} of the cores' time"
+    times = [
+        [name, *(format_number(values[percent]) for percent, _ in PERCENTS)]
+        for name, values in [
+            *((f"refusal {code}", each) for code, each in results["refusal_ms_by_code"].items()),
+            ("light TTFT", results["light_ttft_ms"]),
+            ("light TTFT alone", results["light_ttft_ms_alone"]),
+        ]
+        if values is not None
+    ]
+    goals = [
+        [name, format_number(goal["figure"]), str(goal["limit"]), "yes" if goal["pass"] else "NO"]
+        for name, goal in results["goals"].items()
+    ]
+    return "\n".join(
+        [
+            format_table(["requests/s", "goodput/s", "requests", "refused"], rows),
+            "",
+            f"  {rate:.0f} requests/s for {seconds:g} s: {results['goodput_share_of_peak']:.1%} of the peak's goodput",
+            f"  memory {memory['start']:.0f} MiB at the start, maximum {memory['first_third']:.0f} in the first third"
+            f" and {memory['last_third']:.0f} in the last",
+            f"  the client took {results['client_cpu_share']:.1%} of a core, and was late by {late['p99']:.1f} (p99) to"
+            f" {late['max']:.1f} (max) ms; a hypervisor took {results['stolen_share']:.1%} of the cores' time",
+            "",
+            format_table(["ms", *(name for name, _ in PERCENTS)], times),
+            "",
+            format_table(["goal", "figure", "limit", "met"], goals),
+        ]
     )
-    return "\n".join(lines)
 
 
 def _rates(text: str) -> tuple[float, ...]:
@@ -156,13 +326,15 @@ def _rates(text: str) -> tuple[float, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = new_parser(__doc__, "llama_160m_cpu.yaml", starts_servers=True)
-    parser.add_argument("--rates", type=_rates, default=(8.0, 12.0, 16.0, 20.0), metavar="R,R", help="to find the peak")
-    parser.add_argument("--peak-duration", type=positive, default=30.0, help="seconds at each rate")
+    parser = new_parser(__doc__, "llama_tiny_cpu.yaml", starts_servers=True)
+    parser.add_argument("--rates", type=_rates, metavar="R,R", help="to find the peak (default: from the throughput)")
+    parser.add_argument("--peak-duration", type=positive, default=20.0, help="seconds at each rate")
     parser.add_argument("--factor", type=positive, default=10.0, help="times the peak's rate (default %(default)s)")
-    parser.add_argument("--duration", type=positive, default=300.0, help="seconds of overload (default %(default)s)")
-    parser.add_argument("--prompt-len", type=parse_range, default=(32, 64), metavar="A:B")
-    parser.add_argument("--output-len", type=parse_range, default=(64, 192), metavar="A:B")
+    parser.add_argument("--duration", type=positive, default=60.0, help="seconds of overload (default %(default)s)")
+    parser.add_argument("--light-share", type=positive, default=0.05, help="light keys' rate / peak's rate")
+    parser.add_argument("--warm-up-rate", type=positive, default=10.0, help="requests/s before the first measurement")
+    parser.add_argument("--prompt-len", type=parse_range, default=(128, 384), metavar="A:B")
+    parser.add_argument("--output-len", type=parse_range, default=(32, 128), metavar="A:B")
     parser.add_argument("--max-waiting", type=int, default=64, help="maximum of waiting requests (default %(default)s)")
     parser.add_argument("--slo-ttft-ms", type=positive, default=1000.0, help="objective (default %(default)s)")
     parser.add_argument("--slo-tpot-ms", type=positive, default=100.0, help="objective (default %(default)s)")
