@@ -28,7 +28,7 @@ TAIL = (2, 16, 36)
 
 
 def bound(device: Arrays) -> list[Any]:
-    """Makes parameters that share the arrays' memory and that have been through a graph."""
+    """Makes parameters that share the arrays' memory, and passes them through a graph."""
     from mindspore import Parameter, Tensor, ops
 
     from agent.layers.parameter import bind, unbound_parameter
@@ -43,7 +43,7 @@ def bound(device: Arrays) -> list[Any]:
 
 
 def run_moves() -> dict[str, bool]:
-    """Compares runs of random moves with NumPy, for two types."""
+    """Runs random moves of blocks of two types and compares the result with NumPy."""
     from agent.backends.ascend.blocks import DeviceBlockMoves
 
     same = {}
@@ -171,7 +171,7 @@ def run_own_memory() -> dict[str, Any]:
             found += [output.digest for output in driver.decode(*parts)]
         return found
 
-    # Weights that the CPU packs behind the primitives round otherwise, so neither model packs them.
+    # Weights that the CPU packs behind the primitives are rounded differently, so neither model packs them.
     NativeCpuHooks.take_weights = lambda self, weights, *, tied: None
     plain = StepDriver(make_config(FOLDER, "bfloat16", "native"))
     plain_traits = NativeCpuOps.traits
@@ -196,7 +196,7 @@ def _phases(graph: Any) -> dict[str, str]:
 
 
 def run_capture() -> dict[str, Any]:
-    """Checks MindSpore's setting of the capture, as the context sets it."""
+    """Checks that the context sets MindSpore's option for the capture of launches."""
     import mindspore as ms
     from mindspore._c_expression import RuntimeConf
 

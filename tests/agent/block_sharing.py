@@ -45,7 +45,7 @@ def run_block_sharing(driver: StepDriver, golden: dict[str, Any]) -> dict[str, l
 
 
 def _go_on(driver: StepDriver, first: Part, count: int) -> list[Sampled]:
-    """Runs the first step alone, then decodes whose tokens only the agent knows."""
+    """Runs the first step alone, then decodes whose input tokens only the agent knows."""
     outputs = driver.prefill(first)
     position = first.start + len(first.tokens)
     return outputs + _decode(driver, first.row, first.blocks, position, count - 1)
@@ -60,7 +60,10 @@ def _numbered(first: int, outputs: list[Sampled]) -> list[str]:
 
 
 def _mixed_decodes(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Runs its decodes together with chunks of another prompt, some of one token, and with decodes of a third row."""
+    """Runs decodes together with chunks of another prompt and with decodes of a third row.
+
+    Some chunks have one token.
+    """
     blocks, theirs, third = blocks_for(0), blocks_for(1), blocks_for(2)
     outputs = driver.prefill(Part(prompt, 0, blocks, row=5), Part(other[:3], 0, third, row=1))[:1]
     ends = [1, 2, 4, 7, 11, BLOCK_SIZE, 20, 21, 26, 30, 33, 37, 38]
@@ -72,7 +75,7 @@ def _mixed_decodes(driver: StepDriver, prompt: list[int], tokens: list[int], oth
 
 
 def _mixed_chunks(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Runs its prompt in chunks together with decodes of another row, then its own decodes."""
+    """Runs a prompt in chunks together with decodes of another row, then decodes of this prompt."""
     blocks, theirs = blocks_for(3), blocks_for(1)
     driver.prefill(Part(other[:5], 0, theirs, row=2))
     ends = [3, 4, BLOCK_SIZE + 1, 2 * BLOCK_SIZE, len(prompt) - 1, len(prompt)]
@@ -83,7 +86,7 @@ def _mixed_chunks(driver: StepDriver, prompt: list[int], tokens: list[int], othe
 
 
 def _prefix(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Starts its row over full blocks that another row wrote and still reads."""
+    """Starts a row over full blocks that another row wrote and still reads."""
     owner = blocks_for(1)
     first = driver.prefill(Part(prompt, 0, owner, row=1))
     shared = (len(prompt) - 1) // BLOCK_SIZE

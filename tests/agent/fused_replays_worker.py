@@ -19,8 +19,13 @@ from support.golden_files import golden_of  # noqa: E402
 from support.position_bits import FORCED_STEPS  # noqa: E402
 
 PLANTS = ("unnamed", "no launches", "differs", "differs later", "writes nothing")
-"""The faults of agent 0. Its recording does not name the parameters' memory. It votes that it has no recording. Its
-first or second replay has other bits. Its replay writes nothing."""
+"""Faults that a test plants in agent 0.
+
+- The recording does not name the parameters' memory.
+- The agent reports that it has no recording.
+- The first or the second replay has wrong bits.
+- The replay writes nothing.
+"""
 
 
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -39,7 +44,7 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def recorded_by_large_steps(driver: StepDriver, usual: Any) -> bool:
-    """Returns whether two steps that are too large to be compared make a recording."""
+    """Returns whether a recording is made from two steps that are too large to be compared."""
     from agent.step_graph.replay.fused import MAX_COMPARED_TOKENS, FusedReplays
 
     graph = driver.runner._graph

@@ -23,7 +23,7 @@ from mindspore import Tensor, nn, ops
 
 
 class Chain(nn.Cell):
-    """Three operators that MindSpore fuses, around one that it does not fuse."""
+    """Three operators that MindSpore fuses, with one between them that it does not fuse."""
 
     def construct(self, x: Tensor, y: Tensor) -> Tensor:
         return ops.exp(ops.add(x, y) - x) * ops.sigmoid(y)

@@ -1,7 +1,7 @@
 """Runs one agent of a group in a separate process and prints its results as JSON.
 
-All agents of the group run the same steps. Only the results of the agent that samples have a meaning. ``group_program``
-describes the arguments.
+All agents of the group run the same steps. Only the sampling agent's results count. ``group_program`` describes the
+arguments.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run_penalised(driver: StepDriver) -> dict[str, Any]:
 
     def capture(scores: Any, slot: Any) -> None:
         original(scores, slot)
-        if slot.do_sample[: slot.num_seqs].any():  # otherwise the agents have not found the logits
+        if slot.do_sample[: slot.num_seqs].any():  # a step that does not sample has no logits to capture
             captured.append(whole_logits(scores, slot.num_seqs))
 
     sampler.sample = capture  # type: ignore[method-assign]

@@ -68,7 +68,7 @@ SAMPLED = {"temperature": 1.0, "top_k": VOCABULARY - 1, "top_p": 0.9, "min_p": 1
 
 
 def part(row: int, num_tokens: int, end: int) -> Part:
-    """Makes the last tokens of a sequence of ``end`` tokens, which sample."""
+    """Returns the part of a step that computes the last tokens of a sequence of ``end`` tokens and samples."""
     tokens = np.random.default_rng(row).integers(3, VOCABULARY, num_tokens).tolist()
     blocks = list(range(1 + row * BLOCKS, 1 + (row + 1) * BLOCKS))
     return Part(
@@ -79,7 +79,8 @@ def part(row: int, num_tokens: int, end: int) -> Part:
 def run_steps(driver: StepDriver) -> None:
     driver.prefill(part(0, TOKENS, TOKENS))
     driver.prefill(*(part(row, TOKENS // 4, LONGEST) for row in range(4)))
-    for num_tokens in (16, 64, 128, 192, 384, TOKENS):  # few rows, so that threads share a context
+    for num_tokens in (16, 64, 128, 192, 384, TOKENS):  # few rows, so that several threads share the keys of one
+        # sequence
         driver.prefill(part(1, num_tokens, LONGEST))
     for seqs in range(1, SEQS + 1):
         for step in range(3):

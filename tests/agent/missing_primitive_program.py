@@ -1,4 +1,5 @@
-"""Compiles models with a primitive that has no CPU kernel, or none for their type, and prints the errors as JSON.
+"""Compiles models with a primitive that has no CPU kernel for their type or for any type, and prints the errors as
+JSON.
 
 test_missing_primitive.py starts it in a separate process.
 """

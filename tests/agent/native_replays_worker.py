@@ -23,8 +23,12 @@ from support.golden_files import golden_of  # noqa: E402
 from support.position_bits import FORCED_STEPS  # noqa: E402
 
 PLANTS = ("unnamed", "differs", "differs later", "refuses")
-"""The faults of agent 0. Its recording does not name the parameters' memory. Its first or second replay has other bits.
-An operator refuses its inputs during a replay."""
+"""Faults that a test plants in agent 0.
+
+- The recording does not name the parameters' memory.
+- The first or the second replay has wrong bits.
+- An operator refuses its inputs during a replay.
+"""
 
 
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Step:
 
 
 def plan(sampling: Callable[[int], dict[str, float]], *, moves: bool = False) -> Iterator[Step]:
-    """Yields steps of several sequences: whole prompts, chunks, decodes of some of them, and both together.
+    """Yields steps of several sequences: whole prompts, chunks, decodes of some of them, and mixed steps.
 
     Only the host knows a sequence's first tokens. All other tokens are LAST_TOKEN.
     """
@@ -53,7 +53,7 @@ def plan(sampling: Callable[[int], dict[str, float]], *, moves: bool = False) ->
     known = dict.fromkeys(range(ROWS), 0)
 
     def part(row: int, count: int | None = None) -> Part:
-        """Returns the sequence's next token, or ``count`` tokens of its prompt."""
+        """Returns the sequence's next token, or the next ``count`` tokens of its prompt."""
         start, prompt = known[row], prompts[row]
         tokens = prompt[start : start + (count or len(prompt))] if start < len(prompt) else [LAST_TOKEN]
         known[row] = start + len(tokens)
@@ -79,7 +79,7 @@ def plan(sampling: Callable[[int], dict[str, float]], *, moves: bool = False) ->
 def run_steps(driver: StepDriver, steps: list[Step], spoil: int = -1) -> dict[str, Any]:
     """Sends the steps to a worker, at most ``IN_FLIGHT`` at a time. Returns their results, and the order of events.
 
-    Step ``spoil`` has a block that does not exist.
+    Step ``spoil`` names a block that does not exist.
     """
     slots, results, events = [], {}, []
     for step in steps:
@@ -131,14 +131,14 @@ def run_steps(driver: StepDriver, steps: list[Step], spoil: int = -1) -> dict[st
 
 
 def random_sampling(row: int) -> dict[str, float]:
-    """Greedy with and without log-probabilities, drawn, and with a penalty."""
+    """Returns sampling parameters: greedy with and without log-probabilities, random, or with a penalty."""
     drawn = {"temperature": 0.8, "top_k": 30, "seed": 11 + row}
     kinds: list[dict[str, float]] = [{}, {"num_top_logits": 2}, drawn, {"repetition_penalty": 1.3}, {}, drawn]
     return GREEDY | kinds[row]
 
 
 def pair() -> tuple[StepDriver, StepDriver]:
-    """Returns a driver without and one with an artificial device."""
+    """Returns two drivers: one without an artificial device and one with it."""
     from performance.artificial_device.ops import use_artificial_device
     from performance.artificial_device.queue import ArtificialDevice
 
@@ -161,7 +161,7 @@ def run_both(steps: list[Step], *, padded: bool = False, spoil: int = -1) -> dic
 
 
 def pad(driver: StepDriver) -> None:
-    """Gives the runner graphs that pad decodes, as if their launches were captured."""
+    """Gives the runner graphs that pad decodes, as if the launches of these graphs were captured."""
     from agent.step_graph import make_step_graph
 
     runner, config = driver.runner, driver.config

@@ -33,9 +33,10 @@ from tools.make_golden import weights_digest  # noqa: E402
 
 
 def run_golden(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
-    """Runs all prompts as one batch, once continued from our own tokens and once from the oracle's.
+    """Runs all prompts as one batch, once with our own output tokens as input and once with the oracle's.
 
-    ``best`` has the best ids and their logits of the second run, for each step of each prompt."""
+    ``best`` has the best ids and their logits of the second run, for each step of each prompt.
+    """
     cases = golden["cases"]
     free = generate(driver, cases, forced=False)
     forced = generate(driver, cases, forced=True)
@@ -101,7 +102,10 @@ def _batched(driver: StepDriver, prompt: list[int], forced: list[int], other: li
 
 
 def _chunked(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[str]:
-    """Runs the prompt in uneven chunks, then two or three tokens for each step. Compares the last position of each."""
+    """Runs the prompt in uneven chunks, then two or three tokens in each step.
+
+    Returns the digest of each step's end.
+    """
     blocks, tokens = blocks_for(1), prompt + forced
     edges = [1, 8, 41, BLOCK_SIZE * 3, len(prompt), *range(len(prompt) + 2, len(tokens) + 1, 3)]
     start, digests = 0, []
@@ -216,8 +220,8 @@ def expected_tokens(logits: list[Any], prompt: list[int], sampling: dict[str, fl
 def run_sampling(driver: StepDriver) -> dict[str, Any]:
     """Runs prompts and decodes with random sampling parameters.
 
-    Returns for each step the sampled tokens, the tokens that the sampler chooses from whole logits, and the bytes that
-    were fetched from the device. The first steps are greedy, then come steps with candidates, then any parameters.
+    Returns for each step: the sampled tokens, the tokens that the sampler chooses from whole logits, and the number of
+    fetched bytes. The first steps are greedy. Then some steps have candidates, and the last steps have any parameters.
     """
     runner, rng, steps = driver.runner, np.random.default_rng(5), []
     original, vocab = runner._sampler.sample, driver.config.shape.vocab_size
@@ -329,8 +333,8 @@ def _run_without_graph(driver: StepDriver, good: Part) -> str:
 def run_replays(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
     """Runs decodes of one and of three sequences, prompts and chunks, as replays and by the graph.
 
-    The first steps of a kind are computed both ways. Also lets an operator refuse its inputs, in a replay and in a step
-    that confirms the replay.
+    The first steps of each kind are computed in both ways. An operator also refuses its inputs, once in a replay and
+    once in a step that confirms the replay.
     """
     graph, prompts = driver.runner._graph, [case["prompt"] for case in golden["cases"][:3]]
     replays, tokens = graph.replays, golden["cases"][0]["tokens"][:FORCED_STEPS]
@@ -349,7 +353,7 @@ def run_replays(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
 
 
 def native_replays(graph: Any) -> dict[str, Any]:
-    """Returns the kinds of steps that are replayed, and why others are not."""
+    """Returns the kinds of steps that are replayed, and the reasons why other kinds are not."""
     confirmed = sorted(kind.value for kind, replays in graph.replays.items() if replays.is_confirmed)
     return {"confirmed": confirmed, "problems": [replays.problem for replays in graph.replays.values()]}
 

@@ -81,7 +81,7 @@ class StepDriver:
         return [self._output(index) for index in range(len(parts))]
 
     def fill(self, parts: Sequence[Part], moves: Sequence[Move] = ()) -> StepSlot:
-        """Writes parts and moves into the slot."""
+        """Writes parts of sequences and moves of blocks into the slot."""
         slot, width = self.slot, max((len(part.blocks) for part in parts), default=0)
         slot.moves[: 3 * len(moves)] = np.array(moves, np.int32).reshape(-1)
         token, history = 0, 0
@@ -126,6 +126,6 @@ class StepDriver:
 
 
 def blocks_for(index: int, length: int = MAX_MODEL_LEN) -> list[int]:
-    """Returns the blocks of the ``index``-th sequence of ``length`` tokens. Block 0 is for padding."""
+    """Returns the blocks of the ``index``-th sequence, which has ``length`` tokens. Block 0 is for padding."""
     count = -(-length // BLOCK_SIZE)
     return list(range(1 + index * count, 1 + (index + 1) * count))

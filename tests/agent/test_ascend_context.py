@@ -60,7 +60,7 @@ class Recorder:
 
 
 def published(*overrides: str) -> Config:
-    """Loads the published deployment as a machine with an Ascend would."""
+    """Loads the published deployment's config as if this machine had an Ascend."""
     given = ["model_config.load_format=dummy", "tokenizer.vocab_file=models/tiny_llama", *overrides]
     return load_config("llama_7b_kbk_pa_dyn.yaml", given, ascend=True)
 
@@ -242,7 +242,7 @@ sys.meta_path.insert(0, Spy())
 def test_a_real_agent_has_the_variables_when_it_imports_mindspore(
     tmp_path: Path, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both paths, our graphs and MindFormers' models, start the same process. It ends without an Ascend."""
+    """Our graphs and MindFormers' models start the same process. It ends, because there is no Ascend."""
     monkeypatch.setattr(mindformers_models, "_missing_package", lambda: "")
     (tmp_path / "sitecustomize.py").write_text(SPY, encoding="utf-8")
     given = ["model_config.load_format=dummy", "tokenizer.vocab_file=models/tiny_llama"]
@@ -293,7 +293,7 @@ def test_mindspore_without_ascend_is_refused_with_a_remedy() -> None:
 
 
 def test_this_machine_without_an_ascend_is_refused(tmp_path: Path) -> None:
-    """Uses the agent's real start, as on a machine that has CANN's files but no device."""
+    """Uses the agent's real start on a machine with CANN's files but no device."""
     program = (
         "from llm_serving.config import load_config; from agent.backends.runtime import start_runtime\n"
         "start_runtime(load_config('llama_7b_kbk_pa_dyn.yaml', ['model_config.load_format=dummy', "
@@ -314,7 +314,7 @@ GIB = 1024**3
 
 
 def with_memory(total: int, free: int, refusal: str = "") -> Any:
-    """Replaces ``mindspore``. As the real one, it reports 0 bytes until an operator has opened the device."""
+    """Replaces ``mindspore`` with an object that reports 0 bytes until an operator has opened the device."""
     properties = SimpleNamespace(total_memory=0, free_memory=0)
 
     class Tensor:

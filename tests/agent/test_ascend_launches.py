@@ -1,4 +1,4 @@
-"""Launches of an Ascend, with a device of which the test decides when it has finished."""
+"""Launches of an Ascend. The test decides when the fake device has finished them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAIT_S = time_limit(20)
 
 
 class Device:
-    """Records what MindSpore is asked for."""
+    """A fake of the device that records MindSpore's calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

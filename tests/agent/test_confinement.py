@@ -1,4 +1,4 @@
-"""A confined process can do only what serving needs; each kernel gets the rules that it knows."""
+"""A confined process can only do what serving needs. Each kernel gets only the rules that it knows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_program(setting: str, tmp_path: Path) -> dict[str, object]:
     for folder in (logs, model, blobs, code):
         folder.mkdir()
     (logs / "server.log").write_text("a prompt")
-    if setting == "off":  # otherwise the confinement makes them
+    if setting == "off":  # otherwise the confinement makes these folders
         (logs / "profiles").mkdir()
         (logs / "cache").mkdir()
     for file in TINY_LLAMA.iterdir():
@@ -98,7 +98,7 @@ def test_auto_leaves_mindformers_unconfined(tmp_path):
 
 
 class FakeKernel:
-    """Takes the system calls of Landlock and records them. ``abi`` is its version, 0 for a kernel without Landlock."""
+    """A kernel that records the system calls of Landlock. ``abi`` is its version, 0 for a kernel without Landlock."""
 
     def __init__(self, abi: int) -> None:
         self.abi = abi

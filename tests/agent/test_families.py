@@ -33,16 +33,18 @@ QUANTISED_SETUPS = (
 )
 SETUPS = (FLOAT32, *HALF_SETUPS, *QUANTISED_SETUPS)
 QUANTISED_MODELS = ("llama_linear_mqa", "qwen2_tied", "mistral_window", "qwen3_moe", "deepseek_v2_lite")
-"""What ``make test`` quantises."""
+"""The models that ``make test`` quantises."""
 LATENT_MODELS = tuple(model for model in MODELS if "kv_lora_rank" in FAMILY_VARIANTS[model].config)
-"""The native operators refuse these models. int4 loses the text of small random models."""
+"""Models that the native operators refuse. In int4, these small random models lose their text."""
 DISCONTINUOUS = ("bfloat16", "deepseek_v3")
-"""The rounding of bfloat16 can change the groups of experts that this model's router chooses, and then any token."""
+"""A model whose router can choose other groups of experts after a rounding to bfloat16. Then any token may change."""
 LEAST_NEAR = 0.95
 """Minimum fraction of the tokens of ``DISCONTINUOUS`` among the oracle's best four."""
 MOST_TIES = 0.08
-"""Maximum fraction of a model's tokens that may differ. float16 checkpoints lose bits as bfloat16, so the bound is
-higher than for Llama."""
+"""Maximum fraction of a model's tokens that may differ.
+
+float16 checkpoints lose bits when they become bfloat16, so the bound is higher than for Llama.
+"""
 LEAST_AGREEMENT = {"int8": 0.97, "int4": 0.55}
 """Minimum fraction of tokens among the oracle's best four, of at least 300 tokens. Random weights suffer most from
 rounding."""
@@ -54,7 +56,10 @@ Run = Callable[[Setup, str], Results]
 
 
 def is_swept(setup: Setup, model: str) -> bool:
-    """``make test`` runs each model in float32, in one half type with each op table, and some models quantised."""
+    """Returns whether only ``make test-sweeps`` runs a case.
+
+    ``make test`` runs each model in float32, in one half type with each op table, and some models quantised.
+    """
     if setup == FLOAT32:
         return False
     if setup in QUANTISED_SETUPS:
@@ -66,13 +71,13 @@ def is_swept(setup: Setup, model: str) -> bool:
 
 
 def of_models(setups: Iterable[Setup]) -> list[Any]:
-    """Each setup with each model, except the setups that latent attention does not have."""
+    """Returns each setup with each model, except the setups that latent attention does not support."""
     pairs = [(setup, model) for setup in setups for model in MODELS if has_setup(setup, model)]
     return with_sweeps(pairs, is_swept)
 
 
 def has_setup(setup: Setup, model: str) -> bool:
-    """Whether the model is tested with the setup."""
+    """Returns True if the model is tested with the setup."""
     return model not in LATENT_MODELS or (setup[1] == "fused" and setup[2] != "int4")
 
 
@@ -124,7 +129,7 @@ def test_golden_files_belong_to_these_weights(results: Run, model: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_golden_text_is_not_constant(model: str) -> None:
-    """A model that repeats one token would prove little."""
+    """A model that repeats one token would not test much."""
     for case in golden_of(model)["cases"]:
         assert len(case["tokens"]) == 64
         assert len(set(case["tokens"])) >= 5

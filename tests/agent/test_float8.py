@@ -29,7 +29,7 @@ Stored = dict[str, tuple[str, np.ndarray]]
 
 
 def settings(**changes: Any) -> dict[str, Any]:
-    """The ``quantization_config`` of DeepSeek V3."""
+    """Returns the ``quantization_config`` of DeepSeek V3."""
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -39,7 +39,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def e4m3(code: int) -> Fraction:
-    """The value of a code by the definition of the format (Micikevicius et al. 2022, table 1)."""
+    """Returns the value of a code by the definition of the format (Micikevicius et al. 2022, table 1)."""
     sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
     size = Fraction(mantissa, 8) * Fraction(1, 64)
     if exponent:
@@ -48,7 +48,10 @@ def e4m3(code: int) -> Fraction:
 
 
 def codes_and_scales(shape: tuple[int, int], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random codes without NaN, where every code occurs if there is space, and positive scales of float32."""
+    """Returns random codes without NaN, and positive float32 scales.
+
+    Every code occurs if the tensor is large enough.
+    """
     rng = np.random.default_rng(seed)
     codes = rng.permutation(np.resize(np.arange(256), shape[0] * shape[1])).reshape(shape)
     codes[(codes & 127) == 127] = 0x7E
@@ -57,7 +60,7 @@ def codes_and_scales(shape: tuple[int, int], seed: int) -> tuple[np.ndarray, np.
 
 
 def exact(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The values as float32, an element at a time: the exact product, rounded once."""
+    """Returns the values as float32, one element at a time: the exact product, rounded once."""
     out = np.empty(codes.shape, np.float32)
     for row, column in np.ndindex(*codes.shape):
         scale = Fraction(float(scales[row // BLOCK[0], column // BLOCK[1]]))
@@ -111,7 +114,7 @@ def test_a_folder_is_served_as_the_floats_that_it_means(tmp_path: Path, weight_f
     own = load(write_folder(tmp_path / "own", stored_tensors(), settings()), "bfloat16", Packing(weight_format))
     floats: Stored = {name: ("float32", array) for name, array in expected().items()}
     floats |= {name: ("float16", array) for name, array in float_tensors().items()}
-    folder = write_folder(tmp_path / "floats", floats, settings())  # scales are absent, so these are ordinary floats
+    folder = write_folder(tmp_path / "floats", floats, settings())  # without scales, these are ordinary floats
     wanted = load(folder, "bfloat16", Packing(weight_format))
     for name in wanted:
         assert own[name].tobytes() == wanted[name].tobytes(), name

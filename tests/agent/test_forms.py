@@ -1,4 +1,4 @@
-"""The forms of weights for native primitives, and their values, from floats and from stored integers."""
+"""The layouts of weights for native primitives, and their values, from floats and from stored integers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OUTPUT = spec("lm_head", VOCABULARY, DEPTH)
 
 
 class Stored(SeededWeights):
-    """A source with some tensors stored as integers."""
+    """A source of weights with some tensors stored as integers."""
 
     def __init__(self, tensors: dict[str, QuantizedTensor]) -> None:
         super().__init__(0)
@@ -153,7 +153,7 @@ def test_floats_are_rounded_to_the_nearest_step(fmt: str, step: int, dtype: str)
     np.testing.assert_allclose(scales, largest / step, rtol=1e-6 if fmt == "int8" else 2**-8)
     error = np.abs(integers * np.repeat(scales, group, 1) - plain)
     assert np.abs(integers).max() <= step
-    # The bound is half a step, plus the rounding of the scale at the largest values.
+    # The bound is half a step, and the rounding of the scale at the largest values.
     assert (error <= np.repeat(scales, group, 1) * (0.5 + step * 2**-8 + 1e-5)).all()
 
 
@@ -221,7 +221,7 @@ def test_zero_points_of_groups_are_refused_for_experts() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("fmt", ["int8", "int8_weight_only", "int4"])
 def test_each_expert_is_rounded_like_a_single_layer(fmt: str, dtype: str) -> None:
-    """Except that the scales of int8 experts are bfloat16 if the activations are."""
+    """One difference is expected: the scales of int8 experts are bfloat16 if the activations are bfloat16."""
     spec, source, packing = experts(COLUMNS, DEPTH, count=3), SeededWeights(5, std=0.3), Packing(fmt, 32)
     weights = load_weights([spec], source, dtype, lambda *_: None, forms=linear_forms([spec], source, packing))
     stem = "layers.0.mlp.down"

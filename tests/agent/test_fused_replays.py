@@ -1,4 +1,4 @@
-"""Replays of fused steps have the bits of the graph, and either all agents of a group replay or none."""
+"""Replays of fused steps have the bits of the graph. Either all agents of a group replay a step, or none does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REASONS = {
     "differs later": ("with other inputs gives another result", "with other inputs gives another result"),
     "writes nothing": ("a replay gives another result", "a replay gives another result"),
 }
-"""The reasons that agent 0, which has the planted fault, and the other agents of its stage report."""
+"""The reasons that the agents report: agent 0, in which the fault is planted, and the other agents of its stage."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_replays_have_the_bits_of_the_graph(results: Any, name: str, model: str)
 def test_if_one_agent_cannot_replay_no_agent_does(results: Any, name: str, model: str, plant: str) -> None:
     """Each step still has the bits of the graph, whose results replace those of a wrong replay.
 
-    Each stage decides separately, because it has its own launches.
+    Each stage decides on its own, because it has its own launches.
     """
     agents, setup = results(name, model), SETUPS[name]
     for rank, agent in enumerate(agents):

@@ -150,7 +150,10 @@ def test_a_count_beyond_the_file_is_refused_before_anything_is_allocated(
 
 
 def test_an_array_longer_than_the_file_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
-    """Case 10102 of tests/long/fuzz_loader.py: the package gguf looped for minutes and took gigabytes."""
+    """The package gguf once looped for minutes on this file and took gigabytes.
+
+    It is case 10102 of tests/long/fuzz_loader.py.
+    """
     write_gguf(tmp_path / "model.gguf", make(F32)[0], METADATA)
     content = (tmp_path / "model.gguf").read_bytes()
     array = struct.pack("<IIQ", 9, 4, 2**31)
@@ -205,7 +208,7 @@ FLOAT16_PLACES = {
 
 @pytest.mark.parametrize("number", ROUNDED, ids=lambda number: TENSOR_TYPES[number].name)
 def test_other_types_become_int8_within_the_documented_bound(tmp_path: Path, number: int) -> None:
-    """The values of the ``gguf`` library are the reference. As floats they are exact."""
+    """The values of the ``gguf`` library are the reference. If the tensors become floats, they are exact."""
     rows, depth, kind = 6, 512, TENSOR_TYPES[number]
     blocks = random_blocks(number, rows, depth // kind.block_size)
     exact = dequantize(blocks, GGMLQuantizationType[kind.name])

@@ -1,6 +1,7 @@
-"""Compares groups of agents that share a model with Hugging Face's tokens: tensor parallel, pipeline parallel, both.
+"""Compares groups of agents that share a model with Hugging Face's tokens.
 
-Every setup is a group of real processes that runs all models of the golden files.
+The groups are tensor parallel, pipeline parallel, or both. Every setup is a group of real processes that runs all
+models of the golden files.
 """
 
 from __future__ import annotations
@@ -49,11 +50,14 @@ half types in groups, and ``test_native_quantised_groups.py`` compares native op
 MOST_TIES = 0.08
 LEAST_AGREEMENT = {"int8": 0.97, "int4": 0.55}
 INDIVISIBLE = ("mistral_full", "qwen2_tied")
-"""Models whose heads end within a group of int4 weights. Two agents cannot share them, and the config refuses them."""
+"""Models whose heads do not end at a group of int4 weights.
+
+Two agents cannot share them, so the config refuses them.
+"""
 
 
 LATENT = tuple(name for name in FAMILY_VARIANTS if "kv_lora_rank" in FAMILY_VARIANTS[name].config)
-"""Models with latent attention. Native operators and a cache of int8 refuse them, and int4 loses their text.
+"""Models with latent attention. Native operators and an int8 cache refuse them, and in int4 they lose their text.
 
 ``test_families.py`` tests bfloat16, and ``test_expert_parallel.py`` the division of their experts.
 """
@@ -71,7 +75,7 @@ def is_swept(setup: Setup, model: str = "tiny_llama") -> bool:
 
 
 def pairs(setups: tuple[Setup, ...]) -> list[Any]:
-    """Each setup with each of its models."""
+    """Returns each setup with each of its models."""
     return with_sweeps([(setup, model) for setup in setups for model in models_of(setup)], is_swept)
 
 
@@ -147,7 +151,7 @@ def test_penalties_use_the_sampled_tokens(results: Run, setup: Setup, model: str
 
 @pytest.mark.parametrize("setup", with_sweeps([(setup,) for setup in SETUPS], is_swept))
 def test_agents_share_weights_and_cache_evenly(results: Run, setup: Setup) -> None:
-    """No agent has much more of the weights or of the cache than another."""
+    """No agent has much more of the weights or of the cache than another agent."""
     agents = [agent["summary"] for agent in results(setup, "tiny_llama")]
     assert [agent["rank"] for agent in agents] == list(range(len(agents)))
     for key in ("weight_bytes", "kv_cache_bytes"):

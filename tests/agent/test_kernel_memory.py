@@ -20,7 +20,7 @@ SETUPS = (
     ("bfloat16", "native", "int8", "3", "experts"),
 )
 LOOSEST = 4
-"""Maximum ratio of plan to real memory. The plan assumes the worst instruction set and the worst step."""
+"""Maximum ratio of plan to real memory. The plan assumes the instruction set and the step that need most."""
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids="-".join)

@@ -30,7 +30,7 @@ MOVES = np.array(
 
 
 class Layout:
-    """Replaces the op table for a KVCache: an int8 cache with scales."""
+    """Replaces the op table for a KVCache, with an int8 cache with scales."""
 
     traits = DeviceTraits("fused")
 
@@ -77,7 +77,7 @@ def test_the_hosts_pool_has_blocks_of_the_same_size(config: Config) -> None:
 
 
 def resident_bytes(array: Array) -> int:
-    """Returns the bytes of an array that have memory (mincore)."""
+    """Returns how many bytes of an array have physical memory (mincore)."""
     pages = np.zeros(-(-array.nbytes // mmap.PAGESIZE), np.uint8)
     address, size, out = (ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes), pages.ctypes.data)
     assert ctypes.CDLL(None).mincore(address, size, ctypes.c_void_p(out)) == 0

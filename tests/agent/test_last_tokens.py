@@ -1,4 +1,4 @@
-"""Replaces LAST_TOKEN in a group: two ranks in one process, with a real exchange."""
+"""Replacement of LAST_TOKEN in a group: two ranks in one process, with a real exchange."""
 
 from __future__ import annotations
 
@@ -124,4 +124,4 @@ def test_streams_go_from_stage_to_stage_in_order(pair: Pair) -> None:
     sender.send(streams[3])
     sender.send(streams[0])
     with pytest.raises(GroupDownError, match="activations for the next stage"):
-        sender.send(streams[1])  # already two steps ahead
+        sender.send(streams[1])  # the sender is already two steps ahead

@@ -1,4 +1,4 @@
-"""Damaged model folders of every format; tests/long/fuzz_loader.py runs many more, each format in its own process."""
+"""Damaged model folders of every format. tests/long/fuzz_loader.py runs many more, each format in its own process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_damaged_folder_is_read_or_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_a_missing_check_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the check of extents, a tensor lies outside its file."""
+    """Without the check of extents, the reader would accept a tensor that lies outside its file."""
     monkeypatch.setattr(safetensors_file, "_check_extents", lambda path, tensors, data_bytes: None)
     findings = Findings()
     LoaderFuzz("safetensors", tmp_path).run(range(300), findings)

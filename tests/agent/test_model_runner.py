@@ -43,12 +43,12 @@ QUANTISED_SETUPS = (
     ("float16", "native", "int8_weight_only", "auto"),
     ("bfloat16", "native", "int4", "auto"),
 )
-"""Setups with formats of weights and KV cache."""
+"""Setups with a weight format and a KV cache format."""
 FUSED_PARTNERS = {
     ("bfloat16", "native", "int8", "auto"): ("bfloat16", "fused", "int8", "auto"),
     ("float16", "native", "int8_weight_only", "auto"): ("float16", "fused", "int8_weight_only", "auto"),
 }
-"""Native and fused setups with the same products and different rounding between the operators."""
+"""Native setups and fused setups with the same products, but with different rounding between the operators."""
 ROUNDED_SETUPS = (
     *HALF_SETUPS,
     *FUSED_PARTNERS,
@@ -72,14 +72,17 @@ Results = dict[str, Any]
 
 
 def is_swept(setup: Setup, model: str = "gqa_tied") -> bool:
-    """bfloat16 covers float16 with native operators. Two models cover each quantised setup."""
+    """Returns whether only ``make test-sweeps`` runs a case.
+
+    With native operators, bfloat16 also covers float16. Two models cover each quantised setup.
+    """
     return setup == ("float16", "native", "auto", "auto") or (
         setup in (*QUANTISED_SETUPS, *FUSED_PARTNERS.values()) and model in ("llama3_rope", "mha")
     )
 
 
 def of_models(setups: Iterable[Setup]) -> list[Any]:
-    """Each setup with each model."""
+    """Returns each setup with each model."""
     return with_sweeps([(setup, model) for setup in setups for model in MODELS], is_swept)
 
 
@@ -93,7 +96,7 @@ SmallRun = Callable[[Setup], Results]
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Returns what a setup's process printed that ran the model. One process runs all models of ``make test``."""
+    """Returns what the process of a setup printed. One process runs all models of ``make test``."""
 
     @cache
     def printed(setup: Setup, models: tuple[str, ...]) -> Results:
@@ -177,10 +180,10 @@ def test_logits_equal_those_of_the_oracle(results: Run, setup: Setup, model: str
 
 @pytest.mark.parametrize(("setup", "model"), of_models(FUSED_PARTNERS))
 def test_quantised_native_differs_from_fused_only_at_ties(results: Run, setup: Setup, model: str) -> None:
-    """Both get the oracle's tokens. If their own tokens differ, both are among the oracle's best and nearly as good.
+    """Both get the oracle's tokens. Where they choose different tokens, both tokens are nearly the oracle's best.
 
-    The number of ties depends on the model more than on its operators. With random weights, int8 has many near
-    ties, and another rounding of the same size doubles or halves their number. The next test bounds the size.
+    The number of ties depends on the model more than on its operators. With random weights, int8 has many near ties,
+    and another rounding of the same size doubles or halves their number. The next test bounds the size.
     """
     native, fused = (results(each, model)["golden"]["forced"] for each in (setup, FUSED_PARTNERS[setup]))
     gaps = []
@@ -198,7 +201,7 @@ def test_quantised_native_differs_from_fused_only_at_ties(results: Run, setup: S
 def test_errors_do_not_exceed_rounding_between_operators(
     results: Run, numpy_folder: Callable[[str], Path], setup: Setup, model: str
 ) -> None:
-    """Compares root mean square errors of the best logits of every step against exact arithmetic.
+    """Compares root mean square errors of the best logits of every step, relative to exact arithmetic.
 
     The error must not exceed that of NumPy, which rounds to the type between operators and is exact within them.
     """
@@ -238,7 +241,10 @@ def test_numpy_without_rounding_equals_the_oracle(numpy_folder: Callable[[str], 
 
 
 def test_native_int4_predicts_the_tokens_of_the_trained_model(results: Run) -> None:
-    """Native int4 keeps activations as floats, which fused int4 quantises. So it is closer to the oracle."""
+    """Native int4 keeps activations as floats, and fused int4 quantises them.
+
+    So native int4 is closer to the oracle.
+    """
 
     def wrong(*setup: str) -> int:
         forced = results(setup, "tiny_llama")["golden"]["forced"]
@@ -271,7 +277,7 @@ def test_replayed_steps_have_the_bits_of_the_graph(results: Run, setup: Setup, m
 
 @pytest.mark.parametrize(("setup", "model"), of_models(NATIVE_SETUPS))
 def test_sampling_on_the_device_gives_the_tokens_of_whole_logits(results: Run, setup: Setup, model: str) -> None:
-    """Sampling with random parameters. The bytes that are fetched do not grow with the vocabulary."""
+    """The sampling parameters are random. The number of fetched bytes does not grow with the vocabulary."""
     sampling = results(setup, model)["sampling"]
     steps = sampling["steps"]
     assert [step["tokens"] for step in steps] == [step["of whole logits"] for step in steps]
@@ -298,14 +304,14 @@ def test_penalties_use_prompt_and_output(small_results: SmallRun, setup: Setup) 
 
 @pytest.mark.parametrize("setup", of_setups(ALL_SETUPS))
 def test_a_recomputed_sequence_continues_with_the_same_bits(small_results: SmallRun, setup: Setup) -> None:
-    """It runs in another row, with its output as part of the prompt, and sends its history again."""
+    """The sequence runs in another row. Its output is part of the prompt, and it sends its history again."""
     rows = small_results(setup)["rows"]
     assert rows["resumed"] == rows["tokens"]
 
 
 @pytest.mark.parametrize("setup", of_setups(ALL_SETUPS))
 def test_a_row_may_start_with_a_decode_that_brings_its_history(small_results: SmallRun, setup: Setup) -> None:
-    """As after a swap: the cache has the tokens, and the row is new."""
+    """This is the state after a swap: the cache has the tokens, and the row is new."""
     rows = small_results(setup)["rows"]
     assert rows["swapped"] == rows["tokens"]
 
@@ -389,7 +395,7 @@ def test_progress_and_summary(small_results: SmallRun, setup: Setup) -> None:
     assert run["stages"] == load + rest
     summary, element = run["summary"], 4 if dtype == "float32" else 2
     assert (summary["device"], summary["op_table"], summary["dtype"]) == ("CPU", op_table, dtype)
-    packed = 1536 * 192 * element + 13 * 64 if op_table == "fused" else 0  # each with a header of 64 bytes
+    packed = 1536 * 192 * element + 13 * 64 if op_table == "fused" else 0  # each packed weight has a header of 64 bytes
     assert summary["weight_bytes"] == 1_475_904 * element + packed
     assert summary["kv_cache_bytes"] == 3 * 2 * 256 * 16 * 2 * 32 * element
     assert summary["host_kv_cache_bytes"] == 3 * 2 * 12 * 16 * 2 * 32 * element

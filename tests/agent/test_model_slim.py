@@ -1,4 +1,4 @@
-"""Folders of msModelSlim: damaged tensors are refused by name, and static layers compute the formula of the format."""
+"""Folders of msModelSlim. Damaged tensors are refused by name, and static layers compute the formula of the format."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Q = WeightPart("q_proj.weight", LINEARS["q_proj.weight"])
 
 
 def put(name: str, place: tuple[int, ...], value: float) -> Change:
-    """Makes a change of one element of the tensor ``name``."""
+    """Returns a change that replaces one element of the tensor ``name``."""
 
     def change(tensors: Tensors, config: dict[str, Any]) -> None:
         tensors[name] = tensors[name].copy()
@@ -50,7 +50,7 @@ def put(name: str, place: tuple[int, ...], value: float) -> Change:
 
 
 def as_bits(name: str, first: int | None = None) -> Change:
-    """Makes a change of float32 to their bits as int64, and of the first of them to ``first``."""
+    """Returns a change that stores float32 values as int64 bits and sets the first of them to ``first``."""
 
     def change(tensors: Tensors, config: dict[str, Any]) -> None:
         tensors[name] = tensors[name].view(np.uint32).astype(np.int64)
@@ -245,7 +245,7 @@ Stored = dict[str, np.ndarray]
 
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of scheme W8A8 whose norms have biases."""
+    """Makes a folder of scheme W8A8 whose norms have biases."""
     folder = tmp_path_factory.mktemp("biased")
     write_model(VARIANTS["mha"], folder / "floats")
     StaticLlama(folder / "floats", list(range(20, 40)), norm_biases=True).write(folder / "static", folder / "floats")
@@ -255,7 +255,7 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def changed(
     biased: Path, folder: Path, change: Callable[[Stored], object], schemes: dict[str, str] | None = None
 ) -> tuple[Path, list[WeightSpec]]:
-    """Copies the folder with other tensors and other schemes. Returns it with the model's weights."""
+    """Copies the folder with other tensors and other schemes. Returns the folder and the model's weights."""
     folder.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (folder / name).write_bytes((biased / name).read_bytes())

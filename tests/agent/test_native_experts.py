@@ -41,13 +41,15 @@ Results = dict[str, Any]
 
 
 def same_values(variant: Variant) -> Variant:
-    """The model with float32 weights, so that dequantising does not round."""
+    """Returns the model with float32 weights, so that dequantising does not round."""
     return Variant(variant.config, variant.seed, "float32", 1, variant.logit_scale)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Path]]:
-    """Runs every model in one format, as it is or dequantised."""
+    """Returns a function that writes the folder of every model, with unchanged weights or with weights rounded to a
+    format.
+    """
 
     @cache
     def made(kind: str) -> dict[str, Path]:
@@ -114,8 +116,10 @@ def test_tokens_are_among_the_oracles_best(runs: Callable[..., Results], fmt: st
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("fmt", ["int8_weight_only", "int4"])
 def test_products_use_the_integers_times_the_scales(runs: Callable[..., Results], fmt: str, model: str) -> None:
-    """The fused operators in float32 give nearly the same logits with dequantised weights, and other logits with the
-    original weights."""
+    """In float32, fused operators with dequantised weights give nearly the same logits.
+
+    With the original weights, they give other logits.
+    """
     found = runs(SETUPS[fmt])[model]["best"]
     errors = {
         kind: differences(found, runs(Setup(1, 1, "float32", "fused"), kind)[model]["best"], model)
@@ -128,7 +132,9 @@ def test_products_use_the_integers_times_the_scales(runs: Callable[..., Results]
 
 
 def differences(found: Any, wanted: Any, model: str) -> list[float]:
-    """Returns the difference of the best logits that both have, divided by the standard deviation of the oracle's."""
+    """Returns the difference of the best logits that both have, divided by the standard deviation of the oracle's
+    logits.
+    """
     out = []
     for case, ours, theirs in zip(golden_of(model)["cases"], found, wanted, strict=True):
         for (our_ids, our_logits), (ids, logits) in zip(ours, theirs, strict=True):
@@ -141,7 +147,7 @@ def differences(found: Any, wanted: Any, model: str) -> list[float]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_int8_rounds_activations_like_the_fused_operators(runs: Callable[..., Results], model: str) -> None:
-    """Both multiply integers by integers, so they differ only by roundings to bfloat16."""
+    """Both multiply integers by integers, so their results differ only by roundings to bfloat16."""
     found = runs(SETUPS["int8"])[model]["best"]
     wanted = runs(Setup(1, 1, "bfloat16", "fused", "int8"))[model]["best"]
     errors = differences(found, wanted, model)

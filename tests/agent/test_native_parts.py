@@ -1,7 +1,7 @@
 """Divides quantised weights of the native primitives among agents.
 
-Integers, scales and zero points of an agent's part equal those of the whole weight if a scale belongs to one part only.
-An agent reads only its part.
+If a scale belongs to one part only, an agent's integers, scales and zero points equal those of the whole weight. An
+agent reads only its own part.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Weights = dict[str, Any]
 
 @dataclass
 class Loaded:
-    """The weights of one agent."""
+    """The weights that one agent has loaded."""
 
     part: ModelPart
     forms: LinearForms
@@ -154,7 +154,7 @@ def rows_of(name: str, loaded: Loaded) -> np.ndarray:
 
 
 def columns_of(name: str, loaded: Loaded) -> slice:
-    """Returns the inputs that an agent has."""
+    """Returns the numbers of an agent's inputs in the whole array."""
     shard = loaded.part.shard
     if name.endswith("attention.output"):
         return slice(shard.query_heads.start * SMALL.head_dim, shard.query_heads.stop * SMALL.head_dim)
@@ -195,7 +195,7 @@ def test_stored_integers_equal_those_of_the_whole_weight(tmp_path: Path, name: s
 @pytest.mark.parametrize("agents", [2, 3])
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_agent_quantises_its_own_part_of_floats(tmp_path: Path, name: str, agents: int) -> None:
-    """Like the fused operators: a scale belongs to one agent's part of a row or to a group of one agent."""
+    """As with fused operators, a scale belongs to one agent's part of a row, or to one of its groups."""
     folder, form = write_floats(tmp_path), FORMATS[name]
     floats = load(folder, Packing("auto"), 1, 0).weights
     largest = 7 if name == "int4" else 127
@@ -222,7 +222,7 @@ def test_each_agent_quantises_its_own_part_of_floats(tmp_path: Path, name: str, 
 def test_an_agent_reads_its_own_part_only(tmp_path: Path, name: str, agents: int) -> None:
     """An agent reads as many bytes as if it dequantised the weights. All agents together read the file once.
 
-    Exceptions are the tensors that several agents have: norms, scales of whole rows and group orders.
+    Several agents read norms, scales of whole rows and group orders.
     """
     if name == "floats":
         folder, packing, group = write_floats(tmp_path), Packing("int8"), 1
@@ -240,7 +240,10 @@ def test_an_agent_reads_its_own_part_only(tmp_path: Path, name: str, agents: int
 
 
 def test_an_output_layer_is_quantised_if_an_agents_part_is_narrow_enough() -> None:
-    """WeightQuantBatchMatmul takes 65535 outputs. One agent with 100000 keeps floats; each of two has at most 50016."""
+    """WeightQuantBatchMatmul accepts 65535 outputs.
+
+    One agent with 100000 keeps floats; each of two has at most 50016.
+    """
     wide = replace(SMALL, vocab_size=100_000)
     found = {
         agents: part_forms(

@@ -1,7 +1,7 @@
-"""Native operators with quantised weights that several agents share, in real processes with one group for each setup.
+"""Native operators with quantised weights that several agents share. Each setup is a group of real processes.
 
-Except for ties, they choose the tokens of one agent and of the fused operators with the same number of agents. They
-give the same bits for any chunks.
+Except for ties, a group chooses the tokens of one agent, and those of the fused operators with the same number of
+agents. The bits do not depend on the chunks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[2]
 EXPERTS = FAMILY_VARIANTS["qwen3_moe"]
 SEEDED = {**VARIANTS, **FAMILY_VARIANTS, "qwen3_moe": replace(EXPERTS, config={**EXPERTS.config, "vocab_size": 420})}
-"""In int4, the output layer of an odd vocabulary would be floats on one agent and integers on two, whose parts are
-even. Therefore this is not the model of the golden tokens."""
+"""The models of these tests. ``qwen3_moe`` has another vocabulary than the model of the golden tokens.
+
+In int4, an output layer with an odd vocabulary would be floats on one agent, but integers on two agents, whose parts
+are even.
+"""
 PAIRS = {
     "int8": Setup(2, 1, "bfloat16", "native", "int8"),
     "int8_weight_only": Setup(2, 1, "float16", "native", "int8_weight_only"),
@@ -52,15 +55,19 @@ LARGER = {
     "gqa_tied": ("int8", replace(PAIRS["int8"], tensor_parallel=3)),
     "llama3_rope": ("int4", replace(PAIRS["int4"], tensor_parallel=4)),
 }
-"""Three agents have 2, 1 and 3 of 6 query heads, and two of them share a key-value head. Each of four agents has one
-head of 128, and pairs of them share a key-value head."""
+"""Setups with uneven heads.
+
+Three agents have 2, 1 and 3 of 6 query heads, and two of them share a key-value head. Each of four agents has one head
+of 128, and pairs of them share a key-value head.
+"""
 
 WITH_EXPERTS = ("qwen3_moe", "mixtral")
 ROUTE_MARGIN = 0.6
-"""Limit for replaced experts: by how much a token may prefer its own, in router logits, whose standard deviation is 3.
+"""The preference of a token for its own experts may at most be this, in router logits of standard deviation 3.
 
-Without this, one near tie between experts of an early token changes all later logits of a sequence: with AVX2 by 0.31
-standard deviations, which is more than the limits below."""
+The test replaces the experts. Otherwise one near tie between experts of an early token changes all later logits of a
+sequence. With AVX2, they changed by 0.31 standard deviations, which is more than the limits below.
+"""
 
 Results = dict[str, Any]
 Runs = Callable[[Setup, str, str], list[Results]]
@@ -103,7 +110,7 @@ def runs(folder_of: Callable[[str, str], Path]) -> Runs:
         key = (str(setup), name, model)
         if key not in known:
             routes: dict[str, list[int]] | None = None
-            if model in WITH_EXPERTS:  # all groups follow the experts of one agent with native operators
+            if model in WITH_EXPERTS:  # all groups use the experts that one agent with native operators chose
                 alone = replace(PAIRS[name], tensor_parallel=1)
                 routes = {} if setup == alone else {model: run(alone, name, model)[0]["routes"]}
             agents = run_group(setup, {model: folder_of(name, model)}, routes=routes)
@@ -117,7 +124,7 @@ def check_ties(found: Results, wanted: Results, model: str, *, margin: float, mo
     """Checks that both choose the same tokens from the same input, except for a fraction of at most ``most``.
 
     In these cases, ``wanted`` must prefer its own token by less than ``margin`` standard deviations of the oracle's
-    logits. Both send each token to the same experts. If one of them preferred other experts, then by a near tie.
+    logits. Both send each token to the same experts. An agent may only have preferred other experts by a near tie.
     """
     if model in WITH_EXPERTS:
         assert len(found["routes"]) == len(wanted["routes"]) > 0
@@ -189,7 +196,9 @@ def test_shared_and_uneven_heads(runs: Runs, model: str) -> None:
 
 @pytest.mark.sweep
 def test_stages_change_no_bit(runs: Runs) -> None:
-    """Neither in the layers nor in a tied output layer, which stays floats if the embedding is in another stage."""
+    """The bits are equal in the layers and in a tied output layer, which stays floats if another stage has the
+    embedding.
+    """
     pair = PAIRS["int8"]
     found = runs(replace(pair, pipeline_parallel=2), "int8", "gqa_tied")[2]
     wanted = runs(pair, "int8", "gqa_tied")[0]
@@ -204,7 +213,7 @@ def test_a_position_gives_the_same_bits_however_it_is_computed(runs: Runs, name:
 
 @pytest.mark.parametrize(("name", "model"), [("int8", "llama_yarn_bias"), ("int4 stored", "mha")])
 def test_agents_share_weights_and_cache_evenly(runs: Runs, name: str, model: str) -> None:
-    """Each has half of the weights and of the cache of one agent, plus the norms and heads that both have."""
+    """Each has half of the weights and of the cache of one agent. Norms and shared heads are in both."""
     agents = [agent["summary"] for agent in runs(PAIRS[name], name, model)]
     alone = runs(replace(PAIRS[name], tensor_parallel=1), name, model)[0]["summary"]
     assert [agent["weight_format"] for agent in agents] == [alone["weight_format"]] * 2

@@ -1,4 +1,4 @@
-"""Replays of native steps have the bits of the graph, and either all agents of a group replay or none.
+"""Replays of native steps have the bits of the graph. Either all agents of a group replay a step, or none does.
 
 Tests groups and experts. test_model_runner.py tests one agent with dense models.
 """
@@ -39,7 +39,7 @@ SWEPT_CASES = [
     ("2 stages", "mixtral"),
     ("2 stages of 2", "gqa_tied"),
 ]
-"""These run in ``make test-sweeps`` only, because they combine what the cases of ``make test`` have."""
+"""These run in ``make test-sweeps`` only, because the cases of ``make test`` cover their parts."""
 
 
 def params(*names: str) -> list[Any]:
@@ -54,7 +54,7 @@ REASONS = {
     "differs later": ("a replay gives another result", "a replay gives another result"),
     "refuses": ("a replay gives another result", "a replay gives another result"),
 }
-"""The reasons that agent 0, which has the planted fault, and the other agent report."""
+"""The reasons that the agents report: agent 0, in which the fault is planted, and the other agent."""
 
 
 @pytest.fixture(scope="module")

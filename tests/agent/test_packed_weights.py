@@ -122,7 +122,7 @@ def test_floats_get_zero_points_if_asymmetric() -> None:
 
 
 def test_a_float_file_is_quantised_from_its_stored_type(tmp_path: Path) -> None:
-    """float16 values would lose bits in bfloat16. They must not lose them before they become int8."""
+    """As bfloat16, float16 values would lose bits. They must become int8 without this loss."""
     from safetensors.numpy import save_file
 
     from support.quantised_folders import float_tensors

@@ -1,4 +1,4 @@
-"""Steps that are launched before the tokens of the step before are known, on an artificial device."""
+"""Tests of an agent that launches a step before it knows the tokens of the step before, on an artificial device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.json_program import printed_json
 
 PROGRAM = Path(__file__).with_name("run_ahead_program.py")
 FAILED = 8
-"""The step that ``failing`` spoils."""
+"""The step that the mode ``failing`` of the program spoils."""
 
 
 def run(part: str, folder: Path) -> Any:
@@ -34,7 +34,7 @@ def test_greedy_steps_are_launched_ahead_and_change_no_bit(tmp_path: Path) -> No
 
 
 def test_steps_that_need_the_host_wait_for_it_and_change_no_bit(tmp_path: Path) -> None:
-    """Sequences are drawn or have penalties, and some steps move blocks."""
+    """Some sequences are sampled randomly or have penalties, and some steps move blocks."""
     result = run("mixed", tmp_path)
     assert result["ahead"] == result["plain"]
     assert not any(step["error"] for step in result["plain"])
@@ -50,7 +50,7 @@ def test_padded_decodes_insert_ids_of_the_same_number_and_change_no_bit(tmp_path
 
 
 def test_a_failed_step_fails_alone(tmp_path: Path) -> None:
-    """The next step was launched already. Sequences that were not in the failed step keep their tokens."""
+    """The next step has already been launched. Sequences outside the failed step keep their tokens."""
     result = run("failing", tmp_path)
     failed = [step for step, each in enumerate(result["ahead"]) if each["error"]]
     assert failed == [FAILED]

@@ -1,4 +1,4 @@
-"""The check and the copy of a step slot, compared with the same rules in NumPy for steps that are nearly valid."""
+"""The check and the copy of a step slot, compared with the same rules in NumPy, for nearly valid steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def step_slot(lens: list[tuple[int, int]]) -> StepSlot:
 
 
 def allowed(slot: StepSlot, *, decode: bool, row_last_tokens: np.ndarray) -> bool:
-    """A second implementation of the rules."""
+    """Applies the rules a second time, in NumPy."""
     tokens, seqs, width = slot.num_tokens, slot.num_seqs, slot.table_width
     queries, contexts = slot.query_lens[:seqs].astype(np.int64), slot.context_lens[:seqs].astype(np.int64)
     longest = min(CONFIG.max_model_len, width * BLOCK_SIZE)

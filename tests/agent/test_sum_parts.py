@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("gqa_tied", "llama_yarn_bias", "qwen3_tied")
 """Models with uneven heads, with a bias of the attention output, and with norms of heads."""
 SWEPT_MODELS = ("mha", "qwen2_tied", "tiny_llama")
-"""These run in ``make test-sweeps`` only, because they repeat what the others test."""
+"""These run in ``make test-sweeps`` only, because the other cases test the same code."""
 SETUPS = {
     "bfloat16": Setup(2, 1, "bfloat16", "fused"),
     "float32, 2 stages": Setup(2, 2, "float32", "fused"),
@@ -28,7 +28,7 @@ SETUPS = {
     "int4_weight_only": Setup(2, 1, "bfloat16", "fused", "int4_weight_only"),
 }
 SWEPT_SETUPS = ("bfloat16", "int4_weight_only")
-"""These run in ``make test-sweeps`` only, because the other formats include floats and groups."""
+"""These run in ``make test-sweeps`` only, because the other formats include floats and groups of weights."""
 INDIVISIBLE_INT4 = ("qwen2_tied",)
 
 
@@ -62,12 +62,16 @@ def test_an_agent_that_sums_in_parts_gives_the_bits_of_a_group(
     chosen = {model: folders[model] for model in divisible}
     wanted, found = answers(shared, chosen), answers(alone, chosen)
     for model in chosen:
-        for way in ("free", "forced", "invariance"):  # tokens, and digests of logits for each way to compute a position
+        for way in ("free", "forced", "invariance"):  # tokens, and digests of logits for each way of computing a
+            # position
             assert found[model][way] == wanted[model][way], (model, way)
 
 
 def test_without_sum_parts_the_bits_differ(folders: dict[str, Path]) -> None:
-    """Otherwise the test above would prove nothing. In bfloat16, most of these short sums hide their order."""
+    """If the bits were equal here, the test above would prove nothing.
+
+    In bfloat16, most of these short sums hide their order.
+    """
     models = {name: folders[name] for name in MODELS[:1]}
     shared = Setup(2, 1, "float32", "fused")
     wanted, found = answers(shared, models), answers(replace(shared, tensor_parallel=1), models)

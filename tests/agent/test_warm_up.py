@@ -1,4 +1,4 @@
-"""The largest steps of a config, and the order of the start."""
+"""The largest steps of a config, and the order of the agent's start."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tests the cache of converted weights.
 
-Loaded weights equal the stored weights. The cache does not use a file that is damaged, outdated or not its own.
+Loaded weights equal the stored weights. The cache ignores a file that is damaged, outdated or of another model.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ WEIGHTS: dict[str, Array] = {
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks that divide the arrays at odd places."""
+    """Uses chunk sizes that divide the arrays at odd places."""
     monkeypatch.setattr(entry, "CHUNK_BYTES", 100_000)
 
 
 @pytest.fixture(params=["mapped", "copied"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Loads entries in both ways. Small files are not in huge pages, so that they are copied."""
+    """Loads entries by mapping and by copying. Small files are not in huge pages, so they are copied."""
     monkeypatch.setattr(entry, "LEAST_HUGE", 0.0 if request.param == "mapped" else 1.1)
     return str(request.param)
 
@@ -61,7 +61,7 @@ def cache_of(config: Config, rank: int = 0) -> WeightCache:
 
 
 def store(cache: WeightCache, weights: dict[str, Array] = WEIGHTS) -> None:
-    """Stores weights as the loader does."""
+    """Stores weights as the loader stores them."""
     with cache.keeping(sum(array.nbytes for array in weights.values())) as keep:
         for name, array in weights.items():
             keep(name, array)
@@ -91,7 +91,7 @@ def test_what_was_stored_is_loaded(config: Config, way: str) -> None:
 
 
 def own_file_mappings(path: Path) -> int:
-    """Returns the number of mappings of a file in this process."""
+    """Returns how many times this process has mapped a file."""
     return Path("/proc/self/maps").read_text(encoding="utf-8").count(str(path))
 
 

@@ -308,6 +308,7 @@ def test_a_restart_that_the_system_refuses_is_tried_again(make_executor, monkeyp
     executor = make_executor()
     events_until(executor, AgentReady)
     with monkeypatch.context() as refusing:
+
         def refuse(*arguments):
             refusing.undo()
             raise OSError(errno.EMFILE, "Too many open files")

@@ -1,4 +1,4 @@
-"""Run by test_fused_ops.py in a process of its own: prints JSON. The fused custom ops in a static graph."""
+"""Runs the fused custom operators in a static graph and prints JSON. test_fused_ops.py starts it in its own process."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def packed(weight: np.ndarray, weight_format: str, *, gated: bool = False) -> np
 
 
 def parameter(blob: np.ndarray) -> ms.Parameter:
-    """Over the blob's own memory, which is aligned as the operators want it."""
+    """Makes a parameter over the blob's own memory, which is aligned as the operators require."""
     result = unbound_parameter(blob.shape, "uint8")
     bind(result, blob)
     return result
 
 
 class Layers(nn.Cell):
-    """Embedding, two linear layers with norm, MLP and output, all but attention of a model of one layer."""
+    """A model of one layer without attention: embedding, two linear layers with a norm, MLP and output layer."""
 
     def __init__(self, dtype: Any, weight_format: str) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Layers(nn.Cell):
 
 
 def rendering(ids: np.ndarray) -> np.ndarray:
-    """Logits of every token in float64."""
+    """Returns the logits of every token, computed in float64."""
 
     def norm(x: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON) * GAMMA
@@ -101,7 +101,10 @@ def rendering(ids: np.ndarray) -> np.ndarray:
 
 
 def run(net: Layers, ids: list[int], last: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Logits and best ids of the sequences; what is past the step's tokens is rubbish that must not be touched."""
+    """Returns logits and best ids of the sequences.
+
+    The inputs past the step's tokens are invalid and must not be read.
+    """
     all_ids, all_last = np.full(TOKENS, VOCAB + 7, np.int32), np.full(SEQS, TOKENS + 7, np.int32)
     all_ids[: len(ids)], all_last[: len(last)] = ids, last
     counts = np.array([len(ids), len(last), 1, RANDOM.integers(1, 99)], np.int32)
@@ -130,7 +133,10 @@ def check(dtype: Any, weight_format: str, limit: float) -> dict[str, bool]:
 
 
 def graph_refuses(*arguments: Any) -> bool:
-    """In a graph of its own: one that failed once reports that failure for ever. MindSpore waits 3 seconds first."""
+    """Returns True if a new graph fails with these arguments.
+
+    A graph that failed once reports that failure forever. MindSpore waits 3 seconds before it reports.
+    """
     try:
         run(Layers(ms.float32, "float32"), *arguments)
     except RuntimeError:
@@ -139,7 +145,7 @@ def graph_refuses(*arguments: Any) -> bool:
 
 
 def head_refuses(head: np.ndarray, last: int = 0, dtype: str = "float32") -> bool:
-    """Whether the output layer's entry, called as MindSpore calls it for one token, says that it failed."""
+    """Returns True if the output layer's entry, called for one token as MindSpore calls it, reports an error."""
     storage = np.dtype(dtype)
     hidden, gamma = np.ones((TOKENS, WIDTH), storage), GAMMA.astype(storage)
     arrays = [

@@ -1,6 +1,6 @@
-"""Run by test_launches.py in a process of its own (the plugin is read when MindSpore is imported): prints JSON.
+"""Records and replays graphs of native primitives, and graphs that must not be recorded. Prints JSON.
 
-Graphs of native primitives, recorded and replayed, and those that must not be.
+test_launches.py starts it in its own process, because MindSpore reads the plugin when it is imported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Layer(nn.Cell):
-    """A row of a table for each token, normed and multiplied; ``between`` is an operator before the product."""
+    """Multiplies one row of a table for each token, after a norm. ``between`` is an operator before the product."""
 
     def __init__(self, between: Any = None) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class WithConstant(nn.Cell):
 
 
 class Graph:
-    """A compiled Cell over memory for its inputs that stays."""
+    """A compiled Cell. Its inputs have memory that stays at the same place."""
 
     def __init__(self, cell: nn.Cell, rows: int = ROWS) -> None:
         self.ids = np.zeros(rows, np.int32)
@@ -158,7 +158,8 @@ def check_what_is_not_recorded() -> None:
     of_mindspore = refusal(Graph(Layer(ops.Sin())))
     assert of_mindspore is not None
     unknown = "MatMul reads what none of our kernels wrote, as its argument 0"
-    wrong = "a replay gives another result"  # where MindSpore's kernel writes to what one of ours wrote before
+    wrong = "a replay gives another result"  # where MindSpore's kernel writes to memory that one of our kernels wrote
+    # before
     RESULTS["a kernel of MindSpore's between ours"] = of_mindspore.is_for_good and (
         unknown in str(of_mindspore) or wrong in str(of_mindspore)
     )
@@ -194,7 +195,10 @@ def check_what_is_not_recorded() -> None:
 
 
 def check_agreement() -> None:
-    """Agents that run a graph together are asked twice: whether there is a recording, and whether its replay agrees."""
+    """Agents that run a graph together must agree on two questions.
+
+    The first is whether each has a recording, the second whether its replay has the bits of the graph.
+    """
     for answers, reason in (([False], "another agent cannot replay its launches"), ([True, False], "a replay gives")):
         asked: list[bool] = []
 
@@ -241,7 +245,10 @@ def check_refusals() -> None:
 
 
 def of_any_size(*cells: nn.Cell, sizes: tuple[StepSizes, StepSizes]) -> tuple[RecordedLaunches | None, str]:
-    """Steps of 2 and 3 rows, said to be of these sizes, of the first cell and the last."""
+    """Records a step of 2 rows by the first cell and one of 3 rows by the last, with these sizes.
+
+    Compares its replays.
+    """
     ids = np.zeros(TOKENS, np.int32)
 
     def run(cell: nn.Cell, rows: int) -> tuple[Results, tuple[int, ...]]:
@@ -276,10 +283,13 @@ def check_sizes() -> None:
 
 
 def check_confirmation() -> None:
-    """Decodes by ``NativeReplays``: two are recorded, then two run graph and replay, and they must agree."""
+    """Runs decodes by ``NativeReplays``: two are recorded, then two run graph and replay, which must agree."""
 
     def decodes(*cells: nn.Cell) -> tuple[NativeReplays, bool, int]:
-        """Recorded of the first cell, run by the last: whether each step gave what its cell gives, how many ran."""
+        """Records steps of the first cell and runs steps of the last.
+
+        Returns the replays, whether each step had its cell's result, and how many steps ran the graph.
+        """
         ran: list[nn.Cell] = []
 
         def run_graph(inputs: tuple[Tensor, ...]) -> Tensor:

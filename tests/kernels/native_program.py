@@ -1,6 +1,6 @@
-"""Run by test_op_plugin.py in a process of its own (the plugin is read when MindSpore is imported): prints JSON.
+"""Compares every native primitive of the plugin, in graph mode, with NumPy, and prints JSON.
 
-Every native primitive of the plugin in graph mode, compared with NumPy.
+test_op_plugin.py starts it in its own process, because MindSpore reads the plugin when it is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESULTS: dict[str, Any] = {}
 
 
 class Apply(nn.Cell):
-    """A primitive on its inputs, then on some constants."""
+    """Calls a primitive with its inputs, followed by some constants."""
 
     def __init__(self, primitive: Any, *constants: Any) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Ragged(nn.Cell):
 
 
 class Banded(nn.Cell):
-    """Flash with a window and the compressed mask that goes with it."""
+    """Flash attention with a window, and with the compressed mask that this needs."""
 
     def __init__(self, window: int, dtype: Any) -> None:
         super().__init__()
@@ -191,7 +191,10 @@ def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, *, interleaved: boo
 
 
 def check_rotary(dtype: Any, table_dtype: Any) -> None:
-    """Each cos_format; rows of cos per token; a table with positions (0, 1) or sequence lengths (2, 3)."""
+    """Checks each cos_format with one row of cosines for each token, and with a table.
+
+    Formats 0 and 1 take the table with positions, formats 2 and 3 with sequence lengths.
+    """
     tokens, lengths = 6, [4, 0, 2]
     (q, qf), (k, kf) = rounded(floats(tokens, HEADS * DIM), dtype), rounded(floats(tokens, KV_HEADS * DIM), dtype)
     (cos, cf), (sin, sf) = rounded(floats(20, DIM), table_dtype), rounded(floats(20, DIM), table_dtype)
@@ -218,7 +221,10 @@ def check_rotary(dtype: Any, table_dtype: Any) -> None:
 
 
 def check_attention(dtype: Any) -> None:
-    """A prefill through FlashAttentionScore and through PagedAttention, and its last tokens as decodes: equal bits."""
+    """Runs a prefill by FlashAttentionScore and by PagedAttention, and its last tokens as decodes.
+
+    The bits must be equal.
+    """
     lengths, block_size, scale = [5, 0, 9], 4, DIM**-0.5
     tokens = sum(lengths)
     q = Tensor(floats(tokens, HEADS * DIM)).astype(dtype)
@@ -240,7 +246,10 @@ def check_attention(dtype: Any) -> None:
 
 
 def check_window(dtype: Any) -> None:
-    """Flash by its band and PagedAttention by a mask, whole, as chunk and as decode: equal bits, and less than all."""
+    """Checks a window, which FlashAttentionScore gets as a band and PagedAttention as a mask.
+
+    The whole prompt, a chunk and a decode must have equal bits, which differ from those without a window.
+    """
     length, window, block_size = 9, 4, 4
     q = Tensor(floats(length, HEADS * DIM)).astype(dtype)
     k, v = (Tensor(floats(length, KV_HEADS * DIM)).astype(dtype) for _ in range(2))
@@ -274,7 +283,7 @@ def check_window(dtype: Any) -> None:
 
 
 def check_experts(dtype: Any) -> None:
-    """The definition of the four primitives in NumPy."""
+    """Compares the chain of four primitives with their definition in NumPy."""
     tokens, experts, k, depth, width = 7, 5, 2, 24, 12
     (x, xf), (w, wf) = rounded(floats(tokens, depth), dtype), rounded(floats(experts, depth, width), dtype)
     logits = floats(tokens, experts)
@@ -305,7 +314,7 @@ def check_reshape() -> None:
 
 
 def check_dynamic_shapes() -> None:
-    """One compiled graph for any number of tokens."""
+    """Runs one compiled graph with any number of tokens."""
     net = NormThenMatMul()
     net.set_inputs(Tensor(shape=[None, 32], dtype=ms.bfloat16), Tensor(shape=[32], dtype=ms.bfloat16),
                    Tensor(shape=[8, 32], dtype=ms.bfloat16))  # fmt: skip
@@ -316,7 +325,10 @@ def check_dynamic_shapes() -> None:
 
 
 def refusal(call: Callable[[], Any], name: str) -> bool:
-    """Whether the operator refuses, and is kept from MindSpore, which would wait 3 seconds for other failures."""
+    """Returns True if the operator ``name`` refuses its inputs.
+
+    MindSpore does not see the error; it would wait 3 seconds for other failures.
+    """
     hold_failures(True)
     try:
         call().asnumpy()

@@ -1,5 +1,7 @@
-"""Run by test_plugin_semantics.py under pytest in a process of its own, which has the op plugin: what graphs compute
-between the inference primitives, against NumPy, through graphs of dynamic shapes."""
+"""Compares operators between the inference primitives with NumPy, through graphs of dynamic shapes.
+
+test_plugin_semantics.py runs this file under pytest in its own process, which has the op plugin.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ class AllPairs(nn.Cell):
 
 @cache
 def graph_of_pairs(kind: str) -> tuple[tuple[str, ...], nn.Cell]:
-    """The primitives that take this type."""
+    """Returns the primitives that support this type, and a graph that runs them."""
     names = tuple(name for name in PAIRS if name != "RealDiv" or kind in FLOATS)
     return names, AllPairs(names, TYPES[kind])
 
@@ -84,7 +86,10 @@ def flag_graph() -> nn.Cell:
 
 
 def drawn(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> tuple[Tensor, np.ndarray]:
-    """As the primitive gets them, few values so that some are equal; and what is computed with."""
+    """Draws few different values, so that some are equal.
+
+    Returns the primitive's input and the same values for NumPy.
+    """
     if kind in INTEGERS:
         numbers = rng.integers(0 if kind == "uint8" else -100, 100, shape).astype(kind)
         return Tensor(numbers), numbers
@@ -97,7 +102,7 @@ def floats(tensor: Tensor) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, kind: str) -> np.ndarray:
-    """Float32 rounded once to a type, as float32."""
+    """Rounds float32 values once to a type. Returns them as float32."""
     return floats(Tensor(np.asarray(values, np.float32)).astype(FLOATS[kind]))
 
 
@@ -111,7 +116,7 @@ def test_they_are_the_plugins() -> None:
 @examples
 @given(seeds, st.sampled_from(SHAPES))
 def test_pairs_are_broadcast(kind: str, seed: int, shapes: tuple[Any, Any]) -> None:
-    """Halves in float32, rounded once; integers wrap around."""
+    """Half types are computed in float32 and rounded once. Integers wrap around."""
     rng = np.random.default_rng(seed)
     (a, x), (b, y) = (drawn(rng, shape, kind) for shape in shapes)
     names, graph = graph_of_pairs(kind)
@@ -146,7 +151,7 @@ CASTS = {**TYPES, "bool": ms.bool_, "float64": ms.float64, "int16": ms.int16}
 
 @cache
 def graph_of_casts(source: str) -> tuple[tuple[str, ...], nn.Cell]:
-    """To every other type."""
+    """Returns a graph that converts a type to every other type."""
     targets = tuple(target for target in CASTS if target != source)
 
     class Casts(nn.Cell):
@@ -171,7 +176,10 @@ def all_casts(source: str, x: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("source", CASTS)
 def test_casts(source: str) -> None:
-    """Towards zero from floats to integers; once to nearest between floats; not zero is true."""
+    """Floats become integers by truncation, and other floats by one rounding to nearest.
+
+    Nonzero numbers become true.
+    """
     numbers = np.array([0, 1, 2, 3.75, 100.5, 0.0625] + ([] if source.startswith("u") else [-1, -3.75, -7]))
     if source in FLOATS:
         x = Tensor(numbers.astype(np.float32)).astype(FLOATS[source])
@@ -184,7 +192,7 @@ def test_casts(source: str) -> None:
         if target in FLOATS:
             np.testing.assert_array_equal(floats(found), rounded(exact.astype(np.float32), target), target)
         elif target == "uint8":
-            kept = exact.astype(np.float64) >= 0  # what a negative number becomes is another matter
+            kept = exact.astype(np.float64) >= 0  # the result for negative numbers is undefined
             np.testing.assert_array_equal(found.asnumpy()[kept], exact[kept].astype(target))
         else:
             np.testing.assert_array_equal(found.asnumpy(), exact.astype(target), target)
@@ -204,7 +212,7 @@ AXES = ((-1,), (0,), (1,), (0, 2), (0, 1, 2), ())
 
 
 class Sums(nn.Cell):
-    """Over each of some axes, which stay as 1 and which do not."""
+    """Sums over several sets of axes, with and without ``keep_dims``."""
 
     def __init__(self, axes: tuple[tuple[int, ...], ...], kind: Any, rank: int) -> None:
         super().__init__()
@@ -221,7 +229,7 @@ class Sums(nn.Cell):
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int32"])
 def test_sums(kind: str) -> None:
-    """In the order of the elements; without axes over all."""
+    """A sum adds the elements in order. Without axes, it adds all elements."""
     x, exact = drawn(np.random.default_rng(0), (5, 7, 3), kind)
     cases = [(keep, axes) for keep in (True, False) for axes in AXES]
     for (keep, axes), found in zip(cases, Sums(AXES, TYPES[kind], 3)(x), strict=True):
@@ -246,7 +254,7 @@ def test_a_sum_is_of_its_own_row_alone() -> None:
 
 
 class Ranks(nn.Cell):
-    """The largest element of each row, the 64 largest, exponentials, and sums of exponentials."""
+    """Returns the largest element of each row, the 64 largest, the exponentials, and their sums."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()

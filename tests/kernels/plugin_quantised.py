@@ -1,5 +1,8 @@
-"""Run by test_plugin_semantics.py under pytest in a process of its own, which has the op plugin: the primitives of
-quantised products against plain NumPy renderings of their documentation (docs/ascend.md names the pages)."""
+"""Compares the primitives of quantised products with NumPy versions of their documentation.
+
+docs/ascend.md names the pages of the documentation. test_plugin_semantics.py runs this file under pytest in its own
+process, which has the op plugin.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class QuantMatmul(nn.Cell):
 
 
 class WeightQuantMatmul(nn.Cell):
-    """The weight is a constant: types of four bits are no type of an input."""
+    """A product with a constant weight, because an input cannot have a type of four bits."""
 
     def __init__(self, weight: Tensor, group: int, *, transpose: bool) -> None:
         super().__init__()
@@ -53,7 +56,7 @@ class WeightQuantMatmul(nn.Cell):
 
 
 class Multiply(nn.Cell):
-    """By a parameter that lives in an array, as the models' do."""
+    """Multiplies by a parameter that shares an array's memory, as in the models."""
 
     def __init__(self, array: np.ndarray, dtype: str) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ class Multiply(nn.Cell):
 
 
 class KeptPairs(nn.Cell):
-    """By parameters of int4 that live in arrays; ``offsets`` may be None."""
+    """Multiplies by int4 parameters that share arrays' memory. ``offsets`` may be None."""
 
     def __init__(
         self, stored: np.ndarray, scale: np.ndarray, offsets: np.ndarray | None, dtype: str, group: int
@@ -82,7 +85,7 @@ class KeptPairs(nn.Cell):
 
 
 def _bound(array: np.ndarray, dtype: str) -> tuple[ms.Parameter, np.ndarray]:
-    """And the array whose memory the parameter has."""
+    """Returns a parameter and the array whose memory it uses."""
     parameter = unbound_parameter(array.shape, dtype)
     return parameter, bind(parameter, array)
 
@@ -102,8 +105,10 @@ def dynamic_quant_graph(dtype: str) -> nn.Cell:
 @examples
 @given(any_dtype, seeds, st.integers(1, 40), st.integers(1, 300))
 def test_dynamic_quant(dtype: str, seed: int, rows: int, depth: int) -> None:
-    """scale = max|x| / 127 of each row, y = round(x / scale); to nearest, so within half a step but for the rounding of
-    the quotient. A row of zeros gives zeros."""
+    """For each row, scale = max|x| / 127 and y = round(x / scale). A row of zeros gives zeros.
+
+    y is rounded to nearest, so the error is at most half a step, plus the rounding of the quotient.
+    """
     rng = np.random.default_rng(seed)
     x, x_exact = values(rng, rows, depth, dtype=dtype)
     if rows > 1:
@@ -129,7 +134,7 @@ def quant_matmul_graph(dtype: str, scale_type: Any, transpose: bool) -> nn.Cell:
 @examples
 @given(any_dtype, st.booleans(), seeds, st.integers(1, 20), st.integers(1, 200), st.integers(1, 90))
 def test_quant_batch_matmul(dtype: str, transpose: bool, seed: int, rows: int, depth: int, columns: int) -> None:
-    """(x1 @ x2) * scale * pertoken_scale: exact integers, then float32, rounded once."""
+    """The result is (x1 @ x2) * scale * pertoken_scale: exact integers, then float32, rounded once."""
     rng = np.random.default_rng(seed)
     x, w = (rng.integers(-128, 128, (count, depth)).astype(np.int8) for count in (rows, columns))
     scale, token_scale = (rng.uniform(1e-4, 0.1, count).astype(np.float32) for count in (columns, rows))
@@ -143,13 +148,16 @@ def test_quant_batch_matmul(dtype: str, transpose: bool, seed: int, rows: int, d
 
 
 def pairs(integers: np.ndarray) -> Tensor:
-    """[rows, columns] of int4 as the primitive has them: two along the last axis in a byte, the even one low."""
+    """Packs int4 integers [rows, columns] as the primitive takes them: two columns in a byte, the even column low."""
     low, high = integers[:, 0::2], integers[:, 1::2]
     return Tensor(((low & 15) | (high << 4)).astype(np.int8), dtype=ms.qint4x2)
 
 
 def dequantised(w: np.ndarray, scale: np.ndarray, offset: np.ndarray | int, group: int) -> np.ndarray:
-    """[columns, depth] floats of integers; scale and offset [columns, groups]: (w + offset) * scale."""
+    """Returns the floats [columns, depth] of integers:
+
+    (w + offset) * scale, with scale and offset [columns, groups].
+    """
     spread = [np.repeat(a, group or w.shape[1], 1)[:, : w.shape[1]] if np.ndim(a) else a for a in (scale, offset)]
     out: np.ndarray = (w + spread[1]) * spread[0]
     return out
@@ -164,7 +172,10 @@ def test_weight_quant_batch_matmul(
     dtype: str, seed: int, rows: int, units: int, half_columns: int, int4: bool, transpose: bool, group: int,
     with_offset: bool,
 ) -> None:  # fmt: skip
-    """x @ ((weight + offset) * scale). Groups lie along the depth; transposed, weight and scales are both [n, ...]."""
+    """The result is x @ ((weight + offset) * scale). Groups lie along the depth.
+
+    If ``transpose`` is set, weight and scales are [columns, depth] and [columns, groups].
+    """
     rng = np.random.default_rng(seed)
     depth, columns, with_offset = 32 * units, 2 * half_columns, with_offset and int4
     groups = -(-depth // group) if group else 1
@@ -191,7 +202,7 @@ def test_weight_quant_batch_matmul(
 @pytest.mark.parametrize("rows", [1, 3, 17])
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_a_kept_weight_is_the_same_weight(dtype: str, rows: int) -> None:
-    """MatMul by a weight that was packed before, whose numbers cannot be read any more; then forgotten."""
+    """MatMul gives the same result with a weight that was packed before. The original memory has been given back."""
     rng = np.random.default_rng(3)
     w = from_float32(rng.standard_normal((80, 4096)).astype(np.float32), dtype)
     x, x_exact = values(rng, rows, 4096, dtype=dtype)
@@ -211,7 +222,10 @@ def test_a_kept_weight_is_the_same_weight(dtype: str, rows: int) -> None:
 
 
 def refusing(call: Callable[[], Any]) -> str | None:
-    """The operator that refuses, which is kept from MindSpore: that would wait 3 seconds for other failures."""
+    """Returns the name of the operator that refuses its inputs, or None.
+
+    MindSpore does not see the error; it would wait 3 seconds for other failures.
+    """
     hold_failures(True)
     try:
         call().asnumpy()
@@ -228,7 +242,10 @@ def refusing(call: Callable[[], Any]) -> str | None:
 def test_a_kept_int4_weight_is_the_same_weight(
     dtype: str, seed: int, rows: int, units: int, half_columns: int, group: int, with_offset: bool
 ) -> None:
-    """Packed before, as the models have it: [depth, columns], two columns a byte; and a row is the same bits alone."""
+    """The weight [depth, columns], with two columns in a byte, was packed before.
+
+    A row computed alone has the same bits.
+    """
     rng = np.random.default_rng(seed)
     depth, columns = 64 * units, 2 * half_columns
     groups = -(-depth // group) if group else 1
@@ -242,7 +259,7 @@ def test_a_kept_int4_weight_is_the_same_weight(
     weight = PrimitiveWeight(graph.values, "int4", False, scale, offsets, dtype, group, float_products=True)
     kept.keep(weight, release=False)
     try:
-        graph.values[:] = 0  # only the packed copy has them now
+        graph.values[:] = 0  # only the packed copy has the values now
         out = graph(x)
         spread = [np.repeat(a, group or depth, 0)[:depth] for a in (exact(as_tensor(scale)), offset)]
         assert_rounded(out, x_exact @ ((w + spread[1]) * spread[0]), dtype, slack=1e-5)
@@ -252,7 +269,7 @@ def test_a_kept_int4_weight_is_the_same_weight(
 
 
 class Grouped(nn.Cell):
-    """A grouped product by parameters that live in arrays, in one of the forms of ``agent.weights.forms``."""
+    """A grouped product by parameters that share arrays' memory, in one of the layouts of ``agent.weights.forms``."""
 
     def __init__(self, form: str, weight: np.ndarray, scale: np.ndarray, offset: np.ndarray, dtype: str) -> None:
         super().__init__()
@@ -281,8 +298,10 @@ GROUPED_FORMS = ("float", "int8", "int8_weight_only", "int4", "int4 rows")
 
 
 class GroupedCase:
-    """Random numbers of one form: experts' weights [experts, depth, columns], and what they are exactly. ``int4 rows``
-    has a scale and a zero point for each output; ``int4`` scales for groups, without."""
+    """Random weights [experts, depth, columns] in one layout, and their exact values.
+
+    ``int4 rows`` has a scale and a zero point for each output. ``int4`` has scales for groups, and no zero points.
+    """
 
     def __init__(self, form: str, dtype: str, seed: int, sizes: tuple[int, int, int], group: int) -> None:
         self.form, self.dtype = form.removesuffix(" rows"), dtype
@@ -317,7 +336,7 @@ class GroupedCase:
         return graph
 
     def rows(self, counts: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
-        """Rows ordered by expert, the scales of tokens, and what they are exactly."""
+        """Returns rows in the order of their experts, the scales of tokens, and the exact values."""
         count = int(counts.sum())
         token_scale = self.rng.uniform(1e-4, 0.1, count).astype(np.float32)
         if self.form == "int8":
@@ -348,8 +367,11 @@ any_sizes = st.tuples(
 @examples
 @given(st.sampled_from(GROUPED_FORMS), any_dtype, seeds, any_sizes, st.booleans())
 def test_grouped_matmul(form: str, dtype: str, seed: int, sizes: tuple[int, int, int], whole: bool) -> None:
-    """The rows of a group times its weight: floats; (x @ weight) * scale * per_token_scale of integers; or
-    x @ ((weight + antiquant_offset) * antiquant_scale), in groups of the depth or in one. Some have no rows."""
+    """Multiplies the rows of each group by its weight. Some groups have no rows.
+
+    Floats: x @ weight. int8: (x @ weight) * scale * per_token_scale. Weight-only layouts: x @ ((weight +
+    antiquant_offset) * antiquant_scale), in groups along the depth or in one group.
+    """
     case = GroupedCase(form, dtype, seed, sizes, sizes[1] if whole else 32)
     counts = case.rng.integers(0, 5, case.experts)
     counts[case.rng.integers(case.experts)] += 1
@@ -361,8 +383,10 @@ def test_grouped_matmul(form: str, dtype: str, seed: int, sizes: tuple[int, int,
 @pytest.mark.parametrize("form", GROUPED_FORMS)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_kept_experts_are_the_same_experts(form: str, dtype: str) -> None:
-    """Packed before, their numbers not to be read any more; and a row is the same bits alone, in any company and with
-    any number of threads."""
+    """The weights were packed before, and their original memory cannot be read any more.
+
+    A row has the same bits alone, with any other rows and with any number of threads.
+    """
     case = GroupedCase(form, dtype, 5, (6, 160, 150), 32)
     graph, counts = case.graph(), np.array([3, 0, 40, 1, 0, 7])
     x, token_scale, x_exact = case.rows(counts)

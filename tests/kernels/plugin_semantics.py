@@ -1,6 +1,8 @@
-"""Run by test_plugin_semantics.py under pytest in a process of its own, which has the op plugin: each native primitive
-against a plain NumPy rendering of its documentation (docs/ascend.md names the pages), on random shapes, through graphs
-of dynamic shapes as the models use them."""
+"""Compares each native primitive with a NumPy version of its documentation, on random shapes.
+
+docs/ascend.md names the pages of the documentation. Graphs have dynamic shapes, as in the models.
+test_plugin_semantics.py runs this file under pytest in its own process, which has the op plugin.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ ms.set_device("CPU")
 
 DTYPES = {"float16": ms.float16, "bfloat16": ms.bfloat16}
 GEOMETRIES = [(4, 4, 16), (4, 2, 32), (8, 1, 64), (6, 3, 48)]
-"""Query heads, key-value heads, size of a head: as many, shared by two, all by one, an odd number."""
+"""Query heads, key-value heads and size of a head.
+
+Key-value heads have one query head, two query heads, all query heads, or an odd number of them.
+"""
 MAX_PROMPTS = 4
 CACHE_SLOTS = 48
 any_dtype = st.sampled_from(sorted(DTYPES))
@@ -39,7 +44,7 @@ examples = settings(
 
 
 class Apply(nn.Cell):
-    """A primitive on its inputs, then on some constants."""
+    """Calls a primitive with its inputs, followed by some constants."""
 
     def __init__(self, primitive: Any, *constants: Any) -> None:
         super().__init__()
@@ -70,7 +75,7 @@ class Paged(nn.Cell):
 
 
 class Write(nn.Cell):
-    """Owns its caches, as the models do."""
+    """Writes keys and values to its own caches, as the models do."""
 
     def __init__(self, kv_heads: int, dim: int, block_size: int, dtype: str) -> None:
         super().__init__()
@@ -87,7 +92,7 @@ def dynamic(*shape: int | None, dtype: Any) -> Tensor:
 
 
 def values(rng: np.random.Generator, *shape: int, dtype: str) -> tuple[Tensor, np.ndarray]:
-    """Random numbers as the primitive gets them, and what they are exactly."""
+    """Returns random numbers as the primitive's input, and their exact values."""
     tensor = Tensor(rng.standard_normal(shape).astype(np.float32)).astype(DTYPES[dtype])
     return tensor, exact(tensor)
 
@@ -101,7 +106,7 @@ def ints(numbers: Any, dtype: Any = np.int32) -> Tensor:
 
 
 def assert_rounded(tensor: Tensor, wanted: np.ndarray, dtype: str, *, slack: float) -> None:
-    """Rounded once from a result that is right to ``slack`` of the largest value."""
+    """Checks that ``out`` is the exact result rounded once, up to ``slack`` times the largest value."""
     limit = EPSILON[dtype] * np.abs(wanted) + slack * (np.abs(wanted).max(initial=0) + 1e-6)
     assert tuple(tensor.shape) == wanted.shape
     assert (np.abs(exact(tensor) - wanted) <= limit).all(), np.abs(exact(tensor) - wanted).max()
@@ -119,7 +124,7 @@ def norm_graphs(dtype: str) -> tuple[nn.Cell, nn.Cell]:
 @examples
 @given(any_dtype, seeds, st.integers(1, 9), st.integers(1, 200))
 def test_rms_norm(dtype: str, seed: int, rows: int, width: int) -> None:
-    """y = x / sqrt(mean(x^2) + epsilon) * gamma; rstd [rows, 1] in float32."""
+    """The results are y = x / sqrt(mean(x^2) + epsilon) * gamma, and rstd [rows, 1] in float32."""
     rng = np.random.default_rng(seed)
     (x, x_exact), (gamma, gamma_exact) = values(rng, rows, width, dtype=dtype), values(rng, width, dtype=dtype)
     y, rstd = norm_graphs(dtype)[0](x, gamma)
@@ -132,7 +137,7 @@ def test_rms_norm(dtype: str, seed: int, rows: int, width: int) -> None:
 @examples
 @given(any_dtype, seeds, st.integers(1, 9), st.integers(1, 200))
 def test_add_rms_norm(dtype: str, seed: int, rows: int, width: int) -> None:
-    """The sum is stored rounded, and the norm is of what is stored: y, rstd, x1 + x2."""
+    """The results are y, rstd and x1 + x2. The sum is rounded first, and the norm is that of the rounded sum."""
     rng = np.random.default_rng(seed)
     (a, a_exact), (b, b_exact) = (values(rng, rows, width, dtype=dtype) for _ in range(2))
     gamma, gamma_exact = values(rng, width, dtype=dtype)
@@ -154,14 +159,14 @@ def swiglu_graph(dtype: str) -> nn.Cell:
 @examples
 @given(any_dtype, seeds, st.integers(1, 9), st.integers(1, 150))
 def test_swiglu(dtype: str, seed: int, rows: int, half: int) -> None:
-    """silu(first half) * second half."""
+    """The result is silu(first half) * second half."""
     x, x_exact = values(np.random.default_rng(seed), rows, 2 * half, dtype=dtype)
     gate, value = np.split(x_exact, 2, -1)
     assert_rounded(swiglu_graph(dtype)(x), gate / (1 + np.exp(-gate)) * value, dtype, slack=1e-6)
 
 
 class MindFormersExtras(nn.Cell):
-    """SiLU as MindFormers calls it, and its copy of lengths to the host."""
+    """SiLU with MindFormers' arguments, and its copy of lengths to the host."""
 
     def construct(self, x: Any, lengths: Any) -> Any:
         return mint.nn.functional.silu(x), ops.move_to(lengths, "CPU")
@@ -177,7 +182,7 @@ def extras_graph(dtype: str) -> nn.Cell:
 @examples
 @given(any_dtype, seeds, st.integers(1, 9), st.integers(1, 150))
 def test_silu_and_move_to(dtype: str, seed: int, rows: int, width: int) -> None:
-    """x / (1 + exp(-x)); and the same integers again."""
+    """SiLU is x / (1 + exp(-x)). The copied integers are unchanged."""
     rng = np.random.default_rng(seed)
     x, x_exact = values(rng, rows, width, dtype=dtype)
     lengths = rng.integers(0, 2**31 - 1, rows, np.int32)
@@ -187,7 +192,7 @@ def test_silu_and_move_to(dtype: str, seed: int, rows: int, width: int) -> None:
 
 
 class MindFormersExperts(nn.Cell):
-    """The primitives of MindFormers' router and dispatcher, except the grouped products, with its arguments."""
+    """The primitives of MindFormers' router and dispatcher with its arguments, except the grouped products."""
 
     def __init__(self, k: int, dtype: str) -> None:
         super().__init__()
@@ -210,8 +215,10 @@ def experts_graph(k: int, dtype: str) -> nn.Cell:
 @examples
 @given(any_dtype, seeds, st.integers(1, 9), st.integers(8, 130), st.sampled_from([1, 3, 8]))
 def test_primitives_of_mindformers_experts(dtype: str, seed: int, rows: int, width: int, k: int) -> None:
-    """The k largest of each row, of equals the first; NaN and infinities made zeros; a mask's elements made zeros; a
-    row of a table."""
+    """Four primitives: top-k, replacement of NaN and infinities by zeros, a mask that sets zeros, and a row of a table.
+
+    If elements are equal, top-k takes the first of them.
+    """
     rng = np.random.default_rng(seed)
     scores = rng.integers(-4, 5, (rows, width)).astype(np.float32)  # few values, so that many are equal
     _, exact_numbers = values(rng, rows, width, dtype=dtype)
@@ -233,7 +240,7 @@ def test_primitives_of_mindformers_experts(dtype: str, seed: int, rows: int, wid
 
 
 class Routing(nn.Cell):
-    """Shares of the chosen experts as MindFormers works them out, mostly with operators of MindSpore's own."""
+    """Computes the weights of the chosen experts as MindFormers does, mostly with MindSpore's own operators."""
 
     def construct(self, logits: Any) -> Any:
         shares, experts = mint.topk(mint.softmax(logits, dim=-1, dtype=ms.float32), k=4, dim=-1)
@@ -242,7 +249,7 @@ class Routing(nn.Cell):
 
 @pytest.mark.parametrize("experts", [4, 5, 8, 60, 64, 128, 200])
 def test_a_tokens_shares_do_not_depend_on_the_others(experts: int) -> None:
-    """Bit for bit, alone and among few and many; and they are right."""
+    """The bits are equal alone and among few or many tokens. The values are right."""
     graph = Routing()
     graph.set_inputs(dynamic(None, None, dtype=ms.float32))
     logits = np.random.default_rng(experts).standard_normal((300, experts)).astype(np.float32) * 3
@@ -256,7 +263,7 @@ def test_a_tokens_shares_do_not_depend_on_the_others(experts: int) -> None:
 
 
 class Extremes(nn.Cell):
-    """The other end of a row, and of a table's other axis."""
+    """The smallest elements of a row instead of the largest, and columns of a table instead of rows."""
 
     def construct(self, rows: Any, columns: Any) -> Any:
         smallest, places = mint.topk(rows, k=2, dim=1, largest=False)
@@ -265,7 +272,7 @@ class Extremes(nn.Cell):
 
 @pytest.mark.parametrize("dtype", ["float32", *DTYPES])
 def test_smallest_nan_and_columns(dtype: str) -> None:
-    """NaN comes after all numbers, whichever end is asked for."""
+    """NaN comes after all numbers, both for the smallest and for the largest."""
     kind = {"float32": ms.float32, **DTYPES}[dtype]
     graph = Extremes()
     graph.set_inputs(dynamic(None, None, dtype=kind), dynamic(None, dtype=ms.int64))
@@ -292,7 +299,10 @@ def rotary_graph(dtype: str, cos_format: int) -> nn.Cell:
 def test_rotary_with_a_row_of_cosines_a_token(
     dtype: str, seed: int, geometry: tuple[int, int, int], cos_format: int, lengths: list[int]
 ) -> None:
-    """cos_format 2: an element turns with the one half a head away; 3: with its neighbour. cos, sin [tokens, dim]."""
+    """cos and sin are [tokens, dim]. With cos_format 2, an element is rotated with the element half a head away.
+
+    With cos_format 3, it is rotated with its neighbour.
+    """
     heads, kv_heads, dim = geometry
     tokens, rng = sum(lengths) + 1, np.random.default_rng(seed)
     (q, q_exact), (k, k_exact) = (values(rng, tokens, n * dim, dtype=dtype) for n in (heads, kv_heads))
@@ -319,7 +329,10 @@ def write_graph(kv_heads: int, dim: int, block_size: int, dtype: str) -> Write:
 @examples
 @given(any_dtype, seeds, any_geometry, st.integers(1, 12), st.sampled_from([1, 3, 16]))
 def test_reshape_and_cache(dtype: str, seed: int, geometry: tuple[int, int, int], tokens: int, block_size: int) -> None:
-    """slot = block * block_size + offset, each once; a negative one is padding and writes nothing. All else stays."""
+    """The slot is block * block_size + offset, each only once.
+
+    A negative slot is padding. Other memory stays unchanged.
+    """
     _, kv_heads, dim = geometry
     rng, graph = np.random.default_rng(seed), write_graph(kv_heads, dim, block_size, dtype)
     slots = rng.permutation(CACHE_SLOTS)[:tokens].astype(np.int32)
@@ -344,7 +357,10 @@ def flash_graph(geometry: tuple[int, int, int], dtype: str) -> nn.Cell:
 @examples
 @given(any_dtype, seeds, any_geometry, st.lists(st.integers(0, 40), min_size=1, max_size=MAX_PROMPTS))
 def test_flash_attention(dtype: str, seed: int, geometry: tuple[int, int, int], lengths: list[int]) -> None:
-    """Layout TH: prompts behind each other, causal each; lengths of the sequences, those past the last 0."""
+    """Layout TH: prompts one after the other, each causal.
+
+    Inputs have the lengths of the sequences; unused ones are 0.
+    """
     heads, kv_heads, dim = geometry
     lengths = lengths if sum(lengths) else [1]
     tokens, rng = sum(lengths), np.random.default_rng(seed)
@@ -373,8 +389,10 @@ def paged_graph(geometry: tuple[int, int, int], dtype: str) -> nn.Cell:
 def test_paged_attention(
     dtype: str, seed: int, geometry: tuple[int, int, int], block_size: int, steps: list[tuple[int, int]], decode: bool
 ) -> None:
-    """The last q_seq_lens tokens of each sequence over its blocks, in any order of blocks: chunks, decodes, mixtures.
-    The mask [tokens, positions] hides later positions; a decode has none."""
+    """Computes the last q_seq_lens tokens of each sequence over its blocks, which are in any order.
+
+    The steps are chunks, decodes and mixtures. The mask [tokens, positions] hides later positions; a decode has none.
+    """
     heads, kv_heads, dim = geometry
     queries = [1 if decode else query for query, _ in steps]
     contexts = [query + earlier for query, (_, earlier) in zip(queries, steps, strict=True)]
@@ -411,7 +429,7 @@ def matmul_graph(dtype: str) -> nn.Cell:
 @examples
 @given(any_dtype, seeds, st.integers(1, 20), st.integers(1, 130), st.integers(1, 40))
 def test_matmul(dtype: str, seed: int, rows: int, depth: int, columns: int) -> None:
-    """x @ weight.T, summed in float32, rounded once."""
+    """The result is x @ weight.T, summed in float32 and rounded once."""
     rng = np.random.default_rng(seed)
     (x, xx), (w, wx) = values(rng, rows, depth, dtype=dtype), values(rng, columns, depth, dtype=dtype)
     assert_rounded(matmul_graph(dtype)(x, w), xx @ wx.T, dtype, slack=1e-5)
@@ -427,7 +445,7 @@ def split_graph() -> nn.Cell:
 @examples
 @given(seeds, st.integers(1, 300))
 def test_split_with_size(seed: int, rows: int) -> None:
-    """The pieces along the axis, bit for bit."""
+    """The pieces along the axis have the bits of the input."""
     x, x_exact = values(np.random.default_rng(seed), rows, 16, dtype="float16")
     for piece, wanted in zip(split_graph()(x), np.split(x_exact, [3, 8], -1), strict=True):
         np.testing.assert_array_equal(exact(piece), wanted)
@@ -435,7 +453,7 @@ def test_split_with_size(seed: int, rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_rows_of_no_sequence_are_refused(dtype: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """More query rows than q_seq_lens say: an error, not a guess."""
+    """If there are more query rows than q_seq_lens states, the operator reports an error."""
     rng = np.random.default_rng(0)
     q, _ = values(rng, 3, 64, dtype=dtype)
     cached, _ = values(rng, 2, 16, 4, 16, dtype=dtype)

@@ -1,5 +1,8 @@
-"""The attention of the native primitives: compares it with float64, and its bits for paged and plain keys, for chunks
-and whole prompts, alone and in a batch."""
+"""Tests the attention of the native primitives.
+
+Results are compared with float64. Bits are equal for paged and contiguous keys, for chunks and whole prompts, alone and
+in a batch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from support.kernel_calls import PagedKeys, attention_rendering, page, random_te
 from support.kernel_threads import check_threads_change_no_bit
 
 TOLERANCE = {"float32": 3e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}
-"""Absolute, for values of standard deviation 1."""
+"""Maximum absolute error, for values of standard deviation 1."""
 
 CASES = [
     # heads, kv_heads, dim, block_size, query_lens, context_lens
@@ -29,7 +32,7 @@ CASES = [
 
 
 class Case:
-    """Random tensors of one case, plain and paged."""
+    """Random tensors of one case, with contiguous and with paged keys."""
 
     def __init__(self, case: tuple[int, int, int, int, list[int], list[int]], dtype: str) -> None:
         heads, kv_heads, dim, block_size, self.query_lens, self.context_lens = case

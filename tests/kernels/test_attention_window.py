@@ -1,4 +1,4 @@
-"""The attention of the native primitives with a sliding window: float64, and bit for bit against itself."""
+"""Tests the attention of the native primitives with a sliding window, against float64 and with equal bits in chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of cache blocks against NumPy, for every type a cache has."""
+"""Copies of cache blocks compared with NumPy, for every type that a cache may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling from candidates gives the tokens of the sampler of whole rows, or asks for the whole row."""
+"""Sampling from candidates chooses the token that whole logits give, or asks for whole logits."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_rows_that_depend_on_other_tokens_need_whole_logits(settings: dict[str, 
 
 
 def test_a_draw_beyond_the_candidates_needs_whole_logits() -> None:
-    """The logits are equal: 64 of 16003 candidates have a small part of the mass, and no rank is certain."""
+    """All logits are equal. So 64 of 16003 candidates have a small part of the mass, and no rank is certain."""
     sampling = Sampling(np.zeros((20, 16003)), {"temperature": np.float32(1), "seed": np.arange(20)}, [], [])
     sampling.histories = {}
     assert sampling.of_candidates()[1].all()
@@ -198,7 +198,7 @@ def test_candidates_that_are_not_numbers_need_whole_logits() -> None:
 
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 1, "top_k": 5}, {"num_top_logits": 2}])
 def test_rows_whose_logits_are_not_finite_are_marked(settings: dict[str, Any]) -> None:
-    """The largest logit decides. If only the sum is NaN, the whole row is needed."""
+    """The largest logit decides. If only the sum is NaN, the sampler needs the whole row."""
     sampling = make(3, 1000, 1.0, np.float32, **(OFF | settings))
     best, values, candidates = candidates_of(sampling.logits, sampling.inputs["temperature"])
     values[[4, 5, 6]] = np.nan, np.inf, -np.inf

@@ -1,4 +1,4 @@
-"""The loops of the ceilings program hold their multiplications: the compiler has not moved them out of the loop."""
+"""Each loop of the ceilings program contains its multiplications: the compiler has not moved them out of the loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MULTIPLICATIONS = {
     "avx512_amx": {"fma": ("vfmadd", 12), "dot_bf16": ("tdpbf16ps", 4), "dot_int8": ("tdpbsud", 4)},
     "portable": {"fma": ("mulps", 24), "dot_bf16": ("mulps", 24), "dot_int8": ("pmuludq", 2 * 16)},
 }
-"""The multiply instruction of each loop on x86, and how many of them one step needs at least."""
+"""For each loop on x86: its multiply instruction, and the minimum number of them in one iteration."""
 
 
 @cache
@@ -37,7 +37,7 @@ def functions() -> dict[str, list[tuple[int, str]]]:
 
 
 def loop_bodies(instructions: list[tuple[int, str]]) -> list[list[str]]:
-    """Every stretch of a function between the target of a backward jump and the jump."""
+    """Returns every part of a function from the target of a backward jump to the jump."""
     bodies = []
     for address, text in instructions:
         if (jump := re.match(r"j\w+ +([0-9a-f]+)", text)) and int(jump[1], 16) < address:

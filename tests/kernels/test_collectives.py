@@ -1,4 +1,4 @@
-"""Sums and gathers between agents, by real processes over a real exchange."""
+"""Sums and gathers between agents: real processes with a real exchange."""
 
 from __future__ import annotations
 

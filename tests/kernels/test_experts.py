@@ -1,4 +1,4 @@
-"""Routing of tokens to experts, and the operator ExpertMlp against float64 and bit for bit against itself."""
+"""Routing of tokens to experts, and the operator ExpertMlp: compared with float64, and equal bits for any rows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_of_equals_the_first_is_chosen_and_nan_never() -> None:
 
 
 class Experts:
-    """Random weights, and rows to send through them."""
+    """Random weights of experts, and rows that are sent to them."""
 
     def __init__(self, dtype: str, fmt: str, *, experts: int, chosen: int, normalised: bool, rows: int) -> None:
         rng = np.random.default_rng(3)
@@ -84,7 +84,10 @@ class Experts:
         return out
 
     def run(self, rows: list[int], *, choice: list[int] | None = None, spare: int = 2) -> tuple[int, Array, Array]:
-        """The entry's code, the experts' output and the sum, of some rows; the arrays have ``spare`` rows more."""
+        """Runs some rows.
+
+        Returns the entry's code, the experts' output and the sum. Arrays are ``spare`` rows longer.
+        """
         hidden = np.concatenate([self.hidden[rows], self.hidden[:spare]])
         residual = np.concatenate([self.residual[rows], self.residual[:spare]])
         out, total = np.full_like(hidden, 77), np.full_like(hidden, 77)
@@ -99,7 +102,7 @@ class Experts:
         return EntryCall(tensors).run(load_library().ExpertMlp), out, total
 
     def exact(self) -> npt.NDArray[np.float64]:
-        """In float64, except for the rounding of the sum and of the normed row."""
+        """Computes in float64, except for the rounding of the sum and of the normed row."""
         total = load(store(load(self.hidden, self.dtype) + load(self.residual, self.dtype), self.dtype), self.dtype)
         normed = total / np.sqrt((total * total).mean(-1, keepdims=True) + EPSILON) * load(self.gamma, self.dtype)
         normed = load(store(normed, self.dtype), self.dtype)
@@ -140,7 +143,7 @@ def test_quantised_experts_are_near(fmt: str, limit: float) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("fmt", ["float", "int8", "int4"])
 def test_a_row_does_not_depend_on_the_others(dtype: str, fmt: str) -> None:
-    """Alone, in another order, among more rows than a piece holds, with other threads."""
+    """Bits are equal for a row alone, in another order, among more rows than a piece holds, and with other threads."""
     made = Experts(dtype, fmt, experts=8, chosen=3, normalised=True, rows=600)
     _, whole, _ = made.run(list(range(600)))
     with threads_as_before():

@@ -1,4 +1,4 @@
-"""The fused custom operators except attention, in a static graph that uses part of its size."""
+"""The fused custom operators except attention, in a static graph whose steps are smaller than the graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ExpertMlp with DeepSeek's routers, shared experts and some of the experts, against float64."""
+"""ExpertMlp with DeepSeek's routers, shared experts and a part of the experts, compared with float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Float64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Router:
-    """How experts are chosen; the names are those of agent/kernels/ops/grouped_routing.h."""
+    """The rules by which experts are chosen. The names are those of agent/kernels/ops/grouped_routing.h."""
 
     sigmoid: bool = False
     groups: int = 1
@@ -69,7 +69,7 @@ class Model:
         return code, out
 
     def exact(self, router: Router, first: int = 0, held: int = EXPERTS, *, shared: bool = True) -> Float64:
-        """Computes the output in float64. Draws no equal scores, so the order of equal ones does not matter."""
+        """Computes the output in float64. No two scores are equal, so the order of equal scores does not matter."""
         total = self.hidden.astype(np.float64) + self.residual
         x = total / np.sqrt((total * total).mean(1, keepdims=True) + EPSILON) * self.gamma
         logits = x @ self.router.T
@@ -118,7 +118,7 @@ def test_equals_float64(name: str, shared: bool) -> None:
 
 
 def test_every_router_chooses_differently() -> None:
-    """Otherwise the test above could not distinguish the routers."""
+    """If two routers chose the same experts, the test above could not distinguish them."""
     made = Model()
     outs = [made.run(router, shared=False)[1] for router in ROUTERS.values()]
     assert all(np.abs(a - b).max() > 0.1 for a, b in ((outs[0], outs[1]), (outs[1], outs[2])))

@@ -1,4 +1,4 @@
-"""The custom op LatentAttention against float64 without absorption, and bit for bit against itself."""
+"""The custom op LatentAttention, compared with float64 without absorption. Chunks and threads change no bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of latent attention. Without a rank of queries, ``query_rank`` is 0."""
+    """Sizes of latent attention. ``query_rank`` is 0 if queries have no low-rank projection."""
 
     heads: int = 3
     query_rank: int = 40
@@ -41,7 +41,7 @@ class Sizes:
 
 
 DEEPSEEK_V3 = Sizes(heads=128, query_rank=0, nope=128, rope=64, value=128, rank=512, tokens=20)
-"""The sizes of DeepSeek-V3, of which 128 rows of one token do not fit with those of the next into one task."""
+"""The sizes of DeepSeek-V3. A task has space for the 128 rows of one token, but not for those of two tokens."""
 
 
 class Latent:
@@ -78,7 +78,7 @@ class Latent:
         return out
 
     def run(self, begin: int, end: int, *, form: list[int] | None = None) -> tuple[int, Array]:
-        """Computes tokens [begin, end) of the sequence, after earlier calls have computed the tokens before."""
+        """Computes tokens [begin, end) of the sequence. Earlier calls have computed the tokens before them."""
         s, count = self.sizes, end - begin
         positions = np.arange(begin, end, dtype=np.int32)
         slots = self.table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -100,7 +100,7 @@ class Latent:
         return code, out[:count]
 
     def _rotated(self, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """x [tokens, ..., rope] -> the same, rotated."""
+        """Rotates x [tokens, ..., rope]."""
         half = x.shape[-1] // 2
         shape = (len(x), *[1] * (x.ndim - 2), half)
         pick = slice(0, None, 2) if self.sizes.interleaved else slice(0, half)
@@ -115,7 +115,7 @@ class Latent:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON) * load(gamma, self.dtype)
 
     def exact(self) -> npt.NDArray[np.float64]:
-        """Computes keys and values of every head, as the model is defined, and attention over them."""
+        """Computes keys and values of every head as the model defines them, and attention over them."""
         s, joined = self.sizes, load(self.joined, self.dtype)
         queries = joined[:, : s.first]
         if s.query_rank:

@@ -1,4 +1,4 @@
-"""Launches of native primitives, recorded while MindSpore makes them, and replayed."""
+"""Recording and replay of the launches of native primitives."""
 
 from __future__ import annotations
 

@@ -146,7 +146,10 @@ def test_the_testing_library_adds_entries_to_those_of_the_product() -> None:
 
 
 def test_no_instance_is_shared_between_instruction_sets() -> None:
-    """A weak symbol of two object files is merged by the linker: it must carry its instruction set's namespace."""
+    """The linker merges weak symbols of two object files.
+
+    So their names must contain the instruction set's namespace.
+    """
     process = subprocess.run(
         ["nm", "-C", "--defined-only", str(library_path())], capture_output=True, text=True, check=True
     )

@@ -1,6 +1,7 @@
-"""Linear layers over packed weights: against the scalar reference and NumPy, and against themselves in other batches.
+"""Linear layers over packed weights, compared with the scalar reference, with NumPy and with themselves in other
+batches.
 
-Run again under every instruction set by test_library.py; test_linear_formats.py compares those to the bit.
+test_library.py runs these tests again for every instruction set; test_linear_formats.py compares their bits.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SHAPES = [
 
 
 def operands(fmt: str, dtype: str, shape: tuple[int, int, int, int, bool, bool]) -> tuple[Array, Array, Array]:
-    """Activations, weights, and the weights packed."""
+    """Returns activations, weights and packed weights."""
     rows, columns, depth, group, gated, asymmetric = shape
     rng = np.random.default_rng(depth)
     x, w = random_tensor(rng, (rows, depth), dtype), random_tensor(rng, (columns, depth), dtype)
@@ -118,7 +119,7 @@ def test_a_row_does_not_depend_on_the_batch(fmt: str, dtype: str, depth: int) ->
 @pytest.mark.parametrize(("fmt", "dtype"), [("bfloat16", "bfloat16"), ("int8", "float32"), ("int4", "bfloat16")])
 @pytest.mark.parametrize("depth", [12800, 13000])
 def test_pieces_of_the_depth_change_no_bit(fmt: str, dtype: str, depth: int) -> None:
-    """So deep that the sums wait in memory between pieces."""
+    """The depth is so large that the sums wait in memory between pieces."""
     x, _, blob = operands(fmt, dtype, (27, 64, depth, 64 if fmt == "int4" else 0, False, False))
     whole = linear(x, blob, dtype)
     reference = load(linear(x[:2], blob, dtype, mode="reference"), dtype)
@@ -130,7 +131,7 @@ def test_pieces_of_the_depth_change_no_bit(fmt: str, dtype: str, depth: int) -> 
 @pytest.mark.parametrize(("fmt", "dtype"), [(fmt, "bfloat16") for fmt in ("bfloat16", *INTEGERS)])
 @pytest.mark.parametrize("depth", [768, 3072])
 def test_blocks_of_rows_change_no_bit(fmt: str, dtype: str, depth: int) -> None:
-    """With tiles a row is in one of many blocks, and its sums come from one chunk of the depth or from several."""
+    """With AMX tiles, a row is in one of many blocks, and its sums come from one chunk of the depth or from several."""
     x, _, blob = operands(fmt, dtype, (530, 134, depth, 64 if fmt.startswith("int4") else 0, True, False))
     for epilogue in ("store", "swiglu"):
         whole = linear(x, blob, dtype, epilogue=epilogue)
@@ -146,7 +147,7 @@ def test_blocks_of_rows_change_no_bit(fmt: str, dtype: str, depth: int) -> None:
 )
 @pytest.mark.parametrize("fmt", ["int8_weight_only", "int4_weight_only"])
 def test_groups_of_weights_alone(fmt: str, depth: int, group: int, asymmetric: bool, dtype: str) -> None:
-    """Groups of less and more than what is unpacked at a time, the last one short, and some that fit no tile."""
+    """Groups are smaller or larger than the part that is unpacked at a time. The last is short. Some fit no tile."""
     x, w, blob = operands(fmt, dtype, (53, 150, depth, group, False, asymmetric))
     result = linear(x, blob, dtype, epilogue="store_float")
     reference = linear(x, blob, dtype, epilogue="store_float", mode="reference")
@@ -162,7 +163,7 @@ def test_groups_of_weights_alone(fmt: str, depth: int, group: int, asymmetric: b
     ("fmt", "group"), [("int8_weight_only", 0), ("int8_weight_only", 64), ("int4_weight_only", 64)]
 )
 def test_denormal_sums_are_the_same_in_every_batch(fmt: str, group: int, asymmetric: bool) -> None:
-    """Sums of bfloat16 products that nearly cancel, which the matrix unit takes for zeros; scales make them visible."""
+    """Sums of bfloat16 products nearly cancel. The matrix unit treats these sums as zeros. Scales make them visible."""
     rng = np.random.default_rng(group)
     x = store(3e-38 * rng.standard_normal((19, 256)).astype(np.float32), "bfloat16")
     w = np.float32(1e30) * random_tensor(rng, (130, 256), "float32")
@@ -194,7 +195,7 @@ def test_strided_rows_in_and_out(fmt: str, dtype: str, depth: int) -> None:
 @pytest.mark.parametrize(("fmt", "dtype"), FORMATS)
 def test_the_largest_of_each_row(fmt: str, dtype: str) -> None:
     x, w, _ = operands(fmt, dtype, (37, 200, 48, 0, False, False))
-    w[150:180] = w[20:50]  # ties: the lowest index wins
+    w[150:180] = w[20:50]  # ties, of which the lowest index must win
     blob = packed(fmt, w, source_dtype=dtype)
     for mode in ("kernel", "reference"):
         out, ids, values = linear_best(x, blob, dtype, mode=mode)
@@ -213,7 +214,7 @@ def test_the_largest_takes_zeros_as_equal() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("column", [0, 15, 16, 63, 64, 199])
 def test_a_row_with_a_value_that_is_not_finite_has_no_largest(bad: float, column: int) -> None:
-    """The id is -1 and the value NaN, wherever the value is. Other rows are not affected."""
+    """The id is -1 and the value is NaN, wherever the value that is not finite is. Other rows are not affected."""
     w = np.random.default_rng(5).standard_normal((200, 2)).astype(np.float32)
     w[column, 1] = bad
     blob = packed("float32", w)

@@ -1,4 +1,4 @@
-"""The bias of a packed linear layer: added last, in every format and epilogue."""
+"""The bias of a packed linear layer, which is added last in every format and epilogue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights as blobs: the same bits on every instruction set, sizes, and what is refused."""
+"""Blobs of packed weights: equal bits on every instruction set, their sizes, and which blobs are refused."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_packing_refuses_what_does_not_fit() -> None:
 
 
 def is_accepted(blob: np.ndarray) -> bool:
-    """Returns whether PackedLinear takes the blob, which should have 64 columns, for a step of no rows."""
+    """Returns whether PackedLinear accepts the blob for a step of no rows. The blob should have 64 columns."""
     columns, depth = blob[16:32].view(np.int64)
     x, out = np.zeros((1, depth), np.float32), np.zeros((1, columns), np.float32)
     tensors = [(x, None), (blob, None), (np.zeros(4, np.int32), None), (out, None)]
@@ -146,7 +146,7 @@ def test_the_kernel_refuses_what_does_not_go_together() -> None:
 
 
 def parts_of(*shapes: tuple[int, int]) -> np.ndarray:
-    """Memory for a header, and float32 weights of (columns, depth) each behind it."""
+    """Makes a blob of several parts: memory for a header, followed by float32 weights of (columns, depth) each."""
     sizes = [-(-packed_weight_bytes("float32", *shape) // 64) * 64 for shape in shapes]
     blob, begin = weight_blob(64 + sum(sizes)), 64
     for size, shape in zip(sizes, shapes, strict=True):
@@ -160,7 +160,7 @@ def test_parts_of_a_weight_are_joined() -> None:
     join_weight_parts(blob, 3)
     assert is_accepted(blob)
     assert not is_accepted(blob[:-64]), "the last part is cut off"
-    for place, value in ((24, 73), (48, 4)):  # the depth, the number of parts
+    for place, value in ((24, 73), (48, 4)):  # offsets of the depth and of the number of parts
         damaged = weight_blob(blob.size)
         damaged[:] = blob
         damaged[place] = value

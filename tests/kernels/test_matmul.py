@@ -1,4 +1,4 @@
-"""MatMul against float64, and itself under other row counts and thread counts."""
+"""MatMul compared with float64, and with itself for other numbers of rows and threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native primitives through MindSpore graphs, in a process that has the plugin."""
+"""The native primitives in MindSpore graphs, in a process that has the plugin."""
 
 from __future__ import annotations
 

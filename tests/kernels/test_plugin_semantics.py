@@ -1,4 +1,4 @@
-"""The native primitives against plain NumPy renderings of their documentation, in a process that has the plugin."""
+"""The native primitives compared with NumPy versions of their documentation, in a process that has the plugin."""
 
 from __future__ import annotations
 

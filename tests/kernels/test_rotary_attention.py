@@ -1,4 +1,4 @@
-"""RotaryAttention against float64, and bit for bit against itself in every form, batch and number of threads."""
+"""RotaryAttention: compared with float64, and equal bits for every cache layout, batch and number of threads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES = [
     (Shape(7, 1, 66, 64), [(0, 33)]),
     (Shape(2, 1, 16, 16), [(1999, 2000)]),
     (Shape(3, 3, 34, 100), [(600, 700), (511, 513)]),
-    # several heads together: a third of a block of rows is no multiple of four groups
+    # several heads together: a third of a block of rows is not a multiple of four groups
     (Shape(30, 3, 64, 16), [(500, 501), (270, 271), (0, 1)]),
     (Shape(32, 2, 64, 16), [(500, 501), (270, 271)]),
     (Shape(32, 4, 64, 16), [(500, 501), (255, 256), (66, 67)]),
@@ -37,7 +37,7 @@ CASES = [
 ]
 
 LAYOUTS = [Shape(4, 2, 24, 4), Shape(4, 2, 24, 16), Shape(4, 2, 48, 32), Shape(4, 2, 64, 16)]
-"""The last two lie in units of 4 bytes in narrow caches; whole groups of the last one are written together."""
+"""Layouts of the cache. The last two store units of 4 bytes in narrow caches; the last writes whole groups together."""
 
 
 def written(cache: Array, cache_dtype: str, *, keys: bool) -> np.ndarray:
@@ -58,7 +58,7 @@ def test_the_reference_writes_the_same_cache(formats: tuple[str, str], shape: Sh
     caches, copies = made.new_caches(), made.new_caches()
     made.whole(caches)
     made.run([(0, 0, 39)], copies, reference=True)
-    # A value half way between two may be rounded either way; the largest is below 4.
+    # A value half way between two numbers may be rounded to either. The largest value is below 4.
     unit = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2, "int8": 4 / 127}[formats[1]]
     for cache, copy, keys in zip(caches, copies, (True, False), strict=True):
         held = [written(which, formats[1], keys=keys) for which in (cache, copy)]
@@ -145,7 +145,7 @@ def test_threads_change_no_bit(formats: tuple[str, str], parts: list[tuple[int, 
 
 @pytest.mark.parametrize("formats", FORMATS)
 def test_blocks_of_another_sequence_of_the_same_step_are_read_as_written(formats: tuple[str, str]) -> None:
-    """A prefix cache lets a sequence share blocks that another one fills in this very step."""
+    """With the prefix cache, a sequence may share blocks that another sequence fills in the same step."""
     made = Sequences(Shape(4, 2, 16, 4), [8, 9], formats)
     made.qkv[1][:8] = made.qkv[0]
     [_, wanted] = made.whole()
@@ -207,7 +207,7 @@ def test_large_scores_do_not_overflow(formats: tuple[str, str]) -> None:
 
 
 class TestRefusals:
-    """Each with one line on standard error, and before anything is written."""
+    """Each refusal prints one line on standard error and writes nothing."""
 
     made = Sequences(Shape(2, 1, 16, 4), [3], ("float32", "float32"))
 

@@ -1,4 +1,4 @@
-"""Operators of many rows, of which each thread takes some of its own: the bits of few rows on one thread."""
+"""Operators on many rows, which are divided among threads, have the bits of few rows on one thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.kernel_threads import threads_as_before
 
 WIDTH, INNER = 64, 96
 MANY_ROWS = 777
-"""More than 128 for each of the threads of these tests."""
+"""More than 128 rows for each of the threads of these tests."""
 
 
 class Layer:
@@ -34,7 +34,7 @@ class Layer:
         self.gate_up = weight(2 * INNER, WIDTH, gated=True)
 
     def run(self, entry: str, first: int, rows: int) -> list[Array]:
-        """The results of rows [first, first + rows)."""
+        """Returns the results of rows [first, first + rows)."""
         hidden, residual = (each[first : first + rows].copy() for each in (self.hidden, self.residual))
         epsilon, counts = np.array([1e-6], np.float32), np.array([rows, 1, 1, 0], np.int32)
         normed = [(hidden, "bfloat16"), (residual, "bfloat16"), (self.gamma, "bfloat16"), (epsilon, None)]

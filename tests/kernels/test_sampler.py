@@ -1,4 +1,4 @@
-"""The sampler against a NumPy rendering of its semantics; Philox against the vectors of its authors."""
+"""The sampler compared with a NumPy version of its rules, and Philox compared with its authors' test vectors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Given:
 
 
 def inputs(num_rows: int, /, **changes: Any) -> Given:
-    """Plain sampling for every row, with some fields changed (a scalar is given to every row)."""
+    """Returns the inputs of plain sampling for every row, with some fields changed. A scalar applies to every row."""
     run = {name: changes.pop(name) for name in ("best_ids", "histories", "prompt_lens") if name in changes}
     fields: dict[str, Any] = {each.name: each.default for each in SAMPLER_PARAMETERS}
     arrays = {}
@@ -73,7 +73,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def rendering(logits: Array, row: dict[str, Any], history: list[int], prompt_len: int) -> tuple[int, float]:
-    """The token, and how far the draw is from a boundary between tokens (relative to the mass)."""
+    """Returns the token, and how far the draw is from a boundary between tokens, relative to the mass."""
     z = logits.astype(np.float64)
     output = history[prompt_len:]
     for token in set(history):
@@ -170,7 +170,7 @@ def test_masked_tokens_are_never_drawn() -> None:
 
 
 def test_logits_that_are_not_finite_are_marked_and_change_no_other_row() -> None:
-    """-infinity is the logit of a token that is impossible. It is accepted if another logit is finite."""
+    """An impossible token has the logit -infinity. This is accepted if another logit of the row is finite."""
     clean = np.random.default_rng(4).standard_normal((6, 40)).astype(np.float32)
     logits = clean.copy()
     logits[0], logits[1], logits[2, 7], logits[3, 39], logits[5, 3] = np.nan, -np.inf, np.inf, np.nan, -np.inf
@@ -193,7 +193,7 @@ def test_the_draw_follows_the_distribution() -> None:
     got = draw(logits, inputs(count, seed=1234, sample_position=np.arange(count)))
     seen = np.bincount(got.sampled_ids, minlength=6)
     chi_square = ((seen - count * probabilities) ** 2 / (count * probabilities)).sum()
-    assert chi_square < 20.5  # 0.1 % of five degrees of freedom
+    assert chi_square < 20.5  # the limit of 0.1 % probability for five degrees of freedom
 
 
 def test_a_row_depends_on_nothing_but_itself() -> None:

@@ -1,4 +1,4 @@
-"""RotaryAttention with a sliding window and with norms of queries and keys: the reference, and bit for bit itself."""
+"""RotaryAttention with a sliding window and with norms of queries and keys: the reference, and equal bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_equals_float64(formats: tuple[str, str], window: int, case: tuple[Shape
 
 
 def test_the_reference_is_a_plain_rendering() -> None:
-    """NumPy in float64: norm, rotation, the last keys of the window, softmax."""
+    """The reference agrees with NumPy in float64: norm, rotation, the last keys of the window, softmax."""
     shape, length, window = Shape(4, 2, 16, 8), 40, 7
     made = Sequences(shape, [length], ("float32", "float32"), window=window, norms=True)
     [out] = made.run([(0, 0, length)], made.new_caches(), reference=True)

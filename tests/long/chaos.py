@@ -90,7 +90,7 @@ def run(server: ServerProcess, orders: Path, minutes: float, seed: int, kinds: t
 
 
 def inject_faults(rig: FaultRig, load: ChaosLoad, minutes: float, faults: Iterator[Injection]) -> list[Outcome]:
-    """Inject one fault after the other until the time is over or a fault is not recovered from."""
+    """Inject one fault after the other until the time is over, or until the server does not recover from one."""
     outcomes: list[Outcome] = []
     until = time.monotonic() + 60.0 * minutes
     for injection in faults:

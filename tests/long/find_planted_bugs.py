@@ -2,8 +2,8 @@
 
     python tests/long/find_planted_bugs.py [--only WORDS] [--jobs 2]
 
-First random scripts look, then, for what they do not find, the tests of scheduler and KV cache. Exits with 1 when a bug
-is not found, or is not a bug of the present code any more.
+Random scripts run first. If they do not find a bug, the tests of scheduler and KV cache run. The program exits with 1
+if no test finds a bug, or if the present code no longer contains the text that a bug changes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TESTS = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "tests/scheduler"
 
 
 def plant(bug: PlantedBug, folder: Path) -> None:
-    """Copy what the tests need, with the bug in it."""
+    """Copies the files that the tests need, and changes the code as the bug describes."""
     for name in COPIED:
         source = REPOSITORY / name
         copy = shutil.copytree if source.is_dir() else shutil.copy

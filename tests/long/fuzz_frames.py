@@ -1,4 +1,4 @@
-"""Sends streams of damaged messages to the frame codec and to the first users of messages, in both directions.
+"""Sends damaged messages, in both directions, to the frame decoder and to the code that handles messages first.
 
     python tests/long/fuzz_frames.py --frames 100000 [--seed N]
 

@@ -25,7 +25,7 @@ from support.fuzzing import Findings  # noqa: E402
 from support.loader_fuzz import FORMATS, LoaderFuzz  # noqa: E402
 
 MAX_MEMORY_BYTES = 2 * 1024**3
-"""Address space of a child. A reader that allocates what a damaged file announces gets MemoryError, a crash."""
+"""Maximum address space of a child. A damaged file may state a huge size; allocating it raises MemoryError, a crash."""
 
 
 def main() -> int:

@@ -1,11 +1,16 @@
-"""Kills agents of a parallel deployment under load, again and again, and says how its groups came back.
+"""Kills agents of a parallel deployment under load, repeatedly, and reports how its groups recovered.
 
     python tests/long/kill_agents.py --kills 20 [--set parallel_config.tensor_parallel=2 ...]
 
-Each kill sends SIGKILL to the next rank, while clients request texts with known tokens. One line per kill shows the
-time until it was noticed, the time until its group served again, and how much of that was the growing pause. Exits
-with 1 in three cases: an answer was neither the expected tokens nor a clear error; a group needed longer than its pause
-plus three times the first start; a process, port or segment of shared memory was left.
+Each kill sends SIGKILL to the next rank, while clients request texts with known tokens. One line for each kill shows
+when it was noticed, when the group served again, and how long the pause before the restart was. The pause grows with
+each loss.
+
+The exit code is 1 in three cases:
+
+- An answer was neither the expected tokens nor a clear error.
+- A group needed longer than its pause plus three times the first start.
+- A process, port or segment of shared memory was left.
 """
 
 from __future__ import annotations
@@ -57,7 +62,7 @@ def main() -> int:
 
 
 def run(server: ServerProcess, num_agents: int, num_kills: int) -> tuple[Load, list[Kill]]:
-    """The kills, ranks in turn, with load all the time."""
+    """Kills the ranks in order while the load runs."""
     kills = []
     restarts: dict[int, int] = {}
     group_size = num_agents // len({agent["replica"] for agent in engine_of(server)["agents"]})

@@ -1,8 +1,8 @@
 """Measures how long the loss of an agent lasts: ``python tests/long/losses_of_agents.py [--times N]``.
 
 A real server with the embedded model has 16 streams. Its agent is killed, or stopped with SIGSTOP, several times. Each
-line of the output is a JSON object: the fault, the seconds until the server noticed it, and the seconds until a new
-agent was ready. All requests must complete with the tokens of an undisturbed run.
+line of the output is a JSON object. It has the fault, the seconds until the server noticed it, and the seconds until a
+new agent was ready. All requests must complete with the tokens of an undisturbed run.
 """
 
 from __future__ import annotations

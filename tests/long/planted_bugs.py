@@ -1,4 +1,4 @@
-"""Small realistic bugs in the scheduler and in the KV cache."""
+"""Small, realistic bugs of the scheduler and of the KV cache, for ``find_planted_bugs.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KVCACHE = "llm_serving/kvcache/"
 
 @dataclass(frozen=True)
 class PlantedBug:
-    """A change of one text: in ``file``, ``old`` occurs once and becomes ``new``."""
+    """A bug made by replacing one text: ``old`` occurs once in ``file`` and becomes ``new``."""
 
     name: str
     file: str

@@ -2,9 +2,9 @@
 
     python tests/long/scheduler_soak.py --steps 1000000 [--seed N] [--jobs 2]
 
-Prints progress and, at the end, which configurations and events it met. A failure prints the script's seed and the
-script made as small as it gets, as JSON that ``--script FILE`` plays again, and exits with 1. So does a run that
-missed something it should have met.
+Prints progress. At the end, it prints the configurations and events that occurred. If a script fails, the program
+reduces it as far as possible, prints it with its seed as JSON, and exits with 1. ``--script FILE`` runs this JSON
+again. The program also exits with 1 if an expected configuration or event did not occur.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from support.scheduler_scripts import Script, minimise, play  # noqa: E402
 from support.script_drawing import draw_script  # noqa: E402
 
 BATCH = 100
-"""Scripts a worker plays between two reports."""
+"""Number of scripts that a worker runs between two reports."""
 
 MUST_MEET = ("decode steps", "prefill steps", "mixed steps", "move steps", "COPY moves", "SWAP_OUT moves",
              "SWAP_IN moves", "chunks", "cached starts", "preemptions", "swaps", "deadlines", "failed steps",
@@ -40,7 +40,7 @@ _CROSSED = ("policy", "batching", "preemption", "admission", "page_attention", "
 
 @dataclass
 class Report:
-    """The configurations and events of some scripts, and the seed of the first failure."""
+    """The configurations and events that occurred in some scripts, and the seed of the first failure."""
 
     steps: int = 0
     seen: Counter[str] = field(default_factory=Counter)
@@ -57,7 +57,7 @@ class Report:
 
 
 def play_seeds(seeds: Iterable[int]) -> Report:
-    """Play the scripts of these seeds, up to the first that fails."""
+    """Run the scripts of these seeds, up to the first that fails."""
     report = Report()
     for seed in seeds:
         script = draw_script(seed)
@@ -74,7 +74,7 @@ def play_seeds(seeds: Iterable[int]) -> Report:
 
 
 def soak(steps: int, seed: int, jobs: int) -> Report:
-    """Play scripts until ``steps`` steps have run, or one failed."""
+    """Run scripts until ``steps`` steps have run, or one script has failed."""
     total, begin = Report(), time.monotonic()
     with ProcessPoolExecutor(jobs) as pool:
         batches = _batches(seed)
@@ -91,7 +91,10 @@ def _batches(seed: int) -> Iterator[range]:
 
 
 def failure_of(script: Script) -> str | None:
-    """The last line of its traceback and where it was raised, or None when nothing fails."""
+    """Returns the last line of the script's traceback and the line of code that raised it.
+
+    None if the script succeeds.
+    """
     try:
         play(script)
     except Exception as error:
@@ -101,7 +104,7 @@ def failure_of(script: Script) -> str | None:
 
 
 def explain(script: Script) -> None:
-    """Print the smallest script that fails like this one, and its traceback."""
+    """Print the smallest script that fails in the same way, and its traceback."""
     failure = failure_of(script)
     small = minimise(script, lambda candidate: failure_of(candidate) == failure)
     print(f"{failure}; {len(script.operations)} operations, {len(small.operations)} are enough:")
@@ -113,7 +116,7 @@ def explain(script: Script) -> None:
 
 
 def summarise(total: Report) -> list[str]:
-    """Print what was met; what was not but should have been."""
+    """Print the configurations and events that occurred, and those that are missing."""
     print(f"configurations {' x '.join(_CROSSED)}: {len(total.configurations)} different ones")
     for place, name in enumerate(_CROSSED):
         scripts: Counter[str] = Counter()

@@ -1,5 +1,7 @@
-"""Run by test_mapping.py in a process of its own: a step's inputs and forms as they reach MindFormers, for which stands
-a recorder; prints JSON."""
+"""Passes a step's inputs and forms to recorders in the place of MindFormers' classes, and prints JSON.
+
+test_mapping.py starts it in its own process.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from support.step_config import make_config  # noqa: E402
 
 
 class Gpt:
-    """Stands for ``GPTModel``: remembers what it is called with; its hidden states are rows of their own number."""
+    """A recorder that replaces ``GPTModel`` and keeps its arguments. Each hidden state is the number of its row."""
 
     def __init__(self) -> None:
         self.call: dict[str, Any] = {}
@@ -33,7 +35,7 @@ class Gpt:
 
 
 class Llama:
-    """Stands for the older library's ``LlamaModel``, in the same way; 64 is the hidden size."""
+    """A recorder that replaces ``LlamaModel`` of the older library. The hidden size is 64."""
 
     def __init__(self) -> None:
         self.call: dict[str, Any] = {}

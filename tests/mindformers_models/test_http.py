@@ -1,4 +1,4 @@
-"""MindFormers' models through ``start_server.py``: tokens never depend on the batch, and those of Qwen3 are ours."""
+"""MindFormers' models through ``start_server.py``. Tokens never depend on the batch; those of Qwen3 equal ours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = needs_mindformers
 
 MODELS = ("qwen3_tied", "qwen3_moe")
 TIE_MARGIN = 0.05
-"""Between log-probabilities of float16 logits whose standard deviation is about 4."""
+"""Maximum difference of a tie, between log-probabilities of float16 logits whose standard deviation is about 4."""
 NUM_TOKENS = 64
 PRESSED = [
     "model_config.max_generate_length=192",
@@ -26,11 +26,11 @@ PRESSED = [
     "scheduler_config.prefix_cache=True",
     "scheduler_config.decode_steps_ahead=2",
 ]
-"""Blocks run out, prompts come in parts, beginnings are shared."""
+"""Settings with which blocks run out, prompts are computed in chunks, and beginnings are shared."""
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Greedy and sampled, of lengths around the block size, some with a beginning in common."""
+    """Returns greedy and sampled requests. Lengths are around the block size; some prompts have a common beginning."""
     common = [(11 * i + 3) % 400 for i in range(40)]
     prompts = [[(7 * i * n + n) % 419 for i in range(n)] for n in (1, 2, 15, 16, 17, 50, 90)]
     prompts += [[*common, n] for n in range(5)]
@@ -56,13 +56,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the server of ``alone`` keeps its logs."""
+    """The folder for the logs of the server of ``alone``."""
     return tmp_path_factory.mktemp("alone")
 
 
 @pytest.fixture(scope="module")
 def alone(model: Path, folder: Path) -> Any:
-    """MindFormers' answer to every request by itself."""
+    """MindFormers' response to every request when it runs alone."""
     overrides = serve(model, "model_config.model_type=mindformers")
     with running_server(folder, overrides) as server:
         assert server.get("/server_info")["model"]["op_table"] == "native"
@@ -71,8 +71,11 @@ def alone(model: Path, folder: Path) -> Any:
 
 @pytest.mark.parametrize("model", ["qwen3_tied"], indirect=True)
 def test_tokens_equal_those_of_this_project(model: Path, alone: Any, tmp_path: Path) -> None:
-    """Every token until two log-probabilities tie: from there on the texts may differ. With experts they may do so
-    without a tie, where a rounding sends a token to another expert; test_tokens.py has those."""
+    """Tokens are equal until two log-probabilities tie; after this the texts may differ.
+
+    With experts, texts may differ without a tie, because a rounding can send a token to another expert. test_tokens.py
+    tests these models.
+    """
     with running_server(tmp_path, serve(model, "model_config.op_table=native")) as server:
         ours = asyncio.run(run_alone(server.url, bodies()))
     compared, ties = 0, 0

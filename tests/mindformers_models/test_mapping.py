@@ -1,4 +1,4 @@
-"""How a step, the parameters and the settings reach MindFormers; the package itself is not needed."""
+"""How a step, the parameters and the settings are passed to MindFormers. These tests do not need the package itself."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def config_of(tmp_path: Path, model: str, *overrides: str, **changes: object) ->
 
 @pytest.mark.parametrize(("model", "coefficient"), [("qwen3_yarn", 0.1), ("qwen2_yarn_scaled", 0.4 / math.log(6))])
 def test_yarn_of_the_newer_models(tmp_path: Path, model: str, coefficient: float) -> None:
-    """Where their trained context is said, they take the longest text from it and not from the other setting."""
+    """If the settings state the trained context, the longest text is computed from it."""
     scaling = gpt_settings(config_of(tmp_path, model))["rope_scaling"]
     stated = VARIANTS[model].config["rope_scaling"]
     assert scaling == {
@@ -193,7 +193,7 @@ def test_linear_scaling_of_the_llama_of_mindformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("trained", "positions"), [(64, 128), (127, 128), (128, 129), (8192, 8193)])
 def test_llama3_scaling_of_the_llama_of_mindformers(tmp_path: Path, trained: int, positions: int) -> None:
-    """It insists on tables longer than the trained context."""
+    """MindFormers requires tables that are longer than the trained context."""
     stated = {**VARIANTS["llama_llama3"].config["rope_scaling"], "original_max_position_embeddings": trained}
     settings = llama_settings(config_of(tmp_path, "llama_llama3", rope_scaling=stated))
     assert (settings["extend_method"], settings["max_position_embedding"]) == ("LLAMA3", positions)
@@ -206,7 +206,7 @@ def test_llama3_scaling_of_the_llama_of_mindformers(tmp_path: Path, trained: int
 
 
 def test_yarn_of_the_llama_of_mindformers(tmp_path: Path) -> None:
-    """(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1) is its attention factor."""
+    """MindFormers' attention factor is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
     settings = llama_settings(config_of(tmp_path, "llama_yarn_scaled"))
     assert (settings["extend_method"], settings["max_position_embedding"]) == ("YARN", 128)
     assert settings["scaling_factor"] == {

@@ -22,16 +22,18 @@ pytestmark = [needs_mindformers, pytest.mark.timeout(700)]
 WORKER = Path(__file__).with_name("worker.py")
 DTYPES = ("float16", "bfloat16")
 TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
-"""Times the standard deviation of the logits, as in tests/agent/test_families.py."""
+"""Maximum difference of a tie, as a multiple of the standard deviation of the logits, as in
+tests/agent/test_families.py.
+"""
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Half of a last place of numbers between 1 and 2, or below."""
+"""Half of the distance between neighbouring numbers from 1 to 2."""
 MOST_TIES = 0.05
 """Maximum fraction of ties. MindFormers rounds SiLU before the multiplication; this project rounds once."""
 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Results of a type, computed when they are first asked for."""
+    """Returns the results of a type. They are computed on first use."""
 
     @cache
     def run(dtype: str) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,8 @@
-"""Runs small seeded models through ModelRunner, ours (op_table native) and MindFormers', in one type; prints JSON.
+"""Runs small seeded models through ModelRunner in one type, as our models (op_table native) and as MindFormers'.
 
-python tests/mindformers_models/worker.py DTYPE SCRATCH_FOLDER
+Prints JSON:
+
+    python tests/mindformers_models/worker.py DTYPE SCRATCH_FOLDER
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ NUM_TOKENS = 64
 
 
 def prompts(vocab_size: int) -> list[dict[str, Any]]:
-    """Cases as ``runner_worker`` takes them, their tokens not known yet."""
+    """Returns cases as ``runner_worker`` takes them, without known tokens."""
     return [
         {"prompt": [(7 + 31 * i * (length + i)) % vocab_size for i in range(length)], "tokens": [0] * NUM_TOKENS}
         for length in PROMPT_LENS
@@ -45,7 +47,7 @@ def tokens(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> 
 
 
 def rotary_error(driver: StepDriver) -> float:
-    """The furthest that MindFormers' cosines and sines are from ours, over all positions served."""
+    """Returns the largest difference between MindFormers' cosines and sines and ours, over all served positions."""
     from agent.layers.parameter import as_storage  # imports mindspore, which must be set up first
 
     model, config = driver.runner._model.network, driver.config
@@ -71,7 +73,7 @@ def main() -> None:
         ours = tokens(driver, cases, forced=False)
         for case, steps in zip(cases, ours, strict=True):
             case["tokens"] = [token for token, _, _ in steps]
-        with recorded_routes() as our_routes:  # not in the first run, whose first steps run twice to confirm a replay
+        with recorded_routes() as our_routes:  # not the first run, whose first steps run twice to confirm a replay
             tokens(driver, cases, forced=True)
         theirs = {"model_config.model_type": "mindformers"}
         driver = StepDriver(make_config(scratch / name, dtype, "native", extra=theirs))

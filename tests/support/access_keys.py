@@ -13,7 +13,7 @@ from llm_serving.access.keys import digest_of
 
 
 class SilentLog:
-    """An event log that forgets."""
+    """An event log that discards its events."""
 
     def event(self, name: str, /, *, level: str = "info", **fields: object) -> None:
         pass
@@ -23,7 +23,7 @@ class SilentLog:
 
 
 def secret_of(name: str) -> str:
-    """The key of a name in every test."""
+    """Returns the API key that all tests use for a client's name."""
     return f"sk-test-{name}-0123456789abcdef0123456789"
 
 
@@ -32,7 +32,7 @@ def bearer(name: str) -> dict[str, str]:
 
 
 def write_keys(path: Path, lines: Sequence[str]) -> Path:
-    """Write a key file in one move. A line is a name and its rights, for example ``alice admin``."""
+    """Write a key file in one move. Each line has a name and its rights, for example ``alice admin``."""
     new = path.with_suffix(".new")
     parts = [line.partition(" ") for line in lines]
     new.write_text("".join(f"{name} sha256:{digest_of(secret_of(name)).hex()} {rest}\n" for name, _, rest in parts))
@@ -44,6 +44,6 @@ def write_keys(path: Path, lines: Sequence[str]) -> Path:
 def access_for(
     folder: Path, *lines: str, audit: Path | None = None, refused: Callable[[str], None] = lambda reason: None
 ) -> AccessControl:
-    """Access control with the keys of ``lines`` in the file ``keys`` of a folder."""
+    """Returns an access control that reads the file ``keys`` of a folder, with these ``lines``."""
     keys = KeyStore(str(write_keys(folder / "keys", lines)), "", SilentLog()) if lines else None
     return AccessControl(keys, None if audit is None else AuditLog(str(audit)), refused)

@@ -1,4 +1,4 @@
-"""Starts the agents of a group as processes, each with a driver of its own that goes through the same steps."""
+"""Starts the agents of a group as processes. Each process has its own driver; all drivers run the same steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMEOUT_S = 850
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How the group runs every model."""
+    """The settings with which the group runs every model."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -51,10 +51,10 @@ def run_group(
     worker: str = "group_worker.py",
     routes: Mapping[str, Sequence[int]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Runs a group of agents with these models. Returns the output of each rank. If an agent fails, the test fails with
-    the messages of all agents.
+    """Runs a group of agents with these models. Returns the output of each rank.
 
-    With ``routes`` the agents record the experts of each token, and follow the routes given for a model, if any.
+    If an agent fails, the test fails with the messages of all agents. With ``routes``, the agents record the experts of
+    each token. If ``routes`` names experts for a model, its tokens use them.
     """
     with ExitStack() as stack:
         models = []
@@ -79,7 +79,10 @@ def run_group(
 
 
 def seeded_runs(setups: Mapping[str, Setup], scratch: Path, worker: str) -> Callable[[str, str], list[dict[str, Any]]]:
-    """Returns a function that runs a seeded model in a setup by its name once, and returns the output of each agent."""
+    """Returns a function that runs a seeded model in a named setup and returns the output of each agent.
+
+    Each pair of model and setup runs only once.
+    """
     seeded = {**VARIANTS, **FAMILY_VARIANTS}
 
     @cache

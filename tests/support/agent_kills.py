@@ -1,4 +1,4 @@
-"""Kills agents of a server under load, one after the other, and watches what becomes of group and requests."""
+"""Kills agents of a server under load, one after the other, and checks how the group and the requests recover."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Kill:
 
     @property
     def start_s(self) -> float:
-        """Time of the start without the pause before it."""
+        """Time of the start, without the pause before it."""
         return self.ready_s - self.backoff_s
 
 
@@ -44,7 +44,7 @@ class Load:
     failed: list[str] = field(default_factory=list)
     """Error messages of the requests that failed."""
     wrong: list[str] = field(default_factory=list)
-    """Answers that are neither the expected tokens nor a clear error."""
+    """Answers that are neither the expected tokens nor a clear error message."""
 
     def __post_init__(self) -> None:
         self._expected = {
@@ -67,9 +67,9 @@ class Load:
             thread.join()
 
     def wait_for_more(self, timeout_s: float = 30.0) -> None:
-        """Waits until each client has an answer to another request. The next kill then hits other requests.
+        """Waits until each client has received another answer. The next kill then affects other requests.
 
-        A request that loses its agent twice at the same place would fail.
+        A request that loses its agent twice at the same position would fail.
         """
         answered, deadline = self.answered, time.monotonic() + time_limit(timeout_s)
         while self.answered <= answered + self.num_clients:
@@ -83,7 +83,7 @@ class Load:
             turn += 1
             try:
                 answer = self._ask(prompt, length)
-            except OSError as error:  # no answer is a wrong one
+            except OSError as error:  # a request without an answer counts as a wrong answer
                 answer = {"no answer": repr(error)}
             with self._lock:
                 self._judge(answer, (prompt, length))
@@ -105,7 +105,10 @@ class Load:
 
 
 def kill_agent(server: ServerProcess, rank: int, nth: int, timeout_s: float = 120.0) -> Kill:
-    """Kill the agent of a rank with SIGKILL and wait until its group serves again. ``nth``: kills before this one."""
+    """Kill the agent of a rank with SIGKILL and wait until its group serves again.
+
+    ``nth`` is the number of earlier kills.
+    """
     agents = {agent["rank"]: agent for agent in engine_of(server)["agents"]}
     restarts, began = agents[rank]["restarts"], time.monotonic()
     os.kill(agents[rank]["pid"], signal.SIGKILL)
@@ -130,7 +133,7 @@ def agent_of(server: ServerProcess, rank: int) -> dict[str, Any]:
 
 
 def is_ready(server: ServerProcess, replica: int) -> bool:
-    """Whether every agent of a replica is."""
+    """Returns True if every agent of a replica is ready."""
     agents = [agent for agent in engine_of(server)["agents"] if agent["replica"] == replica]
     return all(agent["state"] == "ready" for agent in agents)
 

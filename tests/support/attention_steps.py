@@ -1,4 +1,4 @@
-"""Steps of random sequences for RotaryAttention: any part of them, in any order, with the caches they find."""
+"""Random sequences for tests of RotaryAttention, and steps that compute chosen parts of them with a KV cache."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FORMATS = [
 ]  # fmt: skip
 """Types of the model and of the cache."""
 TOLERANCE = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
-"""Absolute, of an output, against float64."""
+"""Maximum absolute error of an output, compared with float64."""
 INT8_TOLERANCE = 4e-4
-"""At least, with a cache in int8: queries have 15 bits there and weights 16."""
+"""Maximum absolute error with an int8 cache, where queries have 15 bits and softmax weights 16."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Sequences:
         self.cos, self.sin = np.cos(angles), np.sin(angles)
 
     def new_caches(self) -> tuple[Array, Array]:
-        """Full of NaN: what no one wrote must not matter."""
+        """Returns key and value caches that are full of NaN, because unwritten slots must not change a result."""
         return self._nan_cache(), self._nan_cache()
 
     def _nan_cache(self) -> Array:
@@ -80,7 +80,7 @@ class Sequences:
         return (block * self.shape.block_size + positions % self.shape.block_size).astype(np.int32)
 
     def step(self, parts: list[tuple[int, int, int]]) -> AttentionStep:
-        """Parts: (sequence, begin, end)."""
+        """Makes a step that computes ``parts``: (sequence, begin, end) each."""
         none = [np.zeros(0, np.int32)]
         return AttentionStep(
             qkv=np.concatenate([np.zeros((0, self.shape.width), self.qkv[0].dtype)]
@@ -101,7 +101,10 @@ class Sequences:
         self, parts: list[tuple[int, int, int]], caches: tuple[Array, Array], *, write: bool = True,
         reference: bool = False,
     ) -> list[Array]:  # fmt: skip
-        """The output rows of each part. ``write`` False: the caches hold the step's keys and values already."""
+        """Runs a step and returns the output rows of each part.
+
+        If ``write`` is false, the caches must already contain the step's keys and values.
+        """
         step = self.step(parts)
         if not write:
             step.slot_mapping[:] = -1
@@ -111,13 +114,15 @@ class Sequences:
         return np.split(out, ends[:-1])
 
     def whole(self, caches: tuple[Array, Array] | None = None) -> list[Array]:
-        """Every sequence in one step from position 0."""
+        """Computes every sequence in one step from position 0."""
         return self.run([(seq, 0, n) for seq, n in enumerate(self.lengths)], caches or self.new_caches())
 
 
 def check_against_float64(made: Sequences, parts: list[tuple[int, int]]) -> None:
-    """A step of ``parts``, (begin, end) of each sequence, behind what comes before them, gives what the reference
-    makes of the same caches."""
+    """Checks the results of a step against the float64 reference over the same caches.
+
+    ``parts`` has (begin, end) of each sequence. An earlier step computes the positions before ``begin``.
+    """
     caches = made.new_caches()
     made.run([(seq, 0, begin) for seq, (begin, _) in enumerate(parts)], caches)
     step = [(seq, begin, end) for seq, (begin, end) in enumerate(parts)]

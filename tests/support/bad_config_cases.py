@@ -1,4 +1,4 @@
-"""The table of mistakes in a config, for tests/config/test_bad_configs.py."""
+"""The table of wrong configs and their errors, for tests/config/test_bad_configs.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ FILE = "<file>"
 
 @dataclass(frozen=True)
 class Case:
-    """A YAML's text and the error it must give; ``FILE`` stands for its path, ``<model>`` for the model folder's."""
+    """The text of a YAML file and the error that it must cause.
+
+    ``FILE`` stands for the path of the YAML file, ``<model>`` for that of the model folder.
+    """
 
     name: str
     text: str
@@ -249,7 +252,7 @@ CASES = [
         in_model("model_name: a/b"),
         f"{FILE}: model_config.model_name = 'a/b': must begin with a letter or digit",
     ),
-    # Understood, but not available.
+    # Values that the parser understands, but this version does not support.
     Case(
         "unknown batching",
         in_model("batching_strategy: statik"),
@@ -474,7 +477,7 @@ CASES = [
         error=CheckpointError,
         folder={"files": ("tokenizer.json",)},
     ),
-    # Files that are no config.
+    # Files that are not configs.
     Case("no mapping", "- 1\n- 2\n", f"{FILE}: must hold a mapping of sections, not list"),
     Case("empty", "", f"{FILE}: must hold a mapping of sections, not NoneType"),
     Case("not YAML", "a: [1\nb: 2\n", f"{FILE}:2: not valid YAML: "),

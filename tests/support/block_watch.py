@@ -1,4 +1,4 @@
-"""Who touches which block of the cache while steps are unanswered: notices a step that could go wrong in any order.
+"""Detects conflicting uses of cache blocks by steps in flight, whatever the order in which they run.
 
 A real device hides most of these mistakes, because it runs the steps in one order. The watch compares each new step
 with all steps in flight, in every order that an agent may choose.
@@ -17,13 +17,13 @@ class _Touches:
 
     kind: StepKind
     writes: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(block, offset) of every token, and its row."""
+    """The batch row of every token that the step writes, by its (block, offset)."""
     reads: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Block, and each (row, tokens of the block) that is context from before the step."""
+    """By block: each (row, number of tokens) that the step reads and that earlier steps computed."""
     copied: dict[int, int] = field(default_factory=dict)
-    """Block that a move reads, and how many of its tokens matter to whom it is copied for."""
+    """The blocks that a move reads, and how many of their tokens the destination needs."""
     moved_to: dict[int, int | None] = field(default_factory=dict)
-    """Block that a move writes, and the row of the step that it is written for."""
+    """The blocks that a move writes, each with the batch row that needs it."""
     host_reads: set[int] = field(default_factory=set)
     host_writes: set[int] = field(default_factory=set)
 
@@ -37,7 +37,7 @@ class _Touches:
 
 
 class BlockWatch:
-    """Holds each step against those that are unanswered. Everything wrong is an AssertionError."""
+    """Compares each step with all steps in flight. Raises AssertionError for every conflict."""
 
     def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
         self._block_size = block_size
@@ -49,11 +49,11 @@ class BlockWatch:
         self._unanswered.clear()
 
     def answered(self, seq: int) -> None:
-        """The scheduler has taken the answer to step ``seq``."""
+        """Removes step ``seq`` from the steps in flight, because the scheduler has processed its result."""
         self._unanswered.pop(seq, None)
 
     def submit(self, step: ScheduledStep) -> None:
-        """Look at a step that is handed over now."""
+        """Checks a step that is sent to the agent now."""
         touches = self._touches(step)
         _check_alone(touches)
         for seq, earlier in self._unanswered.items():
@@ -93,13 +93,13 @@ class BlockWatch:
             touches.moved_to[move.destination] = readers[0][0] if readers else None
 
     def _check_block(self, move: BlockMove, block: int, *, on_host: bool) -> None:
-        """A host block, or a block of the cache that is not the null block."""
+        """Checks that a block is a host block, or a cache block other than the null block."""
         first, limit = (0, self._num_host_blocks) if on_host else (1, self._num_blocks)
         assert first <= block < limit, f"{move}: block {block} is not in {first} .. {limit - 1}"
 
 
 def _check_alone(touches: _Touches) -> None:
-    """The step by itself: what is written belongs to one sequence, what is copied is not written by its tokens."""
+    """Checks one step without the others: a written block has one sequence, and no token writes a copied block."""
     for block, row in touches.written_blocks.items():
         rows = {reader for reader, _ in touches.reads.get(block, [])} - {row}
         assert not rows, f"row {row} writes block {block}, which rows {rows} read in the same step"

@@ -1,4 +1,4 @@
-"""Caches of random bytes, moves of their blocks, and what NumPy makes of them."""
+"""Caches of random bytes, moves of their blocks, and the expected result of the moves in NumPy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Arrays = list[np.ndarray]
 
 
 def make_caches(num_arrays: int, dtype: str, tail: tuple[int, ...], seed: int = 0) -> tuple[Arrays, Arrays]:
-    """A cache of 9 blocks and a pool of 4, random bytes."""
+    """Returns a cache of 9 blocks and a host pool of 4 blocks, with random bytes."""
     rng = np.random.default_rng(seed)
     size = int(np.prod(tail)) * np.dtype(dtype).itemsize
 
@@ -25,7 +25,7 @@ def make_caches(num_arrays: int, dtype: str, tail: tuple[int, ...], seed: int = 
 
 
 def random_moves(count: int, seed: int = 1) -> np.ndarray:
-    """[count, 3] of every kind between any blocks."""
+    """Returns moves [count, 3] of every kind between random blocks."""
     rng = np.random.default_rng(seed)
     kinds = rng.integers(0, 3, count)
     sources = rng.integers(0, np.where(kinds == IN, HOST_BLOCKS, DEVICE_BLOCKS))
@@ -34,7 +34,7 @@ def random_moves(count: int, seed: int = 1) -> np.ndarray:
 
 
 def after_moves(device: Arrays, host: Arrays, moves: np.ndarray) -> tuple[Arrays, Arrays]:
-    """Copies of both with the moves made one after the other."""
+    """Returns copies of cache and pool after the moves, made one after the other."""
     device, host = [array.copy() for array in device], [array.copy() for array in host]
     for on_device, on_host in zip(device, host, strict=True):
         for kind, source, destination in moves.tolist():

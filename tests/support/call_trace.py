@@ -63,7 +63,7 @@ class CallRecorder:
 
 
 def read_calls(path: Path) -> list[Call]:
-    """The record of an agent, which it writes when it ends."""
+    """Returns the calls that an agent recorded. The agent writes them when it ends."""
     deadline = time.monotonic() + time_limit(20)
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -97,7 +97,7 @@ def _record_agent() -> None:
     def write_and_leave(code: int) -> None:
         sys.setprofile(None)
         path = Path(os.environ[RECORD_VARIABLE])
-        part = path.with_suffix(f".{threading.get_ident()}")  # several threads may leave at the same time
+        part = path.with_suffix(f".{threading.get_ident()}")  # several threads may end at the same time
         part.write_text(json.dumps([asdict(call) for call in recorder.calls]))
         part.replace(path)
         leave(code)

@@ -71,7 +71,7 @@ MAY_REFUSE = {
     "descriptors": (0, 503),
     "memory": (0, 500, 503),
 }
-"""Statuses of requests that a fault may refuse. Status 200 with an error event counts as 503. Other faults none."""
+"""HTTP statuses that each fault may cause. An error event in a stream counts as 503. Faults not named here: none."""
 _ORDERS = {"corrupt": ("flip", "truncate", "duplicate", "huge"), "delay": ("0.3", "0.8"), "memory": ("4", "16", "60")}
 KINDS = ("kill", "stop", "delay", "corrupt", "disconnect", "flood", "descriptors", "memory", "disk", "query")
 
@@ -92,7 +92,7 @@ class FaultRig:
         self._server, self._folder, self._load = server, folder, load
         self._port = int(server.url.rsplit(":", 1)[1])
         self.extra_answers: list[Answer] = []
-        """Answers to the requests that a fault itself sends."""
+        """Responses to the requests that a fault itself sends."""
 
     def inject(self, injection: Injection) -> Outcome:
         """Inject one fault and wait until the server has recovered from it."""

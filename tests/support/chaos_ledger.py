@@ -1,4 +1,4 @@
-"""The ledger of a chaos run, fault by fault, and the watch on what the server holds."""
+"""The ledger of a chaos run, fault by fault, and the check for leaks in the server."""
 
 from __future__ import annotations
 

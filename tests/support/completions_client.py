@@ -82,7 +82,7 @@ async def run_together(
 
 
 def assert_same(answer: tuple[Any, ...], expected: tuple[Any, ...], body: dict[str, Any]) -> None:
-    """Ids, log-probabilities, text and end, to the bit."""
+    """Checks that token ids, log-probabilities, text and finish reason are identical."""
     text, ids, logprobs, tops, reason = answer
     assert ids == expected[1], body
     assert logprobs == expected[2], body

@@ -1,8 +1,9 @@
-"""A process that confines itself as an agent does, then tries what serving does not need. Prints the outcomes as JSON.
+"""A process that confines itself as an agent does, and then tries operations that serving does not need.
 
     python confined_program.py SETTING FOLDER MODEL PORT SEGMENT
 
-``FOLDER`` has the log. ``PORT`` is a TCP port where another process listens. ``SEGMENT`` is a file in /dev/shm.
+``FOLDER`` has the log. ``PORT`` is a TCP port where another process listens. ``SEGMENT`` is a file in /dev/shm. The
+program prints the outcome of each operation as JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``test_crossings`` expects, see ``trace`` there."""
+"""The traces that ``test_crossings`` expects. Its function ``trace`` describes their form."""
 
 from __future__ import annotations
 

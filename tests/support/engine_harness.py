@@ -1,4 +1,4 @@
-"""An engine core driven by hand, everything around it fake."""
+"""An engine core that a test calls step by step, with a fake executor, detokenizer, log and metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.fakes import (
 
 
 class Engine:
-    """An EngineCore, everything around it fake, and a clock that goes by a millisecond a step."""
+    """An EngineCore between fakes, with a clock that advances by a millisecond for each step."""
 
     def __init__(self, *, ready: bool = True, state_interval_s: float = 1000.0, **limits: object) -> None:
         self.limits = make_limits(**limits)
@@ -59,7 +59,7 @@ class Engine:
         self.core.step()
 
     def finish(self) -> None:
-        """Until idle; nothing was logged as an error, nothing leaked."""
+        """Runs until the engine is idle. Checks that no error was logged and that no block is lost."""
         for _ in range(10_000):
             self.step()
             if self.scheduler.is_idle:

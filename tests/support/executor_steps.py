@@ -1,4 +1,4 @@
-"""Executors over stub agents: steps to give them, and waiting for what they say."""
+"""Executors over stub agents: helpers that make steps and wait for events."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ E = TypeVar("E", bound=ExecutorEvent)
 
 
 def shm_entries() -> set[str]:
-    """Names of the segments this process has made."""
+    """Names of the shared-memory segments that this process has made."""
     return {name for name in os.listdir(SHM_DIRECTORY) if name.startswith(f"{SHM_PREFIX}{os.getpid()}x")}
 
 
 def events_until(executor: AgentExecutor, kind: type[E], timeout_s: float = 20.0) -> list[ExecutorEvent]:
-    """Poll until an event of the kind comes; all events so far."""
+    """Polls until an event of this kind arrives. Returns all events so far."""
     deadline, events = time.monotonic() + time_limit(timeout_s), []
     while time.monotonic() < deadline:
         events += executor.poll(0.5)
@@ -34,7 +34,7 @@ def events_until(executor: AgentExecutor, kind: type[E], timeout_s: float = 20.0
 
 
 def results(executor: AgentExecutor, count: int, timeout_s: float = 20.0) -> list[StepResult]:
-    """Returns the next ``count`` results in their order. Any other event fails the test."""
+    """Returns the next ``count`` results in order. Any other event fails the test."""
     found: list[StepResult] = []
     deadline = time.monotonic() + time_limit(timeout_s)
     while len(found) < count:
@@ -46,7 +46,7 @@ def results(executor: AgentExecutor, count: int, timeout_s: float = 20.0) -> lis
 
 
 def prefill(seq: int, token: int, row: int = 0, **sampling: Any) -> ScheduledStep:
-    """A step of one prompt of one token."""
+    """Makes a prefill step with one prompt of one token."""
     return ScheduledStep(
         seq,
         StepKind.PREFILL,
@@ -62,7 +62,7 @@ def prefill(seq: int, token: int, row: int = 0, **sampling: Any) -> ScheduledSte
 
 
 def submit_decode_before_prefill(executor: AgentExecutor) -> None:
-    """While step 0 runs, 1 is a decode and 2, behind it, a prefill."""
+    """Submits three steps: while step 0 runs, step 1 (a decode) and step 2 (a prefill) wait in this order."""
     decode = prefill(1, 5)
     decode.kind = StepKind.DECODE
     executor.submit(prefill(0, SLOW))

@@ -1,8 +1,8 @@
-"""A device without a device: runs steps over a cache of token ids.
+"""A fake device that runs steps over a cache of token ids.
 
 The fake model's next token is a hash of the whole history, *as read through block table and slot mapping*. A block that
-is given out twice, freed too early or mapped wrongly always changes the text.
-``expected_tokens`` computes the same text from the tokens alone, one request after the other.
+is allocated twice, freed too early or mapped wrongly always changes the text. ``expected_tokens`` computes the same
+text from the tokens alone, one request after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ END_TOKEN = 1
 
 
 def next_token(tokens: Sequence[int], num_prompt_tokens: int, sampling: SamplingParams) -> int:
-    """The fake model: what follows ``tokens``."""
+    """Returns the token that the fake model generates after ``tokens``."""
     key: list[object] = [tuple(tokens), sampling.seed, len(tokens) - num_prompt_tokens]
     if sampling.has_penalties:
         key.append((tuple(tokens), num_prompt_tokens))
@@ -31,7 +31,7 @@ def next_token(tokens: Sequence[int], num_prompt_tokens: int, sampling: Sampling
 
 
 def expected_tokens(request: Request, max_model_len: int) -> list[int]:
-    """The output of the request run alone."""
+    """Returns the output of a request that runs without other requests."""
     prompt, sampling = list(request.prompt_token_ids), request.sampling
     limit = min(sampling.max_tokens, max_model_len - len(prompt))
     output: list[int] = []
@@ -52,7 +52,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A step as the executor writes it: everything copied, nothing shared with the scheduler."""
+    """A copy of a step, as the executor writes it into a step slot. It shares no object with the scheduler."""
 
     seq: int
     kind: StepKind
@@ -95,7 +95,7 @@ BROKEN_SEED = 404
 
 @dataclass
 class FakeDevice:
-    """Runs steps one at a time over a KV cache of one token a slot, in the order of the policy.
+    """Runs steps one at a time, in the order of the policy, over a KV cache with one token in each slot.
 
     The caller must call ``answered`` when the scheduler has processed the result of a step.
     """
@@ -103,7 +103,7 @@ class FakeDevice:
     limits: SchedulerLimits
     queue: list[_Slot] = field(default_factory=list)
     ran: list[int] = field(default_factory=list)
-    """Numbers of the steps run, in that order."""
+    """Numbers of the steps in the order in which they ran."""
     begun: int | None = None
     """Number of the step that is running. No step can overtake it, and it cannot be dropped."""
 
@@ -114,7 +114,7 @@ class FakeDevice:
         self.reset()
 
     def reset(self) -> None:
-        """A new agent: nothing queued, no rows, cache and host memory full of garbage."""
+        """Acts as a new agent: the queue and the batch rows are empty, cache and host memory contain garbage."""
         self.cache = self._memory(self.limits.num_blocks)
         self.host = self._memory(self.limits.num_host_blocks)
         self.rows: dict[int, _Row] = {}
@@ -131,11 +131,11 @@ class FakeDevice:
         self.queue.append(_Slot.of(step))
 
     def answered(self, seq: int) -> None:
-        """The scheduler has taken the result of step ``seq``."""
+        """Notes that the scheduler has processed the result of step ``seq``."""
         self._watch.answered(seq)
 
     def abort(self, seq: int) -> StepResult | None:
-        """Drop a queued step; its answer, or None when it is not queued any more."""
+        """Drops a queued step. Returns its result, or None if it is no longer queued."""
         for place, slot in enumerate(self.queue):
             if slot.seq == seq and seq != self.begun:
                 del self.queue[place]
@@ -143,18 +143,18 @@ class FakeDevice:
         return None
 
     def run_next(self) -> StepResult:
-        """Run the first step in the order of the policy: moves alone before all others."""
+        """Runs the next step in the order of the policy. Move steps run before all others."""
         return self._run(self._take_next())
 
     def fail_next(self) -> int:
-        """The step that would run next fails halfway; its number."""
+        """Lets the next step fail halfway. Returns its number."""
         slot = self._take_next()
         self._run(slot)
         self._spoil(slot)
         return slot.seq
 
     def begin(self) -> None:
-        """The step that would run next is running from now on; it ends with the next ``run_next``."""
+        """Starts the next step. It ends with the next call of ``run_next``."""
         if self.queue:
             self.begun = self._next().seq
 
@@ -173,7 +173,7 @@ class FakeDevice:
         return slot
 
     def _spoil(self, slot: _Slot) -> None:
-        """Garbage wherever the step was to write."""
+        """Overwrites every slot that the step had to write with garbage."""
         size = self.limits.block_size
         for move in slot.moves:
             memory = self.host if move.kind is MoveKind.SWAP_OUT else self.cache
@@ -269,7 +269,7 @@ class FakeDevice:
             assert step.num_tokens <= limits.max_num_batched_tokens
 
     def _check_restarts(self, step: ScheduledStep) -> None:
-        """A position 0 is always a restart, and the agent knows no last token of a row that restarts."""
+        """Checks that a position 0 always restarts its batch row, and that a restarted row has no last token."""
         restarts, offset = step.restarts or [False] * step.num_seqs, 0
         for start, query_len, restart in zip(step.starts, step.query_lens, restarts, strict=True):
             assert restart or start > 0, f"step {step.seq} starts at position 0 without a restart"

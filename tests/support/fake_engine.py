@@ -1,4 +1,4 @@
-"""An engine without a scheduler, for tests of the HTTP edge. A script determines its answers."""
+"""An engine without a scheduler, for tests of the HTTP edge. A script determines its output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODEL_NAME = "fake-llama"
 LOGSUMEXP = 2.5
 
 Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
-"""Prompt and parameters -> tokens of the answer, including the end token if there is one."""
+"""A function of a prompt and its parameters that returns the output tokens, including an end token if there is one."""
 
 
 def make_status(**changes: Any) -> EngineStatus:
@@ -49,7 +49,7 @@ def make_status(**changes: Any) -> EngineStatus:
 
 @dataclass
 class Submitted:
-    """A request the engine got, and what became of it."""
+    """A request that the engine received, and its outcome."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -66,7 +66,7 @@ class Submitted:
     finish_reason: str | None = None
 
     def receipt(self) -> RequestReceipt:
-        """Always the same times, in a row of binary digits."""
+        """Returns a receipt whose times are always the same powers of two."""
         return RequestReceipt(
             request_id=self.request_id,
             tenant=self.scheduling.tenant,
@@ -114,7 +114,7 @@ class FakeOpenRequest:
 
 
 class FakeEngine:
-    """Says the script's tokens, ``delay_s`` apart, ``tokens_per_piece`` at a time."""
+    """Streams the script's tokens. ``tokens_per_piece`` tokens follow each other after every ``delay_s``."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -123,7 +123,7 @@ class FakeEngine:
         self.reset()
 
     def reset(self) -> None:
-        """Back to an engine that answers every prompt with the same sentence."""
+        """Restores the initial settings: every prompt gets the same sentence."""
         reply = [*self.tokenizer.encode(" hello to the bird", add_special_tokens=False), *self.tokenizer.eos_token_ids]
         self.script: Script = lambda prompt, sampling: reply
         self.delay_s = 0.0
@@ -134,28 +134,28 @@ class FakeEngine:
         self.fail_after: int | None = None
         """Number of tokens before the engine fails."""
         self.crash: Exception | None = None
-        """Raised after the first piece."""
+        """An exception that is raised after the first piece."""
         self.current = make_status()
         self.probe_answer = True
         self.num_probes = 0
         self.full: QueueFullError | None = None
-        """What ``queue_full`` says."""
+        """The result of ``queue_full``."""
         self.num_cached_tokens = 0
         self.beams = [Beam(tuple(reply), tuple(fake_logits(token, 2) for token in reply), -2.0, FinishReason.STOP)]
         """The result of every beam search."""
         self.searches: list[BeamSearchParams] = []
         self.drop: str | None = None
-        """If set, every request ends with this text before its first token, like a request whose deadline passes."""
+        """If set, every request ends with this error before its first token, like a request whose deadline passes."""
         self.submitted: list[Submitted] = []
         self.opened: list[FakeOpenRequest] = []
 
     @property
     def num_open(self) -> int:
-        """Requests whose reader is not done with them."""
+        """Number of requests whose reader has not finished."""
         return sum(not opened.is_closed for opened in self.opened)
 
     def say(self, text: str) -> None:
-        """Every answer is ``text``, ended by the model."""
+        """Lets every request return ``text``, as if the model had ended it."""
         tokens = [*self.tokenizer.encode(text, add_special_tokens=False), *self.tokenizer.eos_token_ids]
         self.script = lambda prompt, sampling: tokens
 
@@ -185,7 +185,7 @@ class FakeEngine:
         *,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
     ) -> SearchResult:
-        """Finds ``beams``, after ``delay_s``."""
+        """Returns ``beams`` after ``delay_s``, as a beam search does."""
         record = Submitted(request_id, list(prompt_token_ids), SamplingParams(), scheduling)
         self.submitted.append(record)
         self.searches.append(params)
@@ -302,7 +302,7 @@ class FakeEngine:
 
 
 def fake_logits(token: int, count: int) -> TokenLogits:
-    """The token itself has logit 2, its followers 1, 0, -1 ..."""
+    """Returns made-up logits: the chosen token has logit 2, the next token ids have 1, 0, -1 and so on."""
     top = tuple((token + i, 2.0 - i) for i in range(count))
     return TokenLogits(token, 2.0 - LOGSUMEXP, LOGSUMEXP, top)
 

@@ -1,4 +1,4 @@
-"""A tiny OpenAI-compatible server with scripted answers: it streams given tokens at given times, or misbehaves."""
+"""A tiny OpenAI-compatible server with scripted responses: it streams given tokens at given times, or misbehaves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Reply:
-    """How to answer one request.
+    """The response to one request.
 
     ``kind`` is ok, status (an HTTP error), drop (close after ``tokens`` tokens), error (in the stream) or hang. It can
     also be no_finish (the response has no finish reason) or garbage (a data line that is not JSON).
@@ -46,7 +46,7 @@ Script = Callable[[int, dict[str, Any]], Reply]
 
 @contextmanager
 def fake_openai_server(script: Script) -> Iterator[FakeServer]:
-    """Serves on a free port of 127.0.0.1 from a thread; ``script(n, body)`` says how to answer the n-th POST."""
+    """Serves on a free port of 127.0.0.1 from a thread. ``script(n, body)`` returns the reply to the n-th POST."""
     state = FakeServer()
     ready = threading.Event()
     loop = asyncio.new_event_loop()
@@ -112,7 +112,7 @@ async def _exchange(
         await _plain(writer, reply.status, {"error": {"message": "come back later"}})
         return True
     if reply.kind == "hang":
-        await reader.read()  # until the client goes
+        await reader.read()  # waits until the client closes the connection
         return False
     await _stream(writer, index, reply, "messages" in request)
     return reply.kind != "drop" and not reply.close

@@ -1,4 +1,7 @@
-"""Everything around scheduler and engine without a device: executor, detokenizer, log and metrics, and requests."""
+"""Fakes of everything that surrounds scheduler and engine: executor, detokenizer, log and metrics.
+
+Also makes requests.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def make_request(
     deadline: float | None = None,
     **sampling: Any,
 ) -> Request:
-    """A request with a prompt of its own: ``prompt`` tokens derived from its name, or these."""
+    """Makes a request. ``prompt`` is a list of tokens, or the number of tokens to derive from the request's name."""
     if isinstance(prompt, int):
         seed = sum(ord(letter) * 31**place for place, letter in enumerate(name))
         prompt = [2 + (seed + 7 * place) % (VOCABULARY - 2) for place in range(prompt)]
@@ -64,9 +67,9 @@ def make_request(
 
 
 class FakeExecutor:
-    """The Executor protocol over a FakeDevice: ``poll`` runs a step in the caller's thread and answers it.
+    """Implements the Executor protocol over a FakeDevice: ``poll`` runs a step in the caller's thread.
 
-    ``hold`` answers nothing until it is cleared. Everything may be called by any thread.
+    While ``hold`` is set, no result is returned. Any thread may call any method.
     """
 
     def __init__(self, limits: SchedulerLimits, *, num_slots: int = 8, ready: bool = True) -> None:
@@ -95,7 +98,7 @@ class FakeExecutor:
         with self._changed:
             self.steps.append(step)
             if not any(isinstance(event, AgentLost) for event in self._events):
-                self.device.submit(step)  # else it goes to a dead agent
+                self.device.submit(step)  # otherwise the agent is lost, and the step with it
 
     def abort(self, seq: int) -> None:
         with self._changed:
@@ -147,7 +150,7 @@ class FakeExecutor:
         return [{"rank": 0, "state": "ready"}]
 
     def push(self, event: ExecutorEvent) -> None:
-        """Let the next ``poll`` report this."""
+        """Lets the next ``poll`` return this event."""
         with self._changed:
             self._events.append(event)
             self._changed.notify_all()
@@ -158,7 +161,7 @@ class FakeExecutor:
             self._changed.notify_all()
 
     def lose_agent(self, *, final: bool = False, ready: bool = True, loss: AgentLost | None = None) -> None:
-        """Kills the agent. A new one is ready immediately, unless ``final`` or not ``ready``."""
+        """Kills the agent. A new one is ready immediately, except with ``final`` or without ``ready``."""
         with self._changed:
             self._events = deque(event for event in self._events if not isinstance(event, StepResult))
             self.device.reset()
@@ -172,8 +175,10 @@ class FakeExecutor:
 
 
 class FakeDetokenizer:
-    """One letter a token: the API of the incremental detokenizer, stop strings included, nothing held back but
-    what may become a stop string."""
+    """A detokenizer with one letter for each token and the API of the incremental detokenizer.
+
+    It handles stop strings. It holds back only text that may become a stop string.
+    """
 
     def __init__(self, request: Request) -> None:
         self._stop = request.sampling.stop

@@ -1,8 +1,8 @@
-"""A server of which one part fails: ``python -m support.faulty_server PART FILE [arguments of the server]``.
+"""A server with one failing part: ``python -m support.faulty_server PART FILE [arguments of the server]``.
 
 The part fails as soon as the file exists. ``engine``: an exception in the engine thread. ``thread``: the engine thread
-ends without a word. ``http``: an exception in the HTTP server. ``poison``: an agent that is killed by a prompt with
-``POISON`` tokens (``support.poisoned_agent``); it does not look at the file.
+ends without an error. ``http``: an exception in the HTTP server. ``poison``: a prompt with ``POISON`` tokens kills the
+agent (``support.poisoned_agent``); this part ignores the file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs programs of the tests in processes that are forked from one server, which has MindSpore imported.
 
-The import costs 2 s of CPU time. A fork costs some milliseconds, and the programs still share no state. A program that
-sets what MindSpore reads during its import must run through ``json_program.run_program`` instead.
+The import costs 2 s of CPU time, a fork only some milliseconds. The programs share no state. A program whose settings
+must be set before MindSpore's import has to run through ``json_program.run_program`` instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONTEXT.set_forkserver_preload([_PRELOAD])
 
 
 class ForkedProgram:
-    """A program that runs with ``folder`` as its working directory. It is killed at the end of a ``with``."""
+    """A program that runs with ``folder`` as its working directory. The end of a ``with`` block kills it."""
 
     def __init__(self, program: Path, *arguments: str, folder: Path | None = None, **variables: str | None) -> None:
         """``variables`` are added to the environment of this process; None removes one."""

@@ -1,7 +1,8 @@
 """Fuzz cases for the frames between server and agent: streams of nearly valid messages, in both directions.
 
 A case makes a few messages, changes values, bytes or lengths, and gives the stream to the receiver in random pieces.
-The receiver must decode it or raise the error of its direction. A decoded message goes on to its first user.
+The receiver must decode it or raise the error of its direction. The code that handles a message first then gets each
+decoded message.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ _CONTROL = messages.Connect | messages.Abort | messages.Status
 
 
 def fuzz_frames(cases: int, seed: int) -> dict[str, Findings]:
-    """Run ``cases`` streams in each direction. The result is by direction."""
+    """Run ``cases`` streams in each direction. Returns the findings by direction."""
     found = {}
     for direction, receive in (("to_agent", _agent_receives), ("to_server", _server_receives)):
         findings = found[direction] = Findings()
-        run_case(direction, seed, Findings(), receive)  # makes what the first case makes once
+        run_case(direction, seed, Findings(), receive)  # creates the objects that only the first case creates
         before = peak_mib()
         for number in range(cases):
             run_case(direction, seed + number, findings, receive)

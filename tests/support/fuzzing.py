@@ -55,7 +55,7 @@ class Findings:
             self.hangs += 1
             frame = traceback.extract_tb(error.__traceback__)[-2]
             self.crashes.setdefault(f"hang in {Path(frame.filename).name}, {frame.name}", name)
-        except BaseException as error:  # a panic of a Rust library is no Exception
+        except BaseException as error:  # a panic of a Rust library is not an Exception
             self.crashed += 1
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}, {frame.name}"

@@ -16,7 +16,7 @@ FAMILIES = LLAMAS / "families"
 
 @cache
 def golden_of(model: str) -> dict[str, Any]:
-    """The document of a Llama or, where there is none of that name, of a model of another family."""
+    """Returns the golden file of a name: that of a Llama or, if there is none, that of another family's model."""
     path = LLAMAS / f"{model}.json"
     path = path if path.is_file() else FAMILIES / f"{model}.json"
     document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

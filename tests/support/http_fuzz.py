@@ -165,7 +165,8 @@ def exchange(port: int, request: FuzzRequest, timeout_s: float) -> FuzzAnswer:
     A request that is not whole gets ``PATIENCE_S``. Then the client closes its sending side and reads what comes.
     """
     data = bytearray()
-    broken = contextlib.suppress(ConnectionResetError, BrokenPipeError)  # the server may refuse the rest unread
+    # the server may refuse the request before it has read the rest
+    broken = contextlib.suppress(ConnectionResetError, BrokenPipeError)
     with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as client, broken:
         client.sendall(request.data)
         if not request.is_whole:

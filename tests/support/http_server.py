@@ -27,7 +27,7 @@ MAX_BODY_BYTES = 64 * 1024
 
 
 class MemoryLog:
-    """An event log that remembers."""
+    """An event log that keeps its events."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -84,7 +84,7 @@ class HttpServer:
     drain_s = 0.3
     tls: ServerTls | None = None
     others: Sequence[Listener] = ()
-    """Further listeners. Like ``tls``, a test sets them before ``start``."""
+    """Further listening sockets. A test sets them before ``start``, as it does ``tls``."""
 
     def request_stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
@@ -102,7 +102,7 @@ class HttpServer:
         return self.http.post(path, json=body)
 
     def events(self, path: str, body: Any) -> list[Any]:
-        """The JSON of each server-sent event; ``[DONE]`` as text."""
+        """Returns the JSON of each server-sent event, and ``[DONE]`` as text."""
         with self.http.stream("POST", path, json=body) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -112,7 +112,7 @@ class HttpServer:
         return [text if text == "[DONE]" else json.loads(text) for text in texts]
 
     def raw(self, data: bytes) -> socket.socket:
-        """A connection on which ``data`` has been sent."""
+        """Opens a connection and sends ``data``."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=time_limit(10))
         connection.sendall(data)
         return connection
@@ -128,7 +128,7 @@ def running(engine: FakeEngine, access: AccessControl | None = None, **settings:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 3) -> float:
-    """Seconds until ``condition`` held."""
+    """Waits until ``condition`` is true. Returns the seconds this took."""
     start, limit = time.monotonic(), time_limit(timeout_s)
     while not condition():
         assert time.monotonic() - start < limit, "did not come true"
@@ -137,7 +137,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 3) -> float:
 
 
 def http_request(path: str, body: bytes, *headers: str, method: str = "POST") -> bytes:
-    """A request as bytes; ``headers`` replace the usual ones of the same name."""
+    """Returns a request as bytes. ``headers`` replace the default headers of the same name."""
     usual = {
         "Host": "127.0.0.1",
         "Content-Type": "application/json",
@@ -151,7 +151,7 @@ def http_request(path: str, body: bytes, *headers: str, method: str = "POST") ->
 
 
 def read_response(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of a response with a length, or until the connection ends."""
+    """Reads status, headers and body of a response, by its length or until the connection closes."""
     data = b""
     while b"\r\n\r\n" not in data:
         chunk = connection.recv(65536)

@@ -18,7 +18,7 @@ from support.time_limits import time_limit
 def run_program(
     program: Path, *arguments: str, folder: Path, timeout: float = 120, **variables: str | None
 ) -> subprocess.CompletedProcess[str]:
-    """``program`` under this Python, with ``folder`` as its working directory.
+    """Runs ``program`` under this Python, with ``folder`` as its working directory.
 
     ``variables`` are added to this process's environment; None removes one. Raises subprocess.TimeoutExpired after
     ``timeout`` seconds, scaled by ``time_limit``.
@@ -36,9 +36,9 @@ def run_program(
 
 
 def printed_json(done: subprocess.CompletedProcess[str]) -> Any:
-    """The object that a program which ended well printed last, in one line; fails with what it said when it did not.
+    """Returns the JSON object that a successful program printed last, on one line. Otherwise fails with its output.
 
-    MindSpore may print lines of its own behind it.
+    MindSpore may print its own lines after it.
     """
     assert done.returncode == 0, done.stderr[-4000:]
     objects = [line for line in done.stdout.splitlines() if line.startswith("{")]

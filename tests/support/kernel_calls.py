@@ -10,7 +10,7 @@ import numpy.typing as npt
 from performance.kernels.calls import Array, store
 
 EPSILON = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Largest relative error of rounding once."""
+"""Largest relative error of one rounding."""
 
 
 def random_tensor(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
@@ -20,7 +20,7 @@ def random_tensor(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) 
 def attention_rendering(
     query: Array, keys: Array, values: Array, query_lens: list[int], context_lens: list[int], window: int = 10**9
 ) -> npt.NDArray[np.float64]:
-    """The same in float64 for keys and values side by side, [sum of context_lens, kv_heads, dim]."""
+    """Computes attention in float64 over contiguous keys and values [sum of context_lens, kv_heads, dim]."""
     out = np.zeros(query.shape)
     group = query.shape[1] // keys.shape[1]
     row = start = 0
@@ -39,7 +39,7 @@ def attention_rendering(
 
 @dataclass
 class PagedKeys:
-    """Keys and values of some sequences laid out in a cache; unused slots hold NaN."""
+    """Keys and values of some sequences in the blocks of a cache. Unused slots contain NaN."""
 
     keys: Array
     values: Array
@@ -49,7 +49,7 @@ class PagedKeys:
 def page(
     rng: np.random.Generator, keys: Array, values: Array, context_lens: list[int], block_size: int, dtype: str
 ) -> PagedKeys:
-    """Scatters [sum of context_lens, kv_heads, dim] over blocks in random order."""
+    """Writes contiguous keys and values [sum of context_lens, kv_heads, dim] to blocks in random order."""
     counts = [-(-n // block_size) for n in context_lens]
     num_blocks = sum(counts) + 2
     shape = (num_blocks, block_size, *keys.shape[1:])

@@ -1,4 +1,4 @@
-"""The kernels' threads, which are a whole process's: changed for a while, and held to change nothing."""
+"""Helpers that change the number of kernel threads, which belongs to the whole process, and restore it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from performance.kernels.library import set_threads
 
 @contextmanager
 def threads_as_before() -> Iterator[None]:
-    """The body may set any number of threads; those behind it have the number from before."""
+    """Restores the number of kernel threads after the body, which may set any number."""
     before = num_threads()
     try:
         yield
@@ -23,7 +23,7 @@ def threads_as_before() -> Iterator[None]:
 
 
 def check_threads_change_no_bit(run: Callable[[], Sequence[Array]], counts: Sequence[int]) -> None:
-    """The arrays that ``run`` gives are the same with each of these numbers of threads, in this order."""
+    """Checks that ``run`` returns the same arrays with each of these numbers of threads, in this order."""
     results = []
     with threads_as_before():
         for count in counts:

@@ -1,8 +1,8 @@
-"""Sequences served through a ``KVCacheManager`` and a modelled memory, to be driven in any order.
+"""Sequences over a ``KVCacheManager`` and a modelled memory. A test may run their operations in any order.
 
 A token's keys and values depend on all tokens before it. Therefore the memory holds a prefix number for each slot of
 each block: the prefix whose keys and values were written there. Each read is compared with the prefix that the sequence
-would have computed alone.
+would have computed without other sequences.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class KVCacheModel:
         return sequence
 
     def look(self, sequence: ModelSequence) -> None:
-        """Match a waiting sequence; what it is promised is in memory."""
+        """Looks up the cached prefix of a waiting sequence, and checks that the memory contains it."""
         match = sequence.match = self.manager.prefixes.match(sequence.chain)
         assert match.num_tokens < len(sequence.tokens)
         assert match.num_pending_tokens % self.block_size == 0
@@ -93,7 +93,10 @@ class KVCacheModel:
         self._check_slots(sequence, table, match.num_tokens)
 
     def start(self, sequence: ModelSequence) -> bool:
-        """Starts a waiting sequence with its latest match, however old. This must succeed if no other sequence runs."""
+        """Starts a waiting sequence with its latest match, however old.
+
+        The start must succeed if no other sequence runs.
+        """
         assert sequence.match is not None
         alone = self.manager.num_free_blocks == self.manager.num_usable_blocks
         adoption = self.manager.adopt(sequence.table, sequence.chain, sequence.match, len(sequence.tokens))
@@ -107,7 +110,7 @@ class KVCacheModel:
         return True
 
     def compute(self, sequence: ModelSequence, count: int) -> bool:
-        """A step for the next ``count`` tokens of a running sequence, as far as they are known."""
+        """Submits a step for the next ``count`` tokens of a running sequence, as far as they are known."""
         end = min(sequence.num_scheduled + count, len(sequence.tokens))
         if end == sequence.num_scheduled or not self.manager.grow(sequence.table, end):
             return False
@@ -122,7 +125,7 @@ class KVCacheModel:
         sequence.tokens.append(token)
 
     def stop(self, sequence: ModelSequence, *, finished: bool) -> None:
-        """Finish or preempt a running sequence: its blocks go when no step touches them."""
+        """Finishes or preempts a running sequence. Its blocks are freed when no step in flight uses them."""
         sequence.finished = finished
         sequence.state = State.LEAVING
         self._settle(sequence)
@@ -147,7 +150,7 @@ class KVCacheModel:
         return True
 
     def answer(self, outcome: Outcome) -> None:
-        """Run the first step in flight, or not, and take the answer."""
+        """Completes the first step in flight. ``outcome`` determines whether the step ran."""
         step = self.steps.pop(0)
         sequence = step.sequence
         if outcome is Outcome.ANSWERED and not sequence.broken:
@@ -204,7 +207,7 @@ class KVCacheModel:
         assert self.manager.num_reserved_tokens == 0
 
     def check(self) -> None:
-        """Blocks are conserved, and every sequence finds what was computed for it."""
+        """Checks that no block is lost, and that every sequence finds its own keys and values."""
         tables = [sequence.table for sequence in self.sequences]
         self.manager.check_integrity(tables, [sequence.host_table for sequence in self.sequences])
         check_cache(self.manager)
@@ -224,7 +227,7 @@ class KVCacheModel:
         self.steps.append(step)
 
     def _run(self, step: ModelStep) -> None:
-        """Moves, then the tokens: what they attend to is what their own sequence wrote, or would have."""
+        """Runs a step: first its moves, then its tokens. Each read must find the sequence's own prefix."""
         sequence, size = step.sequence, self.block_size
         for copy in step.copies:
             self.memory[copy.destination] = list(self.memory[copy.source])
@@ -240,7 +243,7 @@ class KVCacheModel:
             self.memory[sequence.table[position // size]][position % size] = numbers[position]
 
     def _break(self, step: ModelStep, outcome: Outcome) -> None:
-        """The step's results are void: so are those of the steps of its sequence after it, whatever they write."""
+        """Makes the step's results void, and those of later steps of its sequence, whatever they write."""
         sequence, size = step.sequence, self.block_size
         if not sequence.broken:
             sequence.broken = True
@@ -274,7 +277,7 @@ class KVCacheModel:
         sequence.chain.extend(sequence.tokens[sequence.chain.num_tokens :])
 
     def _numbers(self, sequence: ModelSequence) -> list[int]:
-        """By position, the number of the prefix that ends there."""
+        """Returns the prefix number of each position."""
         before: int | bytes = sequence.salt
         numbers = []
         for token in sequence.tokens:
@@ -288,7 +291,7 @@ class KVCacheModel:
 
 
 def random_operation(model: KVCacheModel, choose: random.Random, max_tokens: int) -> None:
-    """One of everything that can happen, the common things more often."""
+    """Runs a random operation of the model. Common operations are drawn more often."""
     waiting, running = model.of_state(State.WAITING), model.of_state(State.RUNNING)
     model.prune(keep=6)
     if not waiting or choose.random() < 0.08:

@@ -22,10 +22,11 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class NumpyLlama:
-    """The model of a folder. ``dtype``: that of the weights that stay floats, as a runner of that type has them.
+    """The model of a folder.
 
-    ``weights``: ``float``; ``int8``, with activations that are quantised a token at a time; or ``int8_weight_only``. An
-    output has one scale, of ``scale_dtype``. ``float_tied``: an embedding that is the output layer too stays floats.
+    ``dtype`` is the type of the weights that stay floats. ``weights`` is ``float``, ``int8`` (activations are quantised
+    token by token) or ``int8_weight_only``. Each output of an int8 layer has one scale, of type ``scale_dtype``. With
+    ``float_tied``, an embedding that is also the output layer stays a float there too.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class NumpyLlama:
                 self._weights[name], self._scales[name] = _quantised(values, scale_dtype)
 
     def logits(self, tokens: list[int], between: str = "float32", logits_type: str = "float32") -> Floats:
-        """[T, vocabulary], after each token. ``between``: the type that operators' results are rounded to;
-        ``logits_type``: that of the last."""
+        """Returns the logits [T, vocabulary] after each token.
+
+        Results of operators are rounded to the type ``between``, those of the last operator to ``logits_type``.
+        """
         shape, length = self._shape, len(tokens)
         residual = self._weights[_EMBEDDING][tokens]
         cos, sin = (table[:, None, :] for table in rotary_tables(shape, length))
@@ -82,12 +85,12 @@ class NumpyLlama:
 
 
 def rounded(values: Floats, dtype: str) -> Floats:
-    """To nearest, as ``dtype`` has them."""
+    """Rounds to the nearest value of ``dtype``."""
     return to_float32(from_float32(np.ascontiguousarray(values, np.float32), dtype), dtype)
 
 
 def _quantised(values: Floats, scale_dtype: str) -> tuple[Floats, Floats]:
-    """Integers [out, in] as floats, and scales [out]."""
+    """Returns quantised weights: integers [out, in] as floats, and scales [out]."""
     scales = rounded(np.abs(values).max(axis=1) / np.float32(127), scale_dtype)
     return np.clip(np.rint(values * (1 / scales)[:, None]), -127, 127), scales
 
@@ -110,7 +113,7 @@ def _attention(query: Floats, key: Floats, value: Floats, between: str) -> Float
 
 
 def _stored(folder: Path) -> dict[str, Floats]:
-    """All of them, as they are stored."""
+    """Returns all tensors of the folder as they are stored."""
     files = TensorFiles(folder)
     stored = {name: to_float32(*files.read(name)).copy() for name in files.names()}
     files.close()

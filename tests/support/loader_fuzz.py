@@ -42,7 +42,7 @@ _HEADER_BYTES = 700
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of model folder: how tests write it, which of its files a case damages, and how it is opened."""
+    """A kind of model folder: how tests write it, which files a case damages, and how a reader opens it."""
 
     write: Callable[[Path], object]
     files: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Small seeded models that MindFormers' classes serve as well as ours."""
+"""Small seeded models that both MindFormers' classes and ours can serve."""
 
 from __future__ import annotations
 

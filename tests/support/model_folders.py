@@ -1,4 +1,4 @@
-"""Model folders for tests: a small Llama's ``config.json``, empty tokenizer and weight files, with any change."""
+"""Model folders for tests: a small Llama's ``config.json``, and empty tokenizer and weight files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_model_folder(
     remove: tuple[str, ...] = (),
     **changes: object,
 ) -> Path:
-    """A folder with ``config.json`` (changes applied, some keys removed) and empty ``files``."""
+    """Writes a folder with ``config.json`` and empty ``files``. ``config.json`` may have changed or removed keys."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {key: value for key, value in (SMALL_LLAMA | changes).items() if key not in remove}
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Greedy tokens held against an oracle's, where rounding may turn a tie round."""
+"""Compares greedy tokens with an oracle's. Where two logits are nearly equal (a tie), rounding may choose the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIE_MARGIN = {"float16": 0.02, "bfloat16": 0.35}
 MOST_TIES = {"float16": 0.01, "bfloat16": 0.05}
 """Maximum fraction of positions with a tie."""
 RELATIVE_TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
-"""The same for any model: times the standard deviation of the oracle's logits."""
+"""The margin of a tie as a multiple of the standard deviation of the oracle's logits, for any model."""
 
 
 def check_forced(
@@ -39,7 +39,7 @@ def check_forced(
 
 
 def complete(server: ServerProcess, prompt: list[int], count: int, **sampling: Any) -> list[int]:
-    """The tokens of an answer; greedy unless ``sampling`` says otherwise."""
+    """Returns the output tokens of a request. It is greedy unless ``sampling`` contains other parameters."""
     body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     answer = server.post("/v1/completions", {**body, **sampling})
     tokens: list[int] = answer["choices"][0]["token_ids"]
@@ -47,8 +47,10 @@ def complete(server: ServerProcess, prompt: list[int], count: int, **sampling: A
 
 
 def find_ties(server: ServerProcess, case: dict[str, Any], margin: float) -> list[tuple[int, float]]:
-    """Every position where the choice was not the oracle's, as (position, how much the oracle preferred its own), which
-    is less than ``margin``. After one the sequence goes on from the oracle's tokens."""
+    """Returns every position where the server's token differs from the oracle's, with the difference of their logits.
+
+    Each difference must be less than ``margin``. After a tie, the next request continues from the oracle's tokens.
+    """
     ties, done = [], 0
     while done < NUM_TOKENS:
         ours = complete(server, case["prompt"] + case["tokens"][:done], NUM_TOKENS - done)

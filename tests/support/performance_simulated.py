@@ -1,4 +1,4 @@
-"""Devices and limits for tests of the simulator: steps of known length, a host that takes no time."""
+"""Devices and limits for tests of the simulator: steps of known length, and a host that needs no time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PREFILL_S, DECODE_S = 2.0, 1.0
 
 
 class FlatDevice:
-    """Steps of one length a kind."""
+    """A device with a fixed time for each kind of step."""
 
     name = "flat"
 

@@ -1,4 +1,4 @@
-"""The real agent, which is killed by a step whose prompts have the tokens ``POISON`` in a row."""
+"""The real agent, except that a step kills it if a prompt contains the tokens ``POISON`` one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small folders in every quantised format, encoded a value at a time from the formats' descriptions."""
+"""Small folders in every quantised format. The encoders follow the descriptions of the formats, one value at a time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Plain:
     group: int
 
     def value(self) -> np.ndarray:
-        """float32, an element at a time."""
+        """Returns the weight in float32, computed one element at a time."""
         rows, depth = self.q.shape
         out = np.empty((rows, depth), np.float32)
         for row in range(rows):
@@ -159,7 +159,7 @@ def compressed_config(layout: str, *, bits: int, group: int, asymmetric: bool, a
 
 
 def model_slim(name: str, plain: Plain, *, bits: int, packed: str) -> Tensors:
-    """Weights of msModelSlim. ``packed`` is the axis along which two integers of 4 bits share a byte, or ``""``."""
+    """Returns the tensors of a weight in msModelSlim's form."""
     stem, zero, (rows, depth) = name.removesuffix(".weight"), 1 << (bits - 1), plain.q.shape
     signed = plain.q - zero
     if packed == "out":
@@ -213,7 +213,7 @@ def slim_description(scheme: str, tensors: Tensors, group: int) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Case:
-    """A format with its settings."""
+    """A quantised format with its settings."""
 
     layout: str
     bits: int
@@ -291,7 +291,10 @@ def write_case(
     case: Case,
     change: Callable[[Tensors, dict[str, Any]], object] = lambda tensors, config: None,
 ) -> Path:
-    """The folder of a case, its tensors and its ``quantization_config`` (or its description file) changed."""
+    """Writes the folder of a case.
+
+    ``change`` may alter the tensors and the ``quantization_config`` or description file.
+    """
     folder.mkdir(exist_ok=True)
     tensors = float_tensors()
     for name in LINEARS:

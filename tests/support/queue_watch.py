@@ -16,7 +16,7 @@ from llm_serving.scheduler.slo_order import LATE_SHARE
 
 
 class QueueWatch:
-    """Everything wrong is an AssertionError."""
+    """Checks each start against the bounds of the queue. Raises AssertionError for a violation."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
@@ -24,11 +24,11 @@ class QueueWatch:
         """By arrival."""
         self._started: set[str] = set()
         self._service: dict[int, Counter[str]] = {}
-        """By priority and tenant: what was charged."""
+        """The service that each priority and tenant has received."""
         self._service_before: dict[str, Counter[str]] = {}
-        """By waiting request: its class's service when it arrived."""
+        """By waiting request: the service that its class had received when the request arrived."""
         self._starts_left: dict[str, int] = {}
-        """By waiting request that is late for its objective: starts of others that may still come before its own."""
+        """By waiting request that is late for its objective: how many others may still start before it."""
         most_held = limits.max_num_seqs * limits.max_model_len
         self._fair_bound = 4 * max(INPUT_WEIGHT * limits.max_prompt_len, OUTPUT_WEIGHT * most_held)
 
@@ -40,7 +40,7 @@ class QueueWatch:
         self._forget(request.request_id)
 
     def scheduled(self, step: ScheduledStep, now: float) -> None:
-        """Whoever is in a step for the first time has started, in the order of the step."""
+        """Notes that the requests in their first step have started, in the order of the step."""
         self._drop_finished()
         for request in step.requests:
             if request.request_id in self._started:

@@ -1,4 +1,4 @@
-"""Recorded runs of the scheduler."""
+"""Recorded runs of the scheduler, for tests of the flight recorder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine core over several replicas, driven by hand, everything around it fake."""
+"""An engine core over several replicas that a test calls step by step, with fakes of everything else."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ReplicatedEngine:
             self.core.step()
 
     def finish(self) -> None:
-        """Until idle; nothing leaked."""
+        """Runs until the engine is idle. Checks that no block is lost."""
         for _ in range(20_000):
             self.step()
             if self.router.is_idle:

@@ -1,4 +1,4 @@
-"""Bodies of completions with sampling of every kind, drawn by seed."""
+"""Random bodies of completions with every kind of sampling. A seed repeats a body."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 
 def mixed_body(draw: random.Random, index: int, prompt: object, max_tokens: Sequence[int]) -> dict[str, Any]:
-    """Greedy or sampled, with and without penalties and log-probabilities, to an end token or past it."""
+    """Returns a body: greedy or sampled, with or without penalties and log-probabilities, ending at an end token or
+    later.
+    """
     body: dict[str, Any] = {
         "prompt": prompt,
         "max_tokens": draw.choice(max_tokens),

@@ -1,6 +1,7 @@
-"""Drives a Router over several schedulers, each with a FakeDevice, through random interleavings, checking on the way.
+"""Drives a Router over several schedulers, each with a FakeDevice, in random order. Checks every operation.
 
-The same operations as ``simulation.Simulation``; which replica's device runs, answers or dies is drawn from the seed.
+The operations are those of ``simulation.Simulation``. The seed determines which replica's device runs a step, returns a
+result or dies.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["RoutedPlayer", "RoutedSimulation", "play_routed"]
 
 
 class FakeReplica:
-    """A scheduler behind the router, with its device, and the answers that have not reached it."""
+    """A scheduler behind the router, with its device, and the results that have not reached the scheduler."""
 
     def __init__(self, source: ReplicaSource, inner: Scheduler, limits: SchedulerLimits) -> None:
         self.scheduler = source
@@ -44,7 +45,7 @@ class FakeReplica:
 
 
 class RoutedSimulation(SimulatedClients):
-    """``record`` may put a flight recorder before each scheduler."""
+    """Several replicas behind one router. ``record`` may put a flight recorder before each scheduler."""
 
     def __init__(
         self,
@@ -69,14 +70,14 @@ class RoutedSimulation(SimulatedClients):
             self.router.agent_ready(index)
         self.rng = random.Random(seed)
         self.served_by: dict[str, set[int]] = {}
-        """Replicas that a request was in a step of."""
+        """By request, the replicas whose steps contained it."""
 
     def add(self, *requests: Request) -> None:
         super().add(*requests)
         self.served_by.update((request.request_id, set()) for request in requests)
 
     def schedule(self) -> int:
-        """Everything that can be scheduled now, as the engine does it. Nothing idles while there is work."""
+        """Schedules all possible steps, as the engine does. Checks that no replica idles while a request waits."""
         number = sum(self._schedule(index) for index in range(len(self.replicas)))
         while placed := self.router.take_placed():
             number += sum(self._schedule(index) for index in placed)
@@ -100,7 +101,7 @@ class RoutedSimulation(SimulatedClients):
         return number
 
     def _check_busy(self) -> None:
-        """While a request waits for a replica, every replica that serves has work."""
+        """Checks that every replica that serves has work while a request waits for a replica."""
         if self.router.num_unplaced:
             for index, replica in enumerate(self.replicas):
                 assert not (replica.is_ready and replica.inner.is_idle), f"replica {index} idles"
@@ -129,7 +130,7 @@ class RoutedSimulation(SimulatedClients):
             replica.answers.append(result)
 
     def answer(self) -> None:
-        """The oldest answer of one of the replicas arrives."""
+        """Lets the oldest result of one replica arrive."""
         replica = self._some(lambda one: one.has_work)
         assert replica is not None
         if not replica.answers:
@@ -137,7 +138,7 @@ class RoutedSimulation(SimulatedClients):
         self.update(replica, replica.answers.popleft())
 
     def step_all(self) -> None:
-        """Schedule; each device runs a step, and its answer arrives."""
+        """Schedules, lets each device run a step, and lets the results arrive."""
         self.schedule()
         self.now += 0.001
         for replica in self.replicas:
@@ -208,7 +209,7 @@ class RoutedSimulation(SimulatedClients):
             self.router.agent_ready(index)
 
     def check(self) -> None:
-        """Every request is in exactly one place, and every scheduler is whole."""
+        """Checks that every request is in exactly one place, and that every scheduler's invariants hold."""
         super().check()
         assert all(scheduler.num_waiting >= 0 for scheduler in self.inner)
         assert len(self.requests) - len(self.ended) == len(self.router._entries)
@@ -225,7 +226,7 @@ class RoutedSimulation(SimulatedClients):
 
 
 class RoutedPlayer(Player):
-    """Plays scripts of one scheduler on several. A loss is that of one replica, which comes back after a while."""
+    """Runs scripts for one scheduler on several replicas. A loss affects one replica, which returns later."""
 
     def __init__(self, limits: dict[str, Any], num_replicas: int, seed: int, routing: Routing = Routing.PREFIX) -> None:
         self.routed = RoutedSimulation(make_script_limits(limits), num_replicas, seed, routing)
@@ -272,7 +273,7 @@ class RoutedPlayer(Player):
 
 
 def play_routed(script: Script, num_replicas: int, seed: int, routing: Routing = Routing.PREFIX) -> RoutedSimulation:
-    """From the first operation to the end of all requests. AssertionError when anything is wrong on the way."""
+    """Runs a script until all its requests have ended. Raises AssertionError if a check fails."""
     player = RoutedPlayer(script.limits, num_replicas, seed, routing)
     for operation in script.operations:
         player.do(operation)

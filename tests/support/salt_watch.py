@@ -1,4 +1,4 @@
-"""Whose tokens are in which block: requests of different salts share nothing, though their texts be the same."""
+"""Checks that requests with different salts share no blocks, even if their texts are equal."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from llm_serving.scheduler.output import MoveKind, ScheduledStep
 
 
 class SaltWatch:
-    """Follows the salt of what was written last to each block, of the cache and of the host's memory.
+    """Remembers the salt of the last write to each block, in the cache and in the host pool.
 
-    The same prompt has the same text under any salt, so no comparison of texts would notice a block shared wrongly.
+    The same prompt has the same text under any salt, so a comparison of texts would not detect a wrongly shared block.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -17,7 +17,7 @@ class SaltWatch:
         self._host: dict[int, bytes] = {}
 
     def scheduled(self, step: ScheduledStep) -> None:
-        """Look at a step when it is handed over: in this order blocks are given out, too."""
+        """Checks a step when it is sent. Blocks are also allocated in this order."""
         for move in step.moves:
             source = self._host if move.kind is MoveKind.SWAP_IN else self._cache
             destination = self._host if move.kind is MoveKind.SWAP_OUT else self._cache

@@ -1,7 +1,7 @@
-"""Scripts for the scheduler: limits, and what happens, as plain data.
+"""Scripts for the scheduler: limits, and a list of operations, as plain data.
 
-A script is drawn at random, played, and made smaller while it still fails. An impossible operation does nothing,
-so any part of a script is a script. For example, ``answer`` without a result does nothing.
+Tests draw a script at random, run it, and reduce it while it still fails. An impossible operation does nothing: for
+example, ``answer`` without a result. Any part of a script is therefore a script too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.simulation import Simulation
 __all__ = ["Operation", "Player", "Script", "make_script_limits", "minimise", "play"]
 
 Operation = tuple[Any, ...]
-"""Name and arguments, see the methods of ``Player``."""
+"""Name and arguments of an operation. The methods of ``Player`` define them."""
 
 _ENUMS = {
     "policy": Policy,
@@ -32,7 +32,7 @@ _ENUMS = {
 
 @dataclass(frozen=True)
 class Script:
-    """``limits`` are the arguments of SchedulerLimits, enums by their values."""
+    """Limits and operations. ``limits`` are the arguments of SchedulerLimits, enums by their values."""
 
     limits: dict[str, Any]
     operations: list[Operation]
@@ -51,7 +51,7 @@ def make_script_limits(values: dict[str, Any]) -> SchedulerLimits:
 
 
 class Player:
-    """Does operations, one after the other, on a simulation that checks everything after each."""
+    """Runs operations one after the other on a simulation, which checks all invariants after each."""
 
     def __init__(self, limits: dict[str, Any]) -> None:
         self.simulation = Simulation(make_script_limits(limits))
@@ -61,7 +61,7 @@ class Player:
         getattr(self, name)(*arguments)
 
     def add(self, name: str, request: dict[str, Any]) -> None:
-        """A request arrives; it is refused only if it can never be served, or the queue is full."""
+        """Adds a request. It may only be refused if it can never be served, or if the queue is full."""
         simulation = self.simulation
         if name in simulation.requests:
             return
@@ -97,7 +97,7 @@ class Player:
             self.simulation.run()
 
     def begin(self) -> None:
-        """The device begins a step: what comes now does not overtake it."""
+        """Lets the device begin a step. Later steps cannot overtake it."""
         self.simulation.device.begin()
 
     def answer(self, times: int) -> None:
@@ -123,7 +123,7 @@ class Player:
         self.simulation.now += seconds
 
     def end(self, name: str, reason: str, drop: bool) -> None:
-        """Ends a request from outside. ``drop``: also drops the steps that have become void."""
+        """Ends a request on behalf of its client. ``drop``: also drops the steps that have become void."""
         if name in self.simulation.requests:
             self.simulation.end(name, FinishReason(reason))
         if drop:
@@ -163,7 +163,7 @@ def _can_be_served(limits: SchedulerLimits, prompt: int, max_tokens: int) -> boo
 
 
 def play(script: Script) -> Simulation:
-    """From the first operation to the end of all requests. AssertionError when anything is wrong on the way."""
+    """Runs a script until all its requests have ended. Raises AssertionError if a check fails."""
     player = Player(script.limits)
     for operation in script.operations:
         player.do(operation)

@@ -1,4 +1,4 @@
-"""Draws scripts: any legal limits, and requests that get into each other's way."""
+"""Draws random scripts: any legal limits, and requests that compete for blocks and batch rows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ POLICIES = ["prefill_first", "fcfs", "decode_first", "chunked", "slo"]
 BATCHINGS = [*["continuous"] * 7, "dynamic", "static", "none"]
 
 _FAMILIES = [[2 + (7 * place + 11 * family) % (VOCABULARY - 2) for place in range(400)] for family in range(3)]
-"""Prompts that begin alike are what a prefix cache is for."""
+"""Prompts with common beginnings, so that the prefix cache has hits."""
 
 
 def draw_limits(rng: random.Random) -> dict[str, Any]:
-    """Any limits, or in every other script such as make running requests stand in each other's way."""
+    """Draws limits. Every other script has limits under which running requests compete for blocks."""
     limits = _any_limits(rng)
     if rng.random() < 0.5:
         block_size, usable = rng.choice([1, 1, 2, 3, 4, 8]), rng.choice([39, 40, 40, 41, 44, 52])
@@ -42,8 +42,10 @@ def draw_limits(rng: random.Random) -> dict[str, Any]:
 
 
 def _any_limits(rng: random.Random) -> dict[str, Any]:
-    """Limits from the tightest to the roomy. The pool may be too small for the longest sequence, which is then
-    refused; mostly it holds one and a bit."""
+    """Draws limits from very tight to generous.
+
+    The pool may be too small for the longest sequence, which is then refused. Mostly it holds a little more than one.
+    """
     max_model_len = rng.choice([4, 17, 40, 40, 64, 64, 100])
     block_size = rng.choice(BLOCK_SIZES)
     longest = -(-(max_model_len - 1) // block_size)
@@ -81,7 +83,7 @@ def _any_limits(rng: random.Random) -> dict[str, Any]:
 
 
 class _Requests:
-    """Draws requests of one script; some go on where the answer to one before ended, as a chat does."""
+    """Draws the requests of one script. Some continue an earlier request's prompt and output, as in a chat."""
 
     def __init__(self, rng: random.Random, limits: dict[str, Any]) -> None:
         self._rng = rng
@@ -133,7 +135,7 @@ class _Requests:
         return [rng.randrange(2, VOCABULARY) for _ in range(length)]
 
     def _length(self, longest: int) -> int:
-        """Often at a block border, or one off."""
+        """Returns a prompt length, often exactly at a block border or one token away from it."""
         rng = self._rng
         if rng.random() < 0.4:
             length = self._limits["block_size"] * rng.randint(1, 3) + rng.choice([-1, 0, 1])
@@ -151,7 +153,7 @@ class _Requests:
 
 
 def draw_script(seed: int) -> Script:
-    """The script of a seed. Each has a temper of its own: crowded or calm, patient or not, with or without losses."""
+    """Draws the script of a seed. Scripts differ in load, deadlines and losses of agents."""
     rng = random.Random(seed)
     limits = draw_limits(rng)
     requests = _Requests(rng, limits)

@@ -1,4 +1,4 @@
-"""The engine in its thread over the fake device, for tests from asyncio."""
+"""The engine in its thread over the fake device, for tests that use asyncio."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.fakes import (
 
 
 class Sink:
-    """Collects pieces and errors."""
+    """Collects the pieces and errors of a request."""
 
     def __init__(self) -> None:
         self.pieces: list[RequestOutput] = []
@@ -46,7 +46,7 @@ class Served:
         self.engine, self.executor, self.log = engine, executor, log
 
     async def whole(self, request: Request) -> RequestOutput:
-        """The request's answer, all pieces as one."""
+        """Joins all pieces of the request to one."""
         return merge_outputs([piece async for piece in self.pieces(request)])
 
     def pieces(self, request: Request) -> Any:

@@ -1,4 +1,4 @@
-"""A real server with real agents, as a user starts it, for tests that need the whole path."""
+"""A real server with real agents, started as a user starts it, for tests of the whole path."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SHM_DIRECTORY = Path("/dev/shm")
 
 
 def shm_entries(pid: int | None = None) -> set[str]:
-    """Names of the shared-memory segments that a server has made, or any."""
+    """Names of the shared-memory segments of one server, or of all servers."""
     pattern = "llm-serving-*" if pid is None else f"llm-serving-{pid}x*"
     return {path.name for path in SHM_DIRECTORY.glob(pattern)}
 
 
 class ServerProcess:
-    """``start_server.py`` in a process group of its own. ``stop`` proves that it leaves nothing behind."""
+    """``start_server.py`` in its own process group. ``stop`` checks that no process and no shared memory is left."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ServerProcess:
         return self._process.pid
 
     def wait_ready(self) -> ServerProcess:
-        """Wait for the line that says where it serves."""
+        """Waits for the line that shows the server's address."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline().decode()
         if not line.startswith(("ready http://", "ready https://")):
@@ -70,7 +70,7 @@ class ServerProcess:
         return (self.folder / "stderr.txt").read_text(errors="replace")
 
     def agents(self) -> list[psutil.Process]:
-        """The agent processes that run now."""
+        """Returns the process ids of the present agents."""
         children = psutil.Process(self.pid).children(recursive=True)
         return [child for child in children if "agent" in child.cmdline()]
 
@@ -83,7 +83,7 @@ class ServerProcess:
             return response.read().decode()
 
     def post(self, path: str, body: object, timeout_s: float = 120.0, headers: Mapping[str, str] | None = None) -> Any:
-        """POST JSON; the answer, or what an error answer says, with its status under ``status``."""
+        """Sends JSON by POST. Returns the JSON of the response; that of an error also has its ``status``."""
         all_headers = {"content-type": "application/json", **(headers or {})}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), all_headers, method="POST")
         try:
@@ -94,12 +94,12 @@ class ServerProcess:
                 return {"status": error.code, **json.loads(error.read())}
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The log's events of one kind."""
+        """Returns the log's events of one kind."""
         lines = [json.loads(line) for line in self.log.read_text().splitlines()]
         return [line for line in lines if line["event"] == name]
 
     def wait_until_idle(self, timeout_s: float = 30.0) -> dict[str, Any]:
-        """Wait until nothing runs or waits; what /server_info says of the engine then."""
+        """Waits until no request runs or waits. Returns the engine's part of /server_info at that time."""
         timeout_s = time_limit(timeout_s)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -114,7 +114,7 @@ class ServerProcess:
         return self._process.wait(timeout=time_limit(timeout_s))
 
     def stop(self, with_signal: int = signal.SIGTERM, timeout_s: float = 20.0) -> int:
-        """End it and check that no process and no shared memory is left. Returns the exit code."""
+        """Ends the server and checks that no process and no shared memory is left. Returns the exit code."""
         family = [self._process, *self._family()]
         if self._process.poll() is None:
             self._process.send_signal(with_signal)
@@ -139,7 +139,7 @@ class ServerProcess:
 def running_server(
     folder: Path, overrides: Sequence[str] = (), config: str = "llama_tiny_cpu.yaml"
 ) -> Iterator[ServerProcess]:
-    """A server that is ready, stopped at the end whatever happens."""
+    """Provides a ready server and stops it at the end, also after an exception."""
     folder.mkdir(parents=True, exist_ok=True)
     server = ServerProcess(folder, overrides, config)
     try:

@@ -1,4 +1,4 @@
-"""The clients' side of a simulation: what they asked, what they got, and that it is what each would have got alone."""
+"""The clients of a simulation: their requests, the tokens that they received, and checks of these tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SimulatedClients"]
 
 
 class SimulatedClients:
-    """Asks ``scheduler``, which is a Scheduler or a Router, on a clock that is turned by hand."""
+    """Sends requests to ``scheduler``, a Scheduler or a Router. The test sets the clock."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -24,7 +24,7 @@ class SimulatedClients:
         self.streams: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
         self.cut: set[str] = set()
-        """Requests that something else than their own text ended."""
+        """Requests that ended before their own end, for example because their client ended them."""
         self.seen: Counter[str] = Counter()
         """Number of events by name, so that a test can check that every kind of event happened."""
 
@@ -35,7 +35,7 @@ class SimulatedClients:
             self.streams[request.request_id] = []
 
     def end(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request from outside."""
+        """Ends a request on behalf of its client."""
         update = self.scheduler.finish_request(request_id, reason, self.now)
         assert (update is None) == (request_id in self.ended)
         if update is not None:
@@ -45,14 +45,14 @@ class SimulatedClients:
         self.check()
 
     def fail_all(self) -> None:
-        """The engine gives up on every request."""
+        """Fails all requests, as an engine does after a fatal error."""
         updates = self.scheduler.fail_all("the end", self.now)
         self.cut.update(update.request.request_id for update in updates)
         self.take(updates)
         self.check()
 
     def take_ended(self) -> None:
-        """Requests whose deadline has passed, and suspects that have lost their agent again."""
+        """Takes the requests whose deadline has passed, and the suspects that have lost their agent again."""
         updates = self.scheduler.take_ended()
         for update in updates:
             assert update.error is not None

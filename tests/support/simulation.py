@@ -1,4 +1,4 @@
-"""Drives a Scheduler and a FakeDevice through random or chosen interleavings, checking everything on the way."""
+"""Drives a Scheduler and a FakeDevice in random or chosen order, and checks every operation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.simulated_clients import SimulatedClients
 
 
 class Simulation(SimulatedClients):
-    """One server's worth of scheduler and device on a clock that is turned by hand."""
+    """One scheduler with one device. The test sets the clock."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         super().__init__(Scheduler(limits))
@@ -40,7 +40,7 @@ class Simulation(SimulatedClients):
         self._idle_until = None
 
     def schedule(self) -> list[ScheduledStep]:
-        """Everything that can be scheduled now. Nothing idles while there is work."""
+        """Schedules all possible steps. Checks that the device does not idle while requests wait."""
         steps: list[ScheduledStep] = []
         while (step := self._next_step()) is not None:
             assert step.seq == len(self.steps)
@@ -55,7 +55,7 @@ class Simulation(SimulatedClients):
         return steps
 
     def _next_step(self) -> ScheduledStep | None:
-        """The scheduler's next step. The oldest of those that run is not preempted for it."""
+        """Returns the scheduler's next step. Checks that the oldest running sequence was not preempted for it."""
         oldest = min(self.scheduler._running, key=lambda sequence: sequence.arrival_index, default=None)
         before = oldest.request.num_preemptions if oldest is not None else 0
         coming_back = [sequence for sequence in self.scheduler._running if sequence.on_host]
@@ -95,7 +95,7 @@ class Simulation(SimulatedClients):
         assert wakeup <= self._idle_until + 1e-9
 
     def run(self) -> bool:
-        """The device runs one step; its answer waits for ``answer``."""
+        """Lets the device run one step. ``answer`` passes its result to the scheduler."""
         if self.device.queue:
             result = self.device.run_next()
             result.graph_us = 500 + 20 * len(result.sampled_ids) + 37 * result.seq % 300
@@ -104,14 +104,14 @@ class Simulation(SimulatedClients):
         return False
 
     def answer(self) -> list[RequestUpdate]:
-        """The oldest answer reaches the scheduler."""
+        """Passes the oldest result to the scheduler."""
         if not self.answers:
             self.run()
         result = self.answers.popleft()
         return self.update(result)
 
     def update(self, result: StepResult) -> list[RequestUpdate]:
-        """An answer reaches the scheduler."""
+        """Passes a result to the scheduler."""
         updates = self.scheduler.update(result, self.now)
         self.device.answered(result.seq)
         del self._unanswered[result.seq]
@@ -121,12 +121,12 @@ class Simulation(SimulatedClients):
         return updates
 
     def step(self) -> list[RequestUpdate]:
-        """Schedule, let the device run a step, answer it."""
+        """Schedules, lets the device run a step, and passes the result to the scheduler."""
         self.schedule()
         return self.answer()
 
     def finish(self, max_steps: int = 100_000) -> None:
-        """Run until idle. No idle moment may come while there is work."""
+        """Runs until the scheduler is idle. Checks that the device never idles while requests wait."""
         for _ in range(max_steps):
             self.schedule()
             if self.answers or self.device.queue:
@@ -152,7 +152,7 @@ class Simulation(SimulatedClients):
         return updates
 
     def drop_void_steps(self) -> None:
-        """Drops void steps that have not begun, like the engine after an abort."""
+        """Drops void steps that have not begun, as the engine does after an abort."""
         for seq in self.scheduler.void_steps():
             result = self.device.abort(seq)
             if result is not None:
@@ -206,7 +206,9 @@ class Simulation(SimulatedClients):
         return kv_cache._pool.ref_count(block) > 0 if contiguous is None else bool(contiguous._taken[block])
 
     def check_quiet(self) -> None:
-        """Idle: everything is free, every request ended, and with the text it has when run alone."""
+        """Checks an idle scheduler: everything is free, and every request ended with the text it has when it runs
+        alone.
+        """
         scheduler, figures = self.scheduler, self.scheduler.figures
         assert scheduler.is_idle
         assert figures.free_blocks == figures.total_blocks
@@ -219,12 +221,12 @@ class Simulation(SimulatedClients):
 
 
 def names(step: ScheduledStep) -> str:
-    """``p:ab``: a prefill of the requests a and b."""
+    """Returns a name like ``p:ab``, a prefill of the requests a and b."""
     return step.kind.value[0] + ":" + "".join(request.request_id for request in step.requests)
 
 
 def order(simulation: Simulation) -> list[str]:
-    """The steps in the order the device ran them."""
+    """Returns the names of the steps in the order in which the device ran them."""
     return [names(simulation.steps[seq]) for seq in simulation.device.ran]
 
 

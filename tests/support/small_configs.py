@@ -1,4 +1,4 @@
-"""Configs for tests: a model folder without weights, and the overrides that make it small."""
+"""Configs for tests: a model folder without weights, and overrides that keep the server small."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TINY_LLAMA = REPOSITORY / "models" / "tiny_llama"
 
 
 def small_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
-    """The default config cut down to a small cache, its log and output inside ``folder``."""
+    """Returns the default config with a small cache, and with its log and output in ``folder``."""
     return load_config("llama_tiny_cpu.yaml", small_overrides(folder, overrides))
 
 
@@ -23,7 +23,7 @@ def small_overrides(folder: Path, overrides: Sequence[str] = ()) -> list[str]:
         "serving_config.agent_ports=[0]",
         "model_config.decode_batch_size=[8]",
         "pa_config.num_blocks=160",
-        "serving_config.canary_interval_s=0",  # tests count requests and steps
+        "serving_config.canary_interval_s=0",  # tests count requests and steps, and a canary would add some
         f"log_config.path={folder / 'server.log'}",
         *overrides,
     ]

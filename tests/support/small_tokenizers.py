@@ -1,4 +1,4 @@
-"""Small real tokenizers, trained on the fly, in the kinds that Llamas and Qwens come with."""
+"""Small real tokenizers, trained when they are needed, of the kinds that Llama and Qwen models have."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 @functools.cache
 def sentencepiece_model(*, dummy_prefix: bool = True) -> bytes:
-    """A BPE model with byte fallback: <unk> 0, <s> 1, </s> 2, the roles 3 to 5, the bytes 6 to 261."""
+    """Returns a BPE model with byte fallback. Ids: <unk> 0, <s> 1, </s> 2, the roles 3 to 5, the bytes 6 to 261."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.replace(". ", ".\n").split("\n") * 4),
@@ -52,7 +52,7 @@ def sentencepiece_model(*, dummy_prefix: bool = True) -> bytes:
 
 
 def tokenizer_config(**changes: Any) -> dict[str, Any]:
-    """``tokenizer_config.json`` for the SentencePiece model above."""
+    """Returns ``tokenizer_config.json`` for the SentencePiece model above."""
     added = {str(i): {"content": text, "special": True} for i, text in enumerate((UNKNOWN, BOS, EOS, *ROLES))}
     values: dict[str, Any] = {
         "bos_token": BOS,
@@ -66,7 +66,7 @@ def tokenizer_config(**changes: Any) -> dict[str, Any]:
 
 
 def write_sentencepiece_folder(folder: Path, *, dummy_prefix: bool = True, **changes: Any) -> Path:
-    """A folder with ``tokenizer.model``; ``changes`` go into ``tokenizer_config.json``."""
+    """Writes a folder with ``tokenizer.model``. ``changes`` replace entries of ``tokenizer_config.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.model").write_bytes(sentencepiece_model(dummy_prefix=dummy_prefix))
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(**changes)), encoding="utf-8")
@@ -74,7 +74,7 @@ def write_sentencepiece_folder(folder: Path, *, dummy_prefix: bool = True, **cha
 
 
 def write_llama2_folder(folder: Path) -> Path:
-    """The same model as a ``tokenizer.json`` in the way of Llama 2: word mark prepended, byte fallback, strip."""
+    """Writes the same model as a ``tokenizer.json`` in the form of Llama 2: word mark first, byte fallback, strip."""
     folder.mkdir(parents=True, exist_ok=True)
     model = sentencepiece.SentencePieceProcessor()
     model.LoadFromSerializedProto(sentencepiece_model())
@@ -134,7 +134,7 @@ def _added(content: str) -> dict[str, Any]:
 
 
 def write_byte_level_folder(folder: Path) -> Path:
-    """A byte-level BPE ``tokenizer.json`` in the way of Llama 3."""
+    """Writes a byte-level BPE ``tokenizer.json`` in the form of Llama 3."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""A machine with round ceilings, and the shape the benchmarks are about."""
+"""A machine with round ceilings, and a model shape, for tests of the benchmarks."""
 
 from __future__ import annotations
 

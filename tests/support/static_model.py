@@ -11,14 +11,17 @@ from performance.models.folders import write_safetensors
 from support.llama_in_numpy import Floats, NumpyLlama
 
 CLIPPING = 0.3
-"""Share of the inputs' range that the calibration keeps. Many inputs are clipped, so the model differs from floats."""
+"""Fraction of the inputs' range that the calibration keeps.
+
+Many inputs are clipped, so the model differs from floats.
+"""
 
 
 NORMS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm"),
     **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm"),
 }
-"""The norm before a linear layer."""
+"""By linear layer, the norm before it."""
 
 
 class StaticLlama(NumpyLlama):

@@ -1,4 +1,4 @@
-"""A small config for driving a ModelRunner without a server."""
+"""A small config for tests that use a ModelRunner without a server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_config(
     kv: str = "auto",
     extra: dict[str, Any] | None = None,
 ) -> Config:
-    """Small limits, one thread's worth of model."""
+    """Returns a config with small limits and a model that fits one thread."""
     overrides = {
         "model_config.model_path": folder,
         "model_config.model_dtype": dtype,

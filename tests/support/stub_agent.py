@@ -23,8 +23,11 @@ from llm_serving.ipc.shm import StepSlot
 from llm_serving.model.parallel import answering_rank, group_ranks
 
 DIE, RAISE, REFUSE, HANG, SLOW, BUSY = 201, 202, 203, 204, 205, 206
-"""Token ids: be killed, fail in an unforeseen way, refuse the step, never answer, answer after 0.2 s, compute for 0.5 s
-of processor time."""
+"""Token ids that make the agent misbehave.
+
+In this order: it is killed, raises an unforeseen error, refuses the step, never returns, or returns after 0.2 s. With
+the last, it computes for 0.5 s of processor time.
+"""
 
 
 def stub_token(context_len: int, row: int) -> int:

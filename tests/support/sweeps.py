@@ -16,5 +16,5 @@ def with_sweeps(cases: Iterable[tuple[Any, ...]], is_swept: Callable[..., bool])
 
 
 def case_id(case: object) -> str:
-    """Join the parts of a case, and of its parts, by hyphens."""
+    """Joins the parts of a case, and the parts of nested tuples, by hyphens."""
     return "-".join(map(case_id, case)) if isinstance(case, tuple) else str(case)

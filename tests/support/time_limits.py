@@ -27,7 +27,10 @@ def time_limit(seconds: float) -> float:
 
 @cache
 def _slowness() -> float:
-    """How many times slower one processor is than the reference; at least 1. Waiting for a processor does not count."""
+    """Returns how many times slower one processor is than the reference, at least 1.
+
+    Time spent waiting does not count.
+    """
     return max(1.0, min(_fixed_work() for _ in range(3)) / REFERENCE_SECONDS)
 
 

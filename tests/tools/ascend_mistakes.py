@@ -576,9 +576,11 @@ def main() -> None:
     """Prints the findings of the mistakes that the arguments name. The other arguments name groups of checks."""
     set_up()
     checks: dict[str, Callable[[], list[str]]] = {
-        "right": lambda: right(("decode",), (*ALONE, *SHARED, *EXPERTS))
-        + right(("candidates", "rows"), (CONFIG, PAIR))
-        + right(KINDS[:2], (CONFIG, INT8_MOE)),
+        "right": lambda: (
+            right(("decode",), (*ALONE, *SHARED, *EXPERTS))
+            + right(("candidates", "rows"), (CONFIG, PAIR))
+            + right(KINDS[:2], (CONFIG, INT8_MOE))
+        ),
         "right, all prompts": lambda: right(KINDS[:2], (*ALONE[1:], *SHARED)),
         "names": lambda: list(MISTAKES),
         "fusions": fusions,

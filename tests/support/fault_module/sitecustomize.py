@@ -28,7 +28,7 @@ _kept: list[bytes] = []
 
 
 def _patch_channel(module: ModuleType) -> None:
-    """Let ``Channel.send`` follow the orders for this process."""
+    """Lets ``Channel.send`` follow the orders for this process."""
     order_file = os.path.join(os.environ["CHAOS_FOLDER"], str(os.getpid()))
     original = module.Channel.send
 

@@ -1,7 +1,7 @@
 """Makes the graphs of agents compute wrong logits. Python imports this file if its folder is in PYTHONPATH.
 
-Steps with one sequence have one other bit in a logit while the file ``FAULTY_AGENT_FILE`` exists. If ``FAULTY_AGENT``
-is ``other_tokens``, they have other best tokens instead.
+While the file ``FAULTY_AGENT_FILE`` exists, steps with one sequence have one wrong bit in a logit. If ``FAULTY_AGENT``
+is ``other_tokens``, these steps have other best tokens instead.
 """
 
 from __future__ import annotations
