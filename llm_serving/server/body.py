@@ -224,9 +224,9 @@ def _parse(model: type[ModelT], body: bytes) -> ModelT:
 def _check_memory(num_bytes: int) -> None:
     """Raise MemoryError if there is too little memory for a body. orjson would end the process with a signal.
 
-    A large array of zeros takes only addresses, so the check is fast.
+    Large ``bytes`` of zeros take only addresses, so the check is fast. A ``bytearray`` would write to all of them.
     """
-    bytearray(PARSED_BYTES * num_bytes)
+    bytes(PARSED_BYTES * num_bytes)
 
 
 def _too_many(what: str, number: int, limit: int) -> InvalidJSONError:

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +49,27 @@ def test_decoding_agrees_with_the_libraries(tokenizers, folder, text):
     ids = processor.encode(text)
     # The library knows of no special tokens to skip: what was spelled out in the text is text.
     assert tokenizers["sentencepiece"].decode(ids, skip_special_tokens=False) == processor.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["tiny_llama", "tiny_llama_sentencepiece"])
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizers, kind):
+    """A library that holds the interpreter lock would let nobody run before its end."""
+    text, began, ended, turns = "\U00012000\U0001f3f4\u200d" * 40_000, threading.Event(), threading.Event(), 0
+
+    def encode():
+        began.set()
+        for _ in range(1 if kind == "tiny_llama" else 4):
+            tokenizers[kind].encode(text)
+        ended.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    began.wait()
+    while not ended.is_set():
+        time.sleep(0.001)
+        turns += 1
+    thread.join()
+    assert turns > 20
 
 
 def test_special_tokens(tokenizers):

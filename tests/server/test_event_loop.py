@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import threading
 import time
 
@@ -75,6 +76,12 @@ def test_large_bodies_are_parsed_in_another_thread(large_server, monkeypatch, si
     monkeypatch.setattr(body_module, "_parse", parse)
     large_server.post("/v1/completions", {"prompt": "a" * size})
     assert [thread is large_server._thread for thread in threads] == [size == 1000]
+
+
+def test_the_memory_for_a_body_is_checked_without_writing_to_it():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    body_module._check_memory(32 << 20)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB; the check is for 640 MiB
 
 
 @pytest.mark.parametrize(

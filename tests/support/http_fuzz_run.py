@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import threading
-import time
-import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,16 +11,15 @@ import psutil
 
 from support.http_fuzz import RequestDrawing, exchange
 from support.server_process import ServerProcess
+from support.stall_watch import MAX_STALL_S, Stall, StallWatch
 from support.time_limits import time_limit
 
-MAX_STALL_S = 0.1
 MAX_GROWTH_MIB = 24.0
 """Maximum growth of the server after the warm-up. Freed memory is not always given back, so it is not 0."""
 WARM_UP = 0.3
 """Part of the requests after which memory counts."""
 BATCH = 200
 """Requests between two looks at the metrics."""
-_STALL = re.compile(r"^llm_serving_event_loop_longest_stall_seconds (\S+)", re.M)
 _CHECK = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "return_token_ids": True}
 
 
@@ -68,40 +63,12 @@ class HttpFindings:
         return json.dumps(values)
 
 
-class _Sleeper:
-    """Measures for how long this machine lets a sleeping thread wait for a processor."""
-
-    def __init__(self) -> None:
-        self._longest = 0.0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> _Sleeper:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def take_longest(self) -> float:
-        longest, self._longest = self._longest, 0.0
-        return longest
-
-    def _run(self) -> None:
-        due = time.monotonic() + 0.01
-        while not self._ended.wait(max(0.0, due - time.monotonic())):
-            self._longest = max(self._longest, time.monotonic() - due)
-            due = time.monotonic() + 0.01
-
-
 def fuzz_http(server: ServerProcess, requests: int, seed: int, clients: int = 6) -> HttpFindings:
     """Send a number of random requests from several clients, and return the findings."""
     found, port = HttpFindings(), int(server.url.rsplit(":", 1)[1])
     drawing = RequestDrawing(server.get("/openapi.json"), server.get("/v1/models")["data"][0]["id"])
     expected = server.post("/v1/completions", _CHECK)["choices"]
     process, at_warm_up = psutil.Process(server.pid), 0
-    _take_stall(server)
 
     def send(number: int) -> None:
         request = drawing.draw(number)
@@ -115,12 +82,12 @@ def fuzz_http(server: ServerProcess, requests: int, seed: int, clients: int = 6)
         if answer.is_failure:
             found.failures.append(f"{number}: {request.place}: {answer.status} {answer.body[:200]!r}")
 
-    with ThreadPoolExecutor(clients) as pool, _Sleeper() as sleeper:
+    with ThreadPoolExecutor(clients) as pool, StallWatch(server) as watch:
         for start in range(0, requests, BATCH):
             numbers = range(seed + start, seed + min(requests, start + BATCH))
             list(pool.map(send, numbers))
             found.requests += len(numbers)
-            _note_stall(found, _take_stall(server), sleeper.take_longest(), numbers)
+            _note_stall(found, watch.take(), numbers)
             if not at_warm_up and start >= WARM_UP * requests:
                 at_warm_up = process.memory_info().rss
     found.growth_mib = max(0, process.memory_info().rss - at_warm_up) / 2**20
@@ -129,17 +96,9 @@ def fuzz_http(server: ServerProcess, requests: int, seed: int, clients: int = 6)
     return found
 
 
-def _note_stall(found: HttpFindings, stall_s: float, machine_s: float, numbers: range) -> None:
-    found.longest_stall_s = max(found.longest_stall_s, stall_s)
-    found.machine_stall_s = max(found.machine_stall_s, machine_s)
-    if stall_s > MAX_STALL_S + machine_s:
-        milliseconds = f"{stall_s * 1000:.0f} ms, the machine {machine_s * 1000:.0f} ms"
+def _note_stall(found: HttpFindings, stall: Stall, numbers: range) -> None:
+    found.longest_stall_s = max(found.longest_stall_s, stall.loop_s)
+    found.machine_stall_s = max(found.machine_stall_s, stall.machine_s)
+    if stall.own_s > MAX_STALL_S:
+        milliseconds = f"{stall.loop_s * 1000:.0f} ms, the machine {stall.machine_s * 1000:.0f} ms"
         found.stalls.append(f"requests {numbers.start} to {numbers.stop - 1}: {milliseconds}")
-
-
-def _take_stall(server: ServerProcess) -> float:
-    """Return the longest stall since the last call, from the server's metrics."""
-    with urllib.request.urlopen(server.url + "/metrics", timeout=time_limit(30)) as response:
-        match = _STALL.search(response.read().decode())
-    assert match is not None
-    return float(match[1])

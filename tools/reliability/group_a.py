@@ -51,7 +51,7 @@ CHECKS = (
     Check(
         "A8",
         "Large inputs do not stop the event loop",
-        Program(("tests/long/fuzz_http.py", "--requests", "2000"), "longest_stall_ms", 100.0),
+        Program(("tests/long/large_inputs.py",), "stall_ms", 100.0),
         "ms of the longest stall",
         "100",
     ),

@@ -1,0 +1,81 @@
+"""Compares the stalls of a server's event loop with the delay that the machine itself imposes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.server_process import ServerProcess
+from support.time_limits import time_limit
+
+MAX_STALL_S = 0.1
+_TICK_S = 0.01
+_STALL = re.compile(r"^llm_serving_event_loop_longest_stall_seconds (\S+)", re.M)
+
+
+@dataclass(frozen=True)
+class Stall:
+    """The longest stall of the event loop in a period, and what the machine contributed."""
+
+    loop_s: float
+    machine_s: float
+    """The longest delay of a thread that only sleeps."""
+    waited_s: float
+    """Time for which the server's threads were ready and waited for a processor, together. For short periods only."""
+
+    @property
+    def own_s(self) -> float:
+        """The part of the stall that the machine does not explain."""
+        return max(0.0, self.loop_s - self.machine_s)
+
+
+class StallWatch:
+    """Measures the stalls of a server. While the context lasts, a thread measures the machine."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+        self._longest = 0.0
+        self._waited_ns = self._wait_ns()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> StallWatch:
+        self._loop_stall()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def take(self) -> Stall:
+        """Return the longest stall since the last call."""
+        loop_s = self._loop_stall()
+        machine_s, self._longest = self._longest, 0.0
+        before, self._waited_ns = self._waited_ns, self._wait_ns()
+        return Stall(loop_s, machine_s, max(0, self._waited_ns - before) / 1e9)
+
+    def _loop_stall(self) -> float:
+        with urllib.request.urlopen(self._server.url + "/metrics", timeout=time_limit(30)) as response:
+            match = _STALL.search(response.read().decode())
+        assert match is not None
+        return float(match[1])
+
+    def _wait_ns(self) -> int:
+        """Return the time for which the server's threads have waited for a processor, from the kernel."""
+        waited = 0
+        for file in Path(f"/proc/{self._server.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # the thread has just ended
+                waited += int(file.read_text().split()[1])
+        return waited
+
+    def _run(self) -> None:
+        due = time.monotonic() + _TICK_S
+        while not self._ended.wait(max(0.0, due - time.monotonic())):
+            self._longest = max(self._longest, time.monotonic() - due)
+            due = time.monotonic() + _TICK_S
