@@ -159,12 +159,12 @@ class AsyncEngine:
         self._core.submit(Profile(folder))
         return await asyncio.wait_for(answer, timeout)
 
-    def queue_full(self) -> QueueFullError | None:
-        """Return why a new request would be refused, or None if it may be accepted.
+    def queue_full(self, tenant: str = "") -> QueueFullError | None:
+        """Return why a new request of ``tenant`` would be refused, or None if it may be accepted.
 
         The call is cheap, so that a server can refuse a request before it reads the body.
         """
-        full = self._core.queue_full()
+        full = self._core.queue_full(tenant)
         if full is not None:
             self._metrics.request_refused(full.code)
         return full

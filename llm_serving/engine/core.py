@@ -146,9 +146,10 @@ class EngineCore:
             replicas=[replica.status(self._router) for replica in self._replicas],
         )
 
-    def queue_full(self) -> QueueFullError | None:
-        """Return why one more request would be refused, or None. The call does not wake the engine thread."""
-        return self._front.queue_full()
+    def queue_full(self, tenant: str = "") -> QueueFullError | None:
+        """Return why one more request of a tenant would be refused, or None. The call does not wake the engine thread.
+        """
+        return self._front.queue_full(tenant)
 
     def note_end(self) -> None:
         """Record that the engine thread has ended. If it ended without ``Stop``, also sets the state and the reason."""

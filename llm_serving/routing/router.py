@@ -62,8 +62,8 @@ class Router:
         self._entries[request.request_id] = Entry(sequence)
         request.replica = None
 
-    def queue_full(self) -> QueueFullError | None:
-        return self._intake.queue_full(self._num_free_rows())
+    def queue_full(self, tenant: str = "") -> QueueFullError | None:
+        return self._intake.queue_full(self._num_free_rows(), tenant)
 
     def finish_request(self, request_id: str, reason: FinishReason, now: float) -> RequestUpdate | None:
         entry = self._entries.get(request_id)

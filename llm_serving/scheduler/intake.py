@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from llm_serving.errors import QueueFullError, RequestError
 from llm_serving.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler.drain_rate import DrainRate
@@ -9,7 +11,8 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate
 from llm_serving.scheduler.queue_order import KeyedHeap, QueueOrder
 from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.snapshot import Stateful
+from llm_serving.scheduler.shares import WaitingShares
+from llm_serving.scheduler.snapshot import Sequences, Stateful
 from llm_serving.telemetry.receipt import Phase, WaitingLine
 
 
@@ -43,6 +46,13 @@ class Intake(Stateful):
         self._ended: list[RequestUpdate] = []
         self._drain_rate = DrainRate()
         self._max_starts: int | None = None
+        self._shares = WaitingShares()
+
+    def restore(self, state: Any, sequences: Sequences) -> None:
+        super().restore(state, sequences)
+        self._shares = WaitingShares()
+        for sequence in (*self._preempted, *self.order.waiting()):
+            self._shares.enter(sequence.request.tenant)
 
     # Requests
 
@@ -51,7 +61,7 @@ class Intake(Stateful):
         if request.request_id in self.sequences:
             raise RequestError(f"a request with the id {request.request_id!r} is being served", param="request_id")
         max_output_tokens = self._limits.max_output_tokens(request)
-        self.check_limits(request.num_tokens, num_free_rows)
+        self.check_limits(request.num_tokens, num_free_rows, request.tenant)
         sequence = Sequence(request, self.num_arrivals, max_output_tokens)
         self.num_arrivals += 1
         self.sequences[request.request_id] = sequence
@@ -114,8 +124,8 @@ class Intake(Stateful):
 
     # Admission limits
 
-    def check_limits(self, num_tokens: int, num_free_rows: int) -> None:
-        """Raises QueueFullError if the queue cannot take another request with ``num_tokens`` tokens.
+    def check_limits(self, num_tokens: int, num_free_rows: int, tenant: str = "") -> None:
+        """Raises QueueFullError if the queue cannot take another request of ``tenant`` with ``num_tokens`` tokens.
 
         Requests that can start do not count as waiting: they leave the queue with the next steps. ``num_free_rows`` is
         the number of free batch rows. A router subtracts the requests that wait at its replicas, so its number can be
@@ -123,7 +133,7 @@ class Intake(Stateful):
         """
         num_startable, max_requests = self.num_startable(num_free_rows), self._limits.max_waiting_requests
         waiting = len(self) - num_startable
-        if waiting >= max_requests:
+        if waiting >= max_requests and not self._may_exceed(tenant, waiting):
             num_waiting, num_startable = len(self) - min(num_startable, 0), max(num_startable, 0)
             raise QueueFullError(
                 f"{num_waiting} requests are waiting and {num_startable} can start; the queue takes"
@@ -138,13 +148,18 @@ class Intake(Stateful):
                 retry_after_s=self._drain_rate.retry_after_s(1, total - max_tokens),
             )
 
-    def queue_full(self, num_free_rows: int) -> QueueFullError | None:
-        """Returns the error that would refuse the shortest possible request now, or None."""
+    def queue_full(self, num_free_rows: int, tenant: str = "") -> QueueFullError | None:
+        """Returns the error that would refuse the shortest possible request of ``tenant`` now, or None."""
         try:
-            self.check_limits(1, num_free_rows)
+            self.check_limits(1, num_free_rows, tenant)
         except QueueFullError as error:
             return error.with_traceback(None)  # a traceback would keep the caller's variables alive
         return None
+
+    def _may_exceed(self, tenant: str, waiting: int) -> bool:
+        """Returns True if a tenant may enter the full queue, because it waits with less than its share."""
+        limits = self._limits
+        return limits.fairness and self._shares.may_enter(tenant, limits.max_waiting_requests, waiting)
 
     def num_startable(self, num_free_rows: int) -> int:
         """Returns how many waiting requests can start: ``num_free_rows``, or the limit of ``limit_starts`` if that is
@@ -205,11 +220,13 @@ class Intake(Stateful):
     def _enter_queue(self, sequence: Sequence) -> None:
         request = sequence.request
         self.num_tokens += request.num_tokens
+        self._shares.enter(request.tenant)
         if request.deadline is not None and request.first_token_time is None:
             self._deadlines.set(sequence, (request.deadline, sequence.arrival_index))
 
     def _leave_queue(self, sequence: Sequence) -> None:
         self.num_tokens -= sequence.request.num_tokens
+        self._shares.leave(sequence.request.tenant)
         if sequence in self._deadlines:
             self._deadlines.remove(sequence)
         if not self:

@@ -77,6 +77,10 @@ class QueueOrder(Stateful):
         for its_class in self._classes.values():
             yield from its_class.by_arrival
 
+    def waiting(self) -> Iterator[Sequence]:
+        """Iterates over all waiting sequences in no particular order."""
+        return iter(self)
+
     def add(self, sequence: Sequence) -> None:
         """Adds a sequence."""
         priority = sequence.request.priority

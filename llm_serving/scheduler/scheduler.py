@@ -111,12 +111,12 @@ class Scheduler:
         """
         self._intake.add(request, self._running.num_free_rows)
 
-    def queue_full(self) -> QueueFullError | None:
-        """Returns the error with which a request would be refused now, or None. Any thread may call it.
+    def queue_full(self, tenant: str = "") -> QueueFullError | None:
+        """Returns the error with which a request of a tenant would be refused now, or None. Any thread may call it.
 
         The server can so refuse a request before it reads the body. ``add_request`` makes the final decision.
         """
-        return self._intake.queue_full(self._running.num_free_rows)
+        return self._intake.queue_full(self._running.num_free_rows, tenant)
 
     def finish_request(self, request_id: str, reason: FinishReason, now: float) -> RequestUpdate | None:
         """Ends a request for a reason that the scheduler does not see: an abort, or a stop string. Returns None for an

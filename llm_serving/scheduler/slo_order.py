@@ -18,6 +18,8 @@ Late
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from llm_serving.request import Request
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
 from llm_serving.scheduler.queue_order import DEFAULT_AGEING_S, FairQueue, KeyedHeap, QueueOrder
@@ -83,6 +85,10 @@ class SloOrder(QueueOrder):
     @property
     def estimate(self) -> tuple[float, float]:
         return self._overhead_s, self._seconds_per_token
+
+    def waiting(self) -> Iterator[Sequence]:
+        yield from self._latest_starts
+        yield from self
 
     def is_late(self, sequence: Sequence) -> bool:
         return sequence not in self._latest_starts

@@ -22,7 +22,7 @@ from llm_serving.server.logprobs import step_logits
 from llm_serving.server.prompts import check_prompt, encode_chat, max_output_tokens
 from llm_serving.server.protocol import DialectSampling, MaxTokens
 from llm_serving.server.sampling import Choice, dialect_sampling, make_choices
-from llm_serving.server.scheduling import SchedulingFields
+from llm_serving.server.scheduling import SchedulingFields, tenant_of
 from llm_serving.server.sse import EventStream
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 from llm_serving.server.validation import LaxModel
@@ -103,7 +103,7 @@ class ChatDialectRequest(SchedulingFields, LaxModel):
 
 async def chat(state: ServerState, request: Request, *, stream: bool = False) -> AnyResponse:
     """Handle ``/chat``: answer the question. With ``stream``, send the answer piece by piece as events."""
-    state.check_queue()
+    state.check_queue(tenant_of(request))
     body = await read_request(ChatDialectRequest, request, state.settings.max_body_bytes)
     settings = body.gen_kwargs or GenerationSettings()
     stream = stream or bool(body.stream)

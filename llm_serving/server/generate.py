@@ -25,7 +25,7 @@ from llm_serving.server.logprobs import LOWEST, step_logits, token_string
 from llm_serving.server.prompts import max_output_tokens, resolve_prompts
 from llm_serving.server.protocol import DialectSampling, MaxTokens
 from llm_serving.server.sampling import Choice, dialect_sampling, make_choices
-from llm_serving.server.scheduling import SchedulingFields
+from llm_serving.server.scheduling import SchedulingFields, tenant_of
 from llm_serving.server.sse import EventStream
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 from llm_serving.server.validation import LaxModel
@@ -69,7 +69,7 @@ class GenerateRequest(SchedulingFields, LaxModel):
 async def generate(state: ServerState, request: Request, *, stream: bool = False) -> AnyResponse:
     """Handle ``/generate``: continue the prompt ``inputs``. With ``stream``, send an event for each token."""
     state.check_model(request.path_params.get("name"))
-    state.check_queue()
+    state.check_queue(tenant_of(request))
     body = await read_request(GenerateRequest, request, state.settings.max_body_bytes)
     parameters = body.parameters or GenerateParameters()
     stream = stream or bool(body.stream)

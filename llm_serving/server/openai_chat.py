@@ -31,6 +31,7 @@ from llm_serving.server.openai_stream import (
 from llm_serving.server.prompts import check_choices, check_prompt, encode_chat, max_output_tokens
 from llm_serving.server.protocol import IGNORED, MaxTokens, Messages, SamplingFields
 from llm_serving.server.sampling import Choice, base_sampling, make_choices
+from llm_serving.server.scheduling import tenant_of
 from llm_serving.server.sse import EventStream
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
@@ -68,7 +69,7 @@ class ChatRequest(SamplingFields):
 
 async def create_chat_completion(state: ServerState, request: Request) -> AnyResponse:
     """Handle ``POST /v1/chat/completions``: answer a conversation ``n`` times, streamed or not."""
-    state.check_queue()
+    state.check_queue(tenant_of(request))
     body = await read_request(ChatRequest, request, state.settings.max_body_bytes)
     state.check_model(body.model)
     _check(body)

@@ -30,6 +30,7 @@ from llm_serving.server.openai_stream import (
 from llm_serving.server.prompts import max_output_tokens, read_prompts
 from llm_serving.server.protocol import IGNORED, MaxTokens, SamplingFields
 from llm_serving.server.sampling import Choice, base_sampling, make_choices
+from llm_serving.server.scheduling import tenant_of
 from llm_serving.server.sse import EventStream
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
@@ -67,7 +68,7 @@ class CompletionRequest(SamplingFields):
 
 async def create_completion(state: ServerState, request: Request) -> AnyResponse:
     """Handle ``POST /v1/completions``: continue each prompt ``n`` times, streamed or not."""
-    state.check_queue()
+    state.check_queue(tenant_of(request))
     body = await read_request(CompletionRequest, request, state.settings.max_body_bytes)
     state.check_model(body.model)
     _check(body)

@@ -146,9 +146,9 @@ class ServerState:
     """False after the chat template took too many steps for the event loop's thread. Another thread then renders."""
     started_at: float = field(default_factory=time.time)
 
-    def check_queue(self) -> None:
-        """Raise QueueFullError if the queue is full. Call this method before the body is read."""
-        full = self.engine.queue_full()
+    def check_queue(self, tenant: str) -> None:
+        """Raise QueueFullError if the queue is full for ``tenant``. Call this method before the body is read."""
+        full = self.engine.queue_full(tenant)
         if full is not None:
             self.log.event("request_refused", code=full.code, message=str(full))
             try:

@@ -181,3 +181,53 @@ def test_requests_that_wait_at_a_replica_without_capacity_count() -> None:
     assert intake.queue_full(-1) is None
     with pytest.raises(QueueFullError, match="2 requests are waiting and 0 can start; the queue takes 2"):
         intake.check_limits(1, -2)
+
+
+def test_a_light_tenant_enters_a_queue_that_others_have_filled() -> None:
+    intake, new = make_intake(6), Arrivals()
+    put(intake, *(new.next(tenant="heavy") for _ in range(6)))
+    assert intake.queue_full(0, "heavy") is not None
+    for _ in range(3):  # half of the limit for each of two tenants
+        assert intake.queue_full(0, "light") is None
+        put(intake, new.next(tenant="light"))
+    assert intake.queue_full(0, "light") is not None
+    for name in ("third", "fourth"):
+        assert intake.queue_full(0, name) is None
+        put(intake, new.next(tenant=name))
+    assert intake.queue_full(0, "light") is not None
+    drain(intake)
+    put(intake, *(new.next(tenant="heavy") for _ in range(6)))
+    assert intake.queue_full(0, "light") is None, "requests that have started do not count"
+
+
+def test_many_tenants_can_only_double_the_queue() -> None:
+    intake, new = make_intake(6), Arrivals()
+    put(intake, *(new.next(tenant="heavy") for _ in range(6)))
+    entered = 0
+    for index in range(100):
+        if intake.queue_full(0, f"tenant {index}") is None:
+            put(intake, new.next(tenant=f"tenant {index}"))
+            entered += 1
+    assert entered == 6
+
+
+def test_a_tenant_alone_and_a_queue_without_fairness_have_no_share() -> None:
+    new = Arrivals()
+    alone, unfair = make_intake(2), make_intake(2, fairness=False)
+    put(alone, *(new.next(tenant="a") for _ in range(2)))
+    put(unfair, *(new.next(tenant="a") for _ in range(2)))
+    assert alone.queue_full(0, "a") is not None
+    assert unfair.queue_full(0, "b") is not None
+
+
+def test_shares_are_known_after_a_restore() -> None:
+    intake, new = make_intake(2), Arrivals()
+    sequences = [new.next(tenant=tenant) for tenant in ("heavy", "heavy", "light")]
+    put(intake, *sequences[1:])
+    intake.put_back(sequences[0])
+    restored = make_intake(2)
+    restored.restore(intake.snapshot(), dict(enumerate(sequences)))
+    for tenant, is_full in (("heavy", True), ("light", True), ("third", False)):
+        assert (restored.queue_full(0, tenant) is not None) == is_full
+        assert (intake.queue_full(0, tenant) is not None) == is_full
+    assert drain(restored) == drain(intake)

@@ -17,8 +17,8 @@ def refused_at_the_door(engine, monkeypatch):
     scheduler = Scheduler(make_limits(max_num_seqs=1, max_waiting_requests=0))
     scheduler.add_request(make_request("a"))
 
-    def queue_full():
-        full = scheduler.queue_full()
+    def queue_full(tenant):
+        full = scheduler.queue_full(tenant)
         assert full is not None  # this frame holds the error for a short time, like the engine's frame
         return full
 

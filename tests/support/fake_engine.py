@@ -148,6 +148,8 @@ class FakeEngine:
         """If set, every request ends with this error before its first token, like a request whose deadline passes."""
         self.submitted: list[Submitted] = []
         self.opened: list[FakeOpenRequest] = []
+        self.asked_for: list[str] = []
+        """The tenant of each question whether the queue is full."""
 
     @property
     def num_open(self) -> int:
@@ -159,7 +161,8 @@ class FakeEngine:
         tokens = [*self.tokenizer.encode(text, add_special_tokens=False), *self.tokenizer.eos_token_ids]
         self.script = lambda prompt, sampling: tokens
 
-    def queue_full(self) -> QueueFullError | None:
+    def queue_full(self, tenant: str = "") -> QueueFullError | None:
+        self.asked_for.append(tenant)
         return self.full
 
     def receipt(self, request_id: str, /) -> RequestReceipt | None:

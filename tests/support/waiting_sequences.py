@@ -28,9 +28,11 @@ class Arrivals:
         return Sequence(request, index, max_tokens)
 
 
-def make_intake(max_requests: int = 8, max_tokens: int | None = None, order: QueueOrder | None = None) -> Intake:
+def make_intake(
+    max_requests: int = 8, max_tokens: int | None = None, order: QueueOrder | None = None, **others: Any
+) -> Intake:
     """Returns an empty intake with these admission limits."""
-    limits = make_limits(max_waiting_requests=max_requests, max_waiting_tokens=max_tokens)
+    limits = make_limits(max_waiting_requests=max_requests, max_waiting_tokens=max_tokens, **others)
     return Intake(limits, QueueOrder() if order is None else order)
 
 
