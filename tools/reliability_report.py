@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,7 +26,7 @@ from tools.reliability.group_c import CHECKS as C
 from tools.reliability.group_d import CHECKS as D
 from tools.reliability.group_e import CHECKS as E
 from tools.reliability.group_f import CHECKS as F
-from tools.reliability.registry import Check, Program, run_checks
+from tools.reliability.registry import REPOSITORY, Check, Program, run_checks
 
 CHECKS: tuple[Check, ...] = (*A, *B, *C, *D, *E, *F)
 
@@ -47,8 +48,18 @@ def main() -> int:
     passed = sum(outcome.passed for _, outcome in outcomes)
     print(f"{passed} of {len(outcomes)} checks passed", file=sys.stderr)
     if arguments.page is not None:
-        table.write(arguments.page, CHECKS, outcomes, datetime.now(timezone.utc).strftime("%Y-%m-%d"))
+        table.write(arguments.page, CHECKS, outcomes, stamp())
     return 0 if passed == len(outcomes) else 1
+
+
+def stamp() -> str:
+    """Return the day, and the commit of the working tree if there is one. The row of each check has it."""
+    day = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    try:
+        command = ["git", "-C", str(REPOSITORY), "rev-parse", "--short=8", "HEAD"]
+        return f"{day}, {subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()}"
+    except (OSError, subprocess.CalledProcessError):
+        return day
 
 
 def select(only: str, *, quick: bool = False) -> list[Check]:

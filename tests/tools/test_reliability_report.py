@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections import Counter
 from dataclasses import replace
 
@@ -157,3 +158,12 @@ def test_the_program_prints_a_line_for_each_check(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["reliability_report.py", "--only", "C15,E1"])
     assert reliability_report.main() == 0
     assert [line[:12] for line in capsys.readouterr().out.splitlines()] == ['{"id": "C15"', '{"id": "E1",']
+
+
+def test_a_row_names_the_day_and_the_commit(monkeypatch, tmp_path):
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    monkeypatch.setattr(reliability_report, "REPOSITORY", tmp_path)
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", reliability_report.stamp())
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", str(tmp_path), *author, "commit", "-q", "--allow-empty", "-m", "a"], check=True)
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d, [0-9a-f]{8}", reliability_report.stamp())

@@ -13,21 +13,21 @@ _HEAD = ("| check | promise | figure | limit | passes | run |", "|---|---|---|--
 _MAX_REASON_CHARS = 100
 
 
-def row(check: Check, outcome: Outcome, day: str) -> str:
+def row(check: Check, outcome: Outcome, stamp: str) -> str:
     """Return the row of a check. A check that did not pass has its reason."""
     figure = "-" if outcome.figure is None else f"{outcome.figure:g} {check.unit}"
     reason = " ".join(outcome.reason.replace("|", "/").split())[:_MAX_REASON_CHARS]
     verdict = "yes" if outcome.passed else f"no: {reason or 'over the limit'}"
-    return f"| {check.id} | {check.promise} | {figure} | {check.limit} | {verdict} | {day} |"
+    return f"| {check.id} | {check.promise} | {figure} | {check.limit} | {verdict} | {stamp} |"
 
 
-def write(page: Path, checks: Sequence[Check], outcomes: Sequence[tuple[Check, Outcome]], day: str) -> None:
+def write(page: Path, checks: Sequence[Check], outcomes: Sequence[tuple[Check, Outcome]], stamp: str) -> None:
     """Replace the table of a page. A check without an outcome keeps its row, or gets a row without a figure."""
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     old, _, after = rest.partition(END)
     rows = {match[1]: match[0] for match in re.finditer(r"^\| (\w+) \| .*$", old, re.M)}
-    rows |= {check.id: row(check, outcome, day) for check, outcome in outcomes}
+    rows |= {check.id: row(check, outcome, stamp) for check, outcome in outcomes}
     missing = Outcome(False, None, "not run yet")
     lines = [rows.get(check.id) or row(check, missing, "-") for check in checks]
     page.write_text(f"{before}{BEGIN}\n" + "\n".join([*_HEAD, *lines]) + f"\n{END}{after}", encoding="utf-8")
