@@ -203,11 +203,18 @@ def _parser_of_model(description: str, epilog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_model_options(parser, DEFAULT_CONFIG)
+    return parser
+
+
+def add_model_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, config: str | None) -> None:
+    """Add the options that choose the model and its settings. ``config`` is the default of ``--config``."""
+    default = f" (default: {config})" if config else ""
     parser.add_argument(
         "--config",
-        default=DEFAULT_CONFIG,
+        default=config,
         metavar="FILE",
-        help="YAML file of the deployment: a path, or a name that is searched under configs/ (default: %(default)s)",
+        help=f"YAML file of the deployment: a path, or a name that is searched under configs/{default}",
     )
     parser.add_argument(
         "--model",
@@ -232,7 +239,6 @@ def _parser_of_model(description: str, epilog: str) -> argparse.ArgumentParser:
         metavar="SECTION.KEY=VALUE",
         help="override a key of the config; may be repeated; the value is parsed as YAML",
     )
-    return parser
 
 
 def _wrapped(names: Iterable[str]) -> str:

@@ -57,6 +57,9 @@ class Command:
 COMMANDS = (
     Command("serve", "serve a model over HTTP", "llm_serving.launcher:main", "llm_serving.cli:build_parser"),
     Command(
+        "chat", "talk to a model in the terminal", "llm_serving.chat.main:main", "llm_serving.chat.main:build_parser"
+    ),
+    Command(
         "plan",
         "show the memory that a model needs, without starting",
         "llm_serving.cli:print_plan",

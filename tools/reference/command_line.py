@@ -29,6 +29,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "One command": (
         "llm_serving/__main__.py",
         "llm_serving/__main__.py serve",
+        "llm_serving/__main__.py chat",
         "llm_serving/__main__.py plan",
         "llm_serving/__main__.py completion",
     ),

@@ -1,0 +1,1 @@
+"""A chat in the terminal: a client of the HTTP API, and a server that it can start."""

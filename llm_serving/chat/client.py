@@ -1,0 +1,140 @@
+"""A client of the OpenAI API of one server: names its models, and streams answers. Uses only the standard library."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from llm_serving.errors import LLMServingError
+
+_MAX_LINE = 16 * 1024 * 1024
+_MAX_ERROR_BODY = 1024 * 1024
+_DONE = b"[DONE]"
+
+
+class ChatError(LLMServingError):
+    """Raised if there is no server, or if it refuses a request. The text is for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One piece of an answer: text, or the number of output tokens at the end."""
+
+    text: str = ""
+    tokens: int | None = None
+    finish_reason: str | None = None
+
+
+class ChatClient:
+    """Sends conversations to one server. ``url`` is the server's address, with or without ``/v1``."""
+
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            self._port = parts.port
+        except ValueError as reason:
+            raise ChatError(f"--url {url}: {reason}") from reason
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ChatError(f"--url {url}: expected http://HOST:PORT or https://HOST:PORT")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self._host, self._is_tls = parts.hostname, parts.scheme == "https"
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._timeout_s = timeout_s
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+
+    def models(self) -> list[str]:
+        """Return the names of the server's models. Raises ChatError if no server responds."""
+        connection = self._connection()
+        try:
+            body = self._json(self._send(connection, "GET", "/models"))
+            return [str(model["id"]) for model in body["data"]]
+        except (KeyError, TypeError) as reason:
+            raise ChatError(f"{self.url} does not list its models; is it a server with the OpenAI API?") from reason
+        finally:
+            connection.close()
+
+    def stream(
+        self, model: str, messages: Sequence[dict[str, str]], options: dict[str, Any]
+    ) -> Generator[Piece, None, None]:
+        """Yield the pieces of the next answer. Closing the iterator closes the connection, which stops the server.
+
+        Raises ChatError if the server refuses the conversation or ends the answer with an error.
+        """
+        body = {"model": model, "messages": list(messages), "stream": True, **options}
+        body["stream_options"] = {"include_usage": True}
+        connection = self._connection()
+        try:
+            response = self._send(connection, "POST", "/chat/completions", json.dumps(body).encode())
+            for event in _events(response):
+                yield from _pieces(event)
+        except (OSError, http.client.HTTPException) as reason:
+            raise ChatError(f"the connection to {self.url} was lost: {reason}") from reason
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
+        return kind(self._host, self._port, timeout=self._timeout_s)
+
+    def _send(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None
+    ) -> http.client.HTTPResponse:
+        """Return the response to a request. Raises ChatError with the server's message if it is not a 200."""
+        try:
+            connection.request(method, self._path + path, body, self._headers)
+            response = connection.getresponse()
+        except (OSError, http.client.HTTPException) as reason:
+            raise ChatError(f"no server responds at {self.url}: {reason}") from reason
+        if response.status != http.client.OK:
+            raise ChatError(f"{self.url}: {_error_text(response)}")
+        return response
+
+    def _json(self, response: http.client.HTTPResponse) -> Any:
+        try:
+            return json.loads(response.read(_MAX_ERROR_BODY))
+        except ValueError as reason:
+            raise ChatError(f"{self.url} sends no JSON; is it a server with the OpenAI API?") from reason
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
+    """Yield the JSON of each event of a stream."""
+    while line := response.readline(_MAX_LINE):
+        if not line.startswith(b"data:"):
+            continue
+        data = line[len(b"data:") :].strip()
+        if data == _DONE:
+            return
+        try:
+            yield json.loads(data)
+        except ValueError as reason:
+            raise ChatError(f"the server sent an event that is no JSON: {data[:80]!r}") from reason
+    raise ChatError("the server closed the connection before the end of the answer")
+
+
+def _pieces(event: Any) -> Iterator[Piece]:
+    """Yield the pieces of one event. Raises ChatError for an error in the stream, or for an unknown form."""
+    try:
+        if (error := event.get("error")) is not None:
+            raise ChatError(str(error["message"]))
+        for choice in event["choices"]:
+            text, reason = choice["delta"].get("content"), choice.get("finish_reason")
+            if text or reason:
+                yield Piece(text or "", finish_reason=reason)
+        if (usage := event.get("usage")) is not None:
+            yield Piece(tokens=int(usage["completion_tokens"]))
+    except (AttributeError, KeyError, TypeError, ValueError) as reason:
+        raise ChatError(f"the server sent an event of an unknown form: {str(event)[:80]}") from reason
+
+
+def _error_text(response: http.client.HTTPResponse) -> str:
+    body = response.read(_MAX_ERROR_BODY)
+    try:
+        return f"{response.status}: {json.loads(body)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"{response.status} {response.reason}"

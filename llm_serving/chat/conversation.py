@@ -1,0 +1,65 @@
+"""The conversation of a chat: the system prompt, the messages so far, and the figures of the last answer."""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import dataclass, field
+
+_UNSAFE = ("Cc", "Cs")
+"""Unicode categories that are not printed: control characters and surrogates."""
+
+Message = dict[str, str]
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages that the server gets with the next question."""
+
+    system: str | None = None
+    history: list[Message] = field(default_factory=list)
+
+    def with_question(self, text: str) -> list[Message]:
+        """Return all messages, with ``text`` as the last one. The history does not change yet."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return [*first, *self.history, {"role": "user", "content": text}]
+
+    def add(self, question: str, answer: str) -> None:
+        """Append a question and its answer, which may have been stopped."""
+        self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def reset(self) -> None:
+        """Forget all questions and answers. The system prompt stays."""
+        self.history.clear()
+
+
+@dataclass(slots=True)
+class AnswerTimes:
+    """Times of one answer, in seconds of the same clock."""
+
+    sent: float
+    first: float | None = None
+    last: float | None = None
+
+    def saw_text(self, now: float) -> None:
+        """Note that text arrived."""
+        self.first = now if self.first is None else self.first
+        self.last = now
+
+    def summary(self, tokens: int | None, finish_reason: str | None) -> str:
+        """Return the line below an answer. The rate counts the tokens after the first one."""
+        if self.first is None or self.last is None:
+            return "no text"
+        parts = [f"{tokens} tokens"] if tokens is not None else []
+        if tokens is not None and tokens > 1 and self.last > self.first:
+            parts.append(f"{(tokens - 1) / (self.last - self.first):.1f} tokens/s")
+        parts.append(f"first token after {self.first - self.sent:.2f} s")
+        if finish_reason is None:
+            parts.append("stopped")
+        elif finish_reason == "length":
+            parts.append("cut at the maximum length")
+        return ", ".join(parts)
+
+
+def printable(text: str) -> str:
+    """Return text of a model without control characters, which could change the terminal. Line ends and tabs stay."""
+    return "".join(each if each in "\n\t" or unicodedata.category(each) not in _UNSAFE else "\ufffd" for each in text)

@@ -1,0 +1,37 @@
+"""A server that a chat starts for itself and stops at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from llm_serving.chat.client import ChatError
+
+_READY = "ready "
+_STOP_TIMEOUT_S = 30.0
+
+
+@contextlib.contextmanager
+def started_server(options: Sequence[str]) -> Iterator[str]:
+    """Start ``llm-serving serve`` on a free port and yield its URL. Raises ChatError if the start fails.
+
+    The server has its own session, so that Ctrl-C in the terminal stops an answer and not the server.
+    """
+    command = [sys.executable, "-m", "llm_serving", "serve", *options, "--port", "0"]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line.startswith(_READY):
+                raise ChatError("the server did not start; its message is above")
+            yield line.removeprefix(_READY).strip()
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
