@@ -56,8 +56,10 @@ REPETITIONS = (
     "tests/integration/test_self_checks.py::test_a_row_with_other_bits_alone_restarts_the_agents[['parallel_config",
     "tests/integration/test_self_checks.py::test_logits_that_are_not_finite_end_their_request_only[native]",
 )
-"""Beginnings of the names of slow cases that repeat a guarantee for another type or op table. Only ``make test-sweeps``
-runs them."""
+"""Beginnings of the names of slow cases.
+
+They repeat a guarantee for another type or op table, so only ``make test-sweeps`` runs them.
+"""
 
 # The tests start hundreds of processes. Without cached bytecode, each process compiles the same sources again.
 sys.dont_write_bytecode = False

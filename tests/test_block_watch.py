@@ -1,4 +1,4 @@
-"""The watch over blocks of the fake device: each misuse is noticed, and nothing that is right in any order."""
+"""The block watch detects each misuse of blocks, and accepts everything that is right in any order."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from support.block_watch import BlockWatch
 COPY, OUT, IN = MoveKind.COPY, MoveKind.SWAP_OUT, MoveKind.SWAP_IN
 
 Part = tuple[int, int, int, list[int]]
-"""Row, start, tokens, block table."""
+"""Row, start, tokens and block table of a sequence's part."""
 
 
 def make(seq: int, *parts: Part, moves: list[BlockMove] | None = None) -> ScheduledStep:
-    """A prefill of these parts, or a step of moves alone."""
+    """Returns a prefill of these parts, or a move step."""
     rows, starts, query_lens, tables = ([part[place] for part in parts] for place in range(4))
     kind = StepKind.PREFILL if parts else StepKind.MOVE
     tokens = [5] * sum(query_lens)

@@ -24,7 +24,7 @@ CLOCKS_AND_IO = ("time", "datetime", "threading", "socket", "selectors", "os", "
 
 
 LAYERS = ("llm_serving", "agent", "performance", "tools", "tests")
-"""From the lowest to the highest. A file imports files of its own layer and of lower layers only."""
+"""Layers from the lowest to the highest. A file imports only files of its own layer and of lower layers."""
 
 
 def python_files(package):
@@ -99,7 +99,7 @@ def test_the_agent_imports_no_http_and_only_allowed_packages(path):
 
 @pytest.mark.parametrize("package", ["scheduler", "kvcache", "routing"])
 def test_packages_that_decide_have_no_clock_and_no_io(package):
-    """So that a run can be simulated, and replayed bit for bit."""
+    """Only then can a run be simulated, and replayed bit for bit."""
     for path in python_files(f"llm_serving/{package}"):
         assert [name for name in imports_of(path) if inside(name, (*CLOCKS_AND_IO, *HTTP))] == [], path
 
@@ -156,7 +156,7 @@ def test_a_server_with_everything_imported_has_no_mindspore():
 
 
 def named_in_the_architecture():
-    """Folders and files in the first column of its table of packages."""
+    """Returns folders and files in the first column of the table of packages."""
     rows = (REPOSITORY / "docs/architecture.md").read_text().partition("## Packages")[2].splitlines()
     names = [name for row in rows if row.startswith("| `") for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
     assert len(names) > 60

@@ -51,7 +51,7 @@ def config(tmp_path):
 
 
 def with_format(config: Config, **formats: str) -> Config:
-    """A config that no check has seen."""
+    """Returns a config whose format has not been checked."""
     return replace(config, model_config=replace(config.model_config, **formats))
 
 

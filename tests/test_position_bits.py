@@ -1,4 +1,4 @@
-"""The comparison of positions sees every difference, wherever it is planted."""
+"""The comparison of positions detects every planted difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Once one key is set, only ``/health/live`` is open: every route, every way to spell it, every way to send a key."""
+"""Once one key is set, only ``/health/live`` is open.
+
+Tests every route, every spelling of it, and every way to send a key.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def served(tokenizer, tmp_path_factory):
 
 
 def send(server, method, path, *headers, body=b""):
-    """Status, headers and body; the connection is this request's own."""
+    """Sends a request on its own connection. Returns status, headers and body."""
     with server.raw(http_request(path, body, *headers, method=method)) as connection:
         if method == "HEAD":
             data = connection.recv(65536)
@@ -62,7 +65,7 @@ def send(server, method, path, *headers, body=b""):
 
 @pytest.mark.parametrize("way", WITHOUT_KEY)
 def test_no_route_is_open_without_a_key(served, way):
-    """Check E8: open routes without the allowlist are 0."""
+    """Check E8: no route is open, except for those in the allowlist."""
     statuses = {route: send(served, *route, *WITHOUT_KEY[way])[0] for route in ROUTES}
     assert len(statuses) > 20
     assert {route for route, status in statuses.items() if status != 401} == {LIVE}
@@ -103,7 +106,7 @@ def test_the_refusal_has_openais_form(served):
 
 
 def test_two_authorization_headers_are_refused(served):
-    """A proxy and the server could otherwise read different ones."""
+    """A proxy and the server could otherwise use different headers."""
     right, wrong = f"Authorization: Bearer {KEY}", "authorization: Bearer sk-wrong"
     for first, second in ((right, wrong), (wrong, right)):
         assert send(served, "GET", "/v1/models", first, second)[0] == 401
@@ -175,7 +178,7 @@ def test_keys_are_exchanged_while_the_server_runs(served):
 
 
 def test_secrets_are_compared_in_constant_time():
-    """Check E8: a comparison with == would reveal how much of a secret is right."""
+    """Check E8: the time of a comparison with == would reveal how many characters of a secret are right."""
     tree = ast.parse((REPOSITORY / "llm_serving/access/key_store.py").read_text())
     called = {node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "attr")}
     assert "compare_digest" in called

@@ -1,4 +1,4 @@
-"""The lines of a key file, the store that reads them again, and the command that makes them."""
+"""The lines of a key file, the store that reloads them, and the command that writes them."""
 
 from __future__ import annotations
 

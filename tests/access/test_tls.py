@@ -58,7 +58,7 @@ def url(server):
 
 @contextlib.contextmanager
 def encrypted(server, certificates, data=b"", certificate=None):
-    """A TLS connection on which ``data`` has been sent."""
+    """Opens a TLS connection and sends ``data``."""
     with (
         socket.create_connection(("127.0.0.1", server.port), timeout=time_limit(10)) as plain,
         client_context(certificates.authority, certificate).wrap_socket(plain, server_hostname="127.0.0.1") as wrapped,
@@ -103,7 +103,7 @@ def test_the_official_client_streams_over_tls(server, certificates):
 
 
 def test_a_client_that_does_not_read_gets_everything_later(server, certificates):
-    """The buffers fill up, the pieces wait in the server, and the stream goes on when the client reads."""
+    """The buffers fill up and the pieces wait in the server. The stream continues when the client reads."""
     server.engine.script = lambda prompt, sampling: [300] * 99
     server.engine._step, plain = large_pieces(server.engine._step), server.engine._step
     try:
@@ -139,7 +139,7 @@ def test_a_client_without_tls_gets_nothing(server):
 
 def test_old_versions_of_tls_are_refused(server, certificates):
     context = client_context(certificates.authority)
-    context.set_ciphers("ALL:@SECLEVEL=0")  # otherwise the client itself refuses
+    context.set_ciphers("ALL:@SECLEVEL=0")  # otherwise the client itself refuses the connection
     context.minimum_version = ssl.TLSVersion.TLSv1
     context.maximum_version = ssl.TLSVersion.TLSv1_1
     with server.raw(b"") as plain, pytest.raises(ssl.SSLError):

@@ -25,7 +25,7 @@ def small(tmp_path: Path, *overrides: str, ascend: bool = False, head_dim: int =
 
 
 def machine_for(config: Config, num_blocks: int) -> Machine:
-    """A machine whose memory, without the spare part, is just enough for the blocks."""
+    """Returns a machine with just enough memory for the blocks, not counting the spare part."""
     needed = estimate_memory(with_blocks(config, num_blocks), Machine(0, "")).total_bytes
     return Machine(-(-needed * 10 // 9) + 10, "test machine")
 

@@ -1,4 +1,4 @@
-"""The command line: exit codes, the output streams, and no slow imports before a mistake is reported."""
+"""The command line: its exit codes and output streams. Mistakes are reported before any slow import."""
 
 from __future__ import annotations
 

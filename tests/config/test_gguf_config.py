@@ -56,7 +56,7 @@ def test_sizes_and_end_tokens_come_from_the_metadata(tmp_path: Path) -> None:
 
 
 def llama3_factors(factor: float) -> np.ndarray:
-    """The divisors of 8 frequencies: 1 for short waves, ``factor`` for long ones, between them interpolated."""
+    """Returns the divisors of 8 frequencies: 1 for short waves, ``factor`` for long ones, interpolated between them."""
     divisors = []
     for index in range(8):
         length = 2 * math.pi * 500_000.0 ** (index / 8)

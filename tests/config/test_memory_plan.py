@@ -1,4 +1,4 @@
-"""The memory plan: each number is calculated by hand, and the advice if memory is too small."""
+"""The memory plan: each number is calculated by hand, and advice is given if memory is too small."""
 
 from __future__ import annotations
 
@@ -41,16 +41,17 @@ def llama2_7b(tmp_path: Path, *overrides: str) -> Config:
 def test_small_model_in_float32(tmp_path: Path) -> None:
     plan = plan_memory(small(tmp_path), replace(PLENTY, num_cores=2))
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64
-    # 256 rows: as float32, after the norm, of the MLP for each of two threads, and the output layer's input.
+    # Float32 arrays of 256 rows: input, norm, MLP of each of two threads, and input of the output layer.
     scratch = 256 * (160 + 160) * 4 + 2 * 256 * (64 * 4 + 128) + (2 * 256 * 160 + 2048 * 64) * 4
-    # Each thread has a panel and its sums, an attention task and the sampler's rows.
-    # Split contexts: 8 x 192 rows of 8 partitions for each thread, and the list of tasks.
+    # Each thread has a panel with its sums, an attention task and the sampler's rows. For split contexts, each thread
+    # has 8 x 192 rows of 8 partitions, and there is a list of tasks.
     scratch += 2 * (64 * 160 + 544 * 64 * 4 + 1024 * (64 + 48) * 4 + 60 * 300)
     scratch += 3072 * 8 * (64 + 16) * 4 + 80 * (64 * 2 + 3072)
     assert {item.name: item.num_bytes for item in plan.items} == {
         "weights": (2 * layer + 64 + 2 * 300 * 64) * 4,
         "KV cache": 2 * 2 * 2 * 16 * 4 * 16 * 2048,
-        # Residual and norm 64 each; q, k, v 128; rotated q and attention output 64 each; gate, up, product 160 each.
+        # Residual and norm: 64 each; q, k, v: 128; rotated q and attention output: 64 each; gate, up, product: 160
+        # each.
         "activations": 2048 * (64 + 64 + 128 + 64 + 64 + 3 * 160) * 4,
         "logits": 64 * 300 * 4,
         "rotary tables": 2 * 2048 * 16 * 4,
@@ -117,7 +118,7 @@ def test_quantised_formats(tmp_path: Path) -> None:
 
 
 def test_quantised_formats_of_the_native_operators(tmp_path: Path) -> None:
-    """A CPU packs int4 as for fused operators. An Ascend keeps the scales and offsets of the primitive."""
+    """A CPU packs int4 as for fused operators. An Ascend keeps the primitive's scales and offsets."""
     linear, output = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 300 * 64
     others = 2 * 2 * 64 + 64 + 300 * 64
 
@@ -134,7 +135,7 @@ def test_quantised_formats_of_the_native_operators(tmp_path: Path) -> None:
 
 
 def test_a_wide_native_output_layer_is_quantised_only_if_agents_divide_it(tmp_path: Path) -> None:
-    """WeightQuantBatchMatmul does not take 100000 outputs, but it takes half of them."""
+    """WeightQuantBatchMatmul does not accept 100000 outputs, but it accepts half of them."""
     folder = write_model_folder(tmp_path / "wide", vocab_size=100_000)
     layers, norms, output = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 2 * 2 * 64 + 64, 100_000 * 64
 
@@ -333,7 +334,7 @@ def test_an_ascend_plan_counts_the_host_memory_of_all_agents_while_they_load(tmp
 
 
 def test_each_agent_has_items_for_its_part(tmp_path: Path) -> None:
-    """Two stages of two agents: each agent has one layer with half the heads, columns and vocabulary."""
+    """With two stages of two agents, each agent has one layer with half of the heads, columns and vocabulary."""
     parallel = ["tensor_parallel=2", "pipeline_parallel=2", "data_parallel=2"]
     config = small(tmp_path, *[f"parallel_config.{each}" for each in parallel], "pa_config.num_host_blocks=10")
     plan = plan_memory(config, PLENTY)
@@ -392,7 +393,7 @@ def test_table_of_a_group(tmp_path: Path) -> None:
 
 
 def test_agents_that_share_a_key_value_head_each_keep_its_cache(tmp_path: Path) -> None:
-    """Four agents with two key-value heads each hold one, so the cache is twice as large as with one agent."""
+    """Each of four agents holds one of two key-value heads, so the cache is twice as large as with one agent."""
     plan = estimate_memory(small(tmp_path, "parallel_config.tensor_parallel=4"), PLENTY)
     assert plan.bytes_of("KV cache") == 2 * estimate_memory(small(tmp_path), PLENTY).bytes_of("KV cache")
 

@@ -74,7 +74,7 @@ def test_mindformers_models_use_native_operators(
 
 
 def scaled(kind: str, **values: object) -> dict[str, object]:
-    """A ``config.json`` with rotary scaling."""
+    """Returns a ``config.json`` with rotary scaling."""
     return {"rope_scaling": {"rope_type": kind, "factor": 2.0, **values}}
 
 

@@ -68,7 +68,7 @@ def test_llama2_7b() -> None:
 
 
 def test_every_documented_key_is_read_and_checked(tmp_path: Path) -> None:
-    """A mapping is the wrong type for all of them."""
+    """The test gives each key a mapping, which is the wrong type for all of them."""
     for key in KEYS_READ:
         *outer, last = key.split(".")
         sizes: dict[str, object] = dict(SIZES)

@@ -45,7 +45,7 @@ PUBLISHED_MODEL_CONFIG = {
 
 
 def test_the_file_has_the_published_keys_and_values() -> None:
-    """The published file also sets ``server_port`` to 8835, which is the default here."""
+    """The published file also sets ``server_port`` to 8835, which is the default of this project."""
     document = read_yaml_mapping(CONFIGS / "llama_7b_kbk_pa_dyn.yaml")
     model = document.pop("model_config")
     assert isinstance(model, dict)

@@ -1,4 +1,4 @@
-"""The step loop, driven by hand over the fake device: requests and their pieces."""
+"""The engine loop over the fake device: requests and their pieces. Tests run each iteration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step loop when agents, steps, detokenizers or the engine itself fail."""
+"""The engine loop when agents, steps, detokenizers or the engine itself fail."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_logits_that_are_not_finite_end_their_request_only(ahead: int) -> None:
 
 
 def test_a_broken_request_leaves_nothing_in_the_prefix_cache() -> None:
-    """A cached block may be the cause. The next request with the prompt computes all of it again."""
+    """A cached block may be the cause. The next request with the same prompt computes all of its blocks again."""
     engine = Engine(prefix_cache=True)
     prompt = list(range(2, 40))
     for name, seed, cached in (("first", 1, False), ("hit", 1, True), ("bad", BROKEN_SEED, True), ("after", 1, False)):
@@ -210,7 +210,10 @@ def test_a_step_without_finite_logits_restarts_the_agents() -> None:
 
 
 def test_one_request_without_finite_logits_asks_for_the_canary() -> None:
-    """The request itself may be the cause, so the agents are not restarted. They ask again after each restart."""
+    """The request itself may be the cause, so the agents are not restarted.
+
+    The next request without finite logits after a restart asks for the canary again.
+    """
     engine = Engine()
     engine.request("a", 6, 12, seed=BROKEN_SEED)
     engine.finish()

@@ -1,4 +1,4 @@
-"""The log events, metrics and status of the step loop, and the length of its waits."""
+"""The log events, metrics and status of the engine loop, and the length of its waits."""
 
 from __future__ import annotations
 
@@ -119,7 +119,10 @@ def test_status() -> None:
 
 
 def test_host_time_counts_only_while_the_device_waits() -> None:
-    """The fake clock advances 1 ms per read; the loop reads it once before and once after it sends a step."""
+    """Each reading of the fake clock advances it by 1 ms.
+
+    The loop reads it once before and once after it sends a step.
+    """
     engine = Engine(decode_steps_ahead=0)
     engine.request("a", 5, 4)
     ticking(engine)

@@ -15,12 +15,15 @@ POLICIES = list(Policy)
 
 
 def in_flight(engine: Engine) -> set[str]:
-    """The requests of the steps in flight."""
+    """Returns the requests of the steps in flight."""
     return {request.request_id for step in engine.scheduler.steps_in_flight() for request in step.requests}
 
 
 def run_with_killer(engine: Engine, killer: Request, at: int) -> list[set[str]]:
-    """Runs to the end. The agent dies at the killer's token ``at``. Returns the steps in flight each time."""
+    """Runs until idle.
+
+    The agent dies when it computes token ``at`` of the killer. Returns the steps in flight at each death.
+    """
     losses = []
     for _ in range(10_000):
         engine.step()
@@ -85,7 +88,10 @@ def test_a_request_that_loses_its_agent_often_stays_alone() -> None:
 
 
 def test_a_failed_self_check_blames_no_request() -> None:
-    """It is the second loss of a suspect that is alone in flight, but the agent's fault. The request completes."""
+    """A failed self-check is the agent's fault, even if a suspect runs alone and loses its second agent.
+
+    The request completes.
+    """
     engine = Engine()
     requests = [engine.request(name, 6, 20) for name in "ab"]
     while len(in_flight(engine)) < 2:

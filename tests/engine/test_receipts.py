@@ -1,4 +1,4 @@
-"""The receipts of requests: the parts of the time add up, live and afterwards, in bounded memory."""
+"""The receipts of requests: parts that add up during and after the request, in bounded memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.served_engine import Served, Sink, served
 
 
 def eventful_request() -> Request:
-    """A request with time in every phase, each a different power of two in milliseconds."""
+    """Returns a request with time in every phase. Each time is a different power of two in milliseconds."""
     request = make_request("r", 10, arrival=100.0)
     receipt = request.receipt = Receipt(100.001)
     receipt.blocked(BlockReason.ROWS, ["a"], 100.001)
@@ -142,7 +142,7 @@ def test_the_line_of_a_requests_end() -> None:
 
 
 def test_a_request_that_waits_past_its_deadline_gets_its_last_piece() -> None:
-    """It ends without computed tokens and without an abort; the running request continues."""
+    """The request ends without computed tokens and without an abort. The running request continues."""
     engine = Engine(max_num_seqs=1)
     engine.request("runs", 5, 20)
     engine.step()

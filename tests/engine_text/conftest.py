@@ -19,7 +19,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizers(folder: Path) -> dict[str, Tokenizer]:
-    """Llama 2 in both files, Llama 3, a SentencePiece model without the prefix, and the embedded model's."""
+    """Provides tokenizers:
+
+    Llama 2 in both files, Llama 3, SentencePiece without the prefix, and the embedded model's.
+    """
     return {
         "llama2": open_tokenizer(write_llama2_folder(folder / "llama2")),
         "sentencepiece": open_tokenizer(write_sentencepiece_folder(folder / "sentencepiece")),

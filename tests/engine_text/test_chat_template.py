@@ -1,4 +1,4 @@
-"""Chat templates run as transformers runs them, and cannot do harm."""
+"""Chat templates give the same text as with transformers, and hostile templates are stopped."""
 
 import tracemalloc
 from datetime import datetime
@@ -157,7 +157,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("source", HOSTILE)
 def test_hostile_templates_end(source):
-    """Each template would take gigabytes or hours. The budget ends it after a number of steps and characters."""
+    """Each template would use gigabytes or run for hours. The budget ends it after a number of steps and characters."""
     allowance = Allowance(steps=50_000, chars=1_000_000)
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""Streamed text against the text of all tokens, over real tokenizers of every kind."""
+"""Streamed text compared with the text of all tokens, for real tokenizers of every kind."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,7 +21,7 @@ def stream(detokenizer, ids):
 
 
 def without_unfinished_character(data: bytes) -> bytes:
-    """The bytes without a character begun at their very end."""
+    """Removes an incomplete character from the end of the bytes."""
     for cut in range(1, 4):
         tail = data[-cut:]
         try:
@@ -62,7 +62,8 @@ def test_half_a_surrogate_is_no_unfinished_character(tokenizers, data):
 def test_a_text_survives_encoding_and_streaming_without_replacement_characters(tokenizers, kind, text):
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode(text, add_special_tokens=False)
-    pieces = stream(IncrementalDetokenizer(tokenizer, skip_special_tokens=False), ids)  # the text may spell one
+    # the text may contain an end token
+    pieces = stream(IncrementalDetokenizer(tokenizer, skip_special_tokens=False), ids)
     expected = text.replace("\u2581", " ") if kind != "byte_level" else text
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False) == expected
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
@@ -100,7 +101,7 @@ def test_how_tokens_are_cut_into_pieces_changes_nothing(tokenizers, kind, ids, c
 
 
 def reference_stop(text, stops):
-    """The first stop string to be complete, the longest of those that end there; and the text before it."""
+    """Returns the stop string that is complete first (the longest if several end there), and the text before it."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

@@ -1,4 +1,4 @@
-"""Compares tokenizers in GGUF files with the files they were made from. Damaged ones are refused."""
+"""Compares tokenizers in GGUF files with the files from which they were made. Damaged files are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_gguf(path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, Tokenizer]]:
-    """The tokenizer of a Hugging Face folder and that of the GGUF file, by kind."""
+    """Returns, by kind, the tokenizer of a Hugging Face folder and that of the GGUF file."""
     folder = tmp_path_factory.mktemp("gguf")
     piece = write_sentencepiece_folder(folder / "sentencepiece")
     bare = write_sentencepiece_folder(folder / "bare", dummy_prefix=False, add_bos_token=False)
@@ -91,7 +91,7 @@ WORDS = {
     "tekken": ("HelloWorld 12", ["Hello", "World", " ", "1", "2"]),
     "deepseek-v3": ("ab 1234你好 !x", ["ab", " ", "123", "4", "你好", " !", "x"]),
 }
-"""Texts and their words, from the rules of the publishers' tokenizer.json, by llama.cpp's name of the pre-tokenizer."""
+"""Texts with their words, by llama.cpp's name of the pre-tokenizer. The words follow the publishers' tokenizer.json."""
 
 
 @pytest.mark.parametrize("pre", WORDS)

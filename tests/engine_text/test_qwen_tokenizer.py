@@ -1,4 +1,4 @@
-"""Byte-level BPE as Qwen folders hold it: ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``."""
+"""Byte-level BPE of Qwen folders: ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def test_both_files_give_the_same_tokens(as_json: Tokenizer, as_files: Tokenizer
 
 @given(text=texts)
 def test_a_text_comes_back_composed(as_json: Tokenizer, text: str) -> None:
-    """Special tokens that are spelled out split the text before it is normalised, so text across one may differ."""
+    """A special token in the text splits it before normalisation.
+
+    Text that continues across the token may therefore differ.
+    """
     parts = [text]
     for token in QWEN_SPECIAL:
         parts = [piece for part in parts for piece in part.split(token)]

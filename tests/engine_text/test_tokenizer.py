@@ -1,4 +1,4 @@
-"""Reading tokenizer files, and agreement of the two libraries and ours."""
+"""Reads tokenizer files, and compares this project's tokenizer with two libraries."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def test_decoding_agrees_with_the_libraries(tokenizers, folder, text):
     processor = sentencepiece.SentencePieceProcessor()
     processor.LoadFromSerializedProto(sentencepiece_model())
     ids = processor.encode(text)
-    # The library knows of no special tokens to skip: what was spelled out in the text is text.
+    # The library does not know special tokens, so it skips none. Special tokens written in the text are ordinary text.
     assert tokenizers["sentencepiece"].decode(ids, skip_special_tokens=False) == processor.decode(ids)
 
 

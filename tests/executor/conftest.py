@@ -1,4 +1,4 @@
-"""Executors over stub agents that leave nothing behind."""
+"""Provides executors over stub agents, and stops them after the test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.small_configs import REPOSITORY, small_config
 
 @pytest.fixture
 def make_executor(tmp_path, monkeypatch):
-    """Makes and starts the executor of a replica; ``overrides`` are the config's."""
+    """Makes and starts the executor of a replica. ``overrides`` change the config."""
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}")
     before, made = shm_entries(), []
     earlier = set(psutil.Process().children(recursive=True))

@@ -1,4 +1,4 @@
-"""The executor against real processes, sockets and shared memory; only the device is a stub."""
+"""The executor with real processes, sockets and shared memory. Only the device is a stub."""
 
 import contextlib
 import errno
@@ -245,7 +245,7 @@ def test_strangers_on_the_agents_port_reach_no_agent_and_keep_none_from_starting
     events_until(executor, AgentReady)
     host, port = executor.agents()[0]["address"].split(":")
     with contextlib.ExitStack() as strangers:
-        for _ in range(40):  # more than the queue of the port holds
+        for _ in range(40):  # more connections than the queue of the port holds
             stranger = strangers.enter_context(socket.socket())
             stranger.setblocking(False)
             stranger.connect_ex((host, int(port)))

@@ -1,4 +1,4 @@
-"""A group of agents behind one executor: real processes, sockets and shared memory; only the device is a stub."""
+"""A group of agents behind one executor, with real processes, sockets and shared memory. Only the device is a stub."""
 
 import os
 import signal
@@ -64,7 +64,7 @@ def test_every_agent_is_reported(make_executor):
 
 
 def test_steps_run_in_the_order_they_were_sent(make_executor):
-    """Agents of a group must not choose for themselves, whatever the policy."""
+    """Agents of a group must not choose their own order, whatever the policy."""
     executor = make_executor(*PAIR, "scheduler_config.policy=prefill_first")
     events_until(executor, AgentReady)
     submit_decode_before_prefill(executor)
@@ -72,7 +72,7 @@ def test_steps_run_in_the_order_they_were_sent(make_executor):
 
 
 def test_a_queued_step_is_not_aborted(make_executor):
-    """One agent could have begun with it and another not."""
+    """One agent could already have started the step, while another has not."""
     executor = make_executor(*PAIR)
     events_until(executor, AgentReady)
     executor.submit(prefill(0, SLOW))
@@ -96,7 +96,7 @@ def test_a_step_that_all_refuse_harms_no_other(make_executor, token, phrase):
 
 
 def test_a_step_that_one_fails_ends_and_the_group_is_restarted(make_executor):
-    """The others may stand in the middle of it: its requests end with the error, those of other steps are void."""
+    """Other agents may be in the middle of the step. Its requests end with the error; the other steps become void."""
     executor = make_executor(*BAD_LAST)
     events_until(executor, AgentReady)
     before = pids(executor)
@@ -112,7 +112,7 @@ def test_a_step_that_one_fails_ends_and_the_group_is_restarted(make_executor):
 
 
 def test_a_failure_that_others_do_not_answer_is_not_waited_for_long(make_executor, monkeypatch):
-    """As when they wait in a sum for the one that has failed."""
+    """This happens if the others wait in a sum for the failed agent."""
     monkeypatch.setattr(StepJoin, "GRACE_S", 0.5)
     executor = make_executor(*BAD_LAST)
     events_until(executor, AgentReady)
@@ -148,7 +148,7 @@ def test_any_killed_agent_takes_the_group_down_and_it_comes_back(make_executor, 
 
 
 def test_an_agent_killed_while_it_starts(make_executor):
-    """Before the group has ever been ready that is final, and the others are ended."""
+    """Before the group has ever been ready, a killed agent is a final failure, and the other agents are ended."""
     executor = make_executor(*PAIR, "model_config.model_name=loads-forever")
     while any(pid is None for pid in pids(executor)):
         executor.poll(0.1)
@@ -188,7 +188,7 @@ def test_agents_that_are_late_to_start_are_named(make_executor):
 
 
 def test_replicas_live_and_die_apart(make_executor):
-    """One replica's loss is no event of another's executor."""
+    """The loss of a replica causes no event in another replica's executor."""
     first, second = (make_executor(*PAIR, "parallel_config.data_parallel=2", replica=index) for index in (0, 1))
     for executor in (first, second):
         events_until(executor, AgentReady)
@@ -213,7 +213,7 @@ def test_shared_memory_larger_than_the_disk(make_executor, monkeypatch):
 
 
 def test_events_of_a_lost_group_are_not_delivered_late(make_executor):
-    """The answer of a step and the end of an agent in one look: the step counts, and nothing after the loss."""
+    """One poll finds the result of a step and the end of an agent. The step counts, and no event follows the loss."""
     executor = make_executor(*PAIR)
     events_until(executor, AgentReady)
     executor.submit(prefill(0, 5))

@@ -1,4 +1,4 @@
-"""The cluster that connects agents on Ascends, with the CPU's communication instead of HCCL, in real processes."""
+"""The cluster that connects agents on Ascends, in real processes. The CPU's communication replaces HCCL."""
 
 from __future__ import annotations
 

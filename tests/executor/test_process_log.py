@@ -1,4 +1,4 @@
-"""The log of a process: escaped, private, and unable to disturb the process."""
+"""The log of a process: escaped text, private permissions, and no effect on the process."""
 
 from __future__ import annotations
 

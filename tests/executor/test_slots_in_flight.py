@@ -1,4 +1,4 @@
-"""The slot of each step and when it becomes free; no processes."""
+"""The slot of each step, and when the slot becomes free. Needs no processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_SLOTS = 3
 
 
 def steps_of(folder: Path, num_agents: int = 1) -> StepSlots:
-    """The slots of a group whose agents start at number 4."""
+    """Returns the slots of a group whose first agent has the number 4."""
     config = small_config(folder)
     layout = SlotLayout.of(config.slot_limits())
     slots = [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]

@@ -1,4 +1,4 @@
-"""The answers of several agents are joined into one."""
+"""The results of several agents are joined into one."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One thread waits for several executors: it polls the ready ones and never blocks on a single one."""
+"""One thread waits for several executors. It polls the ready executors and never blocks on one of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llm_serving.scheduler.output import ScheduledStep
 
 
 class PipeExecutor:
-    """Something to give for each count of an event descriptor, or when it is due."""
+    """An executor with one result for each count of an event descriptor, or when it is due."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Records a run of the scheduler with the agent's own task queue: ``planted_run.py FOLDER POLICY``.
 
-Scheduler and queue are those of the tree on ``PYTHONPATH``, where a bug may be planted.
+Scheduler and queue are those of the tree on ``PYTHONPATH``, which may contain a planted bug.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Undisturbed decoding as one record: it reads like single records of the same calls."""
+"""Undisturbed decoding is written as one record. It reads like single records of the same calls."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_random_run_reads_the_same_with_and_without_the_log(tmp_path, monkeypa
 
 
 def events_around(tmp_path, disturb):
-    """Returns the events of undisturbed decoding, ``disturb`` and more decoding, all written together."""
+    """Returns the events of undisturbed decoding, then of ``disturb``, then of more decoding, all written together."""
     simulation, recorder = decode(tmp_path, 10)
     recorder._guarded(recorder._journal.flush)
     for number in range(4):
@@ -150,7 +150,7 @@ def test_counts_that_change_during_decoding_are_recorded(tmp_path):
 
 
 def test_a_segment_of_version_1_is_read(tmp_path):
-    """Version 1 has counts with every call, and no runs."""
+    """Version 1 has counts with every call, and no decode runs."""
     limits = make_limits()
     header = SegmentHeader("r", 0, "1", code_digest(), "", limits_to_map(limits), 1.0, 0.0, {}, format_version=1)
     facts = {"request_id": "a", "arrival_time": 1.0, "num_prompt_tokens": 3, "max_tokens": 1}

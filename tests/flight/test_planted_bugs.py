@@ -1,6 +1,6 @@
-"""Bugs of order, planted by patches, are found from a flight recording of a run that has them.
+"""Patches plant bugs that change an order. Replays of recordings find each of them.
 
-The patched tree records, the right one replays.
+The patched tree records a run, and the unpatched tree replays it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUN = Path(__file__).with_name("planted_run.py")
 
 @pytest.fixture
 def record_run(tmp_path):
-    """Records a run by a copy of the tree with a patch applied, or by the tree as it is."""
+    """Records a run of a copy of the tree with a patch, or of the tree without one."""
 
     def record(policy, patch=None):
         tree, folder = tmp_path / "tree", tmp_path / "flight"

@@ -1,4 +1,4 @@
-"""The recorder passes every call on, records it, and never disturbs the engine."""
+"""The recorder forwards every call, records it, and never disturbs the engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNRECORDED_METHODS = frozenset(
         *("sequences", "snapshot", "steps_in_flight"),
     )
 )
-"""Methods of the scheduler that change nothing, and ``restore``, because a recorded scheduler is never restored."""
+"""Methods of the scheduler that change nothing. Also ``restore``, because a recorded scheduler is never restored."""
 
 
 def public(kind, predicate):
@@ -171,7 +171,7 @@ def test_the_files_contain_no_tokens_and_no_texts(tmp_path):
                     tokens = [secret + 77 if samples else -1 for samples in step.do_sample]
                     size = len(tokens)
                     recorder.update(StepResult(step.seq, tokens, [0.0] * size, [0.0] * size), now)
-        recorder._guarded(recorder._journal._begin_segment)  # the state, with requests in it
+        recorder._guarded(recorder._journal._begin_segment)  # the scheduler's state, which contains requests
         recorder.fail_all("a secret error", 9.0)
         recorder.close()
         assert complaints == []

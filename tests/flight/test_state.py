@@ -1,4 +1,4 @@
-"""The scheduler's snapshot: a scheduler that is restored makes the same decisions as the saved one."""
+"""The scheduler's snapshot: a restored scheduler makes the same decisions as the saved one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def through_bytes(state):
 
 
 def busy_simulation(**limits):
-    """A simulation with running, waiting and preempted requests, and steps in flight."""
+    """Returns a simulation with running, waiting and preempted requests, and steps in flight."""
     rng = random.Random(11)
     simulation = Simulation(make_limits(**{"num_blocks": 24, "num_host_blocks": 20, **limits}))
     for number in range(40):

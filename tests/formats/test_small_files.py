@@ -1,4 +1,4 @@
-"""A repeated key of a JSON file is refused, with work in proportion to the file."""
+"""A repeated key in a JSON file is refused. The work is proportional to the size of the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares one server with the default settings between the tests that need no other."""
+"""Shares one server with default settings between the tests that need no special settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from support.server_process import ServerProcess, running_server
 
 ROOMY = ["pa_config.num_blocks=2048", "model_config.decode_batch_size=[24]"]
-"""Blocks and batch rows for every request of the tests, so that none is preempted."""
+"""A config with blocks and batch rows for every request of the tests, so that none is preempted."""
 
 
 @pytest.fixture(scope="session")

@@ -86,7 +86,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(tmp_path):
 
 
 def read_tensor_file(path):
-    """The header as a dictionary, and the tensors' bytes."""
+    """Returns the header as a dictionary, and the bytes of the tensors."""
     data = path.read_bytes()
     (length,) = struct.unpack_from("<Q", data)
     return json.loads(data[8 : 8 + length]), data[8 + length :]

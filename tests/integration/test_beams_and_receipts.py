@@ -1,4 +1,4 @@
-"""Beam search and receipts on the real thing: the agent's own log-probabilities, the real clock."""
+"""Beam search and receipts of a real server, with the agent's log-probabilities and the real clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of one streamed chat, from the HTTP request to the first token's bytes, are those that the docs list."""
+"""The calls of a streamed chat, from its HTTP request to its first token, are those in docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ POINTS = (
     "llm_serving/server/openai_chat.py:ChatStream.events",
     "llm_serving/server/http_protocol.py:StreamChannel.write",
 )
-"""Where the request changes its form, or goes to another thread or process, in this order."""
+"""In order, the calls where the request changes its form, or goes to another thread or process."""
 
 BODY = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4, "temperature": 0, "stream": True}
 
 
 async def ask(address: tuple[str, int]) -> bytes:
-    """One streamed chat; the whole response."""
+    """Sends one streamed chat. Returns the whole response."""
     body = json.dumps(BODY).encode()
     reader, writer = await asyncio.open_connection(*address)
     head = (
@@ -69,7 +69,7 @@ async def ask(address: tuple[str, int]) -> bytes:
 
 
 async def calls_of_a_chat(folder: Path) -> list[Call]:
-    """The server's calls while it serves one chat."""
+    """Returns the server's calls while it serves one chat."""
     # The agent writes its record into a folder that a confined agent may not change.
     config, recorder = small_config(folder, ["serving_config.confine_agents=off"]), CallRecorder()
     tokenizer = load_tokenizer(config)
@@ -108,7 +108,7 @@ async def calls_of_a_chat(folder: Path) -> list[Call]:
 
 
 def documented_calls() -> list[str]:
-    """The rows of the table in docs/architecture.md."""
+    """Returns the rows of the table in docs/architecture.md."""
     section = (REPOSITORY / "docs/architecture.md").read_text().partition("## The calls of one streamed chat")[2]
     return re.findall(r"^\| \d+ \| `([^`]+)` \|", section.partition("\n## ")[0], re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""A short chaos run with a single agent, and the judgement of the ledger; tests/long/chaos.py runs for minutes."""
+"""A short chaos run with a single agent, and the checks of the ledger. tests/long/chaos.py runs for minutes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_faults_change_no_text_and_leak_nothing(tmp_path):
             rig = FaultRig(server, orders, load)
             outcomes = []
             before = None
-            for injection in (FAULTS[-1], *FAULTS):  # the first round starts what the server starts once
+            for injection in (FAULTS[-1], *FAULTS):  # the first round includes what the server starts only once
                 outcomes.append(rig.inject(injection))
                 if before is None:
                     before = quiet_holdings(server, load)

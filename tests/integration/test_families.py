@@ -1,4 +1,4 @@
-"""Folders of other families through ``start_server.py``: text in, transformers' tokens out."""
+"""Model folders of other families through ``start_server.py``: the tokens equal those of transformers."""
 
 from __future__ import annotations
 

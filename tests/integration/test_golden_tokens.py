@@ -33,7 +33,7 @@ HALF = [(model, dtype, table) for model in MODELS for table in ("native", "fused
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory):
-    """A function that returns a model's folder and the oracle's answers for it."""
+    """Returns a function that returns a model's folder and the oracle's tokens for it."""
 
     @cache
     def find(name):

@@ -1,5 +1,4 @@
-"""A server of a hostile model folder, watched from inside: it listens and connects on loopback only, and runs no code
-of the folder."""
+"""A server with a hostile model folder, audited from inside. It uses loopback only, and runs no code of the folder."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def write_hostile_folder(folder: Path, canary: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
-    """A running server, its canary file and the lines of the audit."""
+    """Provides a running server, its canary file and the lines of the audit."""
     folder = tmp_path_factory.mktemp("isolation")
     canary, audit = folder / "canary", folder / "audit.txt"
     model = write_hostile_folder(folder / "model", canary)

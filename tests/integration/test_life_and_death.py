@@ -1,4 +1,4 @@
-"""A part of the server is killed: the engine recovers, texts do not change, no process or file is left."""
+"""A part of the server is killed. The engine recovers, texts do not change, and no process or file is left."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_server_of_which_a_part_dies_ends_with_an_error_code(tmp_path, part, m
             wait_for(lambda: server.get("/server_info")["engine"]["running"] == 1)
             trigger.touch()
             assert server.wait_end() == 1
-            with contextlib.suppress(OSError, ValueError):  # the HTTP server died and may have sent nothing
+            with contextlib.suppress(OSError, ValueError):  # the HTTP server died and may have sent no response
                 assert answer.result()["status"] >= 500
         assert "error: the" in server.stderr()
         assert server.events("server_failed")
@@ -202,7 +202,7 @@ def test_a_signal_under_load_stops_everything(tmp_path, with_signal):
         wait_for(lambda: server.get("/server_info")["engine"]["running"] == 2)
         assert server.stop(with_signal) == 0
         for answer in answers:
-            with contextlib.suppress(OSError):  # the connection closed before the answer began
+            with contextlib.suppress(OSError):  # the connection was closed before the response began
                 body = answer.result()
                 assert len(body["choices"][0]["token_ids"]) == 400 if "choices" in body else body["status"] >= 500
     with socket.socket() as free:

@@ -1,4 +1,4 @@
-"""The load test and the log analysis, run as a user runs them, agree on what happened."""
+"""The load test and the log analysis, run as a user runs them, report the same requests."""
 
 from __future__ import annotations
 

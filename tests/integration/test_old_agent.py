@@ -1,4 +1,4 @@
-"""A server starts while an agent of a killed server is still there: they share nothing, and the old agent ends."""
+"""A server starts while an agent of a killed server still runs. The two share nothing, and the old agent ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_server_shares_nothing_with_an_agent_of_a_killed_server(tmp_path):
     old = ServerProcess(tmp_path / "old").wait_ready()
     expected = old.post("/v1/completions", QUESTION)["choices"]
     [agent] = old.agents()
-    os.kill(agent.pid, signal.SIGSTOP)  # it cannot notice the end of its server
+    os.kill(agent.pid, signal.SIGSTOP)  # so that it does not notice the end of its server
     os.kill(old.pid, signal.SIGKILL)
     old._process.wait()
     try:

@@ -1,4 +1,4 @@
-"""The official client against the real thing: server, agent, model."""
+"""The official client with a real server, agent and model."""
 
 from __future__ import annotations
 

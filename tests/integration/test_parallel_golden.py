@@ -34,7 +34,7 @@ SAMPLINGS = (
 
 
 def sampled(server):
-    """Samples with each of ``SAMPLINGS``. The logits of a group differ in their last bits, which these draws hide."""
+    """Returns the texts for each of ``SAMPLINGS``. The last bits of a group's logits differ, which these draws hide."""
     return [complete(server, case["prompt"], 24, **each) for case in GOLDEN["cases"] for each in SAMPLINGS]
 
 
@@ -44,7 +44,7 @@ def test_float32_is_exact_alone_and_together(tmp_path, server, tp, pp):
     with running_server(tmp_path, overrides(tp, pp, "float32", "fused")) as server:
         for case in cases:
             assert complete(server, case["prompt"], 64) == case["tokens"]
-        with ThreadPoolExecutor(8) as pool:  # mixed prompts, decodes and prefix hits
+        with ThreadPoolExecutor(8) as pool:  # so that prompts, decodes and prefix hits are mixed
             asked = [case for case in cases for _ in range(4)]
             answers = list(pool.map(lambda case: complete(server, case["prompt"], 64), asked))
         assert answers == [case["tokens"] for case in asked]
@@ -66,7 +66,10 @@ def test_half_precision_is_exact_but_for_ties(tmp_path, tp, pp, dtype, op_table)
 
 
 def test_int8_with_native_operators_is_near_the_oracle(tmp_path):
-    """The setup for a model too large for one Ascend: W8A8 over several devices, here two agents on a CPU."""
+    """This is the setup for a model that is too large for one Ascend:
+
+    W8A8 over several devices, here two CPU agents.
+    """
     cases = GOLDEN["cases"]
     settings = [*overrides(2, 1, "bfloat16", "native"), "model_config.weight_format=int8"]
     with running_server(tmp_path, settings) as server:

@@ -1,4 +1,4 @@
-"""Groups of real agents through HTTP: the same text, and life goes on when one is killed."""
+"""Groups of real agents through HTTP: the texts of one agent, and service continues after an agent is killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def sets(**parallel: int) -> list[str]:
 
 
 def check_agents(server, alone, count):
-    """Checks that ``count`` agents serve, with one progress line for all, and give the text of one agent."""
+    """Checks that ``count`` agents serve with the text of one agent, and that the start shows one progress line for
+    all.
+    """
     agents = engine_of(server)["agents"]
     assert [agent["rank"] for agent in agents] == list(range(count))
     assert len(server.agents()) == count

@@ -1,5 +1,8 @@
-"""500 mixed requests through a cache that is far too small have the same tokens and log-probabilities, to the bit, as
-in a large cache. This holds for every way in which the scheduler frees blocks."""
+"""Mixed requests give the same bits with a cache that is far too small as with a large cache.
+
+500 requests have the same tokens and log-probabilities. This is tested for every way in which the scheduler frees
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,11 @@ WAYS = {
     "auto, slo, cached": ["scheduler_config.preemption=auto", "scheduler_config.policy=slo", CACHE],
 }
 TESTED = ("recompute, chunked, cached", "swap to a small host, decode_first, cached, 3 ahead")
-"""What ``make test`` runs. The others run in ``make test-sweeps`` only."""
+"""The cases of ``make test``. All others run in ``make test-sweeps`` only."""
 
 
 def make_requests(seed: int) -> list[dict[str, Any]]:
-    """Bodies for /v1/completions; shared prompt starts, lengths around block borders, all kinds of sampling."""
+    """Bodies for /v1/completions: common beginnings, lengths around block borders, all kinds of sampling."""
     draw = random.Random(seed)
     families = [[draw.randrange(300, VOCAB) for _ in range(3 * BLOCK)] for _ in range(6)]
     return [make_request(draw, index, draw.choice(families)) for index in range(NUM_REQUESTS)]
@@ -61,7 +64,7 @@ def bodies():
 
 @pytest.fixture(scope="module")
 def unpressed(bodies, server):
-    """The same requests without preemption and prefix cache. Every prompt is computed in one step."""
+    """The results of the same requests without preemption and prefix cache. Every prompt is computed in one step."""
     answers = asyncio.run(run_together(server.url, bodies, seed=1, leave=0.0))
     engine = server.wait_until_idle()
     assert (engine["preemptions"], engine["prefix_hit_tokens"]) == (0, 0)
@@ -84,7 +87,7 @@ def test_answers_are_the_same_to_the_bit_under_pressure(way, bodies, unpressed, 
 
 
 def check_pressed(way: str, engine: dict[str, Any], ends: list[dict[str, Any]]) -> None:
-    """Assert that preemption and its effects occurred often."""
+    """Asserts that preemption and its effects occurred often."""
     assert engine["preemptions"] >= 20
     if "swap" in way:
         assert engine["swaps"] >= 10

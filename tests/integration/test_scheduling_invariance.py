@@ -24,8 +24,8 @@ PROMPTS = [
     "My name is Tiny and",
 ]
 
-# Small enough that blocks run out and sequences are preempted. One block is reserved per running sequence. The longest
-# answers take eight blocks after their prompt.
+# A pool so small that blocks run out and sequences are preempted. One block is reserved for each running sequence. The
+# longest outputs take eight blocks after their prompt.
 PRESSED = ["model_config.max_generate_length=256", "pa_config.num_blocks=18", "model_config.decode_batch_size=[24]"]
 
 
@@ -50,7 +50,7 @@ def bodies():
 
 @pytest.fixture(scope="module")
 def alone(bodies, server):
-    """Every request by itself on a server with enough blocks."""
+    """The results of every request when it runs alone on a server with enough blocks."""
     return asyncio.run(run_alone(server.url, bodies))
 
 

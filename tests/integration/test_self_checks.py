@@ -130,7 +130,7 @@ def test_agents_without_finite_logits_are_restarted(tmp_path: Path) -> None:
 def test_a_row_with_other_bits_alone_restarts_the_agents(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The requests are computed again, with the same text."""
+    """The requests are computed again and have the same text."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tests/support/faulty_agent"))
     monkeypatch.setenv("FAULTY_AGENT_FILE", str(tmp_path / "fault"))
     settings = ["serving_config.row_check_interval=5", "serving_config.agent_ports=[0]", *overrides]
@@ -138,7 +138,7 @@ def test_a_row_with_other_bits_alone_restarts_the_agents(
         prompts = [GOOD | {"prompt": [1, 310, number], "max_tokens": 150} for number in (300, 301, 302)]
         expected = list(pool.map(lambda body: text_of(server.post("/v1/completions", body)), prompts))
         passed = metric(server, 'llm_serving_self_checks_total{check="row",result="passed"}')
-        assert passed >= 149 // 5  # the prefill samples the first token
+        assert passed >= 149 // 5  # the first token is sampled by the prefill
         assert server.events("agent_lost") == []
         (tmp_path / "fault").touch()
         pending = [pool.submit(server.post, "/v1/completions", body) for body in prompts]

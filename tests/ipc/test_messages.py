@@ -1,4 +1,4 @@
-"""Messages between server and agents: they survive encoding, and everything else is refused."""
+"""Messages between server and agents: valid messages survive encoding, and all others are refused."""
 
 import msgspec
 import pytest

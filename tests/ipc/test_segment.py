@@ -68,12 +68,12 @@ def test_segments_of_ended_processes_are_removed() -> None:
 
 
 def test_segments_that_a_process_owns_stay() -> None:
-    """Its own, one of a process that lives, and one that a process of another container has locked."""
+    """They are its own segments, those of a living process, and those that a process of another container locks."""
     living, foreign = leftover(1), leftover(an_ended_process())
     with foreign.open("rb") as locked, new_segment(100) as (name, _):
         fcntl.flock(locked, fcntl.LOCK_SH)
         own, elsewhere = Path(SHM_DIRECTORY, name), leftover(an_ended_process())
-        own.rename(elsewhere)  # the name of an ended process, as another container sees it
+        own.rename(elsewhere)  # the name that an ended process of another container would have used
         assert not {living.name, foreign.name, elsewhere.name} & set(remove_leftovers())
         assert living.exists()
         assert foreign.exists()

@@ -1,4 +1,4 @@
-"""The KV cache manager under random interleavings of starts, steps, failures, preemptions and swaps."""
+"""The KV cache manager with starts, steps, failures, preemptions and swaps in random order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.kv_cache_model import KVCacheModel, ModelSequence, Outcome, State, 
 
 
 def two_hashes(data: bytes) -> bytes:
-    """A hash with very many collisions."""
+    """A hash with only two values, so that collisions are frequent."""
     return (blake2b_128(data)[:1] < b"\x80" and b"0") or b"1"
 
 
@@ -51,7 +51,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), own=st.lists(TOKENS, min_size=1, max_size=9), salt=st.sampled_from([b"", b"", b"", b"salt"]))
     def serve(self, data: st.DataObject, own: list[int], salt: bytes) -> None:
-        """Runs a sequence from its first lookup to its end, if there is capacity. Its blocks stay cached."""
+        """Runs a sequence from its first lookup to its end, if there is enough capacity. Its blocks stay cached."""
         other = self.pick(data, self.model.sequences)
         known = other.tokens if other is not None else []
         sequence = self.model.add([*known[: data.draw(st.integers(0, len(known)))], *own], salt)

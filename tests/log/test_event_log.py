@@ -1,4 +1,4 @@
-"""EventLog: what is written, and that nothing a caller or the disk does brings the server down."""
+"""EventLog: the lines that it writes. No event and no failure of the disk stops the server."""
 
 import contextlib
 import enum

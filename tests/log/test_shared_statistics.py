@@ -1,4 +1,4 @@
-"""The definitions of the figures, to the last digit."""
+"""The definitions of the figures, checked to the last digit."""
 
 import random
 

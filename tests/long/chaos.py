@@ -2,12 +2,17 @@
 
     python tests/long/chaos.py --minutes 30 --seed 1 [--plant leak|corruption] [--set KEY=VALUE]
 
-By default two replicas serve the tiny model, each with a group of two agents. Faults: agents are killed, stopped and
-delayed; their frames are damaged; a request kills its agent each time; clients disconnect and flood; the server has
-no descriptors, memory or disk space left. Prints the ledger (for each kind of fault: longest detection, longest
-recovery, failed requests, equal texts) and one JSON line. Exits with 1 after a loss that no fault explains, a wrong
-text, or a leak of processes, descriptors, threads, shared memory or memory. ``--plant`` plants a bug, which the run
-must find. The seed repeats the schedule.
+By default two replicas serve the tiny model, each with a group of two agents. The faults are:
+
+- Agents are killed, stopped and delayed, and their frames are damaged.
+- A request kills its agent each time it runs.
+- Clients disconnect, or send floods of requests.
+- The server has no descriptors, memory or disk space left.
+
+Prints one JSON line and the ledger: for each kind of fault, the longest detection, the longest recovery, failed
+requests and equal texts. Exits with 1 after a loss that no fault explains, a wrong text, or a leak of processes,
+descriptors, threads, shared memory or memory. ``--plant`` plants a bug, which the run must find. The same seed repeats
+the schedule.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two trees compared in alternating runs, with stand-ins for the benchmark."""
+"""Comparison of two trees in alternating runs. A stub replaces the benchmark."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ Path(sys.argv[-1]).write_text(json.dumps({{"rows": rows}}))
 
 
 def trees(folder: Path) -> tuple[Path, Path]:
-    """Returns two trees whose benchmark takes 1 and 2 us times the number of the run."""
+    """Returns two trees. In run n, their stub benchmarks take n and 2 n us."""
     for name, factor in (("this", 1.0), ("other", 2.0)):
         (folder / name).mkdir()
         script = SCRIPT.format(record=str(folder / "record"), name=name, factor=factor)

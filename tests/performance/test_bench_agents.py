@@ -46,7 +46,10 @@ def test_one_agent_and_two_agents_generate_the_same_texts(tmp_path: Path) -> Non
 
 
 def text(tokens: dict[int, int], best: float) -> dict[str, list[Any]]:
-    """Returns zeros, except for ``tokens`` at their positions. Each token was chosen by ``best`` over 1."""
+    """Returns zeros, except for ``tokens`` at their positions.
+
+    Each token is the best by a logit of more than ``best``.
+    """
     return {"tokens": [tokens.get(i, 0) for i in range(TEXT_TOKENS)], "logits": [[best, 1.0]] * TEXT_TOKENS}
 
 

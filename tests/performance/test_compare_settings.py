@@ -1,4 +1,4 @@
-"""The comparison of a setting's values, with a scripted server that responds later under fcfs."""
+"""The comparison of values of a setting, with a scripted server that is slower with fcfs."""
 
 import json
 import textwrap

@@ -1,4 +1,4 @@
-"""The figures of an engine measurement, calculated from given times."""
+"""The figures of an engine benchmark, calculated from given times."""
 
 import argparse
 import json
@@ -17,7 +17,10 @@ CONFIG = load_config("llama_160m_cpu.yaml", ["serving_config.agent_ports=[0]"])
 
 
 def two_requests() -> Times:
-    """Returns first tokens at 0.5 and 1 s, and then a token per request every half second; four tokens each."""
+    """Returns two requests of four tokens each.
+
+    First tokens are at 0.5 and 1 s; the others follow every half second.
+    """
     return Times(
         first_tokens=[0.5, 1.0],
         tokens=[(0.5, 1), (1.0, 2), (1.5, 2), (2.0, 2), (2.5, 1)],

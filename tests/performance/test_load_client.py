@@ -57,7 +57,7 @@ def test_connections_are_reused() -> None:
     with fake_openai_server(lambda *_: Reply(tokens=1)) as server:
         run_load(options_for(server.port, rate=20.0, arrivals="uniform", duration=0.5))
         assert len(server.requests) == 10
-        assert server.connections <= 3  # one, unless this machine is too busy to respond within 50 ms
+        assert server.connections <= 3  # one connection, unless this machine is too busy to respond within 50 ms
 
 
 def test_the_load_does_not_wait_for_responses() -> None:

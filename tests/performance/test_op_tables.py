@@ -53,7 +53,10 @@ def test_a_ratio_above_the_limit_sets_the_exit_code(
 def test_native_int4_is_compared_with_fused_weight_only_int4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fused int4 has another precision, so no limit applies. The times are planted; other tests run these engines."""
+    """Fused int4 quantises activations too, so no limit applies.
+
+    The times are planted; other tests run these engines.
+    """
     planted = dict.fromkeys(op_tables_main.FIGURES, 1.5)
     monkeypatch.setattr(op_tables_main, "offline_engine", nullcontext)
     monkeypatch.setattr(op_tables_main, "measure_case", lambda *given: planted)

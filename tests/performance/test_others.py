@@ -1,4 +1,4 @@
-"""The processor time of other processes, with planted times."""
+"""The processor time of other processes, calculated from planted times."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ def test_slo_keeps_its_goodput_under_overload() -> None:
 
 
 def test_slo_keeps_its_goodput_when_objectives_limit_the_rows() -> None:
-    """About a hundred of 256 rows keep 50 ms between tokens. An additional request would be late and delay another
-    one."""
+    """About a hundred of 256 rows keep 50 ms between tokens. An additional request would be late and delay another."""
     settings = [
         "model_config.weight_format=int8",
         "model_config.kv_format=int8",

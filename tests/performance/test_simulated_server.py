@@ -35,14 +35,14 @@ def test_an_output_ends_where_the_workload_specifies() -> None:
 def test_host_time_matters_only_while_the_device_waits() -> None:
     host = replace(NO_TIME, accept_s=0.25, to_agent_s=0.125, from_agent_s=0.125, deliver_s=0.5)
     outcome = VirtualServer(limits(), FlatDevice(), OpenLoop([ask(5, 4)], [0.0]), host).run()
-    # accepted, sent, prefilled, completed, delivered; the next step was already in the queue
+    # times: accepted, sent, prefilled, completed, delivered; the next step was already in the queue
     assert list(outcome.records[0].piece_times) == [3.0, 4.0, 5.0, 6.0]
     alone = VirtualServer(limits(decode_steps_ahead=0), FlatDevice(), OpenLoop([ask(5, 4)], [0.0]), host).run()
     assert list(alone.records[0].piece_times) == [3.0, 4.25, 5.5, 6.75]
 
 
 def test_an_arriving_request_delays_the_running_step() -> None:
-    """Each takes 0.25 s. The device runs a decode step from 2 to 3, and another one, sent long before, from 3 on."""
+    """Accepting the request takes 0.25 s. The device runs one decode step from 2 to 3, and the next from 3 on."""
     host = replace(NO_TIME, interrupt_s=0.25)
     requests, first = [ask(5, 4), ask(5, 1)], {}
     for due in (-1.0, 2.5, 3.5, 20.0):
@@ -57,8 +57,7 @@ def test_an_arriving_request_delays_the_running_step() -> None:
 
 
 def test_a_request_delays_the_step_that_started_before_the_last_result_arrived() -> None:
-    """At 3.05 the result of the first decode step is in transfer, and the queued next step has started: it is
-    delayed."""
+    """At 3.05, the result of the first decode step is in transfer. The queued next step has started and is delayed."""
     host = replace(NO_TIME, interrupt_s=0.25, from_agent_s=0.125)
     outcome = VirtualServer(
         limits(policy=Policy.FCFS), FlatDevice(), OpenLoop([ask(5, 4), ask(5, 1)], [0.0, 3.05]), host
@@ -85,7 +84,7 @@ def test_a_prompt_overtakes_a_queued_decode_under_prefill_first_only() -> None:
     requests, arrivals = [ask(4, 6), ask(4, 2)], [0.0, 3.5]
     first = run(OpenLoop(requests, arrivals), policy=Policy.PREFILL_FIRST)
     queued = run(OpenLoop(requests, arrivals), policy=Policy.FCFS)
-    # the decode step that ends at 4 is running, the next one is queued
+    # the decode step that ends at 4 is running, and the next one is queued
     assert first.records[1].piece_times[0] == 6.0
     assert queued.records[1].piece_times[0] == 7.0
 
@@ -113,7 +112,7 @@ def test_rejected_requests_have_failed() -> None:
 
 
 def test_kv_waste_is_the_empty_part_of_the_last_blocks() -> None:
-    # every eighth decode step is sampled, here one with 16 tokens
+    # every eighth decode step is sampled, in this run one with 16 tokens
     outcome = run(OpenLoop([ask(8, 9)], [0.0]), block_size=16, num_blocks=8)
     assert outcome.kv_waste == 0.0
     outcome = run(OpenLoop([ask(8, 9)], [0.0]), block_size=32, num_blocks=4)
@@ -179,7 +178,7 @@ def test_virtual_time_that_does_not_advance_is_an_error(monkeypatch: pytest.Monk
 
 
 def test_two_replicas_run_two_requests_in_parallel() -> None:
-    """Two replicas run two requests in parallel; with one request there is no difference."""
+    """With two requests, two replicas take half of the time. With one request there is no difference."""
     requests = [ask(5, 4), ask(5, 4)]
     alone = VirtualServer(limits(max_num_seqs=1), FlatDevice(), OpenLoop(requests, [0.0, 0.0]), NO_TIME).run()
     beside = VirtualServer(

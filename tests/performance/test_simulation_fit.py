@@ -1,4 +1,4 @@
-"""The fit: exact if the truth is one of its terms, and bounded otherwise."""
+"""The fit of step times: exact if its terms describe the truth, and otherwise with a bounded error."""
 
 import json
 import random
@@ -61,7 +61,7 @@ def test_the_fit_finds_the_delay_by_arriving_requests() -> None:
 
 
 def test_a_slower_machine_is_measured_and_the_fit_adapts() -> None:
-    """Decode steps of few rows are slowed most, and steps with prompts least, as if others used the memory."""
+    """Decode steps of few rows are slowed most and steps with prompts least, as if other programs used the memory."""
     fit = fit_steps(some_steps(400, noise=0.1))
     planted = Slowdown(1.0, 1.4, 1.25, 1.1)
     slow = [replace(step, seconds=planted.of(step.work) * step.seconds) for step in some_steps(900, noise=0.1)]

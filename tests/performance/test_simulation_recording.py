@@ -37,7 +37,7 @@ STEP_S, TOKEN_S, KEY_S = 5e-3, 1e-3, 1e-4
 
 
 class LinearDevice:
-    """A step takes 5 ms, 1 ms per token and 0.1 ms per key."""
+    """A device whose step takes 5 ms, plus 1 ms for each token and 0.1 ms for each key."""
 
     name = "linear"
 
@@ -74,7 +74,8 @@ def test_the_fit_finds_the_time_to_accept_a_request(tmp_path: Path) -> None:
     recorded(tmp_path / "flight", [ask(3, 9)] * 9, [0.2 * index for index in range(9)], host)
     fit = fit_recording(tmp_path / "flight", CONFIG)
     assert fit.host.accept_s == pytest.approx(0.002, abs=1e-5)
-    assert fit.host.deliver_s == fit.host.from_agent_s == pytest.approx(0.00025, abs=3e-5)  # half of both transfers
+    # half of the sum of both transfers
+    assert fit.host.deliver_s == fit.host.from_agent_s == pytest.approx(0.00025, abs=3e-5)
 
 
 def test_the_fit_of_a_recording_finds_the_delay_by_arriving_requests(tmp_path: Path) -> None:

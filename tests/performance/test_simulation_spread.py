@@ -1,4 +1,4 @@
-"""The spread of simulated steps: the frequency and duration of slow periods match the measurement."""
+"""The spread of simulated steps: slow periods are as frequent and as long as in the measurement."""
 
 import math
 import random
@@ -41,7 +41,7 @@ def test_the_lasting_part_is_found(share: float, seconds: float) -> None:
 
 
 def test_slow_steps_come_together() -> None:
-    """Means over a second have the noise of the state, but the noise of single steps averages out."""
+    """Means over a second vary with the state. The noise of single steps averages out."""
     together, alone = drawn(Spread(QUANTILES, 0.6, 0.3), 60_000), drawn(Spread(QUANTILES), 60_000)
     per_second = round(1.0 / STEP_S)
 

@@ -1,4 +1,4 @@
-"""Loads between two probes: planted speeds, tries, and joined parts."""
+"""Loads between two probes, with planted speeds: tries, and joined parts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def a_run(start: float) -> LoadRun:
 
 
 def planted(slowdowns: list[float], most: int, others: Sequence[float] = ()) -> list[Try]:
-    """Returns the tries of a load on a machine with these probes and these fractions of other processes."""
+    """Returns the tries of a load on a machine with these probe results and these fractions of other processes."""
     speeds: Iterator[float] = iter(slowdowns)
 
     def probe() -> Probe:

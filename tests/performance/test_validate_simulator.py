@@ -41,7 +41,7 @@ def test_a_real_server_is_fitted_and_compared(
     monkeypatch.setattr(reality, "VALIDATION", (Load("others", 20, 1, (4, 16), (8, 16), 1, parts=2),))
     fit, result, kept = tmp_path / "fit.json", tmp_path / "result.json", tmp_path / "kept"
     tiny = ["--config", "llama_tiny_cpu.yaml", "--tries", "2"]
-    monkeypatch.setattr(steadiness, "TOLERANCE", 1e-12)  # no machine is that steady
+    monkeypatch.setattr(steadiness, "TOLERANCE", 1e-12)  # no machine keeps this tolerance
     assert main([*tiny, "--save-fit", str(fit), "--json", str(result), "--keep", str(kept)]) == 3
     assert read_fit(fit).provenance["model"] == "llama_tiny"
     others = json.loads(result.read_text())["loads"]["others"]

@@ -1,4 +1,4 @@
-"""The router under random interleavings: the scheduler's random scripts, played on two and three replicas.
+"""Runs the scheduler's random scripts on two and three replicas behind the router.
 
 After every event, ``RoutedSimulation`` checks that each request is in exactly one place and that all schedulers pass
 their checks. No replica is idle while a request waits. At the end, all blocks are free, and every text is the text of

@@ -1,4 +1,4 @@
-"""The router: the order and the place of requests, and their ends."""
+"""The router: the order of requests, their replicas, and their ends."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_prompt_goes_to_the_replica_that_computes_its_prefix() -> None:
 
 
 def test_an_unbalanced_load_outweighs_a_prefix() -> None:
-    """A cache has 256 tokens. An eighth is 32, and the loads differ by 40."""
+    """A cache has 256 tokens. The loads may differ by an eighth of this, 32 tokens, but they differ by 40."""
     simulation = routed(2, prefix_cache=True, num_blocks=65)
     simulation.add(ask("first", [*SHARED[0][:24], 3], 40))
     simulation.schedule()
@@ -229,8 +229,10 @@ def test_no_request_starves(
     max_num_seqs: int,
     asked: list[tuple[int, int, int, int]],
 ) -> None:
-    """Equal requests leave the queue in order of arrival, whatever the caches contain. Each is in one place, and all
-    end."""
+    """Equal requests leave the queue in order of arrival, whatever the caches contain.
+
+    Each request is in exactly one place, and all of them end.
+    """
     limits = make_limits(policy=policy, prefix_cache=prefix_cache, max_num_seqs=max_num_seqs, ttft_objective=1e6)
     simulation = RoutedSimulation(limits, num_replicas)
     for number, (family, length, max_tokens, steps) in enumerate(asked):
@@ -250,5 +252,5 @@ def test_requests_that_wait_at_a_replica_count_for_the_admission_limit() -> None
             simulation.add(ask(f"r{number}", 12, 8))
         simulation.schedule()
     waiting = [name for name in simulation.requests if name not in started(simulation)]
-    assert len(waiting) <= 4  # two in the queue, and one per replica that did not fit a step
+    assert len(waiting) <= 4  # two in the queue, and for each replica one that did not fit into a step
     simulation.finish()

@@ -1,4 +1,4 @@
-"""Admission of requests, and refusals with the arithmetic."""
+"""Admission of requests, and refusals that state the calculation."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_limits_compare_by_value() -> None:
 
 
 def test_the_admission_limit_does_not_count_batch_rows_without_blocks() -> None:
-    """A request has 3 of 15 blocks, and each running one keeps a block free. Many batch rows are free."""
+    """A request needs 3 of 15 blocks, and each running one keeps a block free. Many batch rows are free."""
     limits = make_limits(
         max_num_seqs=16, max_waiting_requests=2, num_blocks=16, block_size=4, prefill_batch_size=8, decode_batch_size=16
     )

@@ -1,4 +1,4 @@
-"""Admission control: the estimate of the maximum number of tokens, its limit, and a learnt limit."""
+"""Admission control: the estimate of the largest number of tokens, its limit, and a limit that is learnt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_sequence(prompt: int, generated: int, max_tokens: int, *, inflight: int
 
 
 def simulated_peak(entries: list[tuple[int, int]], block_size: int = 1) -> int:
-    """Adds a token to each sequence per step. A sequence leaves after its last token."""
+    """Returns the peak of a simulation that adds a token to each sequence per step and removes finished sequences."""
     peak, alive = 0, entries
     while alive:
         peak = max(peak, sum(-(-current // block_size) * block_size for current, _ in alive))
@@ -42,7 +42,7 @@ def test_the_peak_equals_that_of_a_simulation(entries: list[tuple[int, int]], bl
 
 
 def test_the_peak_of_small_cases() -> None:
-    # When the second ends, at 4 steps, there are 10 + 4 and 20 + 4 tokens; alone the first comes to 30.
+    # The second sequence ends after 4 steps. Then there are 10 + 4 and 20 + 4 tokens. Alone, the first grows to 30.
     assert peak_tokens([(10, 20), (20, 4)]) == 38
     assert peak_tokens([(10, 40), (20, 4)]) == 50
 
@@ -54,7 +54,8 @@ def test_no_admission_control_admits_every_request() -> None:
 
 def test_the_router_counts_tokens_in_flight() -> None:
     running = [make_sequence(10, 3, 20, inflight=2)]
-    # 15 tokens now and 15 later; 5 now and 10 later: 30 at the end of the first, 15 + 10 + 5 + 10 before.
+    # First case: 15 tokens now and 15 later. Second: 5 now and 10 later. At the end of the first there are 30 tokens,
+    # before it 15 + 10 + 5 + 10.
     assert RouterAdmission(40).may_start(make_sequence(5, 0, 10), running, 0.5)
     assert not RouterAdmission(39).may_start(make_sequence(5, 0, 10), running, 0.5)
 
@@ -93,13 +94,14 @@ def test_the_router_expects_the_lengths_of_recent_outputs() -> None:
         admission.finished(make_sequence(5, length, 30))
     assert admission.may_start(candidate, running, 0.5)  # 2 * (10 + 20)
     assert not admission.may_start(make_sequence(11, 0, 30), running, 0.5)
-    # An output longer than all recent ones is expected to reach its limit: 31 + 9, and 10 + 9 for the other.
+    # An output that is longer than all recent ones is expected to reach its limit. So 31 + 9 tokens, and 10 + 9 for the
+    # other.
     assert admission.may_start(candidate, [make_sequence(10, 21, 30)], 0.5)
     assert not admission.may_start(make_sequence(12, 0, 30), [make_sequence(10, 21, 30)], 0.5)
 
 
 def crowded(admission: AimdAdmission, page_use: float) -> bool:
-    """Asks for a request that exceeds every limit of these tests."""
+    """Returns a request that exceeds every limit of these tests."""
     return admission.may_start(make_sequence(10**6, 0, 10), [make_sequence(10, 0, 10)], page_use)
 
 

@@ -1,4 +1,4 @@
-"""The learnt cost of a step: exact for steps that follow the model, plausible for others."""
+"""The learnt cost of a step: exact for steps that follow the model, and plausible for others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BASE, ROW, CONTEXT, PROMPT = 0.004, 0.0002, 1e-7, 0.00005
 
 
 def make_step(rows: list[int], prompt_tokens: int) -> ScheduledStep:
-    """Returns a step with a decoding sequence for each context, and a prompt."""
+    """Returns a step with a prompt, and with one decoding sequence for each context."""
     kind = StepKind.DECODE if not prompt_tokens else StepKind.MIXED if rows else StepKind.PREFILL
     starts, lens = list(rows), [1] * len(rows)
     if prompt_tokens:

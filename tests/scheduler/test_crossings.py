@@ -21,14 +21,14 @@ from support.simulation import Simulation
 TEXT = [2 + (5 * place) % 50 for place in range(16)]
 USABLE_BLOCKS = 6
 BORDERS = {"below": 7, "at": 8, "past": 9}
-"""Length of young's prompt; a block has 4 tokens."""
+"""Length of the prompt of ``young``. A block has 4 tokens."""
 HITS = {"none": 0, "full": 4, "tail": 6}
 """Number of tokens that both prompts have in common."""
 PREEMPTIONS = ["recompute", "swap"]
 
 
 def crossing(preemption: str, hit: str, border: str, ahead: int = 0) -> tuple[Simulation, Request, Request]:
-    """``old`` and ``young``, whose outputs do not both fit."""
+    """Returns a simulation of ``old`` and ``young``, whose outputs do not both fit into the pool."""
     simulation = Simulation(
         make_limits(
             num_blocks=1 + USABLE_BLOCKS,
@@ -50,8 +50,11 @@ def crossing(preemption: str, hit: str, border: str, ahead: int = 0) -> tuple[Si
 
 
 def trace(simulation: Simulation) -> list[str]:
-    """Returns the steps that change blocks. ``D4 old 12+1 1 2 5 3`` is decode step 4 with a token of old at position 12
-    and a new block table. ``copy 2>3``, ``out 3>0`` and ``in 0>1`` are moves."""
+    """Returns the steps that change blocks.
+
+    ``D4 old 12+1 1 2 5 3`` is decode step 4 with one token of ``old`` at position 12 and a new block table. ``copy
+    2>3``, ``out 3>0`` and ``in 0>1`` are moves.
+    """
     lines: list[str] = []
     tables: dict[str, list[int]] = {}
     for step in simulation.steps:
@@ -86,7 +89,7 @@ def run_until(simulation: Simulation, request: Request, moment: str) -> None:
 
 
 def _running(simulation: Simulation) -> list[Request]:
-    """Returns the running requests, without leaving ones."""
+    """Returns the running requests, except leaving ones."""
     return [sequence.request for sequence in simulation.scheduler._running]
 
 
@@ -99,7 +102,7 @@ def test_preemption_x_block_border(preemption: str, border: str) -> None:
 @pytest.mark.parametrize("hit", ["full", "tail"])
 @pytest.mark.parametrize("border", BORDERS)
 def test_prefix_hit_x_block_border(hit: str, border: str) -> None:
-    """Runs up to the step in which young starts, before any preemption."""
+    """Runs up to the step in which ``young`` starts, before any preemption."""
     simulation, _, young = crossing("recompute", hit, border)
     while young.first_scheduled_time is None:
         simulation.schedule()
@@ -168,7 +171,7 @@ def test_preemption_x_prefix_hit_x_block_border_x_abort(
 
 
 def check_abort(preemption: str, hit: str, border: str, moment: str, who: str) -> None:
-    """The other request continues undisturbed. A third one finds only the cached blocks."""
+    """The other request continues undisturbed. A third request finds only the cached blocks."""
     simulation, old, young = crossing(preemption, hit, border, ahead=2)
     run_until(simulation, young, moment)
     gone, stays = (old, young) if who == "old" else (young, old)
@@ -185,8 +188,10 @@ def check_abort(preemption: str, hit: str, border: str, moment: str, who: str) -
 
 
 def found_after(preemption: str, hit: str, border: str, moment: str, who: str) -> int:
-    """Returns the cached tokens: young's prompt without its last token. While young's blocks come back from the host,
-    only the cached blocks of old count."""
+    """Returns the number of cached tokens that a third request finds: the prompt of ``young`` without its last token.
+
+    While the blocks of ``young`` return from the host, only the cached blocks of ``old`` count.
+    """
     if hit == "none":
         return 0
     if (preemption, moment, who) == ("swap", "back", "young"):
@@ -228,7 +233,7 @@ def test_prefix_hit_x_block_border_x_abort(hit: str, border: str, when: str) -> 
 
 
 def check_abort_of_hit(hit: str, border: str, when: str) -> None:
-    """A third request waits for the tokens that young computes only if they add a whole block."""
+    """A third request waits for the tokens that ``young`` computes only if they add a whole block."""
     simulation, _, young = crossing("recompute", hit, border)
     simulation.schedule()
     assert young.first_scheduled_time is None

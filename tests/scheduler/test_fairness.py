@@ -1,4 +1,4 @@
-"""Virtual token counters: their arithmetic, and the bound of the paper in a small simulation."""
+"""Virtual token counters: their arithmetic, and the bound of the VTC paper in a small simulation."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_idle_tenants_with_the_least_counters_are_dropped() -> None:
 
 
 class SmallServer:
-    """Continuous batching over a pool of tokens. Counts the service of each tenant."""
+    """A server with continuous batching over a pool of tokens. It counts the service of each tenant."""
 
     def __init__(self, order: QueueOrder, pool: int) -> None:
         self.order = order
@@ -75,7 +75,7 @@ class SmallServer:
         self.service: dict[str, int] = {}
 
     def step(self, now: float) -> list[Sequence]:
-        """Starts the sequences that fit, then gives each a token. Returns the started sequences."""
+        """Starts the sequences that fit, then gives each running sequence a token. Returns the started sequences."""
         started = []
         while len(self.order) and self._held() + self._size(self.order.first(now)) <= self.pool:
             sequence = self.order.first(now)
@@ -107,7 +107,10 @@ BOUND = 2 * max(INPUT_WEIGHT * LONGEST_PROMPT, OUTPUT_WEIGHT * POOL)
 
 
 def backlogged_run(seed: int, fairness: bool) -> list[int]:
-    """Returns the lead of tenant a over b after each step. Both always wait, and c is idle at times."""
+    """Returns the lead of tenant a over b after each step.
+
+    Both tenants always have waiting requests; c is idle at times.
+    """
     rng, new, order = random.Random(seed), Arrivals(), QueueOrder(fairness=fairness)
     server = SmallServer(order, POOL)
     # The requests of a and b differ as much as possible: a few long prompts and many short ones.
@@ -146,7 +149,7 @@ def test_a_tenant_with_many_requests_does_not_delay_another() -> None:
         server.step(float(step))
     late = new.next(10, tenant="modest")
     order.add(late)
-    order.start(order.first(20.0))  # their counters are equal: the earlier arrival
+    order.start(order.first(20.0))  # both counters are equal, so the earlier arrival starts
     assert order.first(20.0) is late
 
 

@@ -57,10 +57,10 @@ def test_a_prompt_is_charged_once() -> None:
     intake, new = make_intake(), Arrivals()
     first, *others = [new.next(10, tenant=tenant) for tenant in "aab"]
     put(intake, first, *others)
-    intake.start(first, 0.0)  # the counter of tenant a is 10
+    intake.start(first, 0.0)  # now the counter of tenant a is 10
     intake.put_back(first)
     assert pop(intake) is first
-    intake.order.charge_output(others[1], 4)  # the counter of tenant b is 8
+    intake.order.charge_output(others[1], 4)  # now the counter of tenant b is 8
     assert drain(intake) == [2, 1]
 
 
@@ -133,7 +133,7 @@ def test_the_time_to_retry_follows_from_the_tokens_that_leave_the_queue() -> Non
     intake, new = make_intake(100, 100), Arrivals()
     put(intake, *(new.next(10, arrival=5.0) for _ in range(11)))
     pop(intake, 9.0)
-    assert refused(intake, 30) == pytest.approx(12.0)  # 30 tokens, and 10 leave in 4 seconds
+    assert refused(intake, 30) == pytest.approx(12.0)  # 30 tokens are needed, and 10 become free in 4 seconds
 
 
 def test_the_time_for_which_the_queue_is_empty_does_not_count() -> None:

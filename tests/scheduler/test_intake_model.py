@@ -1,4 +1,4 @@
-"""The intake's queue against a list that is sorted again for every question."""
+"""The intake's queue compared with a list that is sorted again for every question."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.waiting_sequences import Arrivals, make_intake, pop, put
 
 
 class Model:
-    """The documented order, with the counters of the paper."""
+    """Implements the documented order, with the counters of the VTC paper."""
 
     def __init__(self, ageing_s: float, fairness: bool) -> None:
         self.ageing_s = ageing_s

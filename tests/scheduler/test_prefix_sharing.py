@@ -164,7 +164,7 @@ def test_the_next_turn_of_a_conversation_finds_the_output() -> None:
     turn = make_request("b", [*first.prompt_token_ids, *first.output_token_ids, 40], 2)
     simulation.add(turn)
     simulation.finish()
-    assert turn.num_cached_tokens == 17 + 7  # the last token was never computed
+    assert turn.num_cached_tokens == 17 + 7  # the last output token was never computed
     assert computed_tokens(simulation, turn) == 2
 
 
@@ -220,7 +220,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
 
 
 def test_no_sequence_is_preempted_for_a_block_that_a_copy_holds() -> None:
-    """The second request needs the whole pool, and one block is the source of its copy for a short time."""
+    """The second request needs the whole pool. One block is for a short time the source of its own copy."""
     simulation = sharing(num_blocks=11, block_size=2, max_model_len=20, decode_steps_ahead=1, policy=Policy.FCFS)
     first, second = make_request("a", SYSTEM_PROMPT[:7], 2), make_request("b", [*SYSTEM_PROMPT, 30, 31], 2)
     simulation.add(first, second)

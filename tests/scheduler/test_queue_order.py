@@ -1,4 +1,4 @@
-"""The order of the queue: priority and ageing between classes, exact orders, and limits of the waiting time."""
+"""The order of the queue: priority and ageing between classes, exact orders in a class, and limits of waiting time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_level_of_priority_is_worth_the_ageing_time() -> None:
     new = Arrivals()
     sequences = [new.next(priority=2, arrival=0.0), new.next(priority=1, arrival=10.5)]
     sequences += [new.next(arrival=at) for at in (19.0, 20.0, 20.25, 20.75)]
-    # The first two outweigh 20 and 20.5 seconds of waiting. In a tie the smaller priority is first.
+    # The priority of the first two outweighs 20 and 20.5 seconds of waiting. In a tie, the smaller priority is first.
     assert start_all(order_of(sequences)) == [2, 3, 0, 4, 1, 5]
 
 
@@ -74,7 +74,7 @@ def test_counters_survive_an_empty_queue() -> None:
     for tenant in "ba":
         order.add(new.next(20, tenant=tenant))
         order.add(new.next(20, tenant=tenant))
-    assert start_all(order) == [2, 3, 4, 5]  # b at 1 and 21 before a at 50
+    assert start_all(order) == [2, 3, 4, 5]  # tenant b at times 1 and 21, before tenant a at 50
 
 
 def test_the_number_of_classes_is_limited() -> None:
@@ -84,7 +84,7 @@ def test_the_number_of_classes_is_limited() -> None:
         order.start(order.first(0.0))
     assert len(order._idle) == MAX_IDLE_CLASSES
     assert not order._classes
-    order.charge_output(new.next(priority=0), 1)  # its class was dropped, so no counter changes
+    order.charge_output(new.next(priority=0), 1)  # the queue has forgotten this class, so no counter changes
 
 
 @given(
@@ -107,7 +107,8 @@ def test_with_one_tenant_the_order_is_by_arrival_and_priority_in_seconds(
 def urgent_load(seed: int, order: QueueOrder) -> Iterator[tuple[Sequence, list[Sequence]]]:
     """Returns the starts until a request of priority 3 starts, with the requests that waited at each start.
 
-    Twice as many more urgent requests arrive as can start."""
+    More urgent requests arrive twice as fast as requests can start.
+    """
     rng, new, now = random.Random(seed), Arrivals(), 0.0
     patient = new.next(priority=3, tenant="patient")
     waiting = [patient]

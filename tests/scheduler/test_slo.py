@@ -1,4 +1,4 @@
-"""Policy ``slo`` on a device with known step times: the requests that keep their objectives."""
+"""Policy ``slo`` on a device with known step times: which requests keep their objectives."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BASE, ROW, PROMPT = 0.004, 0.0001, 0.0002
 
 
 class TimedSimulation(Simulation):
-    """A step takes ``BASE + ROW * decoding sequences + PROMPT * prompt tokens`` seconds."""
+    """A simulation whose steps take ``BASE + ROW * decoding sequences + PROMPT * prompt tokens`` seconds."""
 
     free_prompt_tokens = 0
-    """Number of prompt tokens of a step without cost, as on a device that reads weights at the same time."""
+    """Number of prompt tokens of a step that cost no time, as if the device read weights at the same time."""
 
     def run(self) -> bool:
         if not self.device.queue:
@@ -58,7 +58,7 @@ def timed(**changes: object) -> TimedSimulation:
 
 
 def learn(simulation: TimedSimulation) -> None:
-    """Runs some requests, so that the model knows the costs."""
+    """Runs some requests, so that the model learns the costs."""
     for index in range(12):
         simulation.add(make_request(f"t{index}", 20 * (index + 1), 3 * (index % 4 + 1), arrival=simulation.now))
         simulation.step()
@@ -116,7 +116,7 @@ def test_prompts_get_only_the_tokens_that_they_need() -> None:
 
 
 def test_no_step_is_longer_than_twice_the_objective() -> None:
-    """The sequence is seconds ahead of its pace, so a step of 0.3 s would keep its mean."""
+    """The sequence is seconds ahead of its pace, so its mean would allow a step of 0.3 s."""
     simulation = timed(tbt_objective=0.03, ttft_objective=0.34)
     row, long = row_and_long_prompt(simulation, steps_ahead=200)
     assert 0.03 < max(gaps(simulation, row)) <= LONGEST_STEP * 0.03
@@ -125,14 +125,14 @@ def test_no_step_is_longer_than_twice_the_objective() -> None:
 
 
 def test_sequences_behind_their_pace_still_decode() -> None:
-    """All miss their objectives in any case, so the steps are those of ``chunked``."""
+    """All requests miss their objectives in any case, so the steps are those of ``chunked``."""
     simulation = timed(tbt_objective=0.001, ttft_objective=0.01)
     row, _ = row_and_long_prompt(simulation)
     assert max(gaps(simulation, row)) == BASE + ROW + 255 * PROMPT
 
 
 def test_small_steps_do_not_predict_large_ones() -> None:
-    """Up to 240 tokens cost almost nothing, as on a device that reads weights at the same time."""
+    """Up to 240 prompt tokens cost almost nothing, because the device reads the weights at the same time."""
     simulation = timed(tbt_objective=0.1, ttft_objective=0.3)
     simulation.free_prompt_tokens = 240
     row, _ = row_and_long_prompt(simulation)
@@ -143,7 +143,7 @@ def test_small_steps_do_not_predict_large_ones() -> None:
 
 
 def row_and_long_prompt(simulation: TimedSimulation, steps_ahead: int = 3) -> tuple[Request, Request]:
-    """A sequence decodes, then a prompt of 1500 tokens arrives. Both run to their ends."""
+    """Runs a decoding sequence, and a prompt of 1500 tokens that arrives later, to their ends."""
     learn(simulation)
     row = make_request("row", 5, 400, arrival=simulation.now)
     simulation.add(row)
@@ -156,7 +156,7 @@ def row_and_long_prompt(simulation: TimedSimulation, steps_ahead: int = 3) -> tu
 
 
 def test_only_requests_that_keep_their_pace_start() -> None:
-    """A sequence costs 0.1 ms. A step of 6.4 ms with 0.64 ms margin and 4 ms base has 17 sequences."""
+    """A sequence costs 0.1 ms. A step of 6.4 ms has 0.64 ms margin and 4 ms base cost, which leaves 17 sequences."""
     simulation = timed(tbt_objective=0.0064, ttft_objective=60.0)
     learn(simulation)
     simulation.add(*(make_request(f"r{index}", 4, 40, arrival=simulation.now) for index in range(40)))
@@ -212,7 +212,7 @@ def test_impossible_objectives_stop_no_request() -> None:
 
 
 def taken_at_the_door(simulation: TimedSimulation, seconds: float, every_s: float, prompt: int = 4) -> int:
-    """Returns the maximum number of waiting requests, if requests arrive regularly and some are refused."""
+    """Returns the maximum number of waiting requests while requests arrive regularly and some are refused."""
     most, end, due, number = 0, simulation.now + seconds, simulation.now, 0
     while simulation.now < end:
         while due <= simulation.now:
@@ -227,7 +227,7 @@ def taken_at_the_door(simulation: TimedSimulation, seconds: float, every_s: floa
 
 
 def test_the_admission_limit_counts_batch_rows_that_keep_their_pace() -> None:
-    """About 17 of 64 batch rows keep their pace. The queue takes 8 requests more than these, not than 64."""
+    """About 17 of 64 batch rows keep their pace. The queue accepts 8 requests in addition to these 17, not to 64."""
     simulation = timed(tbt_objective=0.0064, ttft_objective=0.1, max_waiting_requests=8)
     learn(simulation)
     assert taken_at_the_door(simulation, 2.0, 0.0005) <= 8 + 18
@@ -241,7 +241,7 @@ def test_the_admission_limit_counts_requests_that_can_start_in_time() -> None:
 
 
 class FreePrompts(Simulation):
-    """Only decoding sequences take time. A prefill step takes none."""
+    """A device on which only decoding sequences take time. A prefill step takes none."""
 
     def run(self) -> bool:
         if not self.device.queue:

@@ -12,7 +12,7 @@ OBJECTIVE_S = 10.0
 
 
 class Line:
-    """Waiting requests, the first ``num_late`` of them late, on a scheduler with running sequences."""
+    """A scheduler with running sequences and waiting requests. The first ``num_late`` of these are late."""
 
     def __init__(self, num_late: int, *, running: int = 8, rows: int = 10) -> None:
         self._new = Arrivals()
@@ -36,7 +36,7 @@ class Line:
         self.order.add(self._new.next())
 
     def started_in(self, steps: int, *, ending: int = 0) -> int:
-        """Returns the starts in ``steps`` steps, if ``ending`` requests end before each."""
+        """Returns the number of starts in ``steps`` steps, if ``ending`` requests end before each step."""
         started = 0
         for _ in range(steps):
             self.state.num_started -= ending
@@ -52,7 +52,7 @@ class Line:
 def test_about_one_late_request_starts_per_ended_request() -> None:
     line = Line(100)
     assert line.order.num_late == 100
-    assert line.started_in(1) == 1  # the request on time
+    assert line.started_in(1) == 1  # the request that is on time
     assert line.started_in(STEPS_FOR_ONE_MORE - 1) == 0
     assert line.started_in(12, ending=2) in (24, 25)
     assert line.started_in(10 * STEPS_FOR_ONE_MORE) in (9, 10)
@@ -72,7 +72,7 @@ def test_requests_on_time_always_start_and_are_counted() -> None:
     for _ in range(4):
         line.add_on_time()
     assert line.started_in(1) == 5
-    assert line.started_in(3, ending=1) == 0  # five started, three ended
+    assert line.started_in(3, ending=1) == 0  # five have started and three have ended
 
 
 def test_late_requests_start_without_limit_with_free_capacity_or_without_arrivals() -> None:

@@ -1,9 +1,9 @@
-"""The scheduler under random interleavings of arrivals, steps, results, aborts, failures and losses.
+"""The scheduler with arrivals, steps, results, aborts, failures and losses in random order.
 
 After every event, ``Simulation`` checks the integrity of blocks and batch rows. No block of a step in flight is free,
-and the device is not idle while there is work. The oldest is never preempted, and the order of starts is the documented
-one. At the end, all blocks are free, and every text is the text of the request
-alone. The fake device finds a block that two sequences write.
+and the device is not idle while there is work. The oldest sequence is never preempted, and the order of starts is the
+documented order. At the end, all blocks are free, and every text is the text of the request alone. The fake device
+detects a block that two sequences write.
 
 The scripts use every policy, batching mode, kind of preemption and admission, chunk size and block size, with and
 without prefix cache and paged attention. ``tests/long/scheduler_soak.py`` runs more scripts.
@@ -166,7 +166,7 @@ TestScheduler = SchedulerMachine.TestCase
 
 
 def play_all(seeds: range, **changes: Any) -> Counter[str]:
-    """Plays the scripts of these seeds with changed limits. Returns the events that occurred."""
+    """Runs the scripts of these seeds with changed limits. Returns the events that occurred."""
     seen: Counter[str] = Counter()
     for seed in seeds:
         script = draw_script(seed)

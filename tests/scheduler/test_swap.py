@@ -41,7 +41,7 @@ def run_until(simulation: Simulation, request: Request, status: RequestStatus) -
 
 
 def moves(simulation: Simulation, kind: MoveKind) -> list[int]:
-    """Returns the number of blocks in each MOVE step of this kind."""
+    """Returns the number of moved blocks in each MOVE step of this kind."""
     return [len(s.moves) for s in simulation.steps if s.kind is StepKind.MOVE and s.moves[0].kind is kind]
 
 
@@ -190,7 +190,7 @@ def test_a_sequence_that_is_swapped_between_its_chunks_continues_after_them() ->
 
 
 def test_a_sequence_that_is_swapped_during_recompute_continues_it() -> None:
-    """It has output tokens, but it cannot decode yet."""
+    """The sequence has output tokens, but it cannot decode yet."""
     simulation = swapping(
         num_blocks=13, max_num_batched_tokens=2, policy=Policy.FCFS, prefill_batch_size=1, decode_steps_ahead=0
     )
@@ -223,7 +223,7 @@ def test_auto_chooses_the_faster_kind() -> None:
     choice = PreemptionChoice(PreemptionKind.AUTO, block_size=4)
     sequence = Sequence(make_request("a", 40), 0, 8)
     sequence.request.num_computed_tokens = 40
-    assert choice.prefers_swap(sequence)  # without measurements it swaps
+    assert choice.prefers_swap(sequence)  # without measurements, the choice is swap
     simulation = swapping(preemption=PreemptionKind.AUTO)
     crowd(simulation)
     simulation.finish()
@@ -237,7 +237,7 @@ def test_auto_chooses_the_faster_kind() -> None:
 
 
 def preempted_on_its_way_back() -> tuple[Simulation, Request]:
-    """The moves that bring ``c`` back are in flight when its blocks are needed again."""
+    """Returns a simulation in which the blocks of ``c`` are needed again while moves bring it back."""
     simulation = swapping(
         num_blocks=14, block_size=1, max_model_len=13, max_num_batched_tokens=100, prefill_batch_size=4
     )
@@ -284,7 +284,7 @@ def test_a_sequence_preempted_while_it_returns_ends_or_restarts(how: str) -> Non
 
 
 def test_one_of_two_victims_ends_before_its_blocks_move() -> None:
-    """Their last steps have completed, and their moves to the host are not scheduled yet."""
+    """The last steps of both have completed, but their moves to the host are not scheduled yet."""
     simulation = swapping(num_blocks=19, max_num_seqs=6, prefill_batch_size=6, decode_steps_ahead=1)
     requests = [make_request(name, 5, 20) for name in "abcdef"]
     simulation.add(*requests)

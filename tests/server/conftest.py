@@ -1,4 +1,4 @@
-"""One server for all tests of the HTTP edge; its engine is reset for each."""
+"""Provides one server for all tests of the HTTP edge. Its engine is reset for each test."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Health, metrics, facts, the tokenizer, the pages, the log."""
+"""Routes for health, metrics, server facts, the tokenizer, the pages and the log."""
 
 import asyncio
 import re
@@ -327,7 +327,7 @@ def test_the_docs_tell_every_endpoint(server):
 
 
 def test_the_fake_engine_and_the_contract_agree(tokenizer):
-    """The fake's stream joins to the detokenizer's text, so that the tests above mean something."""
+    """The fake's stream joins to the detokenizer's text. Otherwise the tests above would prove nothing."""
     engine = FakeEngine(tokenizer)
     engine.say("hello to the bird")
 

@@ -1,4 +1,4 @@
-"""The table of bad input over HTTP: exact status, type, param, and a phrase. Nothing reaches the engine."""
+"""The table of bad input over HTTP: exact status, type and param, and a phrase. No bad request reaches the engine."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Beam search over HTTP: vLLM's fields, the answers, and what does not go with it."""
+"""Beam search over HTTP: vLLM's fields, the responses, and the parameters that cannot be combined with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A large body in a process without memory is an error of that request, not the end of the process."""
+"""If there is no memory for a large body, only its request fails, and the process continues."""
 
 from __future__ import annotations
 

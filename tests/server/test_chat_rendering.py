@@ -1,4 +1,7 @@
-"""Long conversations and expensive chat templates are rendered in another thread, hostile ones end with an error."""
+"""Long conversations and expensive chat templates are rendered in another thread.
+
+Hostile templates end with an error.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ LOOP = "{% for i in range(COUNT) %}{% endfor %}{% for m in messages %}{{ m.conte
 
 @pytest.fixture
 def rendered(tokenizer, monkeypatch):
-    """A server, and the list of (thread is the event loop's, allowance) of each rendering."""
+    """Provides a server, and the list of (thread is the event loop's, allowance) of each rendering."""
     calls = []
     original = ChatTemplate.render
 

@@ -1,4 +1,4 @@
-"""The HTTP server reports output as delivered at the write, or later when a slow client has read it."""
+"""The HTTP server reports output as delivered when it writes it, or later when a slow client has read it."""
 
 import json
 import socket
@@ -42,7 +42,7 @@ def test_head_and_first_event_are_one_write_and_so_are_last_event_and_end(server
 
 
 def test_delivery_to_a_slow_client_is_when_it_reads(server, engine, monkeypatch):
-    """Its pieces wait and are merged; the delivery time is the write of the last byte."""
+    """The pieces of a slow client wait and are merged. The delivery time is the write of the last byte."""
     engine.script = lambda prompt, sampling: [300] * 100
     step = engine._step
     monkeypatch.setattr(engine, "_step", lambda *args: _longer(step(*args)))
@@ -74,7 +74,7 @@ def _longer(piece):
 
 
 def read_all(connection):
-    """The response up to its last chunk, with the frames of the chunks in it."""
+    """Reads the response up to its last chunk. Returns it with the frames of the chunks."""
     data = b""
     while not data.endswith(b"\r\n0\r\n\r\n"):
         chunk = connection.recv(1 << 20)

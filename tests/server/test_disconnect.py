@@ -25,7 +25,7 @@ def aborted(engine) -> bool:
 
 
 def reset(connection: socket.socket) -> None:
-    """Close with RST, as the kernel does for a killed process with unread data."""
+    """Closes the connection with RST, as the kernel does for a killed process with unread data."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
@@ -200,7 +200,7 @@ def test_a_message_that_does_not_end_is_cut_off(server, monkeypatch):
     head = CHUNKED.replace(b"POST /v1/completions", b"GET /health/live")
     with server.raw(head + b"1\r\nx\r\n") as connection:
         assert read_response(connection)[0] == 200
-        assert connection.recv(1) == b""  # the server closes, although the client would go on sending
+        assert connection.recv(1) == b""  # the server closes, although the client would continue to send
 
 
 def test_requests_on_one_connection(server, engine):

@@ -1,4 +1,4 @@
-"""Large inputs leave the event loop free, and the metric of its stalls shows a planted one."""
+"""Large inputs do not block the event loop, and the metric of its stalls shows a planted stall."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_connections_are_limited(tokenizer):
             status, headers, _ = read_response(third)
             assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
             refused = server.metrics.registry.get_sample_value("llm_serving_connections_refused_total")
-            assert refused == 1.0  # before another connection, which may be refused until the first two are closed
+            assert refused == 1.0  # sent before another connection, which may be refused until the first two are closed
         wait_until(lambda: server.http.get("/health/live").status_code == 200)
         assert "llm_serving_connections_refused_total" in server.http.get("/metrics").text
 

@@ -1,4 +1,4 @@
-"""A finished request leaves no cyclic garbage: a run of the garbage collector pauses the server."""
+"""A finished request leaves no reference cycles, because the garbage collector would pause the server."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""The examples of docs/http_api.md are run, and none is missing."""
+"""The examples of docs/http_api.md work, and every endpoint has an example."""
 
 import json
 import re
@@ -15,7 +15,7 @@ BASE = "http://127.0.0.1:8835"
 
 
 def examples() -> list[tuple[str, str, str | None]]:
-    """Method, path and body of each curl command."""
+    """Returns method, path and body of each curl command."""
     found = []
     for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL):
         for line in block.replace("\\\n", "").strip().split("\n"):

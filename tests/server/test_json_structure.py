@@ -1,4 +1,4 @@
-"""Values, keys and brackets of JSON texts are counted as the parser sees them, at every position of a slice's end."""
+"""Values, keys and brackets of a JSON text are counted as the parser counts them, wherever a slice of the text ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The official client against the server: everything it offers and we have."""
+"""The official client with this server: every function of the client that the server supports."""
 
 import asyncio
 import math

@@ -14,7 +14,7 @@ AGENT = {"rank": 0, "error": "", "steps": 3}
 
 @pytest.fixture
 def calls(server, engine, monkeypatch):
-    """The folders that the engine was told to profile into; None for a stop."""
+    """The folders that the engine received for profiles. None stands for a stop."""
     server.app.state.profile = RunningProfile()
     made = []
 

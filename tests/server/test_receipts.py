@@ -1,4 +1,4 @@
-"""The receipt of a request: in its answer on request, or by its id, and only for its own user."""
+"""The receipt of a request: in its response if requested, or by its id, and only for its own user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALICE, BOB = {"Authorization": "Bearer alice"}, {"Authorization": "Bearer bob"}
 
 
 def sequence(request_id: str, **changes: object) -> dict[str, object]:
-    """The JSON of a receipt of the fake engine."""
+    """Returns the JSON of a receipt of the fake engine."""
     return {
         "request_id": request_id, "state": "done", "finish_reason": "stop", "priority": 0, "replica": 0,
         "prompt_tokens": 2, "cached_tokens": 2, "output_tokens": 6,

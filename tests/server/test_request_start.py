@@ -1,4 +1,4 @@
-"""The start time that a request states: which values are accepted, and that its times count from there."""
+"""The start time that a request states: which values are accepted, and that the request's times count from it."""
 
 from __future__ import annotations
 

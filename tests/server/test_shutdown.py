@@ -102,5 +102,5 @@ def test_a_client_that_does_not_read_does_not_delay_it_for_long(tokenizer):
 
 
 def never_ending(step):
-    """Pieces of 50 kB, more than the socket buffers hold, and never a last piece."""
+    """Yields pieces of 50 kB, which is more than the socket buffers hold. No piece is the last one."""
     return lambda *args: replace(step(*args), finish_reason=None, text="x" * 50_000)

@@ -1,4 +1,4 @@
-"""The worst case of a request is bounded before anything is allocated, and long work leaves the event loop free."""
+"""The worst case of a request is limited before anything is allocated, and long work does not block the event loop."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ GQA = replace(TINY.shape, num_layers=2, num_key_value_heads=2, tie_word_embeddin
 CONFIG = replace(TINY, shape=GQA)
 HEADS, KV_HEADS = GQA.num_attention_heads, GQA.num_key_value_heads
 SQUARE = replace(CONFIG, shape=replace(GQA, num_key_value_heads=HEADS))
-"""As many key-value heads as query heads: many mistakes then fit all shapes."""
+"""A model with as many key-value heads as query heads. Many mistakes then fit all shapes."""
 QWEN2 = replace(CONFIG, shape=replace(GQA, architecture="Qwen2ForCausalLM", attention_bias=True))
 MISTRAL = replace(CONFIG, shape=replace(GQA, architecture="MistralForCausalLM", sliding_window=CONFIG.max_model_len))
 INT8, INT4, INT8_WEIGHTS = (
@@ -79,7 +79,7 @@ def with_sizes(head_dim: int, block_size: int) -> Any:
 
 
 class Attention(native_attention.Attention):
-    """The table's attention, which tests change."""
+    """An attention like that of the op table. Tests change it."""
 
     def construct(self, qkv: Any, head_norms: Any, rotary: Any, caches: Any, step: Any, whole_prompts: Any) -> Any:
         slot_mapping, tables, context_lens, query_lens = step[:4]
@@ -246,7 +246,7 @@ class OnlyLogits(dynamic_cell._DynamicStep):
 
 
 class WideBest(sampling_cells.BestTokens):
-    """Leaves the tokens in the type that ArgMaxWithValue gives."""
+    """Leaves the tokens in the type that ArgMaxWithValue returns."""
 
     def construct(self, logits: Any) -> Any:
         return self.pick(logits)

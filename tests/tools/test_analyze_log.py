@@ -1,4 +1,4 @@
-"""The log analysis on written logs: exact figures, and no file that makes it fail."""
+"""The log analysis on logs that the tests write: exact figures, and no failure on damaged files."""
 
 import gzip
 import io
@@ -39,7 +39,7 @@ class LogMaker:
     def request(
         self, number: int, arrival: float, queue: float, prefill: float, decode: float, tokens: int, **fields: Any
     ) -> None:
-        """Writes a request. ``phases`` are in seconds; the latencies follow from them."""
+        """Writes a request's events. ``phases`` are in seconds; the latencies follow from them."""
         name = fields.pop("request_id", f"r{number}")
         self.event(arrival, "request_arrival", request_id=name, api="completions", prompt_tokens=10, max_tokens=99)
         e2e = queue + prefill + decode
@@ -260,7 +260,10 @@ def test_a_file_that_cannot_be_read_is_exit_code_2(
 
 
 def test_rotated_files_are_read_in_the_order_of_time(maker: LogMaker, tmp_path: Path) -> None:
-    """In any order on the command line, also compressed. A request may begin in one file and end in the next."""
+    """The files are in any order on the command line, also compressed.
+
+    A request may begin in one and end in the next.
+    """
     for number in range(9):
         maker.request(number, number, 0.1, 0.1, 1.5, 5)
     maker.event(20, "request_refused", code="queue_full", message="full")
@@ -421,7 +424,7 @@ def test_the_html_is_well_formed_self_contained_and_escaped(maker: LogMaker, tmp
     page = path.read_text()
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-    assert "http" not in re.sub(r' xmlns(:xlink)?="[^"]*"', "", page)  # nothing is loaded from anywhere
+    assert "http" not in re.sub(r' xmlns(:xlink)?="[^"]*"', "", page)  # the page loads nothing from other hosts
     assert not re.search(r"""href="[^#]|url\((?!#)|src=""", page)
     [svg] = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     ElementTree.fromstring(svg)  # noqa: S314
@@ -433,7 +436,7 @@ def test_the_html_is_well_formed_self_contained_and_escaped(maker: LogMaker, tmp
 
 
 def test_the_comparison_with_the_load_test(maker: LogMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only the two requests of the load test and the time of their transfer count."""
+    """Only the two requests of the load test, and the time of their transfer, count."""
     write_small_log(maker)
     client = tmp_path / "load.json"
     per_request = [
@@ -530,7 +533,7 @@ def test_a_timeline_doubles_its_buckets_and_keeps_all_values() -> None:
         (6.0, 4, 5.5, 7.0),
         (10.0, 2, 8.5, 9.0),
     ]
-    timeline.add(50.0, "n", 99.0)  # a clock that was set back
+    timeline.add(50.0, "n", 99.0)  # the clock was set back
     assert timeline.points("n")[0].cell.max == 99.0
     assert timeline.rate("other") == [(2.0, 0.0), (6.0, 0.0), (10.0, 0.0)]
 

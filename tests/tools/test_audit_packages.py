@@ -1,4 +1,4 @@
-"""An audit passes only if every package was compared with the advisories."""
+"""An audit passes only if every package was compared with the security advisories."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SKIPPED = {"name": "numpy", "skip_reason": "Dependency not found on PyPI and cou
 
 
 def audit_of(tmp_path, output, error=""):
-    """The result of a program that prints the output of pip-audit."""
+    """Returns the result of a program that prints the output of pip-audit."""
     program = f"import sys; sys.stdout.write({output!r}); sys.stderr.write({error!r})"
     return audit(tmp_path / "some.lock", (sys.executable, "-c", program))
 

@@ -106,7 +106,7 @@ SWEPT_MISTAKES = (
     "fusion, unknown flag",
     "fusion, level 0",
 )
-"""These run in ``make test-sweeps`` only, because each has a counterpart that ``make test`` plants."""
+"""These run in ``make test-sweeps`` only, because ``make test`` plants a mistake like each of them."""
 KINDS = ("prefill", "chunked", "decode")
 OTHER_CHECKS = ("names", "right", "fusions", "listing", "turned listing", *(f"devices, {kind}" for kind in KINDS))
 
@@ -179,8 +179,10 @@ def test_a_planted_mistake_is_found(findings: Findings, mistake: str) -> None:
 
 
 def test_fusion_changes_no_inference_primitive(findings: Findings) -> None:
-    """The fused graph passes all rules. Only two chains are fused: the one that inserts sampled ids of the step before,
-    and the one that makes the chunk mask."""
+    """The fused graph passes all rules. Only two chains are fused.
+
+    One inserts the sampled ids of the step before, and one makes the chunk mask.
+    """
     assert findings("fusions") == ["Mul+Add", "Greater+Cast+Mul"]
 
 
@@ -194,7 +196,7 @@ def test_the_cpu_runs_the_same_graph_as_ascend(findings: Findings, kind: str) ->
 
 
 def test_only_the_lengths_of_whole_prompts_differ(findings: Findings) -> None:
-    """The CPU takes a fixed number of lengths, which have 64 bits."""
+    """The CPU takes a fixed number of lengths of 64 bits."""
     different = findings("devices, prefill")
     assert {"Ascend:   q_seq_lens i32[-1]", "CPU:   q_seq_lens i64[16]"} <= set(different)
     others = [line.split(" = ")[1].split("(")[0] for line in different if " = " in line]

@@ -1,4 +1,4 @@
-"""``doctor.py bundle``: its files, and that no secret, prompt or output is in any of them."""
+"""``doctor.py bundle``: which files it packs, and that no secret, prompt or output is in any of them."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ A3_ROWS = """\
 | 0     Ascend910           | Warning       | -           36                0    / 0             |
 | 1     1                   | 0000:9F:00.0  | 0           0    / 0          3195 / 65536         |
 """
-"""Two chips an NPU: https://github.com/vllm-project/vllm-ascend/issues/2534."""
+"""An NPU with two chips: https://github.com/vllm-project/vllm-ascend/issues/2534."""
 
 VERSION_CFG = "# version: 1.0\nruntime_running_version=[7.6.0.1.220:{0}]\ntoolkit_running_version=[7.6.0.1.220:{0}]\n"
 SOURCED = {
@@ -61,7 +61,7 @@ SOURCED = {
 
 
 class Commands:
-    """Returns prepared results by program. Other programs are not found."""
+    """Returns prepared results for known programs. All other programs are not found."""
 
     def __init__(self, **answers):
         self.answers = answers

@@ -45,7 +45,7 @@ CASES: dict[str, tuple[list[str], Settings, Quantization]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A float32 model in three shards, and a tied bfloat16 one in one file."""
+    """A float32 model in three shards, and a bfloat16 model with tied weights in one file."""
     folder = tmp_path_factory.mktemp("models")
     for name in ("mha", "gqa_tied"):
         write_model(VARIANTS[name], folder / name)
@@ -68,7 +68,7 @@ def read(folder: Path, name: str) -> dict[str, Array]:
 
 
 def nearest(weight: np.ndarray, settings: Settings, dtype: str) -> np.ndarray:
-    """The definition: per group the scale of the file and the nearest integers, multiplied."""
+    """Quantises by the definition: each group's scale of the file times the nearest integers."""
     out = np.empty_like(weight)
     group = settings.group or weight.shape[1]
     for row in range(weight.shape[0]):
@@ -153,7 +153,7 @@ def correlated(rng: np.random.Generator, samples: int, depth: int) -> np.ndarray
 def gptq_by_definition(weight: np.ndarray, hessian: np.ndarray, settings: Settings, scales: np.ndarray) -> np.ndarray:
     """Optimal brain quantisation of one column after another, with a new inverse for each column.
 
-    Returns the values of the integers.
+    Returns the values that the integers stand for.
     """
     work, depth = weight.astype(np.float64), weight.shape[1]
     damped = hessian + np.eye(depth) * DAMPING * hessian.diagonal().mean()

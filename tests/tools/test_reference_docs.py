@@ -1,4 +1,4 @@
-"""The reference pages equal what the code says: settings, metrics, log events, command line."""
+"""The reference pages agree with the code: settings, metrics, log events, command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.reference.command_line import PROGRAMS
 
 DOCS = REPOSITORY / "docs"
 DEVELOPMENT = {"make_golden.py", "make_smollm2_golden.py", "check_aarch64.py", "shape_tokenizer.py", "try_chat_page.py"}
-"""Programs that only developers of one part start; they are not on the page of commands."""
+"""Programs for developers of one part. The page of commands does not list them."""
 
 
 def test_the_pages_are_up_to_date() -> None:
@@ -63,7 +63,7 @@ def test_every_program_is_on_the_page_of_commands() -> None:
 
 
 def logged_events() -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield name and literal field names of every event that the server logs."""
+    """Yields name and literal field names of every event that the server logs."""
     for path in sorted((REPOSITORY / "llm_serving").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call):

@@ -111,7 +111,7 @@ def test_held_out_documents_are_never_trained_on(processor: spm.SentencePiecePro
 
 
 def test_tokenizer_does_not_depend_on_the_drills(processor: spm.SentencePieceProcessor) -> None:
-    """The training text is the corpus with exercises in between. The corpus documents keep their order."""
+    """The training text is the corpus with exercises in between. The documents of the corpus keep their order."""
     corpus = some_documents(200, seed=1)
     training = iter(itertools.islice(training_documents(1), 600))
     assert all(document in training for document in corpus)

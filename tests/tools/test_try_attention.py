@@ -1,4 +1,4 @@
-"""The tool that compares attention on a device with NumPy: right on the CPU, and a planted mistake is found."""
+"""The tool that compares attention on a device with NumPy: it passes on the CPU and finds a planted mistake."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def turned(*given):
 try_attention.make_cells = turned
 sys.exit(try_attention.main(["--device", "CPU"]))
 """
-"""Rotates pairs instead of halves."""
+"""Rotates pairs of neighbouring elements instead of halves."""
 
 
 @pytest.mark.parametrize("head_dim", [128, 32])

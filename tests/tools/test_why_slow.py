@@ -1,4 +1,4 @@
-"""The explanation of slow requests: the parts add up, the sentences match the figures, memory is bounded."""
+"""The explanation of slow requests: parts that add up, sentences that match the figures, and bounded memory."""
 
 from __future__ import annotations
 

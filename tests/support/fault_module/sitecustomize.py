@@ -1,11 +1,13 @@
 """Faults inside server and agents for tests. Python imports this module at its start if its folder is on PYTHONPATH.
 
-``CHAOS_FOLDER`` is a folder for orders. The file named after the process id of an agent has an order for its next
-frames: ``delay SECONDS`` until the file is deleted, or once ``flip``, ``truncate``, ``duplicate`` or ``huge``. A step
-whose prompts have the tokens ``DEADLY`` in a row kills its agent.
+``CHAOS_FOLDER`` is a folder for orders. A file named after the process id of an agent has an order for its next frames.
+The order ``delay SECONDS`` is in force until the file is deleted. The orders ``flip``, ``truncate``, ``duplicate`` and
+``huge`` damage one frame. A step whose prompts contain the tokens ``DEADLY`` one after the other kills its agent.
+
 ``AUDIT_FILE`` is a file to which every process writes its connections, and the classes that it unpickles.
-``CHAOS_PLANT`` plants a bug that a chaos run must find: ``leak`` (the server keeps 256 KiB of each request) or
-``corruption`` (an agent sometimes writes another token).
+
+``CHAOS_PLANT`` plants a bug that a chaos run must find. With ``leak``, the server keeps 256 KiB of each request. With
+``corruption``, an agent sometimes writes another token.
 """
 
 from __future__ import annotations
