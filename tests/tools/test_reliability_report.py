@@ -13,7 +13,7 @@ import pytest
 from support.small_configs import REPOSITORY
 from tools import reliability_report
 from tools.reliability import registry, source_scans, table
-from tools.reliability.registry import Check, Missing, Outcome, Program, Scan, Verdict
+from tools.reliability.registry import Check, Outcome, Program, Scan, Verdict
 from tools.reliability_report import CHECKS, select
 
 IDS = {
@@ -100,16 +100,22 @@ def test_a_program_passes_by_its_exit_code_and_its_figure(tmp_path, code, passed
     assert (outcome.passed, outcome.figure) == (passed, figure)
 
 
-def test_a_missing_check_never_passes():
-    outcome = Missing("nobody wrote it").outcome()
-    line = Check("A1", "", Missing("nobody wrote it")).line(outcome)
-    assert line == {
+def test_a_program_with_a_file_passes_by_the_minimum_of_its_figure(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import sys; open(sys.argv[2], 'w').write('{\\n\"x\": 7}'); print('{')")
+    for limit, passed in ((7.0, True), (7.5, False)):
+        outcome = Program((str(program),), "x", limit, file_option="--json", is_minimum=True).outcome()
+        assert (outcome.passed, outcome.figure) == (passed, 7)
+
+
+def test_the_line_of_a_check_that_did_not_pass_has_the_reason():
+    assert Check("A1", "", registry.tests("no.py")).line(Outcome(False, None, "no test ran")) == {
         "id": "A1",
         "pass": False,
         "figure": None,
         "unit": "tests that failed",
         "limit": "0",
-        "reason": "nobody wrote it",
+        "reason": "no test ran",
     }
 
 
@@ -136,7 +142,7 @@ def test_the_scans_of_the_product_pass():
 def test_rows_of_the_page_are_replaced_and_others_stay(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"# Title\n\n{table.BEGIN}\n| A1 | earlier |\n| A2 | stays |\n{table.END}\n\nEnd\n")
-    first = Check("A1", "It holds", Missing("no"))
+    first = Check("A1", "It holds", registry.tests("no.py"))
     checks = [first, replace(first, id="A2"), replace(first, id="A3")]
     table.write(page, checks, [(first, Outcome(False, None, "no | way"))], "2026-01-02")
     lines = page.read_text().splitlines()

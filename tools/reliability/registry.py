@@ -44,28 +44,41 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Program:
-    """A program of this project that prints JSON lines. ``figure`` is a key of the lines; the largest value counts."""
+    """A program of this project that prints JSON lines. ``figure`` is a key of the lines; the worst value counts.
+
+    ``file_option`` is the option of a program that writes one JSON object to a file instead. ``is_minimum``: the figure
+    must be at least the limit, otherwise at most.
+    """
 
     arguments: tuple[str, ...]
     figure: str
     limit: float
     timeout_s: float = 900.0
+    file_option: str = ""
+    is_minimum: bool = False
 
     def outcome(self) -> Outcome:
-        """Run the program. It passes if it exits with 0 and the figure is at most the limit."""
-        command = [sys.executable, *self.arguments]
-        try:
-            done = subprocess.run(
-                command, cwd=REPOSITORY, env=_environment(), capture_output=True, text=True, timeout=self.timeout_s
-            )
-        except subprocess.TimeoutExpired:
-            return Outcome(False, None, f"did not end within {self.timeout_s:g} s")
-        figures = [line[self.figure] for line in _json_lines(done.stdout) if self.figure in line]
+        """Run the program. It passes if it exits with 0 and the figure keeps the limit."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "figures.json"
+            options = (self.file_option, str(file)) if self.file_option else ()
+            command = [sys.executable, *self.arguments, *options]
+            try:
+                done = subprocess.run(
+                    command, cwd=REPOSITORY, env=_environment(), capture_output=True, text=True, timeout=self.timeout_s
+                )
+            except subprocess.TimeoutExpired:
+                return Outcome(False, None, f"did not end within {self.timeout_s:g} s")
+            lines = [json.loads(file.read_text())] if file.exists() else list(_json_lines(done.stdout))
+        return self._judge(done, [line[self.figure] for line in lines if self.figure in line])
+
+    def _judge(self, done: subprocess.CompletedProcess[str], figures: list[float]) -> Outcome:
         if not figures:
             return Outcome(False, None, f"exit code {done.returncode}, no figure; {done.stderr.strip()[-300:]}")
-        figure = max(figures)
+        figure = min(figures) if self.is_minimum else max(figures)
         reason = "" if done.returncode == 0 else f"exit code {done.returncode}; {done.stderr.strip()[-300:]}"
-        return Outcome(not reason and figure <= self.limit, figure, reason)
+        is_kept = figure >= self.limit if self.is_minimum else figure <= self.limit
+        return Outcome(not reason and is_kept, figure, reason)
 
 
 @dataclass(frozen=True)
@@ -80,22 +93,12 @@ class Scan:
 
 
 @dataclass(frozen=True)
-class Missing:
-    """A check without an implementation. It never passes."""
-
-    reason: str
-
-    def outcome(self) -> Outcome:
-        return Outcome(False, None, self.reason)
-
-
-@dataclass(frozen=True)
 class Check:
     """One of the sixty checks. ``promise`` is a sentence, ``unit`` and ``limit`` belong to the figure."""
 
     id: str
     promise: str
-    how: Verdict | Program | Scan | Missing
+    how: Verdict | Program | Scan
     unit: str = "tests that failed"
     limit: str = "0"
 
