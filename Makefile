@@ -23,7 +23,7 @@ DOCS        := $(VENV)/.docs-installed
 AUDIT       := $(VENV)/.audit-installed
 MINDFORMERS := $(VENV)/.mindformers-installed
 
-.PHONY: serve setup test test-fast test-sweeps test-aarch64 lint bench docs docs-site audit sbom lock setup-mindformers test-mindformers clean help
+.PHONY: serve setup test test-fast test-sweeps test-page test-aarch64 lint bench docs docs-site audit sbom lock setup-mindformers test-mindformers clean help
 
 serve: $(SERVING) $(KERNELS) $(if $(findstring smollm2,$(CONFIG)),$(MODEL))  ## serve; CONFIG=FILE chooses the deployment, ARGS="--set section.key=value" changes settings
 	@$(BIN)/python start_server.py --config $(CONFIG) $(ARGS)
@@ -38,6 +38,11 @@ test-fast: setup  ## every third case of the tests without a device, in less tha
 
 test-sweeps: setup  ## more combinations, which `make test` leaves out
 	@$(BIN)/python -m pytest -m sweep $(ARGS)
+
+test-page: setup  ## the web pages in a headless Chromium; needs Debian's packages chromium and chromium-driver
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	  { echo "install a browser first: apt-get install chromium chromium-driver" >&2; exit 1; }
+	@$(BIN)/python -m pytest tests/page tests/server/test_page_files.py $(ARGS)
 
 test-aarch64: setup  ## kernels for 64-bit Arm, compiled with a cross compiler and tested in qemu; ARGS="--isa neon_dot"
 	@$(BIN)/python tools/check_aarch64.py $(ARGS)

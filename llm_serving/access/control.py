@@ -20,8 +20,11 @@ from llm_serving.errors import NotPermittedError, QuotaExceededError, Unauthoriz
 
 VISIT = "llm_serving.visit"
 """Key of the ASGI scope for the ``Visit`` of the request, if there is access control."""
-OPEN_PATH = "/health/live"
-"""The only path that needs no key. A supervisor restarts a server that does not respond here."""
+OPEN_PATHS = frozenset({"/health/live", "/"})
+"""Paths that need no key. A supervisor restarts a server that does not respond at ``/health/live``. A browser cannot
+send a key for a page, and the pages' files are public; the pages ask for the key and send it with their requests."""
+OPEN_FOLDER = "/static/"
+"""Folder of the pages' files. They need no key."""
 
 _NO_RIGHTS = KeyRights()
 
@@ -74,7 +77,7 @@ class Visit:
         self._access = access
         self._method: str = scope["method"]
         self._peer: str | None = scope["client"][0] if scope.get("client") else None
-        self._is_open = scope["path"] == OPEN_PATH and scope["method"] in ("GET", "HEAD")
+        self._is_open = _is_open(scope["path"]) and scope["method"] in ("GET", "HEAD")
         self._began = began
         self._key: ApiKey | None = None
         self._usage: KeyUsage | None = None
@@ -181,6 +184,10 @@ class Visit:
 
 _MISSING = "The request has no API key. Send the header 'Authorization: Bearer KEY'."
 _WRONG = "The API key is not valid. It may have been replaced; ask the operator of the server."
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 def _secret(authorizations: Sequence[str]) -> str | None:

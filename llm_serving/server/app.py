@@ -44,10 +44,12 @@ def create_app(
 
 
 def split_administration(app: ServerApp) -> tuple[ServerApp, ServerApp]:
-    """Return two applications for two listeners: without administration, and only with it. Both have the health."""
+    """Return two applications for two listeners: without administration, and only with it. Both have the health and
+    the files of the web pages.
+    """
     endpoints = app.state.endpoints
     public = [one for one in endpoints if not one.admin]
-    administration = [one for one in endpoints if one.admin or one.path.startswith("/health")]
+    administration = [one for one in endpoints if one.admin or one.path.startswith(("/health", "/static/"))]
     return ServerApp(app.state, public), ServerApp(app.state, administration)
 
 

@@ -1,17 +1,16 @@
-"""The chat page, the OpenAPI document, and the page ``/docs``, which is made from it, without external resources."""
+"""The files of the web pages, the OpenAPI document, and the page ``/docs``, without external resources."""
 
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import html
 import re
 from collections.abc import Sequence
-from importlib import resources
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,6 +18,8 @@ from llm_serving import __version__
 from llm_serving.server.body import json_response
 from llm_serving.server.scheduling import SCHEDULING_HEADERS, SchedulingFields
 from llm_serving.server.state import Endpoint, ServerState
+from llm_serving.server.validation import clip
+from llm_serving.web.files import POLICY, static_files
 
 _HEADERS = {
     "Cache-Control": "no-cache",
@@ -76,22 +77,37 @@ async def _docs(state: ServerState, request: Request) -> Response:
 
 
 async def _chat_page(state: ServerState, request: Request) -> Response:
-    return _html(*_chat_page_and_policy())
+    return _file("chat.html", request)
+
+
+async def _static_file(state: ServerState, request: Request) -> Response:
+    return _file(request.path_params["file"], request)
+
+
+def _file(path: str, request: Request) -> Response:
+    """Return a file of the web pages, or 304 if the browser has it already."""
+    file = static_files().get(path)
+    if file is None:
+        raise HTTPException(404, f"The web pages have no file {clip(path)}.")
+    headers = {**_HEADERS, "Content-Security-Policy": POLICY, "ETag": f'"{file.sha256[:32]}"'}
+    if request.headers.get("if-none-match") == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(file.body, headers=headers, media_type=file.content_type)
 
 
 ENDPOINTS = (
     Endpoint("GET", "/openapi.json", _openapi, "This API as an OpenAPI document."),
     Endpoint("GET", "/docs", _docs, "This API as a page.", in_docs=False),
     Endpoint("GET", "/", _chat_page, "The chat page.", in_docs=False),
+    Endpoint("GET", "/static/{file:path}", _static_file, "A file of the web pages.", in_docs=False),
 )
 
 
 def content_security_policy(page: str) -> str:
-    """Return a page's Content-Security-Policy: only its own scripts and styles, and requests to this server."""
-    scripts = _hashes(re.findall(r"<script>(.*?)</script>", page, re.DOTALL))
+    """Return the Content-Security-Policy of a page without scripts: only its own styles."""
     styles = _hashes(re.findall(r"<style>(.*?)</style>", page, re.DOTALL))
     return (
-        f"default-src 'none'; script-src {scripts}; style-src {styles}; connect-src 'self'; img-src data:; "
+        f"default-src 'none'; style-src {styles}; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
@@ -99,12 +115,6 @@ def content_security_policy(page: str) -> str:
 def _hashes(sources: list[str]) -> str:
     digests = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
     return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
-
-
-@functools.cache
-def _chat_page_and_policy() -> tuple[str, str]:
-    page = resources.files("llm_serving.server").joinpath("static/index.html").read_text("utf-8")
-    return page, content_security_policy(page)
 
 
 def _html(page: str, policy: str) -> Response:

@@ -1,4 +1,4 @@
-"""Once one key is set, only ``/health/live`` is open.
+"""Once one key is set, only ``/health/live`` and the files of the web pages are open.
 
 Tests every route, every spelling of it, and every way to send a key.
 """
@@ -23,6 +23,8 @@ from support.small_configs import REPOSITORY
 
 ROUTES = sorted({(one.method, re.sub(r"{[^}]*}", "fake-llama", one.path)) for one in ENDPOINTS})
 LIVE = ("GET", "/health/live")
+OPEN = {LIVE, ("GET", "/"), ("GET", "/static/fake-llama")}
+"""The allowlist. The pages' files are the same for every client; an unknown one is a 404."""
 KEY = secret_of("alice")
 WITHOUT_KEY = {
     "no key": (),
@@ -68,15 +70,15 @@ def test_no_route_is_open_without_a_key(served, way):
     """Check E8: no route is open, except for those in the allowlist."""
     statuses = {route: send(served, *route, *WITHOUT_KEY[way])[0] for route in ROUTES}
     assert len(statuses) > 20
-    assert {route for route, status in statuses.items() if status != 401} == {LIVE}
-    assert statuses[LIVE] == 200
+    assert {route for route, status in statuses.items() if status != 401} == OPEN
+    assert [statuses[route] for route in sorted(OPEN)] == [200, 200, 404]
 
 
 def test_methods_and_unknown_paths_are_closed(served):
     paths = sorted({path for _, path in ROUTES} | {"/unknown", "/v1", "/favicon.ico"})
     methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
     found = {(method, path): send(served, method, path)[0] for path in paths for method in methods}
-    assert {each for each, status in found.items() if status != 401} == {LIVE, ("HEAD", "/health/live")}
+    assert {each for each, status in found.items() if status != 401} == OPEN | {("HEAD", path) for _, path in OPEN}
 
 
 @pytest.mark.parametrize(
@@ -86,11 +88,21 @@ def test_methods_and_unknown_paths_are_closed(served):
      "/health/live/%2e%2e/metrics",
      "/health/live;/metrics", "/health/live%00", "/health/live%0a", "/health/live/", "//health/live", "/Health/Live",
      "/health%252flive", "/health/live%20", "http://127.0.0.1/metrics", "/v1/models/health/live", "/metrics%3f",
-     "/\\metrics", "/health/../metrics"],
+     "/\\metrics", "/health/../metrics", "/static", "//static/js/main.js", "/Static/js/main.js",
+     "/%2fstatic/js/main.js"],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST"])
 def test_path_tricks_do_not_pass(served, method, path):
     assert send(served, method, path)[0] in (400, 401)
+
+
+@pytest.mark.parametrize(
+    "path", ["/static/../metrics", "/static/%2e%2e/metrics", "/static/..%2f..%2fcontrol.py", "/static//js/main.js",
+             "/static/js/../js/main.js", "/static/", "/static/js", "/static/%00", "/static//etc/passwd"],
+)  # fmt: skip
+def test_the_open_folder_has_only_the_pages_files(served, path):
+    assert send(served, "GET", path)[0] in (400, 404)
+    assert send(served, "POST", path)[0] == 401
 
 
 def test_the_refusal_has_openais_form(served):

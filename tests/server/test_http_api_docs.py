@@ -32,7 +32,8 @@ EXAMPLES = examples()
 
 def test_every_endpoint_is_described_with_an_example():
     shown = {
-        (method, path.replace("MODEL", "{name}").replace("REQUEST", "{request_id}")) for method, path, _ in EXAMPLES
+        (method, path.replace("MODEL", "{name}").replace("REQUEST", "{request_id}").replace("chat.html", "{file}"))
+        for method, path, _ in EXAMPLES
     }
     assert shown == {(endpoint.method, endpoint.path.replace(":path", "")) for endpoint in ENDPOINTS}
     for endpoint in ENDPOINTS:
