@@ -22,6 +22,7 @@ from llm_serving.config.schema import section_keys
 from llm_serving.config.sections import SECTIONS
 from llm_serving.config.source import unused_lines
 from llm_serving.errors import CheckpointError, ConfigError, MemoryPlanError
+from llm_serving.hub.fetching import local_model
 from llm_serving.model.number_formats import INTEGER_FORMATS
 from llm_serving.planning.auto_blocks import fit_blocks
 from llm_serving.planning.machine import Machine
@@ -45,6 +46,8 @@ examples:
       the embedded tiny model, which needs no package
   %(prog)s --model /models/llama --port 8080
       a Hugging Face folder of any family in docs/models.md, or a GGUF file
+  %(prog)s --model Qwen/Qwen3-0.6B
+      a model of Hugging Face, downloaded at the first start; ms:Qwen/Qwen3-0.6B takes it from ModelScope
   %(prog)s --model /models/llama --dtype bfloat16 --quantize int8
       with int8 weights, everything else in bfloat16
   %(prog)s --model /models/llama --print-config > llama.yaml
@@ -137,7 +140,11 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
     """Return the settings of the short options, then those of ``--set``, which take precedence."""
     own = []
     if arguments.model is not None:
-        own += [f"model_config.model_path={json.dumps(arguments.model)}", "model_config.model_name=null"]
+        model = local_model(arguments.model, offline=arguments.offline)
+        own += [
+            f"model_config.model_path={json.dumps(model.path)}",
+            f"model_config.model_name={json.dumps(model.name)}",
+        ]
     for option, key in _SHORT_OPTIONS.items():
         if (value := getattr(arguments, option, None)) is not None:
             own.append(f"{key}={json.dumps(value)}")
@@ -218,8 +225,12 @@ def add_model_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup,
     )
     parser.add_argument(
         "--model",
-        metavar="PATH",
-        help="model folder or GGUF file, instead of the config's model; the name of the folder or file is its name",
+        metavar="MODEL",
+        help="instead of the config's model: a model folder, a GGUF file, or a name on Hugging Face (OWNER/NAME, "
+        "hf:OWNER/NAME/FILE.gguf) or ModelScope (ms:OWNER/NAME), which is downloaded once",
+    )
+    parser.add_argument(
+        "--offline", action="store_true", help="download nothing; a name of a model must be in a cache of this machine"
     )
     parser.add_argument(
         "--dtype",

@@ -2,7 +2,8 @@
 
 LLMServingError
 ├── ConfigError               a config file or override is wrong (exit code 2)
-│   └── UnknownFormatError    a weight or KV cache format is not in the registry
+│   ├── UnknownFormatError    a weight or KV cache format is not in the registry
+│   └── HubError              a model cannot be downloaded or found by its name
 ├── CheckpointError           a model folder or one of its tensors is wrong
 ├── MemoryPlanError           weights, KV cache and activations do not fit the machine
 ├── RequestError              a request is wrong or cannot be accepted (an HTTP 4xx)
@@ -39,6 +40,10 @@ class ConfigError(LLMServingError):
 
 class UnknownFormatError(ConfigError, ValueError):
     """A weight or KV cache format is not in the registry, or the operators do not have it."""
+
+
+class HubError(ConfigError):
+    """A model cannot be downloaded or found by its name. The text says what to do."""
 
 
 class CheckpointError(LLMServingError):

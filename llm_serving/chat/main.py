@@ -84,11 +84,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _server_options(arguments: argparse.Namespace) -> list[str]:
-    """Return the options of ``llm-serving serve``. Empty if no server is to be started."""
+    """Return the options of ``llm-serving serve``. Empty if the chat starts no server."""
     options = []
     for name in ("config", "model", "dtype", "quantize"):
         if (value := getattr(arguments, name)) is not None:
             options += [f"--{name}", value]
+    options += ["--offline"] if options and arguments.offline else []
     return options + [word for override in arguments.overrides for word in ("--set", override)]
 
 

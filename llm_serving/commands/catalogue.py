@@ -60,6 +60,13 @@ COMMANDS = (
         "chat", "talk to a model in the terminal", "llm_serving.chat.main:main", "llm_serving.chat.main:build_parser"
     ),
     Command(
+        "models",
+        "list the models of this machine",
+        "llm_serving.commands.models:main",
+        "llm_serving.commands.models:build_parser",
+        is_filter=True,
+    ),
+    Command(
         "plan",
         "show the memory that a model needs, without starting",
         "llm_serving.cli:print_plan",

@@ -17,6 +17,8 @@ _EXAMPLES = """\
 examples:
   %(prog)s serve                                  SmolLM2-135M-Instruct on http://127.0.0.1:8835
   %(prog)s serve --model FOLDER_OR_FILE           your own model
+  %(prog)s serve --model Qwen/Qwen3-0.6B          a model of Hugging Face, downloaded once
+  %(prog)s models                                 the models of this machine
   %(prog)s chat                                   talk to the server, in the terminal
   %(prog)s plan --model FOLDER_OR_FILE            the memory that it needs
   %(prog)s load -X 10 -T 30                       10 requests per second for 30 seconds

@@ -30,6 +30,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "llm_serving/__main__.py",
         "llm_serving/__main__.py serve",
         "llm_serving/__main__.py chat",
+        "llm_serving/__main__.py models",
         "llm_serving/__main__.py plan",
         "llm_serving/__main__.py completion",
     ),

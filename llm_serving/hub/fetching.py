@@ -1,0 +1,55 @@
+"""Turns ``--model`` into a local path: a path stays as it is, and a name is downloaded or found in a cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_serving.config.lookup import PACKAGE_PREFIX, find_path
+from llm_serving.hub.names import HUGGING_FACE, parse_model_name
+
+_TRUE = ("1", "on", "yes", "true")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on this machine. ``name`` is None if the path gives the name."""
+
+    path: str
+    name: str | None = None
+
+
+def local_model(text: str, *, offline: bool = False) -> LocalModel:
+    """Return the model that ``--model`` names. A path that exists is never a name. Raises HubError.
+
+    ``offline`` or ``HF_HUB_OFFLINE`` forbids every request, so the model must be in a cache.
+    """
+    if text.startswith(PACKAGE_PREFIX) or find_path(text, Path.cwd()) is not None:
+        return LocalModel(text)
+    name = parse_model_name(text)
+    if name is None:
+        return LocalModel(text)
+    # imported here, because a path needs no HTTP library
+    if name.hub == HUGGING_FACE:
+        from llm_serving.hub.hugging_face import HuggingFace as Hub
+    else:
+        from llm_serving.hub.model_scope import ModelScope as Hub  # type: ignore[assignment]
+    hub = Hub()
+    path = hub.find(name) if offline or is_offline() else hub.fetch(name)
+    return LocalModel(str(path), None if path.suffix == ".gguf" else name.short)
+
+
+def hub_caches() -> tuple[Path, Path]:
+    """Return the caches of Hugging Face and of ModelScope."""
+    from huggingface_hub import constants  # imported here, because a path needs no HTTP library
+
+    from llm_serving.hub.model_scope import cache_folder
+
+    return Path(constants.HF_HUB_CACHE), cache_folder()
+
+
+def is_offline(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return True if the environment forbids requests to hubs."""
+    return environment.get("HF_HUB_OFFLINE", "").lower() in _TRUE

@@ -1,0 +1,38 @@
+"""Texts that both hubs share: progress, and what to do without a network."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from llm_serving.hub.names import ModelName
+
+
+def how_to_bring(name: ModelName) -> str:
+    """Return the end of an error about a model that cannot be downloaded here."""
+    return (
+        f"on a machine with a network, download {name.repository}, copy the folder or the GGUF file here, and give its "
+        "path: --model /path/to/folder"
+    )
+
+
+def unreachable(name: ModelName, endpoint: str, cache: Path, error: Exception) -> str:
+    """Return the text of an error about a hub that does not answer."""
+    return (
+        f"{name}: {endpoint} cannot be reached ({first_line(error)}), and the model is not in the cache {cache}; "
+        f"{how_to_bring(name)}"
+    )
+
+
+def first_line(error: Exception) -> str:
+    """Return the beginning of an error's text, or of the error that is the reason for a failed connection."""
+    inner = getattr(error.args[0], "reason", None) if error.args else None
+    if isinstance(inner, Exception):
+        return str(inner).rpartition("): ")[2][:300]
+    return (str(error) or type(error).__name__).strip().splitlines()[0][:300]
+
+
+def say(text: str) -> None:
+    """Print a line of progress to standard error."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

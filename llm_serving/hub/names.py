@@ -1,0 +1,52 @@
+"""Names of models on a hub: ``owner/name``, ``hf:owner/name/file.gguf``, ``ms:owner/name@revision``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from llm_serving.errors import HubError
+
+HUGGING_FACE, MODEL_SCOPE = "hf", "ms"
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_NAME = re.compile(
+    rf"(?:(?P<hub>{HUGGING_FACE}|{MODEL_SCOPE}):)?(?P<repository>{_PART}/{_PART})"
+    r"(?:@(?P<revision>[A-Za-z0-9._-]{1,128}))?(?:/(?P<file>(?:[A-Za-z0-9._-]+/)*[A-Za-z0-9._-]+\.gguf))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelName:
+    """A parsed name: the hub, the repository, and optionally a revision and one GGUF file."""
+
+    hub: str
+    repository: str
+    revision: str | None = None
+    file: str | None = None
+
+    @property
+    def short(self) -> str:
+        """The repository's name without its owner."""
+        return self.repository.partition("/")[2]
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{self.hub}:{self.repository}{revision}" + (f"/{self.file}" if self.file else "")
+
+
+def parse_model_name(text: str) -> ModelName | None:
+    """Return the name, or None if ``text`` can only be a path. Raises HubError for a name with a mistake.
+
+    Without ``hf:`` or ``ms:``, only ``owner/name`` is a name, and it means Hugging Face.
+    """
+    has_hub = text.startswith((f"{HUGGING_FACE}:", f"{MODEL_SCOPE}:"))
+    found = _NAME.fullmatch(text)
+    if found is None or ".." in text:
+        if has_hub:
+            raise HubError(
+                f"--model {text}: expected hf:OWNER/NAME or ms:OWNER/NAME, and optionally @REVISION and /FILE.gguf"
+            )
+        return None
+    if not has_hub and (found["file"] or found["revision"] or text.endswith(".gguf")):
+        return None
+    return ModelName(found["hub"] or HUGGING_FACE, found["repository"], found["revision"], found["file"])

@@ -1,0 +1,50 @@
+"""A model by its name, from the hub to the answer: with real processes, a hub on loopback, and Hugging Face's cache."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.hub_server import REPOSITORY as MODEL
+from support.hub_server import folder_files, hub_server
+from support.server_process import ServerProcess
+from support.small_configs import REPOSITORY, TINY_LLAMA
+from support.time_limits import time_limit
+
+
+def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llm_serving", "plan", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=time_limit(60))
+
+
+def test_a_name_is_downloaded_served_and_found_again_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A confined agent can read the files, although they are links into another folder of the cache."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    with hub_server(folder_files(TINY_LLAMA)) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        server = ServerProcess(tmp_path, program=("-m", "llm_serving", "serve", "--model", MODEL))
+        try:
+            server.wait_ready()
+            body = {"messages": [{"role": "user", "content": "What is the capital of Japan?"}], "temperature": 0}
+            answer = server.post("/v1/chat/completions", body)
+            assert answer["choices"][0]["message"]["content"] == "The capital of Japan is Tokyo."
+            assert answer["model"] == "Tiny.Model"
+        finally:
+            server.stop()
+        assert "model.safetensors" in hub.downloaded()
+        assert "training.json" not in hub.downloaded()
+        requests = hub.requests
+        done = plan("--model", MODEL, "--offline")
+        assert done.returncode == 0, done.stderr
+        assert "\nmodel      Tiny.Model, " in done.stdout
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        assert plan("--model", f"hf:{MODEL}").returncode == 0
+        assert hub.requests == requests
+    done = plan("--model", "Tiny-Org/Other")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: hf:Tiny-Org/Other is not in the cache ")
+    assert os.environ["HF_HOME"] in done.stderr
