@@ -14,5 +14,5 @@ use_own_python(TOOLS)
 from tools.log_analysis.main import main  # noqa: E402
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "analyze_log.py ... | head" ends without an error
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # lets "analyze_log.py ... | head" end without an error
     sys.exit(main())

@@ -21,5 +21,5 @@ if __name__ == "__main__":
     prefer_own_python()
     from tools.diagnosis.main import main
 
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "doctor.py ... | head" ends without an error
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # lets "doctor.py ... | head" end without an error
     sys.exit(main())

@@ -14,5 +14,5 @@ use_own_python(TOOLS)
 from tools.replaying.main import main  # noqa: E402
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "replay.py ... | head" ends quietly
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # lets "replay.py ... | head" end without an error
     sys.exit(main())

@@ -134,7 +134,7 @@ class DeviceHooks:
         """Calls ``run``, which runs a graph, after all earlier launches. ``fetched`` are the results to fetch.
 
         If the device ``runs_ahead``, returns before the results are computed. The device then begins to copy the
-        fetched results to the host at once, before any later launch.
+        fetched results to the host before any later launch.
         """
         return Launch(run(), fetched)
 

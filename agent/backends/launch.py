@@ -14,10 +14,11 @@ OnDevice = Any
 
 
 class Launch:
-    """The results of one run of a graph. This class has results that the device computes while it is asked for them.
+    """The results of one run of a graph. With this class, the device computes them during the call that launches the
+    graph.
 
-    A device that runs ahead has a class of its own, whose results are there later. Every method may raise what the run
-    raises.
+    A device that runs ahead has its own class, whose results arrive later. Every method may raise the errors of the
+    run.
     """
 
     def __init__(self, results: tuple[OnDevice, ...], fetched: slice) -> None:
@@ -32,7 +33,7 @@ class Launch:
         return tuple(map(as_array, self._results[self._fetched]))
 
     def when_fetched(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` once, in any thread, when ``fetch`` does not wait any more or raises."""
+        """Calls ``callback`` once, in any thread, when ``fetch`` no longer waits or raises."""
         callback()
 
 

@@ -18,11 +18,11 @@ _KEY = "serving_config.confine_agents"
 
 
 def confine(config: Config, call: SystemCall = system_call) -> str:
-    """Restricts this process, for ever, and returns a text about it for the log and the status page.
+    """Restricts this process permanently, and returns a text about it for the log and the status page.
 
-    Only threads that are started later are restricted, so call this before any library starts one. Always turns off
-    core dumps, because they contain prompts. Raises AgentStartError if the config demands a confinement that the
-    kernel cannot give.
+    Only threads that start later are restricted, so call this before any library starts one. Core dumps are always
+    turned off, because they contain prompts. Raises AgentStartError if the config demands a confinement that the kernel
+    cannot give.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     wanted, on_ascend = config.serving_config.confine_agents, config.device == "Ascend"
@@ -47,7 +47,10 @@ def confine(config: Config, call: SystemCall = system_call) -> str:
 
 
 def _restrict(config: Config, abi: int, call: SystemCall, *, isolates: bool) -> str:
-    """Applies Landlock and the filter. ``isolates``: without network and programs. Returns the description."""
+    """Applies Landlock and the filter of system calls. Returns a description.
+
+    ``isolates`` also forbids network connections and the start of programs.
+    """
     rules = cpu_rules(config) if isolates else ascend_rules(config)
     forbid_new_privileges()
     sys.dont_write_bytecode = True  # the agent may not write into the folders of its code

@@ -15,7 +15,7 @@ from llm_serving.ipc.segment import SHM_DIRECTORY
 
 READ = Right.READ_FILE | Right.READ_DIR
 MAP = Right.READ_FILE | Right.WRITE_FILE
-"""For shared memory and devices: files that exist can be read and written, but none can be made or removed."""
+"""For shared memory and devices: existing files can be read and written, but no file can be made or removed."""
 _MAKE = Right.MAKE_DIR | Right.MAKE_REG | Right.MAKE_SOCK  # MindSpore's profiler makes a UNIX socket for its processes
 WRITE = READ | MAP | _MAKE | Right.REMOVE_DIR | Right.REMOVE_FILE | Right.REFER | Right.TRUNCATE
 
@@ -93,6 +93,6 @@ def _made(folders: Iterable[Path]) -> Iterator[Path]:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             state = folder.lstat() if folder == scratch_folder() else folder.stat()  # others can make links in /tmp
         except OSError:
-            continue  # the agent can do without this folder, or reports the problem when it writes
+            continue  # the agent works without this folder, or reports the problem when it writes
         if stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid():
             yield folder

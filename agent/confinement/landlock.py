@@ -1,4 +1,4 @@
-"""Landlock: a process gives up access to files, TCP ports and the signals of other processes, for good.
+"""Landlock: a process permanently gives up access to files, TCP ports and the signals of other processes.
 
 The kernel's documentation is ``userspace-api/landlock.rst``. Each version of the interface (ABI) adds kinds of access.
 A ruleset names the kinds that it restricts, so an older kernel gets a ruleset with fewer kinds.
@@ -90,10 +90,10 @@ def landlock_abi(call: SystemCall = system_call) -> int:
 
 
 def restrict(rules: Iterable[Rule], *, abi: int, isolates: bool, call: SystemCall = system_call) -> None:
-    """Restricts the calling thread, and all that it starts, to the files of ``rules``.
+    """Restricts the calling thread, and all threads that it starts, to the files of ``rules``.
 
-    ``isolates``: it may also not execute files, not open TCP connections or ports, and not signal processes outside.
-    Rules for missing paths are ignored. Raises OSError.
+    ``isolates``: the thread may also not execute files, not open TCP connections or ports, and not signal processes
+    that are outside of its restriction. Rules for missing paths are ignored. Raises OSError.
     """
     restricted = _file_rights(abi)
     if not isolates:

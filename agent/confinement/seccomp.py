@@ -24,7 +24,7 @@ _ALL_THREADS, _NO_SPECULATION_PENALTY = 1, 4  # SECCOMP_FILTER_FLAG_TSYNC and _S
 _X32_BIT = 0x40000000
 """First number of the system calls of x86-64's second interface (x32). The filter refuses them all."""
 
-# Audit number of the processor, number of seccomp(2), number of socket(2).
+# Audit number of the processor, number of the call seccomp(2), number of the call socket(2).
 _MACHINES = {"x86_64": (0xC000003E, 317, 41), "aarch64": (0xC00000B7, 277, 198)}
 
 _REFUSED = {

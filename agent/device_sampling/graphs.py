@@ -89,7 +89,7 @@ class _Scores(DeviceScores):
         wide = in_float32(values)[:, : self._num_rows]
         if len(ids) == 1:
             return ids[0, : self._num_rows], wide[0]
-        # The first of equal values belongs to the smaller id. A NaN is the largest, so the sampler sees it.
+        # If two values are equal, the first belongs to the smaller id. A NaN is the largest, so the sampler sees it.
         best = wide.argmax(0)
         columns = np.arange(self._num_rows)
         tokens: Int32Array = (ids[best, columns] + best * self._graphs.part_size).astype(np.int32)

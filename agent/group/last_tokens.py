@@ -26,7 +26,7 @@ class SharedLastTokens:
     """
 
     def __init__(self, exchange: Exchange, part: ModelPart, table: RowTable) -> None:
-        """``table`` is the row table of this agent's sampler. Only the agent that samples has tokens in it."""
+        """``table`` is the row table of this agent's sampler. It has tokens only in the agent that samples."""
         self._exchange = exchange
         self._part = part
         self._table = table

@@ -1,4 +1,4 @@
-"""Lets a request in or refuses it: finds its API key, applies the key's quotas, and writes the audit log.
+"""Accepts or refuses a request: finds its API key, applies the key's quotas, and writes the audit log.
 
 ``AccessControl`` is made only if there are API keys or an audit log. Otherwise the server does not call this package.
 """

@@ -1,4 +1,4 @@
-"""Calls a function again and again on the event loop, for example to look for changed files."""
+"""Calls a function repeatedly on the event loop, for example to look for changed files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quotas of one key: requests in flight, requests per minute and tokens per minute. It has no clock of its own."""
+"""The quotas of one key: requests in flight, requests per minute and tokens per minute. The caller states the time."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class KeyUsage:
         return total
 
     def settle(self, reserved: int, used: int) -> None:
-        """Replace a reservation by the tokens that the request really took."""
+        """Replaces a reservation by the number of tokens that the request really used."""
         if self._tokens is not None and reserved:
             self._tokens.take(used - reserved)
 

@@ -1,6 +1,7 @@
 """The table of sub-commands. To add one, add an entry here. Programs are imported when they run.
 
-A program may be in a higher layer (``tools``, ``performance``) that is not installed. Its entry then names what lacks.
+A program may be in a higher layer (``tools``, ``performance``) that is not installed. The error then names the missing
+package.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Reads the start of a GGUF file (llama.cpp's format): its metadata, and where each tensor is.
+"""Reads the start of a GGUF file (llama.cpp's format): its metadata, and the position of each tensor.
 
 A file of version 2 or 3 is little-endian. It begins with "GGUF", the version (u32), the number of tensors (u64) and the
 number of metadata entries (u64). An entry is a key, a type (u32) and a value. A text is its length (u64) and its bytes.
 An array is the type of its elements (u32), their number (u64) and the elements.
 
-Then follows an entry for each tensor: its name, the number of its dimensions (u32), its dimensions (u64, the innermost
-first), its type (u32) and the offset of its data (u64). Offsets count from the first aligned position after the
-entries.
+After the metadata, each tensor has an entry. It consists of the name, the number of dimensions (u32), the dimensions (u64,
+the innermost first), the type (u32) and the offset of the data (u64). Offsets count from the first aligned position
+after the entries.
 
 The specification is docs/gguf.md of https://github.com/ggml-org/ggml.
 """

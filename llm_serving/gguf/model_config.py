@@ -13,7 +13,7 @@ from llm_serving.formats.typed_fields import TypedFields
 from llm_serving.gguf.header import Header, read_header
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor with the numbers by which llama.cpp divides the rotary frequencies of Llama 3.1 and later."""
+"""Name of the tensor with the numbers by which llama.cpp divides the rotary frequencies of Llama 3.1 and later."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants of Llama 3's rotary scaling. The file has only the factors that follow from them."""
 _MAX_FACTORS = 4096

@@ -195,7 +195,10 @@ def _pre_tokenizer(rule: WordRule) -> dict[str, Any]:
 
 
 def _byte_level(*, splits: bool) -> dict[str, Any]:
-    """Return the step that writes bytes as printable characters. ``splits``: it also applies GPT-2's rule of words."""
+    """Returns the step that writes bytes as printable characters.
+
+    With ``splits``, it also applies GPT-2's rule of words.
+    """
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": splits}
 
 

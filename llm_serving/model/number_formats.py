@@ -29,7 +29,7 @@ class WeightFormat:
     name: str
     """Value of ``model_config.weight_format``."""
     bits: int
-    """Bits of one weight. Scales and zero points come in addition."""
+    """Bits of one weight, without its scales and zero points."""
     storage: str
     """Type of an unpacked weight in memory (a key of ``agent.weights.storage.STORAGE_DTYPES``)."""
     kernel_code: int

@@ -1,6 +1,7 @@
-"""Checks that the agents compute correct results. An agent that fails one is restarted.
+"""Checks that the agents compute correct results. Agents that fail a check are restarted.
 
-- ``results``: logits that are not finite, in the result of each step. The sampler marks them.
-- The check of rows: the agents compute a sequence again, alone (``agent/model_runner.py``). ``StepSlots`` chooses it.
-- ``canary``: a fixed prompt, whose tokens must stay the same.
+- ``results`` finds sequences whose logits are not finite, in the result of each step. The sampler marks them.
+- ``canary`` runs a fixed prompt, whose tokens must stay the same.
+- In the check of rows, the agents compute one sequence of a step again, alone (``agent/model_runner.py``).
+  ``StepSlots`` chooses the sequence.
 """

@@ -1,4 +1,4 @@
-"""The canary: a fixed prompt that must always get the same tokens, at the start, on a timer and after restarts."""
+"""The canary is a fixed prompt. Its tokens must be the same at the start, on a timer and after restarts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from llm_serving.telemetry.metrics import Metrics
 PROMPT_TOKENS = 16
 OUTPUT_TOKENS = 8
 _STRIDE = 7919
-"""Distance of the ids of the prompt. It is a prime number, so that the ids are spread over the vocabulary."""
+"""Difference between successive token ids of the prompt.
+
+It is prime, so that the ids are spread over the vocabulary.
+"""
 _LOWEST_PRIORITY = 2**31 - 1
 MAX_RUN_S = 300.0
 """A run that takes longer is given up, because the server has too much other work."""
@@ -51,7 +54,7 @@ class Canary:
                 continue
 
     async def check(self) -> None:
-        """Run the prompt as often as there are replicas, at the same time. The router then uses all of them."""
+        """Run the prompt once for each replica, all at the same time. The router then gives one run to each replica."""
         await asyncio.gather(*(self._check_one() for _ in range(self._num_replicas)))
 
     async def _check_one(self) -> None:
@@ -80,7 +83,7 @@ class Canary:
         """
         name = f"canary-{uuid.uuid4().hex}"
         sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-        # The salt prevents that the run finds cached blocks: it must compute its prompt.
+        # The salt prevents hits in the prefix cache, so that the prompt is computed.
         scheduling = SchedulingParams(priority=_LOWEST_PRIORITY, cache_salt=name.encode())
         stream = PieceStream()
         tokens: list[int] = []

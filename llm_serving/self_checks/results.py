@@ -1,4 +1,4 @@
-"""Looks for logits that are not finite in the result of a step."""
+"""Finds sequences whose logits are not finite, in the result of a step."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def broken_requests(result: StepResult, updates: Iterable[RequestUpdate]) -> lis
 
 
 def is_all_broken(result: StepResult) -> bool:
-    """Return whether no sequence of the step has a token, although at least one has logits."""
+    """Return True if no sequence of the step has a usable token, and at least one has logits that are not finite."""
     return NOT_FINITE in result.sampled_ids and max(result.sampled_ids) < 0

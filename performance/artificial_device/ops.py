@@ -1,4 +1,4 @@
-"""The native op table of a CPU with an artificial device. MindSpore must be set up before this is imported."""
+"""The native op table of a CPU with an artificial device. MindSpore must be set up before this module is imported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ArtificialHooks(NativeCpuHooks):
 
 
 class ArtificialOps(NativeCpuOps):
-    """Runs ahead on an artificial device, unless a subclass sets ``traits`` otherwise."""
+    """A native op table that runs ahead on an artificial device, unless a subclass sets ``traits`` differently."""
 
     traits: ClassVar[DeviceTraits] = replace(NativeCpuOps.traits, runs_ahead=True)
     device: ClassVar[ArtificialDevice]

@@ -63,7 +63,7 @@ class QueuedLaunch(Launch):
 
 @dataclass
 class ArtificialDevice:
-    """Runs launches one after the other in a thread of its own, which never ends."""
+    """Runs launches one after the other in its own thread, which never ends."""
 
     device_s: float = 0.0
     """The least time that a launch takes on the device."""

@@ -1,8 +1,8 @@
-"""Defines the kernels and shapes that are measured. A case owns large arrays, so the program creates only one case at a
-time.
+"""Defines the kernels and shapes that are measured.
 
-A case has several copies of the data that it must read, together at least ``ROTATION_BYTES``, and uses them in turn.
-With one copy the weights would stay in the last-level cache, which does not happen in a model.
+A case owns large arrays, so the program creates only one case at a time. A case has several copies of the data that it
+must read, together at least ``ROTATION_BYTES``, and its calls use them one after the other. With one copy the weights
+would stay in the last-level cache, which does not happen in a model.
 """
 
 from __future__ import annotations

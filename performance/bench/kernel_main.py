@@ -172,7 +172,7 @@ def measured(case: Case, seconds: float, ceilings: Ceilings) -> Row:
 
 
 def median_call_seconds(calls: Sequence[Callable[[], object]], seconds: float) -> float:
-    """Passes through all calls again and again for ``seconds``, and returns the median time of a call."""
+    """Passes through all calls repeatedly for ``seconds``, and returns the median time of a call."""
     return statistics.median(alternating_passes([calls], seconds)[0])
 
 

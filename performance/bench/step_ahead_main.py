@@ -1,10 +1,10 @@
-"""Measures how well the host's work of a decode step hides behind the device's work (``agent.run_ahead``).
+"""Measures how well the host's work for a decode step overlaps with the device's work (``agent.run_ahead``).
 
 A CPU acts as a device with a queue (``performance/artificial_device``): a launch takes --device-ms there. The host
-needs --host-ms for each step, two thirds for the launch and one third for the answer. The worker of a real agent runs
+needs --host-ms for each step, two thirds for the launch and one third for the result. The worker of a real agent runs
 the steps, two at a time, first with steps ahead and then without. With steps ahead, the period of a step should be the
-time of the device. Both are medians, so that other programs on the machine disturb them less. The exit code is 1 if
-the period is more than --limit times the time of the device.
+time of the device. Both are medians, so that other programs on the machine disturb them less. The exit code is 1 if the
+period is more than --limit times the time of the device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CONTEXT, SEQUENCES, IN_FLIGHT = 64, 4, 2
 TRACED = 4
 """Number of steps in the trace."""
 Span = tuple[float, float, str]
-"""Start and end in seconds of ``time.perf_counter``, and what happened."""
+"""Start and end in seconds of ``time.perf_counter``, and the work that was done."""
 
 
 @exits_with_errors
@@ -74,7 +74,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(config: Config, options: argparse.Namespace, *, runs_ahead: bool) -> tuple[list[Span], list[Busy]]:
-    """Runs the steps. Returns what the host did, and when the device was busy."""
+    """Runs the steps. Returns the host's work as spans, and the periods in which the device was busy."""
     from performance.artificial_device.ops import use_artificial_device  # imports mindspore
 
     device = ArtificialDevice()
@@ -142,7 +142,7 @@ def _slot(config: Config) -> Any:
 
 
 def timeline(spans: Sequence[Span], periods: Sequence[Busy]) -> str:
-    """Returns what happened in the last steps, in the order of time."""
+    """Returns the work of the last steps in the order of time."""
     periods = periods[-TRACED:]
     origin = periods[0].start
     everything = [*spans, *((each.start, each.end, "device computes a step") for each in periods)]

@@ -27,7 +27,7 @@ MakeGenerate = Callable[[dict[str, Any]], Generate]
 FIRST_PLAIN_TOKEN = 10
 WARM_UP_TOKENS = 4
 MARK = "peer-result "
-"""Begins each line of the output that has a result. Other lines come from the peer itself."""
+"""The beginning of each line of the output that has a result. All other lines come from the peer itself."""
 
 
 def main(make_generate: MakeGenerate) -> None:

@@ -1,4 +1,4 @@
-"""Undisturbed decoding is written as one record. It reads like single records of the same calls."""
+"""Undisturbed decoding is written as one record. The reader returns the same calls as for single records."""
 
 from __future__ import annotations
 

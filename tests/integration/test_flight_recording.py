@@ -50,7 +50,7 @@ def test_a_servers_recording_replays_though_it_was_killed(tmp_path, settings):
         concurrent.futures.wait(answers, return_when=concurrent.futures.FIRST_COMPLETED)
         agent.kill()  # most responses are completed by the next agent
         texts = [answer.result()["choices"][0]["text"] for answer in answers]
-        server.wait_until_idle()  # then all records are written; under load the last 50 ms of steps may be lost
+        server.wait_until_idle()  # after this, all records are written; under load the last 50 ms of steps may be lost
         last = [pool.submit(ask, server, number) for number in range(4)]
         [agent] = server.agents()
         os.kill(server.pid, signal.SIGKILL)

@@ -26,9 +26,9 @@ _OPERANDS = (
 )  # fmt: skip
 """Operands of GroupedMatmulV4, before its settings."""
 _SETTINGS = {"split_item": 3, "group_type": 0, "group_list_type": 1, "act_type": 0}
-"""One output, groups of rows with their sizes, no activation."""
+"""The settings of every product: one output, groups of rows with their sizes, no activation."""
 _ROUTING = {"active_num": 0, "expert_capacity": 0, "drop_pad_mode": 0, "expert_tokens_count_or_cumsum_flag": 2}
-"""No row is dropped or padded, and the rows of an expert are counted."""
+"""The settings of the routing: no row is dropped or padded, and the rows of an expert are counted."""
 
 Found = tuple[str, str, int]
 """Origin of an operand: a parameter, another kind of value or a primitive; its name; and the index of the result."""

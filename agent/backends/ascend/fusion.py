@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 REQUIRED_FLAGS = {"opt_level": "2", "enable_dynamic_shape_fusion": "true", "dump_as_text": "true"}
-"""Flags that are added where the config has no other value: fuse at O0, fuse dynamic shapes, and report the fusions."""
+"""Flags that are added unless the config sets them: fuse at O0, fuse dynamic shapes, and report the fusions."""
 _DUMP = Path("graph_kernel_dump")
 """The folder that MindSpore writes its report to, in the working directory."""
 _CLUSTER = re.compile(r"^Source nodes of \S*GraphKernel_", re.MULTILINE)

@@ -42,7 +42,7 @@ class ShardedEmbedding(nn.Cell):
 
 
 class Sum(nn.Cell):
-    """The sum over the agents."""
+    """Adds the agents' parts of a result."""
 
     def __init__(self, all_reduce: Operator) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Linear(nn.Cell):
 
 
 class NormLinear(nn.Cell):
-    """The first layer of a stage, where ``residual`` is ``hidden``."""
+    """The norm and linear layer of the first layer of a stage, where ``residual`` is ``hidden``."""
 
     def __init__(self, norm_linear: Operator, epsilon: float) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ def causal_mask(form: AttentionForm, dtype: str) -> Tensor:
 
 
 def no_mask(dtype: str) -> Tensor:
-    """Makes the placeholder for PagedAttention's mask in steps where every sequence has one token."""
+    """Makes the placeholder for PagedAttention's mask, for steps where every sequence has one token."""
     return Tensor(np.zeros((1, 1)), MINDSPORE_DTYPES[dtype])
 
 
