@@ -4,9 +4,9 @@ A file of version 2 or 3 is little-endian. It begins with "GGUF", the version (u
 number of metadata entries (u64). An entry is a key, a type (u32) and a value. A text is its length (u64) and its bytes.
 An array is the type of its elements (u32), their number (u64) and the elements.
 
-After the metadata, each tensor has an entry. It consists of the name, the number of dimensions (u32), the dimensions (u64,
-the innermost first), the type (u32) and the offset of the data (u64). Offsets count from the first aligned position
-after the entries.
+After the metadata, each tensor has an entry. It consists of the name, the number of dimensions (u32), the dimensions
+(u64, the innermost first), the type (u32) and the offset of the data (u64). Offsets count from the first aligned
+position after the entries.
 
 The specification is docs/gguf.md of https://github.com/ggml-org/ggml.
 """

@@ -184,11 +184,11 @@ class SloStarts(Stateful):
         At most ``max_starts`` requests start, so that every running sequence keeps its time between tokens.
 
     Late requests
-        Without a limit, late requests would start in all free capacity if no request on time waits. They would soon need
-        every block. Then no request could start for seconds, and all that arrive in that time would be late too. So while
-        requests on time are expected, one late request may start for each request that has ended since the last step, and
-        one more after every ``STEPS_FOR_ONE_MORE`` steps. This is a token bucket. Its depth is one request, or the number
-        of requests that ended since the last step.
+        Without a limit, late requests would start in all free capacity if no request on time waits. They would soon
+        need every block. Then no request could start for seconds, and all that arrive in that time would be late too.
+        So while requests on time are expected, one late request may start for each request that has ended since the
+        last step, and one more after every ``STEPS_FOR_ONE_MORE`` steps. This is a token bucket. Its depth is one
+        request, or the number of requests that ended since the last step.
 
     Late requests start without this limit in two cases: less than half of the blocks and usable batch rows are in use,
     or no request has arrived for the time of an objective. ``SloOrder`` also gives every ``LATE_SHARE``-th start to a

@@ -221,7 +221,7 @@ class _Rules:
         for operand, width in zip((query, key, cos, sin), widths, strict=True):
             yield from _differs("an operand", self._type(operand), TensorType(self._dtype, (-1, width)))
         if cos_format.value != 2:
-            yield f"cos_format is {cos_format.value}; halves of a head, with a row of cosines a token, is 2"
+            yield f"cos_format is {cos_format.value}; it must be 2 (halves of a head, one row of cosines per token)"
 
     def _check_norm(self, node: Node) -> Iterator[str]:
         epsilon = self._wiring.operands(node)[3].value
