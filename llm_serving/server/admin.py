@@ -99,7 +99,7 @@ async def _health_ready(state: ServerState, request: Request) -> Response:
 
 
 async def _metrics(state: ServerState, request: Request) -> Response:
-    state.metrics.event_loop_stall(state.loop_watch.take_longest())
+    state.metrics.event_loop_stall(*state.loop_watch.take_longest())
     return Response(state.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
 

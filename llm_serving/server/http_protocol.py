@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -54,6 +54,8 @@ class ConnectionRules:
     max_connections: int
     refused: Callable[[], None]
     """Called for each connection beyond ``max_connections``."""
+    handshakes: set[asyncio.Task[None]] = field(default_factory=set)
+    """Tasks of connections whose TLS handshake is not complete. These connections count like the others."""
 
 
 def age_of(value: bytes, now: float) -> float:
@@ -180,7 +182,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._rules.max_connections:
+        if len(self.connections) + len(self._rules.handshakes) > self._rules.max_connections:
             self._rules.refused()
             self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
         else:

@@ -51,7 +51,7 @@ INLINE_BODY_BYTES = 65536
 """Maximum size of a request body that the event loop's thread parses. Another thread parses larger ones."""
 MAX_DETOKENIZE = 131072
 """Maximum number of tokens in a request to ``/detokenize``."""
-MAX_JSON_VALUES = 2_000_000
+MAX_JSON_VALUES = 262_144
 """Maximum number of values in a request body. Token ids of prompts are most of them."""
 MAX_JSON_OBJECTS = 65536
 """Maximum number of strings, and of objects and lists together, in a request body."""

@@ -10,11 +10,17 @@ PERIOD_S = 0.01
 
 
 class LoopWatch:
-    """Measures the longest delay of a timer on the event loop, which is the longest time that the loop was blocked."""
+    """Measures the longest delay of a timer on the event loop, which is the longest time that the loop was blocked.
+
+    A busy machine also delays the timer. Therefore the processor time of the server process in each delay is measured,
+    too. The loop cannot have worked for longer than that.
+    """
 
     def __init__(self) -> None:
         self._longest = 0.0
+        self._longest_busy = 0.0
         self._due = 0.0
+        self._cpu = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -26,15 +32,21 @@ class LoopWatch:
             self._timer.cancel()
             self._timer = None
 
-    def take_longest(self) -> float:
-        """Return the longest block in seconds since the last call."""
-        longest, self._longest = self._longest, 0.0
+    def take_longest(self) -> tuple[float, float]:
+        """Return two figures since the last call, in seconds: the longest block, and the most processor time that the
+        process used in one block.
+        """
+        longest = self._longest, self._longest_busy
+        self._longest = self._longest_busy = 0.0
         return longest
 
     def _schedule(self) -> None:
         self._due = time.monotonic() + PERIOD_S
+        self._cpu = time.process_time()
         self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._measure)
 
     def _measure(self) -> None:
-        self._longest = max(self._longest, time.monotonic() - self._due)
+        delay = time.monotonic() - self._due
+        self._longest = max(self._longest, delay)
+        self._longest_busy = max(self._longest_busy, min(delay, time.process_time() - self._cpu))
         self._schedule()

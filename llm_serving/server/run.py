@@ -8,7 +8,7 @@ import math
 import resource
 import socket
 import ssl
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +18,9 @@ import uvicorn
 from llm_serving.access.tls import ServerTls
 from llm_serving.server.app import ServerApp
 from llm_serving.server.http_protocol import BoundedHttpProtocol, ConnectionRules
-from llm_serving.server.limits import HEADER_TIMEOUT_S, KEEP_ALIVE_S
+from llm_serving.server.limits import KEEP_ALIVE_S
 from llm_serving.server.proxies import TrustedProxies
+from llm_serving.server.tls_listener import TlsListener
 
 CLOSE_S = 1.0
 """Seconds in which clients can read the last bytes after all requests have ended. Then connections are closed."""
@@ -122,10 +123,9 @@ class _Server(uvicorn.Server):
             connect = partial(self._connection, listener.app)
             if listener.sock.family == socket.AF_UNIX:
                 server = await loop.create_unix_server(connect, sock=listener.sock, backlog=BACKLOG)
-            elif listener.tls:
-                server = await loop.create_server(
-                    connect, sock=listener.sock, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=HEADER_TIMEOUT_S
-                )
+            elif listener.tls and self._tls is not None:
+                self.servers.append(self._tls_listener(listener.sock, self._tls, connect))  # type: ignore[arg-type]
+                continue
             else:
                 server = await loop.create_server(connect, sock=listener.sock, backlog=BACKLOG)
             self.servers.append(server)
@@ -136,6 +136,12 @@ class _Server(uvicorn.Server):
         )
         protocol.app = app
         return protocol
+
+    def _tls_listener(
+        self, sock: socket.socket, tls: ssl.SSLContext, connect: Callable[[], BoundedHttpProtocol]
+    ) -> TlsListener:
+        sock.listen(BACKLOG)
+        return TlsListener(self._rules, sock, tls, connect, lambda: len(self.server_state.connections))
 
     async def main_loop(self) -> None:
         await self._tick_until(asyncio.ensure_future(self._stop.wait()))

@@ -47,6 +47,12 @@ class Metrics:
             "Longest time since the last scrape during which the event loop was blocked and served no client.",
             registry=self.registry,
         )
+        self._busy_stall = Gauge(
+            "llm_serving_event_loop_longest_busy_seconds",
+            "Most processor time that the server's process used while the event loop was blocked, since the last "
+            "scrape. If the stall is much longer, the machine was busy with other programs.",
+            registry=self.registry,
+        )
         self._refused_connections = self._counter(
             "llm_serving_connections_refused", "Connections refused because of serving_config.max_connections."
         )
@@ -235,9 +241,12 @@ class Metrics:
         """Count a request that access control refused. ``reason`` is for example ``wrong_key`` or a quota."""
         self._refused_access.labels(reason).inc()
 
-    def event_loop_stall(self, seconds: float) -> None:
-        """Set the longest time since the last scrape during which the event loop was blocked."""
+    def event_loop_stall(self, seconds: float, busy_seconds: float) -> None:
+        """Set the longest time since the last scrape during which the event loop was blocked, and the most processor
+        time of the process during one such time.
+        """
         self._stall.set(seconds)
+        self._busy_stall.set(busy_seconds)
 
     def exposition(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""

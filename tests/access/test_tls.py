@@ -10,6 +10,7 @@ import socket
 import ssl
 import subprocess
 from dataclasses import replace
+from functools import partial
 
 import httpx
 import openai
@@ -17,12 +18,14 @@ import pytest
 
 from llm_serving.access.tls import ServerTls
 from llm_serving.errors import ConfigError
+from llm_serving.server import tls_listener
 from support.access_keys import SilentLog, access_for, secret_of
 from support.certificates import client_context, make_authority, make_certificate
 from support.fake_engine import FakeEngine
 from support.http_server import HttpServer, http_request, wait_until
 from support.time_limits import time_limit
 
+LIVE = b'{"status":"live"}'
 STREAM = json.dumps({"prompt": "a", "max_tokens": 100, "stream": True}).encode()
 
 
@@ -41,8 +44,8 @@ def certificates(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def tls_server(tokenizer, certificates, *, client_ca=None, access=None, files=None):
-    server = HttpServer(FakeEngine(tokenizer), access)
+def tls_server(tokenizer, certificates, *, client_ca=None, access=None, files=None, **settings):
+    server = HttpServer(FakeEngine(tokenizer), access, **settings)
     cert, key = files or certificates.server
     server.tls = ServerTls(str(cert), str(key), client_ca and str(client_ca), SilentLog())
     server.start()
@@ -188,6 +191,40 @@ def test_a_renewed_certificate_is_used_without_a_restart(tokenizer, certificates
         assert name() == "client"
         old.sendall(request)
         assert old.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def is_closed(connection):
+    try:
+        return connection.recv(65536) == b""
+    except ConnectionError:
+        return True
+
+
+def test_connections_in_a_handshake_count_and_must_complete_it(tokenizer, certificates, monkeypatch):
+    monkeypatch.setattr(tls_listener, "HEADER_TIMEOUT_S", time_limit(1.0))
+    request = http_request("/health/live", b"", method="GET")
+    with tls_server(tokenizer, certificates, max_connections=3) as server, contextlib.ExitStack() as stack:
+        refused = partial(server.metrics.registry.get_sample_value, "llm_serving_connections_refused_total")
+        with encrypted(server, certificates, request) as connection:
+            read_until(connection, LIVE)
+            silent = [stack.enter_context(server.raw(data)) for data in (b"", b"\x16\x03\x01")]
+            assert is_closed(stack.enter_context(server.raw(b"")))
+            assert refused() == 1.0
+            assert [is_closed(one) for one in silent] == [True, True]  # recv waits for the end of the handshake
+            connection.sendall(request)  # the connection with a complete handshake stays
+            read_until(connection, LIVE)
+        with encrypted(server, certificates, request) as connection:
+            read_until(connection, LIVE)
+        assert refused() == 1.0
+
+
+def test_an_unfinished_handshake_does_not_delay_the_end_of_the_server(tokenizer, certificates):
+    with tls_server(tokenizer, certificates) as server:
+        connection = server.raw(b"\x16\x03\x01")
+        with encrypted(server, certificates):
+            pass  # the server has accepted both connections
+    assert is_closed(connection)
+    connection.close()
 
 
 @pytest.mark.parametrize(

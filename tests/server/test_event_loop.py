@@ -22,20 +22,38 @@ from support.http_server import http_request, read_response, running, wait_until
 STALL_S = 0.3
 
 
-def stall(server):
+def stall(server, kind="stall"):
     text = server.http.get("/metrics").text
-    [line] = [line for line in text.splitlines() if line.startswith("llm_serving_event_loop_longest_stall_seconds ")]
+    name = f"llm_serving_event_loop_longest_{kind}_seconds "
+    [line] = [line for line in text.splitlines() if line.startswith(name)]
     return float(line.split()[1])
+
+
+def block(server, work):
+    done = threading.Event()
+    server._loop.call_soon_threadsafe(lambda: (work(), done.set()))
+    assert done.wait(10)
 
 
 def test_a_stall_is_in_the_metrics_once(server):
     stall(server)
-    done = threading.Event()
-    server._loop.call_soon_threadsafe(lambda: (time.sleep(STALL_S), done.set()))
-    assert done.wait(10)
+    block(server, lambda: time.sleep(STALL_S))
     assert stall(server) >= STALL_S - 0.05
     server._loop.call_soon_threadsafe(lambda: None)
     assert stall(server) != pytest.approx(STALL_S, abs=0.001)
+
+
+def test_a_stall_without_work_is_told_apart(server):
+    def work():
+        until = time.thread_time() + STALL_S
+        while time.thread_time() < until:
+            pass
+
+    stall(server)
+    block(server, work)
+    assert stall(server, "busy") >= STALL_S - 0.05
+    block(server, lambda: time.sleep(STALL_S))
+    assert stall(server, "busy") < STALL_S / 2
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from support.time_limits import time_limit
 MAX_STALL_S = 0.1
 _TICK_S = 0.01
 _STALL = re.compile(r"^llm_serving_event_loop_longest_stall_seconds (\S+)", re.M)
+_BUSY = re.compile(r"^llm_serving_event_loop_longest_busy_seconds (\S+)", re.M)
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,15 @@ class Stall:
     loop_s: float
     machine_s: float
     """The longest delay of a thread that only sleeps."""
+    busy_s: float
+    """Most processor time of the server during a stall. The event loop's own work took at most that."""
     waited_s: float
     """Time for which the server's threads were ready and waited for a processor, together. For short periods only."""
 
     @property
     def own_s(self) -> float:
         """The part of the stall that the machine does not explain."""
-        return max(0.0, self.loop_s - self.machine_s)
+        return min(self.busy_s, max(0.0, self.loop_s - self.machine_s))
 
 
 class StallWatch:
@@ -55,16 +58,18 @@ class StallWatch:
 
     def take(self) -> Stall:
         """Return the longest stall since the last call."""
-        loop_s = self._loop_stall()
+        loop_s, busy_s = self._loop_stall()
         machine_s, self._longest = self._longest, 0.0
         before, self._waited_ns = self._waited_ns, self._wait_ns()
-        return Stall(loop_s, machine_s, max(0, self._waited_ns - before) / 1e9)
+        return Stall(loop_s, machine_s, busy_s, max(0, self._waited_ns - before) / 1e9)
 
-    def _loop_stall(self) -> float:
+    def _loop_stall(self) -> tuple[float, float]:
         with urllib.request.urlopen(self._server.url + "/metrics", timeout=time_limit(30)) as response:
-            match = _STALL.search(response.read().decode())
-        assert match is not None
-        return float(match[1])
+            text = response.read().decode()
+        stall, busy = _STALL.search(text), _BUSY.search(text)
+        assert stall is not None
+        assert busy is not None
+        return float(stall[1]), float(busy[1])
 
     def _wait_ns(self) -> int:
         """Return the time for which the server's threads have waited for a processor, from the kernel."""

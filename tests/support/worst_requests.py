@@ -1,0 +1,166 @@
+"""The accepted requests that take the server's event loop longest, one for each kind of work."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llm_serving.sampling_params import PARAMETERS
+from llm_serving.server.limits import (
+    INLINE_BODY_BYTES,
+    INLINE_CHAT_CHARS,
+    INLINE_ITEMS,
+    INLINE_MESSAGES,
+    INLINE_TOKENIZE_CHARS,
+    MAX_CHOICES,
+    MAX_DETOKENIZE,
+    MAX_JSON_OBJECTS,
+    MAX_JSON_VALUES,
+    MAX_LOGPROB_ENTRIES,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_SEQUENCES,
+)
+from support.small_configs import TINY_LLAMA
+from support.time_limits import time_limit
+
+CONTEXT = 2048
+BODY_BYTES = 8 << 20
+TIMEOUT_S = 600.0
+OVERRIDES = ("model_config.decode_batch_size=[64]", "model_config.prefill_batch_size=[16]", "pa_config.num_blocks=4096")
+SLOW_TEMPLATE = (
+    "{% for i in range(9000) %}{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+)
+"""Takes nearly all steps that a template may take on the event loop."""
+
+
+@dataclass(frozen=True)
+class WorstRequest:
+    """A request that the server accepts. ``read`` receives the response."""
+
+    name: str
+    path: str
+    body: bytes
+    read: Callable[[http.client.HTTPResponse], None] = lambda response: _read_all(response)
+
+    def send(self, port: int) -> None:
+        """Send the request and read the response. Raises AssertionError if it is not accepted."""
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=time_limit(TIMEOUT_S))
+        try:
+            connection.connect()
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.request("POST", self.path, self.body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            assert response.status == 200, (self.name, response.status, response.read()[:300])
+            self.read(response)
+        finally:
+            connection.close()
+
+
+def slow_model(folder: Path) -> Path:
+    """Make a copy of the tiny model whose chat template takes many steps."""
+    model = folder / "slow_model"
+    shutil.copytree(TINY_LLAMA, model)
+    settings = model / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": SLOW_TEMPLATE}))
+    return model
+
+
+def worst_requests(max_tokens: int) -> list[WorstRequest]:
+    """Return the requests. The server needs ``OVERRIDES``. ``max_tokens`` limits the length of outputs."""
+    return [*_bodies(), *_texts(), *_outputs(max_tokens)]
+
+
+def _bodies() -> list[WorstRequest]:
+    """Bodies as large, or with as many parts, as the parser accepts. The server ignores ``metadata``."""
+    small = {"prompt": "a", "max_tokens": 1}
+    number = len("31999,")
+    values = min(MAX_JSON_VALUES, (BODY_BYTES - 1000) // number) - 1000
+    half = BODY_BYTES - 1000
+    return [
+        _completion("body: one long text", small, metadata="x" * half),
+        _completion("body: escaped ASCII", small, metadata="é" * (half // 6)),
+        _completion("body: numbers", small, metadata=[31999] * values),
+        _completion("body: objects", small, metadata=[{f"a{i}": i} for i in range(MAX_JSON_OBJECTS // 2)]),
+        _completion("body: inline limit", small, metadata=["a"] * ((INLINE_BODY_BYTES - 200) // 4)),
+    ]
+
+
+def _texts() -> list[WorstRequest]:
+    """Prompts as long as the context, of texts that tokenizers are slow with, and conversations."""
+    requests = []
+    for name, text in {"letters": "a" * 2900, "words": "word " * 580, "marks": "e\u0302\u0323" * 960}.items():
+        requests += [
+            _request(f"tokenize: {name}", "/tokenize", {"prompt": text}),
+            _request(
+                f"tokenize {name} at the inline limit", "/tokenize", {"prompt": (text * 9)[:INLINE_TOKENIZE_CHARS]}
+            ),
+        ]
+    long = [[7] * (CONTEXT - 2)] * (MAX_CHOICES - 1)
+    message = {"role": "user", "content": "a"}
+    inline = [{"role": "user", "content": "a" * (INLINE_CHAT_CHARS // INLINE_MESSAGES // 40)}] * INLINE_MESSAGES
+    return [
+        *requests,
+        _request("detokenize", "/detokenize", {"tokens": [300] * MAX_DETOKENIZE}),
+        _request("detokenize at the inline limit", "/detokenize", {"tokens": [300] * INLINE_ITEMS}),
+        _completion("prompts: as many tokens as possible", {"prompt": long, "max_tokens": 1}),
+        _completion("prompts: as many as possible", {"prompt": ["a"] * MAX_SEQUENCES, "max_tokens": 1}),
+        _request(
+            "template: messages", "/tokenize", {"messages": [{**message, "content": ""}] * (MAX_MESSAGES * 3 // 4)}
+        ),
+        _request("template: inline limit", "/tokenize", {"messages": inline}),
+    ]
+
+
+def _outputs(max_tokens: int) -> list[WorstRequest]:
+    """Outputs with as many choices, log-probabilities and stop strings as possible."""
+    length = min(MAX_LOGPROB_ENTRIES // (MAX_LOGPROBS + 1) // MAX_CHOICES, max_tokens)
+    tokens = {"prompt": "a", "n": MAX_CHOICES, "max_tokens": length, "ignore_eos": True, "temperature": 1.0, "seed": 1}
+    logprobs = {**tokens, "logprobs": MAX_LOGPROBS}
+    stop = PARAMETERS["stop"]
+    near = ["e" * ((stop.max_chars or 0) - 1) + chr(ord("a") + i) for i in range(stop.max_items or 0)]
+    chat = {**tokens, "messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": MAX_LOGPROBS}
+    del chat["prompt"]
+    details = {"max_new_tokens": min(1500, max_tokens), "details": True, "top_n_tokens": 5, "return_logits": True}
+    return [
+        _completion("output: choices and log-probabilities", logprobs),
+        _completion("output: stream of log-probabilities", logprobs, stream=True),
+        _completion("output: stream to a slow reader", logprobs, read=_read_late, stream=True),
+        _completion("output: stop strings", tokens, stop=near),
+        _completion("output: stream of token ids", tokens, stream=True, return_token_ids=True),
+        _request("output: chat with log-probabilities", "/v1/chat/completions", chat),
+        _request("output: stream of details", "/generate_stream", {"inputs": "a", "parameters": details}),
+        _completion("output: beams", {"prompt": "a", "max_tokens": 64, "use_beam_search": True, "n": 16}),
+    ]
+
+
+def _completion(
+    name: str, fields: dict[str, Any], read: Callable[[http.client.HTTPResponse], None] | None = None, **more: Any
+) -> WorstRequest:
+    return _request(name, "/v1/completions", {**fields, **more}, read)
+
+
+def _request(
+    name: str, path: str, fields: dict[str, Any], read: Callable[[http.client.HTTPResponse], None] | None = None
+) -> WorstRequest:
+    body = json.dumps(fields, separators=(",", ":")).encode()
+    return WorstRequest(name, path, body) if read is None else WorstRequest(name, path, body, read)
+
+
+def _read_all(response: http.client.HTTPResponse) -> None:
+    while response.read(1 << 20):
+        pass
+
+
+def _read_late(response: http.client.HTTPResponse) -> None:
+    """Read after a pause, in which the server keeps the pieces of the stream."""
+    time.sleep(5.0)
+    _read_all(response)
