@@ -21,9 +21,9 @@
 namespace llmk {
 namespace {
 
-// rows that an MLP computes at a time, so that its intermediate results stay in the cache
+// number of rows that an MLP computes at a time, so that its intermediate results stay in the cache
 constexpr int64_t kMlpRows = 256;
-// with at least this many rows per thread, each thread computes rows of its own; with fewer, all threads share a call
+// from this number of rows per thread on, each thread computes its own rows; with fewer, all threads share each call
 constexpr int64_t kThreadRows = 128;
 
 int64_t row_bytes(DType dtype, int64_t width) { return size_of(dtype) * width; }

@@ -217,7 +217,7 @@ class alignas(64) Stretch {
   std::atomic<uint64_t> left_;  // undefined before set()
 };
 
-// scratch memory of all threads in bytes; [1]: data between operators, [0]: all other data
+// scratch memory of all threads in bytes; index 1: data between operators; index 0: all other data
 std::atomic<int64_t> scratch_total[2];
 
 std::atomic<int64_t>& total_of(int slot) { return scratch_total[slot == kScratchLayer || slot == kScratchExperts]; }
@@ -242,7 +242,7 @@ struct Scratch {
 void run_parallel(int64_t count, TaskFunction function, void* context) { pool().run(count, function, context); }
 
 void run_stretches(int64_t count, TaskFunction function, void* context) {
-  if (inside_task) return run_parallel(count, function, context);  // a task calls this: its thread runs the whole loop
+  if (inside_task) return run_parallel(count, function, context);  // called by a task: its thread runs the whole loop
   const int64_t threads = count < num_threads() ? count : num_threads();
   Stretch stretches[kMaxThreads];
   for (int64_t i = 0; i < threads; ++i) stretches[i].set(count * i / threads, count * (i + 1) / threads);

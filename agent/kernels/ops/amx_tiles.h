@@ -35,7 +35,7 @@ static inline void configure_tiles(int64_t upper, int64_t lower) {
   load_config(config);
 }
 
-// Releases the tiles. Otherwise context switches must save them, and the core cannot enter deep sleep states.
+// Releases the tiles. Otherwise every context switch must save them, and the core cannot enter deep sleep states.
 static inline void release_tiles() { __asm__ volatile("tilerelease"); }
 
 // Loads a tile. This is assembly, because the macros of GCC 12 accept only digits and do not declare that they access

@@ -11,9 +11,9 @@ namespace llmk {
 // `part_size` tokens from token p * part_size on, and its ids begin at 0. Every array has the parts one after another.
 struct CandidateArgs {
   const float* values;       // [parts, part_rows, count]: the largest raw logits of the part; equal logits in any order
-  const int64_t* ids;        // [parts, part_rows, count]: their tokens
-  const float* sums;         // [parts, part_rows]: the sum over the part of e^(x - largest x of the part)
-  const float* scaled_sums;  // like `sums`, with all x divided by the temperature of the row
+  const int64_t* ids;        // [parts, part_rows, count]: the tokens of `values`
+  const float* sums;         // [parts, part_rows]: the sum of e^(x - largest x) over all logits x of the part
+  const float* scaled_sums;  // like `sums`, but all x are divided by the temperature of the row
   const float* best_values;  // [rows]: the raw logit of SampleArgs::best_ids; NaN if the row has a NaN
   int64_t count;             // number of candidates of a row in each part; 0: there are no candidates
   int64_t parts, part_rows, part_size;

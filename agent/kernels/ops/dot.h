@@ -38,7 +38,7 @@ struct Dot<bfloat_t, bfloat_t> {
 };
 #endif
 
-// The type in which columns of T are packed. The dot product then needs no conversion.
+// The type in which columns of T are packed, so that the dot product needs no conversion.
 template <class T>
 struct Packed {
   using Type = float;

@@ -166,9 +166,9 @@ int64_t quantized_rows_bytes(const void* blob, int64_t rows);                // 
 QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory);
 
 enum class Epilogue : int32_t {
-  kStore = 0,       // out is of dtype
+  kStore = 0,       // stores out in dtype
   kStoreFloat = 1,  // out is float32
-  kSwiglu = 2       // out is of dtype and has columns / 2: gate / (1 + exp(-gate)) * up; needs a gated blob
+  kSwiglu = 2       // stores out in dtype, with columns / 2: gate / (1 + exp(-gate)) * up; needs a gated blob
 };
 
 struct LinearArgs {
@@ -191,7 +191,7 @@ constexpr int64_t kPanelColumns = 64;
 
 struct WeightShape {
   int64_t panels, step_depth, step_bytes;  // depths in one step of a panel, and bytes of the step
-  int64_t steps, group_steps, groups;      // numbers of steps of the depth and of a full group; groups
+  int64_t steps, group_steps, groups;      // steps of the depth, steps of a full group, number of groups
   int64_t scale_bytes;                     // scales and zeros of one group
   int64_t panel_bytes;
 };

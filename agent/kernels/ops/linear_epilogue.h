@@ -19,8 +19,8 @@ struct LinearJob {
   const uint8_t* panels;
   const float* bias;  // or null
   const int32_t* sum_offsets;  // sum offsets of static inputs, or null
-  const void* x;     // activations in the type of the step
-  int64_t x_stride;  // in elements of this type
+  const void* x;     // activations, in the type that a step multiplies
+  int64_t x_stride;  // distance between rows of x, in elements of that type
   QuantizedRows rows;
   uint64_t* best;  // [rows], see best_key()
   // Finishes half a panel: vectors 2 * half and 2 * half + 1, which are gate and up in a gated weight.

@@ -28,7 +28,7 @@ struct WideTiles {
   static constexpr int columns(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif
 };
-struct NarrowTiles {  // one step of weights or activations needs two registers
+struct NarrowTiles {  // one step of weights, or of activations, needs two registers
   static constexpr int kMostRows = 4, kTallRows = kMostRows;
 #ifdef LLMK_VEC_AVX512
   static constexpr int columns(int) { return 4; }

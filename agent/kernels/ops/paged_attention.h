@@ -19,7 +19,7 @@ struct PagedTask {
   int64_t seq, first_row, rows;
   int64_t head, heads;               // kv heads [head, head + heads)
   int64_t first_part, end_part;      // partitions of this task
-  int64_t seen, parts;               // partitions that the rows see: [seen, parts)
+  int64_t seen, parts;               // partitions that the rows see: from `seen` to before `parts`
   int64_t join;                      // index of the PagedJoin, or -1 if this task covers all partitions
 };
 
@@ -291,7 +291,7 @@ struct BlockSource {
   TilePanels* panels;
   int64_t head, heads;
   bool tiles, first;  // first: the first block that reads these keys
-  bool writes;        // tasks write the cache
+  bool writes;        // the tasks write new keys and values to the cache
   TileFetch* fetch;   // null: no prefetches
 
   // Called before groups of keys or values are read. Prefetches the groups after them.

@@ -46,7 +46,7 @@ struct SoftmaxState {
 
 // The rows of a task. Row r of head h has number h * rows + r.
 struct TaskRows {
-  int64_t heads, rows, dim, padded_dim, query_units;  // query_units: of one pass
+  int64_t heads, rows, dim, padded_dim, query_units;  // query_units: number of units of one pass
   const int64_t* visible;                             // [rows]: end of the keys that a row sees; ascending
   const int64_t* first;                               // [rows]: first key that a row sees, or null: 0
   Unit* queries;                                      // [heads * rows][passes][query_units]
@@ -54,7 +54,7 @@ struct TaskRows {
   float* factors;
   // [heads * rows]: offset of the integer sums, for Int8ScoreProduct
   int32_t* offsets;
-  SoftmaxState total;                                 // [heads * rows]; unused with a join
+  SoftmaxState total;                                 // [heads * rows]; unused if several tasks share the context
 
   int64_t first_key(int64_t row) const { return first == nullptr ? 0 : first[row]; }
 };

@@ -24,7 +24,7 @@ enum class ValueType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt
 struct PrimitiveWeight {
   const void* values;
   const void* scales;   // null for float weights
-  const void* offsets;  // null: 0; integers, -8 to 8 with int4, in the type and shape of the scales
+  const void* offsets;  // null: all 0; otherwise whole numbers (-8 to 8 with int4) in the type and shape of the scales
   ValueType type;
   int32_t scale_type;      // a DType
   // 1: [columns, depth] with scales [columns, groups]; 0: [depth, columns] with scales [groups, columns]

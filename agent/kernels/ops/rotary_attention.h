@@ -57,8 +57,8 @@ struct RotaryAttentionArgs {
   bool ready;
   // used only if `ready`; true: the blocks of the cache have this operator's layout; false: that of the primitives
   bool laid_out;
-  const int64_t* key_starts;  // ready only, [num_seqs]
-  const int64_t* first_keys;  // ready only, [tokens], or null: 0
+  const int64_t* key_starts;  // only with `ready`, [num_seqs]
+  const int64_t* first_keys;  // only with `ready`, [tokens]; null: 0
 };
 
 // Return the limits of the positions [first_key, visible_keys) whose keys a row sees. Row token * group + head of a

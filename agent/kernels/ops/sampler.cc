@@ -187,7 +187,7 @@ void sample_row(const SampleArgs& args, int64_t row) {
   if (is_skipped(args, row)) return skip_row(args, row);
   const float* raw = args.logits + (args.logits_rows == nullptr ? row : args.logits_rows[row]) * args.vocab_size;
   const int32_t best = args.best_ids == nullptr ? -1 : args.best_ids[row];
-  // Whoever knows the best id has seen all logits, and they are finite.
+  // A known best id means that all logits have been read and are finite.
   if (best < 0 && !is_usable(raw, args.vocab_size)) return publish_not_finite(args, row);
   const float raw_top = best < 0 ? kernels().logits.largest(raw, args.vocab_size) : raw[best];
   args.logsumexp[row] = 0.0f;

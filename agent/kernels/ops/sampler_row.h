@@ -29,7 +29,7 @@ float penalized_logit(const SampleArgs& args, int64_t row, float logit, int32_t 
 int32_t draw_of_sorted(const SampleArgs& args, int64_t row, const Candidate* best, size_t count, double u,
                        ScratchVector<float>* buffer);
 
-// Write results of a row: that it does not sample, its best tokens, or its sampled token with the raw logit.
+// Write the results of a row: of a row that does not sample, of its best tokens, or of its sampled token and raw logit.
 void skip_row(const SampleArgs& args, int64_t row);
 void report_top(const SampleArgs& args, int64_t row, const Candidate* best, size_t count);
 void publish(const SampleArgs& args, int64_t row, int32_t id, float logit);

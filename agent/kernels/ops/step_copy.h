@@ -11,7 +11,7 @@ namespace llmk {
 struct StepCopyArgs {
   int64_t tokens, seqs, width;
   int32_t decode;  // 1: one token per sequence
-  int32_t lowest_token, lowest_slot, lowest_top_logits;  // negative numbers with a meaning of their own
+  int32_t lowest_token, lowest_slot, lowest_top_logits;  // negative numbers with a special meaning
   int64_t vocab_size, max_model_len, block_size, num_blocks, num_rows, max_top_logits;
   const int32_t* token_ids;        // [T]; lowest_token means the last token of the batch row
   const int32_t* positions;        // [T]
@@ -23,7 +23,7 @@ struct StepCopyArgs {
   const int32_t* do_sample;        // [S]
   const int32_t* num_top_logits;   // [S]
   const int32_t* row_last_tokens;  // [num_rows], negative if a batch row has none; null: lowest_token stays
-  int32_t* own_token_ids;          // [T]; this and the following are the copies
+  int32_t* own_token_ids;          // [T]; this and the following arrays are the copies
   int32_t* own_positions;
   int32_t* own_slot_mapping;
   int32_t* own_query_lens;
@@ -35,7 +35,8 @@ struct StepCopyArgs {
   int32_t* counts;          // [3] tokens, sequences, width
 };
 
-enum class StepVerdict : int { kRefused = 0, kFine = 1, kFineAndWhole = 2 };  // whole: all sequences start at 0
+// kFineAndWhole: also, all sequences start at position 0.
+enum class StepVerdict : int { kRefused = 0, kFine = 1, kFineAndWhole = 2 };
 
 // Copies and checks a step. Returns kRefused, without an explanation, if a value is out of bounds; then the copies are
 // undefined.

@@ -299,7 +299,7 @@ struct Axes {
   }
 };
 
-constexpr int64_t kLongSum = 128;  // from this number of elements, a sum of float32 runs in float64
+constexpr int64_t kLongSum = 128;  // from this number of elements on, a sum of float32 is computed in float64
 
 // Sums consecutive elements in eight float64 lanes, then the lanes in order. A long sum in float32 would lose bits that
 // the sampler needs.

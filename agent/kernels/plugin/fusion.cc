@@ -32,7 +32,7 @@ enum { kCacheKey, kCacheValue, kKeyCache, kValueCache, kSlots, kCacheOut, kCache
 struct RotaryCacheArgs {
   RotaryArgs query, key;
   const char* values;     // the values of the first row
-  char* kept_values;      // null: no later launch reads the values
+  char* kept_values;      // null: no later launch reads the values, so they are not kept
   char* caches[2];
   const int32_t* slots;
   int64_t row_bytes;      // bytes of a qkv row

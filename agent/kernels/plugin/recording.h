@@ -19,10 +19,10 @@ struct Length {
 struct Launch {
   Primitive primitive;  // null for a custom operator
   CustomOp custom_op;
-  bool is_shared;  // true for a collective: the other agents of the stage wait for it
+  bool is_shared;  // true for a collective, which all agents of the stage run together
   const char* op;
   std::vector<void*> data;       // addresses of the arguments in MindSpore's run
-  // index of an argument in Recording::values; -1: memory of the caller, at the same address in each replay
+  // index of an argument in Recording::values; -1: memory of the caller, which has the same address in each replay
   std::vector<int> values;
   std::vector<int64_t> offsets;  // byte offset of an argument in its value
   std::vector<void*> placed;     // addresses of the arguments at a replay

@@ -26,7 +26,7 @@ class ScalarInputs : public KernelInputInfo {
   explicit ScalarInputs(KernelInputInfo* source) : source_(source), inputs_(source->GetInputSize()) {
     for (size_t i = 0; i < inputs_; ++i) scalars_.push_back(source->IsScalarInput(i));
   }
-  // Makes the inputs of an operator that has tensors only.
+  // Makes the inputs of an operator that takes only tensors.
   explicit ScalarInputs(size_t inputs) : source_(nullptr), inputs_(inputs), scalars_(inputs, false) {}
   void close() { source_ = nullptr; }
   // Finds the lists that MindSpore read from an input of the graph. A replay reads them again from that memory.
@@ -100,8 +100,8 @@ class ScalarInputs : public KernelInputInfo {
     return known_.back();
   }
 
-  // Refuses to read an input that a replay cannot have. Either no kernel of this library uses its type, or it was not
-  // read when the launch was recorded.
+  // Refuses to read an input that a replay does not have. Either no kernel of this library uses the input's type, or
+  // the input was not read when the launch was recorded.
   template <class T>
   static T unknown() {
     throw std::logic_error("a primitive reads an input that was not recorded");
