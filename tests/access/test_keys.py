@@ -72,7 +72,7 @@ def test_a_line_states_name_hash_and_rights():
         (f"alice {HASH} models=a,,b", "names of models"),
     ],
 )
-def test_wrong_lines(line, problem):
+def test_wrong_lines_are_refused(line, problem):
     with pytest.raises(KeyLineError, match=problem):
         parse_line(line)
     with pytest.raises(KeyLineError, match="line 3: "):
@@ -96,7 +96,7 @@ def test_an_error_never_shows_the_secret_of_a_line():
         (f"alice {HASH}\nalice {OTHER} admin\n", "line 2: .* other rights"),
     ],
 )
-def test_wrong_files(text, problem):
+def test_wrong_files_are_refused(text, problem):
     with pytest.raises(KeyLineError, match=problem):
         parse_keys(text)
 
@@ -221,7 +221,7 @@ def test_new_adds_the_line_to_a_private_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments", [["new", "a b"], ["new", ""], ["new", "x", "--priority", "1 admin"], ["check", "/nonexistent"]]
 )
-def test_wrong_commands(arguments, capsys):
+def test_wrong_commands_are_refused(arguments, capsys):
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("error: ")
 

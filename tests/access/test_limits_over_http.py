@@ -61,7 +61,7 @@ def audited(server, number):
     return [json.loads(line) for line in server.audit.read_text().splitlines()]
 
 
-def test_requests_in_flight(server):
+def test_requests_in_flight_are_limited(server):
     server.engine.delay_s = 0.05
     server.engine.script = lambda prompt, sampling: [300] * 1000
     body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 100}).encode()
@@ -76,7 +76,7 @@ def test_requests_in_flight(server):
     wait_until(lambda: complete(server, "narrow").status_code == 200)
 
 
-def test_requests_per_minute(server):
+def test_requests_per_minute_are_limited(server):
     assert [complete(server, "slow").status_code for _ in range(3)] == [200] * 3
     response = complete(server, "slow")
     assert "has sent its 3 requests per minute" in refused(response)
@@ -119,7 +119,7 @@ def test_priorities_have_a_ceiling(server):
     assert response.status_code == 403
 
 
-def test_models(server):
+def test_a_key_may_use_only_its_models(server):
     assert complete(server, "here").status_code == 200
     response = complete(server, "elsewhere")
     assert (response.status_code, response.json()["error"]["param"]) == (403, "model")

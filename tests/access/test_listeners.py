@@ -66,7 +66,7 @@ def test_every_listener_needs_a_key(clients):
     assert clients["admin"].get("/metrics", headers=bearer("alice")).status_code == 403
 
 
-def test_text_over_the_unix_socket(split, clients):
+def test_the_unix_socket_serves_text(split, clients):
     body = {"prompt": "a", "stream": True}
     with clients["unix"].stream("POST", "/v1/completions", json=body, headers=bearer("alice")) as response:
         lines = [line for line in response.iter_lines() if line]

@@ -49,7 +49,7 @@ def test_an_allowance_never_gives_more_than_it_has(per_minute, attempts):
             assert used <= per_minute * (1 + (now + 1e-6) / 60) + 1e-6
 
 
-def test_requests_in_flight():
+def test_requests_in_flight_are_limited():
     usage, rights = KeyUsage(), KeyRights(requests_in_flight=2)
     usage.enter("alice", rights, 0.0)
     usage.enter("alice", rights, 0.0)
@@ -69,7 +69,7 @@ def test_retry_after_follows_the_pace_at_which_the_keys_requests_end():
     assert (quota, seconds) == ("requests_in_flight", pytest.approx(4.5))
 
 
-def test_requests_per_minute():
+def test_requests_per_minute_are_limited():
     usage, rights = KeyUsage(), KeyRights(requests_per_minute=3)
     for _ in range(3):
         usage.enter("alice", rights, 0.0)

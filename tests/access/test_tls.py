@@ -149,7 +149,7 @@ def test_old_versions_of_tls_are_refused(server, certificates):
         context.wrap_socket(plain, server_hostname="127.0.0.1")
 
 
-def test_client_certificates(tokenizer, certificates):
+def test_only_clients_with_a_certificate_connect(tokenizer, certificates):
     def status(certificate):
         try:
             with encrypted(server, certificates, request, certificate) as connection:

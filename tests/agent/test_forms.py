@@ -59,7 +59,7 @@ def int4_tensor(*, group: int = 32, zeros: bool = True) -> QuantizedTensor:
     )
 
 
-def test_the_form_of_each_format() -> None:
+def test_each_format_has_its_form() -> None:
     source, specs = SeededWeights(0), [LAYER, OUTPUT]
     assert linear_forms(specs, source, Packing("auto")) == LinearForms()
     both = LinearForm("int8")

@@ -27,7 +27,7 @@ def exact_frequencies(shape: ModelShape) -> np.ndarray:
     return 1.0 / shape.rope_theta ** (np.arange(0, shape.head_dim, 2) / shape.head_dim)
 
 
-def test_frequencies(shape: ModelShape) -> None:
+def test_frequencies_follow_their_definition(shape: ModelShape) -> None:
     np.testing.assert_allclose(rotary_frequencies(shape), exact_frequencies(shape), rtol=2e-7)
 
 

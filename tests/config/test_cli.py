@@ -128,7 +128,7 @@ def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         assert {name, *section_keys(cls)} <= words
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         launch_from_command_line(["--version"])
     assert caught.value.code == 0

@@ -167,7 +167,7 @@ def test_paths_are_relative_to_the_config_and_to_the_working_directory(
     assert load_config(file).model_config.model_path == str(here)
 
 
-def test_lookup_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configs_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     in_repository = DATA_ROOTS[0] / "configs" / "llama" / TINY
     assert find_config_file(TINY) == in_repository

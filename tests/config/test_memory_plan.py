@@ -38,7 +38,7 @@ def llama2_7b(tmp_path: Path, *overrides: str) -> Config:
     return load_config("llama_7b_kbk_pa_dyn.yaml", [*given, *overrides], ascend=False)
 
 
-def test_small_model_in_float32(tmp_path: Path) -> None:
+def test_a_small_model_in_float32_is_planned(tmp_path: Path) -> None:
     plan = plan_memory(small(tmp_path), replace(PLENTY, num_cores=2))
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64
     # Float32 arrays of 256 rows: input, norm, MLP of each of two threads, and input of the output layer.
@@ -93,7 +93,7 @@ def test_threads_that_hold_kernel_scratch(tmp_path: Path, overrides: tuple[str, 
     assert pinned.agent_threads(6) == (1 if overrides == ("data_parallel=2",) else 2)
 
 
-def test_half_precision(tmp_path: Path) -> None:
+def test_half_precision_is_planned(tmp_path: Path) -> None:
     single, half = (
         estimate_memory(small(tmp_path, f"model_config.model_dtype={name}"), PLENTY) for name in ("float32", "bfloat16")
     )
@@ -102,7 +102,7 @@ def test_half_precision(tmp_path: Path) -> None:
     assert half.bytes_of("logits") == 64 * 300 * (4 + 2), "the projection, and its copy in float32"
 
 
-def test_quantised_formats(tmp_path: Path) -> None:
+def test_quantised_formats_are_planned(tmp_path: Path) -> None:
     linear = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160) + 300 * 64
     others = 2 * 2 * 64 + 64 + 300 * 64
 
@@ -148,7 +148,7 @@ def test_a_wide_native_output_layer_is_quantised_only_if_agents_divide_it(tmp_pa
     assert weights("parallel_config.tensor_parallel=2") == layers + output + 2 * (output + 2 * norms)
 
 
-def test_experts_and_windows(tmp_path: Path) -> None:
+def test_experts_and_windows_are_planned(tmp_path: Path) -> None:
     def plan(op_table: str, fmt: str = "auto", **changes: object) -> MemoryPlan:
         folder = write_model_folder(tmp_path / str(len(list(tmp_path.iterdir()))), **changes)  # type: ignore[arg-type]
         overrides = ["model_config.model_dtype=bfloat16", f"model_config.op_table={op_table}"]
@@ -439,7 +439,7 @@ def test_an_ascend_plan_counts_the_fullest_device(tmp_path: Path) -> None:
         (5000 * GIB, "4.9 TiB"),
     ],
 )
-def test_format_bytes(num_bytes: int, text: str) -> None:
+def test_bytes_are_formatted(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
 
 

@@ -112,7 +112,7 @@ def test_the_sizes_of_a_qwen2_are_those_of_its_folder(tmp_path: Path) -> None:
     assert read_mindformers_yaml(with_sizes(tmp_path, qkv_has_bias=True)).shape is None
 
 
-def test_llama3_scaling(tmp_path: Path) -> None:
+def test_llama3_scaling_is_read(tmp_path: Path) -> None:
     factor = "{factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 8192}"
     shape = shape_in(with_sizes(tmp_path, extend_method="LLAMA3", scaling_factor=factor))
     assert shape.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
@@ -154,11 +154,11 @@ def test_merge_keys_and_numbers(tmp_path: Path) -> None:
     ],
     ids=["llama2-7b", "llama2-70b", "llama2-13b", "given"],
 )
-def test_intermediate_size(tmp_path: Path, changes: dict[str, object], size: int) -> None:
+def test_the_intermediate_size_is_computed(tmp_path: Path, changes: dict[str, object], size: int) -> None:
     assert shape_in(with_sizes(tmp_path, **changes)).intermediate_size == size
 
 
-def test_position_interpolation(tmp_path: Path) -> None:
+def test_position_interpolation_is_read(tmp_path: Path) -> None:
     shape = shape_in(with_sizes(tmp_path, extend_method="PI", scaling_factor=2.0))
     assert shape.rope_scaling == RopeScaling("linear", 2.0)
     shape = shape_in(with_sizes(tmp_path, seq_length=512, max_position_embedding=1024))

@@ -54,7 +54,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) 
         assert architecture in str(caught.value)
 
 
-def test_biases(tmp_path: Path) -> None:
+def test_biases_are_read(tmp_path: Path) -> None:
     qwen2 = shape_of(tmp_path / "qwen2", architectures=["Qwen2ForCausalLM"])
     assert (qwen2.attention_bias, qwen2.output_bias) == (True, False)
     llama, plain = shape_of(tmp_path / "llama", attention_bias=True), shape_of(tmp_path / "plain")
@@ -64,7 +64,7 @@ def test_biases(tmp_path: Path) -> None:
     assert llama.num_parameters - plain.num_parameters == 2 * (64 + 2 * 32 + 64)
 
 
-def test_query_key_norms_and_head_sizes(tmp_path: Path) -> None:
+def test_query_key_norms_and_head_sizes_are_read(tmp_path: Path) -> None:
     qwen3 = shape_of(tmp_path / "stated", architectures=["Qwen3ForCausalLM"], head_dim=16)
     assert qwen3.query_key_norm
     assert qwen3.num_parameters - shape_of(tmp_path / "plain").num_parameters == 2 * 2 * 16
@@ -96,13 +96,13 @@ def test_query_key_norms_and_head_sizes(tmp_path: Path) -> None:
         ("MixtralForCausalLM", {**MIXTRAL, "sliding_window": None}, [0, 0, 0, 0]),
     ],
 )
-def test_windows(tmp_path: Path, architecture: str, changes: dict[str, Any], windows: list[int]) -> None:
+def test_windows_are_read(tmp_path: Path, architecture: str, changes: dict[str, Any], windows: list[int]) -> None:
     values = {"num_hidden_layers": 4, **changes, "architectures": [architecture]}
     shape = shape_of(tmp_path, **values)
     assert [shape.window_of(layer) for layer in range(4)] == windows
 
 
-def test_experts(tmp_path: Path) -> None:
+def test_experts_are_read(tmp_path: Path) -> None:
     shape = shape_of(tmp_path, **MOE, num_hidden_layers=4, mlp_only_layers=[0], decoder_sparse_step=2)
     assert shape.experts == Experts(8, 3, 48, normalised=False, dense_layers=(0, 2))
     assert [shape.has_experts(layer) for layer in range(4)] == [False, True, False, True]
@@ -118,7 +118,7 @@ def test_experts(tmp_path: Path) -> None:
     assert mixtral.num_parameters == 4 * (attention - 2 * 16 + 6 * 3 * 64 * 160 + 6 * 64) + 64 + 2 * 300 * 64
 
 
-def test_latent_attention_and_deepseeks_experts(tmp_path: Path) -> None:
+def test_latent_attention_and_deepseeks_experts_are_read(tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0}
     shape = shape_of(tmp_path, **V3, rope_scaling={**yarn, "mscale_all_dim": 1.0}, num_nextn_predict_layers=1)
     factor = (0.1 * math.log(40.0) + 1.0) ** 2
@@ -189,7 +189,7 @@ def test_dynamic_scaling_serves_beyond_the_trained_context(tmp_path: Path) -> No
     assert shape_of(tmp_path / "linear", rope_scaling={"type": "linear", "factor": 3.0}).max_positions == 4096
 
 
-def test_yarn(tmp_path: Path) -> None:
+def test_yarn_is_read(tmp_path: Path) -> None:
     plain = shape_of(tmp_path / "plain", rope_scaling={"type": "yarn", "factor": 4.0})
     assert plain.rope_scaling is not None
     assert plain.rope_scaling.attention_factor == pytest.approx(0.1 * 1.3862943611 + 1)

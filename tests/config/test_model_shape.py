@@ -63,13 +63,13 @@ def test_parameters_and_cache_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["rope_type", "type"])
-def test_llama3_scaling(tmp_path: Path, key: str) -> None:
+def test_llama3_scaling_is_read(tmp_path: Path, key: str) -> None:
     shape = shape_of(tmp_path, rope_scaling=LLAMA3 | {key: "llama3"}, rope_theta=500000.0)
     assert shape.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
     assert shape.rope_theta == 500000.0
 
 
-def test_rope_parameters(tmp_path: Path) -> None:
+def test_rope_parameters_are_read(tmp_path: Path) -> None:
     new_style = LLAMA3 | {"rope_type": "llama3", "rope_theta": 250000.0}
     shape = shape_of(tmp_path, rope_parameters=new_style, remove=("rope_theta",))
     assert shape.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
@@ -78,7 +78,7 @@ def test_rope_parameters(tmp_path: Path) -> None:
     assert (shape.rope_scaling, shape.rope_theta) == (None, 7.0)
 
 
-def test_linear_scaling(tmp_path: Path) -> None:
+def test_linear_scaling_is_read(tmp_path: Path) -> None:
     assert shape_of(tmp_path, rope_scaling={"type": "linear", "factor": 2}).rope_scaling == RopeScaling("linear", 2.0)
     assert shape_of(tmp_path, rope_scaling={"rope_type": "default"}).rope_scaling is None
     assert shape_of(tmp_path, rope_scaling=None).rope_scaling is None
@@ -161,7 +161,7 @@ def test_bad_value_is_named(tmp_path: Path, key: str, value: object, message: st
     assert len(str(caught.value)) < 600
 
 
-def test_unknown_model_type(tmp_path: Path) -> None:
+def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="model_type = 'gpt2': is not supported; only llama or mistral"):
         shape_of(tmp_path, remove=("architectures",), model_type="gpt2")
 

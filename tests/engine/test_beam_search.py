@@ -154,7 +154,7 @@ def test_it_ends_as_soon_as_nothing_can_change() -> None:
         ({"width": 16, "end_token_ids": frozenset(range(17))}, "16 beams and 17 end tokens need 33 candidates"),
     ],
 )
-def test_its_bounds(params: dict[str, Any], text: str) -> None:
+def test_the_bounds_of_a_search_are_checked(params: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         BeamSearchParams(max_tokens=4, **params)
 

@@ -10,7 +10,7 @@ from llm_serving.request import FinishReason
 from support.engine_harness import Engine
 
 
-def test_no_more_steps_than_slots() -> None:
+def test_steps_in_flight_never_exceed_the_slots() -> None:
     engine = Engine(decode_steps_ahead=3)
     engine.executor._num_slots = 2
     engine.executor.hold(True)
@@ -21,7 +21,7 @@ def test_no_more_steps_than_slots() -> None:
     engine.finish()
 
 
-def test_the_log_of_a_request() -> None:
+def test_a_request_is_logged() -> None:
     engine = Engine(max_num_seqs=1)
     engine.request("a", 5, 4)
     engine.request("b", 7, 1)

@@ -84,7 +84,7 @@ def test_an_answer_that_is_not_streamed_has_the_engines_first_token_and_ends_wit
 
 
 @pytest.mark.parametrize("tokens", [0, 2])
-def test_a_client_that_left_before_its_first_output(tokens: int) -> None:
+def test_a_client_that_left_before_its_first_output_is_logged(tokens: int) -> None:
     told = Recorded()
     told.opened.close(ARRIVAL + 0.2)
     told.take(last_piece(tokens, FinishReason.ABORT))

@@ -114,7 +114,7 @@ BOTH = {"ttft_objective": 0.5, "tbt_objective": 0.1}
         ({"ttft": False, "tbt": False, "both": False}, FinishReason.ABORT, None, None, BOTH | {"deadline": 100.5}),
     ],
 )
-def test_objectives(
+def test_objectives_are_met_or_missed(
     met: dict[str, bool], reason: FinishReason, ttft: float | None, tpot: float | None, terms: dict[str, Any]
 ) -> None:
     assert outcome(reason, ttft, tpot, **terms) == met

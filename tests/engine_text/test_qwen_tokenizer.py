@@ -79,7 +79,7 @@ def test_digits_stand_alone(as_files: Tokenizer) -> None:
     assert [as_files.piece(token) for token in as_files.encode("1234")] == ["1", "2", "3", "4"]
 
 
-def test_a_conversation(as_json: Tokenizer) -> None:
+def test_a_conversation_is_encoded(as_json: Tokenizer) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     text = as_json.chat_template.render(messages)
     assert text == (

@@ -220,7 +220,7 @@ def test_a_model_without_template_is_an_error(tokenizers):
     assert (error.value.code, error.value.param) == ("no_chat_template", "messages")
 
 
-def test_a_conversation_as_tokens(tokenizers):
+def test_a_conversation_is_encoded(tokenizers):
     tokenizer = tokenizers["llama2"]
     text = tokenizer.chat_template.render([{"role": "user", "content": "fox"}])
     assert text == "<s><|user|>fox</s><|assistant|>"

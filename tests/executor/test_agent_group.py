@@ -147,7 +147,7 @@ def test_any_killed_agent_takes_the_group_down_and_it_comes_back(make_executor, 
     assert results(executor, 1)[0].sampled_ids == [stub_token(1, 0)]
 
 
-def test_an_agent_killed_while_it_starts(make_executor):
+def test_an_agent_that_is_killed_while_it_starts_ends_the_group(make_executor):
     """Before the group has ever been ready, a killed agent is a final failure, and the other agents are ended."""
     executor = make_executor(*PAIR, "model_config.model_name=loads-forever")
     while any(pid is None for pid in pids(executor)):
@@ -187,7 +187,7 @@ def test_agents_that_are_late_to_start_are_named(make_executor):
     assert lost.error.startswith("agents 0, 1 were not ready after 2 s")
 
 
-def test_replicas_live_and_die_apart(make_executor):
+def test_a_lost_replica_does_not_affect_another(make_executor):
     """The loss of a replica causes no event in another replica's executor."""
     first, second = (make_executor(*PAIR, "parallel_config.data_parallel=2", replica=index) for index in (0, 1))
     for executor in (first, second):

@@ -44,7 +44,7 @@ def test_a_cluster_that_is_killed_while_it_waits(tmp_path):
     assert not psutil.pid_exists(cluster.pid)
 
 
-def test_environment_of_each_agent(tmp_path):
+def test_each_agent_gets_its_environment(tmp_path):
     first, second = (HcclCluster("127.0.0.1", 4, 600.0, tmp_path / f"cluster_{n}.log") for n in (0, 1))
     try:
         environment = first.environment(3)

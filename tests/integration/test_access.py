@@ -95,7 +95,7 @@ def test_the_official_client_streams(server, http):
     assert len(chunks) > 10
 
 
-def test_a_quota_over_tls(http):
+def test_a_quota_applies_over_tls(http):
     complete(http, "narrow")
     response = http.post("/v1/completions", json={"prompt": "a"}, headers=bearer("narrow"))
     assert (response.status_code, response.headers["retry-after"]) == (429, "30")

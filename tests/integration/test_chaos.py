@@ -129,7 +129,7 @@ def test_more_of_anything_is_a_leak():
     assert before.leaks(replace(before, descriptors=41)) == ["descriptors: 40 at the start, 41 at the end"]
 
 
-def test_damaged_frames():
+def test_each_order_damages_a_frame_in_its_way():
     frame = b"\x03\x00\x00\x00abc"
     assert damaged("flip", frame) == b"\x03\x00\x00\x00!bc"
     assert damaged("truncate", frame) == b"\x03\x00\x00\x00"

@@ -98,7 +98,7 @@ def test_errors_are_the_clients_exceptions(client):
         client.completions.create(model="llama_tiny", prompt=[5] * 3000, max_tokens=5)
 
 
-def test_the_published_dialects(server):
+def test_the_published_dialects_return_text(server):
     body = {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 8}}
     reply = server.post("/models/llama_tiny/generate", body)
     assert reply["generated_text"]
@@ -121,7 +121,7 @@ def test_tokenize_and_back(server):
     assert server.post("/detokenize", {"tokens": tokens})["prompt"].strip() == text
 
 
-def test_health_metrics_and_info(server):
+def test_health_metrics_and_info_are_served(server):
     assert server.get("/health/live")
     assert server.get("/health/ready")
     info = server.get("/server_info")

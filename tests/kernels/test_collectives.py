@@ -78,7 +78,7 @@ def test_a_sum_is_of_the_agents_in_order_and_the_same_for_all(size: int) -> None
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_gathers(size: int) -> None:
+def test_gathers_collect_every_part(size: int) -> None:
     results = run(size, "gathers")
     for count in (1, 100, 300_001):
         whole = np.stack([contribution(index, "float32", count) for index in range(size)])

@@ -21,7 +21,7 @@ def assert_rounded(stored: Array, exact: Array, dtype: str, slack: float = 1e-6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gamma_dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 15), (4, 64), (2, 1000), (70, 513)])
-def test_rms_norm(dtype: str, gamma_dtype: str, shape: tuple[int, int]) -> None:
+def test_rms_norm_equals_float64(dtype: str, gamma_dtype: str, shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(1)
     x, gamma = random_tensor(rng, shape, dtype), random_tensor(rng, shape[1:], gamma_dtype)
     rstd = 1 / np.sqrt((load(x, dtype) ** 2).mean(1) + 1e-5)
@@ -46,7 +46,7 @@ def test_add_rms_norm_norms_the_sum_as_it_is_stored(dtype: str, shape: tuple[int
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 30), (5, 128), (2, 20002)])
-def test_swiglu(dtype: str, shape: tuple[int, int]) -> None:
+def test_swiglu_equals_float64(dtype: str, shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(3)
     x = store(rng.standard_normal(shape).astype(np.float32) * 4, dtype)
     gate, value = np.split(load(x, dtype), 2, 1)
@@ -63,7 +63,7 @@ def test_swiglu_of_extreme_gates() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 15, 64, 40_003])
-def test_silu(dtype: str, count: int) -> None:
+def test_silu_equals_float64(dtype: str, count: int) -> None:
     x = store(np.random.default_rng(4).standard_normal(count).astype(np.float32) * 4, dtype)
     exact = load(x, dtype)
     assert_rounded(silu(x, dtype), exact / (1 + np.exp(-exact)), dtype)
@@ -100,7 +100,7 @@ def rotated(x: Array, cos: Array, sin: Array, *, interleaved: bool = False) -> A
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("dtype", "table_dtype"), [(d, t) for d in DTYPES for t in ("float32", d)])
 @pytest.mark.parametrize("shape", [(1, 1, 2), (5, 3, 16), (3, 2, 38), (9, 4, 128)])
-def test_rotary(dtype: str, table_dtype: str, shape: tuple[int, int, int], interleaved: bool) -> None:
+def test_rotary_equals_float64(dtype: str, table_dtype: str, shape: tuple[int, int, int], interleaved: bool) -> None:
     rng = np.random.default_rng(4)
     cos, sin = (store(table, table_dtype) for table in tables(50, shape[2], interleaved=interleaved))
     positions = rng.integers(0, 50, shape[0]).astype(np.int32)

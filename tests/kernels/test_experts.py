@@ -154,7 +154,7 @@ def test_a_row_does_not_depend_on_the_others(dtype: str, fmt: str) -> None:
                 np.testing.assert_array_equal(out[: len(rows)], whole[rows])
 
 
-def test_no_rows_at_all() -> None:
+def test_a_step_without_rows_is_accepted() -> None:
     made = Experts("float32", "float", experts=4, chosen=2, normalised=True, rows=2)
     code, out, _ = made.run([])
     assert code == 0
@@ -170,7 +170,7 @@ def test_no_rows_at_all() -> None:
         ([3, 1, 1], "it must be uint8, a multiple of 64 for each of 3 experts"),
     ],
 )
-def test_refusals(choice: list[int], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused(choice: list[int], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     made = Experts("float32", "float", experts=4, chosen=2, normalised=True, rows=3)
     code, out, _ = made.run([0, 1, 2], choice=choice)
     assert code == 1

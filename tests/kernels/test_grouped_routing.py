@@ -144,7 +144,9 @@ def test_the_parts_of_two_agents_add_up(name: str) -> None:
         (Router(), 8, 5, "5 experts from 8 on are not within 12 experts"),
     ],
 )
-def test_refusals(router: Router, first: int, held: int, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_calls_are_refused(
+    router: Router, first: int, held: int, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     code, out = Model().run(router, first, held)
     assert code == 1
     assert message in capfd.readouterr().err

@@ -180,7 +180,7 @@ def test_deepseeks_sizes_equal_float64() -> None:
         ([2, 40, 24, 30, 1], "argument 13"),
     ],
 )
-def test_refusals(form: list[int], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused(form: list[int], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     made = Latent(Sizes(tokens=4), "float32")
     code, out = made.run(0, 4, form=form)
     assert code == 1

@@ -77,7 +77,7 @@ def test_an_instruction_set_can_be_forced(isa: str) -> None:
     assert run_python(code, LLM_KERNELS_ISA=isa).stdout.strip() == isa
 
 
-def test_threads_from_the_environment() -> None:
+def test_the_environment_sets_the_threads() -> None:
     code = "from agent.kernels import num_threads; print(num_threads())"
     assert run_python(code, LLM_KERNELS_THREADS="3").stdout.strip() == "3"
     assert run_python(code, LLM_KERNELS_THREADS="0").stdout.strip() == str(len(os.sched_getaffinity(0)))
@@ -89,7 +89,7 @@ def test_threads_can_be_changed_between_calls() -> None:
     check_threads_change_no_bit(lambda: [matmul(x, w, "float32")], (1, 4, 2, 1, 3))
 
 
-def test_callers_from_several_threads_at_once() -> None:
+def test_several_threads_may_call_at_the_same_time() -> None:
     rng = np.random.default_rng(0)
     x, w = random_tensor(rng, (33, 256), "float32"), random_tensor(rng, (300, 256), "float32")
     expected, wrong = matmul(x, w, "float32"), []

@@ -193,7 +193,7 @@ def test_strided_rows_in_and_out(fmt: str, dtype: str, depth: int) -> None:
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), FORMATS)
-def test_the_largest_of_each_row(fmt: str, dtype: str) -> None:
+def test_the_largest_of_each_row_is_found(fmt: str, dtype: str) -> None:
     x, w, _ = operands(fmt, dtype, (37, 200, 48, 0, False, False))
     w[150:180] = w[20:50]  # ties, of which the lowest index must win
     blob = packed(fmt, w, source_dtype=dtype)

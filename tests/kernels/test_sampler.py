@@ -63,7 +63,7 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
         ),
     ],
 )
-def test_philox(counter: list[int], key: list[int], expected: list[int]) -> None:
+def test_philox_equals_its_published_vectors(counter: list[int], key: list[int], expected: list[int]) -> None:
     assert philox(counter, key) == expected
 
 
@@ -233,7 +233,7 @@ def test_top_logits_are_the_raw_ones_best_first() -> None:
         np.testing.assert_array_equal(got.top_logits[i, :count], logits[i, order])
 
 
-def test_more_top_logits_than_tokens() -> None:
+def test_more_top_logits_than_tokens_are_padded() -> None:
     got = draw(np.array([[1, 3, 2]], np.float32), inputs(1, num_top_logits=32))
     assert got.top_ids[0, :5].tolist() == [1, 2, 0, -1, -1]
 

@@ -115,7 +115,7 @@ def test_the_cache_holds_normed_keys() -> None:
         ({"gammas": (np.ones(16, np.float32), np.ones(8, np.float32))}, "argument 13 has 8 elements of float32"),
     ],
 )
-def test_refusals(changes: dict[str, object], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_calls_are_refused(changes: dict[str, object], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     made = Sequences(Shape(2, 1, 16, 4), [3], ("float32", "float32"), window=2)
     step = replace(made.step([(0, 0, 3)]), **changes)  # type: ignore[arg-type]
     keys: Array = cache_array(made.num_blocks, 1, 4, 16, "float32")

@@ -145,7 +145,7 @@ class WatchedMachine(KVCacheMachine):
 
 
 @pytest.mark.parametrize("machine", [KVCacheMachine, WatchedMachine])
-def test_any_interleaving(machine: type[KVCacheMachine]) -> None:
+def test_invariants_hold_in_any_interleaving(machine: type[KVCacheMachine]) -> None:
     case = machine.TestCase
     case.settings = settings(
         max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)

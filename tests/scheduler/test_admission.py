@@ -45,7 +45,7 @@ def test_a_request_may_need_the_whole_pool() -> None:
         (49, "the prompt has 49 tokens, the longest prompt served is 48 tokens (model_config.seq_length)"),
     ],
 )
-def test_prompt_lengths(prompt: int, message: str) -> None:
+def test_prompt_lengths_are_limited(prompt: int, message: str) -> None:
     scheduler = Scheduler(make_limits(max_prompt_len=48))
     with pytest.raises(ContextLengthError) as refusal:
         scheduler.add_request(make_request("wrong", prompt))

@@ -21,7 +21,7 @@ from support.small_configs import small_config
 from support.small_tokenizers import open_tokenizer, write_byte_level_folder
 
 
-def test_live(server, engine):
+def test_live_responds_while_the_engine_runs(server, engine):
     engine.current = make_status(state="recovering")
     assert server.http.get("/health/live").json() == {"status": "live"}
     engine.current = make_status(state="stopped")
@@ -41,7 +41,7 @@ def test_live(server, engine):
         ("stopped", 0.1, True, 503, "stopped", 0),
     ],
 )
-def test_ready(server, engine, state, age, probe, status, name, probes):
+def test_ready_reports_whether_requests_are_served(server, engine, state, age, probe, status, name, probes):
     engine.current, engine.probe_answer = make_status(state=state, last_step_age_s=age), probe
     response = server.http.get("/health/ready")
     assert (response.status_code, response.json()) == (status, {"status": name, "ready": status == 200})
@@ -152,7 +152,7 @@ def test_a_long_text_is_tokenised_in_a_thread(server, tokenizer):
     assert answer["tokens"] == tokenizer.encode(text[:1000])
 
 
-def test_a_model_without_chat_template(tmp_path):
+def test_a_model_without_chat_template_refuses_chats(tmp_path):
     engine = FakeEngine(open_tokenizer(write_byte_level_folder(tmp_path)))
     with running(engine) as server:
         response = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
@@ -314,7 +314,7 @@ def test_pages_use_nothing_from_outside(server, path):
     assert not re.search(r"<[^>]+\son\w+\s*=|<[^>]+\sstyle\s*=", page), "inline handlers are not in the policy"
 
 
-def test_the_docs_tell_every_endpoint(server):
+def test_the_docs_list_every_endpoint(server):
     document = server.http.get("/openapi.json").json()
     page = server.http.get("/docs").text
     for path, operations in document["paths"].items():

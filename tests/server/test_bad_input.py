@@ -171,7 +171,7 @@ TOO_LONG = [
 
 
 @pytest.mark.parametrize(("path", "body", "param", "phrase"), TOO_LONG)
-def test_prompts_longer_than_the_context(server, path, body, param, phrase):
+def test_prompts_longer_than_the_context_are_refused(server, path, body, param, phrase):
     response = server.post(path, body)
     error = error_of(response)
     assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
@@ -303,7 +303,7 @@ BAD_URLS = [
 
 
 @pytest.mark.parametrize(("method", "path", "status", "phrase", "code"), BAD_URLS)
-def test_a_bad_url(server, method, path, status, phrase, code):
+def test_a_bad_url_is_refused(server, method, path, status, phrase, code):
     with server.raw(http_request(path, b'{"prompt": "a"}', method=method)) as connection:
         answered, headers, body = read_response(connection)
     error = json.loads(body)["error"]

@@ -50,7 +50,7 @@ def test_the_best_beams_are_the_choices(server: Any, engine: Any, tokenizer: Any
     assert arrival["request_id"] == answer["id"]
 
 
-def test_of_several_prompts(server: Any, engine: Any, beams: list[Beam]) -> None:
+def test_a_search_accepts_several_prompts(server: Any, engine: Any, beams: list[Beam]) -> None:
     engine.num_cached_tokens = 2
     body = {"prompt": ["a", "b"], "use_beam_search": True, "n": 2, "return_receipt": True}
     answer = server.post("/v1/completions", body).json()
@@ -62,7 +62,7 @@ def test_of_several_prompts(server: Any, engine: Any, beams: list[Beam]) -> None
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
 
 
-def test_in_a_chat_by_the_official_client(server: Any, engine: Any, beams: list[Beam]) -> None:
+def test_the_official_client_can_search_in_a_chat(server: Any, engine: Any, beams: list[Beam]) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
         chat = client.chat.completions.create(
             model=MODEL_NAME, messages=HELLO, n=2, logprobs=True, top_logprobs=2,
@@ -109,7 +109,7 @@ def test_end_tokens(server: Any, engine: Any, tokenizer: Any, beams: list[Beam])
         ({"use_beam_search": False, "best_of": 2}, "best_of", "'best_of' is 2 and n is 1"),
     ],
 )  # fmt: skip
-def test_incompatible_options(server: Any, engine: Any, fields: Any, param: str, text: str) -> None:
+def test_incompatible_options_are_refused(server: Any, engine: Any, fields: Any, param: str, text: str) -> None:
     response = server.post("/v1/completions", {"prompt": "a", "use_beam_search": True, **fields})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param)

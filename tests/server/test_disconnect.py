@@ -74,7 +74,7 @@ def test_a_client_that_does_not_read_holds_up_only_itself(server, engine, tokeni
     wait_until(lambda: engine.submitted[0].finished or engine.submitted[0].aborted)
 
 
-def test_disconnect_after_half_a_body(server, engine):
+def test_a_disconnect_after_half_a_body_submits_no_request(server, engine):
     data = http_request("/v1/completions", json.dumps(SLOW).encode())
     for cut in (len(data) - 5, data.index(b"\r\n\r\n") + 4, 30, 1):
         server.raw(data[:cut]).close()

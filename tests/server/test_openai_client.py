@@ -117,7 +117,7 @@ def test_without_a_seed_every_prompt_gets_its_own(client, engine):
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
-def test_echo(client, tokenizer):
+def test_echo_repeats_the_prompt(client, tokenizer):
     whole = client.completions.create(model=MODEL_NAME, prompt="Once", echo=True).choices[0].text
     assert whole == "Once  hello to the bird"
     chunks = client.completions.create(model=MODEL_NAME, prompt="Once", echo=True, stream=True)
@@ -308,7 +308,7 @@ def test_token_ids_on_request(client, engine, tokenizer):
         assert prompts == [engine.submitted[-1].prompt_token_ids]
 
 
-def test_the_clients_exceptions(client, server, engine):
+def test_errors_become_the_clients_exceptions(client, server, engine):
     with pytest.raises(openai.NotFoundError, match='serves "fake-llama"'):
         client.completions.create(model="gpt-4", prompt="a")
     with pytest.raises(openai.BadRequestError, match="temperature") as bad:

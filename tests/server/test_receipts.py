@@ -27,7 +27,7 @@ def test_the_parts_add_up():
     assert sum(PARTS_MS.values()) == sequence("a")["e2e_ms"]
 
 
-def test_in_a_completion(server):
+def test_a_completion_contains_its_receipt(server):
     answer = server.post("/v1/completions", {"prompt": "a", "return_receipt": True}).json()
     assert answer["receipt"] == {"id": answer["id"], "sequences": [sequence(answer["id"], state="delivery")]}
     assert "receipt" not in server.post("/v1/completions", {"prompt": "a"}).json()
@@ -82,7 +82,7 @@ def test_while_it_is_served(server, engine):
         assert receipt == sequence(name, state="decode", finish_reason=None, output_tokens=0)
 
 
-def test_an_unknown_id(server):
+def test_an_unknown_id_is_refused(server):
     response = server.http.get("/requests/cmpl-0")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "request_not_found")
     assert '"cmpl-0"' in response.json()["error"]["message"]

@@ -62,7 +62,7 @@ def test_times_count_from_the_stamp(server, engine, age, believed):
         (["0.0.0.0/0"], ("/run/server.sock", 0), False),
     ],
 )
-def test_trusted_proxies(networks, client, trusted):
+def test_only_trusted_proxies_state_a_start(networks, client, trusted):
     assert TrustedProxies(networks).trusts(client) is trusted
 
 
