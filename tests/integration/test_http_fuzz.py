@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from support.http_fuzz import FuzzAnswer, RequestDrawing, exchange
 from support.http_fuzz_run import HttpFindings, fuzz_http
+from support.large_inputs import MIB, LargeInput, figures, large_requests, send_large
 
 
 def test_fuzz_requests_get_no_5xx_and_change_no_text(server):
@@ -18,6 +20,19 @@ def test_fuzz_requests_get_no_5xx_and_change_no_text(server):
     assert found.statuses[200] > 30
     assert found.statuses[400] > 30
     assert len(found.operations) >= 15
+
+
+def test_large_inputs_get_no_5xx(server):
+    found = list(send_large(server, large_requests(sizes=[MIB], counts=[10_000])))
+    assert {each.status for each in found if "detokenize" in each.place} == {200}
+    assert {each.status for each in found if "/v1/completions" in each.place} == {400}
+    assert figures(found)["5xx"] == 0
+
+
+@pytest.mark.parametrize(("bad", "passes"), [({}, True), ({"stall_s": 0.3}, False), ({"is_failure": True}, False)])
+def test_a_stall_or_a_5xx_of_a_large_input_fails_the_run(bad, passes):
+    good = LargeInput("POST /tokenize", 400, is_failure=False, seconds=0.5, stall_s=0.2, waited_s=0.15)
+    assert figures([good, replace(good, **bad)])["pass"] is passes
 
 
 def test_the_drawing_covers_every_operation_and_repeats_by_seed(server):
