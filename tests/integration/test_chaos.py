@@ -119,6 +119,13 @@ def test_an_agent_that_grows_is_a_leak_and_a_larger_successor_is_none():
     assert "memory of an agent: 5.4 MiB more" in watch.leak()
 
 
+def test_the_start_of_an_agent_is_no_growth():
+    life = [(float(second), 40.0 + 6.0 * min(75, second)) for second in range(300)]
+    watch = MemoryWatch(agents={1: life})
+    assert watch.leak() == ""
+    assert watch.agents_slope_mib() == pytest.approx(0.0)
+
+
 def test_more_of_anything_is_a_leak():
     before = Holdings(agents=4, descriptors=40, threads=9, segments=2)
     assert before.leaks(before) == []

@@ -22,7 +22,9 @@ NOISE_MIB = 3.0
 WARM_UP = 0.4
 """Part of the run after which memory counts."""
 AGENT_WARM_UP_S = 30.0
-"""Time after the first sample of an agent after which its memory counts."""
+AGENT_LOADED = 0.9
+"""An agent's memory counts ``AGENT_WARM_UP_S`` after it has reached this part of its last size. On a busy machine, an
+agent takes half a minute to load its model."""
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 """Maximum size of the event loop's pool. Its threads start when large bodies first need them."""
 AFTER_FAULT_S = 2.0
@@ -82,7 +84,7 @@ class MemoryWatch:
 
     def agents_counted(self) -> list[Samples]:
         """Return the samples of each agent after its warm-up."""
-        return [[each for each in life if each[0] - life[0][0] >= AGENT_WARM_UP_S] for life in self.agents.values()]
+        return [_after_loading(life) for life in self.agents.values()]
 
     def agents_slope_mib(self) -> float:
         """Return the growth of an agent in 10 minutes, over the lives of all agents."""
@@ -96,6 +98,11 @@ class MemoryWatch:
 
 def _sample(process: psutil.Process) -> tuple[float, float]:
     return time.monotonic(), process.memory_info().rss / 2**20
+
+
+def _after_loading(life: Samples) -> Samples:
+    loaded = next(at for at, size in life if size >= AGENT_LOADED * life[-1][1])
+    return [each for each in life if each[0] - loaded >= AGENT_WARM_UP_S]
 
 
 def _slope_mib(lives: Iterable[Samples]) -> float:
