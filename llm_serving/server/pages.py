@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving import __version__
+from llm_serving.server import openapi_errors
 from llm_serving.server.body import json_response
 from llm_serving.server.scheduling import SCHEDULING_HEADERS, SchedulingFields
 from llm_serving.server.state import Endpoint, ServerState
@@ -49,28 +50,13 @@ td{{border-top:1px solid #8884;padding:.3rem .6rem .3rem 0;vertical-align:top}}
 
 _REF = "#/components/schemas/"
 
-_ERROR_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-
 
 async def _openapi(state: ServerState, request: Request) -> Response:
-    return json_response(openapi_document(state.endpoints, __version__))
+    return json_response(_document(state))
 
 
 async def _docs(state: ServerState, request: Request) -> Response:
-    document = openapi_document(state.endpoints, __version__)
+    document = _document(state)
     body = _docs_body(document, state.endpoints, str(request.base_url).rstrip("/"))
     page = _DOCS.format(version=__version__, body=body)
     return _html(page, content_security_policy(page))
@@ -121,8 +107,13 @@ def _html(page: str, policy: str) -> Response:
     return Response(page, headers={**_HEADERS, "Content-Security-Policy": policy}, media_type="text/html")
 
 
-def openapi_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of the endpoints."""
+def _document(state: ServerState) -> dict[str, Any]:
+    has_keys = state.access is not None and state.access.keys is not None
+    return openapi_document(state.endpoints, __version__, has_keys=has_keys)
+
+
+def openapi_document(endpoints: Sequence[Endpoint], version: str, *, has_keys: bool = False) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of the endpoints. ``has_keys``: clients need an API key."""
     bodies = list(dict.fromkeys(endpoint.body for endpoint in endpoints if endpoint.body is not None))
     names, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")
     paths: dict[str, dict[str, Any]] = {}
@@ -131,27 +122,38 @@ def openapi_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, A
             continue
         path = endpoint.path.replace(":path", "")
         schema = None if endpoint.body is None else names[(endpoint.body, "validation")]
-        paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, path, schema)
+        paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, path, schema, has_keys)
     return {
         "openapi": "3.1.0",
         "info": {"title": "llm-serving", "version": version},
         "paths": paths,
-        "components": {"schemas": {**schemas.get("$defs", {}), "Error": _ERROR_SCHEMA}},
+        **openapi_errors.security(has_keys=has_keys),
+        "components": {
+            "schemas": {**schemas.get("$defs", {}), "Error": openapi_errors.ERROR_SCHEMA},
+            **openapi_errors.components(_REF + "Error", has_keys=has_keys),
+        },
     }
 
 
-def _operation(endpoint: Endpoint, path: str, schema: dict[str, Any] | None) -> dict[str, Any]:
+def _operation(endpoint: Endpoint, path: str, schema: dict[str, Any] | None, has_keys: bool) -> dict[str, Any]:
     error = {"content": {"application/json": {"schema": {"$ref": _REF + "Error"}}}}
+    generates = endpoint.body is not None and issubclass(endpoint.body, SchedulingFields)
+    refusals, members = openapi_errors.of_operation(path, generates=generates, has_keys=has_keys)
     operation: dict[str, Any] = {
+        **members,
         "summary": endpoint.summary,
         "operationId": f"{endpoint.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', path.lower()).strip('_')}",
-        "responses": {"200": {"description": "The response."}, "default": {"description": "An error.", **error}},
+        "responses": {
+            "200": {"description": "The response."},
+            **refusals,
+            "default": {"description": "An error.", **error},
+        },
     }
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"{(\w+)}", path)
     ]
-    if endpoint.body is not None and issubclass(endpoint.body, SchedulingFields):
+    if generates:
         parameters += [
             {"name": header, "in": "header", "required": False, "schema": {"type": "number"},
              "description": f"Replaces the body's `{field}`, if the body has none."}

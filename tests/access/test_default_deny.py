@@ -15,6 +15,7 @@ import pytest
 
 from llm_serving.access import key_store
 from llm_serving.access.keys import digest_of
+from llm_serving.errors import QueueFullError, QuotaExceededError
 from llm_serving.server.routes import ENDPOINTS
 from support.access_keys import access_for, bearer, secret_of, write_keys
 from support.fake_engine import FakeEngine
@@ -196,3 +197,27 @@ def test_secrets_are_compared_in_constant_time():
     assert "compare_digest" in called
     compared = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Compare)]
     assert [text for text in compared if "secret" in text and "len(secret)" not in text] == []
+
+
+def test_the_openapi_document_states_the_key_and_the_refusals(served):
+    document = json.loads(send(served, "GET", "/openapi.json", f"Authorization: Bearer {KEY}")[2])
+    assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
+    assert document["security"] == [{"bearer": []}]
+    paths = document["paths"].items()
+    operations = {(method.upper(), path): one for path, methods in paths for method, one in methods.items()}
+    assert {each for each, one in operations.items() if "security" in one} == {LIVE}
+    assert operations[LIVE]["security"] == []
+    for each, one in operations.items():
+        assert set(one["responses"]) == ({"200", "403", "default"} if each == LIVE else
+                                         {"200", "401", "403", "429", "default"})  # fmt: skip
+    unauthorized = document["components"]["responses"]["Unauthorized"]
+    status, headers, body = send(served, "GET", "/v1/models", "Authorization: Bearer sk-wrong")
+    [example] = [one["value"]["error"] for one in unauthorized["content"]["application/json"]["examples"].values()]
+    error = json.loads(body)["error"]
+    assert (status, {**error, "message": ""}) == (401, {**example, "message": ""})
+    assert {name.lower() for name in unauthorized["headers"]} <= set(headers)
+    forbidden = send(served, "GET", "/metrics", f"Authorization: Bearer {KEY}")
+    codes = {name: {each["value"]["error"]["code"] for each in one["content"]["application/json"]["examples"].values()}
+             for name, one in document["components"]["responses"].items()}  # fmt: skip
+    assert json.loads(forbidden[2])["error"]["code"] in codes["Forbidden"]
+    assert codes["TooManyRequests"] == {QuotaExceededError.code, QueueFullError.code}
