@@ -13,7 +13,8 @@ from typing import Any
 
 import jinja2
 
-from llm_serving.engine.template_sandbox import Budget, BudgetError, TemplateEnvironment, TemplateRefusalError
+from llm_serving.engine.template_budget import Budget, BudgetError
+from llm_serving.engine.template_sandbox import TemplateEnvironment, TemplateRefusalError
 from llm_serving.errors import CheckpointError, RequestError
 
 SHOWN_CHARS = 500

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llm_serving.access.control import OPEN_PATH
+from llm_serving.access.control import OPEN_FOLDER, OPEN_PATHS
 
 SCHEME = "bearer"
 
@@ -76,7 +76,7 @@ def of_operation(path: str, *, generates: bool, has_keys: bool) -> tuple[dict[st
 
     ``generates``: the operation passes requests to the engine's queue.
     """
-    if path == OPEN_PATH:
+    if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
         return _responses("403"), {"security": []} if has_keys else {}
     if has_keys:
         return _responses("401", "403", "429"), {}

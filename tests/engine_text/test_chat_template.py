@@ -103,6 +103,8 @@ def test_the_sandbox_holds(source):
 
 DOUBLING = "{% set ns = namespace(x='abcdefgh') %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}"
 NESTING = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+TUPLES = NESTING.replace("[1]", "(1,)").replace("[ns.x, ns.x]", "(ns.x, ns.x)")
+KEEPING = "{% set ns = namespace(x=1) %}{% for i in range(45000) %}{% set ns.x = STEP %}{% endfor %}"
 LOOPS = "{% for a in r %}{% for b in r %}{% for c in r %}BODY{% endfor %}{% endfor %}{% endfor %}"
 
 HOSTILE = [
@@ -116,6 +118,19 @@ HOSTILE = [
         "{{ ns.x | string }}", "{{ '%s' % ns.x }}", "{{ ns.x ~ '' }}", "{{ ns.x is eq [] }}",
         "{{ dict(a=ns.x).items() }}", "{{ [ns.x, ns.x] | sort }}",
     )),
+    *(TUPLES + end for end in (  # the hash of a tuple visits everything in it
+        "{{ {ns.x: 1} }}", "{{ {1: 1}.get(ns.x) }}", "{{ {1: 1}[ns.x] }}", "{{ ns.x in {1: 1} }}",
+        "{{ ns.x not in {1: 1} }}",
+    )),
+    *(NESTING + end for end in ("{{ raise_exception(ns.x) }}", "{{ messages[ns.x].y }}")),
+    *(KEEPING.replace("STEP", step) for step in (
+        "[ns.x, " + "{}, " * 50 + "]", "[ns.x, [" + "1, " * 200 + "]]", "{1: ns.x, 2: {}, 3: {}}", "namespace(y=ns.x)",
+        "(ns.x, {}, [], ())", "cycler(ns.x)",
+    )),
+    "{% macro m() %}{{ kwargs.x }}{% endmacro %}{% set d = {" + "".join(f"'k{i}': 1, " for i in range(500)) + "} %}"
+    "{% for i in range(45000) %}{{ m(**d) }}{% endfor %}",
+    "{% set s = 'a' * 200000 %}{{ s.rfind('b' ~ 'a' * 100000) }}",
+    "{% set s = 'a' * 200000 %}{{ s.rsplit('b' ~ 'a' * 100000) }}",
     *("{% set r = range(2000) %}" + LOOPS.replace("BODY", body) for body in ("", "{{ a }}", "{% set x = a * b %}")),
     "{% set r = messages[0].content %}" + LOOPS.replace("BODY", ""),
     *("{{ 'a'." + call + " }}" for call in (
