@@ -64,6 +64,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "performance/bench_collectives.py",
         "performance/bench_step_ahead.py",
         "performance/bench_recorder.py",
+        "performance/bench_reliability_cost.py",
     ),
     "Simulator": ("performance/simulate.py", "performance/validate_simulator.py"),
     "Development": (
