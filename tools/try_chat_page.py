@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Uses the chat page of a running server in headless Chromium, as a user would, and takes a picture for the docs.
+"""Uses the web pages of a running server in headless Chromium, as a user would, and takes pictures for the docs.
 
-It asks two questions, waits for the streamed answers, starts a long one and stops it. It needs Debian's packages
-``chromium`` and ``chromium-driver``. The exit code is 1 if the page does not work as expected.
+On the chat page it asks two questions, waits for the streamed answers, starts a long one and stops it. Then it sends
+requests and opens the page for operators. It needs Debian's packages ``chromium`` and ``chromium-driver``. The exit
+code is 1 if a page does not work as expected.
 
     python tools/try_chat_page.py --out output
 """
@@ -10,8 +11,11 @@ It asks two questions, waits for the streamed answers, starts a long one and sto
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -25,6 +29,7 @@ QUESTIONS = (
 )
 IDLE = "document.getElementById('send').classList.contains('primary')"
 WIDTH, HEIGHT = 1180, 820
+NUM_REQUESTS = 12
 
 
 def ask(browser: Browser, text: str) -> None:
@@ -56,12 +61,38 @@ def try_page(browser: Browser, url: str, out: Path) -> list[str]:
     return [line for line in said.splitlines() if line.strip()]
 
 
+def send(url: str, number: int) -> None:
+    """Send one request of a small load."""
+    body = {"messages": [{"role": "user", "content": f"Count to {number}. " * number}], "max_tokens": 40 + 8 * number}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=600) as response:
+        response.read()
+
+
+def try_operator_page(browser: Browser, url: str, out: Path) -> str:
+    """Open the page for operators under load, explain a live request, and return the sentence."""
+    browser.command("Emulation.setDeviceMetricsOverride", width=WIDTH, height=1400, deviceScaleFactor=1, mobile=False)
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        sent = [pool.submit(send, url, number) for number in range(NUM_REQUESTS)]
+        browser.open(f"{url}/operator")
+        browser.wait("document.body.dataset.ready")
+        ended = "[...document.querySelectorAll('#requests td:nth-child(2)')].filter((td) => td.innerText === 'length')"
+        browser.wait(f"{ended}.length >= 4", 300)
+        browser.run("document.querySelector('#requests tbody tr:nth-child(3) .id').click(); scrollTo(0, 0)")
+        browser.screenshot(out / "operator_page.png")
+        for each in sent:
+            each.result()
+    return str(browser.run("return document.getElementById('why-text').innerText"))
+
+
 def main() -> int:
-    """Try the chat page in a browser and print its text. Return the exit code."""
+    """Try the pages in a browser and print their text. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     url = f"http://127.0.0.1:{DEFAULT_SERVER_PORT}"
     parser.add_argument("--url", default=url, help="URL of the running server (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("output"), help="folder for the picture")
+    parser.add_argument("--out", type=Path, default=Path("output"), help="folder for the pictures")
     arguments = parser.parse_args()
     if missing := missing_programs():
         print(f"error: install {' and '.join(missing)} first (Debian: chromium, chromium-driver)", file=sys.stderr)
@@ -71,14 +102,15 @@ def main() -> int:
         browser = Browser(Path(folder), (WIDTH, HEIGHT))
         try:
             lines = try_page(browser, arguments.url, arguments.out)
+            lines.append(try_operator_page(browser, arguments.url, arguments.out))
         except (TimeoutError, RuntimeError) as error:
-            browser.screenshot(arguments.out / "chat_page_failed.png")
-            print(f"error: {error}; see {arguments.out / 'chat_page_failed.png'}", file=sys.stderr)
+            browser.screenshot(arguments.out / "page_failed.png")
+            print(f"error: {error}; see {arguments.out / 'page_failed.png'}", file=sys.stderr)
             return 1
         finally:
             browser.close()
     print("\n".join(lines))
-    print(f"picture: {arguments.out / 'chat_page.png'}")
+    print(f"pictures: {arguments.out / 'chat_page.png'}, {arguments.out / 'operator_page.png'}")
     return 0
 
 

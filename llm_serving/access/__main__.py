@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("file", help="file of serving_config.api_keys_file")
     for each in (new, known):
         each.add_argument("name", help="name of the key's owner, in logs and quotas")
-        each.add_argument("--admin", action="store_true", help="allow /metrics, /server_info and /profile")
+        each.add_argument("--admin", action="store_true", help="allow /metrics, /server_info, /requests and /profile")
         for option in OPTION_NAMES:
             flag = "--" + option.replace("_", "-")
             each.add_argument(flag, dest=option, metavar="A,B" if option == "models" else "N", help=_HELP[option])

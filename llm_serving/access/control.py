@@ -20,7 +20,7 @@ from llm_serving.errors import NotPermittedError, QuotaExceededError, Unauthoriz
 
 VISIT = "llm_serving.visit"
 """Key of the ASGI scope for the ``Visit`` of the request, if there is access control."""
-OPEN_PATHS = frozenset({"/health/live", "/"})
+OPEN_PATHS = frozenset({"/health/live", "/", "/operator"})
 """Paths that need no key. A supervisor restarts a server that does not respond at ``/health/live``. A browser cannot
 send a key for a page, and the pages' files are public; the pages ask for the key and send it with their requests."""
 OPEN_FOLDER = "/static/"

@@ -8,6 +8,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from llm_serving.config import Config
@@ -175,6 +176,15 @@ class AsyncEngine:
         if opened is not None:
             return opened.receipt(self._clock())
         return self._receipts.get(request_id) if search is None else receipt_of(search, self._clock())
+
+    def receipts(self, count: int) -> list[RequestReceipt]:
+        """Return at most ``count`` receipts: first of the requests that are being served, in the order of their
+        arrival, then of those that ended last.
+        """
+        now = self._clock()
+        live = [opened.receipt(now) for opened in islice(self._open.values(), count) if not opened.quiet]
+        live += [receipt_of(search, now) for search in islice(self._searches.values(), count - len(live))]
+        return live + self._receipts.latest(count - len(live))
 
     def distrust(self, replica: int, reason: str) -> None:
         """Restart the agents of a replica, because the canary got wrong tokens."""

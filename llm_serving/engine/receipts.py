@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from llm_serving.request import Blocked, Request, RequestTimings
@@ -86,6 +87,10 @@ class ReceiptBook:
 
     def get(self, request_id: str) -> RequestReceipt | None:
         return self._receipts.get(request_id)
+
+    def latest(self, count: int) -> list[RequestReceipt]:
+        """Return at most ``count`` receipts, of the requests that ended last. The newest is first."""
+        return list(islice(reversed(self._receipts.values()), count))
 
 
 def receipt_of(request: Request, now: float, timings: RequestTimings | None = None) -> RequestReceipt:

@@ -66,6 +66,10 @@ async def _chat_page(state: ServerState, request: Request) -> Response:
     return _file("chat.html", request)
 
 
+async def _operator_page(state: ServerState, request: Request) -> Response:
+    return _file("operator.html", request)
+
+
 async def _static_file(state: ServerState, request: Request) -> Response:
     return _file(request.path_params["file"], request)
 
@@ -85,6 +89,7 @@ ENDPOINTS = (
     Endpoint("GET", "/openapi.json", _openapi, "This API as an OpenAPI document."),
     Endpoint("GET", "/docs", _docs, "This API as a page.", in_docs=False),
     Endpoint("GET", "/", _chat_page, "The chat page.", in_docs=False),
+    Endpoint("GET", "/operator", _operator_page, "The page for operators.", in_docs=False, admin=True),
     Endpoint("GET", "/static/{file:path}", _static_file, "A file of the web pages.", in_docs=False),
 )
 

@@ -1,5 +1,6 @@
-"""``GET /requests/{id}``: returns the receipt of a request (the time in each phase), while it is served and for some
-time after its end.
+"""Receipts of requests (the time in each phase), while they are served and for some time after their end.
+
+``GET /requests/{id}`` returns the receipt of one request to its sender, ``GET /requests`` those of all to operators.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from llm_serving.server.limits import MAX_SEQUENCES
 from llm_serving.server.scheduling import tenant_of
 from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.server.validation import short
+
+DEFAULT_LISTED = 100
+MAX_LISTED = 500
+"""Maximum number of receipts in a response of ``GET /requests``."""
 
 
 class UnknownRequestError(RequestError):
@@ -43,6 +48,20 @@ async def _get_request(state: ServerState, request: Request) -> Response:
     return json_response(receipt_json(request_id, receipts))
 
 
+async def _get_requests(state: ServerState, request: Request) -> Response:
+    """Respond with the receipts of live and recent requests of all tenants, without any text."""
+    stated = request.query_params.get("limit", str(DEFAULT_LISTED))
+    limit = int(stated) if stated.isascii() and stated.isdecimal() and len(stated) < 6 else 0
+    if not 1 <= limit <= MAX_LISTED:
+        raise RequestError(
+            f"'limit' is {short(stated)}; it must be a whole number from 1 to {MAX_LISTED}.",
+            param="limit",
+            code="invalid_value",
+        )
+    receipts = state.engine.receipts(limit)
+    return json_response({"requests": [{"tenant": one.tenant, **one.to_json()} for one in receipts]})
+
+
 def _receipts(state: ServerState, request_id: str) -> list[RequestReceipt]:
     """Return the receipts of the HTTP request with this id, one for each sequence. The id may also name a sequence."""
     one = state.engine.receipt(request_id)
@@ -53,6 +72,9 @@ def _receipts(state: ServerState, request_id: str) -> list[RequestReceipt]:
 
 
 ENDPOINTS = (
+    Endpoint(
+        "GET", "/requests", _get_requests, "The receipts of all live and recent requests.", admin=True,
+    ),
     Endpoint(
         "GET", "/requests/{request_id}", _get_request,
         "Where a request's time went: its receipt, while it is served and for some time after its end.",

@@ -52,7 +52,8 @@ def clients(split):
 @pytest.mark.parametrize(
     ("route", "public", "admin"),
     [("/metrics", 404, 200), ("/server_info", 404, 200), ("/health/live", 200, 200), ("/health/ready", 200, 200),
-     ("/static/js/main.js", 200, 200), ("/v1/models", 200, 404), ("/docs", 200, 404), ("/unknown", 404, 404)],
+     ("/static/js/main.js", 200, 200), ("/operator", 404, 200), ("/requests", 404, 200), ("/v1/models", 200, 404),
+     ("/docs", 200, 404), ("/unknown", 404, 404)],
 )  # fmt: skip
 def test_each_listener_has_its_routes(clients, route, public, admin):
     found = {name: client.get(route, headers=bearer("root")).status_code for name, client in clients.items()}

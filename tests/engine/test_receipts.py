@@ -77,6 +77,15 @@ def test_a_request_that_has_not_ended_has_no_final_timings() -> None:
         request_timings(eventful_request())
 
 
+def test_the_book_lists_the_newest_first() -> None:
+    book = ReceiptBook(3)
+    for number in range(5):
+        book.add(receipt_of(ended(make_request(f"r{number}", 1), 1.0), 1.0))
+    assert [one.request_id for one in book.latest(2)] == ["r4", "r3"]
+    assert [one.request_id for one in book.latest(9)] == ["r4", "r3", "r2"]
+    assert book.latest(0) == []
+
+
 def test_the_book_forgets_the_oldest() -> None:
     book = ReceiptBook(size=3)
     for name in ("a", "b", "c", "a", "d"):
@@ -179,6 +188,7 @@ def test_a_receipt_by_id_live_and_afterwards() -> None:
             live = engine.receipt("a")
             assert live is not None
             assert (live.state, live.tenant, live.priority) == ("prefill", "t", 3)
+            assert [one.state for one in engine.receipts(9)] == ["prefill"]
             assert 1.0 <= live.timings.tokenise <= live.timings.e2e
             serving.executor.hold(False)
             await serving.until(lambda: opened.is_ended)
@@ -192,6 +202,7 @@ def test_a_receipt_by_id_live_and_afterwards() -> None:
             (line,) = serving.log.named("request_end")
             assert {f"{name}_ms": value for name, value in done.to_json()["parts_ms"].items()}.items() <= line.items()
             assert engine.receipt("b") is None
+            assert [one.request_id for one in engine.receipts(9)] == ["a"]
 
     asyncio.run(run())
 

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support.access_keys import access_for, secret_of
+from support.axe import findings
 from support.chat_page import ChatPage
 from support.fake_engine import make_status
 from support.http_server import HttpServer, running
-from support.small_configs import REPOSITORY
 
-AXE = (REPOSITORY / "tests/page/vendor/axe.min.js").read_text("utf-8")
 RICH = "# T\n\n<think>hm</think>\n\n`a` $x$\n\n| a |\n|---|\n| 1 |\n\n```python\n# note\nx = 'a' + f(1)\n```\n\n[link](https://x.invalid)"
-
-
-def findings(page: ChatPage) -> list[Any]:
-    """Serious and critical findings of axe-core, each with the elements."""
-    page.run(AXE + "; window.axe = axe;")
-    options = "{resultTypes: ['violations']}"
-    result = page.run(f"return axe.run(document, {options}).then((found) => JSON.stringify(found.violations))")
-    return [
-        (one["id"], [node["html"][:120] for node in one["nodes"]])
-        for one in json.loads(result)
-        if one["impact"] in ("serious", "critical")
-    ]
-
-
-def phone(page: ChatPage) -> None:
-    page.browser.command("Emulation.setDeviceMetricsOverride", width=375, height=700, deviceScaleFactor=2, mobile=True)
 
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
@@ -40,7 +21,7 @@ def phone(page: ChatPage) -> None:
 def test_axe_has_no_serious_findings(page: ChatPage, colours: str, device: str) -> None:
     page.browser.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": colours}])
     if device == "phone":
-        phone(page)
+        page.phone()
     page.ask("question", says="<think>hm</think>" + RICH)
     page.click(".thought summary")
     assert findings(page) == []
@@ -96,7 +77,7 @@ def test_a_screen_reader_hears_the_whole_answer_once(page: ChatPage) -> None:
 
 
 def test_a_phone_has_no_sideways_scrolling_and_a_drawer(page: ChatPage) -> None:
-    phone(page)
+    page.phone()
     page.ask("question", says=RICH + "\n\n" + "long" * 100 + "\n\n```\n" + "x" * 300 + "\n```")
     assert page.run("return document.documentElement.scrollWidth") <= 375
     assert page.run("return getComputedStyle(document.getElementById('side')).visibility") == "hidden"

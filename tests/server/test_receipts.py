@@ -82,6 +82,16 @@ def test_while_it_is_served(server, engine):
         assert receipt == sequence(name, state="decode", finish_reason=None, output_tokens=0)
 
 
+def test_operators_see_all_requests(server):
+    answer = server.post("/v1/completions", {"prompt": "a"}).json()
+    wait_until(lambda: server.engine.num_open == 0)
+    assert server.http.get("/requests").json() == {"requests": [{"tenant": "", **sequence(answer["id"])}]}
+    for limit in ("0", "501", "x", "-1", "1e2", "9" * 400, ""):
+        refused = server.http.get("/requests", params={"limit": limit})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
+    assert len(server.http.get("/requests?limit=1").json()["requests"]) == 1
+
+
 def test_an_unknown_id_is_refused(server):
     response = server.http.get("/requests/cmpl-0")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "request_not_found")

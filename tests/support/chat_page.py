@@ -38,6 +38,11 @@ class ChatPage:
         agent = self.browser.command("Browser.getVersion")["userAgent"]
         self.browser.command("Network.setUserAgentOverride", userAgent=agent, acceptLanguage=names)
 
+    def phone(self) -> None:
+        """Show the page as on a phone."""
+        size = {"width": 375, "height": 700, "deviceScaleFactor": 2}
+        self.browser.command("Emulation.setDeviceMetricsOverride", mobile=True, **size)
+
     def open(self, path: str = "/") -> None:
         self.browser.open(self.server.url + path)
         self.wait("document.body.dataset.ready")

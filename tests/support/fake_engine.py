@@ -168,6 +168,9 @@ class FakeEngine:
     def receipt(self, request_id: str, /) -> RequestReceipt | None:
         return next((record.receipt() for record in self.submitted if record.request_id == request_id), None)
 
+    def receipts(self, count: int, /) -> list[RequestReceipt]:
+        return [record.receipt() for record in self.submitted[:count]]
+
     def status(self) -> EngineStatus:
         return self.current
 
