@@ -10,6 +10,7 @@ from llm_serving.config.convert import build_dataclass
 from llm_serving.config.mindformers import MindSporeContext
 from llm_serving.config.model_section import ModelConfig
 from llm_serving.config.parallel_section import ParallelConfig
+from llm_serving.config.sampling_defaults import SamplingDefaults
 from llm_serving.config.sections import (
     DEFAULT_ROW_CHECK_INTERVAL,
     BasicInputsConfig,
@@ -63,6 +64,8 @@ class Config:
     auto_blocks: bool = False
     """Whether ``pa_config.num_blocks`` was ``auto``. ``load_config`` then sets the smallest number that works, and
     ``llm_serving.planning.auto_blocks`` the largest number that fits the machine."""
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """Sampling parameters of requests that set none, from the model folder. Empty if the config ignores them."""
     unused: tuple[UnusedSetting, ...] = ()
     """Settings of the YAML files that were read but have no effect, with the reasons."""
 

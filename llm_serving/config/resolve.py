@@ -13,6 +13,7 @@ from llm_serving.config.lookup import PACKAGE_PREFIX, find_path
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
 from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers, check_op_table
 from llm_serving.config.model_section import ModelConfig
+from llm_serving.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from llm_serving.config.schema import AUTO_SIZE
 from llm_serving.config.sections import PagedAttentionConfig, ServingConfig, TokenizerConfig
 from llm_serving.config.source import RawConfig, UnusedSetting
@@ -110,6 +111,7 @@ class Resolver:
             context=context,
             stored_weight_format=stored_weight_format(folder) if folder and model.load_format != "dummy" else None,
             stored_weight_group=stored_weight_group(folder) if folder and model.load_format != "dummy" else 1,
+            sampling_defaults=self._sampling_defaults(folder),
             auto_blocks=self._sections["pa_config"].num_blocks == AUTO_SIZE,
             notes=tuple(self._notes),
             unused=(*self._unused, *(mindformers.unused if mindformers else ())),
@@ -126,6 +128,13 @@ class Resolver:
         check_sum_parts(self._raw, config)
         check_mindformers(self._raw, config)
         return config
+
+    def _sampling_defaults(self, folder: Path | None) -> SamplingDefaults:
+        """Return the sampling parameters that the model recommends, unless the config ignores them."""
+        serving: ServingConfig = self._sections["serving_config"]
+        if folder is None or serving.generation_config == "none":
+            return SamplingDefaults()
+        return read_sampling_defaults(folder)
 
     def _sized_cache(self, device: str, model: ModelConfig, shape: ModelShape) -> PagedAttentionConfig:
         """Return the section with numbers instead of ``auto``: the device's block size, and the fewest blocks.

@@ -110,6 +110,19 @@ class ServingConfig:
         "browser.",
         null="no other names",
     )
+    cors_origins: tuple[str, ...] | None = own(
+        None,
+        "Origins of web pages that may send requests and read the responses, for example `https://chat.example`. `*` "
+        "allows all web pages.",
+        null="no page of another origin",
+    )
+    generation_config: str = own(
+        "model",
+        "Sampling parameters of requests to OpenAI's endpoints that set none. `model`: those in the model's "
+        "`generation_config.json` (`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`). `none`: those of "
+        "OpenAI's API, as temperature 1.",
+        choices=("model", "none"),
+    )
     trusted_proxies: tuple[str, ...] | None = own(
         ("127.0.0.1", "::1"),
         "Addresses or networks of reverse proxies, for example `10.1.0.0/16`. Only their header `X-Request-Start` "

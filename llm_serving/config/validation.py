@@ -27,6 +27,7 @@ from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
 from llm_serving.model.shape import ModelShape
 
 MAX_CACHE_SLOTS = 2**31 - 1
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", re.IGNORECASE)
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -53,6 +54,10 @@ def check_serving(raw: RawConfig, serving: ServingConfig, parallel: ParallelConf
         if not _is_loopback(raw, key, address) and not serving.allow_remote:
             raise raw.error(key, address, "other machines could connect; set serving_config.allow_remote: true")
     _check_protection(raw, serving)
+    for origin in serving.cors_origins or ():
+        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+            problem = "must be an origin without a path, as https://chat.example or http://localhost:3000, or *"
+            raise raw.error("serving_config.cors_origins", origin, problem)
     for network in serving.trusted_proxies or ():
         if not _is_network(network):
             problem = "must be an IP address or a network, as in 10.1.0.0/16"

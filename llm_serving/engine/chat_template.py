@@ -82,12 +82,14 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        values: Mapping[str, Any] | None = None,
         max_chars: int | None = None,
         allowance: Allowance = WHOLE,
     ) -> str:
         """Return the prompt, with special tokens spelled out. Encode it with ``add_special_tokens=False``.
 
-        Raises RequestError if there is no template, if the template refuses the messages, or if the prompt is longer
+        ``values`` are further variables of the template. They cannot replace the others. Raises RequestError if they
+        would, if there is no template, if the template refuses the messages, or if the prompt is longer
         than ``max_chars``. Raises TemplateBudgetError if the template needs more than ``allowance``.
         """
         if self.is_missing:
@@ -99,10 +101,12 @@ class ChatTemplate:
         pieces = []
         length = 0
         try:
-            variables = {
+            variables: dict[str, Any] = {
                 **self._variables, "messages": messages, "tools": None, "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }  # fmt: skip
+            _check_names(values or {}, variables)
+            variables.update(values or {})
             for piece in self._environment.pieces(self._template, allowance.budget(messages), variables):
                 pieces.append(piece)
                 length += len(piece)
@@ -127,3 +131,13 @@ class ChatTemplate:
                 param="messages",
             ) from reason
         return "".join(pieces)
+
+
+def _check_names(values: Mapping[str, Any], variables: Mapping[str, Any]) -> None:
+    """Raise RequestError for a value with the name of a variable that the server sets."""
+    if taken := sorted(values.keys() & variables.keys()):
+        raise RequestError(
+            f"'chat_template_kwargs' holds {taken[0]!r}, which the server sets.",
+            param="chat_template_kwargs",
+            code="invalid_value",
+        )

@@ -17,7 +17,7 @@ from llm_serving.server.body import json_response, read_request
 from llm_serving.server.guard import is_on_this_machine
 from llm_serving.server.limits import MAX_CHOICES, MAX_DETOKENIZE, MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES
 from llm_serving.server.prompts import check_vocabulary, encode_chat, encode_text
-from llm_serving.server.protocol import Messages, Name
+from llm_serving.server.protocol import Messages, Name, TemplateValues
 from llm_serving.server.scheduling import visit_of
 from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.server.validation import StrictModel
@@ -41,6 +41,7 @@ class TokenizeRequest(StrictModel):
     model: Name = None
     prompt: str | None = None
     messages: Messages | None = None
+    chat_template_kwargs: TemplateValues = Field(default_factory=dict)
     add_special_tokens: bool | None = Field(
         default=None,
         description="Add the special tokens at the start of a text (default: true for a prompt, false for messages).",
@@ -153,6 +154,7 @@ async def _tokenize(state: ServerState, request: Request) -> Response:
             messages,
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=body.add_special_tokens is True,
+            template_values=body.chat_template_kwargs,
         )
         ids = list(prompt.token_ids)
     else:

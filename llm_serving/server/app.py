@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from llm_serving.access.control import VISIT, AccessControl, Visit
 from llm_serving.config import Config
 from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.server.cors import cors_headers, preflight_response
 from llm_serving.server.errors import ClientGoneError, error_reply, note_error
 from llm_serving.server.generation import GENERATION, Generation
 from llm_serving.server.guard import check_origin
@@ -71,7 +72,13 @@ class ServerApp:
         access, visit = self.state.access, None
         try:
             headers = Headers(scope=scope)
-            check_origin(headers, self.state.settings)
+            origin = check_origin(headers, self.state.settings)
+            if origin is not None:
+                scope[STREAM_CHANNEL].add_headers(cors_headers(origin))
+                if (preflight := preflight_response(scope["method"], headers)) is not None:
+                    self.state.metrics.http_response("preflight", preflight.status_code)
+                    await preflight(scope, receive, send)
+                    return
             if access is not None:
                 visit = scope[VISIT] = Visit(access, scope, scope[RECEIVED_AT])
                 visit.enter(headers.getlist("authorization"))

@@ -22,8 +22,11 @@ _PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-
 """Headers that reverse proxies add. A browser or a client library does not send them."""
 
 
-def check_origin(headers: Headers, settings: ServerSettings) -> None:
-    """Raise ForbiddenError (403) for a request that a foreign web page makes a browser send."""
+def check_origin(headers: Headers, settings: ServerSettings) -> str | None:
+    """Return the foreign origin of a request that ``serving_config.cors_origins`` allows, or None without an origin.
+
+    Raises ForbiddenError (403) for a request that any other foreign web page makes a browser send.
+    """
     host = headers.get("host", "")
     if not _is_own_name(_host_name(host), settings):
         raise ForbiddenError(
@@ -31,8 +34,14 @@ def check_origin(headers: Headers, settings: ServerSettings) -> None:
             "operator add the name to serving_config.allowed_hosts."
         )
     origin = headers.get("origin")
-    if origin is not None and _authority(origin) != host.lower():
-        raise ForbiddenError(f"Requests from web pages of another origin ({clip(origin)!r}) are refused.")
+    if origin is None or _authority(origin) == host.lower():
+        return None
+    if origin.lower() not in settings.cors_origins and "*" not in settings.cors_origins:
+        raise ForbiddenError(
+            f"Requests from web pages of another origin ({clip(origin)!r}) are refused. The operator can add the "
+            "origin to serving_config.cors_origins."
+        )
+    return origin
 
 
 def is_on_this_machine(request: Request) -> bool:

@@ -97,6 +97,10 @@ class StreamChannel:
     def is_full(self) -> bool:
         return self._protocol.flow.write_paused
 
+    def add_headers(self, headers: Iterable[Header]) -> None:
+        """Add headers to the response, which has not begun, however it is written."""
+        self._cycle.default_headers = [*self._cycle.default_headers, *headers]
+
     def attach(self, user: ChannelUser) -> None:
         """Report the connection's events to ``user``. If the connection is already closed, call ``user.lost`` now."""
         # Makes ``is_full`` True as soon as the socket refuses a byte. A TLS transport of uvloop takes a limit of 0 as

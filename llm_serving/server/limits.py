@@ -11,6 +11,10 @@ MAX_CHOICES = 64
 """Maximum of ``n``, the number of choices for each prompt."""
 MAX_SEQUENCES = 256
 """Maximum number of prompts times ``n`` in one HTTP request."""
+MAX_TEMPLATE_VALUES = 32
+"""Maximum number of values in ``chat_template_kwargs``."""
+MAX_TEMPLATE_VALUE_CHARS = 4096
+"""Maximum number of characters of a text in ``chat_template_kwargs``."""
 MAX_MESSAGES = 4096
 MAX_NAME_CHARS = 256
 """Maximum length of ids and names in a request."""

@@ -29,7 +29,7 @@ from llm_serving.server.openai_stream import (
     stop_reason_json,
 )
 from llm_serving.server.prompts import check_choices, check_prompt, encode_chat, max_output_tokens
-from llm_serving.server.protocol import IGNORED, MaxTokens, Messages, SamplingFields
+from llm_serving.server.protocol import IGNORED, MaxTokens, Messages, SamplingFields, TemplateValues
 from llm_serving.server.sampling import Choice, base_sampling, make_choices
 from llm_serving.server.scheduling import tenant_of
 from llm_serving.server.sse import EventStream
@@ -62,6 +62,7 @@ class ChatRequest(SamplingFields):
     )
     max_completion_tokens: MaxTokens = Field(default=None, description="The newer name of `max_tokens`.")
     logprobs: bool | None = Field(default=None, description="Return log-probabilities.")
+    chat_template_kwargs: TemplateValues = Field(default_factory=dict)
     top_logprobs: int | None = Field(
         default=None, ge=0, le=MAX_LOGPROBS, description="Number of best tokens with log-probabilities, for each token."
     )
@@ -114,14 +115,18 @@ async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> li
     n = body.n or 1
     check_choices(1, n)
     messages = [message.for_template() for message in body.messages]
-    prompt = await encode_chat(state, messages)
+    prompt = await encode_chat(state, messages, template_values=body.chat_template_kwargs)
     ids = prompt.token_ids
     check_prompt(len(ids), state.settings, "messages")
     newer = body.max_completion_tokens is not None
     wanted = body.max_completion_tokens if newer else body.max_tokens
     name = "max_completion_tokens" if newer else "max_tokens"
     max_tokens = max_output_tokens(len(ids), wanted, state.settings, name)
-    params = replace(base_sampling(body), logprobs=bool(body.logprobs), top_logits=body.top_logprobs or 0)
+    params = replace(
+        base_sampling(body, state.settings.sampling_defaults),
+        logprobs=bool(body.logprobs),
+        top_logits=body.top_logprobs or 0,
+    )
     return make_choices(state.settings, request_id, [prompt], [(params, max_tokens)], n, body.seed)
 
 

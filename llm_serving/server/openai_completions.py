@@ -114,7 +114,11 @@ def _check(body: CompletionRequest) -> None:
 async def _choices(state: ServerState, body: CompletionRequest, request_id: str) -> list[Choice]:
     n = body.n or 1
     prompts = await read_prompts(state, body.prompt, n)
-    params = replace(base_sampling(body), logprobs=body.logprobs is not None, top_logits=body.logprobs or 0)
+    params = replace(
+        base_sampling(body, state.settings.sampling_defaults),
+        logprobs=body.logprobs is not None,
+        top_logits=body.logprobs or 0,
+    )
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = []
     for prompt in prompts:

@@ -128,16 +128,21 @@ async def encode_chat(
     *,
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
+    template_values: Mapping[str, Any] | None = None,
     suffix: str = "",
 ) -> Prompt:
-    """Return the prompt of a conversation, with ``suffix`` at its end.
+    """Return the prompt of a conversation, with ``suffix`` at its end. The template sees ``template_values``, too.
 
     Another thread renders long conversations, and uses templates that take many steps. Raises RequestError if there is
     no chat template, if it fails on the messages, or if the prompt cannot fit the context.
     """
     template = state.engine.tokenizer.chat_template
     render = partial(
-        template.render, messages, add_generation_prompt=add_generation_prompt, max_chars=max_chars(state)
+        template.render,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        values=template_values,
+        max_chars=max_chars(state),
     )
     is_short = len(messages) <= INLINE_MESSAGES and sum(len(one["content"]) for one in messages) <= INLINE_CHAT_CHARS
     text = None

@@ -15,6 +15,8 @@ from llm_serving.server.limits import (
     MAX_LENGTH_PENALTY,
     MAX_MESSAGES,
     MAX_NAME_CHARS,
+    MAX_TEMPLATE_VALUE_CHARS,
+    MAX_TEMPLATE_VALUES,
 )
 from llm_serving.server.scheduling import SchedulingFields
 from llm_serving.server.validation import LaxModel, StrictModel, short
@@ -205,5 +207,32 @@ class Message(StrictModel):
             message["name"] = self.name
         return message
 
+
+def _template_values(value: object) -> object:
+    """Check ``chat_template_kwargs``: names of variables, with text, numbers, true, false or null."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise PydanticCustomError("dict_type", "should be an object")
+    if len(value) > MAX_TEMPLATE_VALUES:
+        raise PydanticCustomError("too_long", f"should hold at most {MAX_TEMPLATE_VALUES} values, not {len(value)}")
+    for name, each in value.items():
+        if len(name) > MAX_NAME_CHARS or not name.isidentifier():
+            raise PydanticCustomError("template_name", f"holds {short(name)}, which is no name of a variable")
+        if not isinstance(each, str | int | float | bool | None):
+            raise PydanticCustomError(
+                "template_value", f"holds {name}, which should be text, a number, a boolean or null"
+            )
+        if isinstance(each, str) and len(each) > MAX_TEMPLATE_VALUE_CHARS:
+            problem = f"holds {name} with {len(each)} characters; the maximum is {MAX_TEMPLATE_VALUE_CHARS}"
+            raise PydanticCustomError("template_value", problem)
+    return value
+
+
+TemplateValues = Annotated[
+    dict[str, Any],
+    BeforeValidator(_template_values),
+    Field(description="Variables for the model's chat template, for example `enable_thinking`."),
+]
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,10 +33,14 @@ class Choice:
     """Equal for all choices of one prompt, which share the prompt's blocks. Empty if the prompt has one choice."""
 
 
-def base_sampling(fields: SamplingFields) -> SamplingParams:
-    """Return the sampling parameters of an OpenAI request. ``max_tokens``, seed and log-probabilities are set later."""
+def base_sampling(fields: SamplingFields, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling parameters of an OpenAI request. ``max_tokens``, seed and log-probabilities are set later.
+
+    ``defaults`` are the model's values of parameters that the request does not set. A beam search uses none.
+    """
+    values = _sampler_values(fields)
     return SamplingParams(
-        **_sampler_values(fields),
+        **(values if fields.use_beam_search else {**_usable(defaults), **values}),
         stop=fields.stop,
         stop_token_ids=frozenset(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
@@ -66,7 +70,12 @@ def dialect_sampling(fields: DialectSampling, top_logits: int = 0, *, logprobs: 
 
 def _sampler_values(fields: SamplingFields | DialectSampling) -> dict[str, Any]:
     """Return the sampling parameters that the client has set, without the seed, which ``make_choices`` sets."""
-    values = {name: value for name in _NAMES if (value := getattr(fields, name, None)) is not None}
+    return _usable({name: value for name in _NAMES if (value := getattr(fields, name, None)) is not None})
+
+
+def _usable(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as the sampler takes them: a very low temperature is greedy, and -1 for ``top_k`` is 0."""
+    values = dict(given)
     if "temperature" in values and values["temperature"] < GREEDY_BELOW:
         values["temperature"] = 0.0
     if "top_k" in values:

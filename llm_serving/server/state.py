@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +55,10 @@ class ServerSettings:
     hosts: frozenset[str] = frozenset()
     """Names of this server in lower case that the header ``Host`` may have. Addresses and ``localhost`` are always
     allowed. ``*`` allows every name."""
+    cors_origins: frozenset[str] = frozenset()
+    """Origins of web pages that may use the server, in lower case. ``*`` allows all pages."""
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of sampling parameters that a request to OpenAI's endpoints does not set, by name."""
     trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
     """Addresses and networks of the clients whose header ``X-Request-Start`` counts."""
     info: dict[str, object] = field(default_factory=dict)
@@ -85,6 +89,8 @@ class ServerSettings:
             log_prompts=config.log_config.log_prompts,
             cache_salt=config.scheduler_config.cache_salt,
             hosts=_host_names(serving.server_ip, serving.allow_remote, serving.allowed_hosts or ()),
+            cors_origins=frozenset(origin.lower() for origin in serving.cors_origins or ()),
+            sampling_defaults=config.sampling_defaults.values(),
             trusted_proxies=serving.trusted_proxies or (),
             profile_folder=str(Path(config.log_config.path).parent / "profiles"),
             info={
@@ -96,6 +102,7 @@ class ServerSettings:
                 "vocab_size": config.shape.vocab_size,
                 "max_num_seqs": config.max_num_seqs,
                 "policy": config.scheduler_config.policy,
+                "sampling_defaults": config.sampling_defaults.values(),
             },
             settings={
                 "use_flash_attention": True,

@@ -1,0 +1,62 @@
+"""Sampling parameters that a model recommends: ``generation_config.json`` of its folder."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from llm_serving.errors import CheckpointError
+from llm_serving.formats.small_files import read_json_object
+from llm_serving.formats.typed_fields import TypedFields
+from llm_serving.sampling_params import PARAMETERS
+
+FILE = "generation_config.json"
+MAX_BYTES = 1024 * 1024
+_REMEDY = "correct the file, or set serving_config.generation_config: none"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """The recommended parameters, with the names of ``SamplingParams``. None: the model recommends nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def values(self) -> dict[str, Any]:
+        """Return the parameters that the model recommends."""
+        named = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def read_sampling_defaults(folder: Path) -> SamplingDefaults:
+    """Return the recommendations of a model folder, or none if it has no file.
+
+    Raises CheckpointError for a value that the API would refuse, too.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return SamplingDefaults()
+    found = TypedFields(str(file), read_json_object(file, MAX_BYTES, CheckpointError), CheckpointError)
+    values: dict[str, Any] = {each.name: _value(found, each.name) for each in fields(SamplingDefaults)}
+    return SamplingDefaults(**values)
+
+
+def _value(found: TypedFields, name: str) -> float | int | None:
+    """Return the value of one parameter. A whole number may be written as a float, as 50.0."""
+    value, limits = found.value(name), PARAMETERS[name]
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise found.fail(name, f"must be a number; {_REMEDY}")
+    if type(limits.default) is int and value != int(value):
+        raise found.fail(name, f"must be a whole number; {_REMEDY}")
+    too_low = (limits.low is not None and value < limits.low) or (limits.above is not None and value <= limits.above)
+    if too_low or (limits.high is not None and value > limits.high):
+        least = f"at least {limits.low:g}" if limits.low is not None else f"above {limits.above:g}"
+        raise found.fail(name, f"must be {least} and at most {limits.high:g}; {_REMEDY}")
+    return int(value) if type(limits.default) is int else float(value)
