@@ -18,13 +18,14 @@ import yaml
 from llm_serving import __version__
 from llm_serving.config import Config, load_config
 from llm_serving.config.model_section import DTYPES
+from llm_serving.config.resolve import fewest_blocks
 from llm_serving.config.schema import section_keys
 from llm_serving.config.sections import SECTIONS
 from llm_serving.config.source import unused_lines
 from llm_serving.errors import CheckpointError, ConfigError, MemoryPlanError
 from llm_serving.hub.fetching import local_model
 from llm_serving.model.number_formats import INTEGER_FORMATS
-from llm_serving.planning.auto_blocks import fit_blocks
+from llm_serving.planning.auto_blocks import fit_sizes, with_blocks
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import MemoryPlan, plan_memory
 
@@ -79,6 +80,17 @@ examples:
 """
 
 
+DEFAULT_CACHE_TOKENS = 32_768
+"""Tokens in the KV cache of a model of ``--model``, if the memory permits and one sequence needs no more."""
+_NUM_BLOCKS = "pa_config.num_blocks"
+_AUTO_SIZES = (
+    "model_config.max_generate_length=auto",
+    "model_config.seq_length=[auto]",
+    "pa_config.decode_seq_length=auto",
+    f"{_NUM_BLOCKS}=auto",
+)
+"""Settings of a model of ``--model``. Those of ``--set`` take precedence."""
+
 _SHORT_OPTIONS = {
     "host": "serving_config.server_ip",
     "port": "serving_config.server_port",
@@ -132,8 +144,22 @@ def print_plan(argv: Sequence[str] | None = None, machine: Machine | None = None
 
 
 def _load(arguments: argparse.Namespace, machine: Machine) -> Config:
-    """Return the config of the options, with sizes that fit the machine."""
-    return fit_blocks(load_config(arguments.config, _overrides(arguments)), machine)
+    """Return the config of the options, with sizes that fit the machine.
+
+    A model of ``--model`` gets the longest context that fits, if ``--config`` names no deployment.
+    """
+    overrides = _overrides(arguments)
+    if arguments.model is None or arguments.config != DEFAULT_CONFIG:
+        return fit_sizes(load_config(arguments.config, overrides), machine)
+    try:
+        config = fit_sizes(load_config(arguments.config, [*_AUTO_SIZES, *overrides]), machine)
+    except MemoryPlanError:  # the memory of an Ascend is not known
+        return fit_sizes(load_config(arguments.config, overrides), machine)
+    if any(override.startswith(_NUM_BLOCKS) for override in arguments.overrides):
+        return config
+    cache = config.pa_config
+    enough = max(DEFAULT_CACHE_TOKENS // cache.block_size, fewest_blocks(config.max_model_len, cache.block_size))
+    return with_blocks(config, min(cache.num_blocks, enough))
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:

@@ -64,6 +64,9 @@ class Config:
     auto_blocks: bool = False
     """Whether ``pa_config.num_blocks`` was ``auto``. ``load_config`` then sets the smallest number that works, and
     ``llm_serving.planning.auto_blocks`` the largest number that fits the machine."""
+    auto_length: bool = False
+    """Whether ``pa_config.decode_seq_length`` was ``auto``. ``load_config`` then sets the largest length that the model
+    and the blocks permit, and ``llm_serving.planning.auto_blocks`` the largest that fits the machine."""
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     """Sampling parameters of requests that set none, from the model folder. Empty if the config ignores them."""
     unused: tuple[UnusedSetting, ...] = ()

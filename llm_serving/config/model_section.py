@@ -33,7 +33,12 @@ class ModelConfig:
         null="the name of the model folder",
     )
     max_generate_length: int = published(
-        4096, "Maximum length of a sequence, prompt and output together.", unit="tokens", low=1, high=MAX_TOKENS
+        4096,
+        "Maximum length of a sequence, prompt and output together. `auto`: that of the model.",
+        unit="tokens",
+        low=1,
+        high=MAX_TOKENS,
+        auto=True,
     )
     end_token: int | None = published(
         None,
@@ -44,10 +49,12 @@ class ModelConfig:
     )
     seq_length: tuple[int, ...] = published(
         (4096,),
-        "Prompt lengths to prefill; the largest is the maximum length of a prompt.",
+        "Prompt lengths to prefill; the largest is the maximum length of a prompt. `[auto]`: as long as a sequence; "
+        "without `scheduler_config.max_num_batched_tokens`, a step then has at most 2048 tokens.",
         unit="tokens",
         low=1,
         high=MAX_TOKENS,
+        auto=True,
     )
     vocab_size: int | None = published(
         None,

@@ -12,7 +12,7 @@ from llm_serving.config.config import Config
 from llm_serving.config.lookup import PACKAGE_PREFIX, find_path
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
 from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers, check_op_table
-from llm_serving.config.model_section import ModelConfig
+from llm_serving.config.model_section import MAX_TOKENS, ModelConfig
 from llm_serving.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from llm_serving.config.schema import AUTO_SIZE
 from llm_serving.config.sections import PagedAttentionConfig, ServingConfig, TokenizerConfig
@@ -45,6 +45,8 @@ _TOKENIZER_FILES = (
 )
 """Tokenizer types and their files in a model folder, the preferred one first."""
 _CPU_BLOCK_SIZE = 16
+_AUTO_STEP_TOKENS = 2048
+"""Maximum number of tokens of a step for ``seq_length: [auto]``, so that activations do not grow with the context."""
 _ASCEND_BLOCK_SIZES = (128, 64, 32, 16)
 """Block sizes of the Ascend's PagedAttention, in order of preference. vllm-mindspore uses 128 as well."""
 _ASCEND_BLOCK_ELEMENTS = 16_384
@@ -87,6 +89,7 @@ class Resolver:
         context = mindformers.context if mindformers else MindSporeContext()
         device, op_table = self._device(context, mindformers)
         shape = self._shape(folder, mindformers)
+        self._resolve_lengths(shape)
         model = replace(
             self._model,
             model_name=self._model.model_name or _name_of(folder, shape),
@@ -112,6 +115,7 @@ class Resolver:
             stored_weight_format=stored_weight_format(folder) if folder and model.load_format != "dummy" else None,
             stored_weight_group=stored_weight_group(folder) if folder and model.load_format != "dummy" else 1,
             sampling_defaults=self._sampling_defaults(folder),
+            auto_length=self._sections["pa_config"].decode_seq_length == AUTO_SIZE,
             auto_blocks=self._sections["pa_config"].num_blocks == AUTO_SIZE,
             notes=tuple(self._notes),
             unused=(*self._unused, *(mindformers.unused if mindformers else ())),
@@ -136,6 +140,18 @@ class Resolver:
             return SamplingDefaults()
         return read_sampling_defaults(folder)
 
+    def _resolve_lengths(self, shape: ModelShape) -> None:
+        """Replace ``auto`` in the lengths of ``model_config`` by the longest sequence of the model."""
+        model, scheduler = self._model, self._sections["scheduler_config"]
+        if model.max_generate_length == AUTO_SIZE:
+            model = replace(model, max_generate_length=min(shape.max_positions, MAX_TOKENS))
+        if AUTO_SIZE in model.seq_length:
+            lengths = tuple(length or model.max_generate_length for length in model.seq_length)
+            model = replace(model, seq_length=lengths)
+            if scheduler.max_num_batched_tokens is None:
+                scheduler = replace(scheduler, max_num_batched_tokens=_AUTO_STEP_TOKENS)
+        self._model, self._sections = model, self._sections | {"scheduler_config": scheduler}
+
     def _sized_cache(self, device: str, model: ModelConfig, shape: ModelShape) -> PagedAttentionConfig:
         """Return the section with numbers instead of ``auto``: the device's block size, and the fewest blocks.
 
@@ -144,9 +160,12 @@ class Resolver:
         cache: PagedAttentionConfig = self._sections["pa_config"]
         if cache.block_size == AUTO_SIZE:
             cache = replace(cache, block_size=_block_size(device, shape.head_dim))
+        longest = min(cache.decode_seq_length or MAX_TOKENS, model.max_generate_length, shape.max_positions)
         if cache.num_blocks == AUTO_SIZE:
-            longest = min(cache.decode_seq_length, model.max_generate_length, shape.max_positions)
-            cache = replace(cache, num_blocks=max(2, -(-(longest - 1) // cache.block_size) + 1))
+            cache = replace(cache, num_blocks=fewest_blocks(longest, cache.block_size))
+        if cache.decode_seq_length == AUTO_SIZE:
+            held = (cache.num_blocks - 1) * cache.block_size + 1
+            cache = replace(cache, decode_seq_length=min(longest, held))
         check_cache(self._raw, cache)
         return cache
 
@@ -316,6 +335,11 @@ class Resolver:
                 return TokenizerConfig(candidate, str(file))
         wanted = " or ".join(name for candidate, name in _TOKENIZER_FILES if kind in ("auto", candidate))
         raise self._raw.error("tokenizer.type", kind, f"{path} {'has' if path.is_dir() else 'is'} no {wanted}")
+
+
+def fewest_blocks(length: int, block_size: int) -> int:
+    """Return the fewest blocks that hold a sequence without its last token, and the block that pads tables."""
+    return max(2, -(-(length - 1) // block_size) + 1)
 
 
 def _block_size(device: str, head_dim: int) -> int:

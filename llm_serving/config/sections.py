@@ -227,10 +227,12 @@ class PagedAttentionConfig:
     )
     decode_seq_length: int = published(
         4096,
-        "Maximum length of a sequence in the cache, prompt and output together.",
+        "Maximum length of a sequence in the cache, prompt and output together. `auto`: as long as the model and the "
+        "memory permit; with a number of blocks, also as long as the blocks.",
         unit="tokens",
         low=1,
         high=MAX_TOKENS,
+        auto=True,
     )
     num_host_blocks: int | None = own(
         None,

@@ -1,4 +1,7 @@
-"""Chooses the number of KV cache blocks for ``pa_config.num_blocks: auto`` from the free memory after the weights."""
+"""Chooses sizes that the config leaves to the machine, from the free memory after the weights.
+
+These are the KV cache blocks (``num_blocks: auto``) and the maximum length of sequences (``decode_seq_length: auto``).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from llm_serving.config import Config
+from llm_serving.config.resolve import fewest_blocks
 from llm_serving.config.sections import MAX_BLOCKS
 from llm_serving.config.validation import MAX_CACHE_SLOTS
 from llm_serving.errors import MemoryPlanError
@@ -17,6 +21,43 @@ SPARE_FRACTION = {"CPU": 0.10, "Ascend": 0.05}
 """Fraction of the available memory that stays free, for estimates that are too low and for other programs."""
 
 
+SHORTEST = 256
+"""Length in tokens that a sequence may have in any case. If it does not fit, the memory plan reports the numbers."""
+
+
+def fit_sizes(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]] = read_chips) -> Config:
+    """Return the config with numbers for all sizes that are ``auto``: first the length, then the blocks."""
+    return fit_blocks(fit_length(config, machine, read_npus), machine, read_npus)
+
+
+def fit_length(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]] = read_chips) -> Config:
+    """Return the config with the longest sequences that fit, if it says ``auto``. Otherwise, return it unchanged.
+
+    The blocks of one sequence must fit, too, if their number is ``auto``. Raises MemoryPlanError if the memory of an
+    Ascend is not known.
+    """
+    if not config.auto_length:
+        return config
+    budget = _budget(config, machine, read_npus)
+    size, longest = config.pa_config.block_size, config.max_model_len
+    fewest, most = -(-min(SHORTEST, longest) // size), -(-longest // size)
+    while fewest < most:  # bisection in whole blocks
+        middle = (fewest + most + 1) // 2
+        if _needed_bytes(_with_length(config, min(middle * size, longest)), machine) <= budget:
+            fewest = middle
+        else:
+            most = middle - 1
+    return _with_length(config, min(fewest * size, longest))
+
+
+def _with_length(config: Config, length: int) -> Config:
+    """Return the config with another maximum length, and with blocks for one sequence if their number is ``auto``."""
+    cache = replace(config.pa_config, decode_seq_length=length)
+    if config.auto_blocks:
+        cache = replace(cache, num_blocks=fewest_blocks(length, cache.block_size))
+    return replace(config, pa_config=cache)
+
+
 def fit_blocks(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]] = read_chips) -> Config:
     """Return the config with as many blocks as fit, if it says ``auto``. Otherwise, return it unchanged.
 
@@ -26,8 +67,7 @@ def fit_blocks(config: Config, machine: Machine, read_npus: Callable[[], Sequenc
     """
     if not config.auto_blocks:
         return config
-    available = _available_bytes(config, machine, read_npus)
-    budget = int(available * (1 - SPARE_FRACTION[config.device]))
+    budget = _budget(config, machine, read_npus)
     fewest, most = config.pa_config.num_blocks, _most_useful(config)
     # bisection for the largest number that fits, because the number of host blocks may grow with it
     while fewest < most:
@@ -42,6 +82,11 @@ def fit_blocks(config: Config, machine: Machine, read_npus: Callable[[], Sequenc
 def with_blocks(config: Config, num_blocks: int) -> Config:
     """Return the config with another number of blocks."""
     return replace(config, pa_config=replace(config.pa_config, num_blocks=num_blocks))
+
+
+def _budget(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]]) -> int:
+    """Return the bytes that the server may plan with."""
+    return int(_available_bytes(config, machine, read_npus) * (1 - SPARE_FRACTION[config.device]))
 
 
 def _needed_bytes(config: Config, machine: Machine) -> int:
@@ -69,7 +114,7 @@ def _available_bytes(config: Config, machine: Machine, read_npus: Callable[[], S
     if limit is not None:
         return limit
     raise MemoryPlanError(
-        "pa_config.num_blocks = auto: the free memory of the Ascend is not known, because npu-smi info lists "
+        "a size of pa_config is auto, and the free memory of the Ascend is not known, because npu-smi info lists "
         f"{len(free)} of the {len(devices)} devices from {first} on; state context.max_device_memory in "
-        "model_config.model_cfg_path, or a number of blocks"
+        "model_config.model_cfg_path, or numbers in pa_config"
     )

@@ -1,4 +1,4 @@
-"""``pa_config.num_blocks: auto``: the memory after the weights, the useful maximum, and devices of unknown size."""
+"""Blocks and lengths that are ``auto``: the memory after the weights, the useful maximum, and unknown devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from llm_serving.config import Config, load_config
 from llm_serving.errors import ConfigError, MemoryPlanError
-from llm_serving.planning.auto_blocks import fit_blocks, with_blocks
+from llm_serving.planning.auto_blocks import fit_blocks, fit_sizes, with_blocks
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import estimate_memory, plan_memory
 from llm_serving.telemetry.npu_smi import Chip
@@ -104,6 +104,54 @@ def test_max_device_memory_limits_an_ascend_and_replaces_npu_smi(tmp_path: Path)
     assert replace(without, pa_config=config.pa_config) == config
 
 
+LENGTHS = (
+    "model_config.max_generate_length=auto",
+    "model_config.seq_length=[auto]",
+    "pa_config.decode_seq_length=auto",
+)
+
+
+def test_lengths_are_those_of_the_model_if_the_memory_permits(tmp_path: Path) -> None:
+    plenty = Machine(100 * GIB, "test machine")
+    config = fit_sizes(small(tmp_path, *LENGTHS, AUTO), plenty)
+    assert (config.max_model_len, config.max_prompt_len) == (4096, 4096)
+    assert config.max_num_batched_tokens == 2048
+    assert config.pa_config.num_blocks == config.max_num_seqs * config.max_blocks_per_seq + 1
+    longer = write_model_folder(tmp_path / "longer", max_position_embeddings=131_072)
+    overrides = (*LENGTHS, AUTO, f"model_config.model_path={longer}")
+    config = fit_sizes(small(tmp_path, *overrides), plenty)
+    assert (config.max_model_len, config.max_prompt_len, config.max_num_batched_tokens) == (131_072, 131_072, 2048)
+    limited = fit_sizes(small(tmp_path, *overrides, "model_config.max_generate_length=5000"), plenty)
+    assert (limited.max_model_len, limited.max_prompt_len) == (5000, 5000)
+
+
+@pytest.mark.parametrize("length", [1040, 70_000])
+def test_the_longest_sequence_fits_the_memory(tmp_path: Path, length: int) -> None:
+    folder = write_model_folder(tmp_path / "longer", max_position_embeddings=131_072)
+    overrides = (*LENGTHS, AUTO, f"model_config.model_path={folder}", "scheduler_config.max_num_batched_tokens=256")
+    exact = small(tmp_path, *overrides, f"pa_config.decode_seq_length={length}")
+    needed = estimate_memory(exact, Machine(0, "")).total_bytes
+    machine = Machine(-(-needed * 10 // 9) + 10, "test machine")
+    fitted = fit_sizes(small(tmp_path, *overrides), machine)
+    assert length - 16 < fitted.max_model_len <= length
+    assert fitted.pa_config.num_blocks == exact.pa_config.num_blocks
+    assert plan_memory(fitted, machine).fits
+
+
+def test_a_length_without_memory_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    tiny = Machine(700 * MIB, "test machine")
+    fitted = fit_sizes(small(tmp_path, *LENGTHS, AUTO), tiny)
+    assert fitted.max_model_len == 256
+    with pytest.raises(MemoryPlanError, match="the memory plan needs "):
+        plan_memory(fitted, tiny)
+
+
+def test_a_number_of_blocks_limits_the_length(tmp_path: Path) -> None:
+    config = small(tmp_path, *LENGTHS, "pa_config.num_blocks=65")
+    assert config.max_model_len == 64 * 16 + 1
+    assert fit_sizes(config, Machine(100 * GIB, "test machine")).pa_config.num_blocks == 65
+
+
 def test_an_ascend_of_unknown_size_needs_a_number(tmp_path: Path) -> None:
     with pytest.raises(MemoryPlanError, match=r"npu-smi info lists 0 of the 1 devices from 1 on; state context.max"):
         fit_blocks(ascend(tmp_path), Machine(0, ""), list)
@@ -111,6 +159,6 @@ def test_an_ascend_of_unknown_size_needs_a_number(tmp_path: Path) -> None:
 
 def test_other_keys_do_not_take_auto(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must be an integer, not text"):
-        small(tmp_path, "pa_config.decode_seq_length=auto")
+        small(tmp_path, "model_config.batch_size=auto")
     with pytest.raises(ConfigError, match=r"pa_config\.num_blocks = 0: must be at least 2"):
         small(tmp_path, "pa_config.num_blocks=0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,29 @@ def test_model_and_port_are_short_for_settings(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "my model")
     short = launch_from_command_line(["--model", str(folder), "--port", "8080"], MACHINE)
     settings = [f"model_config.model_path={folder}", "model_config.model_name=null", "serving_config.server_port=8080"]
-    assert short.config == load_config(DEFAULT_CONFIG, settings)
+    named = load_config(DEFAULT_CONFIG, settings)
+    for section in ("serving_config", "tokenizer", "scheduler_config"):
+        expected = getattr(named, section)
+        if section == "scheduler_config":
+            expected = replace(expected, max_num_batched_tokens=2048)
+        assert getattr(short.config, section) == expected
     assert short.config.model_name == "my-model"
     arguments = ["--model", str(folder), "--set", "model_config.model_name=other"]
     assert launch_from_command_line(arguments, MACHINE).config.model_name == "other"
+
+
+def test_a_model_gets_the_longest_context_and_enough_blocks(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model", max_position_embeddings=100_000)
+
+    def sizes(*options: str) -> tuple[int, int]:
+        config = launch_from_command_line(["--model", str(folder), *options], MACHINE).config
+        return config.max_model_len, config.pa_config.num_blocks
+
+    assert sizes() == (100_000, 6251)  # one sequence of the maximum length
+    assert sizes("--set", "pa_config.decode_seq_length=500") == (500, 2048)
+    assert sizes("--set", "pa_config.num_blocks=100") == (99 * 16 + 1, 100)
+    assert sizes("--set", "pa_config.num_blocks=auto")[1] > 100_000  # all that fits, because prefixes are cached
+    assert sizes("--config", "llama_tiny_cpu.yaml") == (2048, 2048)  # a deployment has its own sizes
 
 
 def test_other_short_options_are_settings_too(tmp_path: Path) -> None:
@@ -43,7 +63,11 @@ def test_other_short_options_are_settings_too(tmp_path: Path) -> None:
     short = ["--model", str(folder), "--host", "127.0.0.9", "--dtype", "bfloat16", "--quantize", "int8"]
     settings = ["serving_config.server_ip=127.0.0.9", "model_config.model_dtype=bfloat16"]
     settings += [f"model_config.model_path={folder}", "model_config.model_name=null", "model_config.weight_format=int8"]
-    assert launch_from_command_line(short, MACHINE).config == load_config(DEFAULT_CONFIG, settings)
+    config = launch_from_command_line(short, MACHINE).config
+    named = load_config(DEFAULT_CONFIG, settings)
+    assert config.serving_config == named.serving_config
+    assert config.model_config.weight_format == named.model_config.weight_format == "int8"
+    assert config.model_config.model_dtype == named.model_config.model_dtype == "bfloat16"
     later = ["--set", "model_config.weight_format=int8_weight_only"]
     assert launch_from_command_line([*short, *later], MACHINE).config.model_config.weight_format == "int8_weight_only"
 

@@ -196,7 +196,7 @@ CASES = [
     Case(
         "text in a list",
         in_model("seq_length: [4096, long]"),
-        f"{FILE}: model_config.seq_length = 'long': must be an integer, not text",
+        f"{FILE}: model_config.seq_length = 'long': must be an integer or auto, not text",
     ),
     Case(
         "null where there is none",

@@ -14,7 +14,7 @@ from llm_serving.errors import LLMServingError
 from llm_serving.ipc.exchange import exchange_bytes
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout
 from llm_serving.listening import bound_socket
-from llm_serving.planning.auto_blocks import fit_blocks
+from llm_serving.planning.auto_blocks import fit_sizes
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.rank_memory import format_bytes
 from tools.diagnosis.finding import Finding, ok, problem, warning
@@ -37,7 +37,7 @@ def look_at_config(host: Host, name: str, overrides: Sequence[str]) -> Deploymen
     """Loads the config as the server would. A config for an Ascend is also checked on a machine without one."""
     ascend = has_ascend(host.environment, host.path("/dev"))
     try:
-        config = fit_blocks(load_config(name, overrides, ascend=ascend), Machine.detect())
+        config = fit_sizes(load_config(name, overrides, ascend=ascend), Machine.detect())
     except LLMServingError as error:
         return _refused(name, overrides, ascend, str(error))
     findings = [ok("config", f"{config.file}: {config.model_name} on {config.device}, {config.op_table} operators")]
