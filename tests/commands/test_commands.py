@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,18 @@ def test_options_and_exit_code_are_those_of_the_program() -> None:
     done = run("analyze", "/no/such.log")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: /no/such.log: No such file or directory\n"
+
+
+def test_a_closed_pipe_ends_a_command_without_an_error() -> None:
+    command = [sys.executable, "-m", "llm_serving", "doctor", "explain", "EI0006"]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, error = process.communicate(timeout=time_limit(60))
+    assert (process.returncode, error) == (-signal.SIGPIPE, b"")
+    before = signal.getsignal(signal.SIGPIPE)
+    assert main(["doctor", "explain", "EI0006"]) == 0
+    assert signal.getsignal(signal.SIGPIPE) == before
 
 
 def test_a_command_whose_packages_are_missing_says_so(
