@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
@@ -13,6 +15,7 @@ from llm_serving.request import RequestOutput
 from llm_serving.server.errors import ClientGoneError, ErrorReply, error_reply, note_error
 from llm_serving.server.generation import Generation
 from llm_serving.server.http_protocol import STREAM_CHANNEL, Header, StreamChannel
+from llm_serving.server.limits import INLINE_ITEMS
 from llm_serving.server.sampling import Choice
 
 _HEADERS: tuple[Header, ...] = (
@@ -35,11 +38,40 @@ class EventFormat(Protocol):
         """Return the event of an error that happened after the stream began."""
 
 
+class _Backlog:
+    """The pieces of a choice that wait for the socket. They are merged, but not so far that writing one takes long."""
+
+    def __init__(self) -> None:
+        self._merged: deque[RequestOutput] = deque()
+        self._pieces: list[RequestOutput] = []
+
+    def __len__(self) -> int:
+        return len(self._merged) + len(self._pieces)
+
+    def add(self, piece: RequestOutput) -> None:
+        self._pieces.append(piece)
+        if len(self._pieces) >= MERGE_AT:
+            self._merged.append(merge_outputs(self._pieces))
+            self._pieces = []
+
+    def take(self) -> RequestOutput:
+        """Remove and return the oldest pieces, as one. There must be one."""
+        if self._merged:
+            return self._merged.popleft()
+        pieces, self._pieces = self._pieces, []
+        return merge_outputs(pieces)
+
+    def rest(self) -> Iterator[RequestOutput]:
+        """Remove and return all pieces."""
+        while self:
+            yield self.take()
+
+
 class EventStream:
     """A streamed response. The engine calls it with each piece of text, and it writes the piece to the socket.
 
     Nothing is sent before the first event, so an early error still gets its own HTTP status. A later error becomes an
-    event. While a client does not read, the pieces of each choice are merged, so memory stays bounded.
+    event. While a client does not read, ``MERGE_AT`` pieces of a choice are merged into one.
     """
 
     def __init__(self, generation: Generation, events: EventFormat) -> None:
@@ -50,7 +82,7 @@ class EventStream:
         self._over: asyncio.Future[None] | None = None
         self._started = False
         self._num_open = len(generation.choices)
-        self._backlog: dict[int, list[RequestOutput]] = {}
+        self._backlog: dict[int, _Backlog] = {}
         self._unsent: set[int] = set()
         self.status_code = 200
 
@@ -89,11 +121,8 @@ class EventStream:
             return
         if piece.finish_reason is not None and (failure := self._generation.note_end(index, piece)) is not None:
             self._end(failure)
-        elif self._is_full:
-            backlog = self._backlog.setdefault(index, [])
-            backlog.append(piece)
-            if len(backlog) >= MERGE_AT:
-                self._backlog[index] = [merge_outputs(backlog)]
+        elif self._is_full or self._backlog:
+            self._backlog.setdefault(index, _Backlog()).add(piece)
         else:
             try:
                 self._write(index, piece)
@@ -113,11 +142,7 @@ class EventStream:
         for index in self._unsent:
             self._generation.delivered(index, now)
         self._unsent.clear()
-        while self._backlog and not self._is_full and not self._is_over:
-            index, pieces = next(iter(self._backlog.items()))
-            del self._backlog[index]
-            self._write(index, merge_outputs(pieces))
-        self._check_over()
+        self._write_backlog()
 
     def lost(self) -> None:
         """End the response because the client has closed the connection."""
@@ -160,11 +185,29 @@ class EventStream:
         if is_last:
             self._check_over()
 
+    def _write_backlog(self) -> None:
+        """Write the kept pieces while the socket accepts data. Other tasks run after every ``INLINE_ITEMS`` items."""
+        num_items = 0
+        while self._backlog and not self._is_full and not self._is_over:
+            if num_items > INLINE_ITEMS:
+                asyncio.get_running_loop().call_soon(self._write_backlog)
+                return
+            index, kept = next(iter(self._backlog.items()))
+            piece = kept.take()
+            if not kept:
+                del self._backlog[index]
+            num_items += len(piece.token_ids) + sum(len(logits.top) for logits in piece.logits)
+            try:
+                self._write(index, piece)
+            except Exception as error:  # an error while formatting ends only this response
+                self._end(error)
+        self._check_over()
+
     def _held_back(self) -> bytes:
         """Return the events of the pieces that were kept because the socket accepted no data."""
         choices = self._generation.choices
         return b"".join(
-            self._format.events(choices[index], merge_outputs(pieces)) for index, pieces in self._backlog.items()
+            self._format.events(choices[index], piece) for index, kept in self._backlog.items() for piece in kept.rest()
         )
 
     def _check_over(self) -> None:

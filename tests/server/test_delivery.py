@@ -1,9 +1,15 @@
 """The HTTP server reports output as delivered when it writes it, or later when a slow client has read it."""
 
+import asyncio
 import json
 import socket
 import time
+from types import SimpleNamespace
 
+from llm_serving.engine.outputs import MERGE_AT
+from llm_serving.request import FinishReason, RequestOutput, TokenLogits
+from llm_serving.server.limits import INLINE_ITEMS
+from llm_serving.server.sse import EventStream
 from support.http_server import http_request, read_response, wait_until
 
 STREAM = {"prompt": "a", "max_tokens": 100, "stream": True}
@@ -128,3 +134,58 @@ def test_log_probabilities_are_computed_on_request_only(server, engine):
         assert engine.submitted[-1].sampling.wants_logits is wanted
     server.events("/generate_stream", {"inputs": "a"})
     assert engine.submitted[-1].sampling.wants_logits
+
+
+class SlowChannel:
+    """A channel that accepts data only when a test says so."""
+
+    def __init__(self):
+        self.is_full = True
+        self.written = []
+
+    def start(self, headers, body, *, is_last=False):
+        self.write(body, is_last=is_last)
+
+    def write(self, body, *, is_last=False):
+        self.written += body.split()
+
+
+class TextOnly:
+    """Events that are the text of a piece."""
+
+    def events(self, choice, piece):
+        return piece.text.encode()
+
+    def last(self):
+        return b""
+
+
+def test_kept_pieces_are_written_in_order_and_in_parts():
+    """The event loop runs other tasks while the pieces of a slow reader are written."""
+    logits = TokenLogits(300, -1.0, 2.0, tuple((i, 0.0) for i in range(20)))
+    count = 20 * MERGE_AT
+
+    def piece(number, reason=None):
+        return RequestOutput("a", f"{number} ", (300,), (logits,), 1, number, reason)
+
+    async def run():
+        generation = SimpleNamespace(
+            choices=[None], request_id="a", delivered=lambda index, now: None, note_end=lambda index, piece: None
+        )
+        stream, channel = EventStream(generation, TextOnly()), SlowChannel()
+        stream._channel, stream._over = channel, asyncio.get_running_loop().create_future()
+        for number in range(count):
+            stream.push(0, piece(number))
+        assert channel.written == []
+        channel.is_full = False
+        stream.drained()
+        assert MERGE_AT <= len(channel.written) <= 2 * INLINE_ITEMS // 20
+        stream.push(0, piece(count, FinishReason.LENGTH))  # must not overtake
+        rounds = 0
+        while not stream._over.done():
+            await asyncio.sleep(0)
+            rounds += 1
+        assert rounds > 3
+        assert channel.written == [str(number).encode() for number in range(count + 1)]
+
+    asyncio.run(run())
