@@ -37,13 +37,13 @@ def confine(config: Config, call: SystemCall = system_call) -> str:
         if wanted == "on":
             raise AgentStartError(
                 f"{_KEY} is on, but the kernel has no Landlock (Linux 5.13 with `landlock` in the boot option `lsm`), "
-                f"or the container forbids it; set {_KEY}: auto to start without"
+                f"or the container forbids it; set {_KEY}: auto to start without Landlock"
             )
         return "none (the kernel has no Landlock, or the container forbids it)"
     try:
         return _restrict(config, abi, call, isolates=not on_ascend)
     except OSError as error:
-        raise AgentStartError(f"the agent could not be confined: {error}; set {_KEY}: off to start without") from error
+        raise AgentStartError(f"the agent could not be confined: {error}; set {_KEY}: off to start anyway") from error
 
 
 def _restrict(config: Config, abi: int, call: SystemCall, *, isolates: bool) -> str:

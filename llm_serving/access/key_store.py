@@ -98,7 +98,9 @@ def _check_disjoint(keys: Mapping[bytes, ApiKey], fixed: Mapping[bytes, ApiKey])
     rights = {key.name: key.rights for key in fixed.values()}
     for key in keys.values():
         if key.digest in fixed or rights.get(key.name, key.rights) != key.rights:
-            raise KeyLineError(f"{ENVIRONMENT_VARIABLE} states {key.name!r} otherwise; state it in one place")
+            raise KeyLineError(
+                f"{ENVIRONMENT_VARIABLE} also has this key, or other rights, of {key.name!r}; state them in one place"
+            )
 
 
 def file_signature(path: str) -> tuple[int, ...] | None:

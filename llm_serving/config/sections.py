@@ -266,14 +266,14 @@ class TokenizerConfig:
 class BasicInputsConfig:
     """Inputs of every step."""
 
-    type: str = published("LlamaBasicInputs", "Kind of inputs. The model decides.", choices=("LlamaBasicInputs",))
+    type: str = published("LlamaBasicInputs", "Kind of inputs, without effect.", choices=("LlamaBasicInputs",))
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraInputsConfig:
     """Additional inputs of a step for some graphs."""
 
-    type: str = published("LlamaExtraInputs", "Kind of inputs. The model decides.", choices=("LlamaExtraInputs",))
+    type: str = published("LlamaExtraInputs", "Kind of inputs, without effect.", choices=("LlamaExtraInputs",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +282,7 @@ class WarmupInputsConfig:
 
     type: str = published(
         "LlamaWarmupInputs",
-        "Kind of inputs. The warm-up runs the largest configured steps.",
+        "Kind of inputs, without effect: the warm-up runs the largest configured steps.",
         choices=("LlamaWarmupInputs",),
     )
 

@@ -284,7 +284,8 @@ def check_native_weights(raw: RawConfig, config: Config) -> None:
     widest = max(size for each in agents for size in (*_layer_inputs(each), *_layer_outputs(each)))
     if weight_only and widest > MAX_WEIGHT_ONLY_SIZE:
         problem = (
-            f"a layer of the model is {widest} wide; WeightQuantBatchMatmul takes {MAX_WEIGHT_ONLY_SIZE}; use int8"
+            f"a layer of the model is {widest} wide; WeightQuantBatchMatmul takes at most {MAX_WEIGHT_ONLY_SIZE}; "
+            "use int8"
         )
         raise raw.error(key, wanted, problem)
     if shape.experts is not None:
@@ -301,7 +302,7 @@ def _check_native_experts(raw: RawConfig, config: Config, outputs: int) -> None:
     """
     key, wanted, group = "model_config.weight_format", config.model_config.weight_format, config.shard_group
     if max(outputs, config.shape.hidden_size) > MAX_WEIGHT_ONLY_SIZE:
-        problem = f"an expert is {outputs} wide; GroupedMatmulV4 takes {MAX_WEIGHT_ONLY_SIZE}; use auto"
+        problem = f"an expert is {outputs} wide; GroupedMatmulV4 takes at most {MAX_WEIGHT_ONLY_SIZE}; use auto"
         raise raw.error(key, wanted, problem)
     if not config.linear_format.has_groups and group > 1:
         problem = (

@@ -23,7 +23,7 @@ LOAD_THREADS = 4
 
 
 def host_items(config: Config, processes: tuple[MemoryItem, ...]) -> tuple[MemoryItem, ...]:
-    """Return the items in host memory at the time of the highest need. ``processes`` are added."""
+    """Return the items in host memory at the time of the highest need, including ``processes``."""
     world = range(config.parallel_config.world_size)
     weights = sum(item.num_bytes for rank in world for item in device_items(config, rank) if item.name == WEIGHTS)
     conversion = sum(_conversion_bytes(config, rank) for rank in world)

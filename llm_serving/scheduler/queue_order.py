@@ -107,7 +107,7 @@ class QueueOrder(Stateful):
         return self._classes[self._oldest.first()].queue.first()
 
     def start(self, sequence: Sequence) -> None:
-        """Removes a sequence that starts, the first or another, and charges its prompt to its tenant."""
+        """Removes a sequence that starts, wherever it is in the queue, and charges its prompt to its tenant."""
         self.remove(sequence)
         self.charge_input(sequence)
 

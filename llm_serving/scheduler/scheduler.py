@@ -161,7 +161,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """``figures.waiting`` at a lower cost."""
+        """Number of waiting requests: the same as ``figures.waiting``, at a lower cost."""
         return len(self._intake.sequences) - len(self._running) - len(self._state.swapped)
 
     def counts(self) -> tuple[int, int, int, int, int, int, int]:

@@ -102,7 +102,7 @@ class ErrorReply:
         return orjson.dumps({"error": error})
 
     def response(self, request_id: str | None = None) -> Response:
-        """Return the response. ``request_id`` lets a client name the lines of the log that have the details."""
+        """Return the response. ``request_id`` shows the client which lines of the log have the details."""
         named = {} if request_id is None else {"X-Request-Id": request_id}
         return Response(self.body(), self.status, {**self.headers, **named}, "application/json")
 

@@ -26,7 +26,7 @@ class NpuCollector(Collector):
         self._thread = threading.Thread(target=self._run, name="npu-smi", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that reads."""
+        """Start the thread that runs ``npu-smi info``."""
         self._thread.start()
 
     def close(self) -> None:

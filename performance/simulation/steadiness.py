@@ -3,8 +3,8 @@
 Only then can the run be compared with a simulation.
 
 A short probe, always the same load, runs directly before and after each part of a load. A part is steady if both probes
-ran at nearly the same speed and other processes took little of the cores' time. The decision never looks at the
-compared figures.
+ran at nearly the same speed and other processes took little of the cores' time. The decision does not use the figures
+that are compared later.
 """
 
 from __future__ import annotations

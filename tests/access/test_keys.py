@@ -190,7 +190,7 @@ def test_a_wrong_environment_names_the_variable():
 
 def test_file_and_environment_may_not_contradict_each_other(tmp_path):
     write(tmp_path / "keys", ("alice", "a" * 40))
-    with pytest.raises(ConfigError, match="LLM_SERVING_API_KEYS states 'alice' otherwise"):
+    with pytest.raises(ConfigError, match="LLM_SERVING_API_KEYS also has this key, or other rights, of 'alice'"):
         KeyStore(str(tmp_path / "keys"), f"alice {HASH} admin", Log())
 
 

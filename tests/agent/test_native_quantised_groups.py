@@ -63,10 +63,11 @@ of 128, and pairs of them share a key-value head.
 
 WITH_EXPERTS = ("qwen3_moe", "mixtral")
 ROUTE_MARGIN = 0.6
-"""The preference of a token for its own experts may at most be this, in router logits of standard deviation 3.
+"""Limit for replaced experts: a token may prefer its own experts by at most this difference of router logits.
 
-The test replaces the experts. Otherwise one near tie between experts of an early token changes all later logits of a
-sequence. With AVX2, they changed by 0.31 standard deviations, which is more than the limits below.
+The standard deviation of router logits is 3. Both compared runs use the experts that one of them chose. Otherwise one
+near tie between experts of an early token would change all later logits of a sequence. With AVX2, they changed by 0.31
+standard deviations, which is more than the limits below.
 """
 
 Results = dict[str, Any]

@@ -34,7 +34,7 @@ class HttpFindings:
     hangs: list[str] = field(default_factory=list)
     longest_stall_s: float = 0.0
     machine_stall_s: float = 0.0
-    """The delay that a process that only sleeps had in the same period: the machine was busy with other work."""
+    """The delay of a process that only slept during this period. It shows that the machine was busy with other work."""
     stalls: list[str] = field(default_factory=list)
     """Periods in which the event loop stalled for longer than the limit, and the machine did not."""
     growth_mib: float = 0.0
