@@ -69,6 +69,7 @@ class FastTokenizer(Tokenizer):
             raise CheckpointError(f"{source}: not a valid {files.vocabulary.name}: {reason}") from reason
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._check_template(source)
         self._add_missing(files)
         decoder = self._tokenizer.decoder
         entries = self._tokenizer.get_added_tokens_decoder()
@@ -82,6 +83,17 @@ class FastTokenizer(Tokenizer):
             | {token_id for token_id in named if token_id is not None},
             vocab_size=self._tokenizer.get_vocab_size(with_added_tokens=True),
         )
+
+    def _check_template(self, source: str) -> None:
+        """Raise CheckpointError if the library cannot encode any text. It panics, for example, if the template around a
+        text names a special token that the file does not define. Otherwise the first request would fail.
+        """
+        try:
+            self._tokenizer.encode_batch_fast(["a"])
+        except BaseException as reason:
+            if isinstance(reason, Exception) or type(reason).__name__ == "PanicException":  # not an Exception
+                raise CheckpointError(f"{source}: the tokenizer cannot encode a text: {reason}") from reason
+            raise
 
     def _add_missing(self, files: TokenizerFiles) -> None:
         """Add the tokens that only ``tokenizer_config.json`` lists, as transformers does."""

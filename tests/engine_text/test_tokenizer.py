@@ -72,6 +72,21 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizers, kind):
     assert turns > 20
 
 
+def test_a_template_with_an_undefined_token_is_refused(tokenizers, folder, tmp_path):
+    shutil.copytree(folder / "llama2", tmp_path / "damaged")
+    file = tmp_path / "damaged" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {},
+    }
+    file.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="cannot encode a text"):
+        open_tokenizer(file)
+
+
 def test_special_tokens(tokenizers):
     for kind in ("llama2", "sentencepiece"):
         tokenizer = tokenizers[kind]
