@@ -75,8 +75,9 @@ class Program:
     def _judge(self, done: subprocess.CompletedProcess[str], figures: list[float]) -> Outcome:
         if not figures:
             return Outcome(False, None, f"exit code {done.returncode}, no figure; {done.stderr.strip()[-300:]}")
+        last = (done.stderr.strip() or done.stdout.strip())[-300:]
         figure = min(figures) if self.is_minimum else max(figures)
-        reason = "" if done.returncode == 0 else f"exit code {done.returncode}; {done.stderr.strip()[-300:]}"
+        reason = "" if done.returncode == 0 else f"exit code {done.returncode}; {last}"
         is_kept = figure >= self.limit if self.is_minimum else figure <= self.limit
         return Outcome(not reason and is_kept, figure, reason)
 
