@@ -97,6 +97,21 @@ def test_thinking_is_folded(page: ChatPage) -> None:
     assert page.text(".thought .body") == "I wonder."
 
 
+def test_thinking_in_a_field_of_its_own_is_folded(page: ChatPage) -> None:
+    deltas = [{"reasoning_content": "I *wonder*."}, {"content": "It is 4."}]
+    events = [f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}\n\n" for delta in deltas]
+    page.run(
+        "const real = window.fetch, text = arguments[0];"
+        "window.fetch = (path, options) => path === '/v1/chat/completions'"
+        " ? Promise.resolve(new Response(text)) : real(path, options)",
+        "".join([*events, "data: [DONE]\n\n"]),
+    )
+    page.ask("think")
+    assert page.turns()[1] == ["assistant", "It is 4."]
+    page.click(".thought summary")
+    assert page.text(".thought .body") == "I wonder."
+
+
 def test_conversations_survive_a_reload(page: ChatPage) -> None:
     page.ask("first question", says="first answer")
     page.click("#new")
