@@ -36,11 +36,24 @@ from llm_serving.model.families import Experts
 CacheLayout = tuple[tuple[int, ...], str]
 """Shape and element type of a cache; ``agent.weights.storage`` has the names of the types."""
 
-LinearParameters = tuple[Any, Any, Any]
-"""The Parameters of a linear layer: weight, scale, and an offset that is added to integers before they are scaled.
 
-Scale and offset are None if the layer has none. If it has some, operators take (weight, scale) or (weight, scale,
-offset) instead of the weight."""
+@dataclass(frozen=True, slots=True)
+class LinearParameters:
+    """The Parameters of a linear layer. A layer has a weight, and those of the others that are not None.
+
+    If a layer has more than a weight, operators take (weight, scale), (weight, scale, offset) or, with static inputs,
+    (weight, scale, input_scale, input_offset, sum_offset) instead of the weight.
+    """
+
+    weight: Any
+    scale: Any = None
+    offset: Any = None
+    """Added to the weight's integers before they are scaled."""
+    input_scale: Any = None
+    input_offset: Any = None
+    sum_offset: Any = None
+    """Added to the integer sums of the products."""
+
 
 Operator = Any
 """A primitive or Cell of MindSpore. A model keeps it as an attribute of a Cell and calls it in ``construct``."""
@@ -180,6 +193,11 @@ class OpTable(ABC):
         if self.part is None or not self.is_split:
             return vocab_size
         return len(self.part.shard.vocab) if self.traits.packs_weights else self.part.vocab_stride
+
+    @property
+    def holds_biases(self) -> bool:
+        """True if the parameters of linear weights include the biases, which then have no parameters of their own."""
+        return self.traits.packs_weights
 
     @abstractmethod
     def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> LinearParameters:

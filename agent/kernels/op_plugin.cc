@@ -205,6 +205,7 @@ bool has_failed() { return held_failure.load(std::memory_order_acquire) != nullp
   X(AllReduce, plugin_all_reduce(arguments)) \
   X(AllGather, plugin_all_gather(arguments)) \
   X(DynamicQuantExt, plugin_dynamic_quant(arguments)) \
+  X(QuantV2, plugin_static_quant(arguments)) \
   X(QuantBatchMatmul, plugin_quant_matmul(arguments)) \
   X(WeightQuantBatchMatmul, plugin_weight_quant_matmul(arguments)) \
   X(SplitWithSize, plugin_split(arguments)) \

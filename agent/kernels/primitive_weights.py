@@ -55,11 +55,14 @@ class PrimitiveWeight:
     """Number of inputs that share a scale. 0 means all inputs."""
     float_products: bool = False
     """Whether integers multiply float activations (WeightQuantBatchMatmul)."""
+    sum_offsets: Array | None = None
+    """int32 [out], added to the integer sums of int8 weights behind QuantV2. None after DynamicQuantExt."""
 
 
 _PrimitiveWeight = structure(
     "PrimitiveWeight",
-    "pointer: values scales offsets; int32: type scale_type transposed float_products; int64: columns depth group",
+    "pointer: values scales offsets sum_offsets; int32: type scale_type transposed float_products; int64: columns depth"
+    " group",
 )
 """A ctypes class with the members of llmk::PrimitiveWeight in ops/primitive_weight.h."""
 
@@ -157,12 +160,16 @@ def _described(weight: PrimitiveWeight) -> ctypes.Structure:
             array.size != columns * groups or array.dtype != _STORAGE[weight.scale_type]
         ):
             raise ValueError(f"scales and offsets are {columns * groups} of {weight.scale_type}, not {array.shape}")
+    sums = weight.sum_offsets
+    if sums is not None and (sums.shape != (columns,) or sums.dtype != np.int32 or not sums.flags.c_contiguous):
+        raise ValueError(f"sum offsets are {columns} of int32, not {sums.shape} of {sums.dtype}")
     if (weight.scales is None) != (weight.type in _SCALE_TYPES):
         raise ValueError(f"a weight of {weight.type} {'needs' if weight.scales is None else 'has no'} scales")
     return _PrimitiveWeight(
         values=weight.values.ctypes.data,
         scales=None if weight.scales is None else weight.scales.ctypes.data,
         offsets=None if weight.offsets is None else weight.offsets.ctypes.data,
+        sum_offsets=None if sums is None else sums.ctypes.data,
         type=VALUE_TYPES.index(weight.type),
         scale_type=_SCALE_TYPES.index(weight.scale_type) if weight.scales is not None else 0,
         transposed=weight.transposed,

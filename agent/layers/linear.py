@@ -17,12 +17,16 @@ class Weight(nn.Cell):
 
     def __init__(self, parameters: LinearParameters) -> None:
         super().__init__()
-        self.weight, self.scale, self.offset = parameters
+        self.weight, self.scale, self.offset = parameters.weight, parameters.scale, parameters.offset
+        self.input_scale, self.input_offset = parameters.input_scale, parameters.input_offset
+        self.sum_offset = parameters.sum_offset
 
     def operands(self) -> Any:
         """Returns the weight, with its scales and offsets in a tuple if there are any, as operators expect."""
         if self.scale is None:
             return self.weight
+        if self.sum_offset is not None:
+            return (self.weight, self.scale, self.input_scale, self.input_offset, self.sum_offset)
         return (self.weight, self.scale) if self.offset is None else (self.weight, self.scale, self.offset)
 
 
@@ -74,4 +78,4 @@ class NormWeight(nn.Cell):
 
 
 def _bias(ops: OpTable, size: int, *, biased: bool) -> Tensor | None:
-    return unbound_parameter((size,), ops.dtype) if biased and not ops.traits.packs_weights else None
+    return unbound_parameter((size,), ops.dtype) if biased and not ops.holds_biases else None

@@ -6,7 +6,7 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
-from agent.backends.base import OpTable
+from agent.backends.base import LinearParameters, OpTable
 from agent.layers.linear import Weight
 from agent.layers.parameter import unbound_parameter
 from llm_serving.model.families import Experts
@@ -41,7 +41,7 @@ class ExpertMLP(nn.Cell):
 
     def __init__(self, ops: OpTable, hidden_size: int, experts: Experts, epsilon: float) -> None:
         super().__init__()
-        self.router = Weight((ops.router_weight(hidden_size, experts.count), None, None))
+        self.router = Weight(LinearParameters(ops.router_weight(hidden_size, experts.count)))
         inner = experts.intermediate_size
         self.gate_up = Weight(ops.expert_weight(experts.held, hidden_size, 2 * inner))
         self.down = Weight(ops.expert_weight(experts.held, inner, hidden_size))

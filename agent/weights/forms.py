@@ -3,11 +3,16 @@
     form              primitive                           weight                         scales, offsets
     float             MatMul                              model_dtype [out, in]
     int8              DynamicQuantExt, QuantBatchMatmul   int8 [out, in]                 float32 [out]
+    int8, static      QuantV2, QuantBatchMatmul           int8 [out, in]                 float32 [out]
     int8_weight_only  WeightQuantBatchMatmul, transposed  int8 [out, in]                 model_dtype [out] or
                                                                                          [out, groups]
     int4_weight_only  WeightQuantBatchMatmul              int4 [in, out], two in a byte  model_dtype [groups, out]
 
 A form has the name of the format that the primitives compute: ``int4`` becomes ``int4_weight_only``.
+
+A static form has more parameters: input_scale and input_offset, model_dtype [in], with which QuantV2 quantises x to
+round(x * input_scale + input_offset), and sum_offset, int32 [out], the bias of QuantBatchMatmul. It is added to the
+integer sums before they are scaled, and removes the input offsets from them.
 
 The weights of all experts of a layer are one weight [experts, in, out] of GroupedMatmulV4:
 
@@ -71,6 +76,16 @@ class LinearForm:
         """True if the primitive quantises the activations, too, and multiplies integers by integers."""
         return not self.is_float and self.weights.quantises_activations
 
+    @property
+    def is_static(self) -> bool:
+        """True if the activations are quantised with scales and offsets from the checkpoint's calibration."""
+        return self.quantises_activations and self.stored is not None and self.stored.static
+
+    @property
+    def holds_bias(self) -> bool:
+        """True if the sum offsets include the layer's bias, so that the layer has no other bias."""
+        return self.is_static and self.stored is not None and self.stored.sums_hold_bias
+
 
 @dataclass(frozen=True, slots=True)
 class LinearForms:
@@ -81,6 +96,18 @@ class LinearForms:
     layers: LinearForm = LinearForm()
     output: LinearForm = LinearForm()
     experts: LinearForm = LinearForm()
+
+    def check_type(self, dtype: str) -> None:
+        """Raises ConfigError if the primitives of a form do not support activations of type ``dtype``.
+
+        QuantBatchMatmul with float32 scales, a bias and no scales of tokens gives bfloat16 only. For float16 it takes
+        scales in a packed form of 64 bits with fewer digits (aclnnTransQuantParamV2), which nothing here can check.
+        """
+        if dtype != "bfloat16" and (self.layers.is_static or self.output.is_static):
+            raise ConfigError(
+                f"model_config.model_dtype = {dtype} with op_table native: layers with static inputs (W8A8) need "
+                "bfloat16; use model_dtype bfloat16, weight_format auto (floats), or op_table fused (CPU)"
+            )
 
 
 def scale_type(form: LinearForm, dtype: str, *, of_experts: bool) -> str:
@@ -132,10 +159,10 @@ def _stored(spec: WeightSpec, source: WeightSource, packing: Packing) -> Scheme 
     stored = schemes.pop()
     if stored is not None and stored.format != _wanted(packing).stored_as:
         raise _error(packing, f"tensor {spec.parts[0].name} is stored as {stored.format}; use {stored.format} or auto")
-    if stored is not None and stored.static:
+    if stored is not None and stored.static and spec.experts and _wanted(packing).quantises_activations:
         raise _error(
             packing,
-            f"tensor {spec.parts[0].name} has static inputs (W8A8), which the native graph does not compute; use auto, "
+            f"tensor {spec.parts[0].name} has static inputs (W8A8), which GroupedMatmulV4 does not support; use auto, "
             "which dequantises, or op_table fused (CPU)",
         )
     return stored

@@ -66,7 +66,8 @@ def load_weights(
     Raises CheckpointError. With ``packing``, raises ConfigError if stored integers cannot have the format
     ``packing.weight_format``, or cannot be divided for ``parallel_config.sum_parts``.
     """
-    specs = list(specs) if packing is not None else _unpacked(specs)
+    holds_bias = forms is not None and forms.layers.holds_bias
+    specs = list(specs) if packing is not None else _unpacked(specs, holds_bias=holds_bias)
     if packing is not None:
         packer = LinearPacker(packing, source, dtype)
         for spec in specs:
@@ -98,10 +99,12 @@ def load_weights(
     return weights
 
 
-def _unpacked(specs: Sequence[WeightSpec]) -> list[WeightSpec]:
-    """Returns the parameters that a model without packed weights has: biases have their own parameters."""
+def _unpacked(specs: Sequence[WeightSpec], *, holds_bias: bool) -> list[WeightSpec]:
+    """Returns the parameters that a model without packed weights has. Biases have their own parameters, unless
+    ``holds_bias``: then other parameters of the weights include them.
+    """
     kept = [spec for spec in specs if not spec.packed_only]
-    return [each for spec in kept for each in ((spec, spec.bias_spec()) if spec.bias else (spec,))]
+    return [each for spec in kept for each in ((spec, spec.bias_spec()) if spec.bias and not holds_bias else (spec,))]
 
 
 def _form_of(spec: WeightSpec, forms: LinearForms | None) -> LinearForm:

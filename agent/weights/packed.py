@@ -272,9 +272,10 @@ class LinearPacker:
                 )
             values[rows] = tensor.values
             kept = replace(tensor, values=values[rows])
-            tensors.append(kept if plan.is_static else _without_inputs(kept, part.name))
+            tensors.append(kept if plan.is_static else without_inputs(kept, part.name))
         scales = np.concatenate([each.scales for each in tensors])
-        inputs = _joined_inputs(tensors, spec) if plan.is_static else None
+        found = [each.inputs for each in tensors if each.inputs is not None]
+        inputs = joined_inputs(found, spec) if plan.is_static else None
         return QuantizedTensor(plan.stored, values, scales, _joined_zeros(tensors), inputs=inputs)
 
     def _memory(self, shape: tuple[int, ...], storage: Any) -> Array:
@@ -292,7 +293,7 @@ def _each_weight(spec: WeightSpec) -> list[WeightSpec]:
     return [spec.expert(index) for index in range(spec.experts)] if spec.experts else [spec]
 
 
-def _without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
+def without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
     """Returns a tensor without static inputs, whose scales are those of the weights alone. A format with float inputs
     needs it.
 
@@ -309,11 +310,10 @@ def _without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
     return replace(tensor, scales=tensor.scales * inverses[0], inputs=None)
 
 
-def _joined_inputs(tensors: Sequence[QuantizedTensor], spec: WeightSpec) -> StaticInputs:
-    """Joins the static inputs of tensors along their rows. Raises CheckpointError if the tensors have different scales
-    or offsets for the same inputs.
+def joined_inputs(found: Sequence[StaticInputs], spec: WeightSpec) -> StaticInputs:
+    """Joins the static inputs of the tensors of ``spec`` along their rows. Raises CheckpointError if the tensors have
+    different scales or offsets for the same inputs.
     """
-    found = [each.inputs for each in tensors if each.inputs is not None]
     first = found[0]
     for part, each in zip(spec.parts, found, strict=True):
         if (each.inverses != first.inverses).any() or (each.offsets != first.offsets).any():

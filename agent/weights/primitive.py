@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from agent.kernels.packing import StaticInputs
 from agent.weights.forms import LinearForm, scale_type
 from agent.weights.layout import WeightPart, WeightSpec, rows_of
+from agent.weights.packed import joined_inputs, without_inputs
 from agent.weights.quantized import QuantizedTensor
 from agent.weights.source import WeightSource
 from agent.weights.storage import Array, allocate, from_float32, to_float32
@@ -22,10 +24,11 @@ _PIECE_ROWS = 256
 
 
 def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str) -> dict[str, Array]:
-    """Returns the parameters of one linear layer by name: ``weight``, ``scale``, and ``offset`` if the form has one.
+    """Returns the parameters of one linear layer by name: ``weight``, ``scale``, and the others that the form has.
 
     Padding rows of the vocabulary have integers and scales of 0. Raises CheckpointError if the groups of stored
-    integers are not consecutive inputs, or if the primitive for experts does not support their zero points.
+    integers are not consecutive inputs, if the primitive for experts does not support their zero points, or if parts
+    of a layer have different static inputs.
     """
     if spec.experts:
         return _load_experts(spec, form, source, dtype)
@@ -36,7 +39,19 @@ def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dty
         weight, scales, offsets = _pairs(weight), scales.T, offsets.T
     if form.group == 0:
         scales, offsets = scales.reshape(-1), offsets.reshape(-1)
-    return _named(spec, form, weight, _stored(scales, kind), _stored(offsets, kind))
+    named = _named(spec, form, weight, _stored(scales, kind), _stored(offsets, kind))
+    return named | _static_parameters(spec, numbers.inputs, dtype) if numbers.inputs is not None else named
+
+
+def _static_parameters(spec: WeightSpec, inputs: StaticInputs, dtype: str) -> dict[str, Array]:
+    stem, columns = spec.parameter.removesuffix(".weight"), spec.shape[0]
+    sum_offsets = allocate((columns,), "int32")
+    sum_offsets[: len(inputs.sum_offsets)], sum_offsets[len(inputs.sum_offsets) :] = inputs.sum_offsets, 0
+    return {
+        f"{stem}.input_scale": _stored(inputs.inverses, dtype),
+        f"{stem}.input_offset": _stored(inputs.offsets, dtype),
+        f"{stem}.sum_offset": sum_offsets,
+    }
 
 
 def _load_experts(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str) -> dict[str, Array]:
@@ -67,6 +82,8 @@ class _Numbers:
     integers: Array
     scales: npt.NDArray[np.float32]
     offsets: npt.NDArray[np.float32]
+    inputs: StaticInputs | None = None
+    """The static inputs of the layer. The scales then contain the scale of the inputs."""
 
 
 def _read(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str, kind: str) -> _Numbers:
@@ -76,14 +93,20 @@ def _read(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str, 
     integers = allocate((columns, depth), "int8")
     scales = np.empty((columns, groups), np.float32)
     offsets = np.zeros((columns, groups), np.float32)
+    static: list[StaticInputs] = []
     for part, rows in rows_of(spec.parts):
         if form.stored is None:
             _quantise(source, part, form, (dtype, kind), integers[rows], scales[rows])
+            continue
+        tensor = source.read_quantised(part)
+        if tensor.inputs is not None and form.is_static:
+            static.append(tensor.inputs)
         else:
-            _take(source.read_quantised(part), part, integers[rows], scales[rows], offsets[rows])
+            tensor = without_inputs(tensor, part.name)
+        _take(tensor, part, integers[rows], scales[rows], offsets[rows])
     held = sum(part.shape[0] for part in spec.parts)
     integers[held:], scales[held:] = 0, 0
-    return _Numbers(integers, scales, offsets)
+    return _Numbers(integers, scales, offsets, joined_inputs(static, spec) if static else None)
 
 
 def _named(spec: WeightSpec, form: LinearForm, weight: Array, scales: Array, offsets: Array) -> dict[str, Array]:

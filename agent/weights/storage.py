@@ -24,6 +24,7 @@ STORAGE_DTYPES: dict[str, Any] = {
     "float32": np.float32,
     "int8": np.int8,
     "uint8": np.uint8,
+    "int32": np.int32,
 }
 """The NumPy type in which elements of a type are stored."""
 

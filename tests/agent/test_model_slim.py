@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 from agent.models.names import weight_specs
 from agent.weights import Packing, WeightPart, WeightSpec, load_weights, open_weights
 from agent.weights.cuts import TensorCut
-from agent.weights.forms import linear_forms
-from agent.weights.storage import Array
+from agent.weights.forms import LinearForms, linear_forms
+from agent.weights.storage import Array, to_float32
 from llm_serving.config import load_config
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.model.parallel import Span
@@ -231,11 +231,64 @@ def test_agents_that_share_the_inputs_add_the_offsets_once(tmp_path: Path) -> No
     np.testing.assert_array_equal(np.concatenate([each.inverses for each in halves if each]), whole.inverses)
 
 
-def test_native_operators_refuse_static_inputs(tmp_path: Path) -> None:
+def native_weights(
+    folder: Path, specs: tuple[WeightSpec, ...] = SPECS, fmt: str = "int8"
+) -> tuple[LinearForms, dict[str, Array]]:
+    """Returns the forms of the weights for native operators, and the parameters. Floats become float32."""
+    source = open_weights(folder, specs, seed=None)
+    try:
+        forms = linear_forms(specs, source, Packing(fmt))
+        found = load_weights(specs, source, "bfloat16", lambda done, of: None, forms=forms)
+    finally:
+        source.close()
+    return forms, {name: to_float32(a, "bfloat16") if a.dtype == np.uint16 else a for name, a in found.items()}
+
+
+@pytest.mark.parametrize("golden_stick", [False, True])
+def test_native_operators_get_the_numbers_of_static_layers(tmp_path: Path, golden_stick: bool) -> None:
+    """The formula of QuantV2 and QuantBatchMatmul over the parameters is the formula of the format.
+
+    The inverse of the input scale has few digits here, so bfloat16 holds it. ``quant_bias`` of msModelSlim contains the
+    bias of the layer, which then has no parameter.
+    """
+    biases = tuple(WeightPart(name.replace("weight", "bias"), LINEARS[name][:1]) for name in QKV)
+
+    def change(tensors: Tensors, config: dict[str, Any]) -> None:
+        tensors |= {each.name: np.ones(each.shape, np.float32) for each in biases}
+
+    folder = write_case(tmp_path, CASES["slim w8a8 static"], change)
+    if golden_stick:
+        (folder / "quant_model_description.json").rename(folder / "quantization_description.json")
+    specs = (SPECS[0], replace(SPECS[1], parameter="qkv.weight", bias=biases), *SPECS[2:])
+    forms, found = native_weights(folder, specs)
+    assert forms.layers.is_static
+    assert ("qkv.bias" in found) == golden_stick
+    q = np.clip(np.rint(X * found["qkv.input_scale"] + found["qkv.input_offset"]), -128, 127)
+    sums = q.astype(np.int64) @ found["qkv.weight"].T.astype(np.int64) + found["qkv.sum_offset"]
+    np.testing.assert_array_equal(sums.astype(np.float32) * found["qkv.scale"], static_product(X, QKV))
+
+
+def test_native_weights_alone_have_their_own_scale(tmp_path: Path) -> None:
+    folder = write_case(tmp_path, CASES["slim w8a8 static"])
+    forms, found = native_weights(folder, fmt="int8_weight_only")
+    assert not forms.layers.is_static
+    exact = np.concatenate([CASES["slim w8a8 static"].plain(name).value() for name in QKV])
+    np.testing.assert_allclose(found["qkv.weight"] * found["qkv.scale"][:, None], exact, rtol=0.01)
+    assert native_weights(folder, fmt="auto")[0].layers.is_float
+
+
+def test_native_static_layers_need_bfloat16(tmp_path: Path) -> None:
+    forms, _ = native_weights(write_case(tmp_path, CASES["slim w8a8 static"]))
+    forms.check_type("bfloat16")
+    with pytest.raises(ConfigError, match=r"model_dtype = float16 .* static inputs \(W8A8\) need bfloat16; use"):
+        forms.check_type("float16")
+
+
+def test_native_experts_refuse_static_inputs(tmp_path: Path) -> None:
     source = open_weights(write_case(tmp_path, CASES["slim w8a8 static"]), SPECS, seed=None)
-    with pytest.raises(ConfigError, match=r"tensor q_proj\.weight has static inputs \(W8A8\), which the native graph"):
-        linear_forms(SPECS, source, Packing("int8"))
-    assert linear_forms(SPECS, source, Packing("auto")).layers.is_float
+    expert = WeightSpec("up", SPECS[1].parts[1:], "linear", experts=2)
+    with pytest.raises(ConfigError, match=r"k_proj\.weight has static inputs \(W8A8\), which GroupedMatmulV4 does not"):
+        linear_forms((expert,), source, Packing("int8"))
     source.close()
 
 

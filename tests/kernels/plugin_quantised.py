@@ -147,6 +147,67 @@ def test_quant_batch_matmul(dtype: str, transpose: bool, seed: int, rows: int, d
     assert_rounded(out, wanted, dtype, slack=1e-6)
 
 
+class StaticMatmul(nn.Cell):
+    """The product of a layer with static inputs. Its weight is a parameter, and it also returns the quantised input."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.quantise = auto_generate.QuantV2()
+        self.multiply = auto_generate.QuantBatchMatmul(False, True, DTYPES[dtype])
+
+    def construct(self, x: Any, weight: Any, scale: Any, input_scale: Any, input_offset: Any, bias: Any) -> Any:
+        integers = self.quantise(x, input_scale, input_offset, False, "ROUND", ms.int8)
+        return integers, self.multiply(integers, weight, scale, None, bias, None)
+
+
+@cache
+def static_graph() -> nn.Cell:
+    graph = StaticMatmul("bfloat16")
+    x, vector = dynamic(None, None, dtype=ms.bfloat16), dynamic(None, dtype=ms.bfloat16)
+    scales, sums = dynamic(None, dtype=ms.float32), dynamic(None, dtype=ms.int32)
+    graph.set_inputs(x, dynamic(None, None, dtype=ms.int8), scales, vector, vector, sums)
+    return graph
+
+
+@examples
+@given(st.booleans(), seeds, st.integers(1, 20), st.integers(1, 200), st.integers(1, 90))
+def test_static_product(single: bool, seed: int, rows: int, depth: int, columns: int) -> None:
+    """q = round(x * scale + offset) within -128 to 127, ties to even, then (q @ weight + bias) * scale. Every integer
+    is exact, and the result is rounded once. Some inputs lie outside of the range."""
+    rng = np.random.default_rng(seed)
+    x, x_exact = values(rng, rows, depth, dtype="bfloat16")
+    w = rng.integers(-128, 128, (columns, depth)).astype(np.int8)
+    count = 1 if single else depth
+    inverse = Tensor(rng.uniform(5, 80, count).astype(np.float32)).astype(ms.bfloat16)
+    offset = Tensor(rng.integers(-60, 60, count).astype(np.float32)).astype(ms.bfloat16)
+    scale = rng.uniform(1e-4, 0.1, columns).astype(np.float32)
+    bias = rng.integers(-100_000, 100_000, columns).astype(np.int32)
+    found, out = static_graph()(x, Tensor(w), Tensor(scale), inverse, offset, Tensor(bias))
+    shifted = x_exact.astype(np.float32) * exact(inverse).astype(np.float32) + exact(offset).astype(np.float32)
+    q = np.clip(np.rint(shifted), -128, 127)
+    np.testing.assert_array_equal(found.asnumpy(), q)
+    sums = q.astype(np.int64) @ w.T.astype(np.int64) + bias
+    assert_rounded(out, sums * scale.astype(np.float64), "bfloat16", slack=1e-6)
+
+
+def test_a_kept_static_weight_is_the_same_weight() -> None:
+    """A packed weight has its sum offsets. The same weight with other sum offsets is refused."""
+    rng = np.random.default_rng(4)
+    w, scale = rng.integers(-128, 128, (70, 4096)).astype(np.int8), rng.uniform(0.01, 0.1, 70).astype(np.float32)
+    sums = rng.integers(-1000, 1000, 70).astype(np.int32)
+    arguments = (values(rng, 3, 4096, dtype="bfloat16")[0], as_tensor(w), as_tensor(scale))
+    inputs = [Tensor(np.full(4096, value, np.float32)).astype(ms.bfloat16) for value in (20.0, 3.0)]
+    plain = static_graph()(*arguments, *inputs, as_tensor(sums))[1].asnumpy()
+    kept = KeptWeights()
+    try:
+        kept.keep(PrimitiveWeight(w, "int8", scales=scale, sum_offsets=sums), release=True)
+        again = static_graph()(*arguments, *inputs, as_tensor(sums))[1].asnumpy()
+        np.testing.assert_array_equal(again, plain)
+        assert refusing(lambda: static_graph()(*arguments, *inputs, as_tensor(sums.copy()))[1]) == "QuantBatchMatmul"
+    finally:
+        kept.close()
+
+
 def pairs(integers: np.ndarray) -> Tensor:
     """Packs int4 integers [rows, columns] as the primitive takes them: two columns in a byte, the even column low."""
     low, high = integers[:, 0::2], integers[:, 1::2]

@@ -31,7 +31,8 @@ from agent.backends.native import linear as native_linear
 from agent.backends.native import ops as native
 from agent.device_sampling import cells as sampling_cells
 from agent.step_graph import dynamic_cell
-from agent.weights.forms import LinearForm
+from agent.weights.forms import LinearForm, LinearForms
+from agent.weights.quantized import Scheme
 from llm_serving.config import ParallelConfig
 from llm_serving.model.families import Experts
 from tools.ascend_graph.front_end import ascend_config, compile_graphs, forms_of, set_up
@@ -70,6 +71,20 @@ INT8_MOE_PAIR, INT4_MOE_PAIR = (
 )
 STAGES = replace(CONFIG, parallel_config=ParallelConfig(pipeline_parallel=2))
 BFLOAT16 = replace(CONFIG, model_config=replace(CONFIG.model_config, model_dtype="bfloat16"))
+
+
+STATIC, STATIC_PAIR, STATIC_QWEN2 = (
+    replace(config, model_config=replace(config.model_config, weight_format="int8", model_dtype="bfloat16"))
+    for config in (SQUARE, PAIR, QWEN2)
+)
+"""Checkpoints whose layers have static inputs, and whose output layer consists of floats."""
+STATIC_FORMS = LinearForms(
+    LinearForm("int8", stored=Scheme("int8", 0, static=True, sums_hold_bias=True)), LinearForm("int8")
+)
+
+
+def forms_for(config: Any) -> LinearForms:
+    return STATIC_FORMS if any(config is each for each in (STATIC, STATIC_PAIR, STATIC_QWEN2)) else forms_of(config)
 
 
 def with_sizes(head_dim: int, block_size: int) -> Any:
@@ -133,6 +148,30 @@ class ScaledTwice(native_linear._DynamicProduct):
         integers, scales = self.quantise(x, None)
         _, others = self.quantise(x * 2, None)
         return self.multiply(integers, weight[0], weight[1], None, None, scales * 0 + others)
+
+
+class WithoutSumOffsets(native_linear._StaticProduct):
+    def construct(self, x: Any, weight: Any) -> Any:
+        integers = self.quantise(x, weight[2], weight[3], False, "ROUND", ms.int8)
+        return self.multiply(integers, weight[0], weight[1], None, None, None)
+
+
+class OffsetsForScales(native_linear._StaticProduct):
+    def construct(self, x: Any, weight: Any) -> Any:
+        integers = self.quantise(x, weight[3], weight[2], False, "ROUND", ms.int8)
+        return self.multiply(integers, weight[0], weight[1], None, weight[4], None)
+
+
+class HalfProducts(native_linear._StaticProduct):
+    """Multiplies to float16 instead of the type of the model, and converts the result."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__("float16")
+        self.cast, self.dtype = ops.Cast(), ms.bfloat16
+
+    def construct(self, x: Any, weight: Any) -> Any:
+        integers = self.quantise(x, weight[2], weight[3], False, "ROUND", ms.int8)
+        return self.cast(self.multiply(integers, weight[0], weight[1], None, weight[4], None), self.dtype)
 
 
 class ScaleForOffset(native_linear._WeightOnlyProduct):
@@ -207,6 +246,11 @@ def weight_only(**settings: Any) -> Any:
 
 def in_linear(name: str, replacement: Any) -> Any:
     return mock.patch.object(native_linear, name, replacement)
+
+
+def other_type(name: str, dtype: str) -> Any:
+    """Gives one parameter of linear layers another type."""
+    return other_parameters(lambda found: found | {name: (found[name][0], dtype)} if name in found else found)
 
 
 def other_parameters(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
@@ -431,6 +475,12 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
         lambda: in_linear("_WeightOnlyProduct", ScaleForOffset),
     ),
     "int8 weights, no transpose": ("decode", INT8_WEIGHTS, lambda: weight_only(transpose_weight=False)),
+    "static, offsets of integers": ("decode", STATIC, lambda: other_type("input_offset", "int8")),
+    "static, type of input scales": ("decode", STATIC, lambda: other_type("input_scale", "float32")),
+    "static, type of sum offsets": ("decode", STATIC, lambda: other_type("sum_offset", "float32")),
+    "static, results in float16": ("decode", STATIC, lambda: in_linear("_StaticProduct", HalfProducts)),
+    "static, no sum offsets": ("decode", STATIC, lambda: in_linear("_StaticProduct", WithoutSumOffsets)),
+    "static, offsets for scales": ("decode", STATIC, lambda: in_linear("_StaticProduct", OffsetsForScales)),
     "outputs": ("decode", CONFIG, lambda: mock.patch.object(dynamic_cell, "_DynamicStep", OnlyLogits)),
     "best tokens of other type": ("decode", CONFIG, lambda: mock.patch.object(dynamic_cell, "BestTokens", WideBest)),
     "best tokens by another primitive": (
@@ -507,10 +557,10 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
 def findings(kind: str, config: Any) -> list[str]:
     """Returns the errors that the rules or the front end find in one graph."""
     try:
-        graph = dict(compile_graphs(config, [kind]))[kind]
+        graph = dict(compile_graphs(config, [kind], forms_for(config)))[kind]
     except (RuntimeError, TypeError, ValueError) as error:
         return [f"refused: {str(error).strip().splitlines()[0]}"]
-    return check_graph(kind, graph, config, forms_of(config))
+    return check_graph(kind, graph, config, forms_for(config))
 
 
 def planted(name: str) -> list[str]:
@@ -562,8 +612,8 @@ def turned_listing() -> list[str]:
 
 
 KINDS = ("prefill", "chunked", "decode")
-ALONE = (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3, INT8, INT4, INT8_WEIGHTS)
-SHARED = (PAIR, INT8_PAIR, INT4_PAIR, STAGES)
+ALONE = (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3, INT8, INT4, INT8_WEIGHTS, STATIC, STATIC_QWEN2)
+SHARED = (PAIR, INT8_PAIR, INT4_PAIR, STATIC_PAIR, STAGES)
 EXPERTS = (MOE, INT8_MOE, BFLOAT16_MOE, INT4_MOE, INT8_WEIGHTS_MOE, INT8_MOE_PAIR, INT4_MOE_PAIR)
 
 

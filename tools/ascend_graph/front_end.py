@@ -69,8 +69,12 @@ def set_up() -> None:
     ms.set_device("CPU")
 
 
-def compile_graphs(config: Config, kinds: Sequence[str] | None = None) -> Iterator[tuple[str, Graph]]:
+def compile_graphs(
+    config: Config, kinds: Sequence[str] | None = None, forms: LinearForms | None = None
+) -> Iterator[tuple[str, Graph]]:
     """Yields (kind, graph) for all graphs of the config, or for some kinds. In a group they are the first agent's.
+
+    ``forms`` are those of the weights. None means weights made from floats.
 
     The kinds are those of ``GraphKind``, and of ``tools.ascend_graph.sampling`` if the agent has the last stage.
 
@@ -85,7 +89,7 @@ def compile_graphs(config: Config, kinds: Sequence[str] | None = None) -> Iterat
     from agent.models.registry import find_model
     from agent.step_graph import GraphKind, dynamic_step
 
-    part, forms = ModelPart.of(config), forms_of(config)
+    part, forms = ModelPart.of(config), forms or forms_of(config)
     config = part.narrow(config)
     ops = select_op_table(config, part, forms=forms)
     model = find_model(config.shape.architecture).build(config, ops)

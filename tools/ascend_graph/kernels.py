@@ -31,6 +31,13 @@ _LAYOUTS = {0: "BSH", 1: "BNSD", 2: "SBH", 3: "BSND", 4: "TND", 5: "TH", 6: "NSD
 _RAGGED = ("TND", "TH")
 _BLOCK_SIZES = (16, 32, 64, 128)
 _MAX_HEAD, _HEAD_MULTIPLE, _MAX_BLOCK_ELEMENTS, _MAX_GROUP = 256, 16, 128 * 128, 128
+_PRODUCT_TYPES = (
+    (("i64", "u64"), ("none", "i32"), ("none",), ("f16",)),
+    (("f32", "bf16"), ("none", "i32", "bf16", "f32"), ("none", "f32"), ("bf16",)),
+    (("f32",), ("none", "i32", "f16", "f32"), ("f32",), ("f16",)),
+)
+"""Types of scale, bias, pertoken_scale and result that go together in QuantBatchMatmul, for int8 factors and results of
+floats. Source: hicann/ops-nn, matmul/quant_batch_matmul_v3/docs/aclnnQuantMatmulV4.md, the table for Atlas A2."""
 _DEFAULT_MASK, _TRAPEZOIDAL_MASK = 0, 1
 """``mask_mode`` of PagedAttention. Source: ``MaskMode`` in the wheel's ``op_param.h``."""
 
@@ -81,6 +88,8 @@ class KernelRules:
             "ReshapeAndCache": self._cache_write,
             "MatMul": self._matrix_product,
             "GroupedMatmulV4": self._grouped_product,
+            "QuantV2": self._static_quantisation,
+            "QuantBatchMatmul": self._integer_product,
         }
 
     def problems(self, node: Node) -> Iterator[str]:
@@ -180,6 +189,47 @@ class KernelRules:
         # Source: the refusal "MatMul weight shape rank must be 2" in _WHEEL.
         if weight is not None and len(weight.shape) != 2:
             yield f"the weight has rank {len(weight.shape)}; the kernel takes 2"
+
+    def _static_quantisation(self, node: Node) -> Iterator[str]:
+        x, scale, offset, sqrt_mode = self._wiring.operands(node)[:4]
+        of_x, of_scale, of_offset = (self._type_of(operand) for operand in (x, scale, offset))
+        if of_x is None or of_scale is None or of_offset is None:
+            yield "scale and offset must be tensors"
+            return
+        # Source: IsInternalKernelDtypesSupported in the x86-64 wheel, called for QuantPerChannel: it takes an int8
+        # offset only. MindFormers 1.9, golden_stick/a8w8.py, gives that kernel the scale itself and the other one,
+        # aclnnAscendQuant, the inverse scale with an offset of floats.
+        if of_offset.dtype == "i8":
+            yield "the offset is i8, which selects the kernel that divides by the scale; the scale is an inverse"
+        # Source of the following rules: hicann/ops-nn, quant/ascend_quant_v2/docs/aclnnAscendQuant.md, for Atlas A2.
+        elif of_offset != of_scale:
+            yield f"scale is {of_scale} and offset {of_offset}; the kernel takes one type and one shape"
+        if of_x.dtype != "f32" and of_scale.dtype != of_x.dtype:
+            yield f"scale is {of_scale.dtype} and x {of_x.dtype}; the kernel takes one type"
+        if len(of_scale.shape) != 1 or of_scale.shape[0] not in (1, of_x.shape[-1]):
+            yield f"scale is {of_scale} and x {of_x}; the kernel takes one scale, or one for each element of a row"
+        if sqrt_mode.value is not False:
+            yield f"sqrt_mode is {sqrt_mode.value}; the scale would be multiplied twice"
+        if node.results[0].dtype != "i8":
+            yield f"gives {node.results[0].dtype}; QuantBatchMatmul takes i8"
+
+    def _integer_product(self, node: Node) -> Iterator[str]:
+        """Yields an error unless the types of the operands and the result are a row of ``_PRODUCT_TYPES``."""
+        operands = self._wiring.operands(node)
+        scale, bias, per_token = (self._type_of(operands[at]) for at in (2, 4, 5))
+        found = tuple("none" if each is None else each.dtype for each in (scale, bias, per_token, node.results[0]))
+        for row in _PRODUCT_TYPES:
+            if all(kind in kinds for kind, kinds in zip(found, row, strict=True)):
+                break
+        else:
+            yield (
+                "scale, bias, pertoken_scale and the result are {}, {}, {} and {}; the kernel does not take these "
+                "types together".format(*found)
+            )
+        columns = node.results[0].shape[-1]
+        for name, kind in (("scale", scale), ("bias", bias)):
+            if kind is not None and kind.shape != (columns,):
+                yield f"{name} is {kind}; it must have the {columns} columns of the weight"
 
     def _grouped_product(self, node: Node) -> Iterator[str]:
         operands = self._wiring.operands(node)

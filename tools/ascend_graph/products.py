@@ -9,7 +9,7 @@ from agent.weights.forms import LinearForm, LinearForms
 from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Node, Operand, TensorType
 
-TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "int8": "i8", "int4": "i4"}
+TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "int32": "i32", "int8": "i8", "int4": "i4"}
 """Short type names of a listing, by the names of ``agent.weights.storage``."""
 PRODUCTS = ("MatMul", "QuantBatchMatmul", "WeightQuantBatchMatmul")
 """Primitives of matrix products with weights."""
@@ -38,12 +38,18 @@ class ProductRules:
 
         A layer has four products, or two if it has experts. The stage with the output layer has one more.
         """
-        counts = dict.fromkeys([*PRODUCTS, "DynamicQuantExt"], 0)
+        counts = dict.fromkeys([*PRODUCTS, "DynamicQuantExt", "QuantV2"], 0)
         products = 4 * layers - 2 * with_experts
         for form, times in ((self._forms.layers, products), (self._forms.output, int(with_output))):
             counts[product_of(form)] += times
-            counts["DynamicQuantExt"] += times if form.quantises_activations else 0
+            if form.quantises_activations:
+                counts["QuantV2" if form.is_static else "DynamicQuantExt"] += times
         return counts
+
+    @property
+    def hold_biases(self) -> bool:
+        """True if the sum offsets of the layers include their biases."""
+        return self._forms.layers.holds_bias
 
     def problems(self, node: Node) -> Iterator[str]:
         """Yields the errors of a product."""
@@ -52,6 +58,8 @@ class ProductRules:
             yield f"the weight's form is {form.format}, whose primitive is {product_of(form)}"
         elif form.is_float:
             yield from self._float_problems(node)
+        elif form.is_static:
+            yield from self._static_problems(node, form)
         elif form.quantises_activations:
             yield from self._dynamic_problems(node, form)
         else:
@@ -83,6 +91,23 @@ class ProductRules:
             yield "must multiply by a weight [out, in] with transpose_x2"
         yield from self._none_problems({"offset": operands[3], "bias": operands[4]})
         yield from self._parameter_problems(node, form, {"weight": operands[1], "scale": operands[2]})
+
+    def _static_problems(self, node: Node, form: LinearForm) -> Iterator[str]:
+        """Yields the errors of a QuantBatchMatmul behind a QuantV2, and those of the QuantV2. Operands of QuantV2: x,
+        scale, offset, sqrt_mode, rounding_mode, dst_type.
+        """
+        operands = self._wiring.operands(node)
+        quantised = self._wiring.node_of(operands[0])
+        if quantised is None or quantised.primitive != "QuantV2":
+            yield "x1 does not come from QuantV2"
+            return
+        if [each.value for each in operands[6:8]] != [False, True]:
+            yield "must multiply by a weight [out, in] with transpose_x2"
+        yield from self._none_problems({"offset": operands[3], "pertoken_scale": operands[5]})
+        inputs = self._wiring.operands(quantised)
+        given = {"weight": operands[1], "scale": operands[2], "sum_offset": operands[4]}
+        given |= {"input_scale": inputs[1], "input_offset": inputs[2]}
+        yield from self._parameter_problems(node, form, given)
 
     def _weight_only_problems(self, node: Node, form: LinearForm) -> Iterator[str]:
         """Yields the errors of a WeightQuantBatchMatmul. Operands: x, weight, scale, offset, quant_scale, quant_offset,

@@ -39,6 +39,7 @@ PRIMITIVES = frozenset(
         "Mul",
         "PagedAttention",
         "QuantBatchMatmul",
+        "QuantV2",
         "Reshape",
         "ReshapeAndCache",
         "RmsNorm",
@@ -140,7 +141,8 @@ class _Rules:
         counts = {attention: layers, "ReshapeAndCache": layers, "ApplyRotaryPosEmb": layers, "Swiglu": layers}
         norms = 1 + (2 * layers if self._shape.query_key_norm else 0)
         is_last, is_split = self._part.shard.is_last_stage, self._part.is_split
-        adds = layers * (self._shape.attention_bias + self._shape.output_bias) + (not is_last) + self._part.is_alone
+        biases = 0 if self._products.hold_biases else self._shape.attention_bias + self._shape.output_bias
+        adds = layers * biases + (not is_last) + self._part.is_alone
         counts |= {"RmsNorm": norms, "AddRmsNorm": 2 * layers - (not is_last), "Add": adds}
         counts |= {"AllReduce": (2 * layers + 1) * is_split, "AllGather": 2 * (is_last and is_split)}
         counts |= {"ArgMaxWithValue": int(is_last)}

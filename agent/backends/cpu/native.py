@@ -96,4 +96,5 @@ class NativeCpuHooks(DeviceHooks):
             scale_type=scale_type(form, self._dtype, of_experts=of_experts),
             group=form.group,
             float_products=not form.quantises_activations,
+            sum_offsets=weights.get(f"{stem}.sum_offset"),
         )

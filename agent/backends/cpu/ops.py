@@ -57,10 +57,10 @@ class FusedCpuOps(OpTable):
         self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
 
     def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> LinearParameters:
-        return self.router_weight(in_features, out_features), None, None
+        return LinearParameters(self.router_weight(in_features, out_features))
 
     def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> LinearParameters:
-        return self.router_weight(in_features, out_features), None, None
+        return LinearParameters(self.router_weight(in_features, out_features))
 
     def router_weight(self, in_features: int, num_experts: int) -> Any:
         return unbound_parameter((1,), "uint8")  # `bind` sets the size, because a checkpoint may mix formats

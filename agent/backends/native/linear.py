@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import mindspore as ms
 from mindspore import Tensor, nn, ops
-from mindspore.ops.auto_generate import DynamicQuantExt, QuantBatchMatmul, WeightQuantBatchMatmul
+from mindspore.ops.auto_generate import DynamicQuantExt, QuantBatchMatmul, QuantV2, WeightQuantBatchMatmul
 
 from agent.backends.base import Operator
 from agent.layers.parameter import MINDSPORE_DTYPES
@@ -13,12 +14,19 @@ from agent.weights.forms import LinearForm, scale_type
 def linear_parameters(
     form: LinearForm, in_features: int, out_features: int, dtype: str
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Returns shape and type of the parameters of a linear layer: weight, and scale and offset if the form has them."""
+    """Returns shape and type of the parameters of a linear layer: weight, and the others that the form has."""
     if form.is_float:
         return {"weight": ((out_features, in_features), dtype)}
     if form.quantises_activations:
         scale = scale_type(form, dtype, of_experts=False)
-        return {"weight": ((out_features, in_features), form.weights.stored_as), "scale": ((out_features,), scale)}
+        integers: dict[str, tuple[tuple[int, ...], str]] = {
+            "weight": ((out_features, in_features), form.weights.stored_as),
+            "scale": ((out_features,), scale),
+        }
+        if form.is_static:
+            integers |= dict.fromkeys(("input_scale", "input_offset"), ((in_features,), dtype))
+            integers["sum_offset"] = ((out_features,), "int32")
+        return integers
     scales, per_byte = _scale_shape(form, in_features, out_features), form.weights.values_per_byte
     shape = (out_features, in_features) if is_transposed(form) else (in_features, out_features // per_byte)
     found = {"weight": (shape, form.weights.stored_as), "scale": (scales, dtype)}
@@ -55,6 +63,8 @@ def matrix_product(form: LinearForm, dtype: str) -> Operator:
     """Returns an operator: x [tokens, in] times a weight (described in ``OpTable.linear``) gives [tokens, out]."""
     if form.is_float:
         return ops.MatMul(transpose_b=True)
+    if form.is_static:
+        return _StaticProduct(dtype)
     return _DynamicProduct(dtype) if form.quantises_activations else _WeightOnlyProduct(form)
 
 
@@ -69,6 +79,21 @@ class _DynamicProduct(nn.Cell):
     def construct(self, x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
         integers, scales = self.quantise(x, None)
         return self.multiply(integers, weight[0], weight[1], None, None, scales)
+
+
+class _StaticProduct(nn.Cell):
+    """Multiplies tokens by an integer weight. First quantises the tokens to int8, with the same scales and offsets for
+    all tokens.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.quantise = QuantV2()
+        self.multiply = QuantBatchMatmul(transpose_x1=False, transpose_x2=True, dtype=MINDSPORE_DTYPES[dtype])
+
+    def construct(self, x: Tensor, weight: tuple[Tensor, ...]) -> Tensor:
+        integers = self.quantise(x, weight[2], weight[3], False, "ROUND", ms.int8)
+        return self.multiply(integers, weight[0], weight[1], None, weight[4], None)
 
 
 class _WeightOnlyProduct(nn.Cell):

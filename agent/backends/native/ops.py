@@ -40,11 +40,19 @@ class NativeOps(OpTable):
         forms: LinearForms | None = None,
         hooks: DeviceHooks | None = None,
     ) -> None:
-        """``max_positions`` is the number of positions that the widest block table can hold."""
+        """``max_positions`` is the number of positions that the widest block table can hold.
+
+        Raises ConfigError if the primitives of ``forms`` do not support ``dtype``.
+        """
         super().__init__(dtype, part, hooks)
         self.forms = forms or LinearForms()
+        self.forms.check_type(dtype)
         self._max_positions = max_positions
         self._masks: dict[bool, Tensor] = {}
+
+    @property
+    def holds_biases(self) -> bool:
+        return self.forms.layers.holds_bias
 
     def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> LinearParameters:
         form = self.forms.output if output else self.forms.layers
@@ -97,10 +105,7 @@ class NativeOps(OpTable):
 
 
 def _unbound(found: dict[str, tuple[tuple[int, ...], str]]) -> LinearParameters:
-    weight, scale, offset = (
-        unbound_parameter(*found[name]) if name in found else None for name in ("weight", "scale", "offset")
-    )
-    return weight, scale, offset
+    return LinearParameters(**{name: unbound_parameter(*described) for name, described in found.items()})
 
 
 class _Embedding(nn.Cell):

@@ -77,7 +77,8 @@ enum ScratchSlot : int {
   kScratchParts = 13,      // products with the parts of a weight (caller)
   kScratchLaidOut = 14,    // keys and values of a sequence in the layout of the cache (caller)
   kScratchLengths = 15,    // lengths of sequences (caller)
-  kScratchSlots = 16
+  kScratchStatic = 16,     // scales and offsets of static inputs, and scales of rows (caller)
+  kScratchSlots = 17
 };
 
 }  // namespace llmk

@@ -131,13 +131,14 @@ std::vector<uint8_t> zero_points(const std::vector<float>& offsets) {
 bool same(const PrimitiveWeight& a, const PrimitiveWeight& b) {
   return a.values == b.values && a.scales == b.scales && a.offsets == b.offsets && a.type == b.type &&
          a.scale_type == b.scale_type && a.transposed == b.transposed && a.float_products == b.float_products &&
-         a.columns == b.columns && a.depth == b.depth && a.group == b.group;
+         a.sum_offsets == b.sum_offsets && a.columns == b.columns && a.depth == b.depth && a.group == b.group;
 }
 
 }  // namespace
 
 int64_t primitive_blob_bytes(const PrimitiveWeight& weight) {
-  return packed_weight_bytes(blob_format(weight), weight.columns, weight.depth, weight.group, false);
+  return packed_weight_bytes(blob_format(weight), weight.columns, weight.depth, weight.group, false,
+                             weight.sum_offsets != nullptr);
 }
 
 int pack_primitive(const char* op, const PrimitiveWeight& weight, void* blob) {
@@ -170,6 +171,13 @@ int pack_primitive(const char* op, const PrimitiveWeight& weight, void* blob) {
   }
   source.scales = scales.data();
   source.zeros = int4 && !zeros.empty() ? zeros.data() : nullptr;
+  // QuantV2 quantises the rows before the product, so the blob's own scales and offsets of the inputs are never read.
+  const std::vector<float> unread(weight.sum_offsets == nullptr ? 0 : static_cast<size_t>(weight.depth));
+  if (weight.sum_offsets != nullptr) {
+    source.input_inverses = unread.data();
+    source.input_offsets = unread.data();
+    source.sum_offsets = weight.sum_offsets;
+  }
   return pack_weight(source, blob);
 }
 

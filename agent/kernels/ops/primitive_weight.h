@@ -1,8 +1,8 @@
 // Weights in the layouts of MindSpore's matrix products, and their packed form (linear.h), which the CPU kernels read.
 //
 //   MatMul                  values of the activations' type            [columns, depth]
-//   QuantBatchMatmul        int8, scales [columns]                     [columns, depth] or, not transposed,
-//                                                                      [depth, columns]
+//   QuantBatchMatmul        int8, scales [columns]; after QuantV2      [columns, depth] or, not transposed,
+//                           sum offsets int32 [columns]                [depth, columns]
 //   WeightQuantBatchMatmul  int8, or int4 two to a byte along the      the same; (value + offset) * scale, scales and
 //                           last axis, the even one in the low half    offsets [columns], or by groups of the depth
 //                                                                      [groups, columns], transposed [columns, groups]
@@ -25,6 +25,7 @@ struct PrimitiveWeight {
   const void* values;
   const void* scales;   // null for float weights
   const void* offsets;  // null: all 0; otherwise whole numbers (-8 to 8 with int4) in the type and shape of the scales
+  const int32_t* sum_offsets;  // null: all 0; added to the integer sums behind QuantV2, [columns]
   ValueType type;
   int32_t scale_type;      // a DType
   // 1: [columns, depth] with scales [columns, groups]; 0: [depth, columns] with scales [groups, columns]

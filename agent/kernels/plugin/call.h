@@ -75,6 +75,7 @@ int plugin_all_gather(const Call& call);
 int plugin_matmul(const Call& call);
 int plugin_split(const Call& call);
 int plugin_dynamic_quant(const Call& call);
+int plugin_static_quant(const Call& call);
 int plugin_quant_matmul(const Call& call);
 int plugin_weight_quant_matmul(const Call& call);
 

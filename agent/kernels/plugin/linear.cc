@@ -1,9 +1,11 @@
-// Matrix products with weights: MatMul, DynamicQuantExt with QuantBatchMatmul, and WeightQuantBatchMatmul. The
-// semantics are those of the CANN documentation: aclnnDynamicQuant, aclnnQuantMatmulV4, aclnnWeightQuantBatchMatmulV2
-// (docs/ascend.md).
+// Matrix products with weights: MatMul, DynamicQuantExt or QuantV2 with QuantBatchMatmul, and WeightQuantBatchMatmul.
+// The semantics are those of the CANN documentation: aclnnDynamicQuant, aclnnAscendQuant, aclnnQuantMatmulV4,
+// aclnnWeightQuantBatchMatmulV2 (docs/ascend.md).
 //
 // The kernel of ops/linear.h multiplies by the packed form of the weight. So the weight alone determines the order of
 // the additions, not the other rows. The packed form exists already if the weight is kept (ops/primitive_weight.h).
+#include <algorithm>
+
 #include "../common/kernel_table.h"
 #include "../ops/matmul_any.h"
 #include "../ops/primitive_weight.h"
@@ -36,6 +38,18 @@ int check_depth(const Call& call, int x, const PrimitiveWeight& weight) {
   if (call.ndims[x] == 2 && call.dim(x, 1) == weight.depth) return 0;
   return refuse_text(call.op, "x has %d dimensions, the last of %lld; it must be [rows, %lld] as the weight is",
                      call.ndims[x], static_cast<long long>(call.dim(x, -1)), static_cast<long long>(weight.depth));
+}
+
+// Quantises the rows of argument `x` into `rows_of_y`, and copies them to `y` if they have another stride. `blob` is a
+// packed weight, or its header, that determines how they are quantised.
+void quantise_rows(const Call& call, int x, int8_t* y, const QuantizedRows& rows_of_y, int64_t rows, const void* blob) {
+  const int64_t depth = header_of(blob).depth, row_bytes = depth * size_of(call.dtype(x));
+  for_rows(rows, depth, [&](int64_t row) {
+    kernels().quantize_row(call.dtype(x), call.as<char>(x) + row * row_bytes, rows_of_y, row, blob);
+    if (rows_of_y.values != y) {
+      std::memcpy(y + row * depth, rows_of_y.values + row * rows_of_y.stride, static_cast<size_t>(depth));
+    }
+  });
 }
 
 }  // namespace
@@ -96,28 +110,61 @@ int plugin_dynamic_quant(const Call& call) {
   header.format = WeightFormat::kInt8;
   header.depth = depth;
   int8_t* y = call.as<int8_t>(kY);
-  const QuantizedRows result = allocate_rows(y, call.as<float>(kScale), rows, depth);
-  const int64_t row_bytes = depth * size_of(call.dtype(kX));
-  for_rows(rows, depth, [&](int64_t row) {
-    kernels().quantize_row(call.dtype(kX), call.as<char>(kX) + row * row_bytes, result, row, &header);
-    if (result.values != y) {
-      std::memcpy(y + row * depth, result.values + row * result.stride, static_cast<size_t>(depth));
-    }
-  });
+  quantise_rows(call, kX, y, allocate_rows(y, call.as<float>(kScale), rows, depth), rows, &header);
   return 0;
 }
 
-// QuantBatchMatmul(x1 int8 [rows, depth], x2 int8, scale [columns], offset, bias, pertoken_scale [rows], transpose_x1,
-// transpose_x2, dtype) -> (x1 @ x2) * scale * pertoken_scale of dtype. The sums of integers are exact. They are
+// QuantV2(x [rows, depth], scale [depth] or [1], offset, sqrt_mode, rounding_mode, dst_type) -> y int8 of x's shape.
+// y = round(x * scale + offset) within -128 to 127, to nearest, ties to even. Product and sum are rounded to float32. A
+// row with a NaN or an infinity becomes zeros.
+int plugin_static_quant(const Call& call) {
+  enum { kX, kScale, kOffset, kSqrtMode, kRoundingMode, kType, kY };
+  constexpr int64_t kRound = 0;
+  int error = check_equal_dtype(call, kX, kScale);
+  if (error == 0) error = check_equal_dtype(call, kScale, kOffset);
+  if (error != 0) return error;
+  const int64_t depth = call.dim(kX, -1), rows = depth == 0 ? 0 : call.size(kX) / depth, given = call.size(kScale);
+  if (call.boolean(kSqrtMode) || call.integer(kRoundingMode) != kRound || !call.has_dtype(kY, "int8") ||
+      (given != depth && given != 1) || call.size(kOffset) != given) {
+    return refuse_text(call.op,
+                       "%lld scales and %lld offsets; takes %lld or 1 of each, no sqrt_mode, rounding_mode ROUND, int8",
+                       static_cast<long long>(given), static_cast<long long>(call.size(kOffset)),
+                       static_cast<long long>(depth));
+  }
+  if (rows == 0) return 0;
+  // the blob of a weight that has no columns, and whose static inputs are `scale` and `offset`
+  constexpr int64_t kHeaderFloats = sizeof(PackedWeightHeader) / sizeof(float);
+  const int64_t stride = static_stride(depth);
+  float* blob = static_cast<float*>(thread_scratch(kScratchStatic, (kHeaderFloats + 2 * stride + rows) * 4));
+  PackedWeightHeader header{};
+  header.format = WeightFormat::kInt8;
+  header.depth = depth;
+  header.static_inputs = 1;
+  std::memcpy(blob, &header, sizeof(header));
+  float* inputs = blob + kHeaderFloats;
+  std::fill(inputs, inputs + 2 * stride, 0.0F);
+  for (int64_t k = 0; k < depth; ++k) {
+    inputs[k] = load_element(call.dtype(kScale), call.data[kScale], given == 1 ? 0 : k);
+    inputs[stride + k] = load_element(call.dtype(kOffset), call.data[kOffset], given == 1 ? 0 : k);
+  }
+  int8_t* y = call.as<int8_t>(kY);
+  quantise_rows(call, kX, y, allocate_rows(y, inputs + 2 * stride, rows, depth), rows, blob);
+  return 0;
+}
+
+// QuantBatchMatmul(x1 int8 [rows, depth], x2 int8, scale [columns], offset, bias, pertoken_scale, transpose_x1,
+// transpose_x2, dtype) of dtype: (x1 @ x2) * scale * pertoken_scale [rows] after DynamicQuantExt, and
+// (x1 @ x2 + bias) * scale with an int32 bias [columns] after QuantV2. The sums of integers are exact. They are
 // multiplied by the scales in float32 and rounded once.
 int plugin_quant_matmul(const Call& call) {
   enum { kX1, kX2, kScale, kOffset, kBias, kPerToken, kTransposeX1, kTransposeX2, kDtype, kOut };
+  const bool is_static = call.is_tensor(kBias);
   if (!call.has_dtype(kX1, "int8") || !call.has_dtype(kX2, "int8") || call.is_tensor(kOffset) ||
-      call.is_tensor(kBias) || call.boolean(kTransposeX1) || !call.is_tensor(kPerToken) ||
-      !call.has_dtype(kPerToken, "float32")) {
+      call.boolean(kTransposeX1) || is_static == call.is_tensor(kPerToken) ||
+      !(is_static ? call.has_dtype(kBias, "int32") : call.has_dtype(kPerToken, "float32"))) {
     return refuse_text(call.op,
-                       "takes int8 x1 [rows, depth] and x2, a float32 scale a row, no offset and no bias; x1 is %s, "
-                       "x2 %s",
+                       "takes int8 x1 [rows, depth] and x2, no offset, and either a float32 scale a row or an int32 "
+                       "bias; x1 is %s, x2 %s",
                        call.dtypes[kX1], call.dtypes[kX2]);
   }
   PrimitiveWeight weight{};
@@ -126,15 +173,20 @@ int plugin_quant_matmul(const Call& call) {
   if (error == 0) error = check_float(call, kOut);
   if (error != 0) return error;
   const int64_t rows = call.dim(kX1, 0);
-  if (call.size(kScale) != weight.columns || call.size(kPerToken) != rows) {
-    return refuse_text(call.op, "%lld scales and %lld scales of rows; there are %lld columns and %lld rows",
-                       static_cast<long long>(call.size(kScale)), static_cast<long long>(call.size(kPerToken)),
-                       static_cast<long long>(weight.columns), static_cast<long long>(rows));
+  const int other = is_static ? kBias : kPerToken;
+  if (call.size(kScale) != weight.columns || call.size(other) != (is_static ? weight.columns : rows)) {
+    return refuse_text(call.op, "%lld scales and %lld %s; there are %lld columns and %lld rows",
+                       static_cast<long long>(call.size(kScale)), static_cast<long long>(call.size(other)),
+                       is_static ? "biases" : "scales of rows", static_cast<long long>(weight.columns),
+                       static_cast<long long>(rows));
   }
+  if (is_static) weight.sum_offsets = call.as<int32_t>(kBias);
   Blob blob;
   error = blob.find(call.op, weight);
   if (error != 0 || rows == 0) return error;
-  const QuantizedRows quantized = given_rows(call.as<int8_t>(kX1), call.as<float>(kPerToken), rows, weight.depth);
+  float* scales = is_static ? static_cast<float*>(thread_scratch(kScratchStatic, rows * 4)) : call.as<float>(kPerToken);
+  if (is_static) std::fill(scales, scales + rows, 1.0F);
+  const QuantizedRows quantized = given_rows(call.as<int8_t>(kX1), scales, rows, weight.depth);
   LinearArgs linear = linear_args(blob.data(), call.dtype(kOut), rows, call.data[kOut]);
   linear.quantized = &quantized;
   kernels().linear(linear);
