@@ -55,7 +55,7 @@ exit code: 0 all requests succeeded, 1 some failed, 2 no server or wrong options
 examples:
   %(prog)s -X 10 -T 30
   %(prog)s -X 5 -T 60 --prompt-len 100:200 --output-len 64:128 -O results
-  %(prog)s -X 2 -T 30 --base-url http://127.0.0.1:8000/v1 --model NAME
+  %(prog)s -X 2 -T 30 --base-url http://HOST:8000/v1 --model NAME
 
 data set: one JSON object per line, {"prompt": "text" or [token ids], "max_tokens": 64} or {"messages": [...]}"""
 

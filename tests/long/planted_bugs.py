@@ -85,8 +85,8 @@ BUGS = [
     PlantedBug(
         "blocks are swapped out in one order and swapped in in another",
         SCHEDULER + "swapping.py",
-        "pairs = zip(sequence.block_table, sequence.host_table, strict=False)  #",
-        "pairs = zip(sequence.block_table, reversed(sequence.host_table), strict=False)  #",
+        "pairs = zip(sequence.block_table, sequence.host_table, strict=False)",
+        "pairs = zip(sequence.block_table, reversed(sequence.host_table), strict=False)",
     ),
     PlantedBug(
         "a sequence that is preempted while it comes back loses its host blocks",

@@ -67,8 +67,11 @@ EXPERTS = {
     "up_proj.weight": "weight1",
     "down_proj.weight": "weight2",
 }
-"""``weight_mapping`` of mindformers/models/qwen3_moe/utils.py, in addition to Qwen3's. The values name the one of two
-expert weights that ``make_expert_params_mapping`` of parallel_core/inference/weights_utils.py uses."""
+"""``weight_mapping`` of mindformers/models/qwen3_moe/utils.py, in addition to Qwen3's.
+
+``make_expert_params_mapping`` of parallel_core/inference/weights_utils.py has two names for each expert weight. The
+values here are the names that it uses.
+"""
 
 
 def theirs(checkpoint_name: str, architecture: str) -> str:
