@@ -17,7 +17,7 @@ def _make_runner(config: Config, report: StartReport, rank: int, exchange: Excha
     """Makes the model runner. Its import starts threads, so it happens after the process has been confined."""
     from agent.model_runner import ModelRunner
 
-    return ModelRunner(config, report, rank, exchange)
+    return ModelRunner(config, report, rank, exchange, keeps_files=True)
 
 
 if __name__ == "__main__":

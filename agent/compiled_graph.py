@@ -19,7 +19,7 @@ class CompiledGraph:
     """A graph that is compiled once and then runs any number of times."""
 
     def __init__(self, cell: nn.Cell) -> None:
-        self._cell = cell
+        self.cell = cell
         self._phase = ""
 
     def compile(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -28,7 +28,7 @@ class CompiledGraph:
         Raises AgentStartError with the primitive's name if the device has no kernel for a primitive.
         """
         try:
-            found = self._cell(*tensors)
+            found = self.cell(*tensors)
             results = found if isinstance(found, tuple) else (found,)
             for result in results:
                 result.asnumpy()
@@ -36,22 +36,22 @@ class CompiledGraph:
             missing = _NO_KERNEL.search(str(error))
             if missing is None:
                 raise
-            types = ", ".join(sorted({str(parameter.dtype) for parameter in self._cell.get_parameters()}))
+            types = ", ".join(sorted({str(parameter.dtype) for parameter in self.cell.get_parameters()}))
             raise AgentStartError(
                 f"the graph needs the primitive {missing[1] or missing[2]}; this device has no kernel for it, or none "
                 f"for its types (the model's types are {types}); docs/ascend.md lists the available primitives"
             ) from error
-        self._phase = self._cell.phase_cache[self._cell.phase]
+        self._phase = self.cell.phase_cache[self.cell.phase]
         return results
 
     def parameters(self) -> Iterator[Tensor]:
         """Yields all parameters of the graph."""
-        found: Iterator[Tensor] = self._cell.get_parameters()
+        found: Iterator[Tensor] = self.cell.get_parameters()
         return found
 
     def constants(self) -> Iterator[Tensor]:
         """Yields the constant tensors that the graph's Cells hold. MindSpore reads them in place."""
-        for _, cell in self._cell.cells_and_names():
+        for _, cell in self.cell.cells_and_names():
             values = vars(cell).values()
             yield from (each for each in values if isinstance(each, Tensor) and not isinstance(each, Parameter))
 

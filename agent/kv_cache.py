@@ -45,9 +45,14 @@ class KVCache:
         self.pages.allocate_first()
 
     def bind(self, parameters: Mapping[str, Any]) -> BlockMoves:
-        """Makes this cache the memory of the model's ``parameters``. Allocates the host pool and returns the object
-        that copies blocks.
+        """Binds this cache as ``bind_parameters`` does. Allocates the host pool and returns the object that copies
+        blocks.
         """
+        self.bind_parameters(parameters)
+        return self.block_moves([parameters[name] for name in self._names])
+
+    def bind_parameters(self, parameters: Mapping[str, Any]) -> None:
+        """Makes this cache the memory of the model's ``parameters``."""
         from agent.layers.parameter import bind, create_on_device  # imports mindspore
 
         for name in self._names:
@@ -55,7 +60,6 @@ class KVCache:
                 bind(parameters[name], self.arrays[name])
             else:
                 create_on_device(parameters[name])
-        return self.block_moves([parameters[name] for name in self._names])
 
     def block_moves(self, parameters: Sequence[Any]) -> BlockMoves:
         """Makes the object that copies blocks of this cache, and allocates the host pool.

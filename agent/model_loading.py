@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from agent.backends.base import BlockMoves, OpTable
 from agent.group.model_part import ModelPart
 from agent.kv_cache import KVCache
 from agent.weights import LinearForms, Packing, WeightSource, WeightSpec, load_weights, open_weights
-from agent.weights.cache import WeightCache
+from agent.weights.cache.folder import WeightCache
 from agent.weights.sharding import part_forms, shard_specs
 from agent.weights.source import CutSource
 from agent.weights.storage import Array
@@ -25,7 +25,7 @@ class LoadedModel:
     """Owns the memory of weights and KV cache that the parameters of ``network`` use in place."""
 
     network: Any
-    """A MindSpore Cell."""
+    """A MindSpore Cell. None if the steps need no MindSpore."""
     ops: OpTable
     weights: dict[str, Array]
     """The weights in host memory by the names of the parameters. Empty if the device has its own memory."""
@@ -86,6 +86,33 @@ def load_model(
     if not ops.traits.own_memory:
         ops.hooks.take_weights(weights, tied=whole.tie_word_embeddings and is_whole)
     return LoadedModel(network, ops, weights, weight_bytes, kv_cache, moves)
+
+
+def load_without_network(config: Config, part: ModelPart, cache: WeightCache) -> LoadedModel | None:
+    """Reads the weights from the cache and allocates the KV cache, without MindSpore. Only for fused operators.
+
+    Returns None if the cache has no valid weights. ``with_network`` can add the network later.
+    """
+    from agent.backends.selector import select_op_table
+
+    ops = select_op_table(config, part)
+    kv_cache = KVCache(config, ops)  # while a thread reads the weights
+    weights = cache.load()
+    if weights is None:
+        return None
+    num_bytes = sum(array.nbytes for array in weights.values())
+    return LoadedModel(None, ops, weights, num_bytes, kv_cache, kv_cache.block_moves(()))
+
+
+def with_network(config: Config, part: ModelPart, model: LoadedModel) -> LoadedModel:
+    """Returns the model with its network, over the same memory. Imports mindspore, which must be set up."""
+    from agent.models.registry import find_model
+
+    network = find_model(part.whole.architecture, config.model_config.model_type).build(config, model.ops)
+    parameters = network.parameters_dict()
+    _bind_weights(parameters, model.weights, None)
+    model.kv_cache.bind_parameters(parameters)
+    return replace(model, network=network)
 
 
 def _bind_weights(parameters: dict[str, Any], weights: dict[str, Array], device: str | None) -> None:

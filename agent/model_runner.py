@@ -8,33 +8,37 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agent.backends.runtime import start_runtime
+from agent.backends.runtime import start_runtime, start_without_mindspore
 from agent.group.exchange import Exchange
 from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
 from agent.kernels import OperatorRefusedError, kernel_isa, num_threads
-from agent.model_loading import LoadedModel, load_model
+from agent.model_loading import LoadedModel, load_model, load_without_network, with_network
 from agent.profiling import Profiling
 from agent.run_ahead.steps import StepsAhead
 from agent.sampler import Sampler, find_candidates
 from agent.scores import DeviceScores, StepLogits, score_bits
 from agent.step_cost import StepCost
 from agent.step_inputs import Int32Array, StepInputs, StepReader
+from agent.stored_program.start import StoredStart
+from agent.stored_program.store import ProgramStore
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
-from agent.weights.cache import WeightCache
+from agent.weights.cache.folder import WeightCache
 from agent.weights.storage import STORAGE_DTYPES, Array, huge_page_bytes
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentStartError, GroupBrokenError, GroupDownError, ProtocolError
 from llm_serving.ipc.exchange import ExchangeMemory
 from llm_serving.ipc.shm import NOT_FINITE, StepSlot
+from llm_serving.planning.machine import process_seconds
 
 if TYPE_CHECKING:
     from agent.backends.base import OpTable
-    from agent.step_graph import StepGraph
+    from agent.step_graph.interface import StepGraph
 
 StartReport = Callable[[str, int, int], None]
 """Takes a stage of the start, the number of units done and the total number of units."""
@@ -51,15 +55,22 @@ class ModelRunner:
     """Runs the steps of an agent. Owns its weights, its KV cache and the state of its batch rows.
 
     Call ``load``, ``compile`` and ``warm_up`` once, in this order. Then call ``run_step`` and ``run_moves`` for each
-    step. Imports mindspore when it is constructed.
+    step. Imports mindspore when it is constructed, unless there is a stored program.
     """
 
     def __init__(
-        self, config: Config, report: StartReport, rank: int = 0, exchange: ExchangeMemory | None = None
+        self,
+        config: Config,
+        report: StartReport,
+        rank: int = 0,
+        exchange: ExchangeMemory | None = None,
+        *,
+        keeps_files: bool = False,
     ) -> None:
         """``rank`` is the agent's number among all agents. ``exchange`` is the memory that the agents of a group share.
 
-        ``exchange`` is None if the group has one agent. Raises AgentStartError if ``exchange`` does not fit the config.
+        ``exchange`` is None if the group has one agent. With ``keeps_files``, converted weights and the launches of the
+        graph are kept in files for the next start. Raises AgentStartError if ``exchange`` does not fit the config.
         """
         self._part = ModelPart.of(config, rank)
         if (exchange is None) != self._part.is_alone:
@@ -67,9 +78,20 @@ class ModelRunner:
                 f"an agent of a group of {config.parallel_config.group_size} was started "
                 f"{'without' if exchange is None else 'with'} an exchange"
             )
-        self._weight_cache = WeightCache(config, rank)
-        self._weight_cache.begin_load()
-        start_runtime(config, rank)
+        self._weight_cache: WeightCache | None = None
+        self._stored: StoredStart | None = None
+        self._starts_stored = False
+        if keeps_files:
+            self._weight_cache = WeightCache(config, rank)
+            self._weight_cache.begin_load()
+            if self._weight_cache.is_on and ProgramStore.fits(config):
+                self._stored = StoredStart(config, rank)
+                self._starts_stored = self._weight_cache.has_entry and self._stored.find()
+        self._start_runtime = partial(start_runtime, config, rank)
+        if self._starts_stored:
+            start_without_mindspore(config, rank)
+        else:
+            self._start_runtime()
         self._config = config = self._part.narrow(config)
         self._report = report
         num_rows = config.max_num_seqs
@@ -88,24 +110,42 @@ class ModelRunner:
         self._graph: StepGraph | None = None
         self.ahead: StepsAhead | None = None
         """Launches steps ahead if the device does so. None otherwise, and before ``load``."""
-        self._seconds: dict[str, float] = {}
+        self._seconds = {"import": process_seconds()}
         self.profiling = Profiling(config.device, rank, self._set_replaying)
 
     def load(self) -> None:
         """Builds the model, loads its weights and allocates its KV cache. Raises CheckpointError or AgentStartError."""
         start = time.perf_counter()
-        self._model = load_model(
+        self._model = self._load_stored() or load_model(
             self._config, self._part, lambda done, of: self._report("load", done, of), self._weight_cache
         )
         if self._model.ops.traits.runs_ahead and self._part.is_alone:
             self.ahead = StepsAhead(self, StepReader(self._config, self._config.max_num_seqs), self._sampler)
         self._seconds["load"] = time.perf_counter() - start
 
+    def _load_stored(self) -> LoadedModel | None:
+        """Loads the model without MindSpore. Returns None if there is no stored program with valid weights."""
+        if not self._starts_stored:
+            return None
+        assert self._weight_cache is not None
+        self._report("load", 0, 1)
+        model = load_without_network(self._config, self._part, self._weight_cache)
+        if model is None:
+            self._starts_stored = False
+            self._start_runtime()
+        return model
+
     def compile(self) -> None:
-        """Compiles the graphs."""
+        """Compiles the graphs, or makes the launches of the stored program again."""
         start = time.perf_counter()
         self._report("compile", 0, 1)
-        self._compile_graphs()
+        if self._starts_stored:
+            assert self._stored is not None
+            assert self._model is not None, "load() must come before compile()"
+            self._graph = self._stored.make_graph(self._model, self._reader.buffers, self._made_graph)
+            self._starts_stored = self._graph is not None
+        if not self._starts_stored:
+            self._compile_graphs()
         self._report("compile", 1, 1)
         self._seconds["compile"] = time.perf_counter() - start
 
@@ -113,25 +153,48 @@ class ModelRunner:
         """Runs the largest steps that the config allows, to prove that they fit into the memory. Then clears the state
         of all batch rows.
 
-        All agents of a group warm up together. Raises GroupDownError if one of them does not arrive.
+        A stored program has run them in an earlier start, so that only its proof runs. All agents of a group warm up
+        together. Raises GroupDownError if one of them does not arrive.
         """
         start = time.perf_counter()
         if self._exchange is not None:
             self._report("wait for the group", 0, 1)
             self._exchange.meet(self._config.serving_config.agent_start_timeout_s)
+        assert self._model is not None, "load() must come before warm_up()"
+        if not (self._starts_stored and self._is_proved(self._model)):
+            self._run_largest_steps()
+        self.run_moves(make_moves(self._config))
+        self.reset()
+        self._model.kv_cache.pages.allocate_rest()
+        gc.collect()
+        gc.freeze()  # objects made during the start are permanent, so the garbage collector need not visit them again
+        self._seconds["warm_up"] = time.perf_counter() - start
+
+    def _is_proved(self, model: LoadedModel) -> bool:
+        """Runs the proof of the stored program. If it fails, compiles the graph."""
+        assert self._stored is not None
+        self._report("warm up", 0, 1)
+        try:
+            self._starts_stored = self._stored.is_proved(model, partial(self.run_step, is_decode=False))
+        except AgentError as problem:
+            self._stored.drop(str(problem))
+            self._starts_stored = False
+        if not self._starts_stored:
+            self._compile_graphs()
+        self._report("warm up", 1, 1)
+        return self._starts_stored
+
+    def _run_largest_steps(self) -> None:
         steps = [(kind == "decode", lens) for kind, lens in largest_steps(self._config).items()]
         steps += [(True, lens) for lens in captured_steps(self._config)]
         for done, (is_decode, lens) in enumerate(steps):
             self._report("warm up", done, len(steps))
             self.run_step(make_step(self._config, *lens), is_decode=is_decode)
-        self.run_moves(make_moves(self._config))
         self._report("warm up", len(steps), len(steps))
-        self.reset()
-        assert self._model is not None, "load() must come before warm_up()"
-        self._model.kv_cache.pages.allocate_rest()
-        gc.collect()
-        gc.freeze()  # objects made during the start are permanent, so the garbage collector need not visit them again
-        self._seconds["warm_up"] = time.perf_counter() - start
+        if self._stored is not None:
+            assert self._model is not None
+            run_step = partial(self.run_step, is_decode=False)
+            self._stored.keep(self._model, self._reader.buffers, self.step_graph(), run_step)
 
     def summary(self) -> dict[str, str | int | float]:
         """Returns a description of the loaded model for the log and the status page."""
@@ -154,6 +217,7 @@ class ModelRunner:
         if not self._part.is_alone:
             place = self._part.place
             summary |= {"rank": place.rank, "tp_index": place.tp_index, "pp_index": place.pp_index}
+        summary["start"] = "stored program" if self._starts_stored else "compiled"
         summary |= self._fusion_summary(model.ops)
         summary.update({f"{stage}_seconds": round(seconds, 3) for stage, seconds in self._seconds.items()})
         return summary
@@ -327,11 +391,18 @@ class ModelRunner:
         return stream
 
     def _compile_graphs(self) -> None:
-        from agent.step_graph import make_step_graph  # imports mindspore
+        self._graph = self._made_graph()
 
+    def _made_graph(self) -> StepGraph:
+        """Returns a new graph that MindSpore has compiled."""
         assert self._model is not None, "load() must come before compile()"
+        if self._model.network is None:
+            self._start_runtime()
+            self._model = with_network(self._config, self._part, self._model)
+        from agent.step_graph.making import make_step_graph  # imports mindspore
+
         config, model = self._config, self._model
-        self._graph = make_step_graph(
+        graph = make_step_graph(
             model.network,
             model.ops,
             self._reader.buffers,
@@ -341,7 +412,8 @@ class ModelRunner:
             config.captured_batch_sizes,
             fuses=config.context.enable_graph_kernel,
         )
-        self._graph.compile()
+        graph.compile()
+        return graph
 
 
 def _cost(start: int, computed: int, scores: StepLogits | DeviceScores | None) -> StepCost:

@@ -1,6 +1,6 @@
 """The launcher: starts all parts of the server in order, shows the progress, and stops them in reverse order.
 
-    config, memory plan ─▶ ports ─▶ agent processes ─▶ engine thread ─▶ HTTP server ─▶ "ready http://HOST:PORT"
+    config, memory plan ─▶ ports ─▶ agent processes ─▶ tokenizer ─▶ engine thread ─▶ HTTP server ─▶ "ready http://..."
 
 The HTTP server responds from the beginning, with 503 until the agents are ready. After SIGINT or SIGTERM, new requests
 get a 503 and running ones may complete (``serving_config.drain_timeout_s``). Then streams end with an error event, then
@@ -22,13 +22,12 @@ import shutil
 import signal
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llm_serving import __version__
 from llm_serving.cli import EXIT_USAGE, Launch, launch_from_command_line
@@ -38,6 +37,7 @@ from llm_serving.errors import AgentStartError, ConfigError, EngineFailedError, 
 from llm_serving.ipc.segment import remove_leftovers
 from llm_serving.listening import UNIX_MODES, listen, listen_unix
 from llm_serving.model.parallel import group_ranks
+from llm_serving.planning.machine import process_seconds
 from llm_serving.telemetry.progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ class _Launcher:
         self._plan = launch.plan
         self._display = ProgressDisplay(num_agents=launch.config.parallel_config.world_size)
         self._stop = asyncio.Event()
-        self._began = time.monotonic()
+        self._seconds: dict[str, float] = {}
+        """When parts of the start were done, in seconds since this process began."""
         self._access: AccessControl | None = None
         self._tls: ServerTls | None = None
 
@@ -93,6 +94,17 @@ class _Launcher:
             return await self._serve(owned)
 
     async def _serve(self, owned: ExitStack) -> int:
+        config = self._config
+        settings = config.serving_config
+        http_socket = owned.enter_context(
+            listen(settings.server_ip, settings.server_port, backlog=2048, key="serving_config.server_port")
+        )
+        admin_socket, unix_socket = self._more_sockets(owned)
+        executors = self._executors(owned)
+        leftovers = remove_leftovers()
+        for executor in executors:  # the agents load while this process imports its modules and reads the tokenizer
+            executor.start()
+        self._seconds["agents_started"] = process_seconds()
         from llm_serving.access.key_store import ENVIRONMENT_VARIABLE
         from llm_serving.access.setup import open_access
         from llm_serving.access.tls import open_tls
@@ -107,18 +119,11 @@ class _Launcher:
         from llm_serving.telemetry.log_file import Rotation, reopen_all
         from llm_serving.telemetry.metrics import Metrics
 
-        config = self._config
-        settings = config.serving_config
-        http_socket = owned.enter_context(
-            listen(settings.server_ip, settings.server_port, backlog=2048, key="serving_config.server_port")
-        )
-        admin_socket, unix_socket = self._more_sockets(owned)
-        executors = self._executors(owned)
         tokenizer = load_tokenizer(config)
         rotation = Rotation.of_mib(config.log_config.max_mib, config.log_config.keep_files)
         log = owned.enter_context(EventLog(config.log_config.path, config.log_config.level, rotation=rotation))
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, reopen_all)
-        if leftovers := remove_leftovers():
+        if leftovers:
             log.event("leftovers_removed", names=leftovers)
         log.event("server_start", version=__version__, pid=os.getpid(), config=asdict(config))
         for line in unused_lines(config.unused):
@@ -138,8 +143,6 @@ class _Launcher:
             return recorder_of(config, scheduler, partial(log.warning, event="flight_recorder"), replica)
 
         engine = AsyncEngine(config, tokenizer, executors, new_detokenizer, log, metrics, record=record)
-        for executor in executors:
-            executor.start()
         engine.start()
         stop_http = asyncio.Event()
         app, others = create_app(engine, log, metrics, config, access), []
@@ -149,6 +152,7 @@ class _Launcher:
         if unix_socket is not None:
             others.append(Listener(unix_socket, app))
         drain_s = settings.drain_timeout_s
+        self._seconds["server_started"] = process_seconds()
         http = asyncio.create_task(serve(app, http_socket, stop_http, drain_s=drain_s, tls=tls, others=others))
         try:
             started = await self._wait_ready(engine, http)
@@ -250,14 +254,16 @@ class _Launcher:
         return None
 
     def _say_ready(self, url: str, admin_url: str | None, log: EventLog) -> None:
-        seconds = time.monotonic() - self._began
+        seconds = process_seconds()
         self._display.note(f"ready in {seconds:.1f} s; log: {self._config.log_config.path}; Ctrl-C stops")
         if admin_url is not None:
             self._display.note(f"administration on {admin_url}")
         if self._config.serving_config.unix_socket is not None:
             self._display.note(f"also on the UNIX socket {self._config.serving_config.unix_socket}")
         self._display.close()
-        log.event("server_ready", url=url, admin_url=admin_url, start_seconds=round(seconds, 3))
+        self._seconds["start"] = seconds
+        parts: dict[str, Any] = {f"{part}_seconds": round(each, 3) for part, each in self._seconds.items()}
+        log.event("server_ready", url=url, admin_url=admin_url, **parts)
         sys.stdout.write(f"ready {url}\n")
         sys.stdout.flush()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -64,6 +65,11 @@ They repeat a guarantee for another type or op table, so only ``make test-sweeps
 # The tests start hundreds of processes. Without cached bytecode, each process compiles the same sources again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Agents keep files for their next start. Those of the tests are in a folder that ends with the run.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _caches = tempfile.TemporaryDirectory(prefix="llm-serving-tests-")
+    os.environ["XDG_CACHE_HOME"] = _caches.name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -31,14 +31,28 @@ def start_runtime(config: Config, rank: int = 0) -> None:
     if config.device == "Ascend":
         _set_up_ascend(config, rank)
         return
-    _set_niceness(config.model_config.cpu_nice)
-    if config.model_config.cpu_cores:
-        cores = own_cores(config.model_config.cpu_cores, rank, config.parallel_config.world_size)
-        os.sched_setaffinity(0, cores)  # before any thread of MindSpore or the kernels starts
+    _use_cores(config, rank)
     if not _cpu_set_up:  # MindSpore accepts some settings only once, so the first config decides for the process
         _cpu_set_up.append(config.op_table)
         prepare_graph_dumps(config.context)
         _set_up_cpu(config.context.max_call_depth, config.op_table == "native")
+    _use_own_threads(config)
+
+
+def start_without_mindspore(config: Config, rank: int) -> None:
+    """Sets up the process for steps on a CPU that need no MindSpore. ``start_runtime`` may be called later."""
+    _use_cores(config, rank)
+    _use_own_threads(config)
+
+
+def _use_cores(config: Config, rank: int) -> None:
+    """Sets niceness and cores of the process. Must come before any thread of MindSpore or the kernels starts."""
+    _set_niceness(config.model_config.cpu_nice)
+    if config.model_config.cpu_cores:
+        os.sched_setaffinity(0, own_cores(config.model_config.cpu_cores, rank, config.parallel_config.world_size))
+
+
+def _use_own_threads(config: Config) -> None:
     threads = config.model_config.cpu_threads
     if threads == 0 and config.parallel_config.world_size > 1 and not config.model_config.cpu_cores:
         threads = max(1, len(os.sched_getaffinity(0)) // config.parallel_config.world_size)

@@ -12,6 +12,7 @@ from agent.kernels.launches import (
     recordings_bytes,
 )
 from agent.kernels.library import (
+    KernelError,
     KernelsNotBuiltError,
     OperatorRefusedError,
     has_failed,
@@ -25,13 +26,16 @@ from agent.kernels.library import (
     take_failure,
     widen_bfloat16,
 )
+from agent.kernels.operators import Argument, call_operator
 from agent.kernels.sample_call import SAMPLE_INPUTS, Candidates, SampleCall, SampleInputs, SampleOutputs
 from agent.kernels.step_copy import StepArrays, StepBounds, StepBuffers, StepCopy
 
 __all__ = [
     "SAMPLE_INPUTS",
+    "Argument",
     "BlockCopies",
     "Candidates",
+    "KernelError",
     "KernelsNotBuiltError",
     "OperatorRefusedError",
     "RecordedLaunches",
@@ -44,6 +48,7 @@ __all__ = [
     "StepBuffers",
     "StepCopy",
     "StepSizes",
+    "call_operator",
     "has_failed",
     "hold_failures",
     "kernel_isa",

@@ -47,12 +47,13 @@ class Profiling:
         own = Path(folder) / f"agent_{self._rank}"
         try:
             own.mkdir(parents=True, exist_ok=True)
+            self._set_replaying(False)  # comes first, because it may import and set up MindSpore
             self._profile = _start_mindspore_profile(self._device, own)
         except (OSError, RuntimeError, ValueError) as error:
+            self._set_replaying(True)
             return ProfileReply(seq=seq, error=f"agent {self._rank} cannot write a profile to {own}: {error}")
         self._folder, self._began = own, time.perf_counter()
         self._steps, self._num_steps, self._graph_us, self._sample_us = [], 0, 0, 0
-        self._set_replaying(False)
         return ProfileReply(seq=seq)
 
     def add_step(self, kind: str, num_tokens: int, num_seqs: int, times_us: tuple[int, int, int]) -> None:

@@ -203,15 +203,15 @@ class ModelConfig:
     )
     weight_cache_gib: int = own(
         64,
-        "Maximum size of the folder of converted weights. The second start of a model with at least 512 MiB reads its "
-        "weights from there instead of converting them again. 0 turns the folder off.",
+        "Maximum size of the folder of converted weights and stored programs. The second start of a model maps its "
+        "weights from there, and on a CPU it compiles no graph. 0 turns the folder off.",
         unit="GiB",
         low=0,
         high=1024 * 1024,
     )
     weight_cache_path: str | None = own(
         None,
-        "Folder of converted weights. It is created; only this user may write to it.",
+        "Folder of converted weights and stored programs. It is created; only this user may write to it.",
         null="`llm-serving/weights` in `$XDG_CACHE_HOME`, or in `~/.cache`",
     )
     weight_layout: str = own(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,13 @@ class Machine:
         if group is not None and group < machine.available_bytes:
             return cls(max(group, 0), "memory limit of the control group", cores)
         return machine
+
+
+def process_seconds() -> float:
+    """Return the seconds since this process began."""
+    state = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace")
+    start_ticks = int(state.rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def control_group_available(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:

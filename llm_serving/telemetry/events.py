@@ -40,6 +40,8 @@ EVENTS: Mapping[str, LogEvent] = {
         {
             "url": "address of the server",
             "admin_url": "address for administration; null without serving_config.admin_port",
+            "agents_started_seconds": "seconds until the processes of the agents were started",
+            "server_started_seconds": "seconds until the HTTP server was started; agents load meanwhile",
             "start_seconds": "seconds since the process started",
         },
     ),
@@ -97,7 +99,11 @@ EVENTS: Mapping[str, LogEvent] = {
     ),
     "agent_ready": LogEvent(
         "An agent has loaded, compiled and warmed up.",
-        {"summary": "the agent's report: device, memory, times of the start", **_REPLICA},
+        {
+            "summary": "the agent's report: device, memory, and times of the start: import, load, compile, warm_up. "
+            "start is `stored program` or `compiled`",
+            **_REPLICA,
+        },
     ),
     "agent_lost": LogEvent(
         "An agent failed. Its requests wait and are computed again.",

@@ -119,7 +119,7 @@ def run_padded() -> dict[str, Any]:
     """Returns digests of sequences that decode alone and in a batch, with and without padding."""
     from step_driver import Part, StepDriver, blocks_for
 
-    from agent.step_graph import make_step_graph
+    from agent.step_graph.making import make_step_graph
 
     driver = StepDriver(make_config(FOLDER, "bfloat16", "native"))
     runner, limits = driver.runner, driver.config.slot_limits()

@@ -27,7 +27,7 @@ def main() -> None:
 
     from agent.backends.selector import select_op_table
     from agent.kernels import StepBuffers
-    from agent.step_graph import make_step_graph
+    from agent.step_graph.making import make_step_graph
 
     class Model(nn.Cell):
         """A model that only embeds the last tokens and calls one primitive."""

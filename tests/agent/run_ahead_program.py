@@ -162,7 +162,7 @@ def run_both(steps: list[Step], *, padded: bool = False, spoil: int = -1) -> dic
 
 def pad(driver: StepDriver) -> None:
     """Gives the runner graphs that pad decodes, as if the launches of these graphs were captured."""
-    from agent.step_graph import make_step_graph
+    from agent.step_graph.making import make_step_graph
 
     runner, config = driver.runner, driver.config
     model = runner._model

@@ -56,10 +56,14 @@ class Sampled:
 class StepDriver:
     """A started runner and one slot. ``rank`` and ``exchange`` belong to an agent of a group."""
 
-    def __init__(self, config: Config, rank: int = 0, exchange: ExchangeMemory | None = None) -> None:
+    def __init__(
+        self, config: Config, rank: int = 0, exchange: ExchangeMemory | None = None, *, keeps_files: bool = False
+    ) -> None:
         self.config = config
         self.stages: list[tuple[str, int, int]] = []
-        self.runner = ModelRunner(self.config, lambda *stage: self.stages.append(stage), rank, exchange)
+        self.runner = ModelRunner(
+            self.config, lambda *stage: self.stages.append(stage), rank, exchange, keeps_files=keeps_files
+        )
         self.runner.load()
         self.runner.compile()
         self.runner.warm_up()

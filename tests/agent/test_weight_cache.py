@@ -32,8 +32,9 @@ WEIGHTS: dict[str, Array] = {
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses chunk sizes that divide the arrays at odd places."""
+    """Uses chunks that divide the arrays at odd places, and pieces of the file that have parts of several arrays."""
     monkeypatch.setattr(entry, "CHUNK_BYTES", 100_000)
+    monkeypatch.setattr(entry, "WRITE_BYTES", 12_288)
 
 
 @pytest.fixture(params=["mapped", "copied"])
@@ -57,7 +58,7 @@ def config_of(tmp_path: Path, *overrides: str) -> Config:
 
 
 def cache_of(config: Config, rank: int = 0) -> WeightCache:
-    return WeightCache(config, rank, min_bytes=0)
+    return WeightCache(config, rank)
 
 
 def store(cache: WeightCache, weights: dict[str, Array] = WEIGHTS) -> None:
@@ -241,6 +242,24 @@ def test_other_settings_have_their_own_entry(tmp_path: Path, override: str) -> N
     assert cache_of(base).load() is not None
 
 
+def test_a_file_is_written_in_large_pieces(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the system keeps it in small pages, and every start copies it."""
+    written, write = [], os.pwrite
+
+    def noted(descriptor: int, data: memoryview, position: int) -> int:
+        written.append((position, data.nbytes))
+        return write(descriptor, data, position)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    store(cache_of(config))
+    pieces, last, header, prefix = written[:-3], *written[-3:]
+    assert pieces == [(at * entry.WRITE_BYTES, entry.WRITE_BYTES) for at in range(len(pieces))]
+    assert len(pieces) > 50
+    assert last[0] == len(pieces) * entry.WRITE_BYTES
+    assert header[0] == sum(last)
+    assert prefix[0] == 0
+
+
 def test_each_agent_of_a_group_has_its_own_entry_and_replicas_share_one(tmp_path: Path) -> None:
     config = config_of(
         tmp_path,
@@ -253,8 +272,7 @@ def test_each_agent_of_a_group_has_its_own_entry_and_replicas_share_one(tmp_path
     assert cache_of(config, rank=2).load() is not None
 
 
-def test_small_models_and_a_limit_of_0_write_nothing(tmp_path: Path) -> None:
-    store(WeightCache(config_of(tmp_path), 0))
+def test_a_limit_of_0_writes_nothing(tmp_path: Path) -> None:
     off = cache_of(config_of(tmp_path, "model_config.weight_cache_gib=0"))
     store(off)
     assert not off.is_on

@@ -39,7 +39,7 @@ POINTS = (
     "agent/task_queue.py:TaskQueue.put",
     "agent/task_queue.py:TaskQueue.get",
     "agent/step_inputs.py:StepReader.read",
-    "agent/step_graph/static.py:StaticStepGraph.run",
+    "agent/step_graph/fused_steps.py:FusedStepGraph.run",
     "agent/sampler.py:Sampler.sample",
     "agent/server.py:AgentServer.send",
     "llm_serving/executor/step_slots.py:_read_result",

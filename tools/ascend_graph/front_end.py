@@ -87,7 +87,7 @@ def compile_graphs(
     from agent.group.model_part import ModelPart
     from agent.layers.parameter import MINDSPORE_DTYPES
     from agent.models.registry import find_model
-    from agent.step_graph import GraphKind, dynamic_step
+    from agent.step_graph.dynamic_cell import GraphKind, dynamic_step
 
     part, forms = ModelPart.of(config), forms or forms_of(config)
     config = part.narrow(config)

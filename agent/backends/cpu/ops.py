@@ -3,6 +3,8 @@
 MindSpore takes 6.5 us for each operator of a dynamic graph and 1.3 us for each operator of a static graph (measured on
 one machine). Therefore all tensors have the size of the largest step, and the operators read the number of valid rows
 from ``counts``. No step needs padding or a new compilation. The Cells around the operators are in ``cells``.
+
+This module imports MindSpore when the first operator is made, because stored launches need no operator.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from mindspore import ops
 
 from agent.backends.base import (
     AttentionForm,
@@ -24,11 +25,9 @@ from agent.backends.base import (
     Operator,
     OpTable,
 )
-from agent.backends.cpu import cells
 from agent.backends.cpu.blocks import HostBlockMoves
 from agent.group.model_part import ModelPart
 from agent.kernels import library_path
-from agent.layers.parameter import MINDSPORE_DTYPES, unbound_parameter
 from agent.weights.storage import Array, allocate
 from llm_serving.config import Config
 from llm_serving.model.families import Experts
@@ -63,6 +62,8 @@ class FusedCpuOps(OpTable):
         return LinearParameters(self.router_weight(in_features, out_features))
 
     def router_weight(self, in_features: int, num_experts: int) -> Any:
+        from agent.layers.parameter import unbound_parameter
+
         return unbound_parameter((1,), "uint8")  # `bind` sets the size, because a checkpoint may mix formats
 
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
@@ -75,51 +76,51 @@ class FusedCpuOps(OpTable):
     def embedding(self, width: int) -> Operator:
         if self.is_split:
             vocabulary = self._vocabulary()[:2]
-            return cells.ShardedEmbedding(self._rows("ShardedEmbedTokens", width), vocabulary)
-        return cells.Embedding(self._rows("EmbedTokens", width))
+            return _cells().ShardedEmbedding(self._rows("ShardedEmbedTokens", width), vocabulary)
+        return _cells().Embedding(self._rows("EmbedTokens", width))
 
     def all_reduce(self, width: int) -> Operator:
-        return cells.Sum(self._rows("AllReduceRows", width))
+        return _cells().Sum(self._rows("AllReduceRows", width))
 
     def hand_over(self, width: int) -> Operator:
-        return cells.HandOver(custom_operator("HandOver", [[1]], ["int32"]), self.stream, self.dtype)
+        return _cells().HandOver(custom_operator("HandOver", [[1]], ["int32"]), self.stream, self.dtype)
 
     def norm_linear(self, out_features: int, epsilon: float, *, first: bool) -> Operator:
         if first:
-            return cells.NormLinear(self._rows("NormLinear", out_features), epsilon)
-        return cells.AddNormLinear(self._rows("AddNormLinear", out_features, self._hidden_size), epsilon)
+            return _cells().NormLinear(self._rows("NormLinear", out_features), epsilon)
+        return _cells().AddNormLinear(self._rows("AddNormLinear", out_features, self._hidden_size), epsilon)
 
     def linear(self, out_features: int) -> Operator:
-        return cells.Linear(self._rows("PackedLinear", out_features))
+        return _cells().Linear(self._rows("PackedLinear", out_features))
 
     def gated_mlp(self, width: int, epsilon: float) -> Operator:
-        return cells.GatedMLP(self._rows("GatedMlp", width, width), epsilon)
+        return _cells().GatedMLP(self._rows("GatedMlp", width, width), epsilon)
 
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
         is_plain = experts.routing is None and experts.shared_size == 0 and experts.num_held is None
-        cell = cells.ExpertMLP if is_plain else cells.RoutedExpertMLP
+        cell = _cells().ExpertMLP if is_plain else _cells().RoutedExpertMLP
         return cell(self._rows("ExpertMlp", width, width), experts, epsilon)
 
     def decoder_layers(
         self, width: int, epsilon: float, form: AttentionForm, count: int, *, first: bool
     ) -> Operator | None:
         name = ("First" if first else "") + ("Sharded" if self.is_split else "") + "DecoderLayers"
-        return cells.DecoderLayers(self._rows(name, width, width), epsilon, form, count)
+        return _cells().DecoderLayers(self._rows(name, width, width), epsilon, form, count)
 
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
         if self.is_split:
             head, vocabulary = custom_operator("ShardedLmHead", [[1]], ["int32"]), self._vocabulary()
-            return cells.LMHead(head, epsilon, self.logits, self.best_ids, vocabulary)
-        return cells.LMHead(custom_operator("LmHead", [[1]], ["int32"]), epsilon, self.logits, self.best_ids, None)
+            return _cells().LMHead(head, epsilon, self.logits, self.best_ids, vocabulary)
+        return _cells().LMHead(custom_operator("LmHead", [[1]], ["int32"]), epsilon, self.logits, self.best_ids, None)
 
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
-        return cells.RotaryTables(cos, sin)
+        return _cells().RotaryTables(cos, sin)
 
     def attention(self, form: AttentionForm) -> Operator:
-        return cells.Attention(self._rows("RotaryAttention", form.num_heads * form.head_dim), form)
+        return _cells().Attention(self._rows("RotaryAttention", form.num_heads * form.head_dim), form)
 
     def latent_attention(self, form: LatentForm) -> Operator:
-        return cells.LatentAttention(self._rows("LatentAttention", form.num_heads * form.latent.value_dim), form)
+        return _cells().LatentAttention(self._rows("LatentAttention", form.num_heads * form.latent.value_dim), form)
 
     def _vocabulary(self) -> tuple[int, int, int]:
         """Returns this agent's first token, the size of the vocabulary and the size of each agent's part."""
@@ -131,8 +132,19 @@ class FusedCpuOps(OpTable):
         return custom_operator(name, [[self._max_tokens, width] for width in widths], [self.dtype] * len(widths))
 
 
-def custom_operator(name: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> ops.Custom:
-    """Makes an operator of the kernels' library with these outputs."""
+def _cells() -> Any:
+    """Returns the module with the Cells. Imports mindspore."""
+    from agent.backends.cpu import cells
+
+    return cells
+
+
+def custom_operator(name: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> Operator:
+    """Makes an operator of the kernels' library with these outputs. Imports mindspore."""
+    from mindspore import ops
+
+    from agent.layers.parameter import MINDSPORE_DTYPES
+
     types = [MINDSPORE_DTYPES[dtype] for dtype in dtypes]
     outputs = (shapes[0], types[0]) if len(shapes) == 1 else (tuple(map(tuple, shapes)), tuple(types))
     shape, dtype = outputs

@@ -1,9 +1,5 @@
-"""Keeps converted weights in files, so that the next start reads them instead of converting the checkpoint again.
+"""Keeps arrays that an agent can make again in files, so that the next start reads them: above all converted weights.
 
 ``fingerprint`` identifies the config and the checkpoint of an entry. ``entry`` reads and writes one file. ``folder``
 manages the files of all models and keeps their total size below a limit.
 """
-
-from agent.weights.cache.folder import WeightCache
-
-__all__ = ["WeightCache"]

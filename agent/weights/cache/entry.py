@@ -32,6 +32,8 @@ from agent.weights.storage import Array, file_huge_page_bytes, populate
 MAGIC = b"LLSWGT02"
 ALIGNMENT = 4096
 CHUNK_BYTES = 16 << 20
+WRITE_BYTES = 16 << 20
+"""The file is written in pieces of this size, so that the system keeps it in huge pages, whose size divides it."""
 MAX_HEADER_BYTES = 64 << 20
 _MAP_BYTES = 16 << 20
 """Bytes that a thread maps with one call. A multiple of every page size."""
@@ -53,6 +55,8 @@ class EntryWriter:
         self._fingerprint = fingerprint
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-cache")
         self._end = _aligned(_PREFIX.size)
+        self._piece: Array = np.zeros(WRITE_BYTES, np.uint8)
+        self._written = 0
         self._described: list[dict[str, Any]] = []
         self._checksums: list[Future[list[int]]] = []
 
@@ -66,6 +70,7 @@ class EntryWriter:
         """Completes the file and returns its size in bytes. Raises OSError if a part could not be written."""
         for described, checksums in zip(self._described, self._checksums, strict=True):
             described["checksums"] = checksums.result()
+        self._write_piece(self._end - self._written)
         header = json.dumps({"fingerprint": self._fingerprint, "arrays": self._described}).encode()
         _write_all(self._descriptor, memoryview(header), self._end)
         prefix = _PREFIX.pack(MAGIC, self._end, len(header), zlib.crc32(header))
@@ -77,12 +82,22 @@ class EntryWriter:
         self._pool.shutdown(cancel_futures=True)
 
     def _write(self, data: Array, begin: int) -> list[int]:
-        checksums = []
-        for at in range(0, data.size, CHUNK_BYTES):
-            chunk = data[at : at + CHUNK_BYTES].data
-            checksums.append(zlib.crc32(chunk))
-            _write_all(self._descriptor, chunk, begin + at)
-        return checksums
+        """Writes the bytes of an array to position ``begin``, where the array before has ended. Returns checksums."""
+        chunks = [data[at : at + CHUNK_BYTES] for at in range(0, data.size, CHUNK_BYTES)]
+        at = 0
+        while at < data.size:
+            place = begin + at - self._written
+            if place == WRITE_BYTES:
+                self._write_piece(WRITE_BYTES)
+                continue
+            count = min(data.size - at, WRITE_BYTES - place)
+            self._piece[place : place + count] = data[at : at + count]
+            at += count
+        return [zlib.crc32(chunk.data) for chunk in chunks]
+
+    def _write_piece(self, num_bytes: int) -> None:
+        _write_all(self._descriptor, self._piece[:num_bytes].data, self._written)
+        self._written += num_bytes
 
 
 @dataclass(frozen=True, slots=True)

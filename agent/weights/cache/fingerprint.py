@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -30,12 +30,12 @@ def slot_name(config: Config, rank: int) -> str:
     The name has the model and the settings, but not the contents of the checkpoint. If only the checkpoint changes, the
     new entry therefore replaces the old one.
     """
-    return f"{config.model_name[:64]}-{_digest(_settings(config, rank))[:20]}.weights"
+    return f"{config.model_name[:64]}-{digest_of(_settings(config, rank))[:20]}.weights"
 
 
 def fingerprint(config: Config, rank: int) -> str:
     """Returns a digest of all that decides the converted weights of an agent. Reads a little of each source file."""
-    return _digest({"settings": _settings(config, rank), "source": _source(config), "program": _program()})
+    return digest_of({"settings": _settings(config, rank), "source": _source(config), "program": _program()})
 
 
 def _settings(config: Config, rank: int) -> dict[str, object]:
@@ -79,16 +79,17 @@ def _describe(file: Path) -> list[object]:
 
 @cache
 def _program() -> str:
-    digest = hashlib.sha256(library_path().read_bytes())
-    for file in _code():
+    return hashlib.sha256(library_path().read_bytes()).hexdigest() + code_digest(_PROGRAM)
+
+
+def code_digest(packages: Iterable[str]) -> str:
+    """Returns a digest of the Python code of some packages of this program, such as ``agent/weights``."""
+    digest = hashlib.sha256()
+    for file in (file for package in packages for file in sorted((_REPOSITORY / package).rglob("*.py"))):
         digest.update(f"{file.relative_to(_REPOSITORY)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 
 
-def _code() -> Iterator[Path]:
-    for package in _PROGRAM:
-        yield from sorted((_REPOSITORY / package).rglob("*.py"))
-
-
-def _digest(value: object) -> str:
+def digest_of(value: object) -> str:
+    """Returns a digest of a value that can be written as JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

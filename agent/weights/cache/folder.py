@@ -26,28 +26,30 @@ from llm_serving.planning.rank_memory import WEIGHTS
 logger = logging.getLogger("agent.weights.cache")
 
 GIB = 1024**3
-MIN_BYTES = 512 << 20
-"""Smaller models are not cached, because their weights are converted in a few seconds."""
+_KINDS = ("*.weights", "*.program")
+"""The names of all entries."""
 FREE_DISK_BYTES = 2 * GIB
 """A new entry must leave this much of the disk free."""
 
 
-class WeightCache:
-    """The entry of one agent in the folder that all agents of this user share.
+class ArrayCache:
+    """One entry, with arrays that an agent can make again, in the folder that all agents of this user share.
 
-    A failure of the cache is written to the log. It never fails a start, because the weights can be converted again.
+    A failure of the cache is written to the log. It never fails a start.
     """
 
-    def __init__(self, config: Config, rank: int, *, min_bytes: int = MIN_BYTES) -> None:
-        """``rank`` is the agent's number among all agents."""
+    def __init__(self, config: Config, what: str, name: str, make_fingerprint: Callable[[], str]) -> None:
+        """``what`` describes the arrays in the log. ``name`` is the file's name, and ``make_fingerprint`` returns a
+        digest of all that decides the contents.
+        """
         model = config.model_config
         self._limit = model.weight_cache_gib * GIB
         self._folder = weight_cache_folder(config)
         self._threads = min(16, len(os.sched_getaffinity(0)))
-        self._min_bytes = min_bytes
         self._pending: Future[dict[str, Array] | None] | None = None
-        self._config = config
-        self._rank = rank
+        self._what = what
+        self._path = self._folder / name
+        self._fingerprint = make_fingerprint
 
     def begin_load(self) -> None:
         """Starts ``load`` in a thread, so that MindSpore can be imported meanwhile. ``load`` then waits for the result.
@@ -70,7 +72,7 @@ class WeightCache:
         return self._limit > 0
 
     def load(self) -> dict[str, Array] | None:
-        """Returns the weights of the agent's entry in new memory, or None if there is no valid entry.
+        """Returns the arrays of the entry in new memory, or None if there is no valid entry.
 
         Damaged and outdated entries are deleted, with a line in the log.
         """
@@ -83,46 +85,45 @@ class WeightCache:
         path, began = self._path, time.perf_counter()
         try:
             _check_private(self._folder)
-            weights = read_entry(path, fingerprint(self._config, self._rank), self._threads)
+            arrays = read_entry(path, self._fingerprint(), self._threads)
             os.utime(path)  # marks the entry as used: the least recently used entries are deleted first
         except FileNotFoundError:
             return None
         except EntryError as problem:
-            logger.warning("the converted weights in %s are not used: %s; they are made again", path, problem)
-            with contextlib.suppress(OSError):
-                path.unlink()
+            logger.warning("the %s in %s are not used: %s; they are made again", self._what, path, problem)
+            self.delete()
             return None
         except OSError as problem:
-            logger.warning("the converted weights in %s cannot be read: %s", path, problem)
+            logger.warning("the %s in %s cannot be read: %s", self._what, path, problem)
             return None
-        num_bytes = sum(array.nbytes for array in weights.values())
-        logger.info(
-            "read %.2f GiB of converted weights from %s in %.1f s", num_bytes / GIB, path, time.perf_counter() - began
-        )
-        return weights
+        num_bytes, seconds = sum(array.nbytes for array in arrays.values()), time.perf_counter() - began
+        logger.info("read %.2f GiB of %s from %s in %.2f s", num_bytes / GIB, self._what, path, seconds)
+        return arrays
+
+    def delete(self) -> None:
+        """Deletes the entry, which turned out to be wrong."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
 
     @contextlib.contextmanager
-    def keeping(self, size: int | None = None) -> Iterator[Callable[[str, Array], None]]:
-        """Writes the agent's entry while the weights are made. Yields a function that takes each array with its name.
+    def keeping(self, size: int) -> Iterator[Callable[[str, Array], None]]:
+        """Writes the entry while the arrays are made. Yields a function that takes each array with its name.
 
-        ``size`` estimates the bytes of all weights; the default is that of the memory plan. The least recently used
-        entries are deleted to make space. If the body raises, nothing is kept. The arrays must not change before the
-        body ends.
+        ``size`` estimates the bytes of all arrays. The least recently used entries are deleted to make space. If the
+        body raises, nothing is kept. The arrays must not change before the body ends.
         """
-        if size is None:
-            size = estimate_rank_memory(self._config, self._rank, Machine(0, "")).bytes_of(WEIGHTS)
-        if not self.is_on or size < self._min_bytes:
+        if not self.is_on:
             yield _drop
             return
         try:
             descriptor, path = self._open_new(size)
         except OSError as problem:
-            logger.warning("the converted weights cannot be written to %s: %s", self._folder, problem)
+            logger.warning("the %s cannot be written to %s: %s", self._what, self._folder, problem)
             descriptor, path = -1, None
         if path is None:
             yield _drop
             return
-        writer = EntryWriter(descriptor, fingerprint(self._config, self._rank))
+        writer = EntryWriter(descriptor, self._fingerprint())
         try:
             yield writer.add
             self._complete(writer, path)
@@ -148,15 +149,11 @@ class WeightCache:
             size = writer.finish()
             os.replace(path, self._path)
         except OSError as problem:
-            logger.warning("the converted weights cannot be written to %s: %s", self._folder, problem)
+            logger.warning("the %s cannot be written to %s: %s", self._what, self._folder, problem)
             return
         seconds = time.perf_counter() - began
-        text = "kept %.2f GiB of converted weights in %s; the start waited %.1f s for the disk"
-        logger.info(text, size / GIB, self._path, seconds)
-
-    @property
-    def _path(self) -> Path:
-        return self._folder / slot_name(self._config, self._rank)
+        text = "kept %.2f GiB of %s in %s; the start waited %.1f s for the disk"
+        logger.info(text, size / GIB, self._what, self._path, seconds)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -173,7 +170,8 @@ class WeightCache:
         entries = self._entries()
         if size > self._limit:
             logger.warning(
-                "the converted weights need %.2f GiB, and model_config.weight_cache_gib is %d; they are not kept",
+                "the %s need %.2f GiB, and model_config.weight_cache_gib is %d; they are not kept",
+                self._what,
                 size / GIB,
                 self._limit // GIB,
             )
@@ -184,12 +182,12 @@ class WeightCache:
             path, file_size = entries.pop(0)
             total -= 0 if path == own else file_size
             path.unlink(missing_ok=True)
-            logger.info("deleted the converted weights %s, to make space for new ones", path)
+            logger.info("deleted %s, to make space for new %s", path, self._what)
         if self._free_disk() >= size + FREE_DISK_BYTES:
             return True
         free = self._free_disk() / GIB
-        text = "the converted weights need %.2f GiB, and the disk has %.2f GiB free; they are not kept"
-        logger.warning(text, size / GIB, free)
+        text = "the %s need %.2f GiB, and the disk has %.2f GiB free; they are not kept"
+        logger.warning(text, self._what, size / GIB, free)
         return False
 
     def _entries(self) -> list[tuple[Path, int]]:
@@ -197,7 +195,7 @@ class WeightCache:
         for path in self._folder.glob("new-*.tmp"):
             _delete_unless_locked(path)
         found = []
-        for path in self._folder.glob("*.weights"):
+        for path in (path for kind in _KINDS for path in self._folder.glob(kind)):
             with contextlib.suppress(FileNotFoundError):
                 state = path.stat()
                 found.append((state.st_mtime, path, state.st_size))
@@ -207,8 +205,26 @@ class WeightCache:
         return shutil.disk_usage(self._folder).free
 
 
+class WeightCache(ArrayCache):
+    """The converted weights of one agent."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        """``rank`` is the agent's number among all agents."""
+        name = slot_name(config, rank)
+        super().__init__(config, "converted weights", name, lambda: fingerprint(config, rank))
+        self._config, self._rank = config, rank
+
+    @contextlib.contextmanager
+    def keeping(self, size: int | None = None) -> Iterator[Callable[[str, Array], None]]:
+        """Writes the entry, as ``ArrayCache.keeping`` does. The memory plan estimates the bytes of all weights."""
+        if size is None:
+            size = estimate_rank_memory(self._config, self._rank, Machine(0, "")).bytes_of(WEIGHTS)
+        with super().keeping(size) as keep:
+            yield keep
+
+
 def _drop(name: str, array: Array) -> None:
-    """Ignores an array, for models whose weights are not cached."""
+    """Ignores an array, if the cache is off or has no space."""
 
 
 def _check_private(folder: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-GRAPHS = {"agent.step_graph.static": "StaticStepGraph", "agent.step_graph.dynamic": "DynamicStepGraph"}
+GRAPHS = {"agent.step_graph.fused_steps": "FusedStepGraph", "agent.step_graph.dynamic": "DynamicStepGraph"}
 
 
 class _Patches(importlib.abc.MetaPathFinder, importlib.abc.Loader):

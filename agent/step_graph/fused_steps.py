@@ -1,0 +1,59 @@
+"""The steps of the fused operators. Their inputs and results always have the same memory.
+
+This module does not import MindSpore.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from agent.backends.cpu.ops import FusedCpuOps
+from agent.kernels import StepBuffers
+from agent.run_ahead.inserted import InsertedIds
+from agent.scores import StepLogits
+from agent.step_graph.interface import StepGraph, empty_entry
+from agent.step_inputs import StepInputs
+from agent.weights.storage import Array
+
+_MAX_STEP_NUMBER = 2**31 - 1
+
+
+class FusedStepGraph(StepGraph):
+    """Reads its inputs from the step reader's buffers, which the step reader has checked. ``run`` copies nothing."""
+
+    def __init__(self, ops: FusedCpuOps, buffers: StepBuffers) -> None:
+        """``buffers`` are the buffers that the step reader fills for every step."""
+        self._buffers = buffers
+        self._logits, self._best_ids, self._stream = ops.logits, ops.best_ids, ops.stream
+        self._result = StepLogits(self._logits[:0], self._best_ids[:0])
+        self._number = 0
+        # Memoryviews: with cold caches, NumPy takes tens of microseconds to read or write one number.
+        self._counts, self._done = buffers.counts.data, ops.best_ids.data
+        self._entry: Array = buffers.token_ids if ops.is_first_stage else empty_entry(ops, buffers.token_ids.size)
+
+    @abstractmethod
+    def _compute(self, results: tuple[Array, ...], num_tokens: int) -> None:
+        """Runs a step of ``num_tokens`` tokens, whose inputs are in place. ``results`` are the arrays that it fills."""
+
+    def run(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> StepLogits:
+        assert inserted is None, "a fused step does not run ahead"
+        seqs = inputs.query_lens.size
+        self._run(inputs, entry, (self._logits[:seqs], self._best_ids[:seqs]))
+        if self._done[-1] != self._number:
+            raise RuntimeError(f"the output layer is at step {self._done[-1]}, the graph at step {self._number}")
+        if seqs != len(self._result.values):
+            self._result = StepLogits(self._logits[:seqs], self._best_ids[:seqs])
+        return self._result
+
+    def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
+        stream = self._stream[: len(entry)]
+        self._run(inputs, entry, (stream,))
+        return stream
+
+    def _run(self, inputs: StepInputs, entry: Array, results: tuple[Array, ...]) -> None:
+        assert inputs.positions.base is self._buffers.positions, "the step must be in the buffers of this graph"
+        if entry is not inputs.token_ids:
+            self._entry[: len(entry)] = entry
+        self._number = self._number % _MAX_STEP_NUMBER + 1
+        self._counts[3] = self._number
+        self._compute(results, len(entry))

@@ -1,0 +1,44 @@
+"""Runs the steps of a stored program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from agent.backends.cpu.ops import FusedCpuOps
+from agent.kernels import RecordedLaunches, StepBuffers
+from agent.step_graph.fused_steps import FusedStepGraph
+from agent.weights.storage import Array
+
+
+class StoredStepGraph(FusedStepGraph):
+    """Replays the launches of a stored program. Runs MindSpore's graph only while replays are turned off."""
+
+    def __init__(
+        self,
+        ops: FusedCpuOps,
+        buffers: StepBuffers,
+        launches: RecordedLaunches,
+        make_graph: Callable[[], FusedStepGraph],
+    ) -> None:
+        """``make_graph`` compiles the graph with MindSpore, over the same memory."""
+        super().__init__(ops, buffers)
+        self._launches = launches
+        self._make_graph = make_graph
+        self._graph: FusedStepGraph | None = None
+        self._is_paused = False
+
+    def compile(self) -> None:
+        """Does nothing, because the launches are known."""
+
+    def set_replaying(self, replaying: bool) -> None:
+        if not replaying:
+            self._graph = self._graph or self._make_graph()
+            self._graph.set_replaying(False)
+        self._is_paused = not replaying
+
+    def _compute(self, results: tuple[Array, ...], num_tokens: int) -> None:
+        if self._is_paused:
+            assert self._graph is not None, "set_replaying makes the graph"
+            self._graph._compute(results, num_tokens)
+        else:
+            self._launches.run()

@@ -1,0 +1,74 @@
+"""Recorded launches without addresses: each argument is in named memory, or is the output of a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from agent.kernels import Argument, KernelError, RecordedLaunches, RecordingError, call_operator, record
+from agent.weights.storage import Array
+
+_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1, "int32": 4, "int64": 8}
+"""Bytes of an element of each type that an operator writes."""
+
+
+class ProgramError(Exception):
+    """Launches cannot be stored, or stored launches cannot be used. The text gives the reason."""
+
+
+class StoredArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor that a launch reads or writes."""
+
+    type: str
+    memory: str = ""
+    """The name of its memory, whose shape it has. Empty if it is an output of a launch."""
+    launch: int = -1
+    """The launch that writes it, and the number of the argument there."""
+    argument: int = -1
+    shape: tuple[int, ...] = ()
+
+
+class StoredLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call of a custom operator."""
+
+    operator: str
+    arguments: tuple[StoredArgument, ...]
+
+
+class StoredProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The launches of a graph, whose result is the last argument of the last launch."""
+
+    launches: tuple[StoredLaunch, ...]
+    proof: str
+    """The digest of the logits of the proof (``agent.stored_program.proof``), computed by MindSpore's graph."""
+
+
+def make_launches(launches: tuple[StoredLaunch, ...], memory: Mapping[str, Array]) -> RecordedLaunches:
+    """Makes stored launches in this process, over its ``memory``, and returns the recording.
+
+    The step in ``memory`` must have no tokens. Raises ProgramError if the operators refuse their arguments.
+    """
+    outputs: dict[tuple[int, int], Array] = {}
+
+    def place(argument: StoredArgument, launch: int, number: int) -> Argument:
+        if argument.memory:
+            array = memory[argument.memory]
+            return Argument(array.ctypes.data, array.shape, argument.type)
+        key = (argument.launch, argument.argument)
+        if key == (launch, number):
+            outputs[key] = np.empty(int(np.prod(argument.shape)) * _SIZES[argument.type], np.uint8)
+        return Argument(outputs[key].ctypes.data, argument.shape, argument.type)
+
+    def run() -> tuple[tuple[Array, ...], tuple[int, ...]]:
+        for number, launch in enumerate(launches):
+            call_operator(launch.operator, [place(each, number, at) for at, each in enumerate(launch.arguments)])
+        result = outputs[len(launches) - 1, len(launches[-1].arguments) - 1]
+        return (result.view(np.int32),), (result.ctypes.data,)
+
+    staying = [(array.ctypes.data, array.nbytes) for array in memory.values()]
+    try:
+        return record(run, staying)[1]
+    except (IndexError, KeyError, KernelError, RecordingError) as problem:
+        raise ProgramError(f"its launches cannot be made again ({problem})") from problem

@@ -1,0 +1,43 @@
+"""The proof of a stored program: a short prompt and one more token must have the bits of MindSpore's graph."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+
+from agent.backends.cpu.ops import FusedCpuOps
+from agent.warm_up import make_step
+from llm_serving.config import Config
+from llm_serving.ipc.shm import StepSlot
+
+_BLOCK = 1
+"""The block that the proof writes. It is not in use before the agent is ready."""
+_MOST_TOKENS = 8
+
+
+def proof_steps(config: Config) -> list[StepSlot]:
+    """Returns the steps of the proof: a prompt of several different tokens, and a decode. They write to one block."""
+    block_size = config.pa_config.block_size
+    tokens = min(_MOST_TOKENS, block_size - 1, config.max_model_len - 1, config.max_num_batched_tokens)
+    steps = []
+    for first, count in ((0, tokens), (tokens, 1)):
+        if count < 1 or config.pa_config.num_blocks <= _BLOCK:
+            continue
+        slot = make_step(config, [count], [first + count])
+        positions = np.arange(first, first + count)
+        slot.token_ids[:count] = (1 + 37 * positions) % config.shape.vocab_size
+        slot.slot_mapping[:count] = _BLOCK * block_size + positions
+        slot.block_tables[0] = _BLOCK
+        steps.append(slot)
+    return steps
+
+
+def proof_digest(config: Config, ops: FusedCpuOps, run_step: Callable[[StepSlot], object]) -> str:
+    """Runs the steps of the proof and returns a digest of their logits and best tokens."""
+    digest = hashlib.sha256()
+    for slot in proof_steps(config):
+        run_step(slot)
+        digest.update(ops.logits[0].tobytes() + ops.best_ids[0].tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,98 @@
+"""Stores the program of an agent in the folder of converted weights, and finds it again."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from agent.stored_program.program import StoredProgram
+from agent.weights.cache.fingerprint import code_digest, digest_of, fingerprint, slot_name
+from agent.weights.cache.folder import ArrayCache
+from agent.weights.storage import Array
+from llm_serving.config import Config
+
+logger = logging.getLogger("agent.stored_program")
+
+_PROGRAM = "program"
+_CONSTANT = "constant/"
+_CODE = ("agent/backends", "agent/kernels", "agent/layers", "agent/models", "agent/step_graph", "agent/stored_program")
+"""Packages whose code decides the launches of a graph."""
+
+
+class ProgramStore(ArrayCache):
+    """The file with the program of one agent and with the constants of its graph, such as rotary tables."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        """``rank`` is the agent's number among all agents."""
+        name = slot_name(config, rank).removesuffix(".weights") + ".program"
+        super().__init__(config, "stored program", name, lambda: _fingerprint(config, rank))
+
+    @staticmethod
+    def fits(config: Config) -> bool:
+        """Returns whether programs of this config can be stored: fused operators, and agents without a group."""
+        is_alone = config.parallel_config.group_size == 1
+        return config.op_table == "fused" and is_alone and not config.context.save_graphs
+
+    def find(self) -> tuple[StoredProgram, dict[str, Array]] | None:
+        """Returns the program and the constants, by the names of their memory. None if there is no valid file."""
+        arrays = self.load()
+        if arrays is None:
+            return None
+        try:
+            program = msgspec.json.decode(arrays.pop(_PROGRAM).tobytes(), type=StoredProgram)
+        except (KeyError, msgspec.DecodeError) as problem:
+            logger.warning("the stored program is not used: %s", problem)
+            self.delete()
+            return None
+        return program, arrays
+
+    def keep(self, program: StoredProgram, constants: dict[str, Array]) -> None:
+        """Stores a program with the constants that it names."""
+        text = np.frombuffer(msgspec.json.encode(program), np.uint8)
+        used = {argument.memory for launch in program.launches for argument in launch.arguments}
+        arrays = {_PROGRAM: text, **{name: array for name, array in constants.items() if name in used}}
+        with self.keeping(sum(array.nbytes for array in arrays.values())) as keep:
+            for name, array in arrays.items():
+                keep(name, array)
+
+
+def constant_name(parameter: str) -> str:
+    """Returns the name of the memory of a constant."""
+    return _CONSTANT + parameter
+
+
+def _fingerprint(config: Config, rank: int) -> str:
+    """Returns a digest of everything that decides the launches and the bits of the proof."""
+    return digest_of(
+        {
+            "weights": fingerprint(config, rank),
+            "mindspore": _version_of("mindspore"),
+            "processor": _processor(),
+            "slots": asdict(config.slot_limits()),
+            "block_size": config.pa_config.block_size,
+            "kv_format": config.kv_format,
+            "context": asdict(config.context),
+            "code": code_digest(_CODE),
+        }
+    )
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _processor() -> str:
+    """Returns the name of the processor, or an empty text if the system does not state it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -1,0 +1,98 @@
+"""Finds the launches of a fused graph: runs its Cells in Python, with operators that only note their arguments.
+
+MindSpore compiles the same Cells, so that its graph launches the same operators. Imports mindspore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from mindspore import Tensor, nn, ops
+
+from agent.stored_program.program import ProgramError, StoredArgument, StoredLaunch
+from agent.weights.storage import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a launch writes."""
+
+    launch: int
+    argument: int
+    """The number of the argument: outputs follow the inputs."""
+    shape: tuple[int, ...]
+    type: str
+
+
+@dataclass(frozen=True, slots=True)
+class TracedLaunch:
+    """A call of a custom operator."""
+
+    operator: str
+    inputs: tuple[Tensor | Output, ...]
+    outputs: tuple[Output, ...]
+
+
+def trace_launches(cell: nn.Cell, inputs: Sequence[Tensor]) -> list[TracedLaunch]:
+    """Returns the launches of a graph, whose operators are ``custom_operator``s, in their order."""
+    found: list[TracedLaunch] = []
+
+    def note(operator: Any, *arguments: Tensor | Output) -> Output | tuple[Output, ...]:
+        shapes, types = operator.out_shape(), operator.out_dtype()
+        is_single = not isinstance(types, tuple)
+        places = zip([shapes] if is_single else shapes, [types] if is_single else types, strict=True)
+        outputs = tuple(
+            Output(len(found), len(arguments) + number, tuple(shape), type_name(dtype))
+            for number, (shape, dtype) in enumerate(places)
+        )
+        found.append(TracedLaunch(operator.func.rpartition(":")[2], arguments, outputs))
+        return outputs[0] if is_single else outputs
+
+    def construct(inner: nn.Cell, *arguments: Any) -> Any:
+        return inner.construct(*arguments)
+
+    with _replaced_call(ops.Custom, note), _replaced_call(nn.Cell, construct):
+        cell(*inputs)
+    return found
+
+
+def stored_launches(traced: Sequence[TracedLaunch], memory: Mapping[str, Array]) -> tuple[StoredLaunch, ...]:
+    """Returns traced launches with the names of their memory. Raises ProgramError if an input has no name."""
+    names = {array.ctypes.data: name for name, array in memory.items() if array.nbytes}
+
+    def named(argument: Tensor | Output, operator: str) -> StoredArgument:
+        if isinstance(argument, Output):
+            return StoredArgument(
+                argument.type, launch=argument.launch, argument=argument.argument, shape=argument.shape
+            )
+        name = names.get(argument.data_ptr())
+        if name is None or memory[name].shape != tuple(argument.shape):
+            raise ProgramError(f"{operator} reads {name or 'memory without a name'} as {list(argument.shape)}")
+        return StoredArgument(type_name(argument.dtype), memory=name)
+
+    return tuple(
+        StoredLaunch(each.operator, tuple(named(argument, each.operator) for argument in (*each.inputs, *each.outputs)))
+        for each in traced
+    )
+
+
+def type_name(dtype: Any) -> str:
+    """Returns the name of a type as operators get it, such as ``float32``."""
+    return str(dtype).lower()
+
+
+@contextmanager
+def _replaced_call(kind: type, call: Any) -> Iterator[None]:
+    """Replaces ``__call__`` of a class."""
+    own = vars(kind).get("__call__")
+    kind.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del kind.__call__
+        else:
+            kind.__call__ = own  # type: ignore[method-assign]

@@ -1,0 +1,152 @@
+"""Starts agents with stored programs, in a process of its own. Prints the results as JSON.
+
+python tests/agent/stored_program_worker.py first|later FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from runner_worker import decodes  # noqa: E402
+from step_driver import StepDriver  # noqa: E402
+
+from agent.stored_program.program import StoredProgram  # noqa: E402
+from agent.stored_program.store import ProgramStore  # noqa: E402
+from llm_serving.config import Config  # noqa: E402
+from support.golden_files import golden_of  # noqa: E402
+from support.position_bits import FORCED_STEPS  # noqa: E402
+from support.step_config import make_config  # noqa: E402
+
+MODELS = {
+    "gqa_tied": ("float32", "auto", "auto"),
+    "qwen3_moe": ("bfloat16", "int8", "int8"),
+}
+"""The type and the formats of weights and KV cache of each model."""
+PLANTED = "gqa_tied"
+"""The model whose files are damaged."""
+
+
+def config_of(folder: Path, model: str, **extra: object) -> Config:
+    dtype, weights, kv = MODELS[model]
+    keys = {"model_config.weight_cache_path": folder / "cache" / model, **extra}
+    return make_config(folder / model, dtype, "fused", weights, kv, extra=keys)
+
+
+def start(config: Config, model: str) -> tuple[StepDriver, dict[str, Any]]:
+    """Starts an agent. Returns its driver and what it says and computes."""
+    logged: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    driver = StepDriver(config, keeps_files=True)
+    logging.getLogger().removeHandler(handler)
+    found = {"start": driver.runner.summary()["start"], "logged": " | ".join(logged), "digests": digests(driver, model)}
+    return driver, found
+
+
+def digests(driver: StepDriver, model: str) -> list[str]:
+    cases = golden_of(model)["cases"][:3]
+    return decodes(driver, [case["prompt"] for case in cases], cases[0]["tokens"][:FORCED_STEPS])
+
+
+def run_first(folder: Path) -> dict[str, Any]:
+    return {model: start(config_of(folder, model), model)[1] for model in MODELS}
+
+
+def run_later(folder: Path) -> dict[str, Any]:
+    """Starts from stored programs, then runs MindSpore's graphs as a profile does, then the programs again. Then starts
+    with damaged files.
+    """
+    started = {model: start(config_of(folder, model), model) for model in MODELS}
+    needed_mindspore = "mindspore" in sys.modules
+    results: dict[str, Any] = {}
+    for model, (driver, found) in started.items():
+        driver.runner._set_replaying(False)
+        found["by the graph"] = digests(driver, model)
+        driver.runner._set_replaying(True)
+        found["afterwards"] = digests(driver, model)
+        results[model] = found
+    return {
+        **results,
+        "mindspore": [needed_mindspore, "mindspore" in sys.modules],
+        "planted": run_planted(folder),
+    }
+
+
+def flip(path: Path) -> None:
+    """Changes a byte in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def rewrite(config: Config, **changes: Any) -> None:
+    """Stores the program again with changes, as a file that belongs to this agent."""
+    store = ProgramStore(config, 0)
+    found = store.find()
+    assert found is not None
+    store.keep(msgspec.structs.replace(found[0], **changes), found[1])
+
+
+def with_argument(program: StoredProgram, **changes: Any) -> tuple[Any, ...]:
+    """Returns the launches of a program with a changed first argument."""
+    first, *others = program.launches
+    argument = msgspec.structs.replace(first.arguments[0], **changes)
+    return (msgspec.structs.replace(first, arguments=(argument, *first.arguments[1:])), *others)
+
+
+def plant(folder: Path, config: Config, name: str) -> None:
+    found = ProgramStore(config, 0).find()
+    assert found is not None, "the start before has stored a valid program"
+    program = found[0]
+    [program_file] = (folder / "cache" / PLANTED).glob("*.program")
+    [weights_file] = (folder / "cache" / PLANTED).glob("*.weights")
+    if name == "damaged program":
+        flip(program_file)
+    elif name == "damaged weights":
+        flip(weights_file)
+    elif name == "other bits":
+        rewrite(config, proof="0" * 64)
+    elif name == "unknown memory":
+        rewrite(config, launches=with_argument(program, memory="nothing"))
+    elif name == "other type":
+        rewrite(config, launches=with_argument(program, type="float32"))
+    else:
+        assert name == "no operator"
+        rewrite(config, launches=(msgspec.structs.replace(program.launches[0], operator="llmk_isa"),))
+
+
+PLANTS = ("damaged program", "damaged weights", "other bits", "unknown memory", "other type", "no operator")
+
+
+def run_planted(folder: Path) -> dict[str, Any]:
+    """Starts with each fault, and then without: the first start must have stored everything again."""
+    config, results = config_of(folder, PLANTED), {}
+    for name in PLANTS:
+        plant(folder, config, name)
+        results[name] = start(config, PLANTED)[1]
+    results["repaired"] = start(config, PLANTED)[1]
+    more_blocks = {"pa_config.num_blocks": 300}
+    results["more blocks"] = start(config_of(folder, PLANTED, **more_blocks), PLANTED)[1]
+    results["off"] = start(config_of(folder, PLANTED, **{"model_config.weight_cache_gib": 0}), PLANTED)[1]
+    nowhere = {"model_config.weight_cache_path": "/proc/none"}
+    results["no folder"] = start(config_of(folder, PLANTED, **nowhere), PLANTED)[1]
+    longer = {"scheduler_config.max_num_batched_tokens": 192}
+    results["other limits"] = start(config_of(folder, PLANTED, **longer), PLANTED)[1]
+    return results
+
+
+if __name__ == "__main__":
+    run = {"first": run_first, "later": run_later}[sys.argv[1]]
+    print(json.dumps(run(Path(sys.argv[2]))), flush=True)
+    os._exit(0)

@@ -1,0 +1,101 @@
+"""The second start takes the launches of the graph from a file: without MindSpore, and with the same bits.
+
+A file that is damaged, or that belongs to other settings, is not used. The graph is then compiled again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from performance.models.folders import write_model
+from performance.models.variants import FAMILY_VARIANTS, VARIANTS
+from support.small_configs import REPOSITORY
+from support.time_limits import time_limit
+
+pytestmark = pytest.mark.timeout(400)
+
+MODELS = ("gqa_tied", "qwen3_moe")
+REFUSED = {
+    "damaged program": "the stored program in",
+    "damaged weights": "the converted weights in",
+    "other bits": "its proof has other bits than MindSpore's graph had",
+    "unknown memory": "its launches cannot be made again ('nothing')",
+    "other type": "its launches cannot be made again",
+    "no operator": "the kernels have no operator 'llmk_isa'",
+}
+"""A part of the log line for each fault that the worker plants."""
+
+
+def begin(phase: str, folder: Path) -> subprocess.Popen[str]:
+    worker = REPOSITORY / "tests" / "agent" / "stored_program_worker.py"
+    command = [sys.executable, str(worker), phase, str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+
+
+def result_of(process: subprocess.Popen[str]) -> Any:
+    out, problems = process.communicate(timeout=time_limit(300))
+    assert process.returncode == 0, problems[-3000:]
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two agents start for the first time at the same time. Then another process starts many times."""
+    folder = tmp_path_factory.mktemp("stored")
+    for model in MODELS:
+        write_model({**VARIANTS, **FAMILY_VARIANTS}[model], folder / model)
+    both = [begin("first", folder) for _ in range(2)]
+    first, other = map(result_of, both)
+    return {"first": first, "at the same time": other, "later": result_of(begin("later", folder))}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_stored_start_has_the_bits_of_a_compiled_one(runs: dict[str, Any], model: str) -> None:
+    first, other, later = (runs[name][model] for name in ("first", "at the same time", "later"))
+    assert (first["start"], first["logged"]) == ("compiled", "")
+    assert (later["start"], later["logged"]) == ("stored program", "")
+    assert len(set(first["digests"])) > 30, "the digests must differ between steps"
+    assert first["digests"] == other["digests"] == later["digests"]
+
+
+def test_a_stored_start_needs_no_mindspore_before_a_profile(runs: dict[str, Any]) -> None:
+    assert runs["later"]["mindspore"] == [False, True]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_profile_runs_the_graph_of_mindspore(runs: dict[str, Any], model: str) -> None:
+    later = runs["later"][model]
+    assert later["digests"] == later["by the graph"] == later["afterwards"]
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_wrong_file_is_not_used(runs: dict[str, Any], fault: str) -> None:
+    found = runs["later"]["planted"][fault]
+    assert found["start"] == "compiled"
+    assert REFUSED[fault] in found["logged"]
+    assert found["digests"] == runs["first"]["gqa_tied"]["digests"]
+
+
+def test_the_next_start_is_a_stored_one_again(runs: dict[str, Any]) -> None:
+    assert runs["later"]["planted"]["repaired"]["start"] == "stored program"
+
+
+def test_the_number_of_blocks_may_change(runs: dict[str, Any]) -> None:
+    found = runs["later"]["planted"]["more blocks"]
+    assert found["start"] == "stored program"
+    assert found["digests"] == runs["first"]["gqa_tied"]["digests"]
+
+
+@pytest.mark.parametrize(("case", "logged"), [("off", ""), ("no folder", "cannot be written"), ("other limits", "")])
+def test_other_starts_compile(runs: dict[str, Any], case: str, logged: str) -> None:
+    found = runs["later"]["planted"][case]
+    assert found["start"] == "compiled"
+    assert logged in found["logged"]
+    assert found["digests"] == runs["first"]["gqa_tied"]["digests"]
