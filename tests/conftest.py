@@ -66,7 +66,7 @@ They repeat a guarantee for another type or op table, so only ``make test-sweeps
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Agents keep files for their next start. Those of the tests are in a folder that ends with the run.
+# Agents keep files for their next start. Agents of tests keep them in a folder that is removed after the run.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _caches = tempfile.TemporaryDirectory(prefix="llm-serving-tests-")
     os.environ["XDG_CACHE_HOME"] = _caches.name

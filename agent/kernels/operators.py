@@ -25,7 +25,7 @@ class Argument:
 def call_operator(name: str, arguments: Sequence[Argument]) -> None:
     """Calls an operator, its inputs before its outputs.
 
-    Raises KernelError if there is no such operator or if it refuses its arguments.
+    Raises KernelError if the operator does not exist or if it refuses its arguments.
     """
     library, count = load_library(), len(arguments)
     if not _NAME.fullmatch(name) or not hasattr(library, name):

@@ -18,7 +18,7 @@ from agent.weights.storage import Array
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a launch writes."""
+    """An output of a launch."""
 
     launch: int
     argument: int
