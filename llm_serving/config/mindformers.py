@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm_serving.config.graph_kernel_flags import read_flags
 from llm_serving.config.mindformers_unused import find_unused
 from llm_serving.config.source import UnusedSetting
 from llm_serving.errors import ConfigError
@@ -23,23 +24,24 @@ from llm_serving.model.shape import (
     shape_of_fields,
 )
 
-GRAPH_MODE = 0
 _DTYPES = ("float16", "bfloat16", "float32")
 
+_SIZES_IN_FOLDER = ("DeepseekV2Config", "DeepseekV3Config")
+"""Types of models whose keys here have other names than in ``config.json``. The model folder has their sizes."""
 _LLAMA_SIZES = ("type", "hidden_size", "num_layers", "num_heads", "vocab_size")
 
 KEYS_READ = {
-    "context.mode": "0, graph mode; 1 is not available",
+    "context.mode": "0, graph mode; 1 has no effect, because the graphs are always compiled",
     "context.device_target": "`CPU`, `Ascend` or `auto`; used if `model_config.device_target` is null",
     "context.device_id": "device of the first agent, with MindFormers",
     "context.enable_graph_kernel": "fuse operators of the graph; see docs/ascend.md",
-    "context.graph_kernel_flags": "flags of MindSpore's fusion on an Ascend",
+    "context.graph_kernel_flags": "flags of MindSpore's fusion on an Ascend; an unknown flag is refused",
     "context.max_call_depth": "limit of nested calls in a graph",
     "context.max_device_memory": 'device memory the model may take, as in `"58GB"`; the memory plan of an Ascend',
     "context.save_graphs": "true or 1 to 3: write the compiled graphs to files; 0 by default",
     "context.save_graphs_path": 'folder of the graphs of `save_graphs`; `"./graph"` by default',
     "model.arch.type": "`LlamaForCausalLM`",
-    "model.model_config.type": "`LlamaConfig`",
+    "model.model_config.type": "`LlamaConfig`; `DeepseekV2Config` and `DeepseekV3Config`: `model_path` has the sizes",
     "model.model_config.hidden_size": "size of the residual stream",
     "model.model_config.num_layers": "decoder layers",
     "model.model_config.num_heads": "query heads",
@@ -74,7 +76,6 @@ a ``config.json``."""
 class MindSporeContext:
     """Section ``context`` of a MindFormers YAML: settings of MindSpore that apply before a graph is compiled."""
 
-    mode: int = GRAPH_MODE
     device_target: str | None = None
     device_id: int = 0
     enable_graph_kernel: bool = False
@@ -114,14 +115,13 @@ def read_mindformers_yaml(path: Path) -> MindFormersFile:
 
 
 def _context(fields: TypedFields) -> MindSporeContext:
-    if fields.integer("mode", GRAPH_MODE, 0, 1) != GRAPH_MODE:
-        raise fields.fail("mode", "only 0 (graph mode) is available")
+    fields.integer("mode", 0, 0, 1)
     target = fields.text("device_target", "auto", ("auto", "CPU", "Ascend")) if "device_target" in fields else None
     return MindSporeContext(
         device_target=target,
         device_id=fields.integer("device_id", 0, 0, 255),
         enable_graph_kernel=fields.boolean("enable_graph_kernel", False),
-        graph_kernel_flags=fields.text("graph_kernel_flags", ""),
+        graph_kernel_flags=read_flags(fields, "graph_kernel_flags"),
         max_call_depth=fields.integer("max_call_depth", 10_000, 1, 1_000_000),
         max_device_memory_bytes=_memory(fields, "max_device_memory"),
         save_graphs=_save_graphs(fields),
@@ -153,7 +153,7 @@ def _shape(fields: TypedFields, arch: TypedFields) -> ModelShape | None:
     if "num_hidden_layers" in fields or "num_attention_heads" in fields:
         return _shape_in_hugging_face_names(fields)
     has_biases = fields.boolean("qkv_has_bias", False)  # a Qwen2, whose dimensions are in the model folder
-    if has_biases or not any(key in fields for key in _LLAMA_SIZES):
+    if has_biases or fields.value("type") in _SIZES_IN_FOLDER or not any(key in fields for key in _LLAMA_SIZES):
         _check_types(fields)
         return None
     return _llama_shape(fields, arch)

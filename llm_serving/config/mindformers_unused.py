@@ -69,7 +69,8 @@ _FILE: Mapping[str, _Unused] = {
 }
 _CONTEXT: Mapping[str, _Unused] = {
     "ascend_config": _Unused((dict,), "the operators keep the types of the graph"),
-    "affinity_cpu_list": _Unused((list, dict), "model_config.cpu_cores of the deployment file chooses the cores"),
+    "mode": _Unused((int,), "the graphs are always compiled", 0),
+    "affinity_cpu_list": _Unused((list, dict, str), "model_config.cpu_cores of the deployment file chooses the cores"),
     "mempool_block_size": _Unused((str,), "MindSpore's pool grows as needed, up to max_device_memory"),
     "memory_optimize_level": _Unused((str,), "buffers are planned at the start, see the memory plan"),
     "infer_precision_sync": _Unused((bool,), "the order of all sums is fixed"),

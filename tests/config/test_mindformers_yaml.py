@@ -37,7 +37,6 @@ def shape_in(file: Path) -> ModelShape:
 def test_llama2_7b() -> None:
     file = read_mindformers_yaml(LLAMA2_7B)
     assert file.context == MindSporeContext(
-        mode=0,
         device_target="Ascend",
         device_id=0,
         enable_graph_kernel=True,
@@ -168,7 +167,16 @@ def test_position_interpolation_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("context: {mode: 1}", "context.mode = 1: only 0 (graph mode) is available"),
+        ("context: {mode: 2}", "context.mode = 2: must be from 0 to 1"),
+        (
+            "context: {graph_kernel_flags: --enable_paralel_fusion=true}",
+            "context.graph_kernel_flags = '--enable_paralel_fusion=true': MindSpore 2.9.0 has no flag "
+            "--enable_paralel_fusion; it has --composite_op_limit_size, ",
+        ),
+        (
+            "context: {graph_kernel_flags: opt_level=2}",
+            "context.graph_kernel_flags = 'opt_level=2': the word 'opt_level=2' does not begin with --; flags have",
+        ),
         (
             "context: {device_target: GPU}",
             "context.device_target = 'GPU': is not supported; only auto or CPU or Ascend",
@@ -285,3 +293,11 @@ def test_mindspore_writes_graphs_only_if_save_graphs_asks_for_them() -> None:
     assert variables == {}
     prepare_graph_dumps(MindSporeContext(save_graphs=2, save_graphs_path="/graphs"), variables)
     assert variables == {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": "/graphs"}
+
+
+def test_keys_of_mindformers_own_files_without_an_effect_are_accepted(tmp_path: Path) -> None:
+    """From its files for DeepSeek V3 and PyNative mode. The sizes of DeepSeek are those of the model folder."""
+    text = "context: {mode: 1, affinity_cpu_list: None}\nmodel: {model_config: {type: DeepseekV3Config, num_layers: 2}}"
+    file = read_mindformers_yaml(write(tmp_path, text))
+    assert file.shape is None
+    assert {"context.mode", "context.affinity_cpu_list"} <= {each.key for each in file.unused}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agent.backends.ascend.fusion import parse_flags
+from llm_serving.config.graph_kernel_flags import KNOWN_FLAGS, parse_flags
 from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Graph, Node
 
@@ -23,30 +23,13 @@ INFERENCE_PRIMITIVES = frozenset(
     }
 )  # fmt: skip
 """Primitives that must keep their own kernels."""
-_FLAGS = frozenset(
-    {
-        "opt_level", "dump_as_text", "enable_stitch_fusion", "enable_recompute_fusion", "enable_parallel_fusion",
-        "enable_horizontal_fusion", "enable_auto_tensor_inplace", "enable_dynamic_batch", "enable_csr_fusion",
-        "enable_debug_mode", "enable_lite_conv_tuning", "enable_vectorization", "enable_dynamic_shape_fusion",
-        "disable_matmul_post_fusion", "enable_allreduce_prologue_fusion", "enable_allreduce_epilogue_fusion",
-        "exact_precision_mode", "reduce_fuse_depth", "online_tuning", "cpu_refer_thread_num", "fusion_ops_level",
-        "parallel_ops_level", "recompute_increment_threshold", "recompute_peak_threshold", "composite_op_limit_size",
-        "repository_path", "target_os", "cpu_arch", "cpu_feature", "cpu_type", "kernel_generator", "enable_expand_ops",
-        "enable_expand_ops_only", "disable_expand_ops", "enable_cluster_ops", "enable_cluster_ops_only",
-        "disable_cluster_ops", "enable_simplify_exprs_only", "disable_simplify_exprs", "enable_pass", "disable_pass",
-        "enable_cce_lib", "enable_cce_lib_ops", "enable_cce_lib_ops_only", "disable_cce_lib_ops",
-        "enable_packet_ops_only", "disable_packet_ops", "enable_fusion_pattern_only", "disable_fusion_pattern", "path",
-    }
-)  # fmt: skip
-"""The flags that MindSpore 2.9.0 reads; it ignores others with a warning. Source: ``GraphKernelFlags::RegisterFlags``
-and ``Refresh`` in libmindspore_hardware_abstract.so of the aarch64 wheel."""
 _ADDING = ("enable_expand_ops", "enable_expand_ops_only", "enable_cluster_ops", "enable_cluster_ops_only")
 
 
 def flag_problems(text: str) -> Iterator[str]:
     """Yields a message for each error in ``text``, the value of ``MS_DEV_GRAPH_KERNEL_FLAGS``."""
     flags = parse_flags(text)
-    for name in sorted(flags.keys() - _FLAGS):
+    for name in sorted(flags.keys() - KNOWN_FLAGS):
         yield f"graph-kernel fusion: MindSpore has no flag --{name}"
     if flags.get("opt_level") == "0":
         yield "graph-kernel fusion: --opt_level=0 turns fusion off"

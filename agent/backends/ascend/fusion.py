@@ -13,18 +13,14 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from llm_serving.config.graph_kernel_flags import parse_flags
+
 REQUIRED_FLAGS = {"opt_level": "2", "enable_dynamic_shape_fusion": "true", "dump_as_text": "true"}
 """Flags that are added unless the config sets them: fuse at O0, fuse dynamic shapes, and report the fusions."""
 _DUMP = Path("graph_kernel_dump")
 """The folder that MindSpore writes its report to, in the working directory."""
 _CLUSTER = re.compile(r"^Source nodes of \S*GraphKernel_", re.MULTILINE)
 _NODE = re.compile(r"^ {2}\S*?([A-Za-z0-9]+)-op\d+ = ", re.MULTILINE)
-
-
-def parse_flags(text: str) -> dict[str, str]:
-    """Returns the flags of MindSpore's form ``--name=value --name``. A flag without a value is ``true``."""
-    names = (token.removeprefix("--").partition("=") for token in text.split())
-    return {name: value if separator else "true" for name, separator, value in names}
 
 
 def fusion_flags(given: str) -> str:
