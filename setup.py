@@ -3,9 +3,16 @@
 An in-place build also makes two files that are never installed: performance/kernels/libllm_kernels_testing.so, which
 adds entries for tests and benchmarks to the kernels, and the program performance/ceilings.
 
-The kernels are compiled once for each instruction set and chosen at run time, so the library runs on any machine of its
-architecture. An instruction set that the compiler does not know is left out. Object files stay in build/kernels. A file
-is compiled again only if one of its inputs has changed.
+The kernels are compiled once for each instruction set, and the library chooses one at run time. The environment
+variable LLM_KERNELS_BUILD names the sets to compile:
+
+    best     the best set of this processor, and only the library that serves: what ``make serve`` needs
+    native   all sets that this processor runs: what the tests need; the default of an in-place build
+    all      all sets that the compiler knows, for any processor of the architecture; the default for a wheel
+    none     nothing: ``make`` installs the package first, and then compiles with a progress display
+
+Object files stay in build/kernels. A file is compiled again only if one of its inputs has changed. With ``--quiet``,
+the build prints one line for each compiled file instead of the command.
 """
 
 from __future__ import annotations
@@ -13,12 +20,13 @@ from __future__ import annotations
 import filecmp
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +44,10 @@ CEILINGS_SOURCES = TESTING_SOURCES / "ceilings"
 CEILINGS_LOOPS = CEILINGS_SOURCES / "loops.h"
 CEILINGS_PROGRAM = Path("performance/ceilings")
 OBJECTS = Path("build/kernels")
+DISPATCH = SOURCES / "arch/dispatch.cc"
+PROBE = SOURCES / "arch/processor_probe.cc"
+BUILD_VARIABLE = "LLM_KERNELS_BUILD"
+BUILDS = ("best", "native", "all", "none")
 DATA_FOLDERS = ("configs", "models")
 
 COMPILE_FLAGS = [
@@ -63,7 +75,13 @@ INSTRUCTION_SETS = {
     "neon_dot": ["-march=armv8.2-a+dotprod"],
     "neon_i8mm": ["-march=armv8.2-a+dotprod+i8mm"],
 }
-"""Compiler flags for each file in agent/kernels/arch, by its name. portable.cc needs none."""
+"""Compiler flags for each file in agent/kernels/arch, by its name, the best set last. portable.cc needs none."""
+PORTABLE = "portable"
+OTHER_FLAGS = {PORTABLE: ["-O2"], "arithmetic": ["-O2", "-fvect-cost-model=dynamic"]}
+"""Flags of files that take more than twice as long to compile with -O3. portable.cc serves only processors without the
+other sets, and arithmetic.cc is as fast with these flags."""
+SLOW_FILES = (*reversed(INSTRUCTION_SETS), PORTABLE, "arithmetic")
+"""The files that take longest to compile. They come first, so that no processor is idle while the last one compiles."""
 
 
 def mindspore_include() -> Path:
@@ -86,12 +104,12 @@ class Compiler:
     or newer than that time. The inputs of an object file are its source and the headers that the compiler lists.
     """
 
-    def __init__(self, name: str, make_all: bool) -> None:
+    def __init__(self, name: str, make_all: bool, quiet: bool) -> None:
         """Finds the compiler on the PATH, or raises CompileError. ``make_all`` makes every output, changed or not."""
         path = shutil.which(name)
         if path is None:
             raise CompileError(f"building the kernels needs a C++17 compiler; {name!r} is not on the PATH")
-        self._path, self._make_all = path, make_all
+        self._path, self._make_all, self._quiet = path, make_all, quiet
         self._version = self._answer("--version")
 
     @property
@@ -109,6 +127,15 @@ class Compiler:
             probe.write_text("int main() { return 0; }\n")
             command = [self._path, *flags, "-c", str(probe), "-o", str(probe.with_suffix(".o"))]
             return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    def runnable_sets(self, known: Sequence[str]) -> list[str]:
+        """Returns the instruction sets out of ``known`` that this processor runs, as the probe program finds them."""
+        with tempfile.TemporaryDirectory() as folder:
+            probe = Path(folder) / "probe"
+            have = [f"-DLLMK_HAVE_{name.upper()}" for name in known]
+            subprocess.run([self._path, "-std=c++17", *have, str(ROOT / PROBE), "-o", str(probe)], check=True)
+            answer = subprocess.run([probe, *known], capture_output=True, text=True, check=True).stdout.split()
+        return [name for name in known if name in answer]
 
     def compile(self, source: Path, flags: Sequence[str], output: Path) -> None:
         """Compiles ``source`` to the object file ``output``."""
@@ -130,7 +157,8 @@ class Compiler:
         begun = recipe.with_name(recipe.name + ".begun")
         begun.write_text(text)
         recipe.unlink(missing_ok=True)
-        print(" ".join(command) + "\n", end="", flush=True)  # one write, so threads do not mix lines
+        if not self._quiet:
+            print(" ".join(command) + "\n", end="", flush=True)  # one write, so threads do not mix lines
         if subprocess.run(command, check=False).returncode != 0:
             raise CompileError(f"command failed: {' '.join(command)}")
         os.replace(begun, recipe)
@@ -163,23 +191,32 @@ class BuildKernels(build_ext):
     """Compiles and links the libraries: in place for a development install, else into the build folder."""
 
     def run(self) -> None:
-        compiler = Compiler(os.environ.get("CXX", "g++"), bool(self.force))
+        build, quiet = _chosen_build(bool(self.inplace)), not self.distribution.verbose
+        if build == "none":
+            return
+        compiler = Compiler(os.environ.get("CXX", "g++"), bool(self.force), quiet)
         folder = ROOT / OBJECTS / compiler.machine
         known = {name: flags for name, flags in INSTRUCTION_SETS.items() if compiler.knows(flags)}
-        general = _general_flags(known)
-        product, testing, ceilings = _product_units(folder, known, general), [], []
-        if self.inplace:
+        chosen = _chosen_sets(compiler, build, list(known))
+        general = _general_flags()
+        product, testing, ceilings = _product_units(folder, chosen, known, general), [], []
+        for_tests = self.inplace and build != "best"
+        if for_tests:
             testing = _units_of(TESTING_SOURCES, folder, general)
-            ceilings = [*_units_of(CEILINGS_SOURCES, folder, general), *_loops_units(folder, known)]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda unit: compiler.compile(*unit), [*product, *testing, *ceilings]))
+            ceilings = [
+                *_units_of(CEILINGS_SOURCES, folder, [*general, _list_of_sets([*known, PORTABLE])]),
+                *_loops_units(folder, known),
+            ]
+        if quiet:
+            print(f"instruction sets ({BUILD_VARIABLE}={build}): {', '.join(chosen)}", flush=True)
+        _compile_all(compiler, [*product, *testing, *ceilings], quiet)
 
         def link(units: list[Unit], flags: list[str], target: Path) -> None:
             compiler.link([unit.output for unit in units], flags, folder / target.name)
             _put(folder / target.name, self._root() / target)
 
         link(product, LINK_FLAGS, LIBRARY)
-        if self.inplace:
+        if for_tests:
             wraps = [f"-Wl,--wrap={name}" for name in TESTING_WRAPS]
             link([*product, *testing], [*LINK_FLAGS, *wraps], TESTING_LIBRARY)
             link([*product, *ceilings], ["-pthread"], CEILINGS_PROGRAM)
@@ -201,22 +238,59 @@ def _put(made: Path, target: Path) -> None:
     os.replace(partial, target)
 
 
-def _general_flags(known: dict[str, list[str]]) -> list[str]:
+def _chosen_build(in_place: bool) -> str:
+    """Returns the value of LLM_KERNELS_BUILD, or its default. Raises CompileError for an unknown one."""
+    build = os.environ.get(BUILD_VARIABLE) or ("native" if in_place else "all")
+    if build not in BUILDS:
+        raise CompileError(f"{BUILD_VARIABLE} is {build!r}; it must be one of {', '.join(BUILDS)}")
+    return build
+
+
+def _chosen_sets(compiler: Compiler, build: str, known: list[str]) -> list[str]:
+    """Returns the instruction sets to compile, the best last. A cross compiler's processor is not here to be asked."""
+    if build == "all" or compiler.machine != platform.machine():
+        return [PORTABLE, *known]
+    runnable = [PORTABLE, *compiler.runnable_sets(known)]
+    return runnable[-1:] if build == "best" else runnable
+
+
+def _compile_all(compiler: Compiler, units: list[Unit], quiet: bool) -> None:
+    """Compiles the units with all processors, and prints the progress if ``quiet``."""
+    ranks = {name: rank for rank, name in enumerate(SLOW_FILES)}
+    ordered = sorted(units, key=lambda unit: ranks.get(unit.source.stem, len(ranks)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        pending = {pool.submit(compiler.compile, *unit): unit for unit in ordered}
+        for number, done in enumerate(as_completed(pending), 1):
+            if done.exception() is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+            done.result()
+            if quiet:
+                print(f"compiled {number} of {len(units)}: {pending[done].output.name}", flush=True)
+
+
+def _list_of_sets(names: Sequence[str]) -> str:
+    """Returns the compiler flag that lists instruction sets for C++, from the best to the last."""
+    return f"-DLLMK_INSTRUCTION_SETS(X)={' '.join(f'X({name})' for name in names)}"
+
+
+def _general_flags() -> list[str]:
     """Returns the compiler flags of the files that do not depend on an instruction set."""
     include = mindspore_include()
-    headers = [f"-I{include / 'mindspore/ops'}", f"-I{include}", f"-I{include / 'mindspore'}"]
-    sets = " ".join(f"X({name})" for name in (*reversed(known), "portable"))
-    have = [f"-DLLMK_HAVE_{name.upper()}" for name in known]
-    return [*COMPILE_FLAGS, *have, f"-DLLMK_INSTRUCTION_SETS(X)={sets}", *headers]
+    return [*COMPILE_FLAGS, f"-I{include / 'mindspore/ops'}", f"-I{include}", f"-I{include / 'mindspore'}"]
 
 
-def _product_units(folder: Path, known: dict[str, list[str]], general: list[str]) -> list[Unit]:
-    """Returns the object files of the kernels. The largest come first, so that no thread ends long after the others."""
+def _product_units(folder: Path, chosen: list[str], known: dict[str, list[str]], general: list[str]) -> list[Unit]:
+    """Returns the object files of the kernels: one for each chosen instruction set, and those that need none."""
+    flags = {name: [*general, *other] for name, other in OTHER_FLAGS.items()}
+    flags |= {name: [*COMPILE_FLAGS, *known.get(name, OTHER_FLAGS[PORTABLE])] for name in chosen}
+    sets = [_list_of_sets(list(reversed(chosen))), *(f"-DLLMK_HAVE_{name.upper()}" for name in chosen)]
+    flags[DISPATCH.stem] = [*general, *sets]
     units = []
-    for source in sorted((ROOT / SOURCES).rglob("*.cc"), key=lambda path: (path.stem not in known, path)):
-        if source.stem in known or source.stem not in INSTRUCTION_SETS:
-            flags = [*COMPILE_FLAGS, *known[source.stem]] if source.stem in known else general
-            units.append(Unit(source, flags, folder / source.relative_to(ROOT).with_suffix(".o")))
+    for source in sorted((ROOT / SOURCES).rglob("*.cc")):
+        is_other_set = source.stem in (*INSTRUCTION_SETS, PORTABLE) and source.stem not in chosen
+        if not is_other_set and source != ROOT / PROBE:
+            output = folder / source.relative_to(ROOT).with_suffix(".o")
+            units.append(Unit(source, flags.get(source.stem, general), output))
     return units
 
 
@@ -230,7 +304,7 @@ def _loops_units(folder: Path, known: dict[str, list[str]]) -> list[Unit]:
     """Returns the object files of the loops in performance/ceilings, one for each instruction set."""
     table = f'-DLLMK_TABLE_FILE="{os.path.relpath(CEILINGS_LOOPS, SOURCES / "arch")}"'
     units = []
-    for name, flags in {**known, "portable": []}.items():
+    for name, flags in {**known, PORTABLE: []}.items():
         source = ROOT / SOURCES / "arch" / f"{name}.cc"
         if source.is_file():
             units.append(Unit(source, [*COMPILE_FLAGS, *flags, table], folder / CEILINGS_SOURCES / f"loops_{name}.o"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ FILES = {
     "agent/kernels/one.cc": '#include "common/deep.h"\nint one() { return deep(); }\n',
     "agent/kernels/two.cc": "int two() { return 2; }\n",
     "agent/kernels/arch/portable.cc": '#include "table.h"\nint TABLE() { return 1; }\n',
+    "agent/kernels/arch/processor_probe.cc": "int main() { return 0; }\n",
     "agent/kernels/arch/table.h": "#define TABLE kernels\n#ifdef LLMK_TABLE_FILE\n#include LLMK_TABLE_FILE\n#endif\n",
     "performance/kernels/entries.cc": "int three() { return 3; }\n",
     "performance/kernels/ceilings/loops.h": "#undef TABLE\n#define TABLE loops\n",
@@ -53,16 +55,19 @@ class Tree:
         path.write_text(text)
         return path
 
-    def run(self, *options: str, in_place: bool = True) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "setup.py", "build_ext", *(["--inplace"] if in_place else []), *options]
+    def run(
+        self, *options: str, in_place: bool = True, build: str = "", quiet: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "setup.py", *(["--quiet"] if quiet else []), "build_ext"]
+        environment = {**os.environ, "CXX": str(self.root / "compiler/g++-toy"), "LLM_KERNELS_BUILD": build}
         return subprocess.run(
-            command, cwd=self.root, env={**os.environ, "CXX": str(self.root / "compiler/g++-toy")},
+            [*command, *(["--inplace"] if in_place else []), *options], cwd=self.root, env=environment,
             timeout=time_limit(60), capture_output=True, text=True, check=False,
         )  # fmt: skip
 
-    def build(self, *options: str, in_place: bool = True) -> set[str]:
+    def build(self, *options: str, in_place: bool = True, build: str = "") -> set[str]:
         """Builds and returns the names of the files that were made."""
-        process = self.run(*options, in_place=in_place)
+        process = self.run(*options, in_place=in_place, build=build)
         assert process.returncode == 0, process.stderr
         return set(re.findall(r" -o \S*/(\S+)$", process.stdout, re.MULTILINE))
 
@@ -148,6 +153,36 @@ def test_an_install_has_the_product_library_alone(tmp_path: Path) -> None:
     installed = [path.relative_to(tmp_path / "installed") for path in (tmp_path / "installed").rglob("*.*")]
     assert installed == [Path("agent/kernels") / LIBRARY]
     assert not tree.library.exists()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets are those of x86-64")
+def test_the_build_variable_chooses_instruction_sets(tmp_path: Path) -> None:
+    """A build with more sets compiles only what is missing, and the file that lists the sets."""
+    tree = Tree(tmp_path)
+    sets = ["avx2", "avx512", "avx512_vnni"]
+    for name in sets:
+        tree.write(f"agent/kernels/arch/{name}.cc", "static int unused() { return 1; }\n")
+    tree.write("agent/kernels/arch/dispatch.cc", "int dispatch() { return 1; }\n")
+    tree.write(
+        "agent/kernels/arch/processor_probe.cc", '#include <cstdio>\nint main() { std::puts("avx2\\navx512"); }\n'
+    )
+    assert tree.build(build="none") == set()
+    assert tree.build(build="best") == {"avx512.o", "dispatch.o", "one.o", "two.o", LIBRARY}
+    tests = {"main.o", "entries.o", "loops_portable.o", *(f"loops_{name}.o" for name in sets)}
+    assert tree.build(build="native") == {"portable.o", "avx2.o", "dispatch.o", *tests, *LINKED}
+    assert tree.build(build="all") == {"avx512_vnni.o", "dispatch.o", *LINKED}
+    assert tree.build(build="best") == {"dispatch.o", LIBRARY}
+    wrong = tree.run(build="fastest")
+    assert wrong.returncode != 0
+    assert "LLM_KERNELS_BUILD is 'fastest'; it must be one of best, native, all, none" in wrong.stderr
+
+
+def test_a_quiet_build_shows_its_progress(tmp_path: Path) -> None:
+    process = Tree(tmp_path).run(quiet=True)
+    assert process.returncode == 0, process.stderr
+    first, *lines = process.stdout.splitlines()
+    assert first == "instruction sets (LLM_KERNELS_BUILD=native): portable"
+    assert [line.partition(":")[0] for line in lines] == [f"compiled {n} of {len(OBJECTS)}" for n in range(1, 7)]
 
 
 def test_names_with_spaces(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Runs the same steps with and without running ahead, in an agent's worker, and prints the results as JSON.
 
-test_run_ahead.py starts it in a separate process.
+test_run_ahead.py starts it in a separate process. All parts run with one pair of models, in the given order.
 
-python tests/agent/run_ahead_program.py greedy|mixed|captured|failing
+python tests/agent/run_ahead_program.py [greedy] [mixed] [captured] [failing]
 """
 
 from __future__ import annotations
@@ -147,17 +147,30 @@ def pair() -> tuple[StepDriver, StepDriver]:
     return plain, StepDriver(CONFIG)
 
 
-def run_both(steps: list[Step], *, padded: bool = False, spoil: int = -1) -> dict[str, Any]:
-    drivers = pair()
-    if padded:
-        for driver in drivers:
-            pad(driver)
-    if spoil >= 0:
-        for driver in drivers:
-            reader = driver.runner._reader if driver.runner.ahead is None else driver.runner.ahead._reader
-            reader._num_blocks *= 2**20  # accepts blocks that do not exist
+Pair = tuple[StepDriver, StepDriver]
+
+
+def run_both(drivers: Pair, steps: list[Step], spoil: int = -1) -> dict[str, Any]:
+    """Runs the steps with both drivers."""
     plain, ahead = (run_steps(driver, steps, spoil) for driver in drivers)
     return {"plain": plain["results"], "ahead": ahead["results"], "events": ahead["events"]}
+
+
+def run_failing(drivers: Pair) -> dict[str, Any]:
+    for driver in drivers:
+        reader = driver.runner._reader if driver.runner.ahead is None else driver.runner.ahead._reader
+        reader._num_blocks *= 2**20  # accepts blocks that do not exist
+    return run_both(drivers, greedy_plan(), spoil=8)
+
+
+def run_captured(drivers: Pair) -> dict[str, Any]:
+    for driver in drivers:
+        pad(driver)
+    return run_both(drivers, greedy_plan())
+
+
+def greedy_plan() -> list[Step]:
+    return list(plan(lambda row: GREEDY))
 
 
 def pad(driver: StepDriver) -> None:
@@ -173,13 +186,14 @@ def pad(driver: StepDriver) -> None:
     runner._graph.compile()
 
 
-PROGRAMS: dict[str, Callable[[], Any]] = {
-    "greedy": lambda: run_both(list(plan(lambda row: GREEDY))),
-    "mixed": lambda: run_both(list(plan(random_sampling, moves=True))),
-    "captured": lambda: run_both(list(plan(lambda row: GREEDY)), padded=True),
-    "failing": lambda: run_both(list(plan(lambda row: GREEDY)), spoil=8),
+PARTS: dict[str, Callable[[Pair], dict[str, Any]]] = {
+    "greedy": lambda drivers: run_both(drivers, greedy_plan()),
+    "mixed": lambda drivers: run_both(drivers, list(plan(random_sampling, moves=True))),
+    "captured": run_captured,
+    "failing": run_failing,
 }
 
 if __name__ == "__main__":
     start_runtime(CONFIG)
-    print(json.dumps(PROGRAMS[sys.argv[1]]()))
+    drivers = pair()
+    print(json.dumps({part: PARTS[part](drivers) for part in sys.argv[1:]}))

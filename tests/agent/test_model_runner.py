@@ -49,6 +49,7 @@ FUSED_PARTNERS = {
     ("float16", "native", "int8_weight_only", "auto"): ("float16", "fused", "int8_weight_only", "auto"),
 }
 """Native setups and fused setups with the same products, but with different rounding between the operators."""
+WEIGHT_ONLY = ("float16", "native", "int8_weight_only", "auto")
 ROUNDED_SETUPS = (
     *HALF_SETUPS,
     *FUSED_PARTNERS,
@@ -74,9 +75,10 @@ Results = dict[str, Any]
 def is_swept(setup: Setup, model: str = "gqa_tied") -> bool:
     """Returns whether only ``make test-sweeps`` runs a case.
 
-    With native operators, bfloat16 also covers float16. Two models cover each quantised setup.
+    With native operators, bfloat16 also covers float16, and int4 also covers int8 with float activations. Two models
+    cover each quantised setup.
     """
-    return setup == ("float16", "native", "auto", "auto") or (
+    return setup in (("float16", "native", "auto", "auto"), WEIGHT_ONLY, FUSED_PARTNERS[WEIGHT_ONLY]) or (
         setup in (*QUANTISED_SETUPS, *FUSED_PARTNERS.values()) and model in ("llama3_rope", "mha")
     )
 

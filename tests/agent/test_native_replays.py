@@ -23,15 +23,15 @@ SETUPS = {
     "2 stages of 2": Setup(2, 2, "bfloat16", "native"),
 }
 CASES = [
-    ("one agent", "mixtral"),
     ("one agent", "qwen2_tied"),
     ("one agent, int8", "qwen3_moe"),
-    ("2 share layers", "gqa_tied"),
     ("2 share layers", "qwen3_moe"),
     ("2 stages", "gqa_tied"),
 ]
 """Models with experts, windows and biases, whose graphs use more than the inference primitives."""
 SWEPT_CASES = [
+    ("one agent", "mixtral"),
+    ("2 share layers", "gqa_tied"),
     ("one agent", "qwen3_moe"),
     ("one agent, int4", "qwen3_moe"),
     ("2 share layers", "qwen2_tied"),

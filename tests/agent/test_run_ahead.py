@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from support.forked_programs import run_forked
 from support.json_program import printed_json
@@ -13,8 +17,26 @@ FAILED = 8
 """The step that the mode ``failing`` of the program spoils."""
 
 
-def run(part: str, folder: Path) -> Any:
-    return printed_json(run_forked(PROGRAM, part, folder=folder, timeout=300))
+TOGETHER = ("greedy", "mixed", "captured")
+"""The parts that one process runs with one pair of models. The part ``failing`` has its own."""
+Run = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Returns a function from a part to what the program printed for it."""
+
+    @cache
+    def printed(*parts: str) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("-".join(parts))
+        found: dict[str, Any] = printed_json(run_forked(PROGRAM, *parts, folder=folder, timeout=300))
+        return found
+
+    def of_part(part: str) -> dict[str, Any]:
+        found: dict[str, Any] = printed(*(TOGETHER if part in TOGETHER else (part,)))[part]
+        return found
+
+    return of_part
 
 
 def launched_ahead(events: list[str]) -> list[int]:
@@ -24,8 +46,8 @@ def launched_ahead(events: list[str]) -> list[int]:
     return [step for step in range(1, number) if order[f"launched {step}"] < order[f"done {step - 1}"]]
 
 
-def test_greedy_steps_are_launched_ahead_and_change_no_bit(tmp_path: Path) -> None:
-    result = run("greedy", tmp_path)
+def test_greedy_steps_are_launched_ahead_and_change_no_bit(run: Run) -> None:
+    result = run("greedy")
     assert result["ahead"] == result["plain"]
     assert not any(step["error"] for step in result["plain"])
     assert launched_ahead(result["events"]) == list(range(1, len(result["plain"]))), result["events"]
@@ -33,25 +55,25 @@ def test_greedy_steps_are_launched_ahead_and_change_no_bit(tmp_path: Path) -> No
     assert done == [f"done {step}" for step in range(len(done))]
 
 
-def test_steps_that_need_the_host_wait_for_it_and_change_no_bit(tmp_path: Path) -> None:
+def test_steps_that_need_the_host_wait_for_it_and_change_no_bit(run: Run) -> None:
     """Some sequences are sampled randomly or have penalties, and some steps move blocks."""
-    result = run("mixed", tmp_path)
+    result = run("mixed")
     assert result["ahead"] == result["plain"]
     assert not any(step["error"] for step in result["plain"])
     ahead = launched_ahead(result["events"])
     assert 0 < len(ahead) < len(result["plain"]) // 2, result["events"]
 
 
-def test_padded_decodes_insert_ids_of_the_same_number_and_change_no_bit(tmp_path: Path) -> None:
+def test_padded_decodes_insert_ids_of_the_same_number_and_change_no_bit(run: Run) -> None:
     """The launches of a decode were captured with a fixed number of ids, so it waits after a step of another size."""
-    result = run("captured", tmp_path)
+    result = run("captured")
     assert result["ahead"] == result["plain"]
     assert len(launched_ahead(result["events"])) >= len(result["plain"]) // 2, result["events"]
 
 
-def test_a_failed_step_fails_alone(tmp_path: Path) -> None:
+def test_a_failed_step_fails_alone(run: Run) -> None:
     """The next step has already been launched. Sequences outside the failed step keep their tokens."""
-    result = run("failing", tmp_path)
+    result = run("failing")
     failed = [step for step, each in enumerate(result["ahead"]) if each["error"]]
     assert failed == [FAILED]
     assert result["ahead"][FAILED]["error"] == "the graph failed: ReshapeAndCache refused"

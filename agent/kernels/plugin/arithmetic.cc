@@ -44,6 +44,18 @@ bool with_type(const char* name, const Function& function) {
   return false;
 }
 
+// True for the types that models use. Loops over the others are compiled without vectors, because all combinations of
+// types with vectors would take a third of the time in which the whole library compiles.
+template <class T>
+constexpr bool kFast = std::is_same_v<T, float> || std::is_same_v<T, bfloat_t> || std::is_same_v<T, half_t> ||
+                       std::is_same_v<T, int32_t> || std::is_same_v<T, int64_t> || std::is_same_v<T, flag_t>;
+
+// Keeps the compiler from making vectors of the loop that calls it, unless `fast`.
+template <bool fast>
+inline void one_by_one() {
+  if constexpr (!fast) asm volatile("");
+}
+
 // Converts an element to the type of the computation: float16 and bfloat16 to float32, integers to 64 bits.
 template <class T>
 auto widened(T value) {
@@ -189,13 +201,22 @@ template <class T, class Out, class Function>
 void run_row(const T* a, int64_t a_step, const T* b, int64_t b_step, Out* out, int64_t count,
              const Function& function) {
   if (a_step == 1 && b_step == 1) {
-    for (int64_t i = 0; i < count; ++i) narrow(function(widened(a[i]), widened(b[i])), out + i);
+    for (int64_t i = 0; i < count; ++i) {
+      one_by_one<kFast<T>>();
+      narrow(function(widened(a[i]), widened(b[i])), out + i);
+    }
   } else if (b_step == 0) {
     const auto right = widened(*b);
-    for (int64_t i = 0; i < count; ++i) narrow(function(widened(a[i * a_step]), right), out + i);
+    for (int64_t i = 0; i < count; ++i) {
+      one_by_one<kFast<T>>();
+      narrow(function(widened(a[i * a_step]), right), out + i);
+    }
   } else {
     const auto left = widened(*a);
-    for (int64_t i = 0; i < count; ++i) narrow(function(left, widened(b[i])), out + i);
+    for (int64_t i = 0; i < count; ++i) {
+      one_by_one<kFast<T>>();
+      narrow(function(left, widened(b[i])), out + i);
+    }
   }
 }
 
@@ -379,7 +400,10 @@ int plugin_cast(const Call& call) {
       using From = decltype(from);
       using To = decltype(to);
       for_parts(call.size(0), [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) convert(call.as<From>(0)[i], call.as<To>(out) + i);
+        for (int64_t i = begin; i < end; ++i) {
+          one_by_one<kFast<From> && kFast<To>>();
+          convert(call.as<From>(0)[i], call.as<To>(out) + i);
+        }
       });
     });
   });

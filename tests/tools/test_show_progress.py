@@ -1,0 +1,33 @@
+"""The line that shows that a long command still works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.show_progress import run
+
+PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "show_progress.py"
+
+
+def test_lines_have_the_title_and_the_last_line_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import time\nprint('first'); print('second')\ntime.sleep(0.5)"
+    assert run("compiling", [sys.executable, "-c", code], 0.01) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "compiling"
+    assert any(line.startswith("compiling: ") and line.endswith("second") for line in lines)
+    assert lines[-1].startswith("compiling: done after ")
+
+
+def test_a_failed_command_shows_all_its_output_and_its_code() -> None:
+    code = "import sys\nprint('the reason'); print('more', file=sys.stderr); sys.exit(7)"
+    process = subprocess.run(
+        [sys.executable, str(PROGRAM), "installing", sys.executable, "-c", code], capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert process.returncode == 7
+    assert process.stderr.split("\n")[1:3] == ["the reason", "more"]
+    assert "installing: failed after" in process.stdout
