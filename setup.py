@@ -1,4 +1,4 @@
-"""Builds the C++ kernels (agent/kernels/libllm_kernels.so) and puts configs and models into the package.
+"""Builds the C++ kernels (agent/kernels/libllm_kernels.so) and puts configs, models and tools into the package.
 
 An in-place build also makes two files that are never installed: performance/kernels/libllm_kernels_testing.so, which
 adds entries for tests and benchmarks to the kernels, and the program performance/ceilings.
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
@@ -48,7 +49,10 @@ DISPATCH = SOURCES / "arch/dispatch.cc"
 PROBE = SOURCES / "arch/processor_probe.cc"
 BUILD_VARIABLE = "LLM_KERNELS_BUILD"
 BUILDS = ("best", "native", "all", "none")
-DATA_FOLDERS = ("configs", "models")
+DATA_FOLDERS = ("configs", "models", "tools", "performance")
+DATA_FILES = ("start_server.py", "pyproject.toml")
+"""A wheel has these folders and files in ``llm_serving/_data``, in the same places as the repository."""
+NOT_INSTALLED = ("__pycache__", "*.so", "*.cc", "*.h", "ceilings", "conftest.py")
 
 COMPILE_FLAGS = [
     *("-std=c++17", "-O3", "-g1", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
@@ -312,17 +316,28 @@ def _loops_units(folder: Path, known: dict[str, list[str]]) -> list[Unit]:
 
 
 class BuildPython(build_py):
-    """Copies configs and the embedded model into the installed package, where ``llm_serving`` searches for them."""
+    """Copies configs, the embedded model and the tools into the package, where ``llm_serving`` searches for them."""
 
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:
-            for folder in DATA_FOLDERS:
-                target = Path(self.build_lib) / "llm_serving" / "_data" / folder
-                shutil.copytree(ROOT / folder, target, dirs_exist_ok=True)
+        if self.editable_mode:
+            return
+        data = Path(self.build_lib) / "llm_serving" / "_data"
+        shutil.rmtree(data, ignore_errors=True)
+        for folder in DATA_FOLDERS:
+            shutil.copytree(ROOT / folder, data / folder, ignore=shutil.ignore_patterns(*NOT_INSTALLED))
+        for name in DATA_FILES:
+            shutil.copy(ROOT / name, data)
+
+
+class BuildWheel(bdist_wheel):
+    """Names the wheel for every Python 3, because the library of the kernels does not use Python's C interface."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
 
 
 setup(
     ext_modules=[Extension("agent.kernels.libllm_kernels", sources=[])],
-    cmdclass={"build_ext": BuildKernels, "build_py": BuildPython},
+    cmdclass={"build_ext": BuildKernels, "build_py": BuildPython, "bdist_wheel": BuildWheel},
 )

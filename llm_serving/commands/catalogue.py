@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llm_serving.config.lookup import DATA_ROOTS
 from llm_serving.errors import LLMServingError
 
 PROGRAM = "llm-serving"
@@ -46,6 +48,7 @@ class Command:
 
     def _load(self, place: str) -> Any:
         module, _, function = place.partition(":")
+        _find_programs()
         try:
             return getattr(importlib.import_module(module), function)
         except ModuleNotFoundError as error:
@@ -53,6 +56,14 @@ class Command:
                 f"{PROGRAM} {self.name} needs the Python package {error.name}, which is not installed; "
                 "install llm-serving[tools], or run: make setup"
             ) from error
+
+
+def _find_programs() -> None:
+    """Let imports find ``tools`` and ``performance``: in the repository, or in the data of an installed package.
+
+    They come last, so they hide no other package.
+    """
+    sys.path.extend(str(root) for root in DATA_ROOTS if str(root) not in sys.path)
 
 
 COMMANDS = (

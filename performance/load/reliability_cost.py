@@ -1,7 +1,7 @@
 """Measures what self-checks, API keys and the audit log cost, with and without them in turn.
 
 Each pair has two servers, one after the other, with the same load: one with the self-checks at their defaults, API keys
-with quotas, and an audit log; one without. The order changes with every pair, and so does the seed. The cost of a pair
+with quotas, and an audit log; one without. The order and the seed change with every pair. The cost of a pair
 is the ratio of the mean times per output token. The exit code is 1 if the median of the ratios exceeds the limit, or if
 requests failed. Other programs must not run meanwhile.
 """

@@ -20,7 +20,7 @@ from tools.reference.command_line import PROGRAMS
 DOCS = REPOSITORY / "docs"
 DEVELOPMENT = {
     "make_golden.py", "make_smollm2_golden.py", "check_aarch64.py", "shape_tokenizer.py", "try_chat_page.py",
-    "vendor_page_libraries.py",
+    "vendor_page_libraries.py", "show_progress.py",
 }  # fmt: skip
 """Programs for developers of one part. The page of commands does not list them."""
 

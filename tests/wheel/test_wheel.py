@@ -1,0 +1,114 @@
+"""The wheel, installed into a new environment outside the repository, without a compiler on the PATH.
+
+``make test-wheel`` builds the wheel and runs these tests. The packages that it needs come from the environment of the
+tests, and llm-serving itself from the wheel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.time_limits import time_limit
+
+WHEEL = os.environ.get("LLM_WHEEL", "")
+pytestmark = pytest.mark.skipif(not WHEEL, reason="make test-wheel builds the wheel")
+SETTINGS = ("serving_config.server_port=0", "pa_config.num_blocks=257")
+
+
+class Installation:
+    """A virtual environment with the wheel, and empty folders for all that its programs may write."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.bin = folder, folder / "venv" / "bin"
+        for name in ("home", "work", "cache", "temporary"):
+            (folder / name).mkdir()
+        self.environment = {
+            "PATH": str(self.bin),
+            "HOME": str(folder / "home"),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "TMPDIR": str(folder / "temporary"),
+        }
+        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True, timeout=time_limit(120))
+        installed = self.run("python", "-m", "pip", "install", "--no-index", "--no-deps", str(Path(WHEEL).resolve()))
+        assert installed.returncode == 0, installed.stderr
+        (packages,) = (folder / "venv").glob("lib/python*/site-packages")
+        packages.joinpath("others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(self.bin / command[0]), *command[1:]], capture_output=True, text=True, check=False,
+            timeout=time_limit(120), cwd=self.folder / "work", env=self.environment,
+        )  # fmt: skip
+
+    def written(self) -> set[str]:
+        """Returns the files outside the environment."""
+        files = (file for file in self.folder.rglob("*") if file.is_file())
+        return {str(name) for file in files if (name := file.relative_to(self.folder)).parts[0] != "venv"}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    return Installation(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def served(installed: Installation) -> Iterator[str]:
+    """Starts the server with the embedded model and yields its URL. It must end without an error."""
+    settings = [part for setting in SETTINGS for part in ("--set", setting)]
+    with subprocess.Popen(
+        [str(installed.bin / "llm-serving"), "serve", "--config", "llama_tiny_cpu.yaml", *settings],
+        cwd=installed.folder / "work", env=installed.environment, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("ready http://"), line
+            yield line.removeprefix("ready ").strip()
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(time_limit(60)) == 0
+
+
+def test_a_wheel_has_every_instruction_set_and_no_sources() -> None:
+    with zipfile.ZipFile(WHEEL) as wheel:
+        names = wheel.namelist()
+        (library,) = (name for name in names if name.endswith("libllm_kernels.so"))
+        code = wheel.read(library)
+    assert Path(WHEEL).name.startswith("llm_serving-")
+    assert "-py3-none-" in Path(WHEEL).name
+    assert not [name for name in names if name.endswith((".cc", ".h", "_testing.so"))]
+    if sysconfig.get_platform() == "linux-x86_64":
+        assert all(name in code for name in (b"portable", b"avx2", b"avx512_vnni", b"avx512_amx"))
+
+
+def test_a_request_is_answered_and_nothing_else_is_written(installed: Installation, served: str) -> None:
+    body = {"messages": [{"role": "user", "content": "What is the capital of Japan?"}], "temperature": 0}
+    request = urllib.request.Request(
+        served + "/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=time_limit(60)) as response:
+        answer = json.load(response)["choices"][0]["message"]["content"]
+    assert answer == "The capital of Japan is Tokyo."
+    assert {name for name in installed.written() if not name.startswith(("work/output/", "cache/"))} == set()
+
+
+def test_the_tools_are_installed(installed: Installation, served: str) -> None:
+    analysis = installed.run("llm-serving", "analyze", "output/server.log")
+    assert analysis.returncode == 0, analysis.stderr
+    for command in ("load", "bench", "simulate", "replay", "quantize", "plan"):
+        shown = installed.run("llm-serving", command, "--help")
+        assert shown.returncode == 0, f"{command}: {shown.stderr}"
+    examined = installed.run("llm-serving", "doctor", "--config", "llama_tiny_cpu.yaml")
+    assert "kernels" in examined.stdout, examined.stderr
+    assert "Traceback" not in examined.stderr
