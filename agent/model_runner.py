@@ -17,7 +17,7 @@ from agent.backends.runtime import start_runtime, start_without_mindspore
 from agent.group.exchange import Exchange
 from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
-from agent.kernels import OperatorRefusedError, kernel_isa, num_threads
+from agent.kernels import OperatorRefusedError, compiled_sets, kernel_isa, num_threads
 from agent.model_loading import LoadedModel, load_model, load_without_network, with_network
 from agent.profiling import Profiling
 from agent.run_ahead.steps import StepsAhead
@@ -208,6 +208,7 @@ class ModelRunner:
             "weight_format": self._config.weight_format,
             "kv_format": self._config.kv_format,
             "kernel_isa": kernel_isa(),
+            "kernel_sets": " ".join(compiled_sets()),
             "cpu_threads": num_threads(),
             "weight_bytes": model.weight_bytes,
             "kv_cache_bytes": model.kv_cache.num_bytes,

@@ -18,6 +18,7 @@ LLMK_ENTRY void llmk_set_threads(int num_threads) { llmk::set_num_threads(num_th
 LLMK_ENTRY void llmk_set_attentive(int attentive) { llmk::set_attentive(attentive != 0); }
 LLMK_ENTRY int llmk_num_threads() { return llmk::num_threads(); }
 LLMK_ENTRY int64_t llmk_scratch_bytes(int between_operators) { return llmk::scratch_bytes(between_operators != 0); }
+LLMK_ENTRY const char* llmk_compiled_sets() { return llmk::compiled_sets(); }
 LLMK_ENTRY const char* llmk_isa() { return llmk::kernels().isa; }
 
 // Entries for sampling, and for copies of step inputs and cache blocks.

@@ -24,6 +24,7 @@ _ENTRIES: dict[str, tuple[Any, ...]] = {
     "llmk_all_gather": (_INT, _POINTER, _POINTER, _INT64),
     "llmk_all_reduce": (_INT, _INT, _POINTER, _POINTER, _INT64),
     "llmk_begin_recording": (None,),
+    "llmk_compiled_sets": (_TEXT,),
     "llmk_copy_blocks": (_INT, _POINTER),
     "llmk_copy_step": (_INT, _POINTER),
     "llmk_end_recording": (_POINTER, _POINTER, _POINTER, _INT64, _POINTER, _INT64, ctypes.POINTER(_TEXT)),
@@ -136,6 +137,12 @@ def kernel_isa() -> str:
     """Returns the instruction set in use, from portable to avx512_amx; ``LLM_KERNELS_ISA`` selects another one."""
     name: bytes = load_library().llmk_isa()
     return name.decode()
+
+
+def compiled_sets() -> list[str]:
+    """Returns the instruction sets that were compiled, the fastest first. ``LLM_KERNELS_BUILD`` of setup.py chooses."""
+    names: bytes = load_library().llmk_compiled_sets()
+    return names.decode().split()
 
 
 def hold_failures(hold: bool) -> None:

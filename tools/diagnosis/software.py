@@ -25,8 +25,8 @@ _PINNED = re.compile(r'^\s*"([A-Za-z0-9_.-]+)==([^"]+)",?\s*$')
 _MINDSPORE_CHILD = "import mindspore; print(mindspore.__version__)"
 _KERNELS_CHILD = """\
 import json
-from agent.kernels import kernel_isa, library_path, num_threads
-print(json.dumps([kernel_isa(), num_threads(), str(library_path())]))
+from agent.kernels import compiled_sets, kernel_isa, library_path, num_threads
+print(json.dumps([kernel_isa(), num_threads(), str(library_path()), compiled_sets()]))
 """
 _OPERATORS_CHILD = """\
 import sys
@@ -116,9 +116,11 @@ def check_kernels(host: Host) -> Iterator[Finding]:
         advice = "make clean setup on this machine; LLM_KERNELS_ISA=portable until then"
         yield problem("kernels", result.last_words, _advice(result, advice))
         return
-    isa, threads, library = json.loads(result.stdout.strip().splitlines()[-1])
+    isa, threads, library, compiled = json.loads(result.stdout.strip().splitlines()[-1])
     offered = _offered(host)
-    yield ok("kernels", f"{isa}, {threads} threads; built here and usable: {', '.join(offered) or isa}")
+    unusable = [name for name in compiled if offered and name not in offered]
+    others = f"; compiled for other processors: {', '.join(unusable)}" if unusable else ""
+    yield ok("kernels", f"{isa}, {threads} threads; compiled and usable: {', '.join(offered) or isa}{others}")
     if platform.machine() == "aarch64":
         text = "64-bit Arm: the kernels were tested in an emulator (qemu) only, never on an Arm processor"
         yield warning("kernels", text, "python -m pytest tests/kernels checks them on this processor")

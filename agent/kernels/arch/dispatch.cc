@@ -58,4 +58,9 @@ const KernelTable& kernels() {
   return table;
 }
 
+const char* compiled_sets() {
+  static const std::string sets = names(true);
+  return sets.c_str();
+}
+
 }  // namespace llmk

@@ -35,4 +35,7 @@ struct KernelTable {
 // have the named instruction set, because a silent fallback would hide the error.
 const KernelTable& kernels();
 
+// Returns the names of the instruction sets that were compiled, the fastest first, divided by spaces.
+const char* compiled_sets();
+
 }  // namespace llmk

@@ -1,0 +1,35 @@
+"""Instruction sets that this build leaves out, because this processor does not run them, are valid C++ all the same."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from agent.kernels import compiled_sets
+from support.time_limits import time_limit
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = os.environ.get("CXX", "g++")
+with mock.patch("setuptools.setup"):
+    SETUP = runpy.run_path(str(ROOT / "setup.py"))
+
+
+def check(source: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [COMPILER, *SETUP["COMPILE_FLAGS"], "-Werror", *flags, "-fsyntax-only", str(source)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=time_limit(60))
+
+
+@pytest.mark.parametrize("isa", SETUP["INSTRUCTION_SETS"])
+def test_a_set_that_was_not_compiled_has_no_errors(tmp_path: Path, isa: str) -> None:
+    flags = SETUP["INSTRUCTION_SETS"][isa]
+    empty = tmp_path / "empty.cc"
+    empty.touch()
+    if isa in compiled_sets() or check(empty, *flags).returncode != 0:
+        pytest.skip("it is in the library, or the compiler does not know it")
+    process = check(ROOT / "agent/kernels/arch" / f"{isa}.cc", *flags)
+    assert process.returncode == 0, process.stderr[-3000:]
