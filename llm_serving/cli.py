@@ -89,7 +89,7 @@ _AUTO_SIZES = (
     "pa_config.decode_seq_length=auto",
     f"{_NUM_BLOCKS}=auto",
 )
-"""Settings of a model of ``--model``. Those of ``--set`` take precedence."""
+"""Settings of a model of ``--model``. Values of ``--set`` take precedence."""
 
 _SHORT_OPTIONS = {
     "host": "serving_config.server_ip",

@@ -43,7 +43,7 @@ class UnknownFormatError(ConfigError, ValueError):
 
 
 class HubError(ConfigError):
-    """A model cannot be downloaded or found by its name. The text says what to do."""
+    """A model cannot be downloaded or found by its name. The text names the remedy."""
 
 
 class CheckpointError(LLMServingError):
@@ -146,7 +146,7 @@ class AgentLostTwiceError(EngineFailedError):
     """An agent was lost twice at the same place of this request, the second time with no other request in flight."""
 
     TEXT = "the request lost its agent twice at the same place, the second time alone, so it is not computed again"
-    """The error of such a request in ``RequestOutput.error``."""
+    """The error of this request in ``RequestOutput.error``."""
 
     @classmethod
     def or_failure(cls, error: str | None) -> EngineFailedError:

@@ -59,7 +59,7 @@ def _since(since: float | None, holds: bool, now: float) -> float | None:
 
 
 def _thread_states(pid: int) -> set[str]:
-    """Return the states of a process's threads, as in ``man proc_pid_stat``. Empty if the system does not tell."""
+    """Return the states of a process's threads, as in ``man proc_pid_stat``. Empty if unknown."""
     states = set()
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):

@@ -8,7 +8,7 @@ After ``LOSSES_TO_STAY_ALONE`` losses it runs alone to its end.
 If an agent is lost with only a suspect in flight, the suspect ends with an error: it has lost its agent twice at the
 same place. So a request that kills its agent ends itself only, and all others complete with the same tokens. A request
 that loses its agent at different places, because something else kills agents, is not to blame and completes. Agents
-that failed a self-check are restarted because they compute wrong results. Such a loss makes no request a suspect.
+that failed a self-check are restarted because they compute wrong results. This loss makes no request a suspect.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sends far more requests than a server can serve, of several API keys, with little processor time of its own.
 
 The server shares its cores with this client, so the client only does what the figures need. The bytes of the requests
-are made beforehand. Of a response it reads the status, the time of the first and of the last event, and the end.
+are made beforehand. It reads from a response the status, the time of the first and of the last event, and the end.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def test_decoding_agrees_with_the_libraries(tokenizers, folder, text):
 
 @pytest.mark.parametrize("kind", ["tiny_llama", "tiny_llama_sentencepiece"])
 def test_other_threads_run_while_a_long_text_is_encoded(tokenizers, kind):
-    """A library that holds the interpreter lock would let nobody run before its end."""
+    """A library that holds the interpreter lock would let no other thread run before its end."""
     text, began, ended, turns = "\U00012000\U0001f3f4\u200d" * 40_000, threading.Event(), threading.Event(), 0
 
     def encode():

@@ -137,7 +137,7 @@ def test_log_probabilities_are_computed_on_request_only(server, engine):
 
 
 class SlowChannel:
-    """A channel that accepts data only when a test says so."""
+    """A channel that accepts data only when a test permits it."""
 
     def __init__(self):
         self.is_full = True
