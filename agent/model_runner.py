@@ -18,6 +18,7 @@ from agent.group.exchange import Exchange
 from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
 from agent.kernels import OperatorRefusedError, compiled_sets, kernel_isa, num_threads
+from agent.mask_gate import MaskGate
 from agent.model_loading import LoadedModel, load_model, load_without_network, with_network
 from agent.profiling import Profiling
 from agent.run_ahead.steps import StepsAhead
@@ -95,7 +96,11 @@ class ModelRunner:
         self._config = config = self._part.narrow(config)
         self._report = report
         num_rows = config.max_num_seqs
-        self._sampler = Sampler(num_rows, config.max_model_len, config.shape.vocab_size)
+        self.wait_for_masks: Callable[[int], None] = MaskGate().wait
+        """Returns when the slot of a step, which is named by its number, has the masks of its sequences."""
+        self._sampler = Sampler(
+            num_rows, config.max_model_len, config.shape.vocab_size, lambda seq: self.wait_for_masks(seq)
+        )
         self._reader = StepReader(config, num_rows, self._sampler.rows.last_token if exchange is None else None)
         self._exchange: Exchange | None = None
         self._last_tokens: SharedLastTokens | None = None

@@ -6,6 +6,7 @@ if a sequence is not greedy, and whole rows only for the sequences that the cand
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 
 import numpy as np
@@ -68,15 +69,20 @@ class RowTable:
 class Sampler:
     """Chooses tokens from scores according to a slot's parameters, and writes the tokens into the slot."""
 
-    def __init__(self, num_rows: int, max_model_len: int, vocab_size: int) -> None:
+    def __init__(
+        self, num_rows: int, max_model_len: int, vocab_size: int, wait_for_masks: Callable[[int], None] | None = None
+    ) -> None:
+        """``wait_for_masks`` returns when the slot of a step has its masks. Without it, no step may have masks."""
         self.rows = RowTable(num_rows, max_model_len, vocab_size)
+        self._wait_for_masks = wait_for_masks
 
     def sample(self, scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
         """Samples a token for each sequence of the step. Sequences that do not sample get -1.
 
         Raises ProtocolError if a row with penalties has no history, or if its history does not fit its position. Raises
-        RuntimeError if the device fails.
+        AgentError if the masks of the step do not arrive. Raises RuntimeError if the device fails.
         """
+        self._await_masks(slot)
         seqs, call = slot.num_seqs, self._call_of(slot)
         if not call.has_penalties(seqs):
             self._run(call, scores, slot)
@@ -85,6 +91,16 @@ class Sampler:
         self._run(call, scores, slot, self._histories(slot, penalised), self.rows.prompt_len[rows])
         # The last token of a row whose logits are not finite is 0. A step that was sent ahead may compute with it.
         self.rows.append(rows[penalised], np.maximum(slot.sampled_ids[:seqs][penalised], 0))
+
+    def _await_masks(self, slot: StepSlot) -> None:
+        """Waits until the masks of the step are in its slot."""
+        highest = int(slot.mask_number[: slot.num_seqs].max())
+        if highest != slot.num_masks:
+            raise ProtocolError(f"a step has {slot.num_masks} masks, and its sequences use {highest}")
+        if highest:
+            if self._wait_for_masks is None:
+                raise ProtocolError(f"a step has {highest} masks, but this sampler takes none")
+            self._wait_for_masks(slot.seq)
 
     def _run(
         self,
@@ -113,7 +129,9 @@ class Sampler:
             inputs = {name: slot.arrays[name] for name in SAMPLE_INPUTS}
             results = (field.name for field in fields(SampleOutputs) if field.name != "last_token")
             outputs = SampleOutputs(**{name: getattr(slot, name) for name in results}, last_token=self.rows.last_token)
-            call = slot.prepared[self] = SampleCall(inputs, outputs, slot.layout.limits.max_seqs)
+            limits = slot.layout.limits
+            masks = slot.masks.reshape(limits.max_seqs, limits.mask_words) if limits.mask_words else None
+            call = slot.prepared[self] = SampleCall(inputs, outputs, limits.max_seqs, masks)
         return call
 
     def _histories(self, slot: StepSlot, penalised: npt.NDArray[np.bool_]) -> list[Int32Array | None]:
@@ -135,12 +153,12 @@ def find_candidates(scores: DeviceScores, slot: StepSlot) -> bool:
     """Lets the device find candidates if a sequence of the step needs them. Returns whether the device found
     candidates.
 
-    Greedy sequences without penalties that report no logits do not need them. Agents that share a vocabulary all call
-    this, because they find the candidates together.
+    Greedy sequences without penalties and masks that report no logits do not need them. Agents that share a vocabulary
+    all call this, because they find the candidates together.
     """
     seqs = slot.num_seqs
     temperatures, samples = slot.arrays["temperature"][:seqs], slot.do_sample[:seqs] != 0
-    needs = (temperatures != 0) | (slot.num_top_logits[:seqs] >= 0) | _has_penalties(slot, seqs)
+    needs = (temperatures != 0) | (slot.num_top_logits[:seqs] >= 0) | _has_penalties(slot, seqs) | _has_mask(slot, seqs)
     if not (needs & samples).any():
         return False
     scores.find_candidates(np.where(samples & (temperatures > 0), temperatures, np.float32(1)))
@@ -148,12 +166,17 @@ def find_candidates(scores: DeviceScores, slot: StepSlot) -> bool:
 
 
 def decided_by_best(slot: StepSlot) -> npt.NDArray[np.bool_]:
-    """Returns which sequences sample the token with the largest logit [S]: they are greedy and have no penalties."""
+    """Returns which sequences sample the token with the largest logit [S]: those that are greedy, without penalties and
+    mask."""
     seqs = slot.num_seqs
-    decided: npt.NDArray[np.bool_] = (
-        (slot.do_sample[:seqs] != 0) & (slot.arrays["temperature"][:seqs] == 0) & ~_has_penalties(slot, seqs)
-    )
+    is_greedy = (slot.do_sample[:seqs] != 0) & (slot.arrays["temperature"][:seqs] == 0)
+    decided: npt.NDArray[np.bool_] = is_greedy & ~_has_penalties(slot, seqs) & ~_has_mask(slot, seqs)
     return decided
+
+
+def _has_mask(slot: StepSlot, seqs: int) -> npt.NDArray[np.bool_]:
+    has_mask: npt.NDArray[np.bool_] = slot.mask_number[:seqs] != 0
+    return has_mask
 
 
 def _has_penalties(slot: StepSlot, seqs: int) -> npt.NDArray[np.bool_]:

@@ -16,6 +16,7 @@ import threading
 
 import psutil
 
+from agent.mask_gate import MaskGate
 from agent.task_queue import TaskQueue
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc import messages
@@ -50,6 +51,7 @@ class AgentServer:
         self._send_lock = threading.Lock()
         self._connected = threading.Event()
         self._exchange_layout = exchange
+        self.masks = MaskGate()
         self.memory: SlotMemory | None = None
         self.exchange: ExchangeMemory | None = None
 
@@ -113,13 +115,16 @@ class AgentServer:
             step = self._queue.remove_step(message.step)
             if step is not None:
                 self.send(StepDone(seq=step.seq, slot=step.slot, aborted=True))
+        elif isinstance(message, messages.Masks):
+            self._check_slot(message)
+            self.masks.note(message)
         else:
             self._check_slot(message)
             self._queue.put(message)
 
     def _check_slot(self, message: ServerMessage) -> None:
         assert self.memory is not None
-        if isinstance(message, messages.Step) and message.slot >= self.memory.num_slots:
+        if isinstance(message, messages.Step | messages.Masks) and message.slot >= self.memory.num_slots:
             raise ProtocolError(f"step {message.seq} names slot {message.slot}; there are {self.memory.num_slots}")
 
     def _status(self, seq: int) -> messages.StatusReply:

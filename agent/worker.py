@@ -66,6 +66,7 @@ class Worker:
         runner = self._make_runner(
             lambda stage, done, total: self._server.send(Progress(stage=stage, done=done, total=total))
         )
+        runner.wait_for_masks = self._server.masks.wait
         runner.load()
         runner.compile()
         runner.warm_up()

@@ -5,9 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.telemetry.receipt import BlockReason, Receipt
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class RequestStatus(enum.Enum):
@@ -52,6 +57,27 @@ class SchedulingParams:
 
 
 DEFAULT_SCHEDULING = SchedulingParams()
+
+
+class ConstraintError(Exception):
+    """A constraint cannot continue, for example because its grammar became too complex. Its request ends."""
+
+
+class Constraint(Protocol):
+    """Says which tokens may follow in one sequence. The engine thread calls all methods."""
+
+    @property
+    def num_words(self) -> int:
+        """Length of a mask, in words of 32 tokens."""
+
+    def advance(self, token_id: int) -> None:
+        """Take the next token of the sequence. Raises ConstraintError if no further token can be checked."""
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        """Return the tokens that may follow: bit ``id % 32`` of word ``id // 32`` is 1. At least one token may follow.
+
+        After an error every token may follow, and the next ``advance`` raises ConstraintError.
+        """
 
 ALONE_TO_THE_END = 1 << 40
 """Value of ``Request.alone_until`` that no number of output tokens reaches."""
@@ -105,6 +131,8 @@ class Request:
     """Requests of a group have the same prompt and run on the same replica. Empty for a request without a group."""
     replica: int | None = 0
     """The replica that serves the request, or served it last. None before the first placement at one of several."""
+    constraint: Constraint | None = None
+    """Says which tokens may follow. None if every token may."""
     receipt: Receipt = field(default_factory=Receipt)
 
     def __post_init__(self) -> None:

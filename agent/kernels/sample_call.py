@@ -25,15 +25,17 @@ SAMPLE_INPUTS: dict[str, Any] = {each.name: np.dtype(each.column) for each in SA
     "num_top_logits": np.dtype(np.int32),
     "do_sample": np.dtype(np.int32),
     "rows": np.dtype(np.int32),
+    "mask_number": np.dtype(np.int32),
 }
 """The sampler's inputs, one entry for each row, with their types. The fields of a step slot have the same names.
 
 ``do_sample`` 0 skips the row, whose token becomes -1. ``rows`` are the indices in ``SampleOutputs.last_token`` at which
 the tokens are stored. Without ``do_sample`` every row is sampled. ``rows`` are needed only with ``last_token``.
+``mask_number`` is the number of the row's mask in ``masks``, counted from 1, or 0 if all tokens are allowed.
 """
 SampleInputs = Mapping[str, npt.NDArray[Any]]
 """Arrays by the names of ``SAMPLE_INPUTS``; they may be longer than the rows."""
-_OPTIONAL = ("do_sample", "rows")
+_OPTIONAL = ("do_sample", "rows", "mask_number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,8 @@ _SampleArgs = structure(
     "SampleArgs",
     "pointer: logits logits_rows; int64: rows vocab_size;"
     f"pointer: {' '.join(each.name for each in SAMPLER_PARAMETERS)} sample_position num_top_logits do_sample best_ids;"
-    f"pointer: history history_lens history_prompt_lens {' '.join(_OUTPUTS)} table_rows last_tokens;"
-    "int64: last_tokens_size",
+    "pointer: history history_lens history_prompt_lens mask_number masks; int64: num_masks mask_words;"
+    f"pointer: {' '.join(_OUTPUTS)} table_rows last_tokens; int64: last_tokens_size",
 )
 """llmk::SampleArgs of ops/sampler.h, member for member."""
 _CandidateArgs = structure(
@@ -119,14 +121,20 @@ class SampleCall:
     once.
     """
 
-    def __init__(self, inputs: SampleInputs, outputs: SampleOutputs, max_rows: int) -> None:
-        """Raises ValueError if an array has a wrong type, size or layout."""
+    def __init__(
+        self, inputs: SampleInputs, outputs: SampleOutputs, max_rows: int, masks: npt.NDArray[np.uint32] | None = None
+    ) -> None:
+        """``masks`` [masks, words] has a bit for each token of the vocabulary, 1 if the token is allowed. Without it,
+        ``mask_number`` is not read.
+
+        Raises ValueError if an array has a wrong type, size or layout.
+        """
         self._args = _SampleArgs()
         self._pointer = ctypes.byref(self._args)
         self._max_rows = max_rows
         self._logits: Float32Array | None = None
         self._best_ids: Int32Array | None = None
-        self._keep_alive = (inputs, outputs)
+        self._keep_alive = (inputs, outputs, masks)
         self._function = load_library().llmk_sample
         self._has_penalties = load_library().llmk_has_penalties
         for name, dtype in SAMPLE_INPUTS.items():
@@ -135,6 +143,11 @@ class SampleCall:
         for name, dtype in _OUTPUTS.items():
             length = max_rows * (MAX_TOP_LOGITS if name.startswith("top_") else 1)
             setattr(self._args, name, _address(name, getattr(outputs, name), dtype, length))
+        if masks is None:
+            self._args.mask_number = None
+        else:
+            self._args.masks = _address("masks", masks, np.uint32, 0)
+            self._args.num_masks, self._args.mask_words = masks.shape
         if outputs.last_token is not None:
             if inputs.get("rows") is None:
                 raise ValueError("last_token needs rows, which name the place of each token")

@@ -267,6 +267,7 @@ class Config:
             max_seqs=self.max_num_seqs,
             max_blocks_per_seq=self.max_blocks_per_seq,
             max_context=self.max_model_len,
+            mask_words=-(-self.shape.vocab_size // 32) if self.serving_config.structured_outputs else 0,
         )
 
     def to_json(self) -> str:

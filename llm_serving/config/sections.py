@@ -186,6 +186,11 @@ class ServingConfig:
         low=0.0,
         high=MAX_SECONDS,
     )
+    structured_outputs: bool = own(
+        True,
+        "Accept `response_format` and `structured_outputs`. The masks of allowed tokens take shared memory: 8 step "
+        "slots x the largest batch x the vocabulary / 8 bytes.",
+    )
     canary_interval_s: float = own(
         300.0,
         "Time between two runs of a fixed prompt, whose tokens must stay the same. 0 turns the check off.",

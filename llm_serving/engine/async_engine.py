@@ -25,7 +25,7 @@ from llm_serving.executor.base import Executor
 from llm_serving.flight.keeping import keep_recording
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.flight.setup import recording_folder
-from llm_serving.request import DEFAULT_SCHEDULING, Request, RequestOutput, SchedulingParams
+from llm_serving.request import DEFAULT_SCHEDULING, Constraint, Request, RequestOutput, SchedulingParams
 from llm_serving.routing.placement import Routing
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import StepSource, replica_sources
@@ -206,13 +206,15 @@ class AsyncEngine:
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
         streamed: bool = True,
         quiet: bool = False,
+        constraint: Constraint | None = None,
     ) -> OpenRequest:
         """Serve a request. Its pieces are passed to ``sink``, with the number ``index``. The caller must close the
         result.
 
         ``arrival_time``: when the client's request arrived, on the engine's clock; the default is now. All times of the
         request count from it. ``streamed``: the caller reports each output with ``delivered``. ``quiet``: the request
-        does not appear in the log, the metrics and the receipts.
+        does not appear in the log, the metrics and the receipts. ``constraint`` says which tokens may follow,
+        and belongs to this request only.
 
         Raises RequestError for token ids outside the vocabulary and for an id in use. Raises DeadlineExceededError if
         the deadline has passed, and AgentLostError if the engine has stopped. All other refusals go to ``sink.fail``.
@@ -220,6 +222,7 @@ class AsyncEngine:
         if request_id in self._open:
             raise RequestError(f"a request with the id {request_id!r} is being served", param="request_id")
         request = self._new_request(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
+        request.constraint = constraint
         opened = OpenRequest(request, sink, index, self._closed, self._requests, streamed=streamed, quiet=quiet)
         self._open[request_id] = opened
         self._core.submit(Add(request))

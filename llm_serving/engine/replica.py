@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from llm_serving.constraints.step_masks import StepMasks
 from llm_serving.engine.state_line import StateLine
 from llm_serving.engine.text_streams import TextStreams
 from llm_serving.errors import ProtocolError
@@ -59,6 +60,7 @@ class Replica:
         self._state_line = state_line
         self._log = log
         self._metrics = metrics
+        self._masks = StepMasks(executor.publish_masks)
         self._sent: dict[int, tuple[ScheduledStep, float]] = {}
         self._dropped: set[int] = set()
         self._num_completed = 0
@@ -96,6 +98,9 @@ class Replica:
             self._log.error(str(error), step=result.seq, **self.log_fields)
             return []
         step, sent = self._sent.pop(result.seq)
+        for update, reason in self._masks.advance(updates):
+            self._texts.fail(update, reason, now)
+        self._masks.completed(result.seq)
         self._dropped.discard(result.seq)
         if result.error is not None:
             self._log.error("a step failed", step=result.seq, reason=result.error, **self.log_fields)
@@ -153,6 +158,7 @@ class Replica:
             self._num_just_sent += 1
             try:
                 executor.submit(step)
+                self._masks.sent(step)
             except Exception as error:
                 # The step's requests end and all others continue. The engine itself has no error.
                 self._log.error(
@@ -199,5 +205,6 @@ class Replica:
         self.is_ready = False
         self.is_given_up = final
         self._sent.clear()
+        self._masks.clear()
         self._dropped.clear()
         self.scheduler.agent_lost(now, blameless=blameless)

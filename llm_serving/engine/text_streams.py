@@ -54,6 +54,11 @@ class TextStreams:
         """Return the next piece of each updated request. The last piece closes the stream."""
         return [self._output(update, result, now) for update in updates]
 
+    def fail(self, update: RequestUpdate, error: str, now: float) -> None:
+        """End the request of an update with an error. The next ``outputs`` of the update returns its last piece."""
+        update.error = error
+        self._end(update.request, FinishReason.ERROR, now)
+
     def abandon_all(self, error: str, now: float) -> list[RequestOutput]:
         """End every stream with an error, without the scheduler and the detokenizers, which may be broken."""
         outputs = []

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentLostError, AgentStartError, SelfCheckError
@@ -92,6 +94,11 @@ class AgentExecutor:
         if self._group is not None and self._group.is_ready:
             self._distrusted = SelfCheckError(f"{_agents(self._ranks)}: {reason}", check, step)
             self.wake()
+
+    def publish_masks(self, seq: int, masks: Sequence[npt.NDArray[np.uint32]]) -> None:
+        message = self._steps.write_masks(seq, masks)
+        if message is not None and self._group is not None:
+            self._group.send(message)
 
     def request_status(self) -> None:
         self._agent_states.ask()

@@ -11,9 +11,13 @@ import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from llm_serving.scheduler.output import ScheduledStep, StepResult
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,13 @@ class Executor(Protocol):
 
     def distrust(self, check: str, reason: str, step: int | None = None) -> None:
         """Restart the agents, because a self-check outside of the executor failed. ``poll`` reports ``AgentLost``."""
+
+    def publish_masks(self, seq: int, masks: Sequence[npt.NDArray[np.uint32]]) -> None:
+        """Give the agents the masks of a submitted step, in the order of ``ScheduledStep.constrained``.
+
+        Each mask has a bit for each token of the vocabulary, which is 1 if the token is allowed: [mask_words] uint32.
+        Call this method exactly once for each step with constrained sequences. It does nothing if the step has ended.
+        """
 
     def request_status(self) -> None:
         """Ask every agent for its status. ``poll`` reports ``AgentStatus`` when all have replied."""

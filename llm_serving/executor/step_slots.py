@@ -47,6 +47,8 @@ class _Batch:
     """Step slots that already contain this batch's constant columns. The value is the width of their block tables, or 0
     if those are out of date.
     """
+    num_masks: int
+    """Number of sequences with a constraint."""
 
 
 class StepSlots:
@@ -101,6 +103,21 @@ class StepSlots:
             self.last_result = time.monotonic()
         self.slot_of[step.seq] = number
         return _MESSAGES[step.kind](seq=step.seq, slot=number)
+
+    def write_masks(self, seq: int, masks: Sequence[npt.NDArray[np.uint32]]) -> messages.Masks | None:
+        """Write the masks of a step in flight. Returns the message that announces them.
+
+        Returns None if the step has ended. Raises ProtocolError if the number of masks differs from the step's.
+        """
+        number = self.slot_of.get(seq)
+        if number is None:
+            return None
+        slot, width = self._slots[number], self._limits.mask_words
+        if len(masks) != slot.num_masks:
+            raise ProtocolError(f"step {seq} has {slot.num_masks} sequences with masks, and {len(masks)} masks")
+        for index, mask in enumerate(masks):
+            slot.masks[index * width : (index + 1) * width] = mask
+        return messages.Masks(seq=seq, slot=number)
 
     def take(self, member: int, reply: StepDone | StepFailed) -> StepResult | None:
         """Process an agent's reply. ``member`` is its number in the group. Returns the result after the last reply.
@@ -166,11 +183,15 @@ class StepSlots:
         slot.block_tables[: num_seqs * width] = tables.ravel()
         self._write_positions(step, slot, tables, starts, query_lens)
         history_len = self._write_columns(step, slot, rows)
-        _write_sizes(step, slot, table_width=width, history_len=history_len)
+        num_masks = len(step.constrained)
+        _write_sizes(step, slot, table_width=width, history_len=history_len, num_masks=num_masks)
 
     def _write_columns(self, step: ScheduledStep, slot: StepSlot, rows: npt.NDArray[np.int32]) -> int:
         """Write the columns that all decode steps of a batch share. Returns the tokens in all histories."""
         num_seqs = step.num_seqs
+        slot.mask_number[:num_seqs] = 0
+        constrained = step.constrained
+        slot.mask_number[constrained] = range(1, len(constrained) + 1)
         slot.query_lens[:num_seqs] = step.query_lens
         slot.rows[:num_seqs] = rows
         slot.do_sample[:num_seqs] = step.do_sample
@@ -195,7 +216,8 @@ class StepSlots:
         if batch.slots[slot] != width:
             slot.block_tables[: num_seqs * width] = self._block_tables[batch.row_array, :width].ravel()
             batch.slots[slot] = width
-        _write_sizes(step, slot, table_width=width, checked_row=self._next_checked_row(num_seqs))
+        checked_row = self._next_checked_row(num_seqs)
+        _write_sizes(step, slot, table_width=width, checked_row=checked_row, num_masks=batch.num_masks)
 
     def _next_checked_row(self, num_seqs: int) -> int:
         """Return the number of the sequence, from 1, that the agents compute again in this decode step, or 0."""
@@ -210,7 +232,8 @@ class StepSlots:
         table_lens = list(map(len, step.block_tables))
         if batch is None or batch.requests != step.requests or batch.rows != step.rows:
             self._follow_rows(step)
-            batch = _Batch(step.requests, step.rows, np.array(step.rows, np.int32), table_lens, {})
+            row_array, num_masks = np.array(step.rows, np.int32), len(step.constrained)
+            batch = _Batch(step.requests, step.rows, row_array, table_lens, {}, num_masks)
             self._batch = batch
         elif batch.table_lens != table_lens:
             self._follow_rows(step)
@@ -257,7 +280,13 @@ class StepSlots:
 
 
 def _write_sizes(
-    step: ScheduledStep, slot: StepSlot, *, table_width: int, history_len: int = 0, checked_row: int = 0
+    step: ScheduledStep,
+    slot: StepSlot,
+    *,
+    table_width: int,
+    history_len: int = 0,
+    checked_row: int = 0,
+    num_masks: int = 0,
 ) -> None:
     slot.write_header(
         step.seq,
@@ -267,6 +296,7 @@ def _write_sizes(
         history_len=history_len,
         num_moves=len(step.moves),
         checked_row=checked_row,
+        num_masks=num_masks,
     )
 
 

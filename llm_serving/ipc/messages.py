@@ -12,6 +12,7 @@ A message names a step slot and a sequence number. It never contains an array. M
       | <------------------- Progress ... --|   loading, compiling, warming up
       | <------------------- Ready | Failed-|
       |--- Prefill | Decode | Move -------->|   "run slot s as step n"
+      |--- Masks -------------------------->|   the masks of step n are in its slot
       | <------------------- StepDone ------|
       | <------------------- Unhealthy -----|   a self-check failed; the server restarts the agent
       |--- Abort | Status | Shutdown ------>|
@@ -30,7 +31,7 @@ import msgspec
 
 from llm_serving.errors import ProtocolError
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 NONCE_BYTES = 16
 
 UInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -119,6 +120,13 @@ class Decode(Message, frozen=True, tag="decode"):
 
 class Move(Message, frozen=True, tag="move"):
     """Server to agent: copy the blocks that slot ``slot`` names, as step ``seq``. The step has no tokens."""
+
+    seq: UInt
+    slot: UInt
+
+
+class Masks(Message, frozen=True, tag="masks"):
+    """Server to agent: all masks of step ``seq`` are in slot ``slot``. Sent once for each step with masks."""
 
     seq: UInt
     slot: UInt
@@ -225,7 +233,7 @@ class StatusReply(Message, frozen=True, tag="status_reply"):
 Step = Prefill | Decode | Move
 """A message with a slot. The agent replies with ``StepDone`` or ``StepFailed``."""
 
-ServerMessage = Connect | Prefill | Decode | Move | Abort | Status | ProfileStart | ProfileStop | Shutdown
+ServerMessage = Connect | Prefill | Decode | Move | Masks | Abort | Status | ProfileStart | ProfileStop | Shutdown
 AgentMessage = (
     Challenge | Connected | Progress | Ready | Failed | StepDone | StepFailed | Unhealthy | StatusReply | ProfileReply
 )

@@ -3,6 +3,10 @@
 A slot belongs to one step at a time. The server fills the inputs, sends ``Prefill``, ``Decode`` or ``Move``, and must
 not touch the slot until ``StepDone``. The agent reads inputs and writes results only in between. Two steps in flight
 therefore never share memory, and the agent may run them in any order.
+
+The masks of allowed tokens are an exception. A mask depends on the token of the step before, which the server may not
+know when it sends the step. So the server writes the masks later and then sends ``Masks``. The agent computes the
+logits meanwhile, and waits for ``Masks`` before it samples.
 """
 
 from __future__ import annotations
@@ -67,6 +71,9 @@ class SlotLimits:
     this length.
     """
 
+    mask_words: int = 0
+    """Length of a mask of allowed tokens, in words of 32 tokens. 0: the steps have no masks."""
+
     @property
     def max_history(self) -> int:
         """Maximum length of all histories in one step together, in tokens. A history has the tokens that penalties
@@ -108,6 +115,8 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         *(Field(each.name, each.column, seqs, f"[S] {each.meaning}") for each in SAMPLER_PARAMETERS),
         Field("sample_position", "int32", seqs, "[S] index of the token to sample in the output, from 0"),
         Field("num_top_logits", "int32", seqs, "[S] best pairs wanted, 0 to MAX_TOP_LOGITS, or NO_LOGSUMEXP"),
+        Field("mask_number", "int32", seqs, "[S] number of the sequence's mask, from 1; 0: every token is allowed"),
+        Field("masks", "uint32", seqs * limits.mask_words, "[num_masks, mask_words] a bit for each token, 1: allowed"),
         # Known tokens of sequences with penalties. The step that starts or restarts a batch row sends them.
         Field("history_lens", "int32", seqs, "[S] known tokens in `history`; 0 keeps what the row has"),
         Field("history_prompt_lens", "int32", seqs, "[S] how many of them are the prompt"),
@@ -124,7 +133,7 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
 
 
 _SIZES = ("num_tokens", "num_seqs", "table_width", "history_len", "num_moves")
-_HEADER_ENTRIES = ("magic", "seq_low", "seq_high", *_SIZES, "checked_row")
+_HEADER_ENTRIES = ("magic", "seq_low", "seq_high", *_SIZES, "checked_row", "num_masks")
 HEADER = {name: index for index, name in enumerate(_HEADER_ENTRIES)}
 """Index of each header entry. ``seq`` is the step's number, With it, the agent detects a step slot that was overwritten
 by another step.
@@ -164,6 +173,8 @@ class StepSlot:
     do_sample: npt.NDArray[np.int32]
     sample_position: npt.NDArray[np.int32]
     num_top_logits: npt.NDArray[np.int32]
+    mask_number: npt.NDArray[np.int32]
+    masks: npt.NDArray[np.uint32]
     history_lens: npt.NDArray[np.int32]
     history_prompt_lens: npt.NDArray[np.int32]
     history: npt.NDArray[np.int32]
@@ -215,6 +226,11 @@ class StepSlot:
         return self._numbers[HEADER["checked_row"]]
 
     @property
+    def num_masks(self) -> int:
+        """Number of masks of allowed tokens that the server writes before it sends ``Masks``. Mostly 0."""
+        return self._numbers[HEADER["num_masks"]]
+
+    @property
     def seq(self) -> int:
         return self._numbers[HEADER["seq_low"]] | self._numbers[HEADER["seq_high"]] << 31
 
@@ -228,6 +244,7 @@ class StepSlot:
         history_len: int,
         num_moves: int = 0,
         checked_row: int = 0,
+        num_masks: int = 0,
     ) -> None:
         """Write the header, as the server's last write. Raises ProtocolError if a size exceeds the slot's limits.
 
@@ -236,7 +253,11 @@ class StepSlot:
         sizes = (num_tokens, num_seqs, table_width, history_len, num_moves)
         _check_sizes(self.layout.limits, *sizes)
         _check_size("checked_row", checked_row, 0, num_seqs)
-        self.header[:9] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, *sizes, checked_row)
+        self._check_masks(num_masks, num_seqs)
+        self.header[:10] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, *sizes, checked_row, num_masks)
+
+    def _check_masks(self, num_masks: int, num_seqs: int) -> None:
+        _check_size("num_masks", num_masks, 0, num_seqs if self.layout.limits.mask_words else 0)
 
     def check_header(self, seq: int) -> None:
         """Check the header, as the agent's first read. Raises ProtocolError for another step or wrong sizes."""
@@ -244,6 +265,7 @@ class StepSlot:
             raise ProtocolError(f"a slot announced as step {seq} holds step {self.seq}: it was torn or reused")
         _check_sizes(self.layout.limits, *self.header[HEADER["num_tokens"] : HEADER["num_moves"] + 1].tolist())
         _check_size("checked_row", self.checked_row, 0, self.num_seqs)
+        self._check_masks(self.num_masks, self.num_seqs)
 
 
 def _check_sizes(

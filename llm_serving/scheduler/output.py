@@ -115,6 +115,15 @@ class ScheduledStep:
     reason: StepReason = StepReason.PROMPT_READY
 
     @property
+    def constrained(self) -> list[int]:
+        """The indices of the sequences whose next token has a constraint, so that they need a mask."""
+        return [
+            index
+            for index, (request, samples) in enumerate(zip(self.requests, self.do_sample, strict=True))
+            if samples and request.constraint is not None
+        ]
+
+    @property
     def num_seqs(self) -> int:
         return len(self.rows)
 

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from llm_serving.access.control import VISIT, AccessControl, Visit
 from llm_serving.config import Config
+from llm_serving.constraints.compiler import GrammarCompiler
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.cors import cors_headers, preflight_response
 from llm_serving.server.errors import ClientGoneError, error_reply, note_error
@@ -41,7 +42,10 @@ def create_app(
     settings = config if isinstance(config, ServerSettings) else ServerSettings.from_config(config)
     metrics.bind(engine.status)
     _ = engine.tokenizer.max_piece_chars  # a cached property: compute it before the first request
-    return ServerApp(ServerState(engine, log, metrics, settings, ENDPOINTS, access))
+    grammars = None
+    if settings.structured_outputs:
+        grammars = GrammarCompiler(engine.tokenizer, settings.vocab_size, sorted(engine.end_token_ids))
+    return ServerApp(ServerState(engine, log, metrics, settings, ENDPOINTS, access, grammars))
 
 
 def split_administration(app: ServerApp) -> tuple[ServerApp, ServerApp]:

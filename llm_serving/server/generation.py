@@ -121,10 +121,11 @@ class Generation:
                 await asyncio.sleep(0)
                 num_tokens = 0
             scheduling = replace(self.scheduling, group=choice.group) if choice.group else self.scheduling
+            constraint = None if choice.grammar is None else choice.grammar.start()
             try:
                 opened = self.state.engine.open(
                     choice.request_id, choice.prompt.token_ids, choice.sampling, sink, self._received_at,
-                    index=choice.index, scheduling=scheduling, streamed=streamed,
+                    index=choice.index, scheduling=scheduling, streamed=streamed, constraint=constraint,
                 )  # fmt: skip
             except RequestError as error:
                 self._log_arrival(choice)

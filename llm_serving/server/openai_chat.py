@@ -34,6 +34,7 @@ from llm_serving.server.sampling import Choice, base_sampling, make_choices
 from llm_serving.server.scheduling import tenant_of
 from llm_serving.server.sse import EventStream
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
+from llm_serving.server.structured import compiled_grammar
 
 
 class ChatRequest(SamplingFields):
@@ -44,7 +45,6 @@ class ChatRequest(SamplingFields):
         "tool_choice": (None, "none", "auto"),
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
-        "response_format": (None, {"type": "text"}),
         "logit_bias": (None, {}),
         "modalities": (None, ["text"]),
         "audio": (None,),
@@ -127,7 +127,8 @@ async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> li
         logprobs=bool(body.logprobs),
         top_logits=body.top_logprobs or 0,
     )
-    return make_choices(state.settings, request_id, [prompt], [(params, max_tokens)], n, body.seed)
+    grammar = await compiled_grammar(state, body, ignore_eos=params.ignore_eos, beams=bool(body.use_beam_search))
+    return make_choices(state.settings, request_id, [prompt], [(params, max_tokens)], n, body.seed, grammar)
 
 
 def _choice(generation: Generation, body: ChatRequest, answer: Answer) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from llm_serving.server.sampling import Choice, base_sampling, make_choices
 from llm_serving.server.scheduling import tenant_of
 from llm_serving.server.sse import EventStream
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
+from llm_serving.server.structured import compiled_grammar
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -124,7 +125,8 @@ async def _choices(state: ServerState, body: CompletionRequest, request_id: str)
     for prompt in prompts:
         maximum = max_output_tokens(len(prompt.token_ids), body.max_tokens, state.settings, "max_tokens")
         sampling.append((params, min(wanted, maximum)))
-    return make_choices(state.settings, request_id, prompts, sampling, n, body.seed)
+    grammar = await compiled_grammar(state, body, ignore_eos=params.ignore_eos, beams=bool(body.use_beam_search))
+    return make_choices(state.settings, request_id, prompts, sampling, n, body.seed, grammar)
 
 
 def _choice(generation: Generation, body: CompletionRequest, answer: Answer) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from llm_serving.server.limits import (
     MAX_TEMPLATE_VALUES,
 )
 from llm_serving.server.scheduling import SchedulingFields
+from llm_serving.server.structured_fields import StructuredFields
 from llm_serving.server.validation import LaxModel, StrictModel, short
 
 _MAX_STOP_STRINGS, _MAX_STOP_CHARS = PARAMETERS["stop"].max_items or 0, PARAMETERS["stop"].max_chars or 0
@@ -86,7 +87,7 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = Field(default=None, description="Send a last chunk with the token counts.")
 
 
-class SamplingFields(SchedulingFields, StrictModel):
+class SamplingFields(SchedulingFields, StructuredFields, StrictModel):
     """Fields of both OpenAI endpoints: OpenAI's sampling parameters, and further ones with vLLM's names."""
 
     model: Name = Field(default=None, description="Name of the served model; may be left out.")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from llm_serving.constraints.compiler import CompiledGrammar
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS, SamplingParams
 from llm_serving.server.prompts import Prompt
 from llm_serving.server.protocol import DialectSampling, SamplingFields
@@ -31,6 +32,8 @@ class Choice:
     sampling: SamplingParams
     group: str = ""
     """Equal for all choices of one prompt, which share the prompt's blocks. Empty if the prompt has one choice."""
+    grammar: CompiledGrammar | None = None
+    """Constrains the text. None if any text is allowed."""
 
 
 def base_sampling(fields: SamplingFields, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -90,8 +93,10 @@ def make_choices(
     sampling: Sequence[tuple[SamplingParams, int]],
     n: int,
     seed: int | None,
+    grammar: CompiledGrammar | None = None,
 ) -> list[Choice]:
     """Make ``n`` choices for each prompt. ``sampling`` has the parameters and ``max_tokens`` of each prompt.
+    ``grammar`` constrains the text of all choices.
 
     Raises RequestError if the worst case of the request exceeds the server's limits.
 
@@ -108,7 +113,7 @@ def make_choices(
             name = request_id if len(prompts) * n == 1 else f"{request_id}-{index}"
             group = f"{request_id}/{index - i}" if n > 1 else ""
             its_params = replace(params, max_tokens=max_tokens, seed=choice_seed(prompt_seed, i))
-            choices.append(Choice(index, name, prompt, its_params, group))
+            choices.append(Choice(index, name, prompt, its_params, group, grammar))
     return choices
 
 

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from llm_serving.access.control import AccessControl
 from llm_serving.config import Config
+from llm_serving.constraints.compiler import GrammarCompiler
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelNotFoundError
 from llm_serving.server.errors import UnavailableError
@@ -48,6 +49,7 @@ class ServerSettings:
     max_body_bytes_in_flight: int = 64 * 1024 * 1024
     """Maximum size of all request bodies together that are being read or parsed."""
     max_connections: int = 4096
+    structured_outputs: bool = True
     log_prompts: bool = False
     cache_salt: str = "auto"
     """``tenant``: requests with different API keys share nothing in the prefix cache. ``none``: they may. ``auto``:
@@ -86,6 +88,7 @@ class ServerSettings:
             max_body_bytes_in_flight=max(serving.max_body_bytes_in_flight, serving.max_body_bytes),
             max_connections=serving.max_connections,
             max_request_tokens=serving.max_request_tokens,
+            structured_outputs=serving.structured_outputs,
             log_prompts=config.log_config.log_prompts,
             cache_salt=config.scheduler_config.cache_salt,
             hosts=_host_names(serving.server_ip, serving.allow_remote, serving.allowed_hosts or ()),
@@ -144,6 +147,8 @@ class ServerState:
     endpoints: Sequence[Endpoint]
     access: AccessControl | None = None
     """API keys and audit log. None if there are neither."""
+    grammars: GrammarCompiler | None = None
+    """Compiles the grammars of structured output. None if it is turned off."""
     active: ActiveRequests = field(default_factory=ActiveRequests)
     profile: RunningProfile = field(default_factory=RunningProfile)
     loop_watch: LoopWatch = field(default_factory=LoopWatch)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from llm_serving.config import load_config
 from llm_serving.engine.core import Add, EngineCore
@@ -121,6 +122,8 @@ class InstantExecutor:
     def abort(self, seq: int) -> None: ...
 
     def distrust(self, check: str, reason: str, step: int | None = None) -> None: ...
+
+    def publish_masks(self, seq: int, masks: Sequence[npt.NDArray[np.uint32]]) -> None: ...
 
     def request_status(self) -> None: ...
 

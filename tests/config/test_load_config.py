@@ -55,7 +55,9 @@ def test_derived_limits(folder: Path) -> None:
     assert config.max_prefill_seqs == 16
     assert config.max_num_batched_tokens == 2048
     assert config.max_blocks_per_seq == 128
-    assert config.slot_limits() == SlotLimits(max_tokens=2048, max_seqs=64, max_blocks_per_seq=128, max_context=2048)
+    assert config.slot_limits() == SlotLimits(2048, 64, max_blocks_per_seq=128, max_context=2048, mask_words=10)
+    without_masks = load_config(TINY, [f"model_config.model_path={folder}", "serving_config.structured_outputs=false"])
+    assert without_masks.slot_limits().mask_words == 0
 
 
 def test_a_step_is_never_larger_than_its_sequences_can_fill(folder: Path) -> None:

@@ -323,3 +323,47 @@ def test_of_some_decode_steps_each_sequence_is_checked_in_turn():
     slot.header[HEADER["checked_row"]] = 3
     with pytest.raises(ProtocolError, match="checked_row is 3; it must be between 0 and 2"):
         slot.check_header(12)
+
+
+class AnyToken:
+    """A constraint that allows every token."""
+
+    num_words = 2
+
+    def advance(self, token_id):
+        pass
+
+    def mask(self):
+        return np.full(2, 0xFFFFFFFF, np.uint32)
+
+
+def test_masks_are_written_after_the_step():
+    limits = SlotLimits(max_tokens=16, max_seqs=4, max_blocks_per_seq=6, max_context=24, mask_words=2)
+    layout = SlotLayout.of(limits)
+    slot = StepSlot(layout, bytearray(layout.slot_bytes))
+    slots = StepSlots(limits, 4, range(1), [slot])
+    requests = [request("a"), request("b"), request("c")]
+    requests[0].constraint = requests[2].constraint = AnyToken()
+    step = ScheduledStep(
+        7, StepKind.DECODE, requests=requests, rows=[2, 0, 1], token_ids=[LAST_TOKEN] * 3, query_lens=[1] * 3,
+        starts=[3] * 3, block_tables=[[1], [2], [3]], do_sample=[True] * 3, sample_positions=[1] * 3,
+    )  # fmt: skip
+    slots.write(step)
+    assert (slot.num_masks, slot.mask_number[:3].tolist()) == (2, [1, 0, 2])
+    with pytest.raises(ProtocolError, match="2 sequences with masks, and 1 masks"):
+        slots.write_masks(7, [np.zeros(2, np.uint32)])
+    assert slots.write_masks(7, [np.array([1, 2], np.uint32), np.array([3, 4], np.uint32)]) == messages.Masks(7, 0)
+    assert slot.masks[:4].tolist() == [1, 2, 3, 4]
+    slots.take(0, StepDone(seq=7, slot=0))
+    assert slots.write_masks(7, []) is None
+    step.seq, step.requests = 8, [request("d"), request("e"), request("f")]
+    slots.write(step)
+    assert (slot.num_masks, slot.mask_number[:3].tolist()) == (0, [0, 0, 0])
+
+
+def test_a_chunk_without_a_sampled_token_has_no_mask():
+    step = prefill()
+    for each in step.requests:
+        each.constraint = AnyToken()
+    step.do_sample = [False, True]
+    assert step.constrained == [1]

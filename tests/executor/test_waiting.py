@@ -34,6 +34,9 @@ class PipeExecutor:
     def distrust(self, check: str, reason: str, step: int | None = None) -> None:
         raise AssertionError
 
+    def publish_masks(self, seq: int, masks: object) -> None:
+        raise AssertionError
+
     def request_status(self) -> None:
         raise AssertionError
 

@@ -222,3 +222,16 @@ def test_candidates_of_another_size_are_refused(capfd: pytest.CaptureFixture[str
         call.run_candidates(best, values[:10], 1000, candidates)
     with pytest.raises(ValueError, match="name logits up to row 1; there are 1"):
         call.run_rows(sampling.logits[:1], np.ones(ROWS, np.int32))
+
+
+def test_rows_with_a_mask_are_decided_only_if_the_best_token_is_allowed() -> None:
+    logits = np.random.default_rng(3).standard_normal((4, 500)).astype(np.float32)
+    best, values, candidates = candidates_of(logits, np.zeros(4))
+    masks = np.full((2, 16), 0xFFFFFFFF, np.uint32)
+    masks[1, best[1] // 32] &= ~np.uint32(1 << int(best[1]) % 32)
+    settings = {"temperature": np.array([0, 0, 1, 0]), "mask_number": np.array([1, 2, 1, 0])}
+    inputs = Sampling(logits, settings, [], []).inputs
+    outputs = SampleOutputs.allocate(4)
+    undecided = SampleCall(inputs, outputs, 4, masks).run_candidates(best, values, 500, candidates)
+    assert undecided.tolist() == [False, True, True, False]
+    assert outputs.sampled_ids[[0, 3]].tolist() == best[[0, 3]].tolist()

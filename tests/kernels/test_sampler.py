@@ -359,3 +359,65 @@ def test_penalties_are_seen_of_rows_that_sample(name: str) -> None:
     assert not call.has_penalties(2)
     samples[2] = 0
     assert not call.has_penalties(3)
+
+
+def masks_of(rng: np.random.Generator, rows: int, vocab_size: int) -> tuple[Array, Array]:
+    """Returns random masks as words, and which tokens they allow [rows, vocabulary]. Each allows a token."""
+    allowed = rng.random((rows, vocab_size)) < rng.choice([0.001, 0.1, 0.9], (rows, 1))
+    allowed[np.arange(rows), rng.integers(0, vocab_size, rows)] = True
+    padded = np.zeros((rows, -(-vocab_size // 32) * 32), np.uint8)
+    padded[:, :vocab_size] = allowed
+    return np.packbits(padded, axis=1, bitorder="little").view(np.uint32), allowed
+
+
+@pytest.mark.parametrize("knows_best", [False, True])
+@pytest.mark.parametrize("vocab_size", [2, 33, 1000, 32003])
+def test_a_mask_is_like_logits_of_minus_infinity_but_logprobs_stay_raw(vocab_size: int, knows_best: bool) -> None:
+    rng, rows = np.random.default_rng(vocab_size), 60
+    logits = (rng.standard_normal((rows, vocab_size)) * 4).astype(np.float32)
+    masks, allowed = masks_of(rng, rows, vocab_size)
+    number = rng.permutation(rows).astype(np.int32)  # 0 is a row without a mask
+    allowed = np.vstack([np.ones(vocab_size, np.bool_), allowed])[number]
+    settings: dict[str, Any] = {
+        "temperature": rng.choice(np.array([0, 0.5, 1.5], np.float32), rows),
+        "top_k": rng.choice([0, 1, 5, 50], rows),
+        "top_p": rng.choice(np.array([1, 0.5], np.float32), rows),
+        "repetition_penalty": rng.choice(np.array([1, 1.5], np.float32), rows),
+        "presence_penalty": rng.choice(np.array([0, -1], np.float32), rows),
+        "seed": rng.integers(0, 2**63, rows),
+        "num_top_logits": rng.choice([-1, 0, 2], rows),
+        "histories": [rng.integers(0, vocab_size, 20).astype(np.int32) for _ in range(rows)],
+        "prompt_lens": [10] * rows,
+    }
+    best = {"best_ids": logits.argmax(1).astype(np.int32)} if knows_best else {}
+    raw = draw(logits, inputs(rows, **settings, **best))
+    given = inputs(rows, **settings, **best, mask_number=number)
+    got = SampleOutputs.allocate(rows)
+    SampleCall(given.inputs, got, rows, masks).run(logits, **given.run)
+    expected = draw(np.where(allowed, logits, np.float32(-np.inf)), inputs(rows, **settings))
+    assert got.sampled_ids.tolist() == expected.sampled_ids.tolist()
+    assert got.sampled_logit.tolist() == logits[np.arange(rows), got.sampled_ids].tolist()
+    assert got.logsumexp.tolist() == raw.logsumexp.tolist()
+    assert (got.top_ids.tolist(), got.top_logits.tolist()) == (raw.top_ids.tolist(), raw.top_logits.tolist())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_with_only_impossible_tokens_gives_the_first_of_them(temperature: float) -> None:
+    logits = np.full((1, 70), -np.inf, np.float32)
+    logits[0, 5] = 1
+    masks = np.array([[0, 1 << 8 | 1 << 20, 1]], np.uint32)
+    given, got = inputs(1, temperature=temperature, mask_number=np.ones(1, np.int32)), SampleOutputs.allocate(1)
+    SampleCall(given.inputs, got, 1, masks).run(logits)
+    assert got.sampled_ids.tolist() == [40]
+
+
+@pytest.mark.parametrize(
+    ("number", "masks"),
+    [(2, np.ones((1, 2), np.uint32)), (-1, np.ones((1, 2), np.uint32)), (1, np.ones((1, 1), np.uint32)),
+     (1, np.array([[0, 1 << 31]], np.uint32))],
+    ids=["no such mask", "negative", "too short", "allows only an id beyond the vocabulary"],
+)  # fmt: skip
+def test_wrong_masks_are_refused(number: int, masks: Array) -> None:
+    given, got = inputs(1, mask_number=np.array([number], np.int32)), SampleOutputs.allocate(1)
+    with pytest.raises(KernelError):
+        SampleCall(given.inputs, got, 1, masks).run(np.zeros((1, 40), np.float32))

@@ -95,7 +95,8 @@ BAD_REQUESTS = [
     (completion(logit_bias={"5": 1}), "logit_bias", "'logit_bias' is not supported"),
     (chat(tools=[{"type": "function"}]), "tools", "'tools' is not supported"),
     (chat(functions=[{}]), "functions", "'functions' is not supported"),
-    (chat(response_format={"type": "json_object"}), "response_format", "'response_format' is not supported"),
+    (chat(response_format={"type": "xml"}), "response_format.type", "'json_object'"),
+    (chat(structured_outputs={"json": {"not": {}}}), "structured_outputs.json", "Unimplemented keys"),
     (chat(modalities=["text", "audio"]), "modalities", "'modalities' is not supported"),
     (chat(reasoning_effort="high"), "reasoning_effort", "'reasoning_effort' is not supported"),
     # messages

@@ -77,6 +77,8 @@ class FakeExecutor:
         self.steps: list[ScheduledStep] = []
         self.submit_error: Exception | None = None
         self.aborted: list[int] = []
+        self.masks: dict[int, list[Any]] = {}
+        """The masks of each step that has some."""
         self.polls = 0
         self.step_seconds = 0.0
         self.step_error: str | None = None
@@ -109,6 +111,9 @@ class FakeExecutor:
 
     def distrust(self, check: str, reason: str, step: int | None = None) -> None:
         self.lose_agent(loss=AgentLost(reason, failed_check=check, step=step))
+
+    def publish_masks(self, seq: int, masks: Sequence[Any]) -> None:
+        self.masks[seq] = list(masks)
 
     def request_status(self) -> None:
         self.push(AgentStatus(self.agents()))

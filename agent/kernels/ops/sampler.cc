@@ -5,6 +5,7 @@
 //      token's logit.
 //   2. Apply the repetition penalty (Keskar et al. 2019) to the distinct tokens of prompt and output: divide a positive
 //      logit, multiply any other. Then subtract frequency * count and presence from the tokens of the output.
+//      After that, a mask sets the logits of all tokens that are not allowed to -infinity.
 //   3. With temperature 0, choose the largest logit, the smaller id on a tie. Otherwise divide by the temperature.
 //   4. Rank the tokens by probability, the smaller id first on a tie. Keep top_k tokens. Then keep the fewest whose
 //      mass reaches top_p. Then keep the tokens with at least min_p of the largest probability.
@@ -40,6 +41,11 @@ double uniform(uint64_t seed, int32_t position) {
 bool has_penalties(const SampleArgs& args, int64_t row) {
   return args.repetition_penalty[row] != 1.0f || args.presence_penalty[row] != 0.0f ||
          args.frequency_penalty[row] != 0.0f;
+}
+
+const uint32_t* mask_of(const SampleArgs& args, int64_t row) {
+  if (args.mask_number == nullptr || args.mask_number[row] == 0) return nullptr;
+  return args.masks + (args.mask_number[row] - 1) * args.mask_words;
 }
 
 bool is_skipped(const SampleArgs& args, int64_t row) { return args.do_sample != nullptr && args.do_sample[row] == 0; }
@@ -149,6 +155,27 @@ const float* apply_penalties(const SampleArgs& args, int64_t row, const float* l
   return work->penalized.data();
 }
 
+// Returns the logits with -infinity for each token that is not allowed.
+const float* apply_mask(const uint32_t* mask, int64_t vocab_size, const float* logits, Workspace* work) {
+  if (logits != work->penalized.data()) work->penalized.assign(logits, logits + vocab_size);
+  float* masked = work->penalized.data();
+  for (int64_t start = 0; start < vocab_size; start += 32) {
+    const uint32_t bits = mask[start / 32];
+    if (bits == ~0u) continue;
+    const int64_t count = smaller(int64_t{32}, vocab_size - start);
+    for (int64_t i = 0; i < count; ++i) masked[start + i] = (bits >> i & 1u) != 0 ? masked[start + i] : -kInfinity;
+  }
+  return masked;
+}
+
+// Returns the first allowed id, or -1 if no token is allowed.
+int32_t first_allowed(const uint32_t* mask, int64_t vocab_size) {
+  for (int32_t id = 0; id < vocab_size; ++id) {
+    if (is_allowed(mask, id)) return id;
+  }
+  return -1;
+}
+
 // Draws a token from the best top_k tokens of a row, which are sorted.
 int32_t draw_of_few(const SampleArgs& args, int64_t row, const float* scaled, float top, double u, Workspace* work) {
   best_tokens(scaled, args.vocab_size, top, args.top_k[row], &work->best);
@@ -204,8 +231,16 @@ void sample_row(const SampleArgs& args, int64_t row) {
     top = kernels().logits.largest(logits, args.vocab_size);
   }
   const bool greedy = args.temperature[row] == 0.0f;
+  const uint32_t* mask = mask_of(args, row);
+  const bool best_is_known = best >= 0 && logits == raw;
+  if (mask != nullptr && !(greedy && best_is_known && is_allowed(mask, best))) {
+    logits = apply_mask(mask, args.vocab_size, logits, &work);
+    top = kernels().logits.largest(logits, args.vocab_size);
+  }
   int32_t id = best;
-  if (!greedy) {
+  if (mask != nullptr && !(top > kLowest)) {
+    id = first_allowed(mask, args.vocab_size);
+  } else if (!greedy) {
     id = draw(args, row, logits, top, &work);
   } else if (best < 0 || logits != raw) {
     id = first_equal(logits, args.vocab_size, top);
@@ -221,7 +256,8 @@ bool is_left(const SampleArgs& args, int64_t row) { return args.logits_rows != n
 bool is_known(const SampleArgs& args, int64_t row) {
   if (is_skipped(args, row)) return true;
   return args.best_ids != nullptr && args.best_ids[row] >= 0 && args.temperature[row] == 0.0f &&
-         args.num_top_logits[row] < 0 && !has_penalties(args, row);
+         args.num_top_logits[row] < 0 && !has_penalties(args, row) &&
+         is_allowed(mask_of(args, row), args.best_ids[row]);
 }
 
 }  // namespace
@@ -237,6 +273,14 @@ int check_row(const SampleArgs& args, int64_t row) {
   }
   if (args.last_tokens != nullptr && (args.table_rows[row] < 0 || args.table_rows[row] >= args.last_tokens_size)) {
     return refuse_index("Sample", "table_rows", row, args.table_rows[row], args.last_tokens_size);
+  }
+  if (args.mask_number != nullptr && args.mask_number[row] != 0) {
+    if (args.masks == nullptr || args.mask_number[row] < 0 || args.mask_number[row] > args.num_masks) {
+      return refuse_index("Sample", "mask_number", row, args.mask_number[row], args.num_masks + 1);
+    }
+    if (args.mask_words * 32 < args.vocab_size || first_allowed(mask_of(args, row), args.vocab_size) < 0) {
+      return refuse_text("Sample", "the mask of row %lld is too short or allows no token", static_cast<long long>(row));
+    }
   }
   if (!has_penalties(args, row)) return 0;
   if (args.history_lens == nullptr || args.history == nullptr) {

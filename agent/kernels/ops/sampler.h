@@ -30,6 +30,9 @@ struct SampleArgs {
   const int32_t* const* history;        // [rows] -> token ids, prompt first; null if no row has penalties
   const int32_t* history_lens;          // prompt + output
   const int32_t* history_prompt_lens;   // number of prompt tokens in the history
+  const int32_t* mask_number;           // number in `masks`, from 1; 0, null: the row may sample every token
+  const uint32_t* masks;                // [num_masks, mask_words], bit (id % 32) of word (id / 32) is 1 if allowed
+  int64_t num_masks, mask_words;
   int32_t* sampled_ids;
   float* sampled_logit;
   float* logsumexp;

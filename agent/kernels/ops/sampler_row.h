@@ -18,7 +18,14 @@ double uniform(uint64_t seed, int32_t position);
 bool is_skipped(const SampleArgs& args, int64_t row);
 bool has_penalties(const SampleArgs& args, int64_t row);
 
-// Returns 0, or an error code after one line on standard error if the parameters or the history are out of range.
+// Returns the allowed tokens of a row as bits, or null if all tokens are allowed.
+const uint32_t* mask_of(const SampleArgs& args, int64_t row);
+
+inline bool is_allowed(const uint32_t* mask, int32_t id) {
+  return mask == nullptr || (mask[id / 32] >> (id % 32) & 1u) != 0;
+}
+
+// Returns 0, or an error code after one line on standard error if the parameters, the history or the mask are invalid.
 int check_row(const SampleArgs& args, int64_t row);
 
 // Returns the logit of a token of the history that occurs `count` times in the output, after the penalties.

@@ -1,0 +1,213 @@
+"""Compiles grammars with the library llguidance, and follows them token by token.
+
+A grammar is compiled once, and each sequence gets a copy. The library computes which tokens may follow with a parser
+and a lexer of derivatives. Both work on the bytes of tokens, so a token may cross the borders of the grammar's parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.constraints.grammar import JSON_SCHEMA, MAX_GRAMMAR_BYTES, REGEX, Grammar
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.errors import RequestError
+from llm_serving.request import ConstraintError
+
+MAX_CACHED_GRAMMARS = 64
+MAX_COMPILING = 2
+"""Maximum number of grammars that are compiled at the same time. Others wait."""
+TRIED_TOKENS = 8
+"""Number of tokens for which a grammar is followed before it is accepted."""
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+"""White space between the parts of JSON. Without a limit, a model may generate white space until ``max_tokens``."""
+_EVERY_WORD = np.uint32(0xFFFFFFFF)
+
+
+def _limits() -> llguidance.LLParserLimits:
+    """Return limits of the library that bound the time and memory of one grammar and of one mask."""
+    return llguidance.LLParserLimits(
+        max_items_in_row=20_000, initial_lexer_fuel=500_000, step_lexer_fuel=200_000, step_max_items=50_000,
+        max_lexer_states=50_000, max_grammar_size=100_000,
+    )  # fmt: skip
+
+
+class _Vocabulary:
+    """The tokenizer in the form that llguidance reads. It calls the object to tokenize a text."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_id: int) -> None:
+        """An id without a token has no bytes, so no grammar allows it."""
+        self.eos_token_id = end_token_id
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        self.special_token_ids = sorted(i for i in tokenizer.special_token_ids if i < vocab_size)
+        self._tokenizer = tokenizer
+        self._ids = {
+            data: token_id for token_id, data in enumerate(self.tokens) if token_id not in tokenizer.special_token_ids
+        }
+        self._longest = max(map(len, self._ids))
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Return tokens with exactly the bytes of ``text``. A tokenizer may add a space, which would not fit."""
+        data = text.encode() if isinstance(text, str) else text
+        ids = self._tokenizer.encode(data.decode("utf-8", "replace"), add_special_tokens=False)
+        return ids if b"".join(self.tokens[i] for i in ids) == data else self._longest_matches(data)
+
+    def _longest_matches(self, data: bytes) -> list[int]:
+        """Return the longest token at each place. The tokenizer knows every byte, or the rest is left out."""
+        ids, start = [], 0
+        while start < len(data):
+            ends = range(min(len(data), start + self._longest), start, -1)
+            end = next((end for end in ends if data[start:end] in self._ids), None)
+            if end is None:
+                break
+            ids.append(self._ids[data[start:end]])
+            start = end
+        return ids
+
+
+class GrammarConstraint:
+    """The state of one sequence in a grammar. Implements ``llm_serving.request.Constraint``."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, num_words: int, end_token_ids: frozenset[int]) -> None:
+        self._end_token_ids = end_token_ids
+        self._matcher = matcher
+        self.error = ""
+        """Why the grammar cannot be followed any further. Empty while it can."""
+        self.num_words = num_words
+
+    def ends_with(self, token_id: int) -> bool:
+        """Return whether this token ends the text."""
+        return token_id in self._end_token_ids
+
+    def advance(self, token_id: int) -> None:
+        if not self.error and not self._matcher.consume_token(token_id):
+            self.error = self._matcher.get_error() or f"token {token_id} does not fit the grammar"
+        if self.error:
+            raise ConstraintError(f"the grammar cannot be followed any further: {_one_line(self.error)}")
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        mask = np.zeros(self.num_words, np.uint32)
+        if not self.error:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self._matcher.is_error() or not mask.any():
+                self.error = self._matcher.get_error() or "no token may follow"
+        if self.error:
+            mask.fill(_EVERY_WORD)
+        return mask
+
+
+class CompiledGrammar:
+    """A grammar for one tokenizer. Any thread may call ``start``."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, num_words: int, end_token_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._num_words = num_words
+        self._end_token_ids = frozenset(end_token_ids)
+
+    def start(self) -> GrammarConstraint:
+        """Return the constraint of a sequence without output."""
+        return GrammarConstraint(self._matcher.deep_copy(), self._num_words, self._end_token_ids)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer in other threads. The tokenizer is prepared for the first grammar."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int]) -> None:
+        """``vocab_size`` is the number of the model's logits, ``end_token_ids`` are the tokens that end a text."""
+        self._model_tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_token_ids = list(end_token_ids)
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._compiling = asyncio.Semaphore(MAX_COMPILING)
+        self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+
+    async def compile(self, grammar: Grammar, param: str) -> CompiledGrammar:
+        """Return a compiled grammar. Raises RequestError that names the client's field ``param``."""
+        size = len(grammar.text.encode("utf-8", "surrogatepass"))
+        if size > MAX_GRAMMAR_BYTES:
+            raise RequestError(
+                f"'{param}' has {size} bytes; the maximum is {MAX_GRAMMAR_BYTES}.", param=param, code="invalid_value"
+            )
+        known = self._cache.get(grammar)
+        if known is None:
+            async with self._compiling:
+                loop = asyncio.get_running_loop()
+                known = await loop.run_in_executor(None, self._compile, grammar, param)
+            self._cache[grammar] = known
+            if len(self._cache) > MAX_CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(grammar)
+        return known
+
+    def _compile(self, grammar: Grammar, param: str) -> CompiledGrammar:
+        if not self._end_token_ids:
+            raise RequestError(
+                f"'{param}' needs a token that ends the text, and this model has none.", param=param, code="unsupported"
+            )
+        try:
+            matcher = llguidance.LLMatcher(self._prepared(), _library_grammar(grammar), log_level=0, limits=_limits())
+        except ValueError as error:
+            raise _refused(param, str(error)) from None
+        if matcher.is_error():
+            raise _refused(param, matcher.get_error())
+        compiled = CompiledGrammar(matcher, -(-self._vocab_size // 32), self._end_token_ids)
+        _try(compiled, param)
+        return compiled
+
+    def _prepared(self) -> llguidance.LLTokenizer:
+        """Return the tokenizer in the library's form. It is made once, which takes a second for a large vocabulary."""
+        with self._lock:
+            if self._tokenizer is None:
+                vocabulary = _Vocabulary(self._model_tokenizer, self._vocab_size, self._end_token_ids[0])
+                self._tokenizer = llguidance.LLTokenizer(
+                    llguidance.TokenizerWrapper(vocabulary), n_vocab=self._vocab_size, eos_token=self._end_token_ids
+                )
+            return self._tokenizer
+
+
+def _try(compiled: CompiledGrammar, param: str) -> None:
+    """Follow a grammar for a few tokens. Raises RequestError if the grammar is too complex or allows no text.
+
+    The first mask takes longest. Its parts stay in memory that all copies of the grammar share.
+    """
+    constraint = compiled.start()
+    for _ in range(TRIED_TOKENS):
+        words = constraint.mask()
+        if constraint.error:
+            raise _refused(param, constraint.error)
+        word = int(words.nonzero()[0][0])
+        token_id = 32 * word + (int(words[word]) & -int(words[word])).bit_length() - 1
+        if constraint.ends_with(token_id):
+            return
+        try:
+            constraint.advance(token_id)
+        except ConstraintError:
+            raise _refused(param, constraint.error) from None
+
+
+def _library_grammar(grammar: Grammar) -> str:
+    if grammar.kind == JSON_SCHEMA:
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            grammar.text, defaults={"whitespace_pattern": _WHITESPACE}, overrides={"lenient": False}
+        )
+    if grammar.kind == REGEX:
+        return llguidance.LLMatcher.grammar_from_regex(grammar.text)
+    return llguidance.LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _refused(param: str, reason: str) -> RequestError:
+    text = f"'{param}' cannot be used: {_one_line(reason)}. Change or remove this part."
+    return RequestError(text, param=param, code="invalid_value")
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.partition("<state>")[0].split()).rstrip(".")
+    return line if len(line) <= 300 else f"{line[:300]}..."

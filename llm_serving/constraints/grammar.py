@@ -1,0 +1,35 @@
+"""What a client may ask of the text of a response: the grammars of structured output."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_GRAMMAR_BYTES = 65536
+"""Maximum length of a schema, a regular expression or a grammar, in bytes of UTF-8."""
+MAX_CHOICES = 1024
+"""Maximum number of strings of a choice."""
+JSON_SCHEMA, REGEX, LARK = "json_schema", "regex", "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A text for the compiler. ``kind`` is ``JSON_SCHEMA``, ``REGEX`` or ``LARK`` (llguidance's dialect of Lark)."""
+
+    kind: str
+    text: str
+
+
+ANY_JSON_OBJECT = Grammar(JSON_SCHEMA, '{"type": "object"}')
+
+
+def schema_grammar(schema: object) -> Grammar:
+    """Return the grammar of the JSON values that fit a JSON schema. The schema may be a text."""
+    return Grammar(JSON_SCHEMA, schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
+
+
+def choice_grammar(choices: Sequence[str]) -> Grammar:
+    """Return the grammar of a fixed set of strings."""
+    return Grammar(REGEX, "|".join(f"(?:{re.escape(choice)})" for choice in choices))

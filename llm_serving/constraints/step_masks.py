@@ -1,0 +1,108 @@
+"""Gives the agents the masks of allowed tokens for each step with constrained sequences.
+
+The mask of a sequence depends on its last token. The engine sends a step before it knows this token, so the mask
+follows later: when the result of the step before has arrived, while the agents compute the logits of the step. All
+masks of a step are published together, for every step that was sent. Otherwise an agent would wait in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.request import ConstraintError, Request
+from llm_serving.scheduler.output import RequestUpdate, ScheduledStep
+
+Mask = npt.NDArray[np.uint32]
+Publish = Callable[[int, Sequence[Mask]], None]
+"""Takes the number of a step and its masks, see ``Executor.publish_masks``."""
+
+_EVERY_WORD = np.uint32(0xFFFFFFFF)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """The masks of a step, of which ``num_missing`` are not known yet."""
+
+    seq: int
+    masks: list[Mask]
+    num_missing: int
+
+
+class StepMasks:
+    """The masks of the steps that one replica has in flight. The engine thread calls all methods."""
+
+    def __init__(self, publish: Publish) -> None:
+        self._publish = publish
+        self._sampling: dict[int, list[Request]] = {}
+        """For each step in flight: its constrained requests."""
+        self._newest: dict[Request, int] = {}
+        """For each of these requests: the newest step in flight that samples a token of it."""
+        self._waiting: dict[int, list[tuple[_Pending, int, Request]]] = {}
+        """By step: the masks that can be computed after its result."""
+
+    def sent(self, step: ScheduledStep) -> None:
+        """Note that a step was submitted. If all of its masks are known, publish them."""
+        constrained = step.constrained
+        if not constrained:
+            return
+        requests = [step.requests[index] for index in constrained]
+        pending = _Pending(step.seq, [], 0)
+        for place, request in enumerate(requests):
+            before = self._newest.get(request)
+            if before is None:
+                pending.masks.append(_mask_of(request))
+            else:
+                pending.masks.append(np.empty(0, np.uint32))
+                pending.num_missing += 1
+                self._waiting.setdefault(before, []).append((pending, place, request))
+            self._newest[request] = step.seq
+        self._sampling[step.seq] = requests
+        if not pending.num_missing:
+            self._publish(pending.seq, pending.masks)
+
+    def advance(self, updates: Iterable[RequestUpdate]) -> list[tuple[RequestUpdate, str]]:
+        """Tell the constraints the tokens of a completed step. Returns the updates of constraints that failed, with
+        the errors."""
+        if not self._sampling:
+            return []
+        failures = []
+        for update in updates:
+            request = update.request
+            if request.constraint is not None and update.token_id is not None and not request.is_finished:
+                try:
+                    request.constraint.advance(update.token_id)
+                except ConstraintError as error:
+                    failures.append((update, str(error)))
+        return failures
+
+    def completed(self, seq: int) -> None:
+        """Compute the masks that depend on the tokens of step ``seq``, which has completed, failed or been dropped."""
+        if seq not in self._sampling:
+            return
+        for request in self._sampling.pop(seq):
+            if self._newest[request] == seq:
+                del self._newest[request]
+        for pending, place, request in self._waiting.pop(seq, ()):
+            pending.masks[place] = _mask_of(request)
+            pending.num_missing -= 1
+            if not pending.num_missing:
+                self._publish(pending.seq, pending.masks)
+
+    def clear(self) -> None:
+        """Forget all steps, because the agents were lost."""
+        self._sampling.clear()
+        self._newest.clear()
+        self._waiting.clear()
+
+
+def _mask_of(request: Request) -> Mask:
+    """Return the mask for the next token. A request that has ended may sample any token, which nobody reads."""
+    constraint = request.constraint
+    assert constraint is not None
+    if request.is_finished:
+        return np.full(constraint.num_words, _EVERY_WORD, np.uint32)
+    return constraint.mask()

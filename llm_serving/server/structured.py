@@ -1,0 +1,76 @@
+"""Turns the fields of structured output into a compiled grammar."""
+
+from __future__ import annotations
+
+from llm_serving.constraints.compiler import CompiledGrammar
+from llm_serving.constraints.grammar import ANY_JSON_OBJECT, LARK, REGEX, Grammar, choice_grammar, schema_grammar
+from llm_serving.errors import RequestError
+from llm_serving.server.state import ServerState
+from llm_serving.server.structured_fields import ResponseFormat, StructuredFields, StructuredOutputs
+
+
+async def compiled_grammar(
+    state: ServerState, fields: StructuredFields, *, ignore_eos: bool, beams: bool
+) -> CompiledGrammar | None:
+    """Return the compiled grammar of a request, or None if any text is allowed. Raises RequestError."""
+    wanted = _wanted(fields)
+    if wanted is None:
+        return None
+    param, grammar = wanted
+    if state.grammars is None:
+        raise RequestError(
+            f"'{param}' is turned off on this server (serving_config.structured_outputs).",
+            param=param,
+            code="unsupported_parameter",
+        )
+    if ignore_eos or beams:
+        other = "ignore_eos" if ignore_eos else "use_beam_search"
+        raise RequestError(f"'{other}' with '{param}' is not supported.", param=other, code="unsupported_parameter")
+    return await state.grammars.compile(grammar, param)
+
+
+def _wanted(fields: StructuredFields) -> tuple[str, Grammar] | None:
+    """Return the field that constrains the text, and its grammar. Raises RequestError if there are several."""
+    form, outputs = fields.response_format, fields.structured_outputs
+    wanted = [] if form is None else _of_response_format(form)
+    if outputs is not None:
+        wanted += _of_structured_outputs(outputs)
+    if len(wanted) > 1:
+        names = " and ".join(f"'{name}'" for name, _ in wanted)
+        raise RequestError(f"{names} are given; give one of them.", param=wanted[1][0], code="invalid_value")
+    return wanted[0] if wanted else None
+
+
+def _of_response_format(form: ResponseFormat) -> list[tuple[str, Grammar]]:
+    if form.type == "text":
+        return []
+    if form.type == "json_object":
+        return [("response_format", ANY_JSON_OBJECT)]
+    if form.json_schema is None or form.json_schema.json_schema is None:
+        raise RequestError(
+            "Missing required parameter: 'response_format.json_schema.schema'.",
+            param="response_format.json_schema.schema",
+            code="missing_required_parameter",
+        )
+    return [("response_format.json_schema.schema", schema_grammar(form.json_schema.json_schema))]
+
+
+def _of_structured_outputs(outputs: StructuredOutputs) -> list[tuple[str, Grammar]]:
+    wanted: list[tuple[str, Grammar]] = []
+    if outputs.json_schema is not None:
+        wanted.append(("structured_outputs.json", schema_grammar(outputs.json_schema)))
+    if outputs.json_object:
+        wanted.append(("structured_outputs.json_object", ANY_JSON_OBJECT))
+    if outputs.regex is not None:
+        wanted.append(("structured_outputs.regex", Grammar(REGEX, outputs.regex)))
+    if outputs.choice is not None:
+        wanted.append(("structured_outputs.choice", choice_grammar(outputs.choice)))
+    if outputs.grammar is not None:
+        wanted.append(("structured_outputs.grammar", Grammar(LARK, outputs.grammar)))
+    if not wanted:
+        raise RequestError(
+            "'structured_outputs' is empty; give json, json_object, regex, choice or grammar.",
+            param="structured_outputs",
+            code="invalid_value",
+        )
+    return wanted

@@ -1,0 +1,139 @@
+"""Structured output of a real server: the text fits, never depends on the batch, and disturbs no other request."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from support.server_process import ServerProcess, running_server
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
+        "size": {"type": "integer", "minimum": -5, "maximum": 5},
+    },
+    "required": ["name", "tags", "size"],
+    "additionalProperties": False,
+}
+CHOICES = ["alpha", "beta", "gamma (3)"]
+FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+SERVERS = {
+    "native": ["model_config.op_table=native", "model_config.model_dtype=bfloat16"],
+    "two agents": ["parallel_config.tensor_parallel=2"],
+    "few blocks": ["pa_config.num_blocks=24", "scheduler_config.policy=chunked", "scheduler_config.prefix_cache=true"],
+}
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with running_server(tmp_path_factory.mktemp("server"), SERVERS[request.param]) as server:
+        yield server
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    """Completions of several kinds: constrained and free, greedy and random, with penalties and log-probabilities."""
+    bodies = []
+    for seed in range(count):
+        body = {"prompt": [1, 310 + seed, 320], "max_tokens": 120, "seed": seed, "temperature": seed % 3 * 0.7}
+        kinds: list[dict[str, Any]] = [
+            {"response_format": FORMAT},
+            {"structured_outputs": {"regex": "[a-f]{3,9}(-[0-9]+)?"}},
+            {"max_tokens": 40, "ignore_eos": True},
+            {"structured_outputs": {"choice": CHOICES}, "repetition_penalty": 1.3, "logprobs": 2},
+        ]
+        bodies.append(body | kinds[seed % 4])
+    return bodies
+
+
+def answer(server: ServerProcess, body: dict[str, Any]) -> tuple[str, str, Any]:
+    choice = server.post("/v1/completions", body)["choices"][0]
+    return choice["text"], choice["finish_reason"], choice["logprobs"]
+
+
+def check(body: dict[str, Any], text: str, finish_reason: str) -> None:
+    if finish_reason == "length":
+        assert body["max_tokens"] in (40, 120)
+    elif "response_format" in body:
+        thing = json.loads(text)
+        assert set(thing) == {"name", "tags", "size"}
+        assert len(thing["name"]) <= 12
+        assert set(thing["tags"]) <= {"red", "green", "blue"}
+        assert -5 <= thing["size"] <= 5
+    elif "regex" in body["structured_outputs"]:
+        assert re.fullmatch("[a-f]{3,9}(-[0-9]+)?", text)
+    else:
+        assert text in CHOICES
+
+
+def test_texts_fit_and_are_the_same_alone_and_together(server: ServerProcess) -> None:
+    bodies = requests(16)
+    alone = [answer(server, body) for body in bodies]
+    for body, (text, finish_reason, _) in zip(bodies, alone, strict=True):
+        check(body, text, finish_reason)
+    assert sum(finish_reason == "stop" for _, finish_reason, _ in alone) > 6
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        assert list(pool.map(lambda body: answer(server, body), bodies)) == alone
+    server.wait_until_idle()
+
+
+def test_choices_of_one_request_have_a_constraint_each(server: ServerProcess) -> None:
+    body = {"prompt": [1, 330], "n": 4, "temperature": 1, "seed": 3, "max_tokens": 20}
+    choices = server.post("/v1/completions", body | {"structured_outputs": {"regex": "[0-9]{4}"}})["choices"]
+    texts = [choice["text"] for choice in choices]
+    assert all(re.fullmatch("[0-9]{4}", text) for text in texts)
+    assert len(set(texts)) > 1
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with running_server(tmp_path_factory.mktemp("plain"), ["serving_config.agent_ports=[0]"]) as server:
+        yield server
+
+
+def test_a_chat_streams_json(plain: ServerProcess) -> None:
+    body = {"messages": [{"role": "user", "content": "A thing?"}], "response_format": FORMAT, "temperature": 0}
+    whole = plain.post("/v1/chat/completions", body | {"max_tokens": 150})["choices"][0]
+    check(body | {"max_tokens": 120}, whole["message"]["content"], whole["finish_reason"])
+
+
+def test_a_killed_agent_changes_no_constrained_text(plain: ServerProcess) -> None:
+    bodies = [body | {"max_tokens": 400, "temperature": 1} for body in requests(8)]
+    expected = [answer(plain, body) for body in bodies]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        pending = [pool.submit(answer, plain, body) for body in bodies]
+        plain.agents()[0].kill()
+        assert [each.result() for each in pending] == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "reason"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "Missing required"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"structured_outputs": {}}, "structured_outputs", "is empty"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "give one of them"),
+        ({"structured_outputs": {"regex": "a("}}, "structured_outputs.regex", "unclosed group"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "not"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "not supported"),
+        ({"structured_outputs": {"regex": "a"}, "use_beam_search": True}, "use_beam_search", "not supported"),
+    ],
+    ids=["no schema", "type", "empty", "two", "regex", "keyword", "ignore_eos", "beams"],
+)  # fmt: skip
+def test_wrong_fields_are_refused(plain: ServerProcess, fields: dict[str, Any], param: str, reason: str) -> None:
+    answer = plain.post("/v1/completions", {"prompt": "x"} | fields)
+    assert (answer["status"], answer["error"]["param"]) == (400, param)
+    assert reason in answer["error"]["message"]
+
+
+def test_structured_output_can_be_turned_off(tmp_path: Any) -> None:
+    with running_server(tmp_path, ["serving_config.structured_outputs=false"]) as server:
+        answer = server.post("/v1/completions", {"prompt": "x", "response_format": {"type": "json_object"}})
+        assert (answer["status"], "turned off" in answer["error"]["message"]) == (400, True)
+        assert server.post("/v1/completions", {"prompt": "x", "response_format": {"type": "text"}})["choices"]
