@@ -1,4 +1,4 @@
-"""What a client may ask of the text of a response: the grammars of structured output."""
+"""The grammars of structured output: the texts that a client allows as a response."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class StepMasks:
             self._publish(pending.seq, pending.masks)
 
     def advance(self, updates: Iterable[RequestUpdate]) -> list[tuple[RequestUpdate, str]]:
-        """Tell the constraints the tokens of a completed step. Returns the updates of constraints that failed, with
+        """Pass the tokens of a completed step to the constraints. Returns the updates of constraints that failed, with
         the errors."""
         if not self._sampling:
             return []
@@ -100,7 +100,7 @@ class StepMasks:
 
 
 def _mask_of(request: Request) -> Mask:
-    """Return the mask for the next token. A request that has ended may sample any token, which nobody reads."""
+    """Return the mask for the next token. A request that has ended may sample any token, because its token is not used."""
     constraint = request.constraint
     assert constraint is not None
     if request.is_finished:

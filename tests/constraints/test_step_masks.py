@@ -20,7 +20,7 @@ from support.fakes import make_limits, make_request
 
 
 class TokensSoFar:
-    """A constraint whose mask contains the tokens that it was told, so a test sees what it knew."""
+    """A constraint whose mask is the number of tokens that it has received."""
 
     num_words = 1
 

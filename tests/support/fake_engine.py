@@ -223,7 +223,9 @@ class FakeEngine:
         index: int = 0,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
         streamed: bool = True,
+        constraint: object = None,
     ) -> FakeOpenRequest:
+        assert constraint is None, "the fake engine follows no grammar"
         record = Submitted(
             request_id, list(prompt_token_ids), sampling, scheduling, streamed=streamed, arrival_time=arrival_time
         )

@@ -63,6 +63,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "performance/bench_parallel.py",
         "performance/bench_collectives.py",
         "performance/bench_step_ahead.py",
+        "performance/bench_structured.py",
         "performance/bench_recorder.py",
         "performance/bench_reliability_cost.py",
     ),
