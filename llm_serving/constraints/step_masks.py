@@ -100,7 +100,7 @@ class StepMasks:
 
 
 def _mask_of(request: Request) -> Mask:
-    """Return the mask for the next token. A request that has ended may sample any token, because its token is not used."""
+    """Return the mask for the next token. A request that has ended may sample any token: its token is not used."""
     constraint = request.constraint
     assert constraint is not None
     if request.is_finished:
