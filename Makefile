@@ -50,7 +50,7 @@ test-aarch64: setup  ## kernels for 64-bit Arm, compiled with a cross compiler a
 	@$(BIN)/python tools/check_aarch64.py $(ARGS)
 
 wheel: $(SERVING)  ## a wheel in dist/ with the kernels for every processor of this architecture; needs no compiler where it is installed
-	@rm -rf dist build/lib build/bdist.*
+	@rm -rf dist build/lib* build/bdist.*
 	@LLM_KERNELS_BUILD=all $(PATIENT) "compiling the kernels for the wheel" $(BIN)/python setup.py --quiet build_ext
 	@LLM_KERNELS_BUILD=all $(PATIENT) "packing the wheel" $(BIN)/python -m pip wheel --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .
 	@if [ -x $(BIN)/auditwheel ]; then $(BIN)/auditwheel repair --wheel-dir dist dist/*-linux_*.whl && rm dist/*-linux_*.whl; \
