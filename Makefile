@@ -44,7 +44,7 @@ test-sweeps: setup  ## more combinations, which `make test` leaves out
 test-page: setup  ## the web pages in a headless Chromium; needs Debian's packages chromium and chromium-driver
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
 	  { echo "install a browser first: apt-get install chromium chromium-driver" >&2; exit 1; }
-	@$(BIN)/python -m pytest tests/page tests/server/test_page_files.py $(ARGS)
+	@$(BIN)/python -m pytest -m page $(ARGS)
 
 test-aarch64: setup  ## kernels for 64-bit Arm, compiled with a cross compiler and tested in qemu; ARGS="--isa neon_dot"
 	@$(BIN)/python tools/check_aarch64.py $(ARGS)

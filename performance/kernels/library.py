@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from functools import cache
 from pathlib import Path
 
-import agent.kernels
 from agent.kernels import KernelsNotBuiltError, library
 
 
@@ -27,7 +27,10 @@ def load_testing_library() -> ctypes.CDLL:
 
 def replace_product_library() -> None:
     """Makes the agent of this process use the testing library. Call this before a model is loaded."""
-    agent.kernels.library_path = library.library_path = path_of_testing_library
+    product = library.library_path
+    for name, module in list(sys.modules.items()):
+        if name.startswith("agent") and getattr(module, "library_path", None) is product:
+            vars(module)["library_path"] = path_of_testing_library
     os.environ["MS_OP_PLUGIN_PATH"] = str(path_of_testing_library())
 
 

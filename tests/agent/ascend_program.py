@@ -192,7 +192,7 @@ def run_own_memory() -> dict[str, Any]:
 
 
 def _phases(graph: Any) -> dict[str, str]:
-    return {kind.value: compiled._cell.phase for kind, compiled in graph._graphs.items()}
+    return {kind.value: compiled.cell.phase for kind, compiled in graph._graphs.items()}
 
 
 def run_capture() -> dict[str, Any]:

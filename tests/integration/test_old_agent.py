@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -26,6 +27,8 @@ def test_a_server_shares_nothing_with_an_agent_of_a_killed_server(tmp_path):
     expected = old.post("/v1/completions", QUESTION)["choices"]
     [agent] = old.agents()
     os.kill(agent.pid, signal.SIGSTOP)  # so that it does not notice the end of its server
+    while agent.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
     os.kill(old.pid, signal.SIGKILL)
     old._process.wait()
     try:

@@ -10,6 +10,8 @@ from llm_serving.errors import QueueFullError
 from support.chat_page import ChatPage
 from support.http_server import wait_until
 
+pytestmark = pytest.mark.page
+
 
 def test_an_answer_is_streamed_and_measured(page: ChatPage) -> None:
     page.ask("What is the capital of France?", says="The capital is **Paris**.")

@@ -14,6 +14,8 @@ from support.chat_page import ChatPage
 from support.fake_engine import make_status
 from support.http_server import HttpServer, running
 
+pytestmark = pytest.mark.page
+
 
 @pytest.fixture
 def operator(page: ChatPage) -> ChatPage:

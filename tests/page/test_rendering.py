@@ -6,6 +6,8 @@ import pytest
 
 from support.chat_page import ChatPage
 
+pytestmark = pytest.mark.page
+
 ATTACKS = [
     "<script>window.hacked = 1</script>",
     "<img src=x onerror='window.hacked = 1'>",

@@ -13,6 +13,8 @@ from support.chat_page import ChatPage
 from support.fake_engine import make_status
 from support.http_server import HttpServer, running
 
+pytestmark = pytest.mark.page
+
 RICH = "# T\n\n<think>hm</think>\n\n`a` $x$\n\n| a |\n|---|\n| 1 |\n\n```python\n# note\nx = 'a' + f(1)\n```\n\n[link](https://x.invalid)"
 
 

@@ -60,7 +60,7 @@ def test_the_api_takes_the_range_of_the_table_and_no_more(parameter):
 
 
 def test_a_request_that_sets_nothing_has_the_defaults():
-    assert base_sampling(SamplingFields.model_validate({})) == SamplingParams()
+    assert base_sampling(SamplingFields.model_validate({}), {}) == SamplingParams()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_request_that_sets_nothing_has_the_defaults():
 )
 def test_the_value_of_a_request_reaches_the_sampling_params(parameter):
     value = type(parameter.default)(parameter.high)
-    sampling = base_sampling(SamplingFields.model_validate({parameter.name: value}))
+    sampling = base_sampling(SamplingFields.model_validate({parameter.name: value}), {})
     assert getattr(sampling, parameter.name) == value
     assert np.array(value, parameter.column) == value
     assert sampling.has_penalties == parameter.needs_history
