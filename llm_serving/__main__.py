@@ -1,4 +1,4 @@
-"""Runs the command: ``python -m llm_serving serve`` is ``llm-serving serve``."""
+"""Runs the program ``llm-serving`` as ``python -m llm_serving``. Both accept the same arguments."""
 
 import sys
 

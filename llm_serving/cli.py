@@ -111,8 +111,8 @@ class Launch:
 def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine | None = None) -> Launch:
     """Parse the command line, load the config and plan the memory.
 
-    Exits with 2 and a message on a mistake, and with 0 after ``--check``, ``--print-config``, ``--version`` or
-    ``--help``.
+    After a mistake, prints a message and exits with code 2. After ``--check``, ``--print-config``, ``--version`` or
+    ``--help``, exits with code 0.
     """
     arguments = build_parser().parse_args(argv)
     try:
@@ -144,16 +144,16 @@ def print_plan(argv: Sequence[str] | None = None, machine: Machine | None = None
 
 
 def _load(arguments: argparse.Namespace, machine: Machine) -> Config:
-    """Return the config of the options, with sizes that fit the machine.
+    """Return the config that the options describe, with sizes that fit the machine.
 
-    A model of ``--model`` gets the longest context that fits, if ``--config`` names no deployment.
+    If ``--model`` is given and ``--config`` is not, the model gets the longest context that fits.
     """
     overrides = _overrides(arguments)
     if arguments.model is None or arguments.config != DEFAULT_CONFIG:
         return fit_sizes(load_config(arguments.config, overrides), machine)
     try:
         config = fit_sizes(load_config(arguments.config, [*_AUTO_SIZES, *overrides]), machine)
-    except MemoryPlanError:  # the memory of an Ascend is not known
+    except MemoryPlanError:  # raised if the memory of an Ascend is not known
         return fit_sizes(load_config(arguments.config, overrides), machine)
     if any(override.startswith(_NUM_BLOCKS) for override in arguments.overrides):
         return config

@@ -1,4 +1,4 @@
-"""Continues a program of the repository in ``.venv``, if the Python that started it lacks the packages."""
+"""Restarts a program with the Python of ``.venv`` if the Python that started it lacks the packages."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TOOLS = (*SERVING, "rich", "matplotlib")
 
 
 def use_own_python(packages: Sequence[str] = SERVING) -> None:
-    """Continue the program with the Python of ``.venv`` if this Python lacks the packages.
+    """Restart the program with the Python of ``.venv`` if this Python lacks the packages.
 
-    Exits with 2 and the remedy if ``.venv`` lacks the packages, too.
+    Prints the remedy and exits with code 2 if ``.venv`` lacks the packages, too.
     """
     prefer_own_python(packages)
     if not _has(packages):
@@ -27,7 +27,10 @@ def use_own_python(packages: Sequence[str] = SERVING) -> None:
 
 
 def prefer_own_python(packages: Sequence[str] = SERVING) -> None:
-    """Continue the program with the Python of ``.venv`` if that exists and this Python lacks the packages."""
+    """Restart the program with the Python of ``.venv`` if this Python lacks the packages and ``.venv`` exists.
+
+    Otherwise, the program continues with this Python.
+    """
     in_own = Path(sys.prefix).resolve() == VENV_PYTHON.parents[1].resolve()
     if not _has(packages) and VENV_PYTHON.is_file() and not in_own:
         os.execv(VENV_PYTHON, [str(VENV_PYTHON), *sys.argv])  # noqa: S606

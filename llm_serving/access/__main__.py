@@ -41,7 +41,7 @@ exit code: 0 success, 2 a wrong option, key or file
 
 
 class _Log:
-    """Writes what the key store logs to standard error."""
+    """Writes the warnings and errors of the key store to standard error."""
 
     def event(self, name: str, /, *, level: str = "info", **fields: object) -> None:
         if level == "warning":

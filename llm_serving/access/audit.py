@@ -16,7 +16,10 @@ STRANGERS_PER_MINUTE = 600
 
 
 class AuditLog:
-    """Writes the audit log to a file that only the server's user can read. Raises ConfigError if it cannot."""
+    """Writes the audit log to a file that only the server's user can read.
+
+    Raises ConfigError if the file cannot be created.
+    """
 
     def __init__(self, path: str, rotation: Rotation | None = None) -> None:
         _make_private(path)
@@ -36,7 +39,7 @@ class AuditLog:
         output_tokens: int,
         duration_s: float,
     ) -> None:
-        """Write the line of one request."""
+        """Write the line of one request to the audit log. Lines with status 401 are limited in number."""
         if status == 401:
             if self._strangers.wait_s(1, time.monotonic()) > 0.0:
                 self._num_skipped += 1

@@ -22,7 +22,7 @@ VISIT = "llm_serving.visit"
 """Key of the ASGI scope for the ``Visit`` of the request, if there is access control."""
 OPEN_PATHS = frozenset({"/health/live", "/", "/operator"})
 """Paths that need no key. A supervisor restarts a server that does not respond at ``/health/live``. A browser cannot
-send a key for a page, and the pages' files are public; the pages ask for the key and send it with their requests."""
+send a key for a page, and the pages' files are public. The pages ask for the key and send it with their requests."""
 OPEN_FOLDER = "/static/"
 """Folder of the pages' files. They need no key."""
 
@@ -30,10 +30,10 @@ _NO_RIGHTS = KeyRights()
 
 
 class AccessControl:
-    """The API keys, the present use of their quotas, and the audit log. ``refused`` is called with the reason of each
-    refusal.
+    """The API keys, the present use of their quotas, and the audit log.
 
-    ``keys`` is None if only the audit log is wanted. Then every client has all rights.
+    ``refused`` is called with the reason each time a request is refused. ``keys`` is None if the server has only an
+    audit log. Then every client has all rights.
     """
 
     def __init__(self, keys: KeyStore | None, audit: AuditLog | None, refused: Callable[[str], None]) -> None:
@@ -45,8 +45,9 @@ class AccessControl:
         """Between its ``start`` and ``stop``, reads the key file again whenever the file changes."""
 
     def usage(self, name: str) -> KeyUsage:
-        """Return the present use of all keys with this name. The same object stays in use after a change of the key
-        file.
+        """Return the present use of the quotas by all keys with this name.
+
+        The object survives a change of the key file.
         """
         found = self._usages.get(name)
         if found is None:
@@ -54,7 +55,7 @@ class AccessControl:
         return found
 
     def reload(self) -> None:
-        """Let another thread read the key file if it has changed. Call this method on the event loop."""
+        """If the key file has changed, read it in another thread. Call this method on the event loop."""
         if self.keys is not None and self.keys.has_changed():
             asyncio.get_running_loop().run_in_executor(None, self.keys.refresh)
 
@@ -131,7 +132,10 @@ class Visit:
             raise NotPermittedError(f"The key {self.name!r} may not use the model {model!r}.", param="model")
 
     def priority(self, stated: int | None) -> int:
-        """Return the priority of the request. Raises NotPermittedError if it states one that the key may not use."""
+        """Return the priority of the request.
+
+        Raises NotPermittedError if the key may not use the ``stated`` priority.
+        """
         if self._key is None:
             return stated or 0
         ceiling = self._key.rights.priority
@@ -146,7 +150,10 @@ class Visit:
         return stated
 
     def reserve(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Reserve tokens before they are computed. Raises QuotaExceededError, or RequestError if they can never fit."""
+        """Reserve tokens of the key's quota before they are computed.
+
+        Raises QuotaExceededError, or RequestError if the number of tokens is larger than the whole quota.
+        """
         if self._usage is None:
             return
         try:
@@ -163,7 +170,10 @@ class Visit:
         self.num_output_tokens += num_output_tokens
 
     def leave(self) -> None:
-        """End the request: settle its tokens and write it to the audit log. Call this method once."""
+        """End the request: count its computed tokens instead of the reserved ones, and write its line to the audit log.
+
+        Call this method once.
+        """
         now = time.monotonic()
         if self._usage is not None:
             self._usage.settle(self._reserved, self.num_prompt_tokens + self.num_output_tokens)

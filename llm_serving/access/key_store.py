@@ -18,14 +18,14 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 
 
 class KeyLog(Protocol):
-    """The part of the event log that the key store uses."""
+    """The two logging methods that the key store calls on the event log."""
 
     def event(self, name: str, /, *, level: str = "info", **fields: object) -> None: ...
     def error(self, message: str, /, *, event: str = "error", **fields: object) -> None: ...
 
 
 class KeyStore:
-    """The keys of a file and of the environment. The constructor raises ConfigError if one of them is wrong."""
+    """The API keys of a file and of the environment. The constructor raises ConfigError for a wrong key or key file."""
 
     def __init__(self, path: str | None, environment: str, log: KeyLog) -> None:
         self._path = path

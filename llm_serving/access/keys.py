@@ -57,7 +57,10 @@ class ApiKey:
 
 
 class KeyLineError(ValueError):
-    """A line is not a key. The text has the problem and the remedy, but not the line, which may hold a secret."""
+    """A line of a key file does not describe a valid key.
+
+    The text has the problem and the remedy. It does not have the line, which may contain a secret.
+    """
 
 
 def new_secret() -> str:

@@ -1,4 +1,4 @@
-"""The quotas of one key: requests in flight, requests per minute and tokens per minute. The caller states the time."""
+"""The quotas of one key: requests in flight, requests per minute and tokens per minute. The caller passes the time."""
 
 from __future__ import annotations
 
@@ -78,9 +78,11 @@ class KeyUsage:
             self._drain_rate.stop()
 
     def reserve(self, name: str, rights: KeyRights, prompt: int, output: int, now: float) -> int:
-        """Reserve the maximum number of tokens of a request, and return this number. Without a limit, return 0.
+        """Reserve the maximum number of tokens of a request, and return this number. Return 0 if the key has no token
+        limit.
 
-        Raises RequestError if the request can never fit, and QuotaExceededError if it does not fit now.
+        Raises RequestError if the request exceeds the limit of a whole minute. Raises QuotaExceededError if the request
+        exceeds the tokens that are left now.
         """
         self._tokens = _fitting(self._tokens, rights.tokens_per_minute, now)
         if self._tokens is None:
@@ -112,7 +114,10 @@ class KeyUsage:
 
 
 def _fitting(allowance: Allowance | None, per_minute: int | None, now: float) -> Allowance | None:
-    """Return the allowance for a limit that may have changed with the key file."""
+    """Return ``allowance`` resized to ``per_minute``, which a change of the key file may have changed.
+
+    A missing allowance is created. Without a limit, returns None.
+    """
     if per_minute is None:
         return None
     if allowance is None:

@@ -15,8 +15,8 @@ from llm_serving.errors import ConfigError
 class ServerTls:
     """The TLS settings of the server's listeners. New connections use a renewed certificate without a restart.
 
-    The constructor raises ConfigError if a file cannot be used. With ``client_ca``, only clients with a certificate of
-    this authority can connect.
+    The constructor raises ConfigError if a file cannot be used. ``client_ca`` is the file of a certificate authority.
+    With it, only clients with a certificate of this authority can connect.
     """
 
     def __init__(self, cert: str, key: str, client_ca: str | None, log: KeyLog) -> None:
@@ -40,8 +40,7 @@ class ServerTls:
             return False
         self._seen = seen
         try:
-            # tries the files in a new context first, because an error in the context in use could leave it without a
-            # key
+            # A new context tries the files first, because an error could leave the context in use without a key.
             _context(self._cert, self._key)
             self.context.load_cert_chain(self._cert, self._key)
         except (ConfigError, OSError) as error:

@@ -1,4 +1,4 @@
-"""A client of the OpenAI API of one server: names its models, and streams answers. Uses only the standard library."""
+"""A client of one server's OpenAI API: lists its models and streams answers. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChatError(LLMServingError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One piece of an answer: text, or the number of output tokens at the end."""
+    """One piece of an answer: a piece of text, or at the end the number of output tokens and the finish reason."""
 
     text: str = ""
     tokens: int | None = None
@@ -62,7 +62,8 @@ class ChatClient:
     def stream(
         self, model: str, messages: Sequence[dict[str, str]], options: dict[str, Any]
     ) -> Generator[Piece, None, None]:
-        """Yield the pieces of the next answer. Closing the iterator closes the connection, which stops the server.
+        """Yield the pieces of the next answer. Closing the iterator closes the connection, so the server ends the
+        answer.
 
         Raises ChatError if the server refuses the conversation or ends the answer with an error.
         """
@@ -85,7 +86,10 @@ class ChatClient:
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None
     ) -> http.client.HTTPResponse:
-        """Return the response to a request. Raises ChatError with the server's message if it is not a 200."""
+        """Send a request and return its response.
+
+        Raises ChatError with the server's message unless the status is 200.
+        """
         try:
             connection.request(method, self._path + path, body, self._headers)
             response = connection.getresponse()

@@ -24,7 +24,7 @@ class Conversation:
         return [*first, *self.history, {"role": "user", "content": text}]
 
     def add(self, question: str, answer: str) -> None:
-        """Append a question and its answer, which may have been stopped."""
+        """Append a question and its answer to the history. An answer that the user stopped is incomplete."""
         self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def reset(self) -> None:

@@ -84,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _server_options(arguments: argparse.Namespace) -> list[str]:
-    """Return the options of ``llm-serving serve``. Empty if the chat starts no server."""
+    """Return the options with which the chat starts ``llm-serving serve``. Empty if the chat starts no server."""
     options = []
     for name in ("config", "model", "dtype", "quantize"):
         if (value := getattr(arguments, name)) is not None:
@@ -105,5 +105,5 @@ def _chat(arguments: argparse.Namespace, url: str) -> None:
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """End the program after a signal, so that a server that it started ends, too."""
+    """Exit after a signal. The exit also stops the server that this program has started."""
     sys.exit(128 + number)

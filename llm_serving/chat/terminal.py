@@ -73,7 +73,7 @@ class Terminal:
         print_line("the conversation is empty")
 
     def _answer(self, question: str) -> None:
-        """Print the answer while it arrives, then its figures. Ctrl-C stops it."""
+        """Print the answer to a question while it arrives, then the answer's figures. Ctrl-C stops the answer."""
         times, text, tokens, reason = AnswerTimes(time.monotonic()), "", None, None
         pieces = self._client.stream(self._model, self._conversation.with_question(question), self._options)
         try:

@@ -61,7 +61,7 @@ class Command:
 def _find_programs() -> None:
     """Let imports find ``tools`` and ``performance``: in the repository, or in the data of an installed package.
 
-    They come last, so they hide no other package.
+    Their folders are added at the end of ``sys.path``, so they hide no other package.
     """
     sys.path.extend(str(root) for root in DATA_ROOTS if str(root) not in sys.path)
 

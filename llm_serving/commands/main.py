@@ -32,9 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = build_parser().parse_args(arguments[:1]).command
     command = find_command(name)
     assert command is not None, "the parser refuses other names"
-    if command.is_filter and argv is None:  # not in a program that calls this function
+    # ``argv`` is None only on the command line, and a caller's signals must not change.
+    if command.is_filter and argv is None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.argv[0] = f"{PROGRAM} {command.name}"  # argparse shows it as the program's name
+    sys.argv[0] = f"{PROGRAM} {command.name}"  # argparse shows this as the program's name
     try:
         return command.load_main()(arguments[1:])
     except MissingPackageError as error:
