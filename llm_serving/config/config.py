@@ -1,4 +1,4 @@
-"""The class ``Config``: the checked sections of a YAML, the model's sizes, and values that follow from both."""
+"""The class ``Config``: the checked sections of a YAML, the model's sizes, and values that are calculated from them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ class Config:
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of a number of ``model_config.model_dtype``: of activations, and of weights that are not quantised."""
+        """Number of bytes of a ``model_config.model_dtype``, the type of activations and of weights that are not
+        quantised.
+        """
         return weight_format(self.model_config.model_dtype).bits // 8
 
     @property
@@ -126,7 +128,10 @@ class Config:
 
     @property
     def shard_group(self) -> int:
-        """Number of inputs that share a scale, so that one agent must have them all. 1: agents may split anywhere."""
+        """Number of a linear layer's inputs that share a scale. One agent must hold all inputs of a scale.
+
+        1 means that the inputs may be split among agents at any position.
+        """
         if self.stored_weight_format is not None:
             return self.stored_weight_group
         return self.model_config.weight_group if weight_format(self.weight_format).has_groups else 1
@@ -138,8 +143,10 @@ class Config:
 
     @property
     def sum_shards(self) -> tuple[Shard, ...]:
-        """The parts of the model whose results a single agent adds in order, as ``parallel_config.sum_parts`` agents
-        would.
+        """The parts of the model that a single agent computes one after another if ``parallel_config.sum_parts`` is
+        above 1.
+
+        The agent adds the results of these parts in order. So the sums equal those of ``sum_parts`` agents.
         """
         if self.parallel_config.sum_parts == 1:
             return ()
@@ -216,16 +223,18 @@ class Config:
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Maximum number of tokens of a step: as configured, but no more than the sequences of a step can have."""
+        """Maximum number of tokens in a step.
+
+        The configured limit is lowered to the tokens that the sequences of a step can have.
+        """
         limit = self.scheduler_config.max_num_batched_tokens or max(self.model_config.seq_length)
         return max(min(limit, self.max_prefill_seqs * self.max_model_len), self.max_decode_seqs)
 
     @property
     def cache_namespace(self) -> bytes:
-        """Everything that determines keys and values, apart from the tokens, as JSON: model, arithmetic and storage
-        format.
+        """JSON text of all settings on which keys and values depend: model, arithmetic and storage format.
 
-        Block hashes begin with it, so a prefix is never shared between different models.
+        Block hashes begin with this text, so a prefix is never shared between different models.
         """
         model = self.model_config
         weights = (self.model_name, model.model_type, model.model_path, model.load_format, model.seed)
@@ -242,7 +251,10 @@ class Config:
 
     @property
     def row_check_interval(self) -> int:
-        """Number of decode steps of which one has a sequence that is computed again. 0: none has."""
+        """Interval of the row check in decode steps: in one of these steps, the agents compute one sequence again.
+
+        0 turns the check off.
+        """
         wanted = self.serving_config.row_check_interval
         return wanted if wanted is not None else DEFAULT_ROW_CHECK_INTERVAL * (self.device == "CPU")
 

@@ -59,7 +59,10 @@ def _build_section(raw: RawConfig, name: str, cls: type[T]) -> T:
 
 
 def nearest(word: str, candidates: list[str]) -> str:
-    """Return the end of an error about an unknown ``word``: the most similar candidate, or all candidates."""
+    """Return the end of an error message about the unknown ``word``. It names the most similar candidate.
+
+    If no candidate is similar enough, it names all candidates.
+    """
     match = difflib.get_close_matches(word, candidates, n=1, cutoff=0.0)[0]
     if difflib.SequenceMatcher(None, word, match).ratio() >= 0.6:
         return f"; did you mean {match!r}?"

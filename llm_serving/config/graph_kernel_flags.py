@@ -33,7 +33,7 @@ def parse_flags(text: str) -> dict[str, str]:
 
 
 def read_flags(fields: TypedFields, key: str) -> str:
-    """Return the text of ``key``. Raises the fields' error if it has a word that is no flag of MindSpore."""
+    """Return the text of ``key``. Raises the error class of ``fields`` if a word is not a flag of MindSpore."""
     text = fields.text(key, "")
     for word in text.split():
         name = word.removeprefix("--").partition("=")[0]

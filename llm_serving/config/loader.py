@@ -56,7 +56,7 @@ def parse_override(text: str) -> tuple[str, str, object]:
         raise ConfigError(f"{COMMAND_LINE} {text!r}: must be section.key=value, as in pa_config.num_blocks=2048")
     if len(text) > MAX_OVERRIDE_CHARACTERS:
         raise ConfigError(f"{COMMAND_LINE} {path}: has more than {MAX_OVERRIDE_CHARACTERS} characters")
-    if section not in SECTIONS:  # the published sections without effect cannot be overridden
+    if section not in SECTIONS:  # ``SECTIONS`` has no published sections without effect, so they cannot be overridden
         raise ConfigError(f"{COMMAND_LINE} {text!r}: unknown section {section!r}{nearest(section, list(SECTIONS))}")
     hints = typing.get_type_hints(SECTIONS[section])
     if key not in hints:

@@ -130,7 +130,7 @@ def _context(fields: TypedFields) -> MindSporeContext:
 
 
 def _save_graphs(fields: TypedFields) -> int:
-    """Return the amount of graphs to write, from 0 to 3. MindSpore also accepts true for 1 and false for 0."""
+    """Return MindSpore's level for writing graphs to files, from 0 to 3. Also accepts true as 1 and false as 0."""
     value = fields.value("save_graphs")
     return int(value) if isinstance(value, bool) else fields.integer("save_graphs", 0, 0, 3)
 
@@ -146,13 +146,14 @@ def _memory(fields: TypedFields, key: str) -> int | None:
 
 
 def _shape(fields: TypedFields, arch: TypedFields) -> ModelShape | None:
-    """Return the model's sizes, or None if ``model.model_config`` has none. The model folder then has the sizes.
+    """Return the model's sizes, or None if ``model.model_config`` does not state them.
 
-    Keys are those of MindFormers' Llama or, for other models, those of ``config.json``. A Qwen2 has no sizes here.
+    In that case, the sizes are in the model folder, for example for Qwen2. The YAML uses the keys of MindFormers' Llama
+    or, for other models, the keys of ``config.json``.
     """
     if "num_hidden_layers" in fields or "num_attention_heads" in fields:
         return _shape_in_hugging_face_names(fields)
-    has_biases = fields.boolean("qkv_has_bias", False)  # a Qwen2, whose dimensions are in the model folder
+    has_biases = fields.boolean("qkv_has_bias", False)  # true for a Qwen2, whose sizes are in the model folder
     if has_biases or fields.value("type") in _SIZES_IN_FOLDER or not any(key in fields for key in _LLAMA_SIZES):
         _check_types(fields)
         return None
@@ -218,9 +219,10 @@ def _intermediate_size(fields: TypedFields, hidden: int) -> int:
 
 
 def _rope_scaling(fields: TypedFields, trained: int) -> RopeScaling | None:
-    """Return the scaling of ``extend_method``: None, PI (positions are divided by ``scaling_factor``), or LLAMA3.
+    """Return the rotary scaling that ``extend_method`` names. None means no scaling.
 
-    ``trained``: the maximum length of a sequence in tokens.
+    ``PI`` divides positions by ``scaling_factor``, and ``LLAMA3`` scales as in Llama 3. ``trained`` is the length of
+    the sequences that the model was trained with, in tokens.
     """
     method = fields.text("extend_method", "None", ("None", "PI", "LLAMA3"))
     if method == "LLAMA3":

@@ -26,8 +26,11 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 
 @dataclass(frozen=True, slots=True)
 class _Unused:
-    """One setting of a MindFormers YAML: the accepted types, the reason why it has no effect, and the value that
-    applies here anyway."""
+    """One setting of a MindFormers YAML that has no effect.
+
+    ``kinds`` are the accepted types, and ``reason`` states why the setting has no effect. ``neutral`` is the value that
+    this server behaves like. A setting with this value is not reported.
+    """
 
     kinds: tuple[type, ...]
     reason: str
@@ -107,8 +110,8 @@ _MODEL: Mapping[str, _Unused] = {
 def find_unused(document: TypedFields, read: Mapping[str, str]) -> tuple[UnusedSetting, ...]:
     """Return the settings of a MindFormers YAML that have no effect.
 
-    ``read`` has the full names of the settings with an effect. Raises the fields' error, with file, key and value, if a
-    known setting has a wrong kind.
+    ``read`` has the full names of the settings with an effect. If a known setting has a wrong type, raises the error
+    class of ``document`` with file, key and value.
     """
     sizes = document.mapping("model").mapping("model_config")
     is_config_json = "num_hidden_layers" in sizes or "num_attention_heads" in sizes
@@ -122,7 +125,11 @@ def find_unused(document: TypedFields, read: Mapping[str, str]) -> tuple[UnusedS
 def _of_section(
     fields: TypedFields, prefix: str, known: Mapping[str, _Unused], read: Mapping[str, str], unknown: str
 ) -> list[UnusedSetting]:
-    """Return the settings of one section. ``unknown``: the reason for settings that no table has; empty skips them."""
+    """Return the settings without effect in one section, whose full names begin with ``prefix``.
+
+    ``known`` is the table of the section, and ``read`` names the settings with an effect. ``unknown`` is the reason
+    that is reported for a setting in neither. If it is empty, these settings are not reported.
+    """
     found = []
     for key in fields.keys():  # noqa: SIM118  (not a dict)
         value, entry = fields.value(key), known.get(key)

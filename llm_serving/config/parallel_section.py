@@ -53,7 +53,10 @@ class ParallelConfig:
 
     @property
     def as_summed(self) -> ParallelConfig:
-        """These settings with ``sum_parts`` agents. A single agent with ``sum_parts`` gives the same results."""
+        """These settings with ``sum_parts`` tensor-parallel agents.
+
+        One agent with ``sum_parts`` gives the same results.
+        """
         return replace(self, tensor_parallel=self.sum_parts, sum_parts=1)
 
     @property

@@ -18,7 +18,7 @@ _PREDICTOR = "there is no predictor model; scheduler_config.predict_output_lengt
 
 @dataclass(frozen=True, slots=True)
 class ModelPathConfig:
-    """Files of compiled graphs for the published server. The number of graphs is the number of agents."""
+    """Files of compiled graphs for the published server. The published server has one agent for each prefill graph."""
 
     prefill_model: tuple[str, ...] | None = without_effect("Prefill graph of each agent.", _MINDIR)
     decode_model: tuple[str, ...] | None = without_effect("Decode graph of each agent.", _MINDIR)
@@ -31,7 +31,7 @@ class ModelPathConfig:
 
 @dataclass(frozen=True, slots=True)
 class FastServeConfig:
-    """Queues of FastServe (Wu et al. 2023) in the published server."""
+    """Settings of the published server's FastServe scheduler (Wu et al. 2023), which has several queues."""
 
     time_slice: float | None = without_effect("Time slice of the first queue.", _FASTSERVE)
     rate: float | None = without_effect("Ratio of the time slices of two queues.", _FASTSERVE)

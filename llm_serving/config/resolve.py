@@ -155,7 +155,7 @@ class Resolver:
     def _sized_cache(self, device: str, model: ModelConfig, shape: ModelShape) -> PagedAttentionConfig:
         """Return the section with numbers instead of ``auto``: the device's block size, and the fewest blocks.
 
-        The fewest blocks hold one sequence of the maximum length, and the block that pads tables.
+        The fewest blocks hold one sequence of the maximum length, and the null block, which pads block tables.
         """
         cache: PagedAttentionConfig = self._sections["pa_config"]
         if cache.block_size == AUTO_SIZE:
@@ -178,7 +178,7 @@ class Resolver:
 
     @property
     def _folder_is_overridden(self) -> bool:
-        """True if ``--set`` names the model folder. Its sizes and tokens then replace those in the YAML."""
+        """True if ``--set`` names the model folder. The folder's sizes and tokens then replace those of the YAML."""
         return self._raw.is_overridden("model_config.model_path")
 
     def _find(self, key: str, name: str | None) -> Path | None:
@@ -205,10 +205,11 @@ class Resolver:
         return folder
 
     def _take_compute_dtype(self, op_table: str, mindformers: MindFormersFile | None) -> None:
-        """Replace a published FLOAT32 by MindFormers' ``compute_dtype`` if the native operators need another type.
+        """Use MindFormers' ``compute_dtype`` as ``model_dtype`` if a published config has FLOAT32 with native
+        operators.
 
-        In the published server, ``model_dtype`` is the type of the logits, and MindFormers computes in
-        ``compute_dtype``.
+        Native operators do not compute in float32. In the published server, ``model_dtype`` is only the type of the
+        logits, and MindFormers computes in ``compute_dtype``.
         """
         key, stated = "model_config.model_dtype", mindformers.compute_dtype if mindformers else None
         if op_table != "native" or self._model.model_dtype != "float32" or self._raw.is_overridden(key):
@@ -338,7 +339,11 @@ class Resolver:
 
 
 def fewest_blocks(length: int, block_size: int) -> int:
-    """Return the fewest blocks that hold a sequence without its last token, and the block that pads tables."""
+    """Return the smallest number of blocks with which one sequence of ``length`` tokens can run.
+
+    These are the sequence's blocks and the null block. The last token needs no space, because its keys and values are
+    never read.
+    """
     return max(2, -(-(length - 1) // block_size) + 1)
 
 

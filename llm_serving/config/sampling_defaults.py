@@ -19,7 +19,10 @@ _REMEDY = "correct the file, or set serving_config.generation_config: none"
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """The recommended parameters, with the names of ``SamplingParams``. None: the model recommends nothing."""
+    """The recommended parameters, with the names of ``SamplingParams``.
+
+    A parameter is None if the model recommends no value for it.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -34,9 +37,9 @@ class SamplingDefaults:
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Return the recommendations of a model folder, or none if it has no file.
+    """Return the sampling parameters that a model folder recommends. All are None if the folder lacks the file.
 
-    Raises CheckpointError for a value that the API would refuse, too.
+    Raises CheckpointError for a value that the API would also refuse.
     """
     file = folder / FILE
     if not file.is_file():

@@ -16,9 +16,9 @@ _METADATA_KEY = "config_key"
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """The declaration of a configuration key, without type and default. Limits are inclusive.
+    """The declaration of a configuration key. The dataclass field has its type and default. Limits are inclusive.
 
-    In a list, limits and choices apply to each element.
+    If the key is a list, limits and choices apply to each element.
     """
 
     meaning: str
@@ -49,7 +49,7 @@ def own(default: object, meaning: str, **details: Any) -> Any:
 
 
 def without_effect(meaning: str, reason: str, default: object = None, **details: Any) -> Any:
-    """Declare a key of the published configs that is read and checked, but has no effect, with the reason."""
+    """Declare a key of the published configs that is read and checked, but has no effect. ``reason`` states why."""
     null = "not stated" if default is None else ""
     return _key(default, KeyInfo(meaning, published=True, no_effect=reason, null=null, **details))
 

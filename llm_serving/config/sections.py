@@ -294,7 +294,7 @@ class WarmupInputsConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Which requests a step has, and how many may wait. `docs/scheduling.md` compares the choices."""
+    """The choice of requests for each step, and limits on waiting requests. `docs/scheduling.md` compares policies."""
 
     policy: str = own(
         "prefill_first",

@@ -48,7 +48,7 @@ class UnusedSetting:
 
 
 def unused_lines(settings: Sequence[UnusedSetting]) -> list[str]:
-    """Return a line for each file and reason, with the settings that share them."""
+    """Return one line for each pair of file and reason. The line lists all settings of the file with this reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for each in settings:
         groups.setdefault((each.file, each.reason), []).append(f"{each.key} = {each.value}")

@@ -85,10 +85,11 @@ def _check_protection(raw: RawConfig, serving: ServingConfig) -> None:
 
 
 def agents_of_graphs(raw: RawConfig, sections: Mapping[str, Any]) -> int | None:
-    """Return the number of agents that a published config states by its number of prefill graphs.
+    """Return the number of agents that a published config implies, or None if it implies none.
 
-    The published server splits a model over one agent for each graph. The result is None for a single graph, and if the
-    config has its own ``parallel_config``. Raises ConfigError if the graphs and the agents' ports differ in number.
+    The published server has one agent for each prefill graph of ``model_path``. The result is None if there is at most
+    one graph, or if the config has its own ``parallel_config``. Raises ConfigError if the numbers of prefill graphs,
+    decode graphs and agents' ports differ.
     """
     graphs, decode, ports = (
         sections["model_path"].prefill_model or (),
@@ -181,7 +182,11 @@ def check_formats(raw: RawConfig, model: ModelConfig) -> None:
 
 
 def check_stored_format(raw: RawConfig, config: Config) -> None:
-    """Check that a quantized checkpoint keeps its integers or becomes floats. Integers are never rounded again."""
+    """Check that ``weight_format`` suits a quantized checkpoint.
+
+    The format must keep the checkpoint's integers or convert them to floats. Integers are never rounded to another
+    integer format.
+    """
     wanted, stored = config.model_config.weight_format, config.stored_weight_format
     if stored is None or wanted == AUTO or weight_format(wanted).is_float:
         return
@@ -313,13 +318,13 @@ def _check_native_experts(raw: RawConfig, config: Config, outputs: int) -> None:
 
 
 def _layer_inputs(shape: ModelShape) -> tuple[int, ...]:
-    """Return the numbers of inputs of the linear layers. ``shape`` is one agent's part of the model."""
+    """Return the number of inputs of each kind of linear layer. ``shape`` is one agent's part of the model."""
     inputs = (shape.hidden_size, shape.num_attention_heads * shape.head_dim)
     return (*inputs, shape.intermediate_size) if _has_mlps(shape) else inputs
 
 
 def _layer_outputs(shape: ModelShape) -> tuple[int, ...]:
-    """Return the numbers of outputs of the linear layers that have more outputs than inputs."""
+    """Return the number of outputs of each kind of linear layer that has more outputs than inputs."""
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
     outputs = (heads * shape.head_dim,)
     return (*outputs, 2 * shape.intermediate_size) if _has_mlps(shape) else outputs
@@ -331,8 +336,9 @@ def _has_mlps(shape: ModelShape) -> bool:
 
 
 def _refuse_wide_groups(raw: RawConfig, config: Config, fewest: int) -> None:
-    """Raise ConfigError, because more inputs share a scale than the smallest layer of an agent has. ``fewest`` is the
-    number of inputs of that layer.
+    """Raise the ConfigError for a quantisation group that is larger than the inputs of a linear layer.
+
+    ``fewest`` is the smallest number of inputs of a layer in one agent.
     """
     group, agents = config.shard_group, config.parallel_config.tensor_parallel
     whose = "the inputs of every layer with native operators" if agents == 1 else "an agent's inputs of every layer"
@@ -382,8 +388,10 @@ def check_sharing(raw: RawConfig, config: Config) -> None:
 
 
 def check_batches(raw: RawConfig, config: Config) -> None:
-    """Check that ``chunk_tokens`` is at most the tokens of a step, and ``batch_size`` at most the number of running
-    sequences.
+    """Check ``chunk_tokens`` and ``batch_size`` against the limits of a step.
+
+    ``chunk_tokens`` must not exceed the maximum number of tokens in a step. ``batch_size`` must not exceed the maximum
+    number of running sequences.
     """
     chunk_tokens, most_tokens = config.scheduler_config.chunk_tokens, config.max_num_batched_tokens
     if chunk_tokens is not None and chunk_tokens > most_tokens:
@@ -396,8 +404,9 @@ def check_batches(raw: RawConfig, config: Config) -> None:
 
 
 def check_lengths(raw: RawConfig, config: Config) -> None:
-    """Check that a step can have a token for each running sequence, and that the KV cache can hold the longest sequence
-    without its last token.
+    """Check that the KV cache can hold the longest sequence, and that a decode step can hold all running sequences.
+
+    The cache never holds the last token of a sequence, because no later token reads its keys and values.
     """
     cache, longest = config.pa_config, config.max_model_len
     usable = (cache.num_blocks - 1) * cache.block_size
