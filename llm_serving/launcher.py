@@ -7,8 +7,8 @@ get a 503 and running ones may complete (``serving_config.drain_timeout_s``). Th
 the engine, then the agents. A second signal ends the process immediately. SIGUSR1 opens the log files again. SIGHUP
 reads the key file and the certificate again, if they have changed.
 
-If the engine or the HTTP server ends by itself, the process ends with exit code 1, so that its supervisor (systemd,
-Kubernetes) starts it again.
+If the engine or the HTTP server ends without a signal, the process ends with exit code 1. Its supervisor (systemd,
+Kubernetes) then starts it again.
 """
 
 from __future__ import annotations
@@ -193,7 +193,10 @@ class _Launcher:
         owned.callback(npus.close)
 
     def _more_sockets(self, owned: ExitStack) -> tuple[socket.socket | None, socket.socket | None]:
-        """Listen on the port for administration and on the UNIX socket. None stands for one that is not configured."""
+        """Listen on the port for administration and on the UNIX socket, and return both sockets.
+
+        In the result, None means that the config does not ask for this socket.
+        """
         settings, admin_socket, unix_socket = self._config.serving_config, None, None
         if settings.admin_port is not None:
             key = "serving_config.admin_port"
@@ -300,9 +303,9 @@ def _url(scheme: str, listener: socket.socket) -> str:
 
 
 def _freeze_objects() -> None:
-    """Exclude the objects of the start from garbage collection, because they live as long as the server.
+    """Exclude the objects that exist after the start from garbage collection. They live as long as the server.
 
-    Each collection of them would delay all requests by 50 to 150 ms.
+    Otherwise, each full collection would check them again, and delay all requests by 50 to 150 ms.
     """
     gc.collect()
     gc.freeze()

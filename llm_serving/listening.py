@@ -51,10 +51,10 @@ def listen(ip: str, port: int, *, backlog: int, key: str) -> socket.socket:
 
 @contextlib.contextmanager
 def listen_unix(path: str, mode: int, *, backlog: int) -> Iterator[socket.socket]:
-    """Listen on a UNIX socket with the permission bits ``mode``, and remove it at the end.
+    """Listen on a UNIX socket with the permission bits ``mode``. Removes the socket's file at the end.
 
-    A socket that an earlier server left behind is replaced. If another server listens there, or the path is something
-    else, this function raises ConfigError.
+    A socket file that an earlier server left behind is replaced. Raises ConfigError if another server listens on
+    ``path``, or if ``path`` is not a socket.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.closing(listener):
@@ -71,12 +71,15 @@ def listen_unix(path: str, mode: int, *, backlog: int) -> Iterator[socket.socket
             yield listener
         finally:
             with contextlib.suppress(OSError):
-                if os.stat(path).st_ino == made:  # another server may have replaced it
+                if os.stat(path).st_ino == made:  # false if another server has replaced the file
                     os.unlink(path)
 
 
 def _remove_abandoned(path: str) -> None:
-    """Remove a UNIX socket on which nothing listens. Raises ConfigError if something does, or OSError."""
+    """Remove a UNIX socket file on which no server listens.
+
+    Raises ConfigError if a server listens, or if the path is not a socket. Raises OSError for other problems.
+    """
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise ConfigError(f"{_UNIX_KEY}: {path} exists and is not a socket; remove it, or choose another path")

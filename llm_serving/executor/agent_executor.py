@@ -1,7 +1,7 @@
 """The executor with real agents: steps go through step slots in shared memory to a group of agents.
 
 If an agent dies, the whole group is restarted. All work happens inside ``poll``, in the engine thread. One selector
-waits for the agents' sockets, the ends of their processes and the wake-up descriptor, so an idle server sleeps.
+waits for messages on the agents' sockets, for the exit of an agent, and for ``wake``. So an idle server sleeps.
 """
 
 from __future__ import annotations
@@ -231,7 +231,10 @@ class AgentExecutor:
         return self._control_seq
 
     def _lose(self, error: AgentError) -> list[ExecutorEvent]:
-        """End the group and plan its restart, or give up. Steps that an agent had failed end with its error."""
+        """End the group, and plan its restart or give up. Returns the events for the engine.
+
+        If an agent has reported a step as failed, the event of this step has the agent's error.
+        """
         failures = self._steps.join.take_failures() if self._steps.join is not None else []
         events: list[ExecutorEvent] = [StepResult(seq, error=text) for seq, text in failures]
         check, step = (error.check, error.step) if isinstance(error, SelfCheckError) else ("", None)
@@ -254,7 +257,7 @@ class AgentExecutor:
     def _unregister(self, group: AgentGroup) -> None:
         for link in group.links:
             for source in (link.channel, link.process.exit_descriptor):
-                with contextlib.suppress(KeyError):  # not registered if the start failed earlier
+                with contextlib.suppress(KeyError):  # KeyError: the start failed before this object was registered
                     self._selector.unregister(source)
 
     def _deadline(self) -> tuple[float, str] | None:

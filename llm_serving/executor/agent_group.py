@@ -1,4 +1,4 @@
-"""The server's end of one replica's agents: their links, and the shared memory that all of them map."""
+"""The server's side of one replica's agents: the links to them, and the shared memory that they map."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class AgentGroup:
 
     @property
     def summary(self) -> dict[str, object]:
-        """Facts for the log from the agent that returns the results, with the number of agents if there are several."""
+        """Facts for the log, from the agent that samples. A group of several agents also has their number."""
         size = {"agents": len(self.links)} if len(self.links) > 1 else {}
         return {**self.links[self._answering].summary, **size}
 
     def note_progress(self) -> None:
-        """Update ``is_ready`` while agents start. Remove the memory's name when every agent has mapped the memory."""
+        """Update ``is_ready`` while agents start. When every agent has mapped the shared memory, remove its name."""
         if all(link.is_connected for link in self.links):
             self.memory.unlink()
             self.is_ready = all(link.is_ready for link in self.links)
@@ -72,7 +72,10 @@ class AgentGroup:
                 link.channel.send(payload)
 
     def describe_loss(self, noticed: AgentError) -> AgentError:
-        """Return the error with the other agents that ended at the same time. One of them may be the cause."""
+        """Return the error ``noticed``, extended by the other agents of the group that have also ended.
+
+        The agent that the server noticed first need not be the one that failed first.
+        """
         others = [
             f"agent {link.rank} ended too ({code})"
             for link in self.links

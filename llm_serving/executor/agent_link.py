@@ -1,4 +1,4 @@
-"""The server's end of one agent: its process, its connection and the state of its start."""
+"""The server's side of one agent: its process, its connection and its progress while it starts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class GroupMemory:
             self.exchange.unlink()
 
     def close(self) -> None:
-        """Remove the names and the server's mappings."""
+        """Remove the segments' names and the server's mappings of the segments."""
         self.slot_memory.close()
         if self.exchange is not None:
             self.exchange.close()

@@ -1,4 +1,4 @@
-"""The operating-system processes that the server starts: their start with inherited descriptors and their end."""
+"""Starts and stops the operating-system processes that the server needs. The processes inherit file descriptors."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def bind_agent_ports(ip: str, ports: Sequence[int]) -> Iterator[list[socket.sock
 def connected_pair(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
     """Return both ends of a new connection through an agent's port. The server keeps the first, the agent the second.
 
-    So an agent never needs to accept a connection, and no other local program can connect to it. Connections of other
-    programs to the port are closed here, or stay in the kernel's queue. Raises OSError.
+    So an agent never accepts a connection, and no other local program can connect to it. If other programs connect to
+    the port, this function closes their connections. Later ones are never accepted. Raises OSError.
     """
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     listener.settimeout(0.0)
     with contextlib.suppress(BlockingIOError):
-        while time.monotonic() < deadline:  # other programs may have connections in the queue
+        while time.monotonic() < deadline:  # close connections of other programs that wait in the queue
             listener.accept()[0].close()
     own = socket.socket(listener.family, socket.SOCK_STREAM)
     try:
@@ -62,13 +62,15 @@ def connected_pair(listener: socket.socket) -> tuple[socket.socket, socket.socke
 
 
 class ModuleProcess:
-    """A process that runs ``python -m MODULE``. It inherits a pipe, which closes when the server ends.
+    """A process that runs ``python -m MODULE``. It inherits a pipe, which closes when the server ends, so that the
+    process can end, too.
 
-    The option ``-P`` keeps the working directory out of the module path, so that a folder ``agent`` there is not run.
+    Python's option ``-P`` removes the working directory from the module path. Otherwise, a folder ``agent`` in the
+    working directory would run instead of the module.
 
     ``pipe_option`` is the process's option for the number of the pipe's descriptor. The output of the process goes to
-    the file ``log_path``, which ``rotation`` limits. ``environment`` extends the server's environment. Raises
-    AgentStartError with ``name``.
+    the file ``log_path``, which ``rotation`` limits. ``environment`` extends the server's environment. If the process
+    cannot be started, raises AgentStartError with ``name`` in the message.
     """
 
     def __init__(
@@ -99,7 +101,8 @@ class ModuleProcess:
                 stdout=self.log.descriptor,
                 stderr=self.log.descriptor,
                 env={**os.environ, **environment, "PYTHONPATH": path},
-                start_new_session=True,  # a signal to the server's process group must not end agents out of order
+                # Separate the signals: Ctrl-C must reach only the server, which then stops its agents in order.
+                start_new_session=True,
             )
         except OSError as error:
             self._close_pipe()
@@ -136,7 +139,7 @@ class AgentProcess(ModuleProcess):
     ``socket`` is the server's end of the connection to the agent. The caller owns it.
 
     ``secret`` is new for every run. It never appears in an argument, an environment variable or a file. ``module`` is
-    the module for ``python -m``. Tests use an agent without a device.
+    the module for ``python -m``. Tests replace it by an agent that needs no device.
     """
 
     def __init__(

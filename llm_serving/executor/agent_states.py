@@ -23,11 +23,11 @@ def backoff_after(restarts: int) -> float:
 
 
 class Restarts:
-    """Counts the restarts of one group and limits them to ``limit`` consecutive ones. Times are seconds of the caller's
-    clock.
+    """Counts the restarts of one group. ``limit`` is the maximum number of restarts in a row, or None.
 
     Without a limit, a group that has been ready is restarted until the server ends. A group that has never been ready
-    is not restarted: the server then stops, and its supervisor decides.
+    is not restarted: the server stops, so that its supervisor can restart it. All times are seconds of the caller's
+    clock.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -92,7 +92,10 @@ class AgentStates:
         self._replies.clear()
 
     def add(self, member: int, reply: StatusReply, links: Sequence[AgentLink]) -> AgentStatus | None:
-        """Process an agent's reply. ``member`` is its number in the group. Returns the status after the last reply."""
+        """Process the reply of the agent with number ``member`` in the group.
+
+        Returns the status of all agents after the last missing reply, otherwise None.
+        """
         self._replies[member] = reply
         if len(self._replies) < len(self._listeners):
             return None

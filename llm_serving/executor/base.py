@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class AgentReady:
     """Every agent is ready and holds no state. From now on, steps may be submitted.
 
-    The first event follows the start, and each further one follows a loss.
+    The first ``AgentReady`` comes after the start. Every later one comes after a restart of lost agents.
     """
 
     summary: Mapping[str, object] = field(default_factory=dict)
@@ -35,8 +35,8 @@ class AgentReady:
 class AgentLost:
     """An agent died or stopped replying, and its group was ended. Every step in flight is void and has no result.
 
-    If the loss is not ``final``, an ``AgentReady`` follows when the agents have been restarted. No step may be
-    submitted before.
+    If the loss is not ``final``, the agents are restarted, and an ``AgentReady`` follows. Until then, no step may be
+    submitted.
     """
 
     error: str

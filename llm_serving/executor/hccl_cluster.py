@@ -28,7 +28,7 @@ class HcclCluster(ModuleProcess):
 
         ``timeout_s``: maximum time until all workers have found each other.
         """
-        host = "127.0.0.1" if host == "localhost" else host  # MindSpore accepts only addresses
+        host = "127.0.0.1" if host == "localhost" else host  # MindSpore accepts IP addresses, but no host names
         self._common = {
             "MS_WORKER_NUM": str(num_agents),
             "MS_SCHED_HOST": host,
@@ -53,7 +53,7 @@ class HcclCluster(ModuleProcess):
 
 
 def _free_port(host: str) -> int:
-    """Return a free port. The scheduler binds it shortly afterwards."""
+    """Return a port that is free now. The cluster's scheduler process binds it shortly afterwards."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))

@@ -1,5 +1,7 @@
-"""The log file of a process that the server starts: a thread writes there what the process prints, without control
-characters."""
+"""The log file of a process that the server starts.
+
+A thread copies the process's output there, without control characters.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ _TAIL_CHARS = 4000
 
 
 class ProcessLog:
-    """Appends the output of one process to the file ``path``. The caller starts the process with ``descriptor`` as its
-    output.
+    """Appends the output of one process to the file ``path``.
 
-    Call ``process_started`` when the process has the descriptor, or could not be started. A full disk loses lines and
-    does not disturb the process. Raises OSError if the file cannot be opened.
+    The caller starts the process with ``descriptor`` as its output, and then calls ``process_started``, even if the
+    start failed. If the disk is full, lines are lost, but the process continues. The constructor raises OSError if the
+    file cannot be opened.
     """
 
     def __init__(self, path: Path, rotation: Rotation | None = None) -> None:
@@ -36,7 +38,7 @@ class ProcessLog:
         self._file = LogFile(path, LossReports(_loss_notice, report_on_stderr), rotation)
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._source, self.descriptor = os.pipe()
-        with contextlib.suppress(OSError):  # the system may allow less
+        with contextlib.suppress(OSError):  # the system may limit pipes to a smaller size
             fcntl.fcntl(self.descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._thread = threading.Thread(target=self._copy, name=f"log of {path.stem}", daemon=True)
         self._thread.start()

@@ -10,11 +10,12 @@ from llm_serving.ipc.messages import StepDone, StepFailed
 
 
 class StepJoin:
-    """The replies to steps that not all agents have completed. ``first_rank``: rank of the first agent, for messages.
+    """Collects the replies of a group's agents to each step. A step is complete when all agents have replied.
 
     The agents of a group run a step together. If all agents refuse a step, only this step has failed. If only some
-    agents fail it, the others may wait forever in the middle of the step. The step's requests then end, and the group
-    must be restarted: ``torn`` has the reason. It is set at the latest at the time ``overdue_at``.
+    agents fail the step, the other agents may wait forever in the middle of it. Then the group must be restarted, and
+    the step's requests end. In this case ``torn`` is set to the reason, at the latest at the time ``overdue_at``.
+    ``first_rank`` is the rank of the first agent, for messages.
     """
 
     GRACE_S = 5.0
@@ -74,7 +75,10 @@ class StepJoin:
             self.torn = f"{failed} failed step {seq}, and no answer came from agents {waited} within {self.GRACE_S:g} s"
 
     def take_failures(self) -> list[tuple[int, str]]:
-        """Return the incomplete steps that an agent has failed, with the error. All replies are dropped."""
+        """Return the incomplete steps that at least one agent has failed: (step number, error text).
+
+        Forgets all replies.
+        """
         found = [(seq, _text(_failures(self._replies[seq]).values())) for seq in sorted(self._failed)]
         self._replies.clear()
         self._failed.clear()

@@ -52,13 +52,14 @@ class _Batch:
 
 
 class StepSlots:
-    """The step slots of one run of the agents with these ``ranks``. While no agents are ready, there are no ``slots``.
+    """The step slots of one run of a group of agents. ``slots`` is empty while no agents are ready.
 
-    A slot is free, or it belongs to a step from ``write`` until ``take`` returns the step's result.
+    ``ranks`` are the ranks of the agents. A slot is free, or it belongs to a step from ``write`` until ``take`` returns
+    the step's result.
 
     For each batch row, the object keeps the inputs that stay the same from step to step, and copies them into the
-    slots. A batch row's sampling parameters and block table are written when a request starts or restarts the batch
-    row. Later only new blocks are added. A decode step with the sequences of the last decode step writes only what has
+    slots. A batch row's sampling parameters and block table are stored when a request begins to use the batch row.
+    Later only new blocks are added. A decode step with the sequences of the last decode step writes only what has
     changed: tokens, positions, lengths and longer tables. This is correct because only this class writes the inputs of
     its slots.
     """
@@ -66,7 +67,10 @@ class StepSlots:
     def __init__(
         self, limits: SlotLimits, block_size: int, ranks: range, slots: Sequence[StepSlot] = (), check_interval: int = 0
     ) -> None:
-        """One decode step in ``check_interval`` has a sequence that the agents compute again. 0: no step has one."""
+        """``check_interval`` is the interval of the row check in decode steps. 0 turns the check off.
+
+        In one of these steps, the agents compute one sequence a second time.
+        """
         self.free_slots = list(range(len(slots)))
         self.slot_of: dict[int, int] = {}
         """The slot of each step in flight, by the number of the step."""
@@ -187,7 +191,10 @@ class StepSlots:
         _write_sizes(step, slot, table_width=width, history_len=history_len, num_masks=num_masks)
 
     def _write_columns(self, step: ScheduledStep, slot: StepSlot, rows: npt.NDArray[np.int32]) -> int:
-        """Write the columns that all decode steps of a batch share. Returns the tokens in all histories."""
+        """Write the columns that stay the same in all decode steps of a batch.
+
+        Returns the total length of the histories.
+        """
         num_seqs = step.num_seqs
         slot.mask_number[:num_seqs] = 0
         constrained = step.constrained
@@ -227,7 +234,10 @@ class StepSlots:
         return self._num_decodes // self._check_interval % num_seqs + 1
 
     def _same_batch(self, step: ScheduledStep) -> _Batch:
-        """Return the batch of the last decode step, extended by new blocks, or a new one if the sequences differ."""
+        """Return the batch of this decode step.
+
+        If the sequences are those of the last decode step, this is the same object, extended by new blocks.
+        """
         batch = self._batch
         table_lens = list(map(len, step.block_tables))
         if batch is None or batch.requests != step.requests or batch.rows != step.rows:
@@ -261,7 +271,9 @@ class StepSlots:
         slot.slot_mapping[:num_tokens] = blocks * self._block_size + positions % self._block_size
 
     def _follow_rows(self, step: ScheduledStep) -> None:
-        """Store the new sequences and the new blocks of the step's batch rows."""
+        """Store the sampling parameters of sequences that are new on their batch rows, and the new blocks of all
+        sequences.
+        """
         restarts = step.restarts or [False] * step.num_seqs
         for request, row, restart, table in zip(step.requests, step.rows, restarts, step.block_tables, strict=True):
             if restart or self._owners[row] is not request:

@@ -1,7 +1,8 @@
 """Finds agents that do not work on their step: their process is stopped, or all of its threads sleep.
 
-The kernel knows this better than a clock. On a busy machine a step takes many times its usual time, but its thread is
-then ready to run (state R) or reads memory from a disk (D). So a slow agent is never mistaken for one that hangs.
+This module reads the states of threads from the kernel, because a time limit would also hit slow agents. On a busy
+machine, a step takes many times its usual time. But then its thread is ready to run (state R) or waits for the disk
+(state D). So a slow agent is never mistaken for a hanging one.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class Vitals:
         self._asleep_since: float | None = None
 
     def next_look(self, last_result: float) -> float:
-        """Return when to call ``look``."""
+        """Return the time of the next call of ``look``, by the clock of ``last_result``."""
         return max(self._looked_at, last_result) + LOOK_EVERY_S
 
     def look(self, now: float, last_result: float, longest_step_s: float) -> str | None:
-        """Return why the agents will not complete their step, or None if they may."""
+        """Return the reason why the agents will never complete their step, or None if they may still complete it."""
         if last_result >= self._looked_at:
             self._stopped_since = self._asleep_since = None
         self._looked_at = now
@@ -65,6 +66,6 @@ def _thread_states(pid: int) -> set[str]:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
                 states.add(file.read().rpartition(b")")[2].split()[0].decode())
-    except OSError:  # the process or one of its threads has just ended, or no files are left
+    except OSError:  # the process or one of its threads has just ended, or this process can open no more files
         return set()
     return states

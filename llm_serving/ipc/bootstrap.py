@@ -1,7 +1,7 @@
 """The inherited file descriptor through which the launcher gives a new agent the secret and the config.
 
-The launcher writes one frame and keeps its end open while it runs. If the server ends for any reason, the agent reads
-the end of the file.
+The descriptor is the reading end of a pipe. The launcher writes one frame and keeps the writing end open. If the server
+ends for any reason, the agent reads the end of the file.
 """
 
 from __future__ import annotations

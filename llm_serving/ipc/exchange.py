@@ -73,24 +73,30 @@ class ExchangeLayout:
         return self.tensor_parallel * self.pipeline_parallel
 
     def collective_line(self, member: int) -> int:
-        """Return the offset of a counter: the pieces that a member of the group has published. ``member``: its rank."""
+        """Return the offset of a counter: the number of pieces that an agent has put into its collective buffers.
+
+        ``member`` is the agent's rank in the group.
+        """
         return LINE_BYTES * (1 + member)
 
     def arrival_line(self, member: int) -> int:
-        """Return the offset of a counter: how often a member of the group has arrived at the group's barrier."""
+        """Return the offset of a counter: how often an agent has arrived at the group's barrier.
+
+        ``member`` is the agent's rank in the group.
+        """
         return LINE_BYTES * (1 + self.group_size + member)
 
     def ring_written_line(self, border: int) -> int:
-        """Return the offset of a counter: the steps that the pipeline stage before ``border`` has written."""
+        """Return the offset of a counter: the number of steps that the pipeline stage before ``border`` has written."""
         return LINE_BYTES * (1 + 2 * self.group_size + border)
 
     def ring_read_line(self, member: int) -> int:
-        """Return the offset of a counter: the steps that an agent of a later pipeline stage has read."""
+        """Return the offset of a counter: the number of steps that an agent of a later pipeline stage has read."""
         return LINE_BYTES * (1 + 2 * self.group_size + self.pipeline_parallel + member)
 
     @property
     def token_line(self) -> int:
-        """Offset of a counter: the steps whose sampled tokens are in ``tokens``."""
+        """Offset of a counter: the number of steps whose sampled tokens are in ``tokens``."""
         return LINE_BYTES * (1 + 3 * self.group_size + self.pipeline_parallel)
 
     @property
@@ -100,7 +106,10 @@ class ExchangeLayout:
 
     @property
     def collective_buffers(self) -> int:
-        """Offset of bytes [group_size, COLLECTIVE_BUFFERS, COLLECTIVE_BYTES]. Empty without tensor parallelism."""
+        """Offset of the collective buffers, bytes [agents, COLLECTIVE_BUFFERS, COLLECTIVE_BYTES].
+
+        They have no bytes without tensor parallelism.
+        """
         return _to_pages(self.tokens + 4 * self.max_rows)
 
     @property
@@ -114,7 +123,7 @@ class ExchangeLayout:
         return _to_pages(self.max_tokens * self.hidden_size * _ELEMENT_BYTES)
 
     def ring(self, border: int) -> int:
-        """Return the offset of the ring between two pipeline stages, bytes [RING_STEPS, ring_step_bytes]."""
+        """Return the offset of the activation ring between two pipeline stages, bytes [RING_STEPS, ring_step_bytes]."""
         after = self.collective_buffers + self.group_size * self.collective_member_bytes
         return after + border * RING_STEPS * self.ring_step_bytes
 
@@ -124,7 +133,7 @@ class ExchangeLayout:
 
 
 def exchange_bytes(shape: ModelShape, limits: SlotLimits, parallel: ParallelConfig) -> int:
-    """Return the bytes of a group's exchange; 0 for a group of one agent, which has none."""
+    """Return the size of a group's exchange in bytes. It is 0 for a group of one agent, which needs no exchange."""
     layout = ExchangeLayout.of(shape, limits, parallel)
     return layout.num_bytes if layout.group_size > 1 else 0
 

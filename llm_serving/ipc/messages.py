@@ -105,7 +105,10 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 class Prefill(Message, frozen=True, tag="prefill"):
-    """Server to agent: run slot ``slot`` as step ``seq``. It has prompt tokens, and decodes if it is a mixed step."""
+    """Server to agent: run slot ``slot`` as step ``seq``.
+
+    The step has prompt tokens; a mixed step also has decode tokens.
+    """
 
     seq: UInt
     slot: UInt
@@ -192,8 +195,8 @@ class Shutdown(Message, frozen=True, tag="shutdown"):
 class StepDone(Message, frozen=True, tag="step_done"):
     """Agent to server: step ``seq`` has run and its results are in its slot, or it was aborted before it began.
 
-    Times are in microseconds: in the task queue, in the graph (with the moves before it), in the sampler.
-    ``fetched_bytes`` were copied from the device to choose the tokens.
+    The three times are microseconds in the task queue, in the graph (with the moves before it) and in the sampler.
+    ``fetched_bytes`` is the number of bytes that were copied from the device to choose the tokens.
     """
 
     seq: UInt

@@ -4,8 +4,9 @@ A name contains the creator's process id and random digits. The pages are reserv
 ``/dev/shm`` is an error at the start and not in a step. The name is removed after all agents have mapped the segment.
 The pages are freed with the last mapping.
 
-The creator holds a lock on the file while it has mapped it. The system drops the lock when the creator ends, however it
-ends. ``remove_leftovers`` removes the names without a lock, which a killed server has left behind.
+The creator holds a lock on the segment's file as long as it maps the file. When the creator ends or is killed, the
+operating system drops the lock. ``remove_leftovers`` removes the names without a lock, because only a killed server
+leaves them behind.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ SHM_PREFIX = "llm-serving-"
 
 
 class NamedSegment:
-    """A mapped segment of shared memory. ``has_name``: this process created it and has not removed its name."""
+    """A mapped segment of shared memory.
+
+    ``has_name`` is True if this process created the segment and has not yet removed its name.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.has_name = False
 
     def unlink(self) -> None:
-        """Remove the name; mappings stay valid. Does nothing if it was removed before, or in another process."""
+        """Remove the segment's name; mappings stay valid. Does nothing if this process has no name to remove."""
         if self.has_name:
             self.has_name = False
             with contextlib.suppress(FileNotFoundError):
@@ -50,7 +54,8 @@ def new_segment(num_bytes: int) -> Iterator[tuple[str, mmap.mmap]]:
     path = os.path.join(SHM_DIRECTORY, name)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)  # the mapping has a copy of the descriptor, and so keeps the lock
+        # The mapping duplicates the descriptor, so the lock stays until the mapping ends.
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
         os.posix_fallocate(descriptor, 0, num_bytes)
         yield name, mmap.mmap(descriptor, num_bytes)
     except BaseException:
@@ -71,7 +76,7 @@ def remove_leftovers() -> list[str]:
         owner, _, digits = name.removeprefix(SHM_PREFIX).partition("x")
         if not name.startswith(SHM_PREFIX) or not (owner.isdecimal() and digits.isalnum()):
             continue
-        if os.path.exists(f"/proc/{owner}"):  # it may have just created the file and not locked it yet
+        if os.path.exists(f"/proc/{owner}"):  # this process may have created the file and not locked it yet
             continue
         with contextlib.suppress(OSError):
             if _remove_if_unlocked(os.path.join(SHM_DIRECTORY, name)):

@@ -1,11 +1,11 @@
 """Step slots: the layout of the inputs and results of a step, and the shared memory that holds the slots.
 
 A slot belongs to one step at a time. The server fills the inputs, sends ``Prefill``, ``Decode`` or ``Move``, and must
-not touch the slot until ``StepDone``. The agent reads inputs and writes results only in between. Two steps in flight
-therefore never share memory, and the agent may run them in any order.
+not touch the slot until ``StepDone``. Between these two messages, the agent reads the inputs and writes the results.
+Two steps in flight therefore never share memory, and the agent may run them in any order.
 
-The masks of allowed tokens are an exception. A mask depends on the token of the step before, which the server may not
-know when it sends the step. So the server writes the masks later and then sends ``Masks``. The agent computes the
+The masks of allowed tokens are an exception. A mask depends on the token of the previous step, which the server may not
+know when it sends this step. So the server writes the masks later and then sends ``Masks``. The agent computes the
 logits meanwhile, and waits for ``Masks`` before it samples.
 """
 
@@ -46,7 +46,7 @@ PADDING_SLOT = -1
 
 
 class MoveKind(enum.IntEnum):
-    """Source and destination memory of a block copy; the first number of a move."""
+    """Kind of a block copy: the memory of its source and destination. It is the first of a move's three numbers."""
 
     COPY = 0
     """Device to device: copy-on-write of the tail, the partly matching block at the end of a cached prefix."""
@@ -83,7 +83,7 @@ class SlotLimits:
 
     @property
     def max_moves(self) -> int:
-        """Maximum number of block moves in a step: all blocks of a sequence, and one for each sequence."""
+        """Maximum number of block moves in a step: all blocks of a sequence, and one more for each sequence."""
         return self.max_blocks_per_seq + self.max_seqs
 
 
@@ -98,7 +98,11 @@ class Field:
 
 
 def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
-    """Return the layout table. ``header`` has the step's tokens T, sequences S and block-table width W."""
+    """Return the fields of a slot, in the order of the memory.
+
+    The shapes use the sizes of the present step, which the header states: T tokens, S sequences, and W block ids in
+    each block table.
+    """
     tokens, seqs = limits.max_tokens, limits.max_seqs
     return (
         Field("header", "int32", 16, "see HEADER"),
@@ -117,7 +121,8 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         Field("num_top_logits", "int32", seqs, "[S] best pairs wanted, 0 to MAX_TOP_LOGITS, or NO_LOGSUMEXP"),
         Field("mask_number", "int32", seqs, "[S] number of the sequence's mask, from 1; 0: every token is allowed"),
         Field("masks", "uint32", seqs * limits.mask_words, "[num_masks, mask_words] a bit for each token, 1: allowed"),
-        # Known tokens of sequences with penalties. The step that starts or restarts a batch row sends them.
+        # Known tokens of the sequences with penalties. Only the step in which a sequence begins to use its batch row
+        # sends them.
         Field("history_lens", "int32", seqs, "[S] known tokens in `history`; 0 keeps what the row has"),
         Field("history_prompt_lens", "int32", seqs, "[S] how many of them are the prompt"),
         Field("history", "int32", limits.max_history, "[sum of history_lens] token ids"),
@@ -260,7 +265,10 @@ class StepSlot:
         _check_size("num_masks", num_masks, 0, num_seqs if self.layout.limits.mask_words else 0)
 
     def check_header(self, seq: int) -> None:
-        """Check the header, as the agent's first read. Raises ProtocolError for another step or wrong sizes."""
+        """Check the header, as the agent's first read of a slot.
+
+        Raises ProtocolError if the slot holds another step than ``seq``, or if a size exceeds the limits.
+        """
         if self._numbers[HEADER["magic"]] != SLOT_MAGIC or self.seq != seq:
             raise ProtocolError(f"a slot announced as step {seq} holds step {self.seq}: it was torn or reused")
         _check_sizes(self.layout.limits, *self.header[HEADER["num_tokens"] : HEADER["num_moves"] + 1].tolist())
