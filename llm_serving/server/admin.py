@@ -164,7 +164,10 @@ async def _tokenize(state: ServerState, request: Request) -> Response:
 
 
 async def _detokenize(state: ServerState, request: Request) -> Response:
-    """Respond with the text of tokens. Some clients read ``text``, others ``prompt``."""
+    """Respond with the text of tokens.
+
+    The fields ``text`` and ``prompt`` both have the text, because clients differ.
+    """
     body = await read_request(DetokenizeRequest, request, state.settings.max_body_bytes)
     state.check_model(body.model)
     check_vocabulary(body.tokens, state.settings.vocab_size, "tokens")

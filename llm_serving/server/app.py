@@ -49,8 +49,9 @@ def create_app(
 
 
 def split_administration(app: ServerApp) -> tuple[ServerApp, ServerApp]:
-    """Return two applications for two listeners: without administration, and only with it. Both have the health and
-    the files of the web pages.
+    """Return two applications for two listeners: the first without the administration, the second with only that.
+
+    Both serve the health endpoints and the files of the web pages.
     """
     endpoints = app.state.endpoints
     public = [one for one in endpoints if not one.admin]
@@ -62,7 +63,7 @@ class ServerApp:
     """The ASGI application. It responds to every HTTP request, and raises only if a response has already begun."""
 
     def __init__(self, state: ServerState, endpoints: Sequence[Endpoint] | None = None) -> None:
-        """``endpoints``: those that are served. The default is all."""
+        """``endpoints`` are the endpoints to serve. The default is all endpoints of ``state``."""
         self.state = state
         served = state.endpoints if endpoints is None else endpoints
         routes = [Route(one.path, _Route(state, one), methods=[one.method]) for one in served]
@@ -72,7 +73,7 @@ class ServerApp:
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         scope.setdefault(RECEIVED_AT, time.monotonic())
-        scope["app"] = self  # Starlette then raises 405 as an exception, which gets our error format
+        scope["app"] = self  # makes Starlette raise a 405 as an exception, which then gets this server's error format
         access, visit = self.state.access, None
         try:
             headers = Headers(scope=scope)

@@ -222,9 +222,10 @@ def _parse(model: type[ModelT], body: bytes) -> ModelT:
 
 
 def _check_memory(num_bytes: int) -> None:
-    """Raise MemoryError if there is too little memory for a body. orjson would end the process with a signal.
+    """Raise MemoryError if there is too little memory for a body. Without the check, orjson would end the process.
 
-    Large ``bytes`` of zeros take only addresses, so the check is fast. A ``bytearray`` would write to all of them.
+    The check allocates a large ``bytes`` object of zeros. This is fast, because it reserves addresses and writes
+    nothing. A ``bytearray`` would write every byte.
     """
     bytes(PARSED_BYTES * num_bytes)
 

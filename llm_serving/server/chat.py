@@ -87,7 +87,7 @@ class GenerationSettings(DialectSampling):
 class ChatDialectRequest(SchedulingFields, LaxModel):
     """Request body of ``/chat``: a question and the conversation before it."""
 
-    request_id: Annotated[  # the length comes before the validator, otherwise pydantic fails for null
+    request_id: Annotated[  # ``max_length`` must come before the validator; otherwise pydantic fails for null
         str | None,
         Field(max_length=MAX_NAME_CHARS, description="Returned with the response."),
         BeforeValidator(lambda value: str(value) if type(value) is int else value),

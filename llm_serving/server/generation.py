@@ -167,7 +167,7 @@ class Generation:
         self._log_arrival(replace(choice, request_id=name))
         self._searches.append(name)
         prompt = choice.prompt.token_ids
-        num_output_tokens = params.width * params.max_tokens  # an aborted search counts as a complete one
+        num_output_tokens = params.width * params.max_tokens  # the number that counts if the search is aborted
         try:
             result = await self.state.engine.search(name, prompt, params, self._received_at, scheduling=self.scheduling)
             num_output_tokens = sum(len(beam.token_ids) for beam in result.beams)

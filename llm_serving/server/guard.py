@@ -71,7 +71,7 @@ def _host_name(host: str) -> str:
 
 
 def _authority(origin: str) -> str | None:
-    """Return host and port of an ``Origin`` header, or None if it has no host, as the value ``null``."""
+    """Return host and port of an ``Origin`` header. None if the header names no host, for example if it is ``null``."""
     try:
         return urlsplit(origin).netloc.lower() or None
     except ValueError:

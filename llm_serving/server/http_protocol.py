@@ -98,13 +98,14 @@ class StreamChannel:
         return self._protocol.flow.write_paused
 
     def add_headers(self, headers: Iterable[Header]) -> None:
-        """Add headers to the response, which has not begun, however it is written."""
+        """Add headers to the response, which must not have begun. Every way of writing the response sends them."""
         self._cycle.default_headers = [*self._cycle.default_headers, *headers]
 
     def attach(self, user: ChannelUser) -> None:
         """Report the connection's events to ``user``. If the connection is already closed, call ``user.lost`` now."""
-        # Makes ``is_full`` True as soon as the socket refuses a byte. A TLS transport of uvloop takes a limit of 0 as
-        # "always full" and would never be ready. It also has a buffer of its own, of 64 KiB, behind the limit.
+        # With these limits, ``is_full`` becomes True as soon as the socket refuses a byte. A TLS transport of uvloop
+        # needs a limit of 1, because a limit of 0 means "always full". The TLS transport also has its own buffer of 64
+        # KiB, which the limit does not count.
         self._transport.set_write_buffer_limits(high=1 if self._protocol.scheme == "https" else 0)
         self._protocol.channel_user = user
         if self._cycle.disconnected or self._transport.is_closing():
@@ -140,7 +141,7 @@ class StreamChannel:
             self._complete()
 
     def _complete(self) -> None:
-        """Set uvicorn's state to the end of a response, so that the connection can serve its next request."""
+        """Put uvicorn's objects into the state after a response, so that the connection can serve its next request."""
         cycle = self._cycle
         cycle.response_complete = True
         cycle.message_event.set()
@@ -165,8 +166,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     - A message must be complete after ``MESSAGE_TIMEOUT_S``. A handler has a shorter time limit for a body that it
       reads, and responds with an error.
     - A client must read what is written within ``WRITE_TIMEOUT_S``.
-    - Requests must not be pipelined. If a client sends a request too early, the connection closes after the response
-      that is being made. The connection is still read, so that the end of the client ends the work for it.
+    - Requests must not be pipelined. If a client sends a request too early, the connection closes after the present
+      response. Until then, the server reads the connection. If the client closes it, the work for the response ends.
     """
 
     def __init__(self, rules: ConnectionRules, *args: Any, **kwargs: Any) -> None:
@@ -263,12 +264,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is None or cycle.response_complete or self._in_body:
             self._refuse(b"400 Bad Request")
-        else:  # the data follow a complete request, whose response is being made
+        else:  # the refused data come after a complete request, whose response is not complete yet
             self._is_discarding = True
             cycle.keep_alive = False  # the connection closes after the response
 
     def _count_framing(self, received: int) -> None:
-        """Refuse a chunked body with endless trailers or chunk extensions. The parser keeps an unfinished line."""
+        """Refuse a chunked body with endless trailers or chunk extensions.
+
+        Without this check, the parser would store an unfinished line of any length.
+        """
         self._body_bytes += self._new_body_bytes
         self._framing_bytes += received - self._new_body_bytes
         self._silent_bytes = 0 if self._new_body_bytes else self._silent_bytes + received

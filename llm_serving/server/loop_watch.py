@@ -33,8 +33,10 @@ class LoopWatch:
             self._timer = None
 
     def take_longest(self) -> tuple[float, float]:
-        """Return two figures since the last call, in seconds: the longest block, and the most processor time that the
-        process used in one block.
+        """Return two maxima since the last call, in seconds.
+
+        The first is the longest time for which the event loop was blocked. The second is the most processor time that
+        this process used during one of these times.
         """
         longest = self._longest, self._longest_busy
         self._longest = self._longest_busy = 0.0

@@ -29,8 +29,8 @@ async def response_of(
 ) -> AnyResponse:
     """Return a response that is not streamed.
 
-    ``kind`` is its member ``object`` (OpenAI's name for the kind of a response). ``choice`` makes the member of
-    ``choices`` for an answer. If the response is long, another thread calls it.
+    ``kind`` is the value of the response's member ``object``, OpenAI's name for the kind of a response. The function
+    ``choice`` makes one member of ``choices`` from an answer. If the response is long, another thread calls ``choice``.
     """
     num_output_tokens = sum(len(answer.token_ids) for answer in answers)
     head, tail = _head(generation, kind), {"usage": _usage(generation, num_output_tokens)}
@@ -59,9 +59,9 @@ def choice_of(request: SamplingFields, answer: Answer, output: dict[str, Any], l
 
 
 def stop_reason_json(piece: RequestOutput) -> bytes:
-    """Return the JSON member ``stop_reason`` for a last piece, else nothing.
+    """Return the JSON member ``stop_reason`` for the last piece of a choice, and empty bytes for other pieces.
 
-    It is the stop string or token id that ended the text, or null.
+    Its value is the stop string or token id that ended the text, or null.
     """
     return b',"stop_reason":' + orjson.dumps(piece.stop_reason) if piece.finish_reason is not None else b""
 
@@ -92,7 +92,7 @@ class OpenAIStream(ABC):
 
     @abstractmethod
     def events(self, choice: Choice, piece: RequestOutput) -> bytes:
-        """Return the chunks of a piece as bytes. The method must call ``count`` first."""
+        """Return the chunks of a piece as bytes. An implementation must call ``count`` first."""
 
     def last(self) -> bytes:
         """Return the end of the stream: usage and receipt, if the request asked for them, and ``[DONE]``."""

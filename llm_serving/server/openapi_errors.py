@@ -29,9 +29,10 @@ _NAMES = {"401": "Unauthorized", "403": "Forbidden", "429": "TooManyRequests"}
 
 
 def components(error_ref: str, *, has_keys: bool) -> dict[str, Any]:
-    """Return the members of ``components``: the responses of refusals, and the security scheme if there are keys.
+    """Return the members of ``components`` in the OpenAPI document.
 
-    ``error_ref`` refers to ``ERROR_SCHEMA``.
+    These are the responses to refused requests and, if the server has keys, the security scheme. ``error_ref`` is the
+    reference to ``ERROR_SCHEMA`` in the document.
     """
     retry = {
         "Retry-After": {"description": "Seconds until another attempt may succeed.", "schema": {"type": "integer"}}
@@ -72,9 +73,10 @@ def security(*, has_keys: bool) -> dict[str, Any]:
 
 
 def of_operation(path: str, *, generates: bool, has_keys: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the responses of refusals of an operation, and its own members about security.
+    """Return two parts of an operation in the OpenAPI document: the responses to refused requests, and members about
+    security.
 
-    ``generates``: the operation passes requests to the engine's queue.
+    ``generates`` is True if the operation passes requests to the engine's queue.
     """
     if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
         return _responses("403"), {"security": []} if has_keys else {}

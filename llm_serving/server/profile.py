@@ -72,7 +72,7 @@ async def _start(state: ServerState, request: Request) -> Response:
 
 async def _stop(state: ServerState, request: Request) -> Response:
     if state.profile.folder is None and state.profile.last is not None:
-        last, state.profile.last = state.profile.last, None  # the timer has stopped the profile
+        last, state.profile.last = state.profile.last, None  # the timer stopped the profile and left the result here
         return json_response(last)
     return json_response(await _finish(state))
 
@@ -101,7 +101,10 @@ async def _stop_late(state: ServerState) -> None:
 
 
 async def _tell(state: ServerState, folder: str | None, timeout: float) -> list[dict[str, object]]:
-    """Start (with ``folder``) or stop the profile of all agents. Raises UnavailableError if they do not reply."""
+    """Start a profile of all agents with files in ``folder``. If ``folder`` is None, stop the profile.
+
+    Raises UnavailableError if the agents do not reply within ``timeout`` seconds, or if no agent is ready.
+    """
     try:
         agents = await state.engine.profile(folder, timeout)
     except asyncio.TimeoutError:

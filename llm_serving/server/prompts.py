@@ -131,10 +131,11 @@ async def encode_chat(
     template_values: Mapping[str, Any] | None = None,
     suffix: str = "",
 ) -> Prompt:
-    """Return the prompt of a conversation, with ``suffix`` at its end. The template sees ``template_values``, too.
+    """Return the prompt of a conversation: the text of the chat template, followed by ``suffix``.
 
-    Another thread renders long conversations, and uses templates that take many steps. Raises RequestError if there is
-    no chat template, if it fails on the messages, or if the prompt cannot fit the context.
+    ``template_values`` are further variables for the template. Long conversations and slow templates are rendered in
+    another thread. Raises RequestError if there is no chat template, if the template fails on the messages, or if the
+    prompt cannot fit the context.
     """
     template = state.engine.tokenizer.chat_template
     render = partial(
@@ -158,7 +159,10 @@ async def encode_chat(
 
 
 def max_chars(state: ServerState) -> int:
-    """Return the maximum number of characters of a text that may fit the context: every token has a maximum length."""
+    """Return the maximum number of characters of a text that can fit the context.
+
+    A longer text has too many tokens, because the text of every token has a maximum length.
+    """
     return state.settings.max_context * state.engine.tokenizer.max_piece_chars
 
 

@@ -210,7 +210,7 @@ class Message(StrictModel):
 
 
 def _template_values(value: object) -> object:
-    """Check ``chat_template_kwargs``: names of variables, with text, numbers, true, false or null."""
+    """Return ``chat_template_kwargs`` after checks. Keys must be names of variables, and values plain JSON scalars."""
     if value is None:
         return {}
     if not isinstance(value, dict):

@@ -1,4 +1,7 @@
-"""Decides whether a client is a trusted reverse proxy, whose statements about a request count."""
+"""Decides whether a client is a trusted reverse proxy.
+
+Only then does the server use the proxy's headers about a request.
+"""
 
 from __future__ import annotations
 

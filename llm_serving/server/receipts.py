@@ -1,6 +1,7 @@
 """Receipts of requests (the time in each phase), while they are served and for some time after their end.
 
-``GET /requests/{id}`` returns the receipt of one request to its sender, ``GET /requests`` those of all to operators.
+``GET /requests/{id}`` returns the receipt of one request to the client that sent the request. ``GET /requests`` returns
+the receipts of all requests, for operators.
 """
 
 from __future__ import annotations

@@ -53,12 +53,12 @@ async def serve(
 ) -> None:
     """Serve HTTP on ``sock`` until ``stop`` is set. The socket must be bound and listening. It is closed at the end.
 
-    With ``tls``, connections to ``sock`` are encrypted. ``others`` are further listeners, which share the limit of
-    connections with it.
+    With ``tls``, connections to ``sock`` are encrypted. ``others`` are further listeners. All listeners together have
+    one limit of connections.
 
     After ``stop``, new requests get a 503. Active requests have ``drain_s`` seconds to complete, then they end with an
     error. A stream ends with an error event. The stop takes less than ``drain_s`` + 3 seconds. If the engine has
-    stopped, nothing is left to wait for. The caller handles signals. Any event loop works; uvloop is the fastest.
+    stopped, active requests end immediately. The caller handles signals. Any event loop works; uvloop is the fastest.
     """
     state = app.state
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -39,7 +39,8 @@ class Choice:
 def base_sampling(fields: SamplingFields, defaults: Mapping[str, Any]) -> SamplingParams:
     """Return the sampling parameters of an OpenAI request. ``max_tokens``, seed and log-probabilities are set later.
 
-    ``defaults`` are the model's values of parameters that the request does not set. A beam search uses none.
+    ``defaults`` are the values that the model recommends. They apply to parameters that the request does not set. A
+    beam search does not use them.
     """
     values = _sampler_values(fields)
     return SamplingParams(
@@ -55,8 +56,8 @@ def base_sampling(fields: SamplingFields, defaults: Mapping[str, Any]) -> Sampli
 def dialect_sampling(fields: DialectSampling, top_logits: int = 0, *, logprobs: bool = False) -> SamplingParams:
     """Return the sampling parameters of ``/generate`` and ``/chat``. ``max_tokens`` and the seed are set later.
 
-    A request is greedy unless it has ``do_sample``, ``temperature``, ``top_k`` or ``top_p``. With ``return_logits``,
-    the maximum number of best tokens is returned instead of ``top_logits``.
+    A request is greedy unless it has ``do_sample``, ``temperature``, ``top_k`` or ``top_p``. ``top_logits`` is the
+    number of best tokens for which the response has logits. The field ``return_logits`` sets it to the maximum.
     """
     given = (fields.temperature, fields.top_k, fields.top_p)
     sample = any(value is not None for value in given) if fields.do_sample is None else fields.do_sample
@@ -77,7 +78,9 @@ def _sampler_values(fields: SamplingFields | DialectSampling) -> dict[str, Any]:
 
 
 def _usable(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as the sampler takes them: a very low temperature is greedy, and -1 for ``top_k`` is 0."""
+    """Return the parameters in the form of the sampler: a very low temperature becomes 0 (greedy), and ``top_k`` -1
+    becomes 0.
+    """
     values = dict(given)
     if "temperature" in values and values["temperature"] < GREEDY_BELOW:
         values["temperature"] = 0.0
@@ -95,10 +98,10 @@ def make_choices(
     seed: int | None,
     grammar: CompiledGrammar | None = None,
 ) -> list[Choice]:
-    """Make ``n`` choices for each prompt. ``sampling`` has the parameters and ``max_tokens`` of each prompt.
-    ``grammar`` constrains the text of all choices.
+    """Make ``n`` choices for each prompt. ``sampling`` has, for each prompt, the parameters and ``max_tokens``.
 
-    Raises RequestError if the worst case of the request exceeds the server's limits.
+    ``grammar`` constrains the text of all choices. Raises RequestError if the request could need more work than the
+    server's limits allow.
 
     The seed of a choice follows from the request's seed and the choice's number for its prompt. Other prompts of the
     request do not change it.

@@ -99,8 +99,9 @@ def tenant_of(request: Request) -> str:
 
 
 def _owner(request: Request) -> bytes:
-    """Return the name of the request's key, or its bearer token. Only requests with equal results may share blocks of
-    the prefix cache.
+    """Return the name of the request's API key, or the bearer token if the server has no keys.
+
+    Requests share blocks of the prefix cache only if this value is the same for them.
     """
     visit = visit_of(request)
     return visit.name.encode() if visit is not None and visit.name else _api_key(request.headers)
@@ -117,7 +118,10 @@ def _tenant(key: bytes) -> str:
 
 
 def _cache_salt(salt: str | None, key: bytes) -> bytes:
-    """Return a hash of the client's salt and the tenant's API key. Requests with other hashes share no blocks."""
+    """Return a hash of the client's salt and the tenant's API key.
+
+    Two requests share blocks of the prefix cache only if their hashes are equal.
+    """
     if not salt and not key:
         return b""
     tenant = blake2b(key, digest_size=32, person=b"llm-cache-key").digest() if key else b""

@@ -39,7 +39,11 @@ class EventFormat(Protocol):
 
 
 class _Backlog:
-    """The pieces of a choice that wait for the socket. They are merged, but not so far that writing one takes long."""
+    """The pieces of a choice that wait for the socket.
+
+    The pieces are merged into larger ones. Their size is limited, so that the formatting of one piece takes little
+    time.
+    """
 
     def __init__(self) -> None:
         self._merged: deque[RequestOutput] = deque()
@@ -55,7 +59,7 @@ class _Backlog:
             self._pieces = []
 
     def take(self) -> RequestOutput:
-        """Remove and return the oldest pieces, as one. There must be one."""
+        """Remove the oldest pieces and return them merged into one. The backlog must not be empty."""
         if self._merged:
             return self._merged.popleft()
         pieces, self._pieces = self._pieces, []
@@ -108,7 +112,8 @@ class EventStream:
                 self.status_code = reply.status
                 await reply.response(generation.request_id)(scope, receive, send)
         else:
-            generation.close()  # closes at the time of the last byte; after an error, ``app.py`` closes the generation
+            # Records the end at the time of the last byte; after an error, ``app.py`` closes the generation.
+            generation.close()
         finally:
             channel.detach()
             self._over = None  # breaks a reference cycle: an error in the asyncio future refers to this frame
@@ -172,7 +177,8 @@ class EventStream:
             if is_last:
                 data += self._format.last()
         if data:
-            now = time.monotonic()  # before the write: the client may read before this thread continues
+            # Read before the write, because the client may get the data before this thread continues.
+            now = time.monotonic()
             if self._started:
                 channel.write(data, is_last=is_last)
             else:
@@ -186,7 +192,10 @@ class EventStream:
             self._check_over()
 
     def _write_backlog(self) -> None:
-        """Write the kept pieces while the socket accepts data. Other tasks run after every ``INLINE_ITEMS`` items."""
+        """Write the kept pieces while the socket accepts data.
+
+        After every ``INLINE_ITEMS`` tokens and log-probabilities, lets other tasks run.
+        """
         num_items = 0
         while self._backlog and not self._is_full and not self._is_over:
             if num_items > INLINE_ITEMS:

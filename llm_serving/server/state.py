@@ -125,7 +125,7 @@ def _host_names(server_ip: str, allow_remote: bool, allowed: Sequence[str]) -> f
 
 @dataclass(slots=True)
 class RunningProfile:
-    """The profile of the agents that runs, if any. ``lock`` is held while the agents start or stop a profile."""
+    """The running profile of the agents, if there is one. ``lock`` is held while the agents start or stop a profile."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     folder: str | None = None

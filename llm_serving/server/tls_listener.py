@@ -1,7 +1,7 @@
-"""Accepts encrypted connections. A connection counts from its acceptance, before the TLS handshake is complete.
+"""Accepts encrypted connections. The limit of connections also counts those whose TLS handshake is not complete.
 
-A listener of the event loop reports a connection only after its handshake. Clients that never complete a handshake
-would then hold any number of connections.
+For this purpose, the module accepts connections itself: asyncio's servers report a connection only after its handshake.
+Clients that never complete a handshake could then open any number of connections.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ RETRY_S = 1.0
 
 
 class TlsListener:
-    """Accepts connections of a listening socket until ``close``. ``connect`` makes the protocol of each.
+    """Accepts connections of a listening socket until ``close``. ``connect`` returns a new protocol for each
+    connection.
 
-    A handshake must end within ``HEADER_TIMEOUT_S``. Beyond the maximum number of connections, a connection is closed
-    without a handshake.
+    A handshake must end within ``HEADER_TIMEOUT_S``. If the maximum number of connections is reached, a new connection
+    is closed without a handshake.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class TlsListener:
         connect: Callable[[], asyncio.Protocol],
         num_connections: Callable[[], int],
     ) -> None:
-        """``num_connections`` returns the number of connections without those in a handshake."""
+        """``num_connections`` returns the number of connections that have completed their handshake."""
         self._rules = rules
         self._socket = sock
         self._tls = tls

@@ -76,7 +76,9 @@ _SHOWN_PROMPTS = 3
 
 
 def _product(lengths: Sequence[tuple[int, int]], n: int, name: str) -> str:
-    """Return the number of tokens as text, for example ``32 (n) x (100 prompt + 4000 output tokens)``."""
+    """Return the arithmetic of the number of tokens as text, for example ``32 (n) x (100 prompt + 4000 output
+    tokens)``.
+    """
     prompts, outputs = sum(prompt for prompt, _ in lengths), sum(output for _, output in lengths)
     together = f" of {len(lengths)} prompts together" if len(lengths) > 1 else ""
     return f"{n} ({name}) x ({prompts} prompt + {outputs} output tokens{together})"
