@@ -49,7 +49,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _is_same_scalar(first: yaml.Node, second: yaml.Node) -> bool:
-    """Return whether two YAML nodes are equal scalars, as those of the duplicate key in a published config."""
+    """Return whether two YAML nodes are equal scalars. A published config has a duplicate key with equal values."""
     scalars = isinstance(first, yaml.ScalarNode) and isinstance(second, yaml.ScalarNode)
     return scalars and (first.tag, first.value) == (second.tag, second.value)
 

@@ -4,9 +4,9 @@ A file of version 2 or 3 is little-endian. It begins with "GGUF", the version (u
 number of metadata entries (u64). An entry is a key, a type (u32) and a value. A text is its length (u64) and its bytes.
 An array is the type of its elements (u32), their number (u64) and the elements.
 
-After the metadata, each tensor has an entry. It consists of the name, the number of dimensions (u32), the dimensions
-(u64, the innermost first), the type (u32) and the offset of the data (u64). Offsets count from the first aligned
-position after the entries.
+After the metadata, each tensor has an entry. It begins with the name, the number of dimensions (u32) and the
+dimensions (u64, the innermost first). The type (u32) and the offset of the data (u64) follow. Offsets count from the
+first aligned position after the entries.
 
 The specification is docs/gguf.md of https://github.com/ggml-org/ggml.
 """
@@ -89,15 +89,18 @@ class Header:
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the network, for example ``llama``. It begins the names of the model's sizes."""
+        """llama.cpp's name of the model's architecture, for example ``llama``.
+
+        Keys such as ``llama.block_count`` begin with it.
+        """
         found = self.metadata.get("general.architecture")
         return found if isinstance(found, str) else ""
 
 
 def read_header(path: Path) -> Header:
-    """Return metadata and tensors of a file. Raises CheckpointError if the file is not complete and valid.
+    """Return the metadata and tensors of a file. Raises CheckpointError if the file is not complete and valid.
 
-    A process that asks again for an unchanged file gets the same object.
+    The result is cached until the file changes.
     """
     try:
         found = path.stat()
@@ -143,7 +146,10 @@ class _Reader:
         return Header(self._path, metadata, self._placed(entries, first))
 
     def _placed(self, entries: list[TensorEntry], first: int) -> dict[str, TensorEntry]:
-        """Return the tensors with positions in the file. ``first`` is where the data of all tensors begins."""
+        """Return the tensors by name, with positions from the start of the file.
+
+        ``first`` is the position where the tensors' data begins.
+        """
         placed: dict[str, TensorEntry] = {}
         for each in entries:
             begin = first + each.begin
@@ -214,7 +220,10 @@ class _Reader:
 
 
 def _shortest(value: float) -> float:
-    """Return the shortest decimal number that is ``value`` in float32: 1e-5, as published, for 9.9999997e-6."""
+    """Return the shortest decimal number that rounds to ``value`` in float32.
+
+    For 9.9999997e-6, this is 1e-5, the value that the model's publisher wrote.
+    """
     if math.isfinite(value):
         for digits in range(1, 9):
             rounded = float(f"{value:.{digits}g}")

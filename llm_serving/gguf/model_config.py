@@ -1,4 +1,7 @@
-"""Writes the metadata of a GGUF file as the fields of a ``config.json``, so that one reader checks both."""
+"""Converts the metadata of a GGUF file to the fields of a ``config.json``.
+
+One reader then checks both kinds of files.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,8 @@ def _qwen3_experts(header: Header) -> dict[str, Any]:
         "num_experts": header.metadata.get("qwen3moe.expert_count"),
         "num_experts_per_tok": header.metadata.get("qwen3moe.expert_used_count"),
         "moe_intermediate_size": header.metadata.get("qwen3moe.expert_feed_forward_length"),
-        "norm_topk_prob": True,  # llama.cpp always normalises here and stores no key
+        # Llama.cpp always normalises the weights of the chosen experts, and GGUF has no key for it.
+        "norm_topk_prob": True,
     }
 
 
@@ -121,10 +125,10 @@ def _rope_scaling(header: Header) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(header: Header) -> dict[str, Any]:
-    """Return the Llama 3 scaling whose factors equal those of the file's tensor. Raises CheckpointError if there is
-    none.
+    """Return the fields of a Llama 3 ``rope_scaling`` that gives exactly the divisors in the file's tensor.
 
-    The factors of the lowest frequencies are the scaling's ``factor``.
+    The tensor has one divisor for each rotary frequency. Raises CheckpointError if no Llama 3 scaling gives these
+    divisors.
     """
     entry = header.tensors[ROPE_FACTORS]
     if entry.type.name != "F32" or len(entry.shape) != 1:

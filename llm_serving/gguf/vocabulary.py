@@ -1,7 +1,8 @@
 """Makes the vocabulary files that tokenizer libraries read, from the metadata of a GGUF file.
 
-llama.cpp's tokenizer ``gpt2`` is a byte-level BPE. It becomes a ``tokenizer.json`` (library ``tokenizers``). Its
-``llama`` is a BPE of SentencePiece, and ``t5`` a unigram model (Kudo 2018). Both become a ``tokenizer.model``.
+The metadata names one of llama.cpp's tokenizers. ``gpt2`` is a byte-level BPE, for which the module makes a
+``tokenizer.json`` (library ``tokenizers``). ``llama`` is a BPE of SentencePiece, and ``t5`` is a unigram model (Kudo
+2018). For these two, it makes a ``tokenizer.model``.
 """
 
 from __future__ import annotations
@@ -123,7 +124,10 @@ class Vocabulary:
 
 
 def read_vocabulary(header: Header) -> Vocabulary:
-    """Return the tokens of a file. Raises CheckpointError if it has none, or a tokenizer that is not supported."""
+    """Return the vocabulary of a GGUF file.
+
+    Raises CheckpointError if the file has no tokens or an unsupported tokenizer.
+    """
     kind = header.metadata.get("tokenizer.ggml.model")
     if kind != "gpt2" and kind not in _SENTENCEPIECE_KINDS:
         problem = f"is not supported; only gpt2, {', '.join(_SENTENCEPIECE_KINDS)}. Set tokenizer.vocab_file"
@@ -195,15 +199,18 @@ def _pre_tokenizer(rule: WordRule) -> dict[str, Any]:
 
 
 def _byte_level(*, splits: bool) -> dict[str, Any]:
-    """Returns the step that writes bytes as printable characters.
+    """Return the entry of a ``tokenizer.json`` that replaces bytes by printable characters.
 
-    With ``splits``, it also applies GPT-2's rule of words.
+    If ``splits`` is True, the entry also splits the text into words, as GPT-2 does.
     """
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": splits}
 
 
 def _post_processor(vocabulary: Vocabulary) -> dict[str, Any] | None:
-    """Return the step that puts BOS before a text and EOS after it, or None if the file wants neither."""
+    """Return the entry of a ``tokenizer.json`` that adds BOS before a text and EOS after it.
+
+    Returns None if the GGUF file asks for neither token.
+    """
     before = vocabulary.special("bos") if vocabulary.begins_text else None
     after = vocabulary.special("eos") if vocabulary.flag("add_eos_token", False) else None
     if before is None and after is None:
@@ -250,7 +257,7 @@ def _message(field: int, content: bytes) -> bytes:
 
 
 def _number(field: int, value: int) -> bytes:
-    """Return a field with an integer in the wire format of Protocol Buffers. Negative ones are 64 bits wide."""
+    """Return a field with an integer in the wire format of Protocol Buffers. Negative integers are 64 bits wide."""
     return _varint(field << 3) + _varint(value & (1 << 64) - 1)
 
 

@@ -1,1 +1,1 @@
-"""Models by name: downloads from Hugging Face and ModelScope into their usual caches, and a list of what is there."""
+"""Models by name: downloads from Hugging Face and ModelScope into their usual caches, and lists local models."""

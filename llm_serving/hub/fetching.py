@@ -15,16 +15,18 @@ _TRUE = ("1", "on", "yes", "true")
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model on this machine. ``name`` is None if the path gives the name."""
+    """A model on this machine. ``name`` is None if the user gave a path, which then also names the model."""
 
     path: str
     name: str | None = None
 
 
 def local_model(text: str, *, offline: bool = False) -> LocalModel:
-    """Return the model that ``--model`` names. A path that exists is never a name. Raises HubError.
+    """Return the model of ``--model``, which is a path or a name. A text that is an existing path counts as a path.
 
-    ``offline`` or ``HF_HUB_OFFLINE`` forbids every request, so the model must be in a cache.
+    Raises HubError.
+
+    ``offline`` or ``HF_HUB_OFFLINE`` forbids requests to a hub, so a named model must be in a cache.
     """
     if text.startswith(PACKAGE_PREFIX) or find_path(text, Path.cwd()) is not None:
         return LocalModel(text)

@@ -26,7 +26,10 @@ from llm_serving.planning.rank_memory import format_bytes
 
 
 class HuggingFace:
-    """One hub and one cache. The defaults are those of the library, and of its environment variables."""
+    """Finds and downloads models of one hub, with one cache.
+
+    The defaults are the hub and cache of ``huggingface_hub``.
+    """
 
     def __init__(self, endpoint: str | None = None, cache: Path | None = None) -> None:
         self._endpoint = endpoint or constants.ENDPOINT
@@ -119,7 +122,7 @@ class HuggingFace:
         return path
 
     def _refused(self, name: ModelName, error: Exception) -> str:
-        """Return the text for an answer of the hub that is an error."""
+        """Return the error text for a request that the hub refused."""
         page = f"{self._endpoint}/{name.repository}"
         if isinstance(error, GatedRepoError):
             return f"{name}: the model needs a permission; accept its conditions at {page} and set HF_TOKEN"

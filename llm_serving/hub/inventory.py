@@ -63,7 +63,7 @@ def packaged_models() -> Iterator[FoundModel]:
         if folder is None:
             continue
         for found in _models_of(name, folder):
-            # a package is named as a whole, because its folder has one model
+            # ``package:NAME`` is the complete name, because a package has only one model
             whole = name.startswith(PACKAGE_PREFIX)
             yield FoundModel(name, found.path, found.size, found.format, found.architecture) if whole else found
 
@@ -102,7 +102,7 @@ def _gguf_model(name: str, path: Path) -> FoundModel:
 
 
 def _main_type(header: Header) -> str:
-    """Return the type that has the most bytes."""
+    """Return the tensor type that takes the most bytes in the file."""
     sizes = Counter[str]()
     for tensor in header.tensors.values():
         sizes[tensor.type.name] += tensor.size

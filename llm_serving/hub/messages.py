@@ -25,7 +25,10 @@ def unreachable(name: ModelName, endpoint: str, cache: Path, error: Exception) -
 
 
 def first_line(error: Exception) -> str:
-    """Return the beginning of an error's text, or of the error that is the reason for a failed connection."""
+    """Return the beginning of an error's text.
+
+    For a failed connection, this is the text of the inner error, which states the reason.
+    """
     inner = getattr(error.args[0], "reason", None) if error.args else None
     if isinstance(inner, Exception):
         return str(inner).rpartition("): ")[2][:300]

@@ -97,7 +97,7 @@ class ModelScope:
             raise HubError(f"{name}: {self._endpoint} sent a list of files that cannot be read") from error
 
     def _download(self, name: ModelName, file: RemoteFile, target: Path) -> None:
-        """Download one file. An interrupted download continues where it stopped, also of an earlier start."""
+        """Download one file. A download that was interrupted, also in an earlier start, continues where it stopped."""
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(target.name + _INCOMPLETE)
         error: Exception | None = None

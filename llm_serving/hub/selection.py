@@ -46,7 +46,7 @@ class RemoteFile:
 def choose_files(name: ModelName, files: Sequence[RemoteFile]) -> list[RemoteFile]:
     """Return the files to download: the named GGUF file, a folder with safetensors, or the only GGUF file.
 
-    Raises HubError if there is nothing to serve, or a choice to make.
+    Raises HubError if no file can be served, or if the user must choose one of several GGUF files.
     """
     files = [each for each in files if _is_safe(each.path)]
     if name.file is not None:

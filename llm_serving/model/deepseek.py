@@ -56,9 +56,11 @@ class LatentAttention:
 class Routing:
     """How a DeepSeek layer's router chooses the experts of a token.
 
-    Models with a plain softmax over all experts have none. The experts are divided into ``groups`` of equal size. Only
-    experts of the ``chosen_groups`` best groups may be chosen. The score of a group is its largest score. With
-    ``corrected``, it is the sum of the two largest.
+    Models whose router is a plain softmax over all experts do not use this class.
+
+    The experts are divided into ``groups`` of equal size. Only experts of the ``chosen_groups`` best groups may be
+    chosen. The score of a group is the largest score of its experts. If ``corrected`` is True, it is the sum of the two
+    largest scores.
     """
 
     sigmoid: bool = False
@@ -97,7 +99,10 @@ def read_latent_attention(fields: TypedFields, num_heads: int, *, has_interleave
 
 
 def _score_factor(fields: TypedFields) -> float:
-    """Return the square of YaRN's ``mscale`` of all dimensions, 0.1 x ``mscale_all_dim`` x ln(``factor``) + 1."""
+    """Return the factor that DeepSeek's YaRN scaling puts on attention scores; 1.0 without this scaling.
+
+    The factor is the square of 0.1 x ``mscale_all_dim`` x ln(``factor``) + 1.
+    """
     rope = fields.mapping("rope_parameters") if "rope_parameters" in fields else fields.mapping("rope_scaling")
     if rope.text("rope_type" if "rope_type" in rope else "type", "default") in ("default", "none"):
         return 1.0

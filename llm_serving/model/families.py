@@ -119,7 +119,11 @@ class Experts:
 
 
 def family_of(fields: TypedFields) -> Family:
-    """Return the family by ``architectures`` of ``config.json``, else by ``model_type``. Raises if it is unknown."""
+    """Return the family that ``architectures`` of ``config.json`` names, or ``model_type`` if there are no
+    architectures.
+
+    Raises the error class of ``fields`` for an unknown family.
+    """
     names = fields.names("architectures")
     if not names:
         by_type = {family.model_type: family for family in FAMILIES.values()}

@@ -60,16 +60,22 @@ class WeightFormat:
 
     @property
     def largest(self) -> int:
-        """Largest absolute value of an integer without a zero point, for example 127 for int8."""
+        """Largest absolute value of a stored integer, for example 127 for int8.
+
+        It is used in formats without a zero point.
+        """
         return (1 << (self.bits - 1)) - 1
 
     @property
     def values_per_byte(self) -> int:
-        """Number of integers in a byte of a weight for native operators."""
+        """Number of integers that native operators store in one byte of a weight."""
         return max(1, 8 // self.bits)
 
     def on(self, op_table: str) -> WeightFormat:
-        """Return the format that operators of ``op_table`` compute instead. Raises UnknownFormatError if none can."""
+        """Return the format in which the operators of ``op_table`` compute weights that are configured in this format.
+
+        Raises UnknownFormatError if these operators cannot compute the weights.
+        """
         if op_table == "fused":
             return self
         if self.native is None:
@@ -78,7 +84,10 @@ class WeightFormat:
         return WEIGHT_FORMATS[self.native]
 
     def bits_with_scales(self, group: int, device: str) -> float:
-        """Return the mean bits of a weight with its group's scale and zero point. A scale per output is ignored."""
+        """Return the mean number of bits of a weight, including the scale and zero point of its group.
+
+        If all inputs of an output share a scale, the scale is ignored.
+        """
         if not self.has_groups:
             return float(self.bits)
         # Native operators have a 16-bit scale and offset for each group, CPU kernels a float32 scale and a byte.
@@ -117,7 +126,7 @@ _INT4 = WeightFormat(
 
 
 def _weight_only(of: WeightFormat, kernel_code: int) -> WeightFormat:
-    """Return a format with the integers of format ``of``, whose kernels leave activations as floats."""
+    """Return a format with the same weights as the format ``of``, whose kernels leave activations as floats."""
     name = f"{of.name}_weight_only"
     return replace(
         of,

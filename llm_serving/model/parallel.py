@@ -2,9 +2,10 @@
 
     rank = (dp_index * pipeline_parallel + pp_index) * tensor_parallel + tp_index
 
-Tensor parallelism divides every layer as Megatron-LM does (Shoeybi et al., 2019): query heads, intermediate columns
-and vocabulary rows. The two products that are divided by inputs are summed over the ranks. Pipeline parallelism
-divides the layers (GPipe, Huang et al., 2019). With data parallelism, each replica has the whole model.
+Tensor parallelism divides every layer as Megatron-LM does (Shoeybi et al., 2019): query heads, intermediate columns and
+vocabulary rows. Attention's output layer and the MLP's down layer are divided by inputs, so their results are summed
+over the ranks. Pipeline parallelism divides the layers (GPipe, Huang et al., 2019). With data parallelism, each replica
+has the whole model.
 
 - A rank has whole key-value heads with their query heads. If the heads do not divide evenly, some ranks have one more.
   If there are more ranks than key-value heads, several ranks hold the same key-value head and divide its query heads.
@@ -32,7 +33,11 @@ PREFERRED_GRANULE = 32
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Position of a rank: ``tp_index`` in its stage, ``pp_index`` of the stage, ``dp_index`` of the replica, from 0."""
+    """Position of a rank. All indices count from 0.
+
+    ``dp_index`` is its replica, ``pp_index`` its pipeline stage, and ``tp_index`` its place among the agents of the
+    stage.
+    """
 
     rank: int
     tp_index: int
@@ -131,9 +136,10 @@ def granule_of(total: int, parts: int, group: int = 1) -> int:
 
 
 def split_vocab(total: int, parts: int, index: int) -> tuple[Span, int]:
-    """Divide ``total`` rows into ranges of equal length. Returns range ``index`` and the length.
+    """Divide ``total`` rows into ranges of equal length. Returns the range with number ``index``, and the common
+    length.
 
-    Only the last range may be shorter.
+    Only the last range may be shorter than this length.
     """
     stride = -(-total // parts)
     if stride >= PREFERRED_GRANULE:
@@ -219,7 +225,10 @@ def local_shape(shape: ModelShape, shard: Shard) -> ModelShape:
 
 
 def find_obstacle(shape: ModelShape, parallel: ParallelConfig, weight_group: int = 1) -> tuple[str, str] | None:
-    """Return the key of ``parallel_config`` that the model cannot fulfil, and the reason. None if all is possible."""
+    """Return the setting of ``parallel_config`` that the model does not permit, and the reason.
+
+    None if there is none.
+    """
     parts, stages = parallel.tensor_parallel, parallel.pipeline_parallel
     if stages > shape.num_layers:
         return "pipeline_parallel", f"the model has {shape.num_layers} layers, and each stage needs one"

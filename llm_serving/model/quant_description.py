@@ -67,7 +67,7 @@ class Description:
 def read_description(folder: Path) -> Description | None:
     """Return the description of a model folder, or None if the folder has none.
 
-    Raises CheckpointError if the folder needs a scheme that this program does not support. No values are read.
+    Raises CheckpointError if the folder needs a scheme that this program does not support. Reads no values of weights.
     """
     for name in (_MODEL_SLIM, _GOLDEN_STICK):
         if (folder / name).exists():

@@ -100,10 +100,11 @@ def _yarn(rope: TypedFields, factor: float, max_position_embeddings: int) -> Rop
 
 
 def _attention_factor(rope: TypedFields, factor: float) -> float:
-    """Return YaRN's factor of cosines and sines: as stated, else 0.1 ln(factor) + 1, as the paper recommends.
+    """Return the factor by which YaRN multiplies cosines and sines.
 
-    If the file has DeepSeek's ``mscale`` and ``mscale_all_dim``, the result is a quotient. Its two numbers are
-    0.1 x m x ln(factor) + 1, where m is the value of the first and of the second key.
+    It is ``attention_factor`` if the file has this key. Otherwise it is f(1) = 0.1 x ln(``factor``) + 1, as the paper
+    recommends. If the file has DeepSeek's two keys, it is f(``mscale``) / f(``mscale_all_dim``), with f(m) = 0.1 x m x
+    ln(``factor``) + 1.
     """
     if "attention_factor" in rope:
         return rope.number("attention_factor", None, 0.0, 1000.0)

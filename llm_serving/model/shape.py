@@ -67,7 +67,7 @@ class ModelShape:
 
     @property
     def value_dim(self) -> int:
-        """Size of a head of attention's result."""
+        """Size of a value head, which is also the size of a head in the result of attention."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     def window_of(self, layer: int) -> int:

@@ -31,17 +31,18 @@ def fit_sizes(config: Config, machine: Machine, read_npus: Callable[[], Sequence
 
 
 def fit_length(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]] = read_chips) -> Config:
-    """Return the config with the longest sequences that fit, if it says ``auto``. Otherwise, return it unchanged.
+    """If the config leaves the maximum length of sequences ``auto``, return the config with the greatest length that
+    fits.
 
-    The blocks of one sequence must fit, too, if their number is ``auto``. Raises MemoryPlanError if the memory of an
-    Ascend is not known.
+    If the number of blocks is also ``auto``, the blocks of one sequence must fit. A config with a stated length is
+    returned unchanged. Raises MemoryPlanError if the memory of an Ascend is not known.
     """
     if not config.auto_length:
         return config
     budget = _budget(config, machine, read_npus)
     size, longest = config.pa_config.block_size, config.max_model_len
     fewest, most = -(-min(SHORTEST, longest) // size), -(-longest // size)
-    while fewest < most:  # bisection in whole blocks
+    while fewest < most:  # binary search for the largest length, in whole blocks
         middle = (fewest + most + 1) // 2
         if _needed_bytes(_with_length(config, min(middle * size, longest)), machine) <= budget:
             fewest = middle
@@ -59,17 +60,18 @@ def _with_length(config: Config, length: int) -> Config:
 
 
 def fit_blocks(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]] = read_chips) -> Config:
-    """Return the config with as many blocks as fit, if it says ``auto``. Otherwise, return it unchanged.
+    """If the config leaves the number of blocks ``auto``, return the config with as many blocks as fit.
 
     Without the prefix cache, there are at most as many blocks as all running sequences can use. If not even one
-    sequence of the maximum length fits, the smallest cache is returned, and the memory plan reports the numbers. Raises
-    MemoryPlanError if the memory of an Ascend is not known.
+    sequence of the maximum length fits, the smallest cache is returned, and the memory plan reports the numbers. A
+    config with a stated number is returned unchanged. Raises MemoryPlanError if the memory of an Ascend is not known.
     """
     if not config.auto_blocks:
         return config
     budget = _budget(config, machine, read_npus)
     fewest, most = config.pa_config.num_blocks, _most_useful(config)
-    # bisection for the largest number that fits, because the number of host blocks may grow with it
+    # Binary search for the largest number that fits. A division would not do, because the host blocks also depend on
+    # it.
     while fewest < most:
         middle = (fewest + most + 1) // 2
         if _needed_bytes(with_blocks(config, middle), machine) <= budget:
@@ -85,7 +87,7 @@ def with_blocks(config: Config, num_blocks: int) -> Config:
 
 
 def _budget(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]]) -> int:
-    """Return the bytes that the server may plan with."""
+    """Return the number of bytes that the plan may use: the available memory without a reserve."""
     return int(_available_bytes(config, machine, read_npus) * (1 - SPARE_FRACTION[config.device]))
 
 

@@ -1,7 +1,8 @@
 """Calculates the host memory that a deployment on devices with their own memory needs while its agents load.
 
 Every agent converts all weights of its part in host memory and then copies them to its device. All agents load at the
-same time. Swapped sequences get their host blocks after that, so both do not add up.
+same time. The host blocks for swapped sequences are allocated after loading. So the larger of the two amounts counts,
+not their sum.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ LOAD_THREADS = 4
 
 
 def host_items(config: Config, processes: tuple[MemoryItem, ...]) -> tuple[MemoryItem, ...]:
-    """Return the items in host memory at the time of the highest need, including ``processes``."""
+    """Return the items in host memory at the time of the highest need.
+
+    These are ``processes``, and either the weights during loading or the host blocks for swapped sequences.
+    """
     world = range(config.parallel_config.world_size)
     weights = sum(item.num_bytes for rank in world for item in device_items(config, rank) if item.name == WEIGHTS)
     conversion = sum(_conversion_bytes(config, rank) for rank in world)
@@ -52,7 +56,9 @@ def too_little_host_memory(items: tuple[MemoryItem, ...], machine: Machine) -> s
 
 
 def _conversion_bytes(config: Config, rank: int) -> int:
-    """Return the memory in which one agent's threads convert weights: the largest parameter in float32 for each."""
+    """Return the memory in which one agent's threads convert weights: for each thread, the largest parameter in
+    float32.
+    """
     shard = config.shard(rank)
     shape = local_shape(config.shape, shard)
     inner = shape.intermediate_size if shape.experts is None else shape.experts.intermediate_size

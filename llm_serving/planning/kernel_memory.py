@@ -1,28 +1,38 @@
-"""Upper bounds of the memory that CPU kernels need next to the tensors: scratch memory of threads, recorded launches.
+"""Upper bounds of the memory that CPU kernels need in addition to tensors: threads' scratch memory, recorded launches.
 
-A thread keeps the scratch memory of its largest call, and a quarter more (``agent/kernels/common/thread_pool.h``).
-The bounds are for the largest possible step. ``tests/agent/test_kernel_memory.py`` compares them with the kernels.
+A thread keeps the scratch memory of its largest call, and a quarter more (``agent/kernels/common/thread_pool.h``). The
+bounds are for the largest possible step. ``tests/agent/test_kernel_memory.py`` compares them with the kernels.
 
-T is the number of tokens in the largest step, N the number of threads, and b the bytes of a number. W is the number of
-inputs of the widest linear layer. h, I and D are hidden, intermediate and head size, and V is the vocabulary's. Items:
+The descriptions use these letters:
 
-    rows             inputs of a linear layer in float32 (W x 4) and results of the norm before it (h x max(b, 2)), for
-                     each token. Fused: 256 rows for each thread; 128 x N for the calling thread, or T if it is the
-                     only thread. The MLP has 256 rows at a time. Native: T rows for the calling thread
-    MLP              fused: 256 rows of I for each thread, and T x h of the output layer, in b
-    products         256 rows of h in float32 for each thread and each part of ``parallel_config.sum_parts``
-    panel            for each thread, 64 columns of a weight (W bytes each), and sums of 272 rows or of W / 8
-    attention        for each thread, keys, values and rows of a task: about 1024 x (D + 48) x 4
-    split contexts   sums of rows whose context several threads share: D + 16 numbers for each partition of 256 tokens,
-                     for at most 8 x 192 rows of each thread
-    laid out keys    native, and latent attention: keys and values of a prompt, at most 64 MiB
-    sampler          60 bytes x V for each thread that samples: sorted and filtered rows
+    T   tokens in the largest step               N   threads
+    W   inputs of the widest linear layer        b   bytes of an element of ``model_dtype``
+    h   hidden size                              I   intermediate size
+    D   size of a head                           V   tokens in the vocabulary
 
-Native: three graphs are recorded once (``agent/step_graph/replay/native.py``), about 16 KiB for each layer, or 32 KiB
-with experts. A replay needs activations and logits of the largest replayed step: 512 tokens or all decoding sequences.
-It also needs 5 bytes for each entry of the mask. Fused: the recorded step (``agent/step_graph/replay/fused.py``) needs
-4 KiB for each layer. Three matrices of T rows of h pass between operators. With experts, there is one more, and query,
-key, value and the output of attention.
+Items of the scratch memory:
+
+    rows             inputs of a linear layer in float32 (W x 4 bytes for each token), and results of the norm before
+                     the layer (h x max(b, 2) bytes for each token). Native operators: T tokens. Fused operators: 256
+                     tokens for each thread. But the calling thread has 128 x N, or T if it is the only thread
+    MLP              fused operators: 256 rows of I elements for each thread, and [T, h] results of the output layer
+    products         256 rows of h float32 numbers, for each thread and each part of ``parallel_config.sum_parts``
+    panel            for each thread, 64 columns of a weight (W bytes each) and the float32 sums of these columns
+    attention        for each thread, keys, values and query rows of one task: about 1024 x (D + 48) x 4 bytes
+    split contexts   partial results of query rows whose context several threads share: D + 16 float32 numbers for each
+                     row and each partition of 256 tokens. There are at most 8 x 192 rows for each thread
+    laid out keys    native operators, and latent attention: a prompt's keys and values in the layout that the kernel
+                     reads, at most 64 MiB
+    sampler          60 x V bytes for each thread that samples: sorted and filtered logits
+
+Recorded launches with native operators: three graphs are recorded once (``agent/step_graph/replay/native.py``). They
+take about 16 KiB for each layer, or 32 KiB with experts. A replay also needs the activations and logits of the largest
+replayed step, which has 512 tokens or one token of each sequence. It needs 5 bytes for each entry of the attention
+mask.
+
+Recorded launches with fused operators: one step is recorded (``agent/step_graph/replay/fused.py``). It takes 4 KiB for
+each layer. Three matrices [T, h] pass between the operators. A model with experts has a fourth matrix [T, h], and
+matrices for the query, key, value and output of attention.
 """
 
 from __future__ import annotations
@@ -72,9 +82,10 @@ def kernel_items(config: Config, rank: int, num_cores: int) -> tuple[MemoryItem,
 
 
 def most_replayed_tokens(max_tokens: int, max_seqs: int) -> int:
-    """Return the tokens of the largest step that is replayed with native operators.
+    """Return the number of tokens in the largest step that is replayed with native operators.
 
-    ``max_tokens`` is the maximum number of tokens in a step, and ``max_seqs`` that of sequences in a decode step.
+    ``max_tokens`` is the maximum number of tokens in a step. ``max_seqs`` is the maximum number of sequences in a
+    decode step.
     """
     return max(max_seqs, min(max_tokens, MOST_REPLAYED_TOKENS))
 

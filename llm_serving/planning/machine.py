@@ -42,7 +42,7 @@ def process_seconds() -> float:
 
 
 def control_group_available(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return the bytes that this process may still take by its control groups (v1 or v2), or None without a limit.
+    """Return the number of bytes that the control groups (v1 or v2) of this process still permit. None without a limit.
 
     File cache that the operating system can drop does not count as used.
     """

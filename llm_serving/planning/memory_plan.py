@@ -1,8 +1,13 @@
 """The memory plan: how much memory a deployment needs, calculated before anything is loaded.
 
-T tokens and S sequences are in the largest step. The model has V tokens of vocabulary, L layers, hidden size h,
-intermediate size I, H query heads and K key-value heads of size D. An element of ``model_dtype`` has b bytes. P is the
-longest sequence.
+The formulas give bytes. They use these letters:
+
+    T   tokens in the largest step               S   sequences in the largest step
+    V   tokens in the vocabulary                 L   layers
+    h   hidden size                              I   intermediate size
+    H   query heads                              K   key-value heads
+    D   size of a head                           P   maximum length of a sequence
+    b   bytes of an element of ``model_dtype``
 
     weights          parameters x b. A tied embedding counts once; on a CPU twice, because the output weight is packed
                      separately. Integer formats: 8 or 4 bits for each parameter of linear layers, and 40 bits for
@@ -22,13 +27,14 @@ longest sequence.
     agent process    Python, MindSpore, compiled graphs, and MindFormers if it is used
     server process   HTTP, scheduler, tokenizer
 
-On a CPU, all of this must fit the free memory of the machine. On an Ascend, host memory holds the processes, and the
-weights while the agents load, or the host blocks after that (``host_memory.py``). They must fit it. The rest must fit
-``context.max_device_memory`` of the MindFormers YAML, if that is stated.
+On a CPU, the sum of all items must fit the free memory of the machine. On an Ascend, the host memory must hold the
+processes, and the weights while the agents load. After loading, it must hold the host blocks instead of the weights
+(``host_memory.py``). All other items must fit ``context.max_device_memory`` of the MindFormers YAML, if it is stated.
 
-With several agents (``llm_serving/model/parallel.py``), H, K, I, L and V are those of one agent. Only the agent that
-samples has the logits of the whole vocabulary and the token history. Each group has an exchange in shared memory. On a
-CPU all agents share the machine, so their sum counts. On Ascends each agent has its own device, so the fullest counts.
+With several agents (``llm_serving/model/parallel.py``), H, K, I, L and V are the numbers of one agent's part of the
+model. Only the agent that samples has the logits of the whole vocabulary and the token history. Each group has an
+exchange in shared memory. On a CPU, all agents share the machine, so the plan adds up their memory. On Ascends, each
+agent has its own device, so the plan counts the agent that needs the most memory.
 """
 
 from __future__ import annotations
@@ -176,7 +182,7 @@ def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
 
 
 def estimate_rank_memory(config: Config, rank: int, device: Machine) -> MemoryPlan:
-    """Return the memory plan of one agent that has its own device. ``config`` is that of the whole deployment."""
+    """Return the memory plan of one agent that has its own device. ``config`` describes the whole deployment."""
     items = device_items(config, rank)
     return _plan(config, items, [items], rank_kv_bytes_per_token(config, rank), device)
 
@@ -264,7 +270,10 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _advice(plan: MemoryPlan) -> str:
-    """Return the end of the error message: a setting that fits. Fewer host blocks are proposed before fewer blocks."""
+    """Return the end of the error message: a setting that fits.
+
+    If there are host blocks, a smaller number of host blocks is proposed. Otherwise, a smaller number of blocks.
+    """
     if plan.bytes_of(HOST_BLOCKS):
         return _advice_on_host_blocks(plan)
     largest = plan.largest_num_blocks

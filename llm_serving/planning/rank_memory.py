@@ -54,7 +54,10 @@ def rank_kv_bytes_per_token(config: Config, rank: int) -> int:
 
 
 def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
-    """Return the items in the memory of a rank's device. Their ``basis`` describes the whole model, not the part."""
+    """Return the plan's items in the memory of a rank's device.
+
+    The sizes are those of the rank's part of the model. The explanation in ``basis`` describes the whole model.
+    """
     part, shape, cache = _Part.of(config, rank), config.shape, config.pa_config
     tokens, seqs, longest = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
     rotary = rotary_positions(config)
@@ -110,8 +113,8 @@ def _weight_bytes(config: Config, part: _Part) -> int:
 def _output_stays_float(config: Config, part: _Part) -> bool:
     """Return True if the output layer stays float although the linear layers are integers.
 
-    This happens with native operators, in three cases. The output layer is the embedding. The vocabulary is too large
-    for the weight-only primitive. Or it does not fill whole bytes of integers.
+    This happens with native operators, in three cases. The output layer shares its weight with the embedding. The
+    vocabulary is too large for the weight-only primitive. Or the last byte of packed integers would not be full.
     """
     if config.op_table != "native":
         return False
@@ -133,15 +136,16 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
         attention = _latent_elements(shape, shape.latent)
     per_token = 2 * shape.hidden_size + attention + 3 * shape.intermediate_size
     if config.op_table == "native" and shape.sliding_window:
-        per_token += 2 * config.max_model_len  # the mask of the sliding window, and the numbers it is made from
+        # The mask of the sliding window, and the positions from which the mask is computed.
+        per_token += 2 * config.max_model_len
     return config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config, shape)
 
 
 def _latent_elements(shape: ModelShape, latent: LatentAttention) -> int:
     """Return the number of elements of one token's activations in latent attention.
 
-    They are the first product, the latent vector of queries, the queries, and the result. Each head also has a query
-    and an attended vector as wide as a row of the cache.
+    These are the result of the first linear layer, the latent vector of queries, and the queries. Each head also has a
+    query and a sum of cached vectors, both as wide as a cache row, and a result.
     """
     heads, queries = shape.num_attention_heads, shape.num_attention_heads * latent.head_dim
     first = (latent.query_rank or queries) + latent.cache_dim
@@ -152,8 +156,9 @@ def _latent_elements(shape: ModelShape, latent: LatentAttention) -> int:
 def _expert_bytes(config: Config, shape: ModelShape) -> int:
     """Return the bytes of the experts' activations; 0 without experts. Each row of a matrix belongs to one expert.
 
-    Fused operators compute ``EXPERT_PIECE_ROWS`` rows at a time: inputs, product of gate and up, and float32 outputs.
-    Native operators compute all rows, store gate and up too, and in int8 the rounded inputs of both products.
+    Fused operators compute ``EXPERT_PIECE_ROWS`` rows at a time. They store the inputs, the product of gate and up, and
+    float32 outputs. Native operators compute all rows at the same time. They also store gate and up, and in int8 the
+    rounded inputs of both linear layers.
     """
     if shape.experts is None:
         return 0
@@ -172,9 +177,9 @@ def _expert_bytes(config: Config, shape: ModelShape) -> int:
 def _logit_bytes(config: Config, part: _Part) -> int:
     """Return the bytes of a rank's logits.
 
-    Fused operators: the rank that samples has the whole vocabulary, others have their part. Native operators: each rank
-    has its part in ``model_dtype`` and the logits that are gathered from all ranks. The operators that find candidates
-    have float32 matrices between them.
+    Fused operators: the rank that samples has logits of the whole vocabulary, and other ranks have logits of their
+    part. Native operators: each rank has its part in ``model_dtype``, and the logits that are gathered from all ranks.
+    The operators that find the candidates also pass float32 matrices to each other.
     """
     if not part.shard.is_last_stage:
         return 0
