@@ -1,7 +1,8 @@
 """Builds the C++ kernels (agent/kernels/libllm_kernels.so) and puts configs, models and tools into the package.
 
-An in-place build also makes two files that are never installed: performance/kernels/libllm_kernels_testing.so, which
-adds entries for tests and benchmarks to the kernels, and the program performance/ceilings.
+An in-place build also makes two files that are never installed. The library
+performance/kernels/libllm_kernels_testing.so has the kernels, and further functions for tests and benchmarks. The
+program performance/ceilings measures the machine.
 
 The kernels are compiled once for each instruction set, and the library chooses one at run time. The environment
 variable LLM_KERNELS_BUILD names the sets to compile:
@@ -58,7 +59,7 @@ COMPILE_FLAGS = [
     *("-std=c++17", "-O3", "-g1", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
     *("-fno-math-errno", "-ffp-contract=off", "-D_GLIBCXX_USE_CXX11_ABI=0"),
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function"),
-    # GCC 12 warns about its own intrinsics (GCC bug 105593).
+    # GCC 12 warns about the code of its own intrinsic functions (GCC bug 105593).
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 ]
 # With nodelete, the library stays in memory after a dlclose, because its threads keep running.
@@ -82,8 +83,8 @@ INSTRUCTION_SETS = {
 """Compiler flags for each file in agent/kernels/arch, by its name, the best set last. portable.cc needs none."""
 PORTABLE = "portable"
 OTHER_FLAGS = {PORTABLE: ["-O2"], "arithmetic": ["-O2", "-fvect-cost-model=dynamic"]}
-"""Flags of files that take more than twice as long to compile with -O3. portable.cc serves only processors without the
-other sets, and arithmetic.cc is as fast with these flags."""
+"""Flags of files that take more than twice as long to compile with -O3. The code of portable.cc need not be fast,
+because it serves only processors without the other sets. The code of arithmetic.cc is as fast as with -O3."""
 SLOW_FILES = (*reversed(INSTRUCTION_SETS), PORTABLE, "arithmetic")
 """The files that take longest to compile. They come first, so that no processor is idle while the last one compiles."""
 
@@ -118,7 +119,10 @@ class Compiler:
 
     @property
     def machine(self) -> str:
-        """The architecture that the compiler makes code for, such as ``aarch64``. A cross compiler has another one."""
+        """The architecture for which the compiler makes code, such as ``aarch64``.
+
+        If it is not the architecture of this machine, the compiler is a cross compiler.
+        """
         return self._answer("-dumpmachine").partition("-")[0].strip()
 
     def _answer(self, question: str) -> str:
@@ -243,7 +247,7 @@ def _put(made: Path, target: Path) -> None:
 
 
 def _chosen_build(in_place: bool) -> str:
-    """Returns the value of LLM_KERNELS_BUILD, or its default. Raises CompileError for an unknown one."""
+    """Returns the value of the variable LLM_KERNELS_BUILD, or its default. Raises CompileError for an unknown value."""
     build = os.environ.get(BUILD_VARIABLE) or ("native" if in_place else "all")
     if build not in BUILDS:
         raise CompileError(f"{BUILD_VARIABLE} is {build!r}; it must be one of {', '.join(BUILDS)}")
@@ -251,7 +255,10 @@ def _chosen_build(in_place: bool) -> str:
 
 
 def _chosen_sets(compiler: Compiler, build: str, known: list[str]) -> list[str]:
-    """Returns the instruction sets to compile, the best last. A cross compiler's processor is not here to be asked."""
+    """Returns the instruction sets to compile, the best last.
+
+    A cross compiler compiles all known sets, because the target processor cannot be examined here.
+    """
     if build == "all" or compiler.machine != platform.machine():
         return [PORTABLE, *known]
     runnable = [PORTABLE, *compiler.runnable_sets(known)]
@@ -284,7 +291,8 @@ def _general_flags() -> list[str]:
 
 
 def _product_units(folder: Path, chosen: list[str], known: dict[str, list[str]], general: list[str]) -> list[Unit]:
-    """Returns the object files of the kernels: one for each chosen instruction set, and those that need none."""
+    """Returns the object files of the kernels: one for each chosen instruction set, and the files for all processors.
+    """
     flags = {name: [*general, *other] for name, other in OTHER_FLAGS.items()}
     flags |= {name: [*COMPILE_FLAGS, *known.get(name, OTHER_FLAGS[PORTABLE])] for name in chosen}
     sets = [_list_of_sets(list(reversed(chosen))), *(f"-DLLMK_HAVE_{name.upper()}" for name in chosen)]

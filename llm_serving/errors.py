@@ -51,7 +51,7 @@ class CheckpointError(LLMServingError):
 
 
 class MemoryPlanError(LLMServingError):
-    """The planned memory exceeds the memory of the machine. The text has the table."""
+    """The planned memory exceeds the memory of the machine. The error's text includes the table of the memory plan."""
 
 
 class RequestError(LLMServingError):
@@ -91,7 +91,7 @@ class UnauthorizedError(RequestError):
 
 
 class NotPermittedError(RequestError):
-    """The API key of the request is valid, but does not have the right."""
+    """The API key of the request is valid, but does not have the right that the request needs."""
 
     status = 403
     code = "not_permitted"
@@ -143,14 +143,20 @@ class NotFiniteError(EngineFailedError):
 
 
 class AgentLostTwiceError(EngineFailedError):
-    """An agent was lost twice at the same place of this request, the second time with no other request in flight."""
+    """The agent was lost twice while it computed the same tokens of this request.
+
+    The second time, no other request was in flight, so this request is the likely cause.
+    """
 
     TEXT = "the request lost its agent twice at the same place, the second time alone, so it is not computed again"
     """The error of this request in ``RequestOutput.error``."""
 
     @classmethod
     def or_failure(cls, error: str | None) -> EngineFailedError:
-        """Return the exception for the error of a request's last piece."""
+        """Return the exception for ``error``, the error text in the last piece of a request's output.
+
+        The exception is of this class if the text is ``TEXT``, otherwise an EngineFailedError.
+        """
         return (cls if error == cls.TEXT else EngineFailedError)(error or "The engine could not finish the request.")
 
 
@@ -171,7 +177,11 @@ class AgentLostError(AgentError):
 
 
 class SelfCheckError(AgentLostError):
-    """An agent failed a self-check: it computes wrong results. ``step`` is the step that shows it, if there is one."""
+    """An agent failed a self-check: it computes wrong results.
+
+    ``check`` is the name of the self-check. ``step`` is the step that failed it, or None if the check is not about one
+    step.
+    """
 
     def __init__(self, message: str, check: str, step: int | None = None) -> None:
         super().__init__(message)
@@ -180,7 +190,7 @@ class SelfCheckError(AgentLostError):
 
 
 class GroupDownError(AgentError):
-    """Another agent of the group has ended or is late, so this agent cannot continue."""
+    """Another agent of the group has ended or is late, so this agent cannot finish their common step."""
 
 
 class GroupBrokenError(GroupDownError):

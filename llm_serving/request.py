@@ -41,10 +41,10 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SchedulingParams:
-    """The urgency and the tenant of a request. They do not change its tokens.
+    """The urgency and the tenant of a request. These parameters do not change the request's tokens.
 
-    Times are seconds. The fields of ``Request`` with the same names explain them. ``deadline`` counts from the
-    request's arrival.
+    Times are seconds. ``Request`` has fields with the same names, which are described there. ``deadline`` counts from
+    the request's arrival.
     """
 
     priority: int = 0
@@ -71,7 +71,10 @@ class Constraint(Protocol):
         """Length of a mask, in words of 32 tokens."""
 
     def advance(self, token_id: int) -> None:
-        """Take the next token of the sequence. Raises ConstraintError if no further token can be checked."""
+        """Add the next token of the sequence to the constraint.
+
+        Raises ConstraintError if the constraint cannot continue.
+        """
 
     def mask(self) -> npt.NDArray[np.uint32]:
         """Return the tokens that may follow: bit ``id % 32`` of word ``id // 32`` is 1. At least one token may follow.
@@ -87,8 +90,8 @@ ALONE_TO_THE_END = 1 << 40
 class Request:
     """One sequence in the scheduler, which owns it from ``add_request`` to its end.
 
-    ``arrival_time`` and the other times are seconds on the engine's monotonic clock. The default ``receipt`` counts
-    from ``arrival_time``.
+    ``arrival_time`` and the other times are seconds on the engine's monotonic clock. Without a given ``receipt``, a new
+    one starts at ``arrival_time``.
     """
 
     request_id: str
@@ -167,7 +170,7 @@ class TokenLogits:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A reason for which a request, or the first request of its queue, could not start."""
+    """A reason why a request had to wait: the request, or the first request of its queue, could not start."""
 
     reason: BlockReason
     times: int

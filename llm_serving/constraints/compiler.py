@@ -1,7 +1,7 @@
-"""Compiles grammars with the library llguidance, and follows them token by token.
+"""Compiles grammars with the library llguidance, and checks the tokens of each sequence against its grammar.
 
-A grammar is compiled once, and each sequence gets a copy. The library computes which tokens may follow with a parser
-and a lexer of derivatives. Both work on the bytes of tokens, so a token may cross the borders of the grammar's parts.
+A grammar is compiled once, and each sequence gets a copy. The library's lexer and parser compute the set of allowed
+next tokens. They work on the bytes of tokens, so one token may contain parts of several grammar symbols.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EVERY_WORD = np.uint32(0xFFFFFFFF)
 
 
 def _limits() -> llguidance.LLParserLimits:
-    """Return limits of the library that bound the time and memory of one grammar and of one mask."""
+    """Return limits for llguidance, which bound the time and memory of compiling a grammar and of computing a mask."""
     return llguidance.LLParserLimits(
         max_items_in_row=20_000, initial_lexer_fuel=500_000, step_lexer_fuel=200_000, step_max_items=50_000,
         max_lexer_states=50_000, max_grammar_size=100_000,
@@ -39,10 +39,13 @@ def _limits() -> llguidance.LLParserLimits:
 
 
 class _Vocabulary:
-    """The tokenizer in the form that llguidance reads. It calls the object to tokenize a text."""
+    """The tokenizer in the form that llguidance reads. llguidance calls this object to tokenize a text."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_id: int) -> None:
-        """An id without a token has no bytes, so no grammar allows it."""
+        """Read the bytes of the tokens 0 to ``vocab_size`` - 1.
+
+        An id without a token has no bytes, so no grammar allows it.
+        """
         self.eos_token_id = end_token_id
         self.bos_token_id = tokenizer.bos_token_id
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
@@ -54,13 +57,19 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return tokens with exactly the bytes of ``text``. A tokenizer may add a space, which would not fit."""
+        """Return token ids whose bytes are exactly ``text``.
+
+        Some tokenizers add a space to a text. In that case, the longest matching tokens are taken instead.
+        """
         data = text.encode() if isinstance(text, str) else text
         ids = self._tokenizer.encode(data.decode("utf-8", "replace"), add_special_tokens=False)
         return ids if b"".join(self.tokens[i] for i in ids) == data else self._longest_matches(data)
 
     def _longest_matches(self, data: bytes) -> list[int]:
-        """Return the longest token at each place. The tokenizer knows every byte, or the rest is left out."""
+        """Split ``data`` into the longest matching tokens, from left to right, and return their ids.
+
+        Stops at a byte that no token begins with, if the tokenizer has no tokens for single bytes.
+        """
         ids, start = [], 0
         while start < len(data):
             ends = range(min(len(data), start + self._longest), start, -1)
@@ -112,15 +121,18 @@ class CompiledGrammar:
         self._end_token_ids = frozenset(end_token_ids)
 
     def start(self) -> GrammarConstraint:
-        """Return the constraint of a sequence without output."""
+        """Return a new constraint at the start of the grammar, for a sequence that has no output tokens yet."""
         return GrammarConstraint(self._matcher.deep_copy(), self._num_words, self._end_token_ids)
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer in other threads. The tokenizer is prepared for the first grammar."""
+    """Compiles grammars for one tokenizer, in other threads.
+
+    The first grammar takes longer, because it converts the tokenizer to the form of the library.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int]) -> None:
-        """``vocab_size`` is the number of the model's logits, ``end_token_ids`` are the tokens that end a text."""
+        """``vocab_size`` is the number of logits for each token. ``end_token_ids`` are the tokens that end a text."""
         self._model_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_token_ids = list(end_token_ids)
@@ -174,9 +186,9 @@ class GrammarCompiler:
 
 
 def _try(compiled: CompiledGrammar, param: str) -> None:
-    """Follow a grammar for a few tokens. Raises RequestError if the grammar is too complex or allows no text.
+    """Generate a few tokens that a grammar allows. Raises RequestError if the grammar is too complex or allows no text.
 
-    The first mask takes longest. Its parts stay in memory that all copies of the grammar share.
+    This also computes the first mask, which takes longest. All copies of the grammar share the memory of its results.
     """
     constraint = compiled.start()
     for _ in range(TRIED_TOKENS):

@@ -16,7 +16,10 @@ JSON_SCHEMA, REGEX, LARK = "json_schema", "regex", "lark"
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A text for the compiler. ``kind`` is ``JSON_SCHEMA``, ``REGEX`` or ``LARK`` (llguidance's dialect of Lark)."""
+    """A grammar as the client wrote it.
+
+    ``kind`` is the language of ``text``: ``JSON_SCHEMA``, ``REGEX`` or ``LARK`` (llguidance's dialect of Lark).
+    """
 
     kind: str
     text: str
@@ -26,7 +29,7 @@ ANY_JSON_OBJECT = Grammar(JSON_SCHEMA, '{"type": "object"}')
 
 
 def schema_grammar(schema: object) -> Grammar:
-    """Return the grammar of the JSON values that fit a JSON schema. The schema may be a text."""
+    """Return the grammar of the JSON values that fit a JSON schema. ``schema`` is a parsed schema or its JSON text."""
     return Grammar(JSON_SCHEMA, schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
 
 

@@ -1,8 +1,9 @@
 """Gives the agents the masks of allowed tokens for each step with constrained sequences.
 
 The mask of a sequence depends on its last token. The engine sends a step before it knows this token, so the mask
-follows later: when the result of the step before has arrived, while the agents compute the logits of the step. All
-masks of a step are published together, for every step that was sent. Otherwise an agent would wait in vain.
+follows later. The engine computes the mask when the result of the previous step arrives. Meanwhile, the agents compute
+the logits. All masks of a step are published together. They are published even for a step whose requests have ended,
+because the agents wait for them.
 """
 
 from __future__ import annotations
@@ -65,8 +66,10 @@ class StepMasks:
             self._publish(pending.seq, pending.masks)
 
     def advance(self, updates: Iterable[RequestUpdate]) -> list[tuple[RequestUpdate, str]]:
-        """Pass the tokens of a completed step to the constraints. Returns the updates of constraints that failed, with
-        the errors."""
+        """Pass the new tokens of a completed step to the constraints of their requests.
+
+        Returns a pair for each constraint that failed: the update of its request, and the error text.
+        """
         if not self._sampling:
             return []
         failures = []

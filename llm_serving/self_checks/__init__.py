@@ -2,6 +2,6 @@
 
 - ``results`` finds sequences whose logits are not finite, in the result of each step. The sampler marks them.
 - ``canary`` runs a fixed prompt, whose tokens must stay the same.
-- In the check of rows, the agents compute one sequence of a step again, alone (``agent/model_runner.py``).
-  ``StepSlots`` chooses the sequence.
+- In the row check, the agents compute one sequence of a step a second time, alone, and compare the results
+  (``agent/model_runner.py``). ``StepSlots`` chooses the sequence.
 """

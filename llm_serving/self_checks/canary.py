@@ -77,9 +77,10 @@ class Canary:
             self._engine.distrust(replica, reason)
 
     async def _tokens(self) -> tuple[tuple[int, ...] | None, int]:
-        """Return the tokens and the replica of a run. The tokens are None if the logits are not finite.
+        """Run the prompt once. Returns its output tokens, or None if the logits are not finite, and the replica of the
+        run.
 
-        Raises LLMServingError if the run was refused or could not end.
+        Raises LLMServingError if the run was refused or failed.
         """
         name = f"canary-{uuid.uuid4().hex}"
         sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class LineLimit:
-    """Admits ``per_second`` lines in each second, and counts the others. Not thread-safe: the caller must hold a lock.
+    """Admits at most ``per_second`` lines in each second, and counts the lines that it does not admit.
+
+    The object is not thread-safe: the caller must hold a lock.
     """
 
     def __init__(self, per_second: int) -> None:

@@ -4,14 +4,14 @@
     log.event("request_arrival", request_id="cmpl-1", prompt_tokens=12)
     log.warning("agent stopped answering", event="agent_lost", agent=0)
 
-Every line has ``time`` (Unix seconds), ``level`` and ``event``, then the caller's fields. A call never raises and waits
-only for the disk. A value that cannot be encoded is described, and a line that is too long is cut. If the disk is full,
-lost lines are counted and reported on standard error. When the log can be written again, it gets a line
-``log_lines_lost``. Each line is appended in one write, so several processes may share a file. ``log_file.py`` rotates
-the file, and follows another program that rotates it.
+Every line has ``time`` (Unix seconds), ``level`` and ``event``, then the caller's fields. A call never raises an
+exception, and waits only for the disk. A value that cannot be encoded as JSON is replaced by a description. A line that
+is too long is cut. If the disk is full, lost lines are counted and reported on standard error. When the log can be
+written again, the event ``log_lines_lost`` records their number. Each line is appended in one write, so several
+processes may share a file. ``log_file.py`` rotates the file, and follows another program that rotates it.
 
-Clients can cause some events as often as they like. ``LogEvent.max_per_s`` limits the lines of an event in each
-second. A line ``log_lines_suppressed`` has the number of the others.
+Clients can cause some events as often as they like. ``LogEvent.max_per_s`` limits the lines of an event in each second.
+The event ``log_lines_suppressed`` records how many lines were not written for this reason.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ MIRROR_BYTES = 4000
 """Maximum bytes of a message on standard error. Below PIPE_BUF (4096), so a write to a pipe with space never waits."""
 MIRROR_HEAD_BYTES, MIRROR_TAIL_BYTES = 1000, 2800
 
-# Characters that JSON need not escape, although str.splitlines() ends a line there (and JavaScript at the last two).
+# JSON permits these characters without an escape, but str.splitlines() ends a line at each of them. JavaScript ends a
+# line at the last two.
 _LINE_BREAKS = (
     (b"\xc2\x85", b"\\u0085"),
     (b"\xe2\x80\xa8", b"\\u2028"),
@@ -133,7 +134,10 @@ class EventLog:
         self.close()
 
     def _admit(self, name: str, now: float) -> bool:
-        """Return whether a line of this event may be written now. First report events whose lines were suppressed."""
+        """Return whether a line of the event ``name`` may be written at the time ``now``.
+
+        Also logs how many lines of each event were suppressed in the last second.
+        """
         with self._limits_lock:
             for limited, limit in self._limits.items():
                 if number := limit.take_suppressed(now):

@@ -1,7 +1,7 @@
 """A log file that is appended to: private, rotated by size, and opened again after a rename or a signal.
 
-Each write first compares the open file with the path. So a file that was moved or deleted gets no further line, and
-the next line makes a new file. If the disk is full, lines are lost and counted. No caller fails.
+Each write first compares the open file with the path. So a file that was moved or deleted gets no further line, and the
+next line makes a new file. If the disk is full, lines are lost and counted, but the caller gets no error.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _OTHERS = 0o007
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """When a log file is rotated: before it would exceed ``max_bytes``. 0 turns rotation off.
+    """The size at which a log file is rotated. A file never exceeds ``max_bytes``; 0 turns rotation off.
 
-    ``server.log`` becomes ``server.log.1``, that becomes ``server.log.2``, and so on. ``keep_files`` of them are kept.
+    A rotation renames ``server.log`` to ``server.log.1``, the old ``server.log.1`` to ``server.log.2``, and so on. At
+    most ``keep_files`` renamed files are kept.
     """
 
     max_bytes: int = 0
@@ -78,8 +79,8 @@ def reopen_all() -> None:
 class LogFile:
     """Appends lines to the file ``path``. The folder is created. Threads may share the object.
 
-    A new file has mode 0600. A file that exists loses the permissions of others, and keeps those of its group. The
-    constructor raises OSError. No other method raises.
+    A new file has mode 0600. If the file exists, other users lose their permissions, and the group keeps its
+    permissions. Only the constructor raises OSError. Later, a line that cannot be written is lost and counted.
     """
 
     def __init__(self, path: Path, losses: LossReports, rotation: Rotation | None = None) -> None:
@@ -134,7 +135,10 @@ class LogFile:
             _open_files.discard(self)
 
     def _follow(self, num_bytes: int) -> None:
-        """Open the path again if it names another file or none. Rotate if the file would become too large."""
+        """Open the path again if the file there was moved, replaced or deleted.
+
+        Rotate the file if it would become too large.
+        """
         try:
             found = os.stat(self.path)
         except FileNotFoundError:

@@ -242,8 +242,10 @@ class Metrics:
         self._refused_access.labels(reason).inc()
 
     def event_loop_stall(self, seconds: float, busy_seconds: float) -> None:
-        """Set the longest time since the last scrape during which the event loop was blocked, and the most processor
-        time of the process during one such time.
+        """Set two maxima since the last scrape, in seconds.
+
+        ``seconds`` is the longest time for which the event loop was blocked. ``busy_seconds`` is the most processor
+        time of this process during one of these times.
         """
         self._stall.set(seconds)
         self._busy_stall.set(busy_seconds)

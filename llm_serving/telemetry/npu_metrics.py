@@ -16,7 +16,10 @@ _MIB = 1024 * 1024
 
 
 class NpuCollector(Collector):
-    """Collects metrics of the chips from ``first`` to ``first + count - 1``. Without readings there are no metrics."""
+    """Collects metrics of the ``count`` chips from number ``first`` on.
+
+    Without a successful reading, there are no metrics.
+    """
 
     def __init__(self, first: int, count: int, read: Callable[[], Sequence[Chip]] = read_chips) -> None:
         self._devices = range(first, first + count)

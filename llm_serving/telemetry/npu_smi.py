@@ -18,7 +18,10 @@ _PROCESS = re.compile(r"\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(.*?)\s*\|\s*(\d+
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """A device in the list of ``npu-smi info``. ``number`` counts the chips and is the device id of ACL."""
+    """One chip in the table of ``npu-smi info``.
+
+    ``number`` is the position of the chip in the table, from 0, and also its device id in ACL.
+    """
 
     number: int
     npu: int
@@ -74,7 +77,10 @@ def parse_npu_smi(text: str) -> tuple[tuple[Chip, ...], tuple[DeviceProcess, ...
 
 
 def read_chips() -> tuple[Chip, ...]:
-    """Run ``npu-smi info`` and return its chips. Empty if the program is missing or fails. Takes up to seconds."""
+    """Run ``npu-smi info`` and return its chips. Empty if the program is missing or fails.
+
+    The program may take seconds.
+    """
     try:
         done = subprocess.run(
             ["npu-smi", "info"],

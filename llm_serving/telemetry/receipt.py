@@ -75,7 +75,7 @@ class WaitingLine:
             self.blockers = tuple(by[:MAX_BLOCKERS])
 
     def moved(self, now: float) -> None:
-        """Note that the first request starts, or that the queue was empty, so nothing blocks the queue any more."""
+        """Note that the first request starts, or that the queue is empty. The present time of blocking ends."""
         if self._reason is not None:
             self._blocked_us = self.total(microseconds(now))
             self._reason = None
@@ -123,7 +123,7 @@ class Receipt:
         """Microseconds in earlier queues (``WaitingLine``), by reason."""
 
     def join(self, line: WaitingLine, now: float | None = None) -> None:
-        """Note that the request waits in the queue of ``line``, a measurement of blocked times, from ``now``."""
+        """Note that the request waits in a queue from ``now`` on. ``line`` measures how long the queue is blocked."""
         now_us = self.start_us if now is None else microseconds(now)
         if self._line is not None:
             self._blocked_before = self._blocked_in_lines(now_us)
@@ -146,8 +146,8 @@ class Receipt:
     def blocked(self, reason: BlockReason, by: Sequence[str], now: float | None = None) -> None:
         """Note that the request could not start as the first of the queue, because of the requests ``by``.
 
-        ``by`` begins with the most important request. The first 8 are kept. With ``now``, the time until the next
-        attempt counts for ``reason``.
+        ``by`` begins with the most important request, and only its first 8 requests count. With ``now``, the time until
+        the next attempt counts for ``reason``.
         """
         self.num_blocked[reason] = self.num_blocked.get(reason, 0) + 1
         if now is not None:
@@ -158,11 +158,17 @@ class Receipt:
             self._note_blocker(request_id)
 
     def unblocked(self, now: float) -> None:
-        """Note that the request starts. ``enter`` does the same, but a preempted request starts without a new phase."""
+        """Note that the request is no longer blocked.
+
+        ``enter`` does this, too. But a preempted request can start before it enters another phase.
+        """
         self._close_block(microseconds(now))
 
     def blocked_until(self, now: float) -> dict[BlockReason, int]:
-        """Return ``blocked_us`` at the time ``now``, including the time in the present queue."""
+        """Return ``blocked_us`` at the time ``now``.
+
+        It includes the times for which the request's present queue was blocked.
+        """
         return self.blocked_us.copy() if self._line is None else self._blocked_in_lines(microseconds(now))
 
     @property
@@ -187,7 +193,10 @@ class Receipt:
         return [request_id for request_id, _ in seen[:MAX_BLOCKERS]]
 
     def phases_until(self, now: float) -> tuple[int, ...]:
-        """Return ``phase_us`` as of the time ``now``, including the present phase."""
+        """Return the microseconds in each phase up to ``now``, including the present phase.
+
+        The index is a ``Phase``.
+        """
         return self._phases_until(microseconds(now))
 
     def _phases_until(self, now_us: int) -> tuple[int, ...]:

@@ -84,7 +84,7 @@ class DroppedLinesCollector(Collector):
 
 
 def _value(status: EngineStatus | ReplicaStatus, field: str) -> float:
-    """Return the value of a field, which the status or its figures have."""
+    """Return the value of ``field``, which is an attribute of the status or of the status's ``figures``."""
     value: float = getattr(status if hasattr(status, field) else status.figures, field)
     return value
 
