@@ -1,0 +1,196 @@
+"""The formats of tool calls and of reasoning, and how a chat template shows which of them a model uses.
+
+To add a format, write a function in ``calls`` and an entry here. The entry also says how the grammar of a call is
+written, see ``llm_serving.constraints.calls``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from llm_serving.parsing import calls
+from llm_serving.parsing.calls import CallParser
+
+AUTO, NONE = "auto", "none"
+NAME = "{name}"
+"""Stands for the tool's name in ``ToolFormat.begin``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model writes tool calls: ``open``, then calls with ``between`` between them, then ``close``.
+
+    A call is ``begin`` with the tool's name, the arguments, and ``end``.
+    """
+
+    name: str
+    parse: CallParser
+    trigger: str
+    """The text that starts calls within content. Empty if calls are only constrained when they are required."""
+    begin: str
+    end: str
+    open: str = ""
+    between: str = ""
+    close: str = ""
+    markers: tuple[str, ...] = ()
+    """Special tokens that the parser must see."""
+    arguments: str = "json"
+    """``json``, or ``xml`` for parameters in tags."""
+    id_pattern: str = ""
+    """Regular expression of an id between ``begin`` and ``after_id``. Empty if the model writes no ids."""
+    after_id: str = ""
+    id_chars: int = 0
+    """Length of the ids of calls. 0 for ids of any form."""
+    is_parallel: bool = True
+    """Whether one answer may have several calls."""
+    starts_with_brace: bool = False
+    """Whether a call may also begin with the first character of the text, without the trigger."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a model writes its reasoning before the content."""
+
+    name: str
+    open: str
+    close: str
+    is_in_channels: bool = False
+    """True if the tool format has channels for reasoning and content."""
+
+
+_HERMES = ToolFormat(
+    "hermes", calls.hermes, trigger=calls.CALL,
+    begin=f'{calls.CALL}\n{{"name": "{NAME}", "arguments": ', end=f"}}\n{calls.CALL_CLOSE}", between="\n",
+    markers=(calls.CALL, calls.CALL_CLOSE),
+)  # fmt: skip
+_QWEN3_CODER = ToolFormat(
+    "qwen3_coder", calls.qwen3_coder, trigger=calls.CALL, arguments="xml",
+    begin=f"{calls.CALL}\n<function={NAME}>\n", end=f"</function>\n{calls.CALL_CLOSE}", between="\n",
+    markers=(calls.CALL, calls.CALL_CLOSE),
+)  # fmt: skip
+_LLAMA3 = ToolFormat(
+    "llama3_json", calls.llama3_json, trigger=calls.PYTHON_TAG, starts_with_brace=True,
+    begin=f'{{"name": "{NAME}", "parameters": ', end="}", between="; ", markers=(calls.PYTHON_TAG,),
+)  # fmt: skip
+_MISTRAL = ToolFormat(
+    "mistral", calls.mistral, trigger=calls.MISTRAL_CALLS, open=f"{calls.MISTRAL_CALLS} [", between=", ", close="]",
+    begin=f'{{"name": "{NAME}", "arguments": ', end="}", id_chars=9,
+    markers=(calls.MISTRAL_CALLS, calls.MISTRAL_ID, calls.MISTRAL_ARGUMENTS),
+)  # fmt: skip
+_MISTRAL_NAMED = replace(
+    _MISTRAL, name="mistral_named", open="", between="", close="", begin=f"{calls.MISTRAL_CALLS}{NAME}", end=""
+)
+_MISTRAL_ARGUMENTS = replace(
+    _MISTRAL_NAMED, name="mistral_args", begin=f"{calls.MISTRAL_CALLS}{NAME}{calls.MISTRAL_ARGUMENTS}"
+)
+_MISTRAL_ID = replace(
+    _MISTRAL_NAMED, name="mistral_id", begin=f"{calls.MISTRAL_CALLS}{NAME}{calls.MISTRAL_ID}",
+    id_pattern="[a-zA-Z0-9]{9}", after_id=calls.MISTRAL_ARGUMENTS,
+)  # fmt: skip
+_DEEPSEEK_V3 = ToolFormat(
+    "deepseek_v3", calls.deepseek, trigger=calls.DEEPSEEK_CALLS, open=calls.DEEPSEEK_CALLS, between="\n",
+    begin=f"{calls.DEEPSEEK_CALL}function{calls.DEEPSEEK_SEPARATOR}{NAME}\n```json\n",
+    end=f"\n```{calls.DEEPSEEK_CALL_CLOSE}", close=calls.DEEPSEEK_CALLS_CLOSE,
+    markers=(calls.DEEPSEEK_CALLS, calls.DEEPSEEK_CALLS_CLOSE, calls.DEEPSEEK_CALL, calls.DEEPSEEK_CALL_CLOSE,
+             calls.DEEPSEEK_SEPARATOR),
+)  # fmt: skip
+_DEEPSEEK_V31 = replace(
+    _DEEPSEEK_V3, name="deepseek_v31", between="", begin=f"{calls.DEEPSEEK_CALL}{NAME}{calls.DEEPSEEK_SEPARATOR}",
+    end=calls.DEEPSEEK_CALL_CLOSE,
+)  # fmt: skip
+_GPT_OSS = ToolFormat(
+    "gpt_oss", calls.harmony, trigger="", is_parallel=False,
+    begin=f"{calls.CHANNEL}commentary to=functions.{NAME} {calls.CONSTRAIN}json{calls.MESSAGE}", end="",
+    markers=(calls.START, calls.CHANNEL, calls.MESSAGE, calls.CONSTRAIN, *calls.HARMONY_ENDS),
+)  # fmt: skip
+
+TOOL_FORMATS = {
+    each.name: each
+    for each in (_HERMES, _QWEN3_CODER, _LLAMA3, _MISTRAL, _MISTRAL_NAMED, _MISTRAL_ARGUMENTS, _MISTRAL_ID,
+                 _DEEPSEEK_V3, _DEEPSEEK_V31, _GPT_OSS)
+}  # fmt: skip
+"""The formats of tool calls, by name."""
+
+_CHANNELS = ReasoningFormat(
+    "channels", f"{calls.CHANNEL}analysis{calls.MESSAGE}", calls.HARMONY_ENDS[0], is_in_channels=True
+)
+REASONING_FORMATS = {
+    each.name: each
+    for each in (
+        ReasoningFormat("think", "<think>", "</think>"), ReasoningFormat("mistral", "[THINK]", "[/THINK]"), _CHANNELS
+    )
+}  # fmt: skip
+"""The formats of reasoning, by name."""
+
+DEFAULT_TOOL_FORMAT = _HERMES
+"""The format of models whose template has no tools. The server then describes the tools in the system message."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """How one model writes reasoning and tool calls, and what its chat template can render."""
+
+    tools: ToolFormat | None
+    """None if tools are turned off."""
+    reasoning: ReasoningFormat | None
+    """None for a model without reasoning."""
+    template_has_tools: bool
+    """Whether the template renders tools and the messages that belong to them."""
+    arguments_are_text: bool = False
+    """Whether the template expects the arguments of earlier calls as JSON text, not as an object."""
+    effort_variables: tuple[str, ...] = ()
+    """Variables of the template that control the reasoning."""
+
+    @classmethod
+    def of_template(cls, source: str | None, tools: str = AUTO, reasoning: str = AUTO) -> OutputFormat:
+        """Return the format of a model with this chat template. ``tools`` and ``reasoning`` may name other formats."""
+        text = source or ""
+        has_tools = re.search(r"\btools\b", text) is not None
+        tool_format = _tool_format(text) if tools == AUTO else TOOL_FORMATS.get(tools)
+        if tools == AUTO and (tool_format is None or not has_tools):
+            tool_format = DEFAULT_TOOL_FORMAT
+        found = _reasoning_format(text) if reasoning == AUTO else REASONING_FORMATS.get(reasoning)
+        if tool_format is not None and tool_format.parse is calls.harmony:
+            found = _CHANNELS
+        return cls(
+            tool_format,
+            found,
+            has_tools,
+            "arguments" in text and re.search(r"arguments(['\"]\])?\s*(\||is\b|\.items)", text) is None,
+            tuple(name for name in EFFORT_VARIABLES if re.search(rf"\b{name}\b", text)),
+        )
+
+
+EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
+
+
+def _tool_format(template: str) -> ToolFormat | None:
+    """Return the format that a template describes, or writes for earlier calls."""
+    if calls.CHANNEL in template:
+        return _GPT_OSS
+    if calls.DEEPSEEK_CALL in template:
+        return _DEEPSEEK_V3 if "```json" in template or "```" in template else _DEEPSEEK_V31
+    if calls.MISTRAL_CALLS in template:
+        if calls.MISTRAL_ID in template:
+            return _MISTRAL_ID
+        if calls.MISTRAL_ARGUMENTS in template:
+            return _MISTRAL_ARGUMENTS
+        named = re.search(
+            r"\[TOOL_CALLS\]['\"]\s*\+\s*\w+(\.function|\[['\"]function['\"]\])?(\.name|\[['\"]name)", template
+        )
+        return _MISTRAL_NAMED if named else _MISTRAL
+    if "<function=" in template:
+        return _QWEN3_CODER
+    if calls.CALL in template:
+        return _HERMES
+    if calls.PYTHON_TAG in template or '"parameters": ' in template:
+        return _LLAMA3
+    return None
+
+
+def _reasoning_format(template: str) -> ReasoningFormat | None:
+    for each in REASONING_FORMATS.values():
+        if each.close in template and not each.is_in_channels:
+            return each
+    return None

@@ -1,0 +1,52 @@
+"""Reads from a tool's schema which parameters are text, for formats that write parameters without quotes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+STRING = "string"
+
+
+def json_types(schema: object) -> frozenset[str]:
+    """Return the JSON types that a schema allows. Empty if the schema does not say."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset((kind,))
+    if isinstance(kind, list):
+        return frozenset(one for one in kind if isinstance(one, str))
+    for key in ("anyOf", "oneOf"):
+        options = schema.get(key)
+        if isinstance(options, list):
+            found = [json_types(option) for option in options]
+            return frozenset().union(*found) if all(found) else frozenset()
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return frozenset(map(_type_of, values))
+    return frozenset()
+
+
+def is_text(types: frozenset[str]) -> bool:
+    """Return whether a parameter of these types is always text, or of an unknown type."""
+    return not types or types == {STRING}
+
+
+def as_json(value: str, types: frozenset[str]) -> str:
+    """Return the value of a parameter as JSON: as the model has written it if that is JSON of an allowed type."""
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        return json.dumps(value, ensure_ascii=False)
+    kind = _type_of(parsed)
+    allowed = kind in types or (kind == "integer" and "number" in types) or STRING not in types
+    return value.strip() if allowed and kind != STRING else json.dumps(value, ensure_ascii=False)
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    kinds = {bool: "boolean", int: "integer", float: "number", str: STRING, list: "array", dict: "object"}
+    return kinds[type(value)]

@@ -1,0 +1,82 @@
+"""Reads the text of one sequence, piece by piece, and returns its parts."""
+
+from __future__ import annotations
+
+from llm_serving.parsing.calls import CallOptions, harmony, plain
+from llm_serving.parsing.events import Event
+from llm_serving.parsing.formats import ReasoningFormat, ToolFormat
+from llm_serving.parsing.reader import Reader, Steps, expect, pass_until, skip
+
+
+class OutputParser:
+    """The parser of one sequence. All events together do not depend on how the text is split into pieces."""
+
+    def __init__(
+        self,
+        tools: ToolFormat | None,
+        reasoning: ReasoningFormat | None = None,
+        options: CallOptions | None = None,
+        *,
+        is_thinking: bool = False,
+        max_calls: int | None = None,
+    ) -> None:
+        """``is_thinking``: the prompt ends within the reasoning. Without ``tools``, calls stay in the content."""
+        options = options or CallOptions()
+        self._reader = Reader(max_calls)
+        # the generator refers to the reader and not to this object, so there is no reference cycle
+        self._steps = _steps(self._reader, tools, reasoning, options, is_thinking)
+        self._is_at_end = False
+        self._advance()
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a tool call has begun."""
+        return self._reader.num_calls > 0
+
+    def feed(self, text: str) -> list[Event]:
+        """Return the events that the next piece of text makes."""
+        if text:
+            self._reader.text += text
+            self._advance()
+        return self._taken()
+
+    def finish(self) -> list[Event]:
+        """Return the last events. No more text follows."""
+        self._reader.is_closed = True
+        self._advance()
+        self._reader.finish()
+        return self._taken()
+
+    def _advance(self) -> None:
+        if not self._is_at_end:
+            self._is_at_end = next(self._steps, self) is self
+
+    def _taken(self) -> list[Event]:
+        events, self._reader.events = self._reader.events, []
+        return events
+
+
+def _steps(
+    reader: Reader, tools: ToolFormat | None, reasoning: ReasoningFormat | None, options: CallOptions, is_thinking: bool
+) -> Steps[None]:
+    if reasoning is not None and reasoning.is_in_channels:
+        yield from harmony(reader, options)
+        return
+    if reasoning is not None:
+        yield from _read_reasoning(reader, reasoning, is_thinking)
+    yield from (plain if tools is None else tools.parse)(reader, options)
+
+
+def _read_reasoning(reader: Reader, reasoning: ReasoningFormat, is_thinking: bool) -> Steps[None]:
+    """Read the reasoning at the start of the text, if there is any."""
+    reader.record = []
+    yield from skip(reader)
+    opened = yield from expect(reader, reasoning.open)
+    skipped = reader.recorded()
+    if opened is None and not is_thinking:
+        reader.content(skipped)
+        return
+    if opened is None:
+        reader.reasoning(skipped)
+    yield from pass_until(reader, (reasoning.close,), reader.reasoning)
+    reader.end_reasoning()

@@ -1,0 +1,195 @@
+"""The input and output of a parser: text that arrives in pieces, and the events that the text makes.
+
+A parser is a generator over a ``Reader``. It yields when it needs more text. All decisions depend only on characters
+that have arrived and on the end of the text, never on the borders of pieces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from functools import cache
+from typing import TypeVar
+
+from llm_serving.parsing.events import Arguments, CallBegin, CallEnd, Content, Event, Reasoning
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+Sink = Callable[[str], None]
+
+SPACE = " \t\r\n"
+
+
+class Reader:
+    """The text that was not read yet, and the events that were not taken yet."""
+
+    __slots__ = ("_gap", "_has_reasoning", "_max_calls", "_reasoning_space", "_space", "events", "is_closed",
+                 "num_calls", "record", "text")  # fmt: skip
+
+    def __init__(self, max_calls: int | None = None) -> None:
+        """Further calls than ``max_calls`` are left out."""
+        self.text = ""
+        self.is_closed = False
+        self.events: list[Event] = []
+        self.num_calls = 0
+        """Number of calls that have begun, with those that are left out."""
+        self.record: list[str] | None = None
+        """The text that was taken since the start of a possible call. None while nothing is recorded."""
+        self._max_calls = max_calls
+        self._space = ""
+        self._reasoning_space = ""
+        self._has_reasoning = False
+        self._gap: str | None = None
+        """Characters that are left out until the next content. None within content."""
+
+    def take(self, count: int) -> str:
+        """Read ``count`` characters."""
+        taken, self.text = self.text[:count], self.text[count:]
+        if self.record is not None:
+            self.record.append(taken)
+        return taken
+
+    def put_back(self, text: str) -> None:
+        """Undo the last ``take``, which has returned ``text``."""
+        self.text = text + self.text
+        if self.record:
+            self.record.pop()
+
+    def recorded(self) -> str:
+        """Return the recorded text and stop recording."""
+        text, self.record = "".join(self.record or ()), None
+        return text
+
+    def content(self, text: str) -> None:
+        """Add content. White space around tool calls and newlines after the reasoning are left out."""
+        text = self._space + text
+        if self._gap is not None:
+            text = text.lstrip(self._gap)
+            if not text:
+                self._space = ""
+                return
+            self._gap = None
+        body = text.rstrip(SPACE)
+        self._space = text[len(body) :]
+        if body:
+            self._add(Content(body))
+
+    def reasoning(self, text: str) -> None:
+        """Add reasoning. Newlines at its start and end are left out."""
+        text = self._reasoning_space + text
+        if not self._has_reasoning:
+            text = text.lstrip("\n")
+            self._has_reasoning = bool(text)
+        body = text.rstrip("\n")
+        self._reasoning_space = text[len(body) :]
+        if body:
+            self._add(Reasoning(body))
+
+    def end_reasoning(self) -> None:
+        """End a part of the reasoning. Content may follow. Another part begins on a new line."""
+        self._reasoning_space = "\n"
+        self._gap = "\n"
+
+    def begin_call(self, name: str) -> None:
+        """Begin a tool call."""
+        self._space = ""
+        self._gap = SPACE
+        self.record = None
+        self.num_calls += 1
+        if self._is_kept:
+            self._add(CallBegin(self.num_calls - 1, name))
+
+    def arguments(self, text: str) -> None:
+        """Add arguments to the newest call."""
+        if text and self._is_kept:
+            self._add(Arguments(self.num_calls - 1, text))
+
+    def end_call(self) -> None:
+        """End the newest call."""
+        if self._is_kept:
+            self._add(CallEnd(self.num_calls - 1))
+
+    def finish(self) -> None:
+        """Add the white space at the end of an answer that ends with content."""
+        if self._space:
+            self._add(Content(self._space))
+            self._space = ""
+
+    @property
+    def _is_kept(self) -> bool:
+        return self._max_calls is None or self.num_calls <= self._max_calls
+
+    def _add(self, event: Event) -> None:
+        """Add an event, joined with the last one if both are parts of the same text."""
+        last = self.events[-1] if self.events else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            self.events[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            self.events[-1] = Reasoning(last.text + event.text)
+        elif isinstance(event, Arguments) and isinstance(last, Arguments) and event.index == last.index:
+            self.events[-1] = Arguments(event.index, last.text + event.text)
+        else:
+            self.events.append(event)
+
+
+def pass_until(reader: Reader, markers: tuple[str, ...], sink: Sink) -> Steps[str | None]:
+    """Pass the text before the first marker to ``sink``. Returns the marker, or None if the text has ended.
+
+    No marker may be the start of another one.
+    """
+    pattern = _pattern(markers)
+    while True:
+        text = reader.text
+        match = pattern.search(text) if markers else None
+        held = len(text) if reader.is_closed else _start_of_partial(text, markers)
+        if match is not None and match.start() <= held:
+            sink(reader.take(match.start()))
+            return reader.take(len(match[0]))
+        if held:
+            sink(reader.take(held))
+        if reader.is_closed:
+            return None
+        yield
+
+
+def expect(reader: Reader, *texts: str) -> Steps[str | None]:
+    """Read one of ``texts`` if the input continues with it. Returns the text, or None if another text follows."""
+    while True:
+        for text in texts:
+            if reader.text.startswith(text):
+                return reader.take(len(text))
+        if reader.is_closed or not any(text.startswith(reader.text) for text in texts):
+            return None
+        yield
+
+
+def skip(reader: Reader, chars: str = SPACE) -> Steps[str]:
+    """Read a run of the given characters. Returns it."""
+    skipped = ""
+    while True:
+        rest = reader.text.lstrip(chars)
+        skipped += reader.take(len(reader.text) - len(rest))
+        if rest or reader.is_closed:
+            return skipped
+        yield
+
+
+def peek(reader: Reader) -> Steps[str]:
+    """Return the next character without reading it. Empty if the text has ended."""
+    while not reader.text and not reader.is_closed:
+        yield
+    return reader.text[:1]
+
+
+@cache
+def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)))
+
+
+def _start_of_partial(text: str, markers: tuple[str, ...]) -> int:
+    """Return the first position from which the rest of ``text`` is the start of a marker, else the length."""
+    longest = max(map(len, markers), default=1)
+    for position in range(max(0, len(text) - longest + 1), len(text)):
+        if any(marker.startswith(text[position:]) for marker in markers):
+            return position
+    return len(text)
