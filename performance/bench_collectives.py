@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures sums between two agents: ``python performance/bench_collectives.py [--json FILE]``."""
+"""Measures all-reduces between two agents: ``python performance/bench_collectives.py [--json FILE]``."""
 
 from entry import run
 

@@ -60,7 +60,7 @@ def summary_cells(summary: Summary) -> list[str]:
 def progress_bar(stream: TextIO = sys.stderr) -> Progress:
     """Returns a progress bar. It disappears at the end, and it shows nothing if ``stream`` is not a terminal.
 
-    A task has the field ``note``, a text behind the bar.
+    The field ``note`` of a task is a text that is shown after the bar.
     """
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),

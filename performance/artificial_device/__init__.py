@@ -1,5 +1,6 @@
-"""A CPU in the role of a device with a queue: a launch does not wait, and a thread runs launches in their order.
+"""An artificial device: the CPU acts as a device with a queue of launches.
 
-``queue`` is the thread. ``ops`` puts it behind the native op table, so that the agent runs steps ahead
-(``agent.run_ahead``) on a machine without an Ascend. Tests and ``performance/bench_step_ahead.py`` use it.
+A launch returns immediately, and a thread runs the queued launches in their order. ``queue`` implements this thread.
+``ops`` connects it to the native op table, so that the agent runs steps ahead (``agent.run_ahead``) on a machine
+without an Ascend. Tests and ``performance/bench_step_ahead.py`` use the artificial device.
 """

@@ -1,4 +1,7 @@
-"""The native op table of a CPU with an artificial device. MindSpore must be set up before this module is imported."""
+"""The native op table of a CPU whose graphs run on an artificial device (``queue.ArtificialDevice``).
+
+MindSpore must be set up before this module is imported.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from performance.artificial_device.queue import ArtificialDevice
 
 
 class ArtificialHooks(NativeCpuHooks):
-    """Lets an artificial device run the graphs."""
+    """Hooks that send every launch of a graph to the queue of an artificial device."""
 
     def __init__(self, dtype: str, forms: LinearForms, device: ArtificialDevice) -> None:
         super().__init__(dtype, forms)
@@ -27,7 +30,10 @@ class ArtificialHooks(NativeCpuHooks):
 
 
 class ArtificialOps(NativeCpuOps):
-    """A native op table that runs ahead on an artificial device, unless a subclass sets ``traits`` differently."""
+    """A native op table whose graphs run on the artificial device ``device``.
+
+    ``traits`` lets the agent launch steps ahead. A subclass can change ``traits``.
+    """
 
     traits: ClassVar[DeviceTraits] = replace(NativeCpuOps.traits, runs_ahead=True)
     device: ClassVar[ArtificialDevice]

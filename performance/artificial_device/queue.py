@@ -1,4 +1,4 @@
-"""The thread that runs launches, and the results of a launch."""
+"""Implements an artificial device: a thread that runs queued launches, and the pending results of a launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agent.weights.storage import Array
 
 Run = Callable[[], tuple[OnDevice, ...]]
 SPIN_S = 0.0002
-"""The thread does not sleep in the last part of a delay, because it would wake too late."""
+"""Seconds at the end of a delay in which a thread spins instead of sleeping, because a sleep ends too late."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Busy:
 
 
 class QueuedLaunch(Launch):
-    """The results of a launch that the thread runs later."""
+    """A launch in the queue of an artificial device. Its results exist after the device's thread has run it."""
 
     def __init__(self, fetched: slice) -> None:
         super().__init__((), fetched)
@@ -53,7 +53,7 @@ class QueuedLaunch(Launch):
         callback()
 
     def finish(self, results: tuple[OnDevice, ...], error: Exception | None) -> None:
-        """Sets the results, or the error. Only the thread calls this."""
+        """Sets the results, or the error. Only the device's thread calls this method."""
         with self._lock:
             self._results, self._error = results, error
             self._is_done.set()
@@ -66,18 +66,20 @@ class ArtificialDevice:
     """Runs launches one after the other in its own thread, which never ends."""
 
     device_s: float = 0.0
-    """The least time that a launch takes on the device."""
+    """Minimum seconds that a launch takes on the device."""
     launch_s: float = 0.0
-    """The least time that the host needs for a launch."""
+    """Minimum seconds that the host needs for a launch."""
     periods: list[Busy] = field(default_factory=list)
-    """When the device was busy, one entry for each launch."""
+    """The periods in which the device was busy, one for each launch."""
 
     def __post_init__(self) -> None:
         self._waiting: SimpleQueue[tuple[Run, QueuedLaunch]] = SimpleQueue()
         threading.Thread(target=self._serve, name="artificial-device", daemon=True).start()
 
     def launch(self, run: Run, fetched: slice) -> QueuedLaunch:
-        """Queues a launch. ``run`` returns its results, which are copied: a later run may overwrite them."""
+        """Queues a launch. The device's thread later calls ``run`` and copies the results, because the next launch may
+        overwrite them.
+        """
         start, launch = time.perf_counter(), QueuedLaunch(fetched)
         sleep_until(start + self.launch_s)
         self._waiting.put((run, launch))
@@ -99,7 +101,7 @@ class ArtificialDevice:
 
 
 def sleep_until(moment: float) -> None:
-    """Sleeps until ``moment`` of ``time.perf_counter``. Spins at the end, which is more exact."""
+    """Sleeps until ``time.perf_counter()`` reaches ``moment``. Spins at the end, because a sleep ends too late."""
     rest = moment - time.perf_counter()
     if rest > SPIN_S:
         time.sleep(rest - SPIN_S)

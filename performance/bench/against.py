@@ -37,9 +37,10 @@ def compare_trees(
 ) -> int:
     """Runs a benchmark script of both source trees and prints, for each row of its result, the ratio of the two trees.
 
-    ``arguments`` without the options of this comparison go to the script. ``name`` and ``figure`` are keys of a row in
-    the script's JSON. A ratio is this tree's figure divided by the other tree's: the median over the rounds, with the
-    smallest and the largest. Raises LoadTestError if a run fails.
+    The options ``--against``, ``--rounds`` and ``--json`` in ``arguments`` belong to the comparison. The script gets
+    all other options. In the script's JSON, each row has the key ``name``, which identifies the row, and the key
+    ``figure``, whose values are compared. A ratio is this tree's value divided by the other tree's value. For each row,
+    the median, smallest and largest ratio of all rounds are printed. Raises LoadTestError if a run fails.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_against_options(parser)

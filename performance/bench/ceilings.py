@@ -24,9 +24,10 @@ DRIFT = 1.15
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Maximum rates of a machine, in 10^9 per second for all threads together. A multiply-add is two operations.
+    """Maximum rates of a machine for all threads together, in 10^9 bytes or 10^9 operations per second.
 
-    If the processor has no unit for a format, the rate is that of the instructions that the kernels use instead.
+    A multiply-add counts as two operations. If the processor cannot multiply in a number format, the format's rate is
+    the rate of the instructions that the kernels use instead.
     """
 
     read_gb_s: float
@@ -61,8 +62,9 @@ def measure_ceilings(threads: int = 0) -> Ceilings:
 
 
 def drift_text(before: Ceilings, after: Ceilings) -> str | None:
-    """Returns a warning if the read bandwidth changed by more than ``DRIFT`` during a run, otherwise None. The run's
-    ratios are then meaningless.
+    """Returns a warning if the read bandwidth changed by more than the factor ``DRIFT`` during a run, otherwise None.
+
+    After this change of speed, comparisons of the run with the ceilings are meaningless.
     """
     low, high = sorted((before.read_gb_s, after.read_gb_s))
     if high < DRIFT * low:

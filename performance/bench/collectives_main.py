@@ -1,8 +1,8 @@
-"""Measures sums between two agents over shared memory, and the minimum time of a transfer.
+"""Measures how long two agents take to add their arrays over shared memory (all-reduce).
 
-Each of the two processes runs on its own core if there are two. For comparison, they pass a single word of shared
-memory back and forth. A sum cannot be faster than this transfer. The result has the median and the 99th percentile for
-each size.
+Each of the two processes runs on its own core if the machine has two cores. For comparison, the processes pass a single
+word of shared memory back and forth. An all-reduce cannot be faster than the transfer of this word. The result has the
+median and the 99th percentile of the time for each array size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAYOUT = ExchangeLayout(2, 1, hidden_size=64, max_tokens=1, max_rows=1)
 
 
 def main() -> int:
-    """Prints the times of sums and optionally writes them to a file. Returns the exit code."""
+    """Prints the times of all-reduces and optionally writes them to a file. Returns the exit code."""
     parser = new_parser(__doc__)
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--agent", nargs=2, metavar=("EXCHANGE", "INDEX"), help=argparse.SUPPRESS)
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def measure(dtype: str) -> dict[str, Any]:
-    """Starts two processes that exchange data, and returns their times. The slower process determines each time."""
+    """Starts two processes that add arrays, and returns the times. Each time is that of the slower process."""
     memory = ExchangeMemory.create(LAYOUT)
     agents = []
     try:
@@ -72,7 +72,7 @@ def measure(dtype: str) -> dict[str, Any]:
 
 
 def run_agent(name: str, index: int, dtype: str) -> dict[str, Any]:
-    """Measures round trips and sums in one of the two processes. ``index`` is 0 or 1."""
+    """Measures round trips of a word, and all-reduces, in process ``index`` (0 or 1) of the two processes."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
         os.sched_setaffinity(0, {cores[index]})
@@ -88,7 +88,7 @@ def run_agent(name: str, index: int, dtype: str) -> dict[str, Any]:
         size=2,
         index=index,
     )
-    collectives.all_reduce(np.zeros(1, np.float32), "float32")  # waits until the other process has started
+    collectives.all_reduce(np.zeros(1, np.float32), "float32")  # returns after the other process has started
     lines = [base + LAYOUT.arrival_line(each) for each in (0, 1)]
     turns = measure_ping_pong(lines[index], lines[1 - index], TURNS, serves=index == 0)
     sums = {}
@@ -103,7 +103,7 @@ def run_agent(name: str, index: int, dtype: str) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Returns the times of sums as a table."""
+    """Returns the times of all-reduces as a table."""
     rows = []
     for size, each in figures["sums"].items():
         rows.append([size, f"{each['median_us']:.2f}", f"{each['p99_us']:.2f}", f"{each['times_one_way']:.1f}"])

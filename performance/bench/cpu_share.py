@@ -59,7 +59,7 @@ class CpuShare:
 
 
 class CpuMeter:
-    """Measures processor time between ``start`` and ``stop``. The time of a process that ends before may be missing."""
+    """Measures processor time from ``start`` to ``stop``, without processes that end before ``stop``."""
 
     def __init__(self, server_pid: int) -> None:
         try:
@@ -88,7 +88,7 @@ class CpuMeter:
 
 
 def find_server_pid(port: int) -> int:
-    """Returns the process that listens on ``port``. Raises NoServerProcessError if there is none or it is hidden."""
+    """Returns the id of the process that listens on ``port``. Raises NoServerProcessError if this user sees none."""
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid is not None:
             return connection.pid

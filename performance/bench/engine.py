@@ -34,7 +34,7 @@ class BenchmarkError(LLMServingError):
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Times of a step, as the agent reported them."""
+    """Size of a step, and the seconds that the agent reported for it."""
 
     kind: str
     num_seqs: int
@@ -93,7 +93,10 @@ class OfflineEngine:
             self._core.step()
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Times:
-        """Generates ``new_tokens`` greedy tokens per prompt. Raises BenchmarkError if a request ends differently."""
+        """Generates ``new_tokens`` greedy tokens for each prompt.
+
+        Raises BenchmarkError if a request is rejected or ends with another number of tokens.
+        """
         sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         self._recorder.steps = []
         self._outputs.clear()
@@ -140,7 +143,7 @@ def offline_engine(config: Config) -> Iterator[OfflineEngine]:
         settings = config.serving_config
         listeners = owned.enter_context(bind_agent_ports(settings.agent_ip, settings.agent_ports))
         log = owned.enter_context(EventLog(str(folder / "engine.log"), "error"))
-        # If the agent dies, the benchmark must end. A new agent would distort it.
+        # If the agent fails, the benchmark must end. The start of a new agent would distort the measured times.
         once = replace(config, serving_config=replace(settings, agent_restart_limit=0))
         executor = AgentExecutor(once, listeners, folder)
         owned.callback(executor.close)
@@ -151,7 +154,7 @@ def offline_engine(config: Config) -> Iterator[OfflineEngine]:
 
 
 class _Recorder(Metrics):
-    """The metrics of a server, so that the engine does the same work as in a server. Also stores the times of every
+    """Updates a server's metrics, so that the engine does the same work as in a server. Also stores the times of every
     step.
     """
 
@@ -166,7 +169,7 @@ class _Recorder(Metrics):
 
 
 class _NoText:
-    """Replaces the detokenizer and makes no text, because other engines are also measured without text."""
+    """Replaces the detokenizer. It returns no text, because other engines are also measured without text."""
 
     def append(self, token_ids: Sequence[int], /) -> tuple[str, str | None]:
         return "", None

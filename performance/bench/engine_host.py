@@ -1,8 +1,9 @@
 """Measures the host time of decode steps without a device: the time that the engine thread adds to a step.
 
-The scheduler with its flight recorder, engine core, detokenizer, slot writer and message codec are the real ones. The
-device is simulated and completes a step immediately; its time is subtracted. With ``--evict MIB`` the simulated device
-reads that much memory in each step. The caches are then as cold as in a busy server.
+The scheduler with its flight recorder, the engine core, the detokenizer, the writer of step slots and the message codec
+are those of the server. The device is simulated and completes a step immediately; its time is subtracted. With
+``--evict MIB`` the simulated device reads this amount of memory in each step. The processor's caches are then as cold
+as in a busy server.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Stopwatch:
 
 
 class InstantExecutor:
-    """An executor whose step slots are in private memory. It writes, encodes, decodes and reads steps as usual.
+    """An executor without agents. It writes, encodes, decodes and reads steps as usual, but in private memory.
 
     ``poll`` completes the oldest step in flight. ``device_seconds`` is the time of the simulated device.
     """
@@ -185,7 +186,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(sequences: int, steps: int, repeats: int, evict_mib: int = 0) -> Figures:
-    """Returns the medians over ``repeats`` engines of the mean time of ``steps`` decode steps."""
+    """Measures the mean host time of ``steps`` decode steps, and of a step's parts, on each of ``repeats`` engines.
+
+    Returns the medians over the engines.
+    """
     runs = [_run(sequences, steps, evict_mib) for _ in range(repeats)]
     parts = {name: statistics.median(run[name] for run in runs) for name in PARTS}
     return Figures(sequences, statistics.median(run["total"] for run in runs), parts)
@@ -267,7 +271,10 @@ def _fail(message: str) -> None:
 
 
 def linear_fit(figures: Sequence[Figures]) -> tuple[float, float]:
-    """Fits microseconds per step and per sequence, by least squares of the relative errors."""
+    """Fits a line to the step time over the number of sequences, by least squares of the relative errors.
+
+    Returns microseconds per step and microseconds per sequence.
+    """
     if len(figures) == 1:
         return 0.0, figures[0].us_per_step / figures[0].sequences
     times = np.array([one.us_per_step for one in figures])

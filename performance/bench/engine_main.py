@@ -8,11 +8,11 @@ counts the tokens after the last prompt's first token. Its prefill rate and TTFT
 runs one prompt and generates one token. If the prompt is longer than the model's limit, several equal prompts take its
 place.
 
-"of ceiling" is the minimum time divided by the measured time. The minimum time is the sum over a step's operators of
-the longer of reading and computing (performance/bench/roofline.py). "by blocks" is the same if keys and values are read
-block by block. "agent" is the fraction of the time that the agent spent in graphs and sampler. "kernels" is the
-fraction that the step's kernels take when they are called one by one afterwards; the rest is graph, Python, messages
-and sampling.
+"of ceiling" is the minimum time divided by the measured time. The minimum time of a step is a sum over its operators.
+Each operator takes the longer of two times: reading its data, and computing (performance/bench/roofline.py). "by
+blocks" is the same ratio if keys and values are read block by block, which is slower. "agent" is the fraction of the
+measured time that the agent spent in graphs and sampler. "kernels" is the fraction that the step's kernels take when
+they are called one by one after the run. The remaining time is spent in the graph, Python, messages and sampling.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def overrides(parsed: argparse.Namespace) -> list[str]:
-    """Returns the config overrides for ``--weights``, ``--kv`` and similar options, and an override that gives the
-    agent a free port.
+    """Returns the config overrides of options such as ``--weights`` and ``--kv``.
+
+    The first override lets the system choose a free port for the agent.
     """
     named = {"weight_format": parsed.weights, "kv_format": parsed.kv, "op_table": parsed.op_table}
     named["cpu_threads"] = parsed.threads or None

@@ -41,7 +41,7 @@ CACHE_LINE = 64
 
 @dataclass(frozen=True)
 class Case:
-    """A measured kernel at one shape: calls that differ only in their data, and the minimum work of a call."""
+    """A kernel with one shape: calls that differ only in their data, and the minimum work of a call."""
 
     kernel: str
     shape: str
@@ -73,7 +73,7 @@ def copies_of(num_bytes: int) -> int:
 
 
 def linear_shapes(names: Sequence[str]) -> dict[tuple[int, int], list[str]]:
-    """Returns columns and depth of the models' linear layers, with their names. Equal sizes are measured once."""
+    """Maps each size (columns, depth) to the names of the models' linear layers that have it."""
     sizes: dict[tuple[int, int], list[str]] = {}
     for name in names:
         shape = load_shape(name)
@@ -107,8 +107,9 @@ def copy_of(blob: Blob) -> Blob:
 def linear_calls(
     blobs: Sequence[Blob], rows: int, columns: int, depth: int, dtype: str = DTYPE, library: ctypes.CDLL | None = None
 ) -> list[Callable[[], object]]:
-    """Returns calls of the linear kernel, one for each copy of the weight. The arguments are prepared, because
-    preparing them takes as long as a call with one row.
+    """Returns calls of the linear kernel, one for each copy of the weight.
+
+    The arguments are prepared outside the calls, because their preparation takes as long as a call with one row.
     """
     entry = (library or load_testing_library()).llmk_test_linear
     entry.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
@@ -165,7 +166,7 @@ def _attention_case(
 def attention_call(
     sizes: tuple[int, int, int], seqs: int, queries: int, context: int, kv_format: str, dtype: str = DTYPE
 ) -> Callable[[], object]:
-    """Returns a call of RotaryAttention with its own caches."""
+    """Returns a function that calls RotaryAttention with its own key and value caches."""
     return _attention_run(_attention_tensors(sizes, seqs, queries, context, kv_format, dtype), load_testing_library())
 
 

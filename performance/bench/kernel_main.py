@@ -2,9 +2,10 @@
 
 A row is the median of the passes that fit into --seconds, at least five. A pass runs a kernel over all copies of its
 weights or caches, which together exceed the last-level cache. "ceiling" is the minimum time divided by the measured
-time. The minimum time is the longer of two: reading the data once at full bandwidth, and computing at the peak of the
-format's unit (performance/bench/roofline.py). "bound" says which of the two is longer. Norms, SwiGLU and sampling read
-data that is still in the caches, so they can exceed 100 % of the memory bandwidth.
+time. The minimum time is the longer of two times: to read the data once, and to do the arithmetic. Data is read at full
+bandwidth, and the arithmetic has the peak rate of its number format (performance/bench/roofline.py). "bound" names the
+longer time.
+Norms, SwiGLU and sampling read data that is still in the caches, so they can exceed 100 % of the memory bandwidth.
 
 --against PATH names another build of the kernels: another tree, or its libllm_kernels_testing.so. Passes of both builds
 alternate on the same arrays, so that changes in the speed of the machine affect both. "ratio" is the other build's time
@@ -116,7 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def kernel_library(text: str) -> ctypes.CDLL:
-    """Loads another build of the kernels into this process, next to this tree's own."""
+    """Loads another build of the kernels into this process, in addition to the build of this source tree."""
     path = Path(text)
     if path.is_dir():
         tree, path = path, path / "performance" / "kernels" / "libllm_kernels_testing.so"
@@ -179,8 +180,8 @@ def median_call_seconds(calls: Sequence[Callable[[], object]], seconds: float) -
 def alternating_passes(each: Sequence[Sequence[Callable[[], object]]], seconds: float) -> list[list[float]]:
     """Runs passes through the calls of each build in alternation. Returns the seconds per call of each pass.
 
-    ``each`` has the calls of one or two builds of the kernels. Each build runs for ``seconds``, after a pass that does
-    not count.
+    ``each`` has the calls of one or two builds of the kernels. Each build first runs a pass that is not measured, and
+    then runs for ``seconds``.
     """
     for calls in each:
         _pass_seconds(calls)

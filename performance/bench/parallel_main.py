@@ -1,8 +1,9 @@
 """Measures decode steps of a model on one agent and on several agents that share it, without a server.
 
-The figures are the median step and the fraction of it that the responding agent spends in sums and gathers. A further
-fraction is the time in which it waits for other agents. A number of greedy texts (``--texts``) are compared with those
-of the first group, which is one agent. The result shows how many are equal, and by how much logits differ.
+A row has the median time of a step, and two fractions of it, measured by the agent that returns the tokens. The first
+is the time in which agents add and gather arrays. The second is the part of this time in which the agent waits for
+other agents. The program also generates --texts greedy texts with each group of agents, and compares them with the
+texts of the first group. The result shows how many texts are equal, and by how much logits differ.
 """
 
 from __future__ import annotations
@@ -112,7 +113,10 @@ def run_agent(arguments: argparse.Namespace, rank: int, group: tuple[int, int], 
 
 
 def decode_steps(runner: ModelRunner, config: Config, batch: int) -> dict[str, float]:
-    """Measures decode steps of ``batch`` sequences: their time, and the fraction of it in sums and gathers."""
+    """Measures decode steps of ``batch`` sequences.
+
+    Returns the median time, and the fractions of the time that are spent in communication and in waiting.
+    """
     context = min(CONTEXT, config.max_model_len)
     slot = make_step(config, [1] * batch, [context] * batch)
     width, blocks = config.max_blocks_per_seq, config.pa_config.num_blocks - 1

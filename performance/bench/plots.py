@@ -1,4 +1,4 @@
-"""Draws kernels under the rooflines of their units, and the engine's rates next to the ceilings."""
+"""Draws the rates of kernels in a roofline chart, and the rates of the engine next to the machine's ceilings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOFS = (
 
 
 def plot_kernels(path: Path, result: Mapping[str, Any]) -> None:
-    """Draws the rate of each kernel over its intensity (operations per byte read), and the machine's rooflines."""
+    """Draws a roofline chart: the rate of each kernel over its operations per byte read, with the machine's limits."""
     ceilings = result["ceilings"]
     rows = [row for row in result["rows"] if row["threads"] == ceilings["threads"] and row["kernel"] in MARKERS]
     figure, (axes,) = _figure(1, (10, 7))
@@ -33,7 +33,7 @@ def plot_kernels(path: Path, result: Mapping[str, Any]) -> None:
     for key, name, colour in ROOFS:
         roof = np.minimum(ceilings[key], ceilings["read_gb_s"] * intensity)
         axes.plot(intensity, roof, color=colour, linewidth=1, label=f"{name}: {ceilings[key]:.0f} GOP/s")
-    paged = intensity[intensity < 4]  # attention in decode has an intensity in this range
+    paged = intensity[intensity < 4]  # decode attention has fewer than four operations per byte
     paged_label = f"block by block: {ceilings['paged_read_gb_s']:.1f} GB/s"
     axes.plot(paged, ceilings["paged_read_gb_s"] * paged, color="black", linestyle=":", linewidth=1, label=paged_label)
     for kernel, marker in MARKERS.items():

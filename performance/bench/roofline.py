@@ -1,20 +1,21 @@
 """Calculates the minimum time of a Llama's step on a machine with given ceilings (roofline: Williams et al. 2009).
 
-A step runs its linear layers and its attention one after the other. An operator takes at least the time to read its
-data and at least the time of its arithmetic. So a step takes at least the sum over its operators of the longer of the
-two:
+A step runs its operators (linear layers and attention) one after the other. The minimum time of an operator is the
+longer of two times: to read its data, and to do its arithmetic. The minimum time of a step is the sum over its
+operators:
 
-    linear      reads its weights once (values and scales); 2 x rows x columns x depth operations at the peak of the
-                format's unit: int8 dot products for int8 and int4, bfloat16 pairs for bfloat16 (and for int8 weights
-                with bfloat16 activations), float32 otherwise
-    attention   reads the keys and values of each sequence's context once; 4 x pairs x heads x head size operations at
-                the rate of the activations' type; a pair is a query and a position that it attends to
+    linear      reads its weights once (values and scales), and does 2 x rows x columns x depth operations. Their rate
+                is the peak rate of int8 dot products for int8 and int4, of bfloat16 dot products for bfloat16 (and for
+                int8 weights with bfloat16 activations), and of float32 multiply-adds otherwise
+    attention   reads the keys and values of each sequence's context once, and does 4 x pairs x heads x head size
+                operations at the peak rate of the activations' type. A pair is a query and a position that it sees
 
-The lm_head computes only the rows that sample. Activations, norms, rotary embedding, the write of new keys and values,
-and sampling are left out, because they stay in the caches or are small.
+The lm_head computes only the rows that sample. Some work is left out, because its data is small or stays in the
+processor's caches. This is the work for activations, norms, rotary embedding, the write of new keys and values, and
+sampling.
 
 The blocks of a paged cache are in random places, which is slower to read than a stream. With ``by_blocks``, keys and
-values have the rate of these slower reads (``Ceilings.paged_read_gb_s``).
+values are read at this lower rate (``Ceilings.paged_read_gb_s``).
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ Sequences = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """An operator of a step: the bytes that it must read, its operations, and the processor's unit for them."""
+    """An operator of a step: the bytes that it must read, its arithmetic operations, and their peak rate."""
 
     name: str
     num_bytes: float
     operations: float
     unit: str
-    """Name of the field of ``Ceilings`` with the unit's rate: bf16_gflops, int8_gops or fp32_gflops."""
+    """Field of ``Ceilings`` with the peak rate of the operations: bf16_gflops, int8_gops or fp32_gflops."""
 
     def seconds(self, ceilings: Ceilings) -> float:
         return max(self.read_seconds(ceilings), self.compute_seconds(ceilings))
@@ -68,17 +69,20 @@ class Numbers:
 
 
 def float_unit(dtype: str) -> str:
-    """Returns the name of the rate in ``Ceilings`` for a float type. Kernels compute float16 in float32."""
+    """Returns the field of ``Ceilings`` with the peak rate of a float type. Kernels compute float16 in float32."""
     return "bf16_gflops" if dtype == "bfloat16" else "fp32_gflops"
 
 
 def weight_unit(name: str, dtype: str) -> str:
-    """Returns the name of the rate in ``Ceilings`` for weights of format ``name``. Raises UnknownFormatError."""
+    """Returns the field of ``Ceilings`` with the peak rate for weights of format ``name``.
+
+    Raises UnknownFormatError.
+    """
     return "int8_gops" if weight_format(name).quantises_activations else float_unit(dtype)
 
 
 def weight_bytes(name: str, columns: int, depth: int, group: int) -> float:
-    """Returns the bytes of a linear layer's weights with their scales. Raises UnknownFormatError."""
+    """Returns the number of bytes of a linear layer's weights and scales. Raises UnknownFormatError."""
     wanted = weight_format(name)
     scales = 0.0 if wanted.is_float else depth / group if wanted.has_groups else 1
     return columns * (depth * wanted.bits / 8 + SCALE_BYTES * scales)
@@ -94,13 +98,13 @@ def linear(name: str, rows: int, columns: int, depth: int, numbers: Numbers) -> 
 
 
 def kv_token_bytes(name: str, kv_heads: int, head_dim: int) -> int:
-    """Returns the bytes of a token's keys and values in one layer. Raises UnknownFormatError."""
+    """Returns the number of bytes of one token's keys and values in one layer. Raises UnknownFormatError."""
     return 2 * kv_heads * kv_format(name).head_bytes(head_dim)
 
 
 def attention(name: str, sequences: Sequences, heads: int, kv_heads: int, head_dim: int,
               numbers: Numbers) -> Operator:  # fmt: skip
-    """Returns the minimum work of causal attention: a query attends to itself and to earlier positions."""
+    """Returns the minimum work of causal attention, in which a query sees itself and all earlier positions."""
     context = sum(length for _, length in sequences)
     pairs = sum(queries * length - queries * (queries - 1) / 2 for queries, length in sequences)
     num_bytes = context * kv_token_bytes(numbers.kv_format, kv_heads, head_dim)
@@ -108,7 +112,10 @@ def attention(name: str, sequences: Sequences, heads: int, kv_heads: int, head_d
 
 
 def layer_linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Returns columns and depth of the linear layers of a decoder layer. q, k and v are one, as are gate and up."""
+    """Returns (columns, depth) of each linear layer of a decoder layer, by name.
+
+    The projections q, k and v are one linear layer. The projections gate and up are also one.
+    """
     query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     return {
         "qkv": (query + 2 * key, shape.hidden_size),
@@ -152,7 +159,8 @@ def decode_seconds(
     """Returns the minimum time of ``steps`` decode steps, the first with a context of ``first`` tokens.
 
     The time of a step grows linearly with its context, so all steps together take ``steps`` times a step of the mean
-    context. This is exact unless an operator changes from reading to computing as its bound.
+    context. This is only an approximation if the growing context makes an operator compute bound instead of memory
+    bound.
     """
     middle = first + (steps - 1) // 2
     return steps * step_seconds(shape, [(1, middle)] * batch, numbers, ceilings, by_blocks=by_blocks)

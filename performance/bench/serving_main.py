@@ -1,13 +1,13 @@
 """Loads any OpenAI-compatible server, open loop, and measures the processor time of server, agents and client.
 
 This is the load test (performance/load) with other defaults: 10 requests/s, prompts of 32 to 64 token ids, outputs of
-64 to 504 tokens. All options of the load test exist.
+64 to 504 tokens. The program accepts all options of the load test.
 
-    python performance/bench_serving.py -T 30 --json FILE                                   this project's server
-    python performance/bench_serving.py -T 30 --base-url URL --server-pid PID     any other
+    python performance/bench_serving.py -T 30 --json FILE                         this project's server
+    python performance/bench_serving.py -T 30 --base-url URL --server-pid PID     any other server
 
-A server on this machine is found by its port. For other servers, processor time is not measured. For servers that
-accept only text, --text-prompts sends words instead of token ids.
+The process of a server on this machine is found by its port. The processor time of a server on another machine is not
+measured. For servers that accept only text, --text-prompts sends words instead of token ids.
 """
 
 from __future__ import annotations

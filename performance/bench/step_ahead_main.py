@@ -1,10 +1,11 @@
 """Measures how well the host's work for a decode step overlaps with the device's work (``agent.run_ahead``).
 
-A CPU acts as a device with a queue (``performance/artificial_device``): a launch takes --device-ms there. The host
-needs --host-ms for each step, two thirds for the launch and one third for the result. The worker of a real agent runs
-the steps, two at a time, first with steps ahead and then without. With steps ahead, the period of a step should be the
-time of the device. Both are medians, so that other programs on the machine disturb them less. The exit code is 1 if the
-period is more than --limit times the time of the device.
+The CPU acts as a device with a queue (``performance/artificial_device``), on which a launch takes --device-ms. The host
+needs --host-ms for each step: two thirds for the launch and one third for the result. The agent's worker runs the
+steps, two at a time, first with steps ahead and then without. The period is the time from the end of one step to the
+end of the next. With steps ahead, the period should be equal to the device's time for a step. Both times are medians,
+so that other programs on the machine disturb them less. The exit code is 1 if the period exceeds --limit times the
+device's time.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(config: Config, options: argparse.Namespace, *, runs_ahead: bool) -> tuple[list[Span], list[Busy]]:
-    """Runs the steps. Returns the host's work as spans, and the periods in which the device was busy."""
-    from performance.artificial_device.ops import use_artificial_device  # imports mindspore
+    """Runs the steps. Returns the spans in which the host worked, and the periods in which the device was busy."""
+    from performance.artificial_device.ops import use_artificial_device  # here, because this module imports mindspore
 
     device = ArtificialDevice()
     use_artificial_device(device, runs_ahead=runs_ahead)
@@ -108,7 +109,8 @@ def _answer(seconds: float, spans: list[Span]) -> None:
 
 
 def run_steps(config: Config, runner: ModelRunner, number: int, answer: Any) -> None:
-    """Lets a worker run greedy decode steps. ``answer`` is called for each result, in the device thread."""
+    """Runs ``number`` greedy decode steps in an agent's worker. The device's thread calls ``answer`` after each step.
+    """
     slots = [_slot(config) for _ in range(NUM_SLOTS)]
     queue, state = TaskQueue("fcfs", max_steps=NUM_SLOTS), SimpleNamespace(sent=0, done=0)
 
@@ -142,7 +144,7 @@ def _slot(config: Config) -> Any:
 
 
 def timeline(spans: Sequence[Span], periods: Sequence[Busy]) -> str:
-    """Returns the work of the last steps in the order of time."""
+    """Returns a table of what host and device did in the last steps, in the order of time."""
     periods = periods[-TRACED:]
     origin = periods[0].start
     everything = [*spans, *((each.start, each.end, "device computes a step") for each in periods)]

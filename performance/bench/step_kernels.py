@@ -1,7 +1,7 @@
-"""Calls the kernels of a model's step one by one, to measure the time that a step needs for them alone.
+"""Calls the kernels of a model's step one by one, and measures the time that a step needs for its kernels alone.
 
-The difference from a complete step is the time of graph, Python, messages and sampling. As in a step, weights and
-caches come from memory: each kernel runs over copies that together exceed the last-level cache.
+A complete step takes longer because of graph, Python, messages and sampling. As in a step, weights and caches come from
+memory: each kernel alternates between copies of its data that together exceed the last-level cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SECONDS_EACH = 0.05
 
 
 class StepKernels:
-    """Measures the kernels of one model in given number formats. Packs copies of every weight only once."""
+    """Measures the kernels of one model in given number formats. Its weights are packed only once."""
 
     def __init__(self, shape: ModelShape, numbers: Numbers) -> None:
         self._shape = shape
@@ -32,10 +32,10 @@ class StepKernels:
         self._sizes = sizes
 
     def seconds(self, rows: int, sequences: int, queries: int, context: int) -> float:
-        """Returns the seconds of the kernels in a step of ``sequences`` with ``queries`` rows each.
+        """Returns the seconds of all kernels in a step of ``sequences`` sequences with ``queries`` rows each.
 
-        Each sequence sees ``context`` tokens and samples one row. Norms are separate kernels: two per layer, and the
-        last.
+        Each sequence sees ``context`` tokens and samples one row. Norms are separate kernels: two in each layer, and
+        one before the output layer.
         """
         shape = self._shape
         layer = sum(self._linear_seconds(name, rows) for name in self._sizes if name != "lm_head")
@@ -72,7 +72,9 @@ class StepKernels:
 
 
 def add_kernel_shares(rows: Sequence[dict[str, Any]], shape: ModelShape, numbers: Numbers) -> None:
-    """Adds to each row the time of the step's kernels alone (``kernel_ms``), and its fraction of the step's time."""
+    """Adds two values to each row: the time of the step's kernels alone (``kernel_ms``), and this time as a fraction of
+    the step's time (``kernel_share``).
+    """
     kernels = StepKernels(shape, numbers)
     for row in rows:
         seconds = kernels.seconds(**step_of(row))

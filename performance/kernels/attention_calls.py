@@ -1,4 +1,4 @@
-"""Runs the custom op RotaryAttention, and other custom ops through their entries."""
+"""Calls the custom op RotaryAttention, and runs any custom op with arrays as MindSpore passes tensors to it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _GROUP_KEYS = 16
 def cache_array(num_blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: str) -> Array:
     """Allocates a zeroed key or value cache as an agent does. ``dtype`` is "int8" or a float type.
 
-    agent/kernels/ops/rotary_attention.h describes the layout. In an int8 cache a head of a block holds its values
-    first, then its scales.
+    agent/kernels/ops/rotary_attention.h describes the layout. In an int8 cache, the memory of one head in one block has
+    all values first and then all scales.
     """
     cache = allocate((num_blocks, kv_heads, block_size, kv_format(dtype).head_width(head_dim)), dtype)
     cache.fill(0)
@@ -46,7 +46,10 @@ def read_cache(cache: Array, dtype: str, *, keys: bool) -> npt.NDArray[np.float6
 
 
 def _in_rows(cache: Array, keys: bool) -> Array:
-    """Undoes the layout in units of 4 bytes, if the cache has it: [num_blocks, kv_heads, block_size, head_dim]."""
+    """Returns a cache with its elements in plain order: [num_blocks, kv_heads, block_size, head_dim].
+
+    If block size and head size are multiples of ``_GROUP_KEYS``, the cache is laid out in units of 4 bytes.
+    """
     blocks, heads, block_size, dim = cache.shape
     if block_size % _GROUP_KEYS or dim % _GROUP_KEYS:
         return cache
@@ -60,24 +63,29 @@ def _in_rows(cache: Array, keys: bool) -> Array:
 
 @dataclass
 class AttentionStep:
-    """The arguments of a call of RotaryAttention, except the caches and counts. Arrays may be longer than the step."""
+    """The arguments of a call of RotaryAttention, except the caches and counts.
+
+    As in an agent, the arrays may have more elements than the step uses: the counts say how many are used.
+    """
 
     qkv: Array
-    """[Tm, (heads + 2 * kv_heads) * head_dim]"""
+    """Queries, keys and values: [rows, (heads + 2 * kv_heads) * head_dim]."""
     positions: Int32Array
     cos: Float32Array
-    """[P, head_dim], as ``sin``."""
+    """Cosines of the rotary embedding: [positions, head_dim]. ``sin`` has the same shape."""
     sin: Float32Array
     slot_mapping: Int32Array
     block_tables: Int32Array
-    """Flat, or [S, W]."""
+    """[sequences, blocks per sequence], or the same numbers as one flat array."""
     context_lens: Int32Array
     query_lens: Int32Array
     dtype: str
     window: int | None = None
-    """None calls the entry without a window; 0 must give the same result."""
+    """Number of positions of a sliding window. With None the op is called without this argument, as without a window;
+    0 must give the same result.
+    """
     gammas: tuple[Array, Array] | None = None
-    """Weights of the norms of queries and keys, [head_dim] each. They need a window."""
+    """Weights of the norms of queries and keys, [head_dim] each. The op takes them only together with ``window``."""
     epsilon: float = 1e-6
 
 
@@ -85,9 +93,10 @@ def rotary_attention(
     step: AttentionStep, key_cache: Array, value_cache: Array, cache_dtype: str, *, counts: Sequence[int] | None = None,
     reference: bool = False, out: Array | None = None,
 ) -> tuple[int, Array]:  # fmt: skip
-    """Runs the custom op, which writes to the caches. Returns its error code and the output [Tm, heads * head_dim].
+    """Runs the custom op, which writes to the caches, or its reference.
 
-    ``counts`` are tokens, sequences and table width; by default those of the arrays.
+    Returns the op's error code (0: success) and its output [rows of ``step.qkv``, heads * head_dim]. ``counts`` are the
+    numbers of tokens, sequences, and blocks per sequence that the op uses. By default the op uses the whole arrays.
     """
     heads_width = step.qkv.shape[1] - 2 * key_cache.shape[1] * step.cos.shape[1]
     if out is None:
@@ -118,7 +127,8 @@ def _window_and_norms(step: AttentionStep) -> list[tuple[Array, str | None]]:
 
 
 class EntryCall:
-    """Holds arrays as MindSpore passes tensors to a custom op. Benchmarks run the same call many times."""
+    """The arguments of a custom op, in the form in which MindSpore passes tensors. Benchmarks run one call many times.
+    """
 
     def __init__(self, tensors: Sequence[tuple[Array, str | None]]) -> None:
         count = len(tensors)
@@ -136,5 +146,5 @@ class EntryCall:
         self._keep_alive = shapes
 
     def run(self, entry: Any) -> int:
-        """Runs the entry and returns its code: 0, or an error."""
+        """Calls the C function ``entry`` of a custom op. Returns 0, or its error code."""
         return int(entry(self._count, self._params, self._ndims, self._shapes, self._dtypes, None, None))

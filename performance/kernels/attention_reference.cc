@@ -1,4 +1,5 @@
-// The scalar reference of attention (ops/rotary_attention.h): all scores of a row, one softmax, in double.
+// The scalar reference of the attention kernel (ops/rotary_attention.h). It computes all scores of a query row and then
+// one softmax over them, in double precision.
 #include <cmath>
 #include <vector>
 
@@ -9,7 +10,7 @@ namespace {
 
 using Head = std::vector<double>;
 
-// Returns head `head` of a token's row of qkv, after RMSNorm if the model normalises queries and keys.
+// Returns one head of a token's queries, keys and values, after RMSNorm if the model normalises queries and keys.
 Head load_head(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
   Head x(static_cast<size_t>(args.dim));
   const int64_t first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
@@ -35,7 +36,7 @@ Head rotate(const RotaryAttentionArgs& args, int64_t token, const Head& x) {
   return out;
 }
 
-// The place in the cache of the key or the value of one token and kv head.
+// The place of one key or one value (of one token and one kv head) in the cache.
 struct Held {
   int64_t chunk, row, head;
   bool is_key;
@@ -43,7 +44,7 @@ struct Held {
   int64_t element(const RotaryAttentionArgs& args, int64_t d) const {
     return is_key ? key_element(args, row, d) : value_element(args, row, d);
   }
-  // Returns the mask of the bits that are flipped in each stored int8.
+  // Returns the number with which each stored int8 is XORed: some cache layouts store keys with a flipped sign bit.
   char bias(const RotaryAttentionArgs& args) const {
     return static_cast<char>(is_key && cache_has_units(args) ? kKeyBias & 0xFF : 0);
   }

@@ -1,4 +1,4 @@
-"""Runs the kernels that work on rows, matrices or ready attention.
+"""Runs single kernels: norm, SwiGLU, SiLU, rotary embedding, matrix product, and attention without a rotation.
 
 A tensor is a NumPy array of float32, of float16, or of uint16 with the bits of bfloat16.
 """
@@ -23,7 +23,7 @@ _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 
 
 def store(values: Array, dtype: str) -> Array:
-    """Returns floats in the representation of ``dtype``, rounded to nearest even."""
+    """Converts floats to an array that stores ``dtype``, rounded to nearest even."""
     values = np.ascontiguousarray(values, np.float32)
     if dtype == "float32":
         return values
@@ -34,13 +34,13 @@ def store(values: Array, dtype: str) -> Array:
 
 
 def load(stored: Array, dtype: str) -> npt.NDArray[np.float64]:
-    """Converts storage of ``dtype`` to float64, exactly."""
+    """Converts an array that stores ``dtype`` to float64, without rounding."""
     if dtype == "bfloat16":
         return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return stored.astype(np.float64)
 
 
-# ctypes classes with the members of the C structs of the same names in agent/kernels/ops.
+# Each class has the members of the C struct of the same name in agent/kernels/ops.
 RmsNormArgs = structure(
     "RmsNormArgs",
     "pointer: x residual gamma y rstd sum; int64: rows width; float: epsilon; int32: dtype gamma_dtype",
@@ -63,7 +63,7 @@ AttentionArgs = structure(
 
 
 def _fill(struct: type[ctypes.Structure], **values: Any) -> ctypes.Structure:
-    """Fills a struct with arrays (their addresses), numbers and dtype names."""
+    """Fills a C struct. An array is stored as its address, and a dtype name as its number."""
     filled = {}
     for name, value in values.items():
         if isinstance(value, np.ndarray):
@@ -117,7 +117,10 @@ def silu(x: Array, dtype: str) -> Array:
 def rotary(
     x: Array, cos: Array, sin: Array, positions: Array | None, dtypes: tuple[str, str], *, interleaved: bool = False
 ) -> Array:
-    """Rotates ``x`` [tokens, heads, dim] by ``cos`` and ``sin`` [rows, dim]. ``dtypes``: those of x and the tables."""
+    """Applies the rotary embedding with the tables ``cos`` and ``sin`` [positions, dim] to ``x`` [tokens, heads, dim].
+
+    ``dtypes`` are the type of ``x`` and the type of the tables. Returns an array like ``x``.
+    """
     tokens, heads, dim = x.shape
     out = np.empty_like(x)
     args = _fill(
@@ -132,10 +135,11 @@ def attention(
     query: Array, keys: Array, values: Array, query_lens: list[int], context_lens: list[int], dtype: str, *,
     block_tables: Array | None = None, first_keys: Array | None = None, reference: bool = False,
 ) -> tuple[int, Array]:  # fmt: skip
-    """Runs the attention of the native primitives; returns the entry's code and the output.
+    """Runs attention over rotated queries and existing keys and values, as the native primitives do.
 
-    ``query`` is [tokens, heads, dim]. With ``block_tables`` [sequences, width] keys and values are [blocks, block_size,
-    kv_heads, dim], else [rows, kv_heads, dim]. ``first_keys`` int64 [tokens] is the first key that each token sees.
+    ``query`` is [tokens, heads, dim]. If there are ``block_tables`` [sequences, blocks per sequence], keys and values
+    are [blocks, block_size, kv_heads, dim], otherwise [rows, kv_heads, dim]. ``first_keys`` [tokens] (int64) is the
+    first key that each token sees. Returns the error code (0: success) and an output like ``query``.
     """
     load_testing_library().llmk_test_attention.argtypes = [_POINTER, _INT64, ctypes.c_int]
     tokens, heads, dim = query.shape

@@ -1,4 +1,4 @@
-"""Runs the sum of several agents' arrays in one process, and measures sums between processes."""
+"""Adds the arrays of several agents within one process, and measures all-reduces between processes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 
 
 def sum_parts(parts: list[npt.NDArray[Any]], dtype: str, out_dtype: str = "") -> npt.NDArray[Any]:
-    """Returns the sum of the agents' arrays ``parts`` as ``all_reduce`` computes it. If the parts are not float32,
-    ``out_dtype`` must be their type.
+    """Returns the sum of the arrays ``parts``, one per agent, as ``all_reduce`` computes it.
+
+    ``dtype`` is the type of the parts. The result has the type ``out_dtype`` (default: ``dtype``). The two types may
+    differ only if the parts are float32.
     """
     addresses = (_POINTER * len(parts))(*[part.ctypes.data for part in parts])
     out = np.empty(parts[0].shape, STORAGE_DTYPES[out_dtype or dtype])
@@ -31,7 +33,7 @@ def sum_parts(parts: list[npt.NDArray[Any]], dtype: str, out_dtype: str = "") ->
 
 
 def measure_all_reduce(array: npt.NDArray[Any], dtype: str, times: int) -> npt.NDArray[np.int64]:
-    """Returns the nanoseconds of each of ``times`` sums over the open exchange of this process."""
+    """Runs ``times`` all-reduces over the exchange that this process has opened. Returns the nanoseconds of each."""
     out, nanoseconds = np.empty_like(array), np.empty(times, np.int64)
     function = load_testing_library().llmk_measure_all_reduce
     function.argtypes = [_POINTER, ctypes.c_int, _POINTER, _POINTER, _INT64, _INT64, _POINTER]
@@ -43,7 +45,11 @@ def measure_all_reduce(array: npt.NDArray[Any], dtype: str, times: int) -> npt.N
 
 
 def measure_ping_pong(own: int, other: int, times: int, *, serves: bool) -> npt.NDArray[np.int64]:
-    """Returns the nanoseconds of each round trip of a counter between two processes. Both flag lines hold 0 before."""
+    """Passes a counter ``times`` times to another process and back. Returns the nanoseconds of each round trip.
+
+    ``own`` and ``other`` are the addresses of the flag lines that this and the other process write. Both must contain 0
+    before the call. The process with ``serves`` writes first.
+    """
     nanoseconds = np.empty(times, np.int64)
     function = load_testing_library().llmk_measure_ping_pong
     function.argtypes = [_POINTER, _POINTER, ctypes.c_int, _INT64, _POINTER]

@@ -15,7 +15,7 @@
 namespace llmk {
 namespace {
 
-// The quantised activations of a linear layer, and their memory. The kernel or the reference quantises them.
+// Owns the memory of the quantised activations of a linear layer. The kernel or the reference quantises them.
 struct OwnRows {
   OwnRows(const LinearArgs& args, bool use_reference) {
     if (!wants_quantized_rows(args.weight)) return;
@@ -58,8 +58,8 @@ LLMK_ENTRY void llmk_test_rotary(const llmk::RotaryArgs* args) { llmk::run(llmk:
 LLMK_ENTRY void llmk_test_matmul(const llmk::MatMulArgs* args) { llmk::run(llmk::kernels().matmul, *args); }
 LLMK_ENTRY void llmk_test_route_tokens(const llmk::RoutingArgs* args) { llmk::run(llmk::route_tokens, *args); }
 
-// Runs attention over rotated queries and existing keys, as the native primitives do. If block_tables is null,
-// `key_rows` is the number of rows of keys.
+// Runs attention over rotated queries and existing keys, as the native primitives do. Without block tables, the keys
+// are an array with `key_rows` rows.
 LLMK_ENTRY int llmk_test_attention(const llmk::RotaryAttentionArgs* given, int64_t key_rows, int use_reference) {
   llmk::RotaryAttentionArgs args = *given;
   std::vector<int64_t> starts(static_cast<size_t>(2 * args.num_seqs) + 1);
@@ -81,8 +81,8 @@ LLMK_ENTRY int llmk_reference_rotary_attention(int nparam, void** params, int* n
   return error;
 }
 
-// Runs a linear layer. In mode 0, the kernel quantizes x itself. In mode 1, this entry quantizes the rows first, as
-// fused operators do. Mode 2 is the reference.
+// Runs a linear layer. In mode 0, the kernel quantizes the rows of x. In mode 1, this entry quantizes the rows before
+// it calls the kernel, as fused operators do. In mode 2, it runs the reference.
 LLMK_ENTRY int llmk_test_linear(const llmk::LinearArgs* given, int64_t blob_bytes, int mode) {
   const llmk::StandardFloatingPoint scope;
   llmk::LinearArgs args = *given;
@@ -114,8 +114,8 @@ LLMK_ENTRY void llmk_test_sum_parts(int dtype, const void* const* parts, int num
   llmk::kernels().sum_parts(in, parts, num_parts, to, out, count);
 }
 
-// Measures the nanoseconds of each of `times` sums of `count` elements. `all_reduce` is the product library's entry
-// llmk_all_reduce, whose exchange the caller has opened.
+// Runs `times` all-reduces of `count` elements and writes the nanoseconds of each to `nanoseconds`. `all_reduce` is the
+// product library's entry llmk_all_reduce. The caller must have opened the exchange in that library.
 LLMK_ENTRY int llmk_measure_all_reduce(int (*all_reduce)(int, const void*, void*, int64_t), int dtype, const void* in,
                                        void* out, int64_t count, int64_t times, int64_t* nanoseconds) {
   for (int64_t i = 0; i < times; ++i) {
@@ -127,8 +127,9 @@ LLMK_ENTRY int llmk_measure_all_reduce(int (*all_reduce)(int, const void*, void*
   return 0;
 }
 
-// Measures the nanoseconds of each of `times` round trips of a counter between two processes that never sleep. They are
-// the lower bound of a sum between processes. Both lines hold 0 at the start. The process with `serves` writes first.
+// Passes a counter `times` times between two processes that never sleep, and writes the nanoseconds of each round trip
+// to `nanoseconds`. An all-reduce cannot be faster than half of a round trip. `own` and `other` are the flag lines of
+// the two processes; both must contain 0 at the start. The process with `serves` writes first.
 LLMK_ENTRY void llmk_measure_ping_pong(void* own, void* other, int serves, int64_t times, int64_t* nanoseconds) {
   auto* mine = static_cast<llmk::FlagLine*>(own);
   auto* theirs = static_cast<llmk::FlagLine*>(other);

@@ -15,7 +15,9 @@ from performance.kernels.library import load_testing_library
 
 EPILOGUES = ("store", "store_float", "swiglu")
 MODES = {"kernel": 0, "quantized": 1, "reference": 2}
-"""kernel: it quantizes the rows itself; quantized: they are quantized first, as fused operators do."""
+"""``kernel``: the kernel quantizes the rows. ``quantized``: the rows are quantized before the kernel runs, as fused
+operators do. ``reference``: the scalar reference runs instead of the kernel.
+"""
 
 
 LinearArgs = structure(
@@ -37,7 +39,7 @@ def packed(fmt: str, values: Array, *, group: int = 0, gated: bool = False, **op
 
 
 def header(blob: Blob) -> dict[str, int]:
-    """Reads the format number, gated, columns, depth and group from a blob."""
+    """Returns fields of a blob's header by name: format (a number), gated, columns, depth and group."""
     small, large = blob[:16].view(np.int32), blob[16:40].view(np.int64)
     return {
         "format": int(small[1]), "gated": int(small[3]), "columns": int(large[0]), "depth": int(large[1]),
@@ -48,7 +50,7 @@ def header(blob: Blob) -> dict[str, int]:
 def linear(
     x: Array, blob: Blob, dtype: str, *, epilogue: str = "store", mode: str = "kernel", out: Array | None = None
 ) -> Array:
-    """Multiplies ``x`` [rows, depth] by a packed weight: [rows, columns], or [rows, columns / 2] with ``swiglu``.
+    """Multiplies ``x`` [rows, depth] by a packed weight. Returns [rows, columns], with ``swiglu`` [rows, columns / 2].
 
     ``x`` and ``out`` may be slices of wider arrays. Raises KernelError if the kernel refuses its arguments.
     """
@@ -59,7 +61,7 @@ def linear(
 def linear_best(
     x: Array, blob: Blob, dtype: str, *, mode: str = "kernel"
 ) -> tuple[Array, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Returns float results [rows, columns], and the index and value of each row's largest result."""
+    """Returns the float results [rows, columns], the column of each row's largest result, and its value."""
     return _call(x, blob, dtype, "store_float", mode, None, best=True)
 
 

@@ -8,13 +8,13 @@
 namespace llmk::reference {
 namespace {
 
-// Reads single values, scales and biases of a packed weight.
+// Reads single numbers, scales and biases of a packed weight.
 struct LinearWeights {
   explicit LinearWeights(const void* blob)
       : header(header_of(blob)), shape(weight_shape(header)),
         panels(static_cast<const uint8_t*>(blob) + sizeof(PackedWeightHeader)) {}
 
-  // Finds the panel and the lane of a column.
+  // Finds the panel that contains a column of the weight, and the lane of the column in this panel.
   void locate(int64_t column, const uint8_t** panel, int* lane) const {
     int64_t number = column / kPanelColumns;
     *lane = static_cast<int>(column % kPanelColumns);
@@ -33,7 +33,7 @@ struct LinearWeights {
   const uint8_t* scales(const uint8_t* panel, int64_t g) const {
     return group(panel, g) + smaller(shape.group_steps, shape.steps - g * shape.group_steps) * shape.step_bytes;
   }
-  // Returns a weight before its scale is applied.
+  // Returns the stored number in row k (of the depth) of a column, before it is multiplied by its scale.
   double value(int64_t column, int64_t k) const {
     const uint8_t* panel;
     int lane;
@@ -77,8 +77,8 @@ struct LinearWeights {
   const uint8_t* panels;
 };
 
-// Returns the product of a row and a column. For int8 and int4 it has the bits of the kernel, otherwise it is added up
-// in double.
+// Returns the product of a row of activations and a column of the weight. For int8 and int4 the result is bit-identical
+// to the kernel's result. For other formats the terms are added in double precision.
 float product_element(const LinearArgs& args, const LinearWeights& w, const QuantizedRows& rows, int64_t row,
                       int64_t column) {
   const int64_t depth = w.header.depth, span = w.header.group == 0 ? depth : w.header.group;
@@ -109,7 +109,7 @@ float linear_element(const LinearArgs& args, const LinearWeights& w, const Quant
   return w.header.biased != 0 ? product + w.bias(column) : product;
 }
 
-// Quantises a row by the static inputs of a weight. `poison` is NaN if the row has a value that is not finite.
+// Quantises a row with the static scales and offsets of a weight's inputs. `poison` is NaN if a value is not finite.
 void quantize_static_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t row,
                          const PackedWeightHeader& header, float poison) {
   const StaticInputs inputs = static_inputs_of(&header);

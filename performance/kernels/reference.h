@@ -1,11 +1,12 @@
-// Scalar references of linear layers and attention, for tests. Each computes the result of its kernel with plain loops:
-// in double precision, or to the bit if the kernel's arithmetic is exact. Tests compare all other kernels with NumPy.
+// Scalar references of linear layers and attention, for tests. A reference computes the result of a kernel with plain
+// loops. If the kernel's integer arithmetic is exact, the reference gives the same bits, otherwise it computes in
+// double precision. Tests compare all other kernels with NumPy.
 #pragma once
 #include "../../agent/kernels/common/kernel_table.h"
 
 namespace llmk::reference {
 
-// Stores element `index` of an array of `dtype`, rounded once.
+// Stores `value` as element `index` of the array `out` of type `dtype`.
 static inline void store_any(DType dtype, double value, void* out, int64_t index) {
   const float rounded = static_cast<float>(value);
   if (dtype == DType::kFloat32) static_cast<float*>(out)[index] = rounded;

@@ -24,18 +24,19 @@ namespace {
 
 struct Routes {
   bool records = false;
-  std::vector<int32_t> chosen;    // the experts of all recorded rows, one row after the other
-  std::vector<int32_t> followed;  // the choices of the earlier run; empty: no choice is replaced
+  std::vector<int32_t> chosen;    // expert ids of all recorded rows, one row after the other
+  std::vector<int32_t> followed;  // expert ids of an earlier run, or empty if no choice is replaced
   // The largest difference in router logits between an expert that a row chose and the expert that replaced it.
   float widest_margin = 0;
 };
 Routes routes;
 
-// The maximum number of experts of a row. A larger top-k finds the candidates of sampling, not experts.
+// The maximum number of experts of a row. plugin_top_k with a larger k is not recorded: it searches sampling
+// candidates.
 constexpr int64_t kMaxChosen = 32;
 
-// Records the experts `ids` that a row chose. In a run that follows another, replaces `ids` and returns true if the set
-// of experts differs. `logit` gives the router logit of an expert, up to a constant.
+// Records the experts `ids` that a row chose. If an earlier run is followed and its set of experts for this row
+// differs, replaces `ids` and returns true. `logit` returns the router logit of an expert, up to a constant.
 template <class Id, class Logit>
 bool take_row(Id* ids, int64_t count, const Logit& logit) {
   const size_t at = routes.chosen.size(), end = at + static_cast<size_t>(count);
@@ -97,12 +98,12 @@ int LLMK_TOP_K(__wrap_)(const llmk::Call& call) {
   return error;
 }
 
-// Begins to record. If `count` is not zero, rows follow the choices `followed`.
+// Begins to record. If `count` is not 0, the chosen experts are replaced by the `count` expert ids in `followed`.
 LLMK_ENTRY void llmk_test_begin_routes(const int32_t* followed, int64_t count) {
   llmk::routes = {true, {}, {followed, followed + count}, 0};
 }
 
-// Ends recording. Returns the number of choices and writes as many to `out` if it is not null.
+// Ends recording. Returns the number of recorded expert ids, and writes these ids to `out` if `out` is not null.
 LLMK_ENTRY int64_t llmk_test_end_routes(int32_t* out, float* widest_margin) {
   llmk::routes.records = false;
   if (out != nullptr) std::copy(llmk::routes.chosen.begin(), llmk::routes.chosen.end(), out);

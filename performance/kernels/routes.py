@@ -16,7 +16,7 @@ from performance.kernels.library import load_testing_library
 
 @dataclass
 class Routes:
-    """The experts that the tokens of a run chose."""
+    """The ids of the experts that the tokens of a run chose."""
 
     chosen: list[int] = field(default_factory=list)
     """The experts of each row, layer after layer and step after step."""
@@ -29,8 +29,8 @@ def recorded_routes(follow: Sequence[int] = ()) -> Iterator[Routes]:
     """Records the experts that tokens choose in the body of the ``with`` statement. The result is complete when the
     body ends.
 
-    The process must use the testing library (``replace_product_library``). With ``follow`` the body's rows go to the
-    experts of an earlier run, which must have had the same rows in the same order.
+    The process must use the testing library (``replace_product_library``). ``follow`` has the expert ids that an
+    earlier run chose for the same rows in the same order. If it is given, the rows in the body use these experts.
     """
     library, routes = load_testing_library(), Routes()
     library.llmk_test_begin_routes.argtypes = [ctypes.c_void_p, ctypes.c_int64]

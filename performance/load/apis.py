@@ -23,7 +23,8 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """The content of a server-sent event. ``has_output`` is True for text, tokens, or the end of the output."""
+    """The content of a server-sent event. ``has_output`` is True if the event has text or tokens, or ends the output.
+    """
 
     has_output: bool = False
     token_ids: int = 0
@@ -81,7 +82,7 @@ class OpenAIChunk(msgspec.Struct):
 
 
 class OpenAIApi(Api):
-    """Base of the OpenAI APIs for completions and chat completions. It has everything except the prompt."""
+    """Base of the OpenAI APIs for completions and chat completions. Only the prompt differs between the two."""
 
     _decoder = msgspec.json.Decoder(OpenAIChunk)
 
@@ -156,7 +157,7 @@ class GenerateChunk(msgspec.Struct):
 
 
 class GenerateApi(Api):
-    """The API ``/models/{name}/generate_stream``. Its last event has the number of tokens."""
+    """The API ``/models/{name}/generate_stream``. Its last event has the number of output tokens."""
 
     _decoder = msgspec.json.Decoder(GenerateChunk)
 

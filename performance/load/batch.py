@@ -36,8 +36,8 @@ Display = Callable[[LiveCounts], None]
 class Batch:
     """Sends requests at their due times over ``pool``. ``encode(index)`` returns the bytes of a request.
 
-    A thread does the timing, because the timers of an event loop are rounded up to a millisecond, which would be added
-    to every latency. Setting ``stop`` ends the sending; unfinished requests then fail as ``interrupted``.
+    A thread waits for the due times. The timers of an event loop are rounded up to a millisecond, which would increase
+    every latency. If ``stop`` is set, no more requests are sent, and unfinished requests fail as ``interrupted``.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class LoadRun:
 
     @property
     def total_time_s(self) -> float:
-        """Seconds from time 0 of the due times to the end of the last request."""
+        """Seconds from the start of the run to the end of the last request."""
         return max((record.end - self.start for record in self.records if record.end is not None), default=0.0)
 
 
@@ -153,7 +153,7 @@ class LoadClient:
 
 
 def discover_model(endpoint: Endpoint, headers: Mapping[str, str]) -> str:
-    """Returns the first model of ``/v1/models``. Raises ``ServerUnreachableError`` if there is none."""
+    """Returns the name of the first model in ``/v1/models``. Raises ``ServerUnreachableError`` if the list has none."""
     url = f"{endpoint.url}/v1/models"
     try:
         status, _, body = endpoint.get("/v1/models", MODELS_TIMEOUT_S, headers)

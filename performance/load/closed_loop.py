@@ -18,7 +18,7 @@ __all__ = ["run_closed_loop"]
 
 
 class ClosedLoopBatch(Batch):
-    """Keeps ``clients`` requests running until all are sent. A request is due when it is sent."""
+    """Keeps ``clients`` requests running until every request is sent. The due time of a request is its send time."""
 
     clients = 1
 
@@ -74,5 +74,5 @@ class ClosedLoopClient(LoadClient):
 def run_closed_loop(
     options: LoadOptions, requests: Sequence[LoadRequest], clients: int, display: Display | None = None
 ) -> LoadRun:
-    """Sends ``requests`` in order, ``clients`` at a time. Raises ``LoadTestError`` if it cannot start."""
+    """Sends ``requests`` in order, ``clients`` at a time. Raises ``LoadTestError`` if the run cannot start."""
     return uvloop.run(ClosedLoopClient(options, requests, clients, display).run())

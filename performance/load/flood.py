@@ -1,7 +1,8 @@
-"""Sends far more requests than a server can serve, of several API keys, with little processor time of its own.
+"""A client that sends far more requests than a server can serve, with several API keys, and uses little processor time.
 
-The server shares its cores with this client, so the client only does what the figures need. The bytes of the requests
-are made beforehand. It reads from a response the status, the time of the first and of the last event, and the end.
+The server shares its cores with this client, so the client does only the work that the figures need. It makes the bytes
+of all requests before the run. From a response it reads only the status, the times of the first and last event, and the
+end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from performance.load.workload import token_workload
 from performance.program import LoadTestError, Range
 
 TICK_S = 0.001
-"""Time between two looks at the requests that are due."""
+"""Seconds after which the client again sends all requests that are due."""
 PREPARED = 256
 """Number of different requests of a key. They repeat in the same order."""
 VOCABULARY = 1000
@@ -48,7 +49,7 @@ class KeyLoad:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """The ranges of the number of prompt tokens and of output tokens of a request."""
+    """The smallest and largest number of prompt tokens, and of output tokens, of a request."""
 
     prompt: Range
     output: Range
@@ -56,7 +57,8 @@ class Lengths:
 
 @dataclass(slots=True)
 class Result:
-    """One request. Times are seconds on the clock of ``perf_counter``. ``end`` is None if no response came."""
+    """A request and its response. Times are seconds of ``perf_counter``. ``end`` is None if the response did not end.
+    """
 
     key: str
     due: float
@@ -75,11 +77,11 @@ class Result:
 
     @property
     def response_ms(self) -> float | None:
-        """Time from the write of the request to the end of the response."""
+        """Milliseconds from the write of the request to the end of the response."""
         return None if self.end is None else 1e3 * (self.end - self.sent)
 
     def is_good(self, ttft_ms: float, tpot_ms: float) -> bool:
-        """Returns True if the response is complete and meets both objectives."""
+        """Returns True if the response is complete and meets both objectives (time to first token, time per token)."""
         if self.first is None or self.end is None or self.code or self.status != 200:
             return False
         per_token = 1e3 * (self.end - self.first) / max(self.max_tokens - 1, 1)
@@ -88,7 +90,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class FloodRun:
-    """The requests of a run, and the processor time that the client itself used."""
+    """The requests of a run with their responses, and the processor time that the client used."""
 
     results: list[Result]
     start: float
@@ -98,7 +100,10 @@ class FloodRun:
     """Delay of each request's write, sorted."""
 
     def goodput(self, ttft_ms: float, tpot_ms: float, settle_s: float) -> float:
-        """Returns the good requests per second that ended after ``settle_s`` and before the last arrival."""
+        """Returns the goodput: the number per second of requests that meet both objectives.
+
+        Only requests count that end after the first ``settle_s`` seconds of the run and within ``duration_s``.
+        """
         begin, end = self.start + settle_s, self.start + self.duration_s
         good = sum(
             one.is_good(ttft_ms, tpot_ms) for one in self.results if one.end is not None and begin <= one.end <= end
@@ -162,7 +167,7 @@ class _Flood:
         return FloodRun(results, start, duration_s, cpu, lateness)
 
     def release(self, connection: _Connection, *, reusable: bool) -> None:
-        """Takes back a connection whose response is complete."""
+        """Takes back a connection after its response. A ``reusable`` connection will send another request."""
         if reusable:
             self._idle.append(connection)
         else:

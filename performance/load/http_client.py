@@ -1,7 +1,7 @@
 """Implements keep-alive HTTP/1.1 connections for many responses that stream at the same time.
 
-There is no task and no queue per request: the callbacks of an exchange run as bytes arrive. This saves processor time,
-which matters because client and server share the machine.
+No request has its own task or queue. Arriving bytes directly cause the callbacks of an exchange (a request with its
+response). This saves processor time, which matters because client and server share the machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class Exchange(Protocol):
-    """Receives the response to a request. ``now`` is ``perf_counter()`` at the arrival of the bytes."""
+    """Receives the response to one request. ``now`` is the time of ``perf_counter`` at which bytes arrived."""
 
     is_over: bool
     """True if nothing waits for the response, for example after a timeout."""
@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
         self.lost(error, perf_counter())
 
     def _feed(self, data: bytes) -> None:
-        if self._exchange is None:  # data without a request announces that the server closes the connection
+        if self._exchange is None:  # data that no request asked for: the server will close the connection
             self.abandon()
             return
         try:
@@ -212,7 +212,7 @@ class ConnectionPool:
             else:
                 secure = loop.create_connection(lambda: connection, endpoint.host, endpoint.port, ssl=self._tls)
                 await asyncio.wait_for(secure, CONNECT_TIMEOUT_S)
-        except asyncio.TimeoutError as error:  # before Python 3.11, this is no OSError
+        except asyncio.TimeoutError as error:  # before Python 3.11, TimeoutError of asyncio is not an OSError
             raise OSError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from error
         return connection
 
@@ -243,7 +243,7 @@ class ConnectionPool:
 
 
 def connect_error_text(error: OSError) -> str:
-    """Returns why a connection failed, without the address, which the text of asyncio's error repeats."""
+    """Returns the reason why a connection failed. The address, which asyncio adds to the reason, is left out."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     if isinstance(error, socket.gaierror):
@@ -252,7 +252,7 @@ def connect_error_text(error: OSError) -> str:
 
 
 def _stamped(request: bytes) -> bytes:
-    """Adds the header X-Request-Start with the current time to a request. The server can count latencies from it."""
+    """Adds the header X-Request-Start with the current time to a request, so that the server can measure from it."""
     return request.replace(b"\r\n", b"\r\nX-Request-Start: t=%.6f\r\n" % time(), 1)
 
 

@@ -62,7 +62,7 @@ data set: one JSON object per line, {"prompt": "text" or [token ids], "max_token
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The options of a load test. Equal options send the same requests at the same times."""
+    """The options of a load test. Two runs with equal options send the same requests at the same times."""
 
     endpoint: Endpoint
     rate: float = 10.0
@@ -80,7 +80,7 @@ class LoadOptions:
     ignore_eos: bool = False
     return_token_ids: bool = False
     beginnings: tuple[int, int] = (0, 0)
-    """Number of common beginnings of prompts, and their length in words or tokens. (0, 0) means none."""
+    """Number of shared prompt prefixes, and their length in words or tokens. (0, 0) means none."""
     keep_text: bool = False
     """If True, records contain the text of the responses."""
     api_key: str | None = None
@@ -118,7 +118,7 @@ class LoadOptions:
 
 
 def _beginnings(text: str) -> tuple[int, int]:
-    """Parses a number of beginnings and their length, such as ``64x1000``."""
+    """Parses the number of shared prompt prefixes and their length in words or tokens, such as ``64x1000``."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of beginnings and their length, such as 64x1000")
@@ -153,7 +153,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_arrival_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Adds the options of arrival times, which the simulator also uses."""
+    """Adds the options of the request rate and the arrival times, which the simulator also uses."""
     load = parser.add_argument_group("load")
     load.add_argument("-X", "--rate", type=positive, default=10.0, help="requests per second (default %(default)s)")
     load.add_argument("-T", "--duration", type=positive, default=30.0, help="seconds of arrivals (default %(default)s)")

@@ -1,23 +1,27 @@
-"""Measures a server that receives many times the load it can serve, from several API keys.
+"""Measures how a server behaves under a load that is many times larger than the load it can serve.
 
-The program starts a server with API keys and measures four things, one after the other:
+The program starts a server with several API keys. Light keys send a few requests per second. Heavy keys send the
+overload. Four measurements follow each other:
 
-  alone     the light keys, which send a few requests per second, without other load
-  peak      the goodput (requests per second that meet their objectives) at several rates. The rate doubles until the
-            goodput stays behind it, and then rises in small steps around this goodput
-  overload  ``--factor`` times the rate of the peak for ``--duration`` seconds, from four heavy keys, together with the
-            light keys. Three heavy keys exceed their quotas. The fourth has no quota, so the full queue refuses it
-  memory    of all processes of the server, before and during the overload
+  alone     the latencies of the light keys without any other load
+  peak      the largest goodput, which is the number of requests per second that meet their objectives. The request rate
+            doubles until the goodput is clearly below the rate. Then several rates around this goodput are measured
+  overload  the goodput and the latencies while four heavy keys and the light keys send requests. Together the heavy
+  keys
+            send ``--factor`` times the rate of the peak for ``--duration`` seconds. Three of them exceed their quotas.
+            The fourth has no quota; its requests are refused when the queue is full
+  memory    the memory of all processes of the server, before and during the overload
 
-A goal is missed, and the exit code is 1, if one of these holds:
+There are four goals. The exit code is 1 if one of them is missed:
 
-  goodput         under overload it is below 95 % of the peak
-  refusals        the 99th percentile of the time to a refusal (429) exceeds 20 ms
-  light_ttft      the 99th percentile of the light keys' time to first token exceeds 1.5 times the value alone
-  light_refused   a request of a light key was refused
+  goodput         the goodput under overload is at least 95 % of the peak
+  refusals        the 99th percentile of the time to a refusal (429) is at most 20 ms
+  light_ttft      the 99th percentile of the light keys' time to first token is at most 1.5 times the value of "alone"
+  light_refused   no request of a light key is refused
 
 Times count from the write of a request to the arrival of the response in the kernel. Client and server share the
-machine, so the report has the client's own share of the processor time, and the share that a hypervisor took.
+machine. The report therefore shows which fraction of the processor time the client used, and which fraction a
+hypervisor took.
 """
 
 from __future__ import annotations
@@ -55,19 +59,19 @@ from performance.terminal import format_number, format_table
 PERCENTS = (("p50", 50), ("p99", 99), ("p99.9", 99.9), ("max", 100))
 MEMORY_INTERVAL_S = 1.0
 SETTLE_S = 2.0
-"""Seconds at the start of a load that do not count for its goodput."""
+"""Seconds at the start of a load that are left out of its goodput."""
 KEY_FILE_TIMEOUT_S = 20.0
 LIGHT_KEYS = 2
 HEAVY_KEYS = ("requests", "tokens", "in-flight", "open")
-"""Heavy keys, by the quota that they exceed. ``open`` has none."""
+"""Heavy keys, named by the quota that they exceed. ``open`` has no quota."""
 QUOTA_SHARE = 0.1
-"""Quota per minute of a heavy key, as a fraction of the peak."""
+"""Quota per minute of a heavy key, as a fraction of the peak goodput."""
 QUOTA_IN_FLIGHT = 8
 PEAK_STEPS = (0.85, 1.0, 1.15, 1.3)
-"""Rates of the search for the peak, in multiples of the goodput that stayed behind its rate."""
+"""Measured request rates, in multiples of the goodput at which the doubling of the rate ended."""
 MAX_FURTHER_STEPS = 4
 KEPT_SHARE = 0.9
-"""The goodput stays behind the rate if it is below this fraction of it."""
+"""The rate no longer doubles if the goodput is below this fraction of the rate."""
 MIN_GOODPUT_SHARE = 0.95
 MAX_REFUSAL_MS = 20.0
 MAX_LIGHT_TTFT_RATIO = 1.5
@@ -75,7 +79,7 @@ MAX_LIGHT_TTFT_RATIO = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The API keys of the measurement, in a key file that the server reads again after a change."""
+    """The API keys of the measurement. They are in a key file, which the server reads again after each change."""
 
     file: Path
     secrets: dict[str, str]
@@ -88,7 +92,7 @@ class Keys:
         return keys
 
     def write(self, rights: dict[str, str]) -> None:
-        """Writes the key file. ``rights`` has the rights of keys by name; the other keys have no limits."""
+        """Writes the key file. ``rights`` maps names of keys to their limits. A key without an entry has no limits."""
         digests = {name: digest_of(secret).hex() for name, secret in self.secrets.items()}
         lines = [f"{name} sha256:{digest} {rights.get(name, '')}" for name, digest in digests.items()]
         self.file.touch(mode=0o600)
@@ -100,7 +104,7 @@ class Keys:
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """Returns 0; 1 if a goal is missed; 2 if the server did not start, or requests failed other than by refusal."""
+    """Returns 0; 1 if a goal is missed; 2 if the server did not start, or if a request failed without being refused."""
     parsed = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench_overload_") as folder:
         keys = Keys.new(Path(folder) / "keys.txt")
@@ -122,7 +126,7 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
 
 
 class Study:
-    """The loads of one measurement, one after the other."""
+    """Runs the loads of one measurement, one after the other."""
 
     def __init__(self, parsed: argparse.Namespace, endpoint: Endpoint, keys: Keys) -> None:
         self._parsed = parsed
@@ -174,7 +178,8 @@ class Study:
         return run_flood(self._endpoint, self._model, loads, self._lengths, duration_s, seed)
 
     def _peak_rows(self) -> list[dict[str, Any]]:
-        """Measures the goodput at the rates of the option, or at rates around the peak. Returns a row for each rate."""
+        """Measures the goodput at the rates of ``--rates``, or at rates around the peak. Returns a row for each rate.
+        """
         parsed = self._parsed
         if parsed.rates is not None:
             return [self._peak_row(rate, parsed.peak_duration) for rate in parsed.rates]
@@ -211,7 +216,7 @@ class Study:
             "heavy-requests": f"requests_per_minute={max(1, round(per_minute))}",
             "heavy-tokens": f"tokens_per_minute={max(largest, round(mean * per_minute))}",
             "heavy-in-flight": f"requests_in_flight={QUOTA_IN_FLIGHT}",
-            "peak": "models=none",  # a change that the server's answer shows
+            "peak": "models=none",  # /v1/models shows when the server has read the new file
         }
         self._keys.write(rights)
         headers = {"Authorization": f"Bearer {self._keys.secrets['peak']}"}

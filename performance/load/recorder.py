@@ -1,8 +1,9 @@
 """Measures the cost of the flight recorder in a busy server.
 
-A number of clients send requests in a closed loop. From the server's metrics the program calculates the time from step
-to step and the recorder's time in it. It also calculates the recorder's fraction of the server's processor time (engine
-thread and HTTP, without agents). The recorder measures its own time, excluding the calls that it only forwards.
+A number of clients send requests in a closed loop. From the server's metrics the program calculates the time from one
+step to the next, and how much of this time the recorder takes. It also calculates which fraction of the server
+process's time the recorder takes. The agents do not belong to this process. The recorder measures its own time, without
+the time of the scheduler calls that it records.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Measures what self-checks, API keys and the audit log cost, with and without them in turn.
+"""Measures how much self-checks, API keys and the audit log slow a server down.
 
-Each pair has two servers, one after the other, with the same load: one with the self-checks at their defaults, API keys
-with quotas, and an audit log; one without. The order and the seed change with every pair. The cost of a pair
-is the ratio of the mean times per output token. The exit code is 1 if the median of the ratios exceeds the limit, or if
-requests failed. Other programs must not run meanwhile.
+The program runs pairs of servers. The two servers of a pair run one after the other and get the same load. One server
+has the self-checks at their defaults, API keys with quotas, and an audit log. The other server has none of these
+features. The order and the seed change with every pair. The cost is the ratio of the two servers' mean times per output
+token. The exit code is 1 if the median of the ratios exceeds the limit, or if requests failed. No other program may run
+during the measurement.
 """
 
 from __future__ import annotations

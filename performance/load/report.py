@@ -123,7 +123,7 @@ def figures_json(figures: LoadFigures) -> dict[str, Any]:
 
 
 def report_json(run: LoadRun, figures: LoadFigures) -> dict[str, Any]:
-    """Returns the complete JSON of a run. ``requests`` is their number; ``per_request`` has each request."""
+    """Returns the complete JSON of a run. ``requests`` is the number of requests; ``per_request`` lists them."""
     options = run.options
     return {
         **figures_json(figures),

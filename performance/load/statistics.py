@@ -1,9 +1,10 @@
 """Calculates the figures of a load test. ``llm_serving.telemetry.statistics`` defines the figures themselves.
 
-- A piece is a streamed event with output. The first piece stands for the first token, the last for the last token.
+- A piece is a streamed event with output. The arrival of the first (last) piece counts as that of the first (last)
+  token.
 - Latencies count from the time at which the request's first byte was written, as in the server's log.
-- A client that sends late must not hide its delay ("coordinated omission"). ``lateness_ms`` is the delay of the write.
-  ``ttft_from_due_ms`` and ``e2e_from_due_s`` count from the due time and include the delay.
+- If the client sends a request after its due time, the results must show this delay ("coordinated omission").
+  ``lateness_ms`` is the delay. ``ttft_from_due_ms`` and ``e2e_from_due_s`` count from the due time and include it.
 - Latencies include only requests that succeeded. Throughput includes all tokens that arrived.
 """
 
@@ -105,7 +106,9 @@ class LoadFigures:
 
     @property
     def sends_were_late(self) -> bool:
-        """True if the delay before sending, which the latencies do not include, is large compared with them."""
+        """True if requests were sent so late that the delay, which latencies do not include, is large compared with
+        TTFT.
+        """
         return (self.lateness_ms.mean or 0.0) > LATE_FRACTION * (self.ttft_ms.mean or float("inf"))
 
 

@@ -161,7 +161,7 @@ class StreamExchange:
 
 
 def _error_body_text(body: bytes) -> str:
-    """Returns the message of an error in OpenAI's format, or the body itself."""
+    """Returns the message of an error in OpenAI's format, or the body itself if it has another format."""
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

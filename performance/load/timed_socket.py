@@ -28,7 +28,7 @@ class SocketUser(Protocol):
         """Reports that ``data`` arrived at ``now``, on the clock of ``perf_counter``."""
 
     def lost(self, error: OSError | None, now: float) -> None:
-        """Reports that the peer closed the connection, or that it failed."""
+        """Reports that the peer closed the connection, or that the connection failed with ``error``."""
 
 
 class TimedSocket:
@@ -75,7 +75,7 @@ class TimedSocket:
         except BlockingIOError:
             sent = 0
         except OSError:
-            return  # reading will report the error
+            return  # the next read of the socket reports this error
         if sent < len(data):
             self._unsent = data[sent:]
             self._loop.add_writer(self._socket, self._write_rest)

@@ -78,7 +78,7 @@ class Measurement:
         return sum(value for each, value in self.metrics.items() if each.partition("{")[0] == name)
 
     def columns(self) -> dict[str, float]:
-        """Returns the table's numbers. A missing latency is infinite, so that it never looks like a good ratio."""
+        """Returns the numbers of a table row. A missing latency is infinite, so that its ratio never looks good."""
         values = {name: COLUMNS[name](self.figures) for name in SHOWN}
         return {
             **{name: float("inf") if value is None else value for name, value in values.items()},
@@ -164,7 +164,7 @@ def _progress_line(measurement: Measurement, repeat: int, repeats: int) -> str:
 
 
 def results_json(measurements: Sequence[Measurement], parsed: argparse.Namespace) -> dict[str, Any]:
-    """Returns the comparison as JSON. A ratio divides a result of the first value by that of another value.
+    """Returns the comparison as JSON. A ratio is a result of the first value, divided by that of another value.
 
     ``texts_identical`` is None if decoding is not greedy.
     """

@@ -1,4 +1,4 @@
-"""Measures during a run: the server's metrics, the memory of processes, and the time of other processes."""
+"""Measurements during a run: the server's metrics, the memory of processes, and the time of other processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ TIMEOUT_S = 5.0
 
 @contextmanager
 def sampled(interval_s: float, sample: Callable[[], float | None]) -> Iterator[list[float]]:
-    """Starts a thread that calls ``sample`` at intervals, and yields the list of its values. None is skipped."""
+    """Starts a thread that calls ``sample`` every ``interval_s`` seconds. Yields the list of its values, without None.
+    """
     values: list[float] = []
     stop = threading.Event()
 
@@ -87,10 +88,10 @@ def processor_seconds() -> tuple[float, float, float]:
 
 
 def fraction_of_others(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
-    """Returns the fraction of the cores' time that others took between two calls of ``processor_seconds``.
+    """Returns the fraction of all cores' time that other processes took between two calls of ``processor_seconds``.
 
-    Others are other processes, the kernel's own work, and a hypervisor if the kernel reports its time. Children that
-    ended in between count as others.
+    The kernel's own work also counts, and the time of a hypervisor if the kernel reports it. A child process that ended
+    between the two calls counts as another process.
     """
     total, busy, own = (later - earlier for earlier, later in zip(before, after, strict=True))
     return max(0.0, busy - own) / total if total > 0 else 0.0

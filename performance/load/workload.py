@@ -71,9 +71,10 @@ def token_workload(count: int, seed: int, prompt_len: Range, output_len: Range, 
 def with_beginnings(
     requests: Sequence[LoadRequest], number: int, length: int, seed: int, vocab_size: int
 ) -> list[LoadRequest]:
-    """Puts one of ``number`` common beginnings before each prompt, as system prompts would be.
+    """Puts one of ``number`` shared prefixes before each prompt, so that the prompts look as if they had system
+    prompts.
 
-    A beginning has ``length`` words or tokens. Equal seeds give equal beginnings, whatever the prompts are.
+    A prefix has ``length`` words or tokens. The prefixes depend only on the seed and not on the prompts.
     """
     generator = random.Random(f"beginnings/{seed}")
     is_text = any(request.text is not None for request in requests)
@@ -99,9 +100,9 @@ def study_workload(count: int, seed: int, prompt_len: Range, outputs: Sequence[i
 
 
 def dataset_workload(path: Path, count: int, seed: int, output_len: Range) -> list[LoadRequest]:
-    """Returns the lines of a data set in order. After the last line it starts again.
+    """Returns ``count`` requests from the lines of a data set, in order. After the last line, the first one follows.
 
-    A line without ``max_tokens`` gets a length drawn from ``output_len``. Raises ``UsageError`` with the wrong line.
+    A line without ``max_tokens`` gets a length drawn from ``output_len``. Raises ``UsageError`` if a line is wrong.
     """
     lines = _read_dataset(path)
     generator = random.Random(f"workload/{seed}")

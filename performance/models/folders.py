@@ -2,9 +2,10 @@
 
     python -m performance.models.folders gqa_tied /tmp/gqa_tied
 
-Tests create these folders again instead of storing them. ``agent.weights.seeded`` documents the generator of the
-weights. Each kind of tensor has its own standard deviation, chosen so that the blocks outweigh the embedding. As a
-result the text depends on its context, the tokens vary, and the best logit is clearly above the second.
+Tests create these folders when they need them, so the weights are not stored in the repository.
+``agent.weights.seeded`` documents the generator of the weights. Each kind of tensor has its own standard deviation. The
+standard deviations are chosen so that the decoder layers influence the result more than the embedding does. As a result
+the generated text depends on its context, the tokens vary, and the best logit is clearly above the second.
 """
 
 from __future__ import annotations
@@ -133,14 +134,14 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
         tied_or_head = variant.config["tie_word_embeddings"] or name == "lm_head.weight"
         return float(variant.logit_scale * shape[1] ** -0.5) if tied_or_head else 0.3
     if name.endswith((".mlp.gate.weight", "moe.gate.weight")):
-        # Large router logits, so that rounding rarely changes the chosen experts. Smaller for a sigmoid, because the
-        # sigmoid of any large logit is nearly 1.
+        # Router logits are large, so that rounding rarely changes the chosen experts. With a sigmoid they are smaller,
+        # because the sigmoid of every large logit is nearly 1.
         spread = 1.5 if variant.config.get("scoring_func") == "sigmoid" else 3.0
         return float(spread * shape[1] ** -0.5)
-    # as large as the differences between scores, so that it changes which experts are chosen
+    # this bias is as large as the differences between router scores, so that it changes which experts are chosen
     if name.endswith("e_score_correction_bias"):
         return 0.2
-    if name.endswith(".bias"):  # biases are smaller than the products, so that the text still depends on its context
+    if name.endswith(".bias"):  # small compared with W x, so that text depends on its context
         return 0.4 if name.endswith(("q_proj.bias", "k_proj.bias")) else 0.15
     gain = 2.0 if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight")) else 1.2
     return float(gain * shape[1] ** -0.5) if len(shape) == 2 else 1.0
@@ -166,7 +167,8 @@ def write_model(variant: Variant, folder: Path) -> None:
 
 
 def _spread_ones(name: str, shape: tuple[int, ...], variant: Variant) -> Array:
-    """Returns random weights of a norm around 1. With weights of 1, a test could not notice a model that ignores them.
+    """Returns random weights of a norm, with mean 1. If all weights were 1, tests could not detect a model that ignores
+    them.
     """
     values = allocate(shape, "float32")
     fill_seeded(f"{name}.spread", values, "float32", seed=variant.seed, std=0.3)

@@ -1,8 +1,8 @@
 """Small random models of every family and variant that the server supports, read from ``variants.json``.
 
-Their sizes are chosen so that each feature that differs from a plain Llama changes the generated text. Norms of heads
-are not 1, and biases are as large as the products. Windows are shorter than the prompts. Prompts exceed the original
-context of scaled rotary embeddings.
+Their sizes and weights are chosen so that each feature that differs from a plain Llama changes the generated text. The
+weights of query and key norms are not 1, and biases are large enough to matter. Sliding windows are shorter than the
+prompts. If the rotary embedding is scaled, the prompts are longer than the original context.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ _FAMILY_SIZES = {
 
 
 def _read(group: str, **defaults: Any) -> dict[str, Variant]:
-    """Reads the variants of a group of ``variants.json``. ``defaults`` are entries of ``config.json``."""
+    """Reads one group of variants from ``variants.json``. ``defaults`` are entries of ``config.json`` for all of them.
+    """
     content = json.loads(Path(__file__).with_name("variants.json").read_text(encoding="utf-8"))
     variants = {}
     for name, fields in content[group].items():

@@ -1,10 +1,10 @@
-"""Compares this engine with others. Each of the others (a peer) has its own virtual environment.
+"""Compares this engine with other engines (peers). Each peer has its own virtual environment.
 
-    compare         runs the drivers with the peers' Pythons, and compares the figures
-    driver          the measurement, equal for all peers; it uses only the standard library
-    *_driver        a program for one peer's Python
+    compare         runs the driver programs of the peers, and compares their figures with this engine's
+    driver          the measurement, which is the same for all peers; it uses only the standard library
+    *_driver        the driver program of one peer, which runs in the peer's virtual environment
     model_folder    writes the benchmark's model as a Hugging Face folder with random weights
-    gguf_folder     writes it for llama.cpp
+    gguf_folder     converts this folder to a GGUF file for llama.cpp
 
 The program is performance/compare_peers.py. docs/performance.md describes the setup of the peers.
 """

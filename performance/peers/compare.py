@@ -6,9 +6,9 @@ A peer is NAME=KIND:PYTHON:MODEL, for example
     --peer "OpenVINO int8=openvino:/tmp/peers/openvino/bin/python:/tmp/peers/ov-int8"
     --peer "llama.cpp Q4_0=llama_cpp:/tmp/peers/llamacpp/bin/python:/tmp/peers/gguf/Q4_0.gguf"
 
-Figures of this engine are JSON files of bench_engine.py, for example --ours int8=int8.json. Measured rows are added to
-the file of --json and replace rows of the same name. Peers can therefore be measured one at a time. Without --peer the
-program prints the content of that file.
+The figures of this engine come from JSON files of bench_engine.py, for example --ours int8=int8.json. The measured rows
+of a peer are added to the file of --json, where they replace older rows of the same name. Peers can therefore be
+measured one at a time. Without --peer the program prints the rows of this file.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ MARK = "peer-result "
 
 
 def main(make_generate: MakeGenerate) -> None:
-    """Runs the driver. The parent process has set the limits of threads in the environment."""
+    """Measures the peer and prints a row per case. The parent process limits the threads by environment variables."""
     request = json.loads(sys.argv[1])
     cases = list(_cases(request))
     request["max_batch"] = max(batch for _, batch, _, _ in cases)
@@ -44,12 +44,15 @@ def main(make_generate: MakeGenerate) -> None:
             row = _measure(generate, case, request)
         print(MARK + json.dumps(row), flush=True)
     sys.stdout.flush()
-    os._exit(0)  # ends without waiting for the peer's threads
+    os._exit(0)  # does not wait for threads of the peer
 
 
 @contextlib.contextmanager
 def _locked(path: str | None, kind: int) -> Iterator[None]:
-    """Holds a lock of a shared machine: exclusive while measuring, shared while loading."""
+    """Holds the file lock at ``path``, by which the programs of a shared machine avoid to disturb each other.
+
+    A driver takes the exclusive lock while it measures, and the shared lock while it loads the model.
+    """
     with contextlib.ExitStack() as owned:
         if path is not None:
             fcntl.flock(owned.enter_context(open(path, "a")), kind)

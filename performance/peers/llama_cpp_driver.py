@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Model:
-    """A model in llama.cpp. Creates a new context if the number or the length of the sequences changes."""
+    """A model in llama.cpp. If the number or the length of the sequences changes, it gets a new context."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._request = request
@@ -43,7 +43,8 @@ class Model:
         return self._context
 
     def _decode(self, context: Any, rows: list[list[int]], position: int) -> list[int]:
-        """Runs the tokens of each row from ``position`` on, and returns each row's next greedy token."""
+        """Runs the given tokens of each sequence. Their first position is ``position``. Returns the next greedy tokens.
+        """
         batch = llama.llama_batch_init(sum(map(len, rows)), 0, 1)
         last = []
         index = 0

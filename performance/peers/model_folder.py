@@ -31,9 +31,9 @@ INT8_LIMIT = 127
 def write_model_folder(shape: Path, folder: Path, *, w8a8: bool = False, seed: int = 0) -> None:
     """Writes ``config.json`` of ``shape``, one safetensors file, and the tokenizer of the shapes.
 
-    Matrices have a standard deviation of depth ** -0.5, so that activations keep an ordinary size; norms are 1. With
-    ``w8a8`` the layers' matrices are in the format of compressed-tensors with int8 weights and dynamic int8
-    activations.
+    Random matrices have a standard deviation of depth ** -0.5, so that activations neither grow nor vanish. Weights of
+    norms are 1. With ``w8a8`` the decoder layers' matrices are stored in the format of compressed-tensors, with int8
+    weights and dynamic int8 activations.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((shape / "config.json").read_text(encoding="utf-8"))

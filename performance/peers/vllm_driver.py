@@ -34,5 +34,5 @@ def make_generate(request: dict[str, Any]) -> driver.Generate:
     return generate
 
 
-if __name__ == "__main__":  # vLLM starts processes that import this file
+if __name__ == "__main__":  # not in the child processes of vLLM, which import this file
     driver.main(make_generate)

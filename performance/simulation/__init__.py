@@ -8,17 +8,18 @@ workload        open loop and closed loop
 server          the server on a virtual clock: it drives the real scheduler as the engine does
 agent           the agent on a virtual clock: a queue, and a device that runs one step at a time
 work            the amount of work in a step
-device          the time of that work, calculated from the device's rates (roofline)
+device          the time of a step, calculated from the device's rates (roofline)
 presets         the rates of known devices, with their sources
-fit             the time of that work, fitted to measured steps
+fit             the time of a step, calculated by a formula that is fitted to measured steps
 spread          the deviations of single steps from the fit, and how long they last
-slowdown        how much slower the machine is than it was when it was fitted
-recording       the steps and requests of a flight recording
-host            the time that the server process adds
-runs, report    one run with a load test's figures; tables and JSON
-rate            the highest request rate at which the objectives are met
-validate        simulation compared with a load test
-reality         the program that compares simulations with real runs
-steadiness      whether the machine's speed was constant during a real run
-batching        the comparison of batching modes, real or simulated
+slowdown        how much slower the machine is now than during the measurements of the fit
+recording       extracts step times and requests from a flight recording
+host            the time that the server process adds to a step
+runs            one simulated run, with the figures of a load test
+report          text and JSON of simulated runs
+rate            finds the highest request rate at which the objectives are met
+validate        compares a simulation with a load test
+reality         the program that fits the simulator to this machine and compares it with real runs
+steadiness      decides whether the machine's speed was constant during a real run
+batching        the program that compares batching modes, on real servers or in the simulator
 """

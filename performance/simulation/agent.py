@@ -25,8 +25,10 @@ Sampler = Callable[[ScheduledStep], list[int]]
 
 
 def agent_order(policy: str) -> dict[str, int]:
-    """Returns the priority class of each step kind. A policy that the agent does not know runs first come, first
-    served."""
+    """Returns the priority class of each step kind; steps of class 0 run first.
+
+    For a policy that the agent does not know, steps run first come, first served.
+    """
     classes = ORDERS.get(policy, ORDERS["fcfs"])
     kinds = {"move": "move", "prefill": "prefill", "mixed": "prefill", "decode": "decode"}
     return {
@@ -46,10 +48,11 @@ class _Queued:
 
 
 class VirtualAgent:
-    """Runs submitted steps and returns each result ``answer_delay_s`` after the step's end.
+    """Simulates an agent that runs submitted steps, one at a time.
 
-    The caller submits each step with the time at which it reaches the queue. ``next_answer`` returns the time of the
-    next result. The caller may call ``run_until(now)`` only if it will not submit a step before ``now``.
+    The caller submits each step together with the time at which the step reaches the agent's queue. The result of a
+    step reaches the caller ``answer_delay_s`` seconds after the end of the step. ``next_answer`` returns the arrival
+    time of the next result. After ``run_until(now)``, no step may be submitted that reaches the queue before ``now``.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class VirtualAgent:
         self._answer_delay_s = answer_delay_s
         self._draws = None if spread is None else spread.draws(random.Random(f"steps/{seed}"))
         self._noise_s = 0.0
-        """Seconds by which noise has lengthened the steps. The noise model needs the time without these seconds. With
-        the virtual clock instead, fewer steps would fall into slow periods than in the measurement.
+        """Seconds by which random noise has lengthened all steps so far.
+
+        The noise model gets the virtual time minus these seconds. Otherwise slow periods would contain fewer steps than
+        in the measurement.
         """
         self._queue: list[_Queued] = []
         self._running: _Queued | None = None
@@ -80,7 +85,8 @@ class VirtualAgent:
     def submit(self, step: ScheduledStep, ready: float) -> None:
         seconds = self._device.seconds(step)
         if self._draws is not None:
-            ratio = self._draws.draw(max(ready, self._free_at) - self._noise_s)  # approximates the begin of the step
+            begin = max(ready, self._free_at)  # approximately: steps in the queue may delay this step
+            ratio = self._draws.draw(begin - self._noise_s)
             self._noise_s += (ratio - 1.0) * seconds
             seconds *= ratio
         kind = step.kind.value
@@ -90,7 +96,8 @@ class VirtualAgent:
         self.kind_s[kind] = self.kind_s.get(kind, 0.0) + seconds
 
     def next_answer(self) -> float | None:
-        """Returns when the next result arrives if no other step is submitted, or None if there is no step."""
+        """Returns the time at which the next result arrives if no other step is submitted, or None if no step is left.
+        """
         if self._running is not None:
             return self._free_at + self._answer_delay_s
         if not self._queue:
@@ -99,17 +106,19 @@ class VirtualAgent:
         return start + chosen.seconds + self._answer_delay_s
 
     def interrupt(self, moment: float, seconds: float) -> None:
-        """Delays the step that runs at ``moment``, if any, because other work takes the device's cores for ``seconds``.
+        """Delays the step that runs at the time ``moment``, because other work takes the device's cores for
+        ``seconds``.
 
-        The caller must not submit a step before ``moment`` afterwards.
+        Does nothing if no step runs. After this call, no step may be submitted that reaches the queue before
+        ``moment``.
         """
         if self._running is None:
             self._begin(moment)
         step = self._running
         if step is not None and moment < self._free_at:
             self._free_at += seconds
-        # at this time the step has already ended on the device; only its result is still in transfer, so the next step
-        # is delayed
+        # The running step has already ended on the device, and only its result has not arrived. So the next step is
+        # delayed.
         else:
             start, step = self._next_start() if self._queue else (moment, None)
             if step is None or start > moment:
@@ -119,14 +128,16 @@ class VirtualAgent:
         self.kind_s[step.step.kind.value] += seconds
 
     def run_until(self, now: float) -> list[tuple[float, StepResult]]:
-        """Returns the results that arrive by ``now``, each with the end of its step, and starts the steps due by
-        then."""
+        """Runs the simulation until ``now``: starts all steps that can start by then.
+
+        Returns the results that arrive by ``now``, each with the time at which its step ended on the device.
+        """
         answers = []
         while True:
             if self._running is None and not self._begin(now):
                 break
             assert self._running is not None
-            # next_answer must compute exactly this sum, so that rounding cannot make the two differ
+            # next_answer computes the same sum. A differently rounded sum could make the caller wait for this result.
             if self._free_at + self._answer_delay_s > now:
                 break
             answers.append((self._free_at, self._answer(self._running)))
@@ -145,7 +156,9 @@ class VirtualAgent:
         return True
 
     def _next_start(self) -> tuple[float, _Queued]:
-        """Returns the start of the next step, and the step: the first by priority when the device becomes free."""
+        """Returns the start time of the next step, and this step: the one with the smallest rank when the device is
+        free.
+        """
         queue = self._queue
         if len(queue) == 1:
             return max(self._free_at, queue[0].ready), queue[0]

@@ -1,13 +1,13 @@
 """Compares batching modes under the same load, on real servers or in the simulator.
 
     none         one request at a time
-    static       when the device is free, the waiting requests form a batch, which runs to its longest end
+    static       when the device is free, the waiting requests form a batch, which runs until its last request ends
     dynamic      a batch starts when it is full or has waited long enough; the next one waits until it has ended
-    continuous   requests join and leave at any step; each reserves contiguous memory for its maximum length
+    continuous   requests join and leave the batch at any step; each reserves memory for its maximum length
     paged        as continuous, but blocks are allocated on demand (paged attention)
 
 Clients in a closed loop send prompts of 64 to 256 random tokens and ask for 64, 128 or 256 tokens; end tokens are
-ignored. The mean prompt has 160 tokens, as in the conversations of ShareGPT (161: Kwon et al. 2023). Prompts and
+ignored. The mean prompt has 160 tokens; in the ShareGPT conversations it has 161 (Kwon et al. 2023). Prompts and
 lengths depend only on the seed, so every mode gets the same requests. The program checks that all modes return the same
 text.
 

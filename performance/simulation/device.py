@@ -8,13 +8,15 @@
     activations    bytes between the operators / bandwidth
     sampling       reading the logits once / bandwidth, plus a fixed time per row
 
-A device that reads and computes at the same time takes the maximum, as above (``overlap`` is infinite). With a partial
-overlap the time is ``(a ** overlap + b ** overlap) ** (1 / overlap)``; ``overlap`` 1 gives the sum.
+Here max() assumes that the device reads and computes at the same time (``overlap`` is infinite). With a partial
+overlap, the time is ``(compute ** overlap + read ** overlap) ** (1 / overlap)``, where ``compute`` and ``read`` are the
+two times. ``overlap`` 1 gives their sum.
 
-The host starts kernels one after the other while the device runs earlier ones. A step therefore takes the longer of the
-two: it is host bound or device bound. Block moves take their bytes divided by the bandwidth of the transfer.
+The host launches kernels one after the other while the device runs earlier kernels. A step is therefore host bound
+(kernels x launch) or device bound (busy), whichever takes longer. The time to move blocks is their bytes divided by the
+bandwidth of the transfer.
 
-Rates are achieved rates and not peaks. A preset states which fraction of the published rate it assumes, and why.
+All rates are achieved rates and not peaks. A preset states which fraction of the published rate it assumes, and why.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ __all__ = ["CostModel", "DeviceRates", "RooflineDevice"]
 
 
 class CostModel(Protocol):
-    """Gives the seconds of a step: from its start on the device until the next step can start."""
+    """Returns the seconds of a step, from its start on the device until the next step can start."""
 
     name: str
 
@@ -60,7 +62,7 @@ class DeviceRates:
     kernels_per_layer: int = 0
     kernels_per_step: int = 0
     overlap: float = math.inf
-    """Exponent with which read time and compute time are added: 1 is their sum, infinity the longer one."""
+    """Exponent with which read time and compute time are combined: 1 gives their sum, infinity the longer time."""
     move_overhead_s: float = 0.0
     """Time of a step that only moves blocks."""
     block_overhead_s: float = 0.0

@@ -1,22 +1,26 @@
-"""Fits a device's step times to measured steps, by non-negative least squares.
+"""Fits a formula for the time of a step to measured steps, by non-negative least squares.
 
-The time of a step is a sum of terms. Each term is a count from the step times a coefficient, which cannot be negative:
+The time of a step is a sum of terms. A term is a count, which follows from the step, times a coefficient in seconds,
+which the fit finds. Coefficients cannot be negative. The counts are:
 
-    - a constant for every step, and one for steps with prompt tokens
-    - tokens; tokens up to each of several knots; tokens beyond each knot
-    - sequences; sampled rows; keys read; query-key pairs beyond the keys
+    - 1 for every step; 1 for a step with prompt tokens, otherwise 0
+    - the number of tokens; for each number k in ``KNOTS``: min(tokens, k), and max(0, tokens - k)
+    - sequences; sampled rows; keys that attention reads; query-key pairs minus the keys that attention reads
     - swapped blocks; copied blocks
     - requests that arrived during the step (this coefficient is the host's ``interrupt_s``)
 
-The terms of the tokens add up to any increasing, piecewise linear curve. The curve is needed because weights are read
-only once per step, so that tokens cost little until arithmetic takes longer. And a unit that multiplies 16 rows at a
-time, such as AMX, takes as long for one row as for 16.
+The terms of the tokens can add up to any increasing, piecewise linear curve. A straight line would not fit: weights are
+read only once per step, so additional tokens cost little until the arithmetic takes longer than reading. Also, a
+processor unit that multiplies 16 rows at a time, such as AMX, takes as long for one row as for 16.
 
-Residuals are divided by the expected time, so that a short step counts as much as a long one. The first round divides
-by the measured time instead: this favours short steps, but single delayed steps cannot distort it. Steps that took more
-than ``OUTLIER`` times the fit are then left out. The ratios of measured to fitted time of all steps are stored as
-quantiles, with the fraction that lasts and its duration (see ``spread``). A simulation draws from them, so that it has
-the machine's mean and tail latencies.
+The fit is repeated several times. Residuals are divided by the time that the previous fit expects, so that a short step
+counts as much as a long one. The first fit divides them by the measured time. This favours short steps, but the fit is
+robust against single steps that were delayed. Later fits leave out steps that took more than ``OUTLIER`` times the
+expected time.
+
+Measured times deviate from the fitted times. The ratios of measured to fitted time are stored as quantiles over all
+steps. Also stored are which fraction of the deviation lasts longer than a step, and how long it lasts (see ``spread``).
+A simulation draws its deviations from these data, so that its mean and tail latencies are those of the machine.
 
 Algorithm: Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23 (``scipy.optimize.nnls``).
 """
@@ -81,7 +85,8 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class StepFit:
-    """The coefficients of a fit by term, in seconds, with their origin. Valid for one model in one number format."""
+    """The coefficients of a fit by term, in seconds, and their provenance. Valid for one model and its number formats.
+    """
 
     coefficients: dict[str, float]
     spread: Spread
@@ -91,8 +96,9 @@ class StepFit:
     """Factors by which steps take longer now than when the coefficients were measured."""
 
     def slowed(self, by: Slowdown) -> StepFit:
-        """Returns the fit of the same machine in a period in which it is slower by the factors ``by``. The host's times
-        grow by the factor of all steps.
+        """Returns the fit of the same machine in a period in which its steps take longer by the factors ``by``.
+
+        The times of the server process are multiplied by ``by.steps``.
         """
         host = HostModel(**{name: by.steps * seconds for name, seconds in asdict(self.host).items()})
         return replace(self, slowdown=self.slowdown.times(by), host=host)
@@ -110,7 +116,7 @@ class StepFit:
 
 
 def terms_of(work: StepWork, swapped: int = 0, copied: int = 0) -> list[float]:
-    """Returns the count of each term of ``TERMS`` in a step, for example its tokens."""
+    """Returns the counts of a step, for example its number of tokens, in the order of ``TERMS``."""
     tokens = work.tokens
     return [
         1.0,
@@ -128,7 +134,7 @@ def terms_of(work: StepWork, swapped: int = 0, copied: int = 0) -> list[float]:
 
 
 def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None = None) -> StepFit:
-    """Fits the time of a step to measured steps. Raises UsageError if there are too few steps."""
+    """Fits the coefficients to measured steps. Raises UsageError if there are too few steps."""
     steps = [step for step in steps if step.seconds > 0.0]
     if len(steps) < MIN_STEPS:
         raise UsageError(f"{len(steps)} steps with a time are recorded; a fit needs at least {MIN_STEPS}")
@@ -158,10 +164,10 @@ def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None =
 
 
 def slowdown(fit: StepFit, steps: Sequence[MeasuredStep]) -> Slowdown:
-    """Returns the median ratios of measured to fitted time, for all steps and for each kind.
+    """Returns the median ratios of measured to fitted time, over all steps and over each kind of step.
 
-    Medians ignore single delayed steps. If there are too few decode steps with few (or many) rows, the ratio of all
-    decode steps is used instead. Raises UsageError if there are too few steps.
+    A median ignores single delayed steps. The kinds are those of ``Slowdown``. If there are too few decode steps with
+    few (or many) rows, the ratio of all decode steps is used instead. Raises UsageError if there are too few steps.
     """
     steps = [step for step in steps if step.seconds > 0.0]
     decode = [step for step in steps if step.work.kind is StepKind.DECODE]
@@ -184,8 +190,8 @@ def slowdown(fit: StepFit, steps: Sequence[MeasuredStep]) -> Slowdown:
 def at_one_speed(fit: StepFit, loads: Sequence[Sequence[Sequence[MeasuredStep]]]) -> list[MeasuredStep]:
     """Scales the steps of repeated runs as if the machine had always had the same speed.
 
-    ``loads`` has the runs of each load, which were equal except for the machine's speed. Each run is scaled to the
-    median speed of its load. ``fit`` is the fit of all steps. A run without steps is ignored.
+    ``loads`` contains the runs of each load. The runs of a load differ only by the machine's speed. The steps of each
+    run are scaled to the median speed of its load. ``fit`` is the fit of all steps. A run without steps is ignored.
     """
     steps = []
     for runs in loads:
@@ -205,7 +211,7 @@ def _median_ratio(fit: StepFit, steps: Sequence[MeasuredStep]) -> float:
 def _coefficients(counts: Array, seconds: Array) -> Array:
     """Solves ``counts @ coefficients = seconds`` by least squares, with coefficients that are not negative.
 
-    Columns of ``counts`` may be zero or depend on each other.
+    Columns of ``counts`` may be zero or linearly dependent.
     """
     scale = np.linalg.norm(counts, axis=0)
     scale[scale == 0.0] = 1.0
@@ -253,7 +259,7 @@ class FittedDevice:
 
 
 def read_fit(path: Path) -> StepFit:
-    """Reads a file with the JSON of a ``StepFit``. Raises UsageError if it is something else."""
+    """Reads the JSON file of a ``StepFit``. Raises UsageError if the file has other content."""
     try:
         content = msgspec.json.decode(path.read_bytes())
         return StepFit(

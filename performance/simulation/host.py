@@ -1,9 +1,9 @@
 """Defines the time that the server process adds to a step: engine thread, transfer to the agent and back, and HTTP.
 
 The defaults for the engine thread come from ``performance/bench_engine_host.py``. On two cores of an AMD EPYC (Zen 4)
-it measured 57 us per step and 1.7 us per sequence. Processing a result (reading, updating, text) takes 32 us + 1.25 us
-of that, scheduling and writing the next step 25 us + 0.45 us. While a step waits in the agent's queue, these times do
-not delay the device.
+it measured 57 us per step and 1.7 us per sequence of the step. This time has two parts. The result of a step (reading,
+updating, text) takes 32 us + 1.25 us per sequence. Scheduling and writing the next step takes 25 us + 0.45 us per
+sequence. While another step waits in the agent's queue, these times do not delay the device.
 """
 
 from __future__ import annotations

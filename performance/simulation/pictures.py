@@ -83,7 +83,10 @@ def policy_runs(policies: Sequence[str] = tuple(POLICIES), load: LoadOptions = P
 
 
 def long_prompt_runs(policies: Sequence[str] = tuple(POLICIES)) -> list[SimulatedRun]:
-    """Simulates a prompt that nearly fills the context and arrives while streams decode. The cache holds all blocks."""
+    """Simulates a prompt that nearly fills the context and arrives while other requests decode.
+
+    The cache is large enough for all requests, so no request is preempted.
+    """
     load = replace(PUBLISHED_LOAD, duration=LONG_AT_S)
     generator = random.Random("long prompt")
     lengths = [*(STREAMS * [(PROMPT_LEN[0], STREAM_TOKENS)]), (LONG_PROMPT, 64)]

@@ -19,11 +19,12 @@
 
 ``cpu``: two cores of an AMD EPYC (Zen 4, AVX-512 with VNNI and BF16). The peaks and the achieved fractions were
 measured on the machine of ``docs/performance.md``. The peaks are 473 GFLOP/s in bfloat16, 946 GOP/s in int8, 236
-GFLOP/s in float32, and 40 GB/s of reads. Linear layers achieve 85 % of either. Computing and reading are added as
-squares, because a batch of 8 takes longer than both. Attention achieves 55 % of the peak over a prompt and 73 % of the
-reads in decode. Compared with that page, decode of the 160M model is within 20 % in int8 and bfloat16 and within 30 %
-in int4. A recording of your own machine (``--recording``) or its fit is much more accurate. The folder ``fits/`` has
-fits of that page's machine, which are used for their models.
+GFLOP/s in float32, and 40 GB/s of reads. Linear layers achieve 85 % of the arithmetic peak or of the read rate. The
+times of computing and reading are combined with an ``overlap`` of 2, because a batch of 8 takes longer than either
+time. Attention achieves 55 % of the arithmetic peak over a prompt, and 73 % of the read rate in decode. The simulated
+decode of the 160M model is within 20 % of the measurements in that page for int8 and bfloat16, and within 30 % for
+int4. A recording of your own machine (``--recording``), or its fit, is much more accurate. For some models, the folder
+``fits/`` has fits of that page's machine; they are used instead of this preset.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ SimulateAt = Callable[[float], SimulatedRun]
 
 @dataclass(frozen=True, slots=True)
 class RateFound:
-    """The highest rate that met the objectives, with its run, and the lowest rate that did not."""
+    """The highest request rate that met the objectives, with its run; ``above`` is the lowest rate that missed them."""
 
     rate: float
     above: float
@@ -44,7 +44,7 @@ def meets_objectives(run: SimulatedRun) -> bool:
 
 
 def find_rate(simulate_at: SimulateAt, first: float) -> RateFound:
-    """Doubles or halves the rate until the limit is enclosed, and then bisects.
+    """Doubles or halves the request rate until one rate meets the objectives and the next does not. Then bisects.
 
     The figures of a finite load vary a little with the rate, so the result depends on the run's length and seed. Raises
     UsageError if no rate meets the objectives, or if every rate does.

@@ -1,26 +1,28 @@
 """Fits the simulator to this machine and compares it with real runs that were not used for the fit.
 
-The program starts servers one after the other. The first servers are for calibration. Each runs the same loads, which
-cover all step sizes: few and many rows, short and long prompts, a burst, the probe. The flight recordings of all of
-them together give the fit. Because every server ran the same loads, differences of the machine's speed are removed.
-Each further server is for validation: it runs an open-loop load, and the simulator runs the same requests at the same
-times.
+The program starts servers one after the other. The first servers are for calibration. Each of them runs the same loads,
+which cover all step sizes: few and many rows, short and long prompts, and a burst. The simulator is fitted to the
+flight recordings of all these servers. Because they ran the same loads, the fit can remove differences of the machine's
+speed. Each further server is for validation: it runs an open-loop load, and the simulator runs the same requests at the
+same times.
 
 Chance influences the figures, mostly the tail latencies: a millisecond can decide which prompts run together. A
-simulated figure is therefore the mean of several runs with different noise, next to the standard deviation of a single
-run. The loads are long enough to make this deviation small for most figures.
+simulated figure is therefore the mean of several simulations with different noise. The report shows it with the
+standard deviation of a single simulation. The loads are long enough to make this deviation small for most figures.
 
-The machine's speed changes by more than the simulator's errors, over time and from server to server. Therefore a load
-is divided into parts of some seconds, with a probe (a short load, always the same) before and after each part. The mean
-slowdown of both probes is applied to the simulation of the part. Decode steps of few rows, decode steps of many rows
-and steps with prompts have separate factors, because memory and arithmetic rarely become slow together. Figures of the
-part itself are never used. If the two probes differ, or if other processes used the cores during the part, the part
-proves nothing. It is then repeated, up to --tries times, and the report lists the discarded tries. A part that was
-never steady is left out. If this happens to half of a load's parts, the load does not count, and the report names it.
+The machine's speed changes over time and from server to server, and these changes are larger than the simulator's
+errors. Therefore a load is divided into parts of some seconds. A short load, which is always the same, measures the
+machine's speed before and after each part: the probe. The mean slowdown of both probes is applied to the simulation of
+the part. Decode steps of few rows, decode steps of many rows and steps with prompts have separate factors, because
+memory and arithmetic rarely become slow together. The simulation of a part never uses measured figures of the part.
 
-The rates suit a model of some hundred million parameters on two cores. Use --scale to multiply them. Use --keep to
-store the recordings of the servers and the measurements of the clients. Use --kept to compare with the stored data,
-without a server. This evaluates a changed simulator within seconds.
+A part is not compared with its simulation if its two probes differ, or if other processes used the cores. It is then
+repeated, up to --tries times, and the report lists the discarded tries. A part that was never steady is left out. If
+this happens to half of a load's parts, the load does not count, and the report names it.
+
+The request rates suit a model of some hundred million parameters on two cores. Use --scale to multiply them. Use --keep
+to store the recordings of the servers and the measurements of the clients. Use --kept to compare with the stored data,
+without a server. A changed simulator can then be evaluated within seconds.
 """
 
 from __future__ import annotations
@@ -72,7 +74,10 @@ SEEDS = 8
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """Returns 0; 1 if requests failed; 2 if a server did not start; 3 if a load has no steady machine."""
+    """Returns the exit code.
+
+    It is 0; 1 if requests failed; 2 if a server did not start; 3 if the machine's speed changed too much during a load.
+    """
     parsed = _parser().parse_args(arguments)
     kept: Path | None = parsed.kept or parsed.keep
     if kept is not None:
@@ -123,7 +128,10 @@ class _Study:
         return runs
 
     def _run_tries(self, load: Load, fit: StepFit) -> list[list[Try]]:
-        """Runs every part of a load on one server, again until it is steady. Returns all tries of each part."""
+        """Runs every part of a load on one server. Repeats a part until the machine's speed was steady.
+
+        Returns all tries of each part.
+        """
         scale, parts = self._parsed.scale, []
         with self._server(load.name, self._recording_of(load)) as endpoint:
 
@@ -191,8 +199,9 @@ class _Study:
         return run, fraction_of_others(before, processor_seconds())
 
     def _fit(self, calibrations: Sequence[Sequence[LoadRun]]) -> StepFit:
-        """Fits the steps of all calibrations. Every server ran the same loads, so the differences between servers show
-        the machine's speed.
+        """Fits the simulator to the steps of all calibration servers.
+
+        All of them ran the same loads, so differences between them show changes of the machine's speed.
         """
         from performance.simulation.recording import fit_recording, with_delivery
 
@@ -203,7 +212,7 @@ class _Study:
         return with_delivery(fit, self._recordings, records)
 
     def _probed(self, load: Load, runs: list[LoadRun], fit: StepFit) -> Probe:
-        """Calculates the machine's speed from a completed probe, whose steps are all in the flight recording."""
+        """Calculates the machine's speed during a completed probe from the steps in the server's flight recording."""
         from performance.simulation.recording import slowdown_within
 
         return Probe(runs, slowdown_within(fit, self._recording_of(load), [_span(run) for run in runs]))

@@ -15,7 +15,7 @@ WARM_UP = 4
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load of requests with random tokens at a given rate."""
+    """A load: its request rate, and the ranges of prompt and output lengths. The prompts are random tokens."""
 
     name: str
     rate: float

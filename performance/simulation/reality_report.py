@@ -26,7 +26,7 @@ class ComparedLoad:
         return is_evidence(self.parts)
 
     def counts(self, one: Try) -> bool:
-        """Returns True if ``one`` is a try that is compared with a simulation."""
+        """Returns True if ``one``, a try of a part, is compared with a simulation and not discarded."""
         return any(one is other for other in comparable(self.parts))
 
     def as_json(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _speeds(probe: Probe) -> str:
 
 
 def closing_text(results: Sequence[ComparedLoad]) -> str:
-    """Returns a sentence: how many simulated values differ from the measured ones by no more than ``GOAL``.
+    """Returns a sentence that states how many simulated values deviate from the measured values by at most ``GOAL``.
 
     Measurements during which the speed of the machine changed do not count.
     """

@@ -1,10 +1,11 @@
 """Extracts from a flight recording how long steps took, and how much time the server process added.
 
-A step's time is the time that its agent measured (graph and sampler) plus the agent's overhead. The overhead shows
-where two steps ran back to back: it is the time between their results beyond the measured time of the second one. All
-other time between scheduling and result is transfer time; its mean is divided equally between the two directions. The
-recording also has each request's time from arrival to the queue, and which steps ran when requests arrived. The
-delivery of tokens is not in the recording; it comes from the clients (``with_delivery``).
+The time of a step is the time that its agent measured (graph and sampler) plus the agent's overhead. The overhead is
+calculated from steps that ran directly after another step. It is the time between the two steps' results minus the
+measured time of the second step. The remaining time between the scheduling of a step and its result is transfer time.
+The mean transfer time is divided equally between the two directions. The recording also has each request's time from
+arrival to the queue, and shows which steps ran when requests arrived. The recording does not have the time to deliver
+tokens; the clients measure this time (``with_delivery``).
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ def timed_steps(stretch: Stretch) -> list[TimedStep]:
 def fit_recording(path: Path, config: Config, repeated: Sequence[Sequence[Span]] = ()) -> StepFit:
     """Fits the device and the host to a recording (a file or a folder) of a server with ``config``.
 
-    ``repeated`` contains, for each of several loads, the spans in which the same load ran. If it is given, only steps
-    that were scheduled within a span are fitted. Their times are scaled as if the machine had been as fast in every
-    span of a load as in the median one.
+    ``repeated`` contains, for each of several loads, the spans in which this load ran. If it is given, only steps that
+    were scheduled within a span are fitted. Their times are scaled so that the machine has the same speed in all spans
+    of a load: the median speed of these spans.
 
     Raises FlightRecordingError if the file is not a recording, and UsageError if it has too few steps.
     """
@@ -110,7 +111,7 @@ def fit_recording(path: Path, config: Config, repeated: Sequence[Sequence[Span]]
 
 
 def slowdown_within(fit: StepFit, path: Path, spans: Sequence[Span]) -> Slowdown:
-    """Returns how much slower the steps that were scheduled within ``spans`` ran than the fit predicts."""
+    """Compares the steps that were scheduled within ``spans`` with the times that the fit predicts for them."""
     own_s = fit.provenance["agents_share_us"] * MICROSECOND
     steps = []
     for stretch in read_recording(path):
@@ -150,9 +151,10 @@ def _count_between(moments: Sequence[float], begin: float, end: float) -> int:
 
 
 def _agent_overhead(timed: Iterable[Sequence[TimedStep]]) -> float:
-    """Returns the agent's overhead: the median time between two results beyond the second step's measured time.
+    """Returns the agent's overhead for a step, in seconds.
 
-    Only steps that waited for the step before them count.
+    It is the median of the time between the results of two consecutive steps, minus the measured time of the second
+    step. Only steps that waited in the agent's queue for the previous step are used.
     """
     gaps = []
     for run in timed:
@@ -163,7 +165,11 @@ def _agent_overhead(timed: Iterable[Sequence[TimedStep]]) -> float:
 
 
 def _measured_steps(timed: Iterable[TimedStep], requests: Iterable[Arrival], own_s: float) -> list[MeasuredStep]:
-    """Converts recorded steps for the fit, with their times and the number of requests that arrived while each ran."""
+    """Converts recorded steps to the form that the fit takes.
+
+    ``own_s`` is the agent's overhead for a step. ``requests`` are all recorded requests; those that arrived while a
+    step ran are counted.
+    """
     moments = sorted(one.facts["arrival_time"] for one in requests)
     return [_measured(each, own_s, _count_between(moments, each.begin, each.end)) for each in timed]
 
@@ -182,9 +188,9 @@ def _measured(timed: TimedStep, own_s: float, num_arrivals: int) -> MeasuredStep
 
 
 def _host(host: HostModel, timed: Iterable[TimedStep], own_s: float) -> HostModel:
-    """Returns the host model with the recorded mean transfer times.
+    """Returns the host model with transfer times from the recording.
 
-    The mean is used instead of the median, because slow transfers are a part of a busy machine's latency.
+    They are means and not medians, because slow transfers are a part of a busy machine's latency.
     """
     ways = [each.transfer_s - own_s - host.send_s - host.send_seq_s * each.step.num_seqs for each in timed]
     way_s = max(0.0, statistics.fmean(ways)) / 2
@@ -192,10 +198,10 @@ def _host(host: HostModel, timed: Iterable[TimedStep], own_s: float) -> HostMode
 
 
 def _with_edge(host: HostModel, requests: Iterable[Arrival]) -> HostModel:
-    """Returns the host model with the times of HTTP: accepting a request, and delivering a piece.
+    """Returns the host model with the times that HTTP takes to accept a request and to deliver a piece of output.
 
-    Accepting a request takes the recorded mean. Delivering a piece is not recorded; it takes at least as long as waking
-    another thread of the server did.
+    The time to accept a request is the recorded mean. The time to deliver a piece is not recorded. It is assumed to be
+    at least the time that a result takes from the agent to the engine thread.
     """
     waits = [one.facts["receipt_start"] - one.facts["arrival_time"] for one in requests if "receipt_start" in one.facts]
     accept_s = statistics.fmean(waits) if waits else host.accept_s
@@ -225,10 +231,11 @@ def _cpu_name() -> str:
 
 
 def of_recording(path: Path, options: LoadOptions) -> Arrivals:
-    """Returns the requests of a recording that ended with stop or length, with their recorded lengths and objectives.
+    """Returns the completed requests of a recording, with their recorded lengths and objectives.
 
-    If the recording has pseudonyms of the prompt tokens, the prompts consist of these, so that equal prefixes stay
-    equal. Otherwise the prompts are random. Raises UsageError if no request ended.
+    A request is completed if its finish reason is ``stop`` or ``length``. If the recording has pseudonyms of the prompt
+    tokens, the prompts consist of them, so that equal prefixes stay equal. Otherwise the prompts are random. Raises
+    UsageError if no request is completed.
     """
     generator = random.Random(f"prompts/{options.seed}")
     found = []

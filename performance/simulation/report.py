@@ -19,7 +19,7 @@ SERVER_COLUMNS: dict[str, Callable[[SimulatedRun], float]] = {
     "prefix hit %": lambda run: 100 * run.outcome.prefix_hit_share,
     "device %": lambda run: 100 * run.device_share,
 }
-"""Columns of the comparison table that only the simulated server knows."""
+"""Columns of the comparison table with values that a real client cannot measure."""
 
 
 def run_title(simulated: SimulatedRun) -> str:
@@ -32,7 +32,10 @@ def run_title(simulated: SimulatedRun) -> str:
 
 
 def run_text(simulated: SimulatedRun) -> str:
-    """Returns the report of a simulated run: that of a load test, with counts that only the server knows."""
+    """Returns the report of a simulated run.
+
+    It is the report of a load test, and also has counts that a real client cannot see, such as steps and preemptions.
+    """
     figures, outcome = simulated.figures, simulated.outcome
     steps = ", ".join(f"{count} {kind}" for kind, count in outcome.steps.items())
     lines = [
@@ -68,7 +71,10 @@ def comparison_table(runs: Sequence[SimulatedRun]) -> str:
 
 
 def result_json(options: SimulationOptions, runs: Sequence[SimulatedRun], rates: dict[str, Any]) -> dict[str, Any]:
-    """Returns all runs as JSON. ``policies`` has the JSON of each run; with sweeps it has no single requests."""
+    """Returns all runs as JSON. ``policies`` has the JSON of each run.
+
+    If settings are swept, the JSON of a run does not list its requests.
+    """
     return {
         "config": options.config,
         "device": options.device,

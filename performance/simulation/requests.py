@@ -34,8 +34,10 @@ class Arrivals:
 
 
 class TraceLine(msgspec.Struct, forbid_unknown_fields=True):
-    """A request of a trace: its arrival, and its prompt or the prompt's length. ``max_tokens`` defaults to the
-    output."""
+    """A request of a trace: its arrival time, and either its prompt or the length of its prompt.
+
+    ``max_tokens`` is the request's limit. Without it, the limit is ``output_tokens``.
+    """
 
     arrival_s: float
     output_tokens: int
@@ -49,7 +51,7 @@ class TraceLine(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def generated(options: LoadOptions, config: Config) -> Arrivals:
-    """Returns the requests and times of the load test with these options. The config's tokenizer encodes text."""
+    """Returns the requests that a load test with these options sends. The config's tokenizer encodes their text."""
     asked = options.requests(options.count, options.seed)
     encode = _encoder(config) if any(each.token_ids is None for each in asked) else None
     return Arrivals([_request(each, encode, options) for each in asked], options.arrival_times())
@@ -135,7 +137,7 @@ def _traced(line: TraceLine, generator: random.Random, options: LoadOptions) -> 
 def of_load_test(content: dict[str, Any], options: LoadOptions) -> Arrivals:
     """Returns the successful requests of a load test's JSON, at the times at which they were really sent.
 
-    Their outputs have the measured lengths. Raises UsageError if there are none.
+    Their outputs have the measured lengths. Raises UsageError if no request succeeded.
     """
     generator = random.Random(f"prompts/{options.seed}")
     ttft, tbt = _objectives(options)

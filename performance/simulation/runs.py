@@ -41,7 +41,7 @@ class SimulatedRun:
         return self.outcome.device_busy_s / total if total > 0 else 0.0
 
     def as_json(self, *, per_request: bool = True) -> dict[str, Any]:
-        """Returns the run as the JSON of a load test, with counts that only the server knows."""
+        """Returns the JSON of a load test for this run, and adds counts that a real client cannot see."""
         content = report_json(self.run, self.figures)
         content["options"]["url"] = f"simulated {self.device}"
         if not per_request:

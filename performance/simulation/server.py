@@ -1,10 +1,10 @@
 """Simulates the server on a virtual clock: drives the real scheduler as the engine thread does.
 
-Virtual time passes in three places that work in parallel, as in a real server. In HTTP, requests arrive and pieces
-leave. The engine thread is a loop that first processes events and then sends steps. Each agent runs one step at a time.
-With several replicas, there is one agent per replica behind the real router. The order of events follows
-``engine/core.py`` and ``agent/worker.py``. ``HostModel`` and the device's cost model give the times. Nothing reads a
-real clock, so a run depends only on its inputs.
+Three things happen in parallel, as in a real server. HTTP accepts requests and delivers pieces of output. The engine
+thread is a loop that first processes events and then sends steps. Each agent runs one step at a time. With several
+replicas, the real router distributes the requests, and each replica has one agent. The order of events follows
+``engine/core.py`` and ``agent/worker.py``. The durations come from ``HostModel`` and the device's cost model. The code
+never reads a real clock, so a run depends only on its inputs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Replica:
-    """A replica of the model: the source of its steps, and the device that runs them."""
+    """A replica of the model: ``source`` schedules its steps, and ``agent`` runs them."""
 
     source: StepSource
     agent: VirtualAgent
@@ -130,14 +130,14 @@ class VirtualServer:
         self._arriving: deque[tuple[float, int]] = deque()
         self._free_at = 0.0
         self._has_interrupted = False
-        """True if the arrival of the next request has already delayed the running steps."""
+        """True if the running steps have already been delayed because of the next request."""
         self._num_decodes = 0
         self._waste_sum = 0.0
         self._waste_count = 0
         self._outcome = Outcome([])
 
     def put_before(self, recorder: Callable[[Scheduler], Any]) -> Any:
-        """Puts a flight recorder in front of the only scheduler and returns it."""
+        """Inserts a flight recorder between this server and its only scheduler, and returns the recorder."""
         [replica] = self._replicas
         if not isinstance(self.scheduler, Scheduler):
             raise TypeError("another object is already in front of the scheduler")
@@ -182,11 +182,13 @@ class VirtualServer:
         return outcome
 
     def _next_event(self) -> float | None:
-        """Returns when the engine thread wakes next: for a request, a result, or a batch that has waited long
-        enough."""
+        """Returns the time at which the engine thread wakes next, or None if nothing will happen.
+
+        It wakes for a request, for a result, or for a batch that has waited long enough.
+        """
         due = self._source.next_due()
         if due is not None and not self._has_interrupted and min(self._other_events(), default=due) >= due:
-            self._interrupt(due)  # the step that will run when the request arrives is already known
+            self._interrupt(due)  # no event will change which step runs at this time
         times = [] if due is None else [due + self._host.accept_s]
         return min([*times, *self._other_events()], default=None)
 
@@ -307,7 +309,10 @@ class VirtualServer:
         self._source.finished(now)
 
     def _measure_waste(self, step: ScheduledStep) -> None:
-        """Measures how much of a decode step's blocks is empty, in every ``WASTE_SAMPLES``-th step."""
+        """Adds the fraction of token positions without a token in the blocks of a decode step.
+
+        Only every ``WASTE_SAMPLES``-th step is measured.
+        """
         self._num_decodes += 1
         if self._num_decodes % WASTE_SAMPLES:
             return
@@ -316,7 +321,10 @@ class VirtualServer:
         self._waste_count += 1
 
     def _sample(self, step: ScheduledStep) -> list[int]:
-        """Returns a token for each sequence of a step: the end token where the workload's output ends."""
+        """Returns a token for each sequence of a step, or -1 if the sequence does not sample.
+
+        A sequence gets the end token at the output length that the workload prescribes.
+        """
         if not self._ends:
             return [TOKEN if samples else -1 for samples in step.do_sample]
         ends = self._ends

@@ -60,8 +60,9 @@ class Setup:
 def simulated_config(name: str, settings: Sequence[str], device: str) -> Config:
     """Loads a config as a server on ``device`` would.
 
-    If the weights or the tokenizer are missing, stand-ins take their place, because a simulation needs only the sizes.
-    Raises ConfigError or CheckpointError if the sizes are missing, too.
+    A simulation needs only the sizes of the model. If weights or tokenizer are missing, the config is loaded with
+    random weights and the tokenizer of ``models/shapes``. Raises ConfigError or CheckpointError if the sizes are
+    missing, too.
     """
     ascend = device != "cpu"
     settings = [ANY_PORTS, *settings]
@@ -73,11 +74,11 @@ def simulated_config(name: str, settings: Sequence[str], device: str) -> Config:
 
 
 def make_setup(name: str, settings: Sequence[str], device: str, fit: StepFit | None = None) -> Setup:
-    """Builds the setup. ``settings`` are ``section.key=value``.
+    """Builds the deployment to simulate. ``settings`` have the form ``section.key=value``.
 
-    The sections ``device`` and ``host`` change fields of ``DeviceRates`` and ``HostModel``; others change the config.
-    For a CPU without ``fit`` and without changed rates, the stored fit of the model is used if it exists, otherwise the
-    preset. Raises UsageError for an unknown field.
+    The section ``device`` changes fields of ``DeviceRates``, and ``host`` changes fields of ``HostModel``. All other
+    sections are those of the config. Without ``fit`` and without changed rates, a CPU uses the stored fit of the model,
+    or the preset if there is no stored fit. Raises UsageError for an unknown field.
     """
     theirs, own = split_settings(settings)
     config = simulated_config(name, theirs, device)

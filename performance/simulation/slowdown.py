@@ -21,7 +21,7 @@ class Slowdown:
     """Measured step time divided by fitted step time: of all steps, and of three kinds of steps.
 
     The kinds are decode steps of few rows, decode steps of many rows, and steps with prompt tokens. Slow memory mostly
-    affects decode steps of few rows, slow arithmetic the others.
+    affects decode steps of few rows. Slow arithmetic mostly affects the other two kinds.
     """
 
     steps: float = 1.0
@@ -30,7 +30,7 @@ class Slowdown:
     prompts: float = 1.0
 
     def of(self, work: StepWork) -> float:
-        """Returns the factor by which a step is slower. Between few and many rows, the factor is interpolated."""
+        """Returns the factor for a step. For decode steps between few and many rows, the factor is interpolated."""
         if work.kind is not StepKind.DECODE:
             return self.prompts
         many = min(1.0, max(0.0, (work.tokens - FEW_ROWS) / (MANY_ROWS - FEW_ROWS)))

@@ -1,13 +1,14 @@
 """Models how far single steps deviate from the fitted time, and for how long.
 
-The time of equal steps varies because of other activity: other processes, a hypervisor that takes away cores, other
-users of the memory. Part of this noise lasts: for some time every step is slow. The model therefore splits the
-variance. One fraction belongs to a state of the machine that decays exponentially; the rest is independent for each
-step. The split does not change how many steps are slow, but it makes slow steps come together. This matters: noise of
-single steps averages out over the tokens of a request, but during slow seconds requests queue up.
+Equal steps take different times because of other activity on the machine: other processes, a hypervisor that takes away
+cores, other users of the memory. Part of this noise lasts longer than a step: for some time every step is slow. The
+model is therefore the sum of two kinds of noise. The first is a state of the machine, which changes slowly; its
+influence decays exponentially. The second is independent for each step. This does not change how many steps are slow,
+but slow steps follow each other. The difference matters: independent noise averages out over the tokens of a request,
+but requests queue up while the machine is slow for seconds.
 
-The noise is a normal variable, mapped to the measured quantiles (a Gaussian copula). The state is an Ornstein-Uhlenbeck
-process (Uhlenbeck and Ornstein, "On the Theory of the Brownian Motion", 1930).
+The sum of both is a normal random variable, which is mapped to the measured quantiles (a Gaussian copula). The state is
+an Ornstein-Uhlenbeck process (Uhlenbeck and Ornstein, "On the Theory of the Brownian Motion", 1930).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DECAY_TIMES_S = np.geomspace(0.01, 2.0, 107)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Deviations of single steps: evenly spaced quantiles of measured time divided by predicted time."""
+    """Deviations of single steps. ``quantiles`` are evenly spaced quantiles of measured time / predicted time."""
 
     quantiles: Sequence[float]
     lasting_share: float = 0.0
@@ -44,12 +45,12 @@ class Spread:
     """Time after which the state's correlation with itself has decayed to 1/e."""
 
     def draws(self, generator: random.Random) -> SpreadDraws:
-        """Returns a generator of deviations for the steps of one machine."""
+        """Returns an object that draws random ratios for the steps of one machine."""
         return SpreadDraws(self, generator)
 
 
 class SpreadDraws:
-    """Draws measured time divided by predicted time, one step after another."""
+    """Draws random ratios (measured time / predicted time) for consecutive steps of one machine."""
 
     def __init__(self, spread: Spread, generator: random.Random) -> None:
         self._spread = spread
@@ -58,9 +59,10 @@ class SpreadDraws:
         self._moment = -math.inf
 
     def draw(self, moment: float) -> float:
-        """Returns the deviation of a step that begins at ``moment``.
+        """Returns the ratio (measured time / predicted time) of a step that begins at the time ``moment``.
 
-        ``moment`` is in seconds, without the time that noise added. The state never goes back in time.
+        ``moment`` is in seconds and does not include the time that earlier ratios added. For a time before the previous
+        call's, the state of the machine stays the same.
         """
         spread, gauss = self._spread, self._random.gauss
         if spread.lasting_share and moment > self._moment:
@@ -75,13 +77,15 @@ class SpreadDraws:
 
 
 def lasting_part(ratios: Sequence[float], begins: Sequence[float]) -> tuple[float, float]:
-    """Returns ``lasting_share`` and ``lasting_s`` of a ``Spread``, or zeros if slow periods do not last, or if there
-    are too few steps.
+    """Returns ``lasting_share`` and ``lasting_s`` of a ``Spread``.
 
-    ``ratios`` are measured times divided by predicted times, in the order in which the steps ran. ``begins`` are their
-    start times in seconds. The function computes products of pairs of steps and fits ``share * exp(-distance /
-    seconds)`` to their means, by least squares over the classes of distances. It uses normal scores, which depend only
-    on the order of the ratios, so that single extreme ratios have little influence.
+    Both are 0 if slow periods do not last, or if there are too few steps. ``ratios`` are measured times divided by
+    predicted times, in the order in which the steps ran. ``begins`` are the start times of these steps in seconds.
+
+    The ratios are replaced by normal scores, which depend only on their order, so that single extreme ratios have
+    little influence. The product of two steps' scores is large on average if both are slow, or both are fast. Pairs of
+    steps are grouped by their distance in time. ``share * exp(-distance / seconds)`` is fitted to the mean product of
+    each group, by least squares.
     """
     order = np.argsort(np.argsort(np.asarray(ratios), kind="stable"), kind="stable")
     normal = NormalDist()

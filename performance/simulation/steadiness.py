@@ -1,8 +1,7 @@
 """Decides whether the machine's speed was constant during a real run.
 
-Only then can the run be compared with a simulation.
-
-A short probe, always the same load, runs directly before and after each part of a load. A part is steady if both probes
+A real run can be compared with a simulation only if the speed was constant. To measure the speed, a probe runs directly
+before and after each part of a load. A probe is a short load that is always the same. A part is steady if both probes
 ran at nearly the same speed and other processes took little of the cores' time. The decision does not use the figures
 that are compared later.
 """
@@ -64,8 +63,10 @@ class Try:
 
     @property
     def unrest(self) -> float:
-        """Returns the larger of two ratios: the difference of the probes and the time of other processes, each divided
-        by its tolerance. Above 1 the run must not be compared.
+        """How far this try is from steady: above 1, it must not be compared with a simulation.
+
+        The difference between the probes and the time of other processes are each divided by their tolerance. The
+        larger ratio is returned.
         """
         return max(self.distance / TOLERANCE, self.others / OTHERS_TOLERANCE)
 
@@ -85,10 +86,11 @@ class Try:
 def run_until_steady(
     run: Callable[[], tuple[LoadRun, float]], probe: Callable[[], Probe], before: Probe, max_tries: int
 ) -> list[Try]:
-    """Repeats a load, each time followed by a probe, until it was steady or ``max_tries`` is reached.
+    """Runs a part of a load until a try is steady, at most ``max_tries`` times. Returns all tries.
 
-    ``run`` returns the run and the fraction of the cores' time that other processes took. ``before`` is the probe
-    before the first try; the probe after a try is the one before the next try.
+    ``run`` runs the part. It returns the run and the fraction of the cores' time that other processes took. ``before``
+    is the probe before the first try. After each try, ``probe`` runs a probe, which is also the probe before the next
+    try.
     """
     tries: list[Try] = []
     while len(tries) < max_tries and not (tries and tries[-1].is_steady):
@@ -99,7 +101,7 @@ def run_until_steady(
 
 
 def steadiest(tries: Sequence[Try]) -> Try:
-    """Returns the try of a part whose two probes and other processes deviate least."""
+    """Returns the try with the smallest ``unrest``."""
     return min(tries, key=lambda one: one.unrest)
 
 
@@ -109,7 +111,10 @@ def is_evidence(parts: Sequence[Sequence[Try]]) -> bool:
 
 
 def comparable(parts: Sequence[Sequence[Try]]) -> list[Try]:
-    """Returns the tries to compare: those of the steady parts, or of all parts if the load proves nothing."""
+    """Returns one try of each part that is compared with a simulation.
+
+    These are the steady parts, or all parts if too few parts were steady (``is_evidence``).
+    """
     return _steady(parts) if is_evidence(parts) else [steadiest(tries) for tries in parts]
 
 

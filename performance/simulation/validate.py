@@ -81,7 +81,10 @@ def compare(measured: dict[str, Any], simulated: dict[str, Any]) -> list[Compare
 
 
 def mean_of_runs(runs: Sequence[Sequence[Compared]]) -> list[Compared]:
-    """Combines comparisons of several simulated runs with one measured run: returns mean and deviation."""
+    """Combines the comparisons of several simulated runs with the same measured run.
+
+    Each returned row has the mean of the simulated values and their standard deviation.
+    """
     rows = []
     for figures in zip(*runs, strict=True):
         values = [one.simulated for one in figures]
@@ -96,7 +99,9 @@ def _percentile(requests: Sequence[dict[str, Any]], key: str, percent: float) ->
 
 
 def comparison_text(rows: Sequence[Compared]) -> str:
-    """Returns a table of the comparison, and how many simulated values are within the goal."""
+    """Returns a table of the comparison, and a line that states how many simulated values have an error within the
+    goal.
+    """
     header = ["", "measured", "simulated", "error"]
     cells = [
         [row.name, format_number(row.measured), format_number(row.simulated), f"{100 * row.error:+.1f} %"]

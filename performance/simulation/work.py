@@ -37,7 +37,11 @@ def work_of(step: ScheduledStep) -> StepWork:
 
 
 def count_work(kind: StepKind, starts: Sequence[int], query_lens: Sequence[int], do_sample: Sequence[bool]) -> StepWork:
-    """Counts the work in a step. Each sequence has a start position, a number of query tokens, and may sample."""
+    """Counts the work in a step.
+
+    The lists have an entry for each sequence. ``starts`` has the first position that the step computes. ``do_sample``
+    is True if the sequence samples a token.
+    """
     sequences, tokens = len(starts), sum(query_lens)
     context = sum(starts) + tokens
     if tokens == sequences:
@@ -83,9 +87,9 @@ class ModelWork:
         layer_bytes = sum(weight_bytes(numbers, columns, depth, group) for columns, depth in linears)
         layer_operations = sum(2.0 * columns * depth for columns, depth in linears)
         query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        # Elements per layer and token. Residual and norm before attention and before the MLP are 4 x hidden size each:
-        # read, add, write, normalise. Then follow the rotary embedding (read and write q and k), attention's q and
-        # output, gate, up and their product.
+        # Number of elements that one layer reads or writes for a token, apart from the linear layers. Before attention
+        # and before the MLP, residual addition and norm take 4 x hidden size each. The rotary embedding reads and
+        # writes q and k. Attention reads q and writes its output. The MLP takes gate, up and their product.
         elements = 8 * shape.hidden_size + 4 * query + 2 * key + 3 * shape.intermediate_size
         return cls(
             num_layers=shape.num_layers,

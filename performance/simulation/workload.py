@@ -13,7 +13,7 @@ __all__ = ["ClosedLoop", "OpenLoop", "SimulatedRequest", "Source"]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """A request in tokens. It ends after ``output_tokens``, or at ``max_tokens`` if ``output_tokens`` is None."""
+    """A request to simulate. It ends after ``output_tokens`` tokens, or after ``max_tokens`` if that is None."""
 
     prompt_token_ids: Sequence[int]
     max_tokens: int
@@ -27,12 +27,15 @@ class SimulatedRequest:
 
 
 class Source(Protocol):
-    """Gives the requests one after the other, and the time at which the next one is sent."""
+    """Provides the requests of a simulation one after the other, and the time at which the next request is sent."""
 
     requests: Sequence[SimulatedRequest]
 
     def next_due(self) -> float | None:
-        """Returns when the next request is sent, or None if no request is sent before a running one ends."""
+        """Returns the time at which the next request is sent.
+
+        None means that no request is left, or that the next one is sent only after a running request has ended.
+        """
 
     def pop(self) -> int:
         """Removes the next request from the source and returns its index in ``requests``."""

@@ -13,7 +13,7 @@ struct CeilingLoops {
   // Each loop repeats one step `steps` times and returns the number of operations; a multiply-add counts as two.
   int64_t (*fma)(int64_t steps);       // float32 multiply-adds
   int64_t (*dot_bf16)(int64_t steps);  // products of bfloat16 pairs, as ops/dot.h computes them
-  int64_t (*dot_int8)(int64_t steps);  // products of four bytes, as ops/linear.h computes them
+  int64_t (*dot_int8)(int64_t steps);  // products of groups of four int8, as ops/linear.h computes them
   // Each loop reads `bytes` (a multiple of 1024) from one, two or four places simultaneously and returns a sum of the
   // data. If `next` is not null, it also prefetches as many bytes from there into the second-level cache.
   int32_t (*read[kReadLoops])(const void* data, int64_t bytes, const void* next);
@@ -40,8 +40,8 @@ constexpr int kChains = 6, kByteChains = 2;
 #endif
 
 // Makes the compiler assume that a value may have changed. This generates no instruction. Without it, the compiler
-// would see that the operands are constant and compute the products once before the loop, so that the loop would only
-// add.
+// would see that the operands are constant. It would then compute the products once before the loop, and the loop would
+// only add.
 #if defined(LLMK_VEC_AVX512)
 LLMK_INLINE void hide(__m512& a) { __asm__ volatile("" : "+v"(a)); }
 LLMK_INLINE void hide(__m512i& a) { __asm__ volatile("" : "+v"(a)); }
@@ -62,7 +62,7 @@ LLMK_INLINE void hide(Ints& a) { __asm__ volatile("" : "+x"(a.low), "+x"(a.high)
 LLMK_INLINE void hide(BroadcastQuad& a) { __asm__ volatile("" : "+x"(a.even), "+x"(a.odd)); }
 #else
 template <class T>
-LLMK_INLINE void hide(T& a) {  // in memory: the types of the portable set are wider than a register
+LLMK_INLINE void hide(T& a) {  // "m": these vectors are wider than a register and lie in memory
   __asm__ volatile("" : "+m"(a));
 }
 #endif
@@ -115,8 +115,8 @@ LLMK_INLINE int64_t run_steps(int64_t steps) {
 static int64_t ceiling_fma(int64_t steps) { return run_steps<float>(steps); }
 
 #ifdef LLMK_AMX
-// Repeats four products of tiles that do not wait for each other. The instructions are volatile, so the compiler cannot
-// move them out of the loop.
+// Measures AMX: each step computes four tile products. The products do not depend on each other, so none waits for the
+// result of another one. The instructions are volatile, so the compiler cannot move them out of the loop.
 template <class Multiply>
 LLMK_INLINE int64_t run_tiles(int64_t steps, const Multiply& multiply) {
   alignas(64) uint8_t ones[kAmxRows * 64];

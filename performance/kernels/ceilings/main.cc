@@ -1,4 +1,4 @@
-// performance/ceilings: measures the maximum that this machine can do, and prints it as JSON on standard output.
+// performance/ceilings: measures the maximum rates of this machine, and prints them as JSON on standard output.
 //
 //   performance/ceilings [seconds [threads]]
 //
@@ -49,8 +49,9 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Returns the best rate of short rounds within about `seconds` seconds, of all threads together. Other processes can
-// only slow a round down, so the best round is the nearest to the machine's limit.
+// Runs `loop` in all threads, in short rounds for about `seconds` seconds. Returns the rate of the fastest round, in
+// 10^9 operations per second of all threads together. Other processes can only slow a round down, so the fastest round
+// is the nearest to the machine's limit.
 double measure_rate(int64_t (*loop)(int64_t), double seconds) {
   constexpr int64_t kSteps = 200000;  // about a millisecond
   const StandardFloatingPoint scope;
@@ -65,8 +66,8 @@ double measure_rate(int64_t (*loop)(int64_t), double seconds) {
   return best;
 }
 
-// Returns the GB/s at which the threads together read `bytes`. read(thread) returns the sum of the data that the thread
-// read.
+// Returns the rate in GB/s at which all threads together read `bytes` bytes. The function read(thread) reads the part
+// of one thread and returns the sum of its data.
 template <class Read>
 double timed_reads(int64_t bytes, const Read& read) {
   int32_t total = 0;
@@ -80,10 +81,11 @@ double timed_reads(int64_t bytes, const Read& read) {
 
 constexpr int64_t kReadBytes = 256 << 20;
 
-// Measures the read bandwidth over 256 MB in huge pages, if the system has them. round(memory, method) reads all of the
-// memory once and returns the rate. First runs three rounds with each of the `methods` methods and chooses the method
-// with the best median. Then runs rounds with this method for about `seconds` seconds and returns the upper quartile of
-// their rates. The best round would mislead, because a virtual machine may get twice its rate for a short time.
+// Returns the read bandwidth in GB/s over 256 MB of memory, in huge pages if the system has them. A call of
+// round(memory, method) reads the whole memory once with one of `methods` methods and returns the rate. First, three
+// rounds run with each method, and the method with the best median is chosen. Then rounds with this method run for
+// about `seconds` seconds. The result is the upper quartile of their rates. The best round would be misleading, because
+// a virtual machine may get twice its usual rate for a short time.
 template <class Round>
 double measure_reads(double seconds, int methods, const Round& round) {
   constexpr int64_t kHugePage = 2 << 20;
