@@ -68,7 +68,7 @@ def send(server, method, path, *headers, body=b""):
 
 @pytest.mark.parametrize("way", WITHOUT_KEY)
 def test_no_route_is_open_without_a_key(served, way):
-    """Check E8: no route is open, except for those in the allowlist."""
+    """Check E8 of docs/reliability.md: without a key, a request reaches only the routes of the allowlist."""
     statuses = {route: send(served, *route, *WITHOUT_KEY[way])[0] for route in ROUTES}
     assert len(statuses) > 20
     assert {route for route, status in statuses.items() if status != 401} == OPEN
@@ -119,7 +119,7 @@ def test_the_refusal_has_openais_form(served):
 
 
 def test_two_authorization_headers_are_refused(served):
-    """A proxy and the server could otherwise use different headers."""
+    """A request with two Authorization headers is refused, because a proxy and the server could read different ones."""
     right, wrong = f"Authorization: Bearer {KEY}", "authorization: Bearer sk-wrong"
     for first, second in ((right, wrong), (wrong, right)):
         assert send(served, "GET", "/v1/models", first, second)[0] == 401
@@ -191,7 +191,9 @@ def test_keys_are_exchanged_while_the_server_runs(served):
 
 
 def test_secrets_are_compared_in_constant_time():
-    """Check E8: the time of a comparison with == would reveal how many characters of a secret are right."""
+    """Check E8 of docs/reliability.md: comparing secrets with == would reveal by its time how many characters are
+    right.
+    """
     tree = ast.parse((REPOSITORY / "llm_serving/access/key_store.py").read_text())
     called = {node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "attr")}
     assert "compare_digest" in called

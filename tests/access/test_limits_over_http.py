@@ -86,7 +86,7 @@ def test_requests_per_minute_are_limited(server):
 
 
 def test_tokens_per_minute_are_reserved_and_settled(server):
-    for _ in range(3):  # each request reserves more than a third, and then uses a few tokens
+    for _ in range(3):  # each request reserves more than a third of the tokens per minute, and then uses only a few
         assert complete(server, "small", max_tokens=100).status_code == 200
     server.engine.delay_s = 0.05
     server.engine.script = lambda prompt, sampling: [300] * 1000
@@ -139,7 +139,9 @@ def test_the_name_of_the_key_is_the_tenant(server):
 
 
 def test_keys_do_not_share_the_prefix_cache(server):
-    """Check E9: requests of two keys have different salts, also if they state the same salt."""
+    """Check E9 of docs/reliability.md: requests of two keys have different cache salts, even if they state the same
+    salt.
+    """
     for name in ("alice", "alice", "here"):
         complete(server, name)
         complete(server, name, cache_salt="x")
@@ -219,7 +221,7 @@ def test_strangers_cannot_fill_the_audit_log(tokenizer, tmp_path, monkeypatch):
         assert complete(server, "alice").status_code == 200
     lines = [json.loads(line) for line in (tmp_path / "audit.log").read_text().splitlines()]
     refusals = [line for line in lines if line["status"] == 401]
-    assert 5 <= len(refusals) < 10  # more than 5 only if the test takes more than a second
+    assert 5 <= len(refusals) < 10  # the log has 5 refusals, and more only if the test takes longer than a second
     assert len(refusals) + sum(line["skipped"] for line in lines) == 20
     assert lines[-1]["status"] == 200
 
@@ -252,7 +254,7 @@ def test_an_audit_log_without_keys_lets_everybody_in(tokenizer, tmp_path):
 
 
 def test_a_request_that_ends_early_gives_its_place_back(server):
-    """The early ends are bodies that never arrive, wrong bodies, and clients that disconnect."""
+    """A request ends early if its body is wrong or never arrives, or if its client disconnects."""
     wrong = http_request("/v1/completions", b"{", f"Authorization: Bearer {secret_of('narrow')}")
     for _ in range(5):
         with server.raw(wrong) as connection:

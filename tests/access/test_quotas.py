@@ -32,9 +32,9 @@ def test_an_allowance_refills_evenly_up_to_a_minute():
     st.lists(st.tuples(st.floats(0, 100), st.integers(1, 1000)), max_size=50),
 )
 def test_an_allowance_never_gives_more_than_it_has(per_minute, attempts):
-    """In any time T, at most the amount of T + 1 minutes is used.
+    """In any T minutes, at most the allowance of T + 1 minutes is used.
 
-    After the stated pause, the amount is available again.
+    After the pause that the allowance states, the amount is available.
     """
     allowance, now, used = Allowance(per_minute, 0.0), 0.0, 0
     for pause, amount in attempts:

@@ -106,7 +106,7 @@ def test_the_official_client_streams_over_tls(server, certificates):
 
 
 def test_a_client_that_does_not_read_gets_everything_later(server, certificates):
-    """The buffers fill up and the pieces wait in the server. The stream continues when the client reads."""
+    """The buffers of the connection fill up. The server keeps the next pieces until the client reads again."""
     server.engine.script = lambda prompt, sampling: [300] * 99
     server.engine._step, plain = large_pieces(server.engine._step), server.engine._step
     try:
@@ -122,7 +122,10 @@ def test_a_client_that_does_not_read_gets_everything_later(server, certificates)
 
 
 def large_pieces(step):
-    """Pieces of 100 kB, so that 99 of them fill the buffers of the socket and of the TLS transport."""
+    """Wraps ``step`` so that each piece has 100 kB of text.
+
+    Then 99 pieces fill the buffers of socket and TLS transport.
+    """
     return lambda *arguments: replace(step(*arguments), text="x" * 100_000)
 
 
@@ -142,7 +145,7 @@ def test_a_client_without_tls_gets_nothing(server):
 
 def test_old_versions_of_tls_are_refused(server, certificates):
     context = client_context(certificates.authority)
-    context.set_ciphers("ALL:@SECLEVEL=0")  # otherwise the client itself refuses the connection
+    context.set_ciphers("ALL:@SECLEVEL=0")  # otherwise OpenSSL in the client refuses these versions itself
     context.minimum_version = ssl.TLSVersion.TLSv1
     context.maximum_version = ssl.TLSVersion.TLSv1_1
     with server.raw(b"") as plain, pytest.raises(ssl.SSLError):
@@ -183,7 +186,7 @@ def test_a_renewed_certificate_is_used_without_a_restart(tokenizer, certificates
         assert name() == "server"
         install(certificates.client)
         wait_until(lambda: name() == "client")
-        shutil.copy(certificates.server[0], tmp_path / "tls.pem")  # the certificate of another key
+        shutil.copy(certificates.server[0], tmp_path / "tls.pem")  # this certificate does not match the private key
         server.tls.refresh()
         assert name() == "client"
         (tmp_path / "tls.pem").write_text("garbage")
@@ -210,8 +213,9 @@ def test_connections_in_a_handshake_count_and_must_complete_it(tokenizer, certif
             silent = [stack.enter_context(server.raw(data)) for data in (b"", b"\x16\x03\x01")]
             assert is_closed(stack.enter_context(server.raw(b"")))
             assert refused() == 1.0
-            assert [is_closed(one) for one in silent] == [True, True]  # recv waits for the end of the handshake
-            connection.sendall(request)  # the connection with a complete handshake stays
+            # The server closes a connection whose handshake takes longer than HEADER_TIMEOUT_S.
+            assert [is_closed(one) for one in silent] == [True, True]
+            connection.sendall(request)  # the connection whose handshake is complete stays open
             read_until(connection, LIVE)
         with encrypted(server, certificates, request) as connection:
             read_until(connection, LIVE)
@@ -222,7 +226,7 @@ def test_an_unfinished_handshake_does_not_delay_the_end_of_the_server(tokenizer,
     with tls_server(tokenizer, certificates) as server:
         connection = server.raw(b"\x16\x03\x01")
         with encrypted(server, certificates):
-            pass  # the server has accepted both connections
+            pass  # when this handshake is complete, the server has accepted both connections
     assert is_closed(connection)
     connection.close()
 
