@@ -28,7 +28,7 @@ TAIL = (2, 16, 36)
 
 
 def bound(device: Arrays) -> list[Any]:
-    """Makes parameters that share the arrays' memory, and passes them through a graph."""
+    """Returns MindSpore parameters that share the memory of the arrays in ``device``, after a graph has used them."""
     from mindspore import Parameter, Tensor, ops
 
     from agent.layers.parameter import bind, unbound_parameter
@@ -43,7 +43,10 @@ def bound(device: Arrays) -> list[Any]:
 
 
 def run_moves() -> dict[str, bool]:
-    """Runs random moves of blocks of two types and compares the result with NumPy."""
+    """Runs random block moves in caches of bfloat16 and of int8.
+
+    Returns for each type whether NumPy gives the same caches.
+    """
     from agent.backends.ascend.blocks import DeviceBlockMoves
 
     same = {}
@@ -66,7 +69,7 @@ def run_moves() -> dict[str, bool]:
 
 
 def run_refusals() -> dict[str, Any]:
-    """Returns the errors of invalid moves after a valid one, and of a device that loses copies."""
+    """Returns the error of each invalid move that follows a valid move, and the error if the device loses copies."""
     from agent.backends.ascend import blocks
 
     device, _ = make_caches(2, "uint16", TAIL)
@@ -99,7 +102,7 @@ def _error_of(run: Callable[[], None]) -> str:
 
 
 def run_sharing() -> dict[str, Any]:
-    """Runs sequences with shared, copied and swapped blocks, with the block moves of an Ascend."""
+    """Runs ``run_block_sharing``, in which blocks are shared, copied and swapped, with the block moves of an Ascend."""
     from block_sharing import run_block_sharing
     from step_driver import StepDriver
 
@@ -116,7 +119,7 @@ def run_sharing() -> dict[str, Any]:
 
 
 def run_padded() -> dict[str, Any]:
-    """Returns digests of sequences that decode alone and in a batch, with and without padding."""
+    """Returns digests of the outputs of sequences that decode alone and in a batch, with and without padded batches."""
     from step_driver import Part, StepDriver, blocks_for
 
     from agent.step_graph.making import make_step_graph
@@ -153,7 +156,10 @@ def run_padded() -> dict[str, Any]:
 
 
 def run_own_memory() -> dict[str, Any]:
-    """Compares a device with its own memory with the plain CPU: tokens, and the arrays that stay in host memory."""
+    """Runs the same steps on two CPU backends, one of which claims that its device has its own memory.
+
+    Returns the digests of both, and the names and bytes of the arrays that stay in host memory.
+    """
     from dataclasses import replace
 
     from step_driver import Part, StepDriver, blocks_for
@@ -171,7 +177,7 @@ def run_own_memory() -> dict[str, Any]:
             found += [output.digest for output in driver.decode(*parts)]
         return found
 
-    # Weights that the CPU packs behind the primitives are rounded differently, so neither model packs them.
+    # Neither model packs its weights, because the packed products are rounded differently from the primitives.
     NativeCpuHooks.take_weights = lambda self, weights, *, tied: None
     plain = StepDriver(make_config(FOLDER, "bfloat16", "native"))
     plain_traits = NativeCpuOps.traits

@@ -1,6 +1,7 @@
-"""Computes one sequence while its blocks are shared, copied or swapped, and while its steps are mixed with others.
+"""Computes one sequence while its blocks are shared, copied or swapped, and in mixed steps with other sequences.
 
-``runner_worker`` imports it. Each way returns digests "output token number, digest", which must equal the plain run's.
+``runner_worker`` imports this module. Each kind of sharing returns its outputs as "output token number, digest". These
+must equal the outputs of the sequence without sharing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ Way = Callable[[StepDriver, list[int], list[int], list[int]], list[str]]
 
 
 def run_block_sharing(driver: StepDriver, golden: dict[str, Any]) -> dict[str, list[str]]:
-    """Returns the digests of each way. ``plain`` is a prefill and decodes of the sequence alone."""
+    """Returns the digests of the outputs for each kind of sharing.
+
+    ``plain`` is the sequence alone: one prefill, then decode steps.
+    """
     prompt, other = golden["cases"][-1]["prompt"], golden["cases"][0]["tokens"]
     driver.runner.reset()
     plain = _go_on(driver, Part(prompt, 0, blocks_for(0), row=0), SHARED_TOKENS)
@@ -45,7 +49,9 @@ def run_block_sharing(driver: StepDriver, golden: dict[str, Any]) -> dict[str, l
 
 
 def _go_on(driver: StepDriver, first: Part, count: int) -> list[Sampled]:
-    """Runs the first step alone, then decodes whose input tokens only the agent knows."""
+    """Runs ``first`` as a prefill, then ``count - 1`` decodes whose input is LAST_TOKEN, so only the agent knows the
+    token.
+    """
     outputs = driver.prefill(first)
     position = first.start + len(first.tokens)
     return outputs + _decode(driver, first.row, first.blocks, position, count - 1)
@@ -60,7 +66,7 @@ def _numbered(first: int, outputs: list[Sampled]) -> list[str]:
 
 
 def _mixed_decodes(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Runs decodes together with chunks of another prompt and with decodes of a third row.
+    """Runs the decodes of the sequence in mixed steps, with chunks of a second prompt and decodes of a third sequence.
 
     Some chunks have one token.
     """
@@ -75,7 +81,9 @@ def _mixed_decodes(driver: StepDriver, prompt: list[int], tokens: list[int], oth
 
 
 def _mixed_chunks(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Runs a prompt in chunks together with decodes of another row, then decodes of this prompt."""
+    """Runs the prompt in chunks, each in a mixed step with a decode of another sequence, then decodes the sequence
+    alone.
+    """
     blocks, theirs = blocks_for(3), blocks_for(1)
     driver.prefill(Part(other[:5], 0, theirs, row=2))
     ends = [3, 4, BLOCK_SIZE + 1, 2 * BLOCK_SIZE, len(prompt) - 1, len(prompt)]
@@ -86,7 +94,7 @@ def _mixed_chunks(driver: StepDriver, prompt: list[int], tokens: list[int], othe
 
 
 def _prefix(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Starts a row over full blocks that another row wrote and still reads."""
+    """Starts the sequence with a prefix hit of full blocks, which another batch row wrote and still reads."""
     owner = blocks_for(1)
     first = driver.prefill(Part(prompt, 0, owner, row=1))
     shared = (len(prompt) - 1) // BLOCK_SIZE
@@ -99,12 +107,15 @@ def _prefix(driver: StepDriver, prompt: list[int], tokens: list[int], other: lis
 
 
 def _copied_tail(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Copies the last block of a prefix hit that ends inside a block, while the owner continues to write its own."""
+    """Starts the sequence with a prefix hit that ends inside a block, so it begins with a copy of that block.
+
+    The sequence that wrote the original block continues to write to it.
+    """
     owner, count = blocks_for(1), len(prompt)
     first = driver.prefill(Part(prompt, 0, owner, row=1))
     start = (
         count - 1 - (count - 1) % BLOCK_SIZE // 2
-    )  # some tokens of the tail are in the prefix, the others are computed
+    )  # some tokens of the copied block are in the prefix, and the step computes the remaining ones
     tail = start // BLOCK_SIZE
     blocks = [*owner[:tail], *blocks_for(2)[tail:]]
     outputs = driver.prefill(
@@ -119,7 +130,10 @@ def _copied_tail(driver: StepDriver, prompt: list[int], tokens: list[int], other
 
 
 def _copied_on_write(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Continues a second sequence from the cache of the first with another token; the first block stays unchanged."""
+    """Continues a second sequence from the blocks of the first with another token, after a copy of the last block.
+
+    The last block of the first sequence stays unchanged.
+    """
     blocks, count = blocks_for(1), len(prompt)
     outputs = _go_on(driver, Part(prompt, 0, blocks, row=1), 3)
     position = count + 2
@@ -140,9 +154,9 @@ def _copied_on_write(driver: StepDriver, prompt: list[int], tokens: list[int], o
 
 
 def _swapped(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Swaps the sequence out, uses its blocks for another sequence, and swaps it in to other blocks and another row.
+    """Swaps the sequence out and in again, to other blocks and another batch row.
 
-    The step sends its last token.
+    Meanwhile, another sequence overwrites its blocks. The first step after the swap sends the last token itself.
     """
     blocks, held = blocks_for(1), 5
     outputs = _go_on(driver, Part(prompt, 0, blocks, row=1), held)
@@ -158,7 +172,10 @@ def _swapped(driver: StepDriver, prompt: list[int], tokens: list[int], other: li
 
 
 def _swapped_in_pieces(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Exchanges two sequences block by block in one step of moves: out, in, and within the device."""
+    """Exchanges the blocks of two sequences, one block after the other, in a single move step.
+
+    For each block, the step has a swap to the host, a copy on the device, and a swap back.
+    """
     blocks, theirs, count = blocks_for(1), blocks_for(2), -(-len(prompt) // BLOCK_SIZE)
     driver.prefill(Part(prompt[:-1], 0, blocks, row=1, sample=False))
     driver.prefill(Part((other * 8)[: count * BLOCK_SIZE], 0, theirs, row=2))

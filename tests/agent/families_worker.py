@@ -25,7 +25,7 @@ from tools.make_golden import weights_digest  # noqa: E402
 
 
 def tokens(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> list[list[int]]:
-    """Returns the greedy tokens of each case, continued from our own tokens or from the oracle's."""
+    """Returns the greedy tokens of each case. With ``forced``, each step gets the oracle's token as its input."""
     steps = generate(driver, cases, forced=forced)
     return [[step[index].token for step in steps] for index in range(len(cases))]
 
@@ -44,7 +44,8 @@ def main() -> None:
             "invariance": run_invariance(driver, golden),
             "digest": weights_digest(folder),
         }
-        if driver.config.shape.latent is not None:  # other families share the cache of the Llamas of runner_worker.py
+        # Other families have the same kind of cache as the Llamas that runner_worker.py tests.
+        if driver.config.shape.latent is not None:
             results[name]["sharing"] = run_block_sharing(driver, golden)
     print(json.dumps(results))
 

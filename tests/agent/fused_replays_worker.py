@@ -44,7 +44,7 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def recorded_by_large_steps(driver: StepDriver, usual: Any) -> bool:
-    """Returns whether a recording is made from two steps that are too large to be compared."""
+    """Returns whether launches are recorded from two steps that are too large for a comparison of replay and graph."""
     from agent.step_graph.replay.fused import MAX_COMPARED_TOKENS, FusedReplays
 
     graph = driver.runner._graph
@@ -56,7 +56,10 @@ def recorded_by_large_steps(driver: StepDriver, usual: Any) -> bool:
 
 
 def run_planted(driver: StepDriver, usual: Any, plant: str, rank: int, prompts: Any, tokens: Any) -> dict[str, Any]:
-    """Runs the decodes with one of ``PLANTS`` in agent 0. Returns their digests and the reported reason."""
+    """Runs decode steps while agent 0 has one of the faults ``PLANTS``.
+
+    Returns the digests of the steps, and the reason that the agent reports for not replaying them.
+    """
     from agent.kernels.launches import RecordedLaunches  # imports MindSpore, which must be set up first
     from agent.step_graph.replay.fused import FusedReplays
 

@@ -1,7 +1,7 @@
 """Compiles a chain of elementwise operators at O0 with infer_boost and with the flags of the Ascend backend.
 
-test_graph_kernel_fusion.py starts it. Prints what the agent would report. On a CPU, MindSpore may refuse to build the
-fused operators after its passes have fused them; the report is printed in any case.
+test_graph_kernel_fusion.py starts it. Prints the report on the fusion that an agent would give. On a CPU, MindSpore may
+refuse to build the fused operators after its passes have fused them; the report is printed in any case.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from support.position_bits import FORCED_STEPS  # noqa: E402
 
 
 class FusedSetup(Setup):
-    """A setup whose MindFormers YAML would have ``context.enable_graph_kernel: True``."""
+    """A setup that acts as if its MindFormers YAML had ``context.enable_graph_kernel: True``."""
 
     def config(self, folder: Path) -> Config:
         config = super().config(folder)

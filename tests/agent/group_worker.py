@@ -1,7 +1,7 @@
 """Runs one agent of a group in a separate process and prints its results as JSON.
 
-All agents of the group run the same steps. Only the sampling agent's results count. ``group_program`` describes the
-arguments.
+All agents of the group run the same steps. Only the results of the agent that samples are valid. ``group_program``
+describes the arguments.
 """
 
 from __future__ import annotations
@@ -50,13 +50,16 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def run_penalised(driver: StepDriver) -> dict[str, Any]:
-    """Returns the chosen tokens and, if this agent samples, the tokens that logits and penalties require."""
+    """Runs steps with penalties and returns the chosen tokens.
+
+    If this agent samples, also returns the tokens that NumPy chooses from the same logits with these penalties.
+    """
     sampler, captured = driver.runner._sampler, []
     original = sampler.sample
 
     def capture(scores: Any, slot: Any) -> None:
         original(scores, slot)
-        if slot.do_sample[: slot.num_seqs].any():  # a step that does not sample has no logits to capture
+        if slot.do_sample[: slot.num_seqs].any():  # a step in which no sequence samples has no logits
             captured.append(whole_logits(scores, slot.num_seqs))
 
     sampler.sample = capture  # type: ignore[method-assign]

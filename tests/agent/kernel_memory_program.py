@@ -68,7 +68,7 @@ SAMPLED = {"temperature": 1.0, "top_k": VOCABULARY - 1, "top_p": 0.9, "min_p": 1
 
 
 def part(row: int, num_tokens: int, end: int) -> Part:
-    """Returns the part of a step that computes the last tokens of a sequence of ``end`` tokens and samples."""
+    """Returns a part that computes the last ``num_tokens`` tokens of a sequence of ``end`` tokens, and samples."""
     tokens = np.random.default_rng(row).integers(3, VOCABULARY, num_tokens).tolist()
     blocks = list(range(1 + row * BLOCKS, 1 + (row + 1) * BLOCKS))
     return Part(

@@ -1,7 +1,7 @@
-"""Compiles models with a primitive that has no CPU kernel for their type or for any type, and prints the errors as
-JSON.
+"""Compiles models with a primitive that has no CPU kernel, and prints the errors as JSON.
 
-test_missing_primitive.py starts it in a separate process.
+The kernel is missing for the type of the model or for every type. test_missing_primitive.py starts this program in a
+separate process.
 """
 
 from __future__ import annotations

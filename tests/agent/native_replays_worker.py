@@ -49,7 +49,10 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def run_planted(driver: StepDriver, plant: str, rank: int, prompts: Any, tokens: Any) -> dict[str, Any]:
-    """Runs the decodes with one of ``PLANTS`` in agent 0. Returns their digests and the reported reason."""
+    """Runs decode steps while agent 0 has one of the faults ``PLANTS``.
+
+    Returns the digests of the steps, and the reason that the agent reports for not replaying them.
+    """
     from agent.step_graph.dynamic_cell import GraphKind
     from agent.step_graph.replay.native import (
         NativeReplays,  # imports MindSpore, which must be set up first

@@ -43,9 +43,9 @@ class Step:
 
 
 def plan(sampling: Callable[[int], dict[str, float]], *, moves: bool = False) -> Iterator[Step]:
-    """Yields steps of several sequences: whole prompts, chunks, decodes of some of them, and mixed steps.
+    """Yields steps of several sequences: whole prompts, chunks, decodes of some of the sequences, and mixed steps.
 
-    Only the host knows a sequence's first tokens. All other tokens are LAST_TOKEN.
+    Only prompts are sent as token ids. Every later input is LAST_TOKEN, which the agent replaces by the sampled token.
     """
     rng = np.random.default_rng(7)
     settings = {row: sampling(row) for row in range(ROWS)}
@@ -79,7 +79,7 @@ def plan(sampling: Callable[[int], dict[str, float]], *, moves: bool = False) ->
 def run_steps(driver: StepDriver, steps: list[Step], spoil: int = -1) -> dict[str, Any]:
     """Sends the steps to a worker, at most ``IN_FLIGHT`` at a time. Returns their results, and the order of events.
 
-    Step ``spoil`` names a block that does not exist.
+    Step number ``spoil`` refers to a block that does not exist, so that it fails.
     """
     slots, results, events = [], {}, []
     for step in steps:
@@ -138,7 +138,10 @@ def random_sampling(row: int) -> dict[str, float]:
 
 
 def pair() -> tuple[StepDriver, StepDriver]:
-    """Returns two drivers: one without an artificial device and one with it."""
+    """Returns two drivers of the same model.
+
+    The second runs on an artificial device, which finishes a step after 1 ms.
+    """
     from performance.artificial_device.ops import use_artificial_device
     from performance.artificial_device.queue import ArtificialDevice
 
@@ -151,7 +154,7 @@ Pair = tuple[StepDriver, StepDriver]
 
 
 def run_both(drivers: Pair, steps: list[Step], spoil: int = -1) -> dict[str, Any]:
-    """Runs the steps with both drivers."""
+    """Runs the steps with both drivers. Returns both results, and the events of the driver that runs ahead."""
     plain, ahead = (run_steps(driver, steps, spoil) for driver in drivers)
     return {"plain": plain["results"], "ahead": ahead["results"], "events": ahead["events"]}
 
@@ -159,7 +162,7 @@ def run_both(drivers: Pair, steps: list[Step], spoil: int = -1) -> dict[str, Any
 def run_failing(drivers: Pair) -> dict[str, Any]:
     for driver in drivers:
         reader = driver.runner._reader if driver.runner.ahead is None else driver.runner.ahead._reader
-        reader._num_blocks *= 2**20  # accepts blocks that do not exist
+        reader._num_blocks *= 2**20  # the reader then accepts numbers of blocks that do not exist
     return run_both(drivers, greedy_plan(), spoil=8)
 
 
@@ -174,7 +177,9 @@ def greedy_plan() -> list[Step]:
 
 
 def pad(driver: StepDriver) -> None:
-    """Gives the runner graphs that pad decodes, as if the launches of these graphs were captured."""
+    """Gives the runner graphs that pad decodes to 2, 4 or 8 sequences, as if their launches were captured in these
+    sizes.
+    """
     from agent.step_graph.making import make_step_graph
 
     runner, config = driver.runner, driver.config

@@ -33,9 +33,9 @@ from tools.make_golden import weights_digest  # noqa: E402
 
 
 def run_golden(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
-    """Runs all prompts as one batch, once with our own output tokens as input and once with the oracle's.
+    """Generates from all prompts in one batch, once from the model's own tokens and once from the oracle's tokens.
 
-    ``best`` has the best ids and their logits of the second run, for each step of each prompt.
+    ``best`` has the best ids and their logits in the second run, for each step of each prompt.
     """
     cases = golden["cases"]
     free = generate(driver, cases, forced=False)
@@ -65,7 +65,7 @@ def generate(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -
 
 
 def run_invariance(driver: StepDriver, golden: dict[str, Any]) -> dict[str, list[str]]:
-    """Returns digests of the same positions of one sequence, computed in different batches and chunks."""
+    """Computes one sequence in different batches and chunks. Returns the digests of its positions for each way."""
     case = golden["cases"][-1]
     prompt, forced = case["prompt"], case["tokens"][:FORCED_STEPS]
     return {
@@ -86,7 +86,7 @@ def _alone(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[str
 
 
 def _batched(driver: StepDriver, prompt: list[int], forced: list[int], other: list[int]) -> list[str]:
-    """Runs the sequence with other sequences, in other blocks (descending) and in another row."""
+    """Runs the sequence in a batch with other sequences. Its blocks are in descending order, and its batch row is 7."""
     blocks, count = blocks_for(3)[::-1], len(other)
     neighbours = [Part(other[: 5 * i + 1], 0, blocks_for(i), row=i) for i in range(3)]
     outputs = [driver.prefill(*neighbours[:2], Part(prompt, 0, blocks, row=7), neighbours[2])[2]]
@@ -102,9 +102,9 @@ def _batched(driver: StepDriver, prompt: list[int], forced: list[int], other: li
 
 
 def _chunked(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[str]:
-    """Runs the prompt in uneven chunks, then two or three tokens in each step.
+    """Runs the prompt in uneven chunks, then two or three known output tokens in each step.
 
-    Returns the digest of each step's end.
+    Returns the digest of the last position of each step that samples.
     """
     blocks, tokens = blocks_for(1), prompt + forced
     edges = [1, 8, 41, BLOCK_SIZE * 3, len(prompt), *range(len(prompt) + 2, len(tokens) + 1, 3)]
@@ -121,7 +121,7 @@ def _chunked(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[s
 
 
 def _prefilled(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[str]:
-    """Runs prompt and output as one new prompt, as after a preemption."""
+    """Runs the prompt and a part of the known output as one prompt, as the recompute after a preemption does."""
     digests = []
     for step in (0, 1, 7, len(forced)):
         output = driver.prefill(Part(prompt + forced[:step], 0, blocks_for(2), row=2))[0]
@@ -130,7 +130,7 @@ def _prefilled(driver: StepDriver, prompt: list[int], forced: list[int]) -> list
 
 
 def _together(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[str]:
-    """Runs the sequence's last token as a decode together with a whole prompt."""
+    """Runs the prompt's last token as a decode, in one step with the whole prompt of another sequence."""
     blocks = blocks_for(4)
     driver.prefill(Part(prompt[:-1], 0, blocks, row=0, sample=False))
     own = Part(prompt[-1:], len(prompt) - 1, blocks, row=0)
@@ -138,7 +138,11 @@ def _together(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[
 
 
 def run_rows(driver: StepDriver) -> dict[str, Any]:
-    """Returns the tokens that the runner chose with penalties, and the logits and histories to choose from."""
+    """Returns the tokens that the runner samples with penalties, and the tokens that NumPy chooses from the same
+    logits.
+
+    The sequence also continues in another batch row, once by recompute and once after a swap.
+    """
     runner, captured = driver.runner, []
     original = runner._sampler.sample
 
@@ -151,7 +155,7 @@ def run_rows(driver: StepDriver) -> dict[str, Any]:
     prompt = [5, 6, 7, 5, 9, 11]
     sampling = {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.9}
     tokens = penalised(driver, prompt, [], 12, sampling, row=3)
-    logits = [each[0] for each in captured[1:]]  # the first logits belong to the chunk that does not sample
+    logits = [each[0] for each in captured[1:]]  # the first logits are those of a chunk that does not sample
     resumed = penalised(driver, prompt, tokens[:5], 12, sampling, row=4)
     swapped = _penalised_after_swap(driver, prompt, tokens[:5], 12, sampling, old_row=3, row=6)
     plain = penalised(driver, prompt, [], 12, {}, row=3)
@@ -170,7 +174,10 @@ def run_rows(driver: StepDriver) -> dict[str, Any]:
 def penalised(
     driver: StepDriver, prompt: list[int], output: list[int], total: int, sampling: dict[str, float], row: int
 ) -> list[int]:
-    """Samples up to ``total`` output tokens after the known ``output``. The last chunk sends the history."""
+    """Continues a sequence with the known ``output`` until its output has ``total`` tokens. Returns the new tokens.
+
+    Prompt and known output run in two chunks. The second chunk sends the history for the penalties.
+    """
     blocks, known = blocks_for(row), prompt + output
     driver.prefill(Part(known[:3], 0, blocks, row, sample=False))
     history = known if sampling else []
@@ -192,7 +199,10 @@ def _penalised_after_swap(
     old_row: int,
     row: int,
 ) -> list[int]:
-    """Starts a row with a decode over the blocks of ``old_row``, as after a swap. The decode sends the history."""
+    """Continues the sequence of ``old_row`` in the batch row ``row``, as after a swap. Returns the new tokens.
+
+    The new batch row starts with a decode over the same blocks, and this decode sends the history for the penalties.
+    """
     blocks, known = blocks_for(old_row), prompt + output
     first = Part([known[-1]], len(known) - 1, blocks, row, True, len(output), known, len(prompt), sampling)
     tokens = [driver.decode(first)[0].token]
@@ -203,7 +213,10 @@ def _penalised_after_swap(
 
 
 def expected_tokens(logits: list[Any], prompt: list[int], sampling: dict[str, float]) -> list[int]:
-    """Chooses greedily with penalties in NumPy: repetition uses prompt and output, the others use the output."""
+    """Returns the greedy choices after penalties, computed in NumPy.
+
+    The repetition penalty counts prompt and output. The presence and frequency penalties count only the output.
+    """
     output: list[int] = []
     for row in logits:
         row = row.astype(np.float32).copy()
@@ -218,10 +231,11 @@ def expected_tokens(logits: list[Any], prompt: list[int], sampling: dict[str, fl
 
 
 def run_sampling(driver: StepDriver) -> dict[str, Any]:
-    """Runs prompts and decodes with random sampling parameters.
+    """Runs prompts and decodes with different kinds of sampling parameters.
 
-    Returns for each step: the sampled tokens, the tokens that the sampler chooses from whole logits, and the number of
-    fetched bytes. The first steps are greedy. Then some steps have candidates, and the last steps have any parameters.
+    Returns for each step the sampled tokens, the tokens that the sampler chooses from whole logits, and the number of
+    bytes fetched from the device. The first steps are greedy. In the next steps, ``top_k`` and ``top_p`` limit the
+    candidates. The last steps have random parameters.
     """
     runner, rng, steps = driver.runner, np.random.default_rng(5), []
     original, vocab = runner._sampler.sample, driver.config.shape.vocab_size
@@ -270,7 +284,10 @@ def run_sampling(driver: StepDriver) -> dict[str, Any]:
 
 
 def run_refusals(driver: StepDriver) -> dict[str, Any]:
-    """Runs slots with one fault each. Returns their errors, and whether the next valid step has the same bits."""
+    """Runs step slots with one invalid value each. Returns their errors.
+
+    Also returns whether a valid step has the same bits before and after them.
+    """
     driver.runner.reset()
     good = Part([5, 6, 7], 0, blocks_for(0), row=0)
     before = driver.prefill(good)[0].digest
@@ -305,7 +322,7 @@ def run_refusals(driver: StepDriver) -> dict[str, Any]:
 
 @contextmanager
 def _believing_in_more_blocks(driver: StepDriver) -> Iterator[None]:
-    """Replaces the step reader by one that accepts blocks that do not exist."""
+    """Makes the step reader accept blocks that do not exist, until the context ends."""
     honest = driver.runner._reader
     credulous = copy.copy(honest)
     credulous._num_blocks *= 2**20
@@ -325,7 +342,7 @@ def _fail_in_graph(driver: StepDriver, good: Part) -> str:
 
 
 def _run_without_graph(driver: StepDriver, good: Part) -> str:
-    """Runs a step whose graph returns before the output layer has run."""
+    """Runs a step whose graph computes nothing, so the output layer has not run. Returns the error."""
     driver.runner._graph.replays.run = lambda results, num_tokens: None
     return _step_error(driver, driver.fill([good]))
 
@@ -333,8 +350,8 @@ def _run_without_graph(driver: StepDriver, good: Part) -> str:
 def run_replays(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
     """Runs decodes of one and of three sequences, prompts and chunks, as replays and by the graph.
 
-    The first steps of each kind are computed in both ways. An operator also refuses its inputs, once in a replay and
-    once in a step that confirms the replay.
+    The first steps of each kind run in both ways, which confirms the replay. An operator also refuses invalid inputs,
+    once in a replay and once in a step that confirms the replay.
     """
     graph, prompts = driver.runner._graph, [case["prompt"] for case in golden["cases"][:3]]
     replays, tokens = graph.replays, golden["cases"][0]["tokens"][:FORCED_STEPS]
@@ -353,15 +370,16 @@ def run_replays(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
 
 
 def native_replays(graph: Any) -> dict[str, Any]:
-    """Returns the kinds of steps that are replayed, and the reasons why other kinds are not."""
+    """Returns the kinds of steps whose replays are confirmed, and for each kind the problem that prevents replays."""
     confirmed = sorted(kind.value for kind, replays in graph.replays.items() if replays.is_confirmed)
     return {"confirmed": confirmed, "problems": [replays.problem for replays in graph.replays.values()]}
 
 
 def prompts_and_chunks(driver: StepDriver) -> list[str]:
-    """Returns digests of a short prompt in two chunks, for several lengths of the first chunk, and of a long prompt.
+    """Returns digests of a short prompt in two chunks and of a long prompt.
 
-    The chunks run alone and together with the whole prompt. The long prompt is too long to be computed twice.
+    The first chunk has several lengths, and the chunks also run together with the whole short prompt. The long prompt
+    has too many tokens for a step that runs twice to confirm a replay.
     """
     prompt = [3 + 7 * index % (driver.config.shape.vocab_size - 3) for index in range(100)]
     digests, short = [], prompt[:24]
@@ -376,7 +394,10 @@ def prompts_and_chunks(driver: StepDriver) -> list[str]:
 
 
 def decodes(driver: StepDriver, prompts: list[list[int]], tokens: list[int]) -> list[str]:
-    """Returns digests of the steps of one sequence and of all three, with ``tokens`` as input."""
+    """Returns digests of the decodes of the first prompt alone and of three prompts in a batch.
+
+    Each decode step gets the next of ``tokens`` as its input.
+    """
     digests = []
     for rows in (1, 3):
         driver.runner.reset()
@@ -389,7 +410,7 @@ def decodes(driver: StepDriver, prompts: list[list[int]], tokens: list[int]) -> 
 
 
 def _refused_decode(driver: StepDriver, rows: int) -> str:
-    """Runs a step with a block that does not exist."""
+    """Runs a decode of ``rows`` sequences with a block that does not exist. Returns the beginning of its error."""
     driver.runner.reset()
     slot = driver.fill([Part([5], 0, blocks_for(row), row) for row in range(rows)])
     slot.block_tables[0] = slot.slot_mapping[0] = 2**27
@@ -438,7 +459,8 @@ def main() -> None:
         results["models"][name] = result
         if name == "gqa_tied":
             results |= {"rows": run_rows(driver), "stages": driver.stages}
-            if (weights, kv) == ("auto", "auto"):  # MindSpore waits 3 seconds after a failed graph
+            # Only one setup runs this, because MindSpore waits 3 seconds after a failed graph.
+            if (weights, kv) == ("auto", "auto"):
                 results["refusals"] = run_refusals(driver)
             results["moves"] = run_move_refusals(driver)
             results["summary"] = driver.runner.summary()

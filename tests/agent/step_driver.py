@@ -1,4 +1,4 @@
-"""Drives a ModelRunner like the server: fills slots and reads tokens. ``runner_worker`` imports it."""
+"""Runs a ModelRunner as the server does: fills a step slot, runs the step and reads the sampled tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass
 class Sampled:
-    """The outputs of one sequence. ``digest`` covers every bit."""
+    """The outputs of one sequence in one step. ``digest`` is a hash of all their bits."""
 
     token: int
     logit: float
@@ -54,7 +54,7 @@ class Sampled:
 
 
 class StepDriver:
-    """A started runner and one slot. ``rank`` and ``exchange`` belong to an agent of a group."""
+    """A started ModelRunner with one step slot. ``rank`` and ``exchange`` are given if it is an agent of a group."""
 
     def __init__(
         self, config: Config, rank: int = 0, exchange: ExchangeMemory | None = None, *, keeps_files: bool = False
@@ -85,7 +85,7 @@ class StepDriver:
         return [self._output(index) for index in range(len(parts))]
 
     def fill(self, parts: Sequence[Part], moves: Sequence[Move] = ()) -> StepSlot:
-        """Writes parts of sequences and moves of blocks into the slot."""
+        """Writes the parts of sequences and the block moves of a step into the step slot."""
         slot, width = self.slot, max((len(part.blocks) for part in parts), default=0)
         slot.moves[: 3 * len(moves)] = np.array(moves, np.int32).reshape(-1)
         token, history = 0, 0

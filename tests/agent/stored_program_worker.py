@@ -43,7 +43,7 @@ def config_of(folder: Path, model: str, **extra: object) -> Config:
 
 
 def start(config: Config, model: str) -> tuple[StepDriver, dict[str, Any]]:
-    """Starts an agent. Returns its driver and what it says and computes."""
+    """Starts an agent. Returns its driver, and the messages of its start with the digests of some steps."""
     logged: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -64,7 +64,9 @@ def run_first(folder: Path) -> dict[str, Any]:
 
 
 def run_later(folder: Path) -> dict[str, Any]:
-    """Starts from stored programs, then runs MindSpore's graphs as a profile does, then the programs again. Then starts
+    """Starts agents from stored programs, and runs steps in three ways.
+
+    The steps run by the program, by MindSpore's graphs as during a profile, and by the program again. Then agents start
     with damaged files.
     """
     started = {model: start(config_of(folder, model), model) for model in MODELS}
@@ -91,7 +93,7 @@ def flip(path: Path) -> None:
 
 
 def rewrite(config: Config, **changes: Any) -> None:
-    """Stores the program again with changes, as a file that belongs to this agent."""
+    """Stores the agent's program again with changed fields. The agent still accepts the file as its own."""
     store = ProgramStore(config, 0)
     found = store.find()
     assert found is not None
@@ -130,7 +132,10 @@ PLANTS = ("damaged program", "damaged weights", "other bits", "unknown memory", 
 
 
 def run_planted(folder: Path) -> dict[str, Any]:
-    """Starts with each fault, and then without: the first start must have stored everything again."""
+    """Starts an agent after each planted fault, and finally without a fault.
+
+    Each start must replace the faulty file by a correct one.
+    """
     config, results = config_of(folder, PLANTED), {}
     for name in PLANTS:
         plant(folder, config, name)

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Recorder:
-    """Replaces ``mindspore`` and records the calls in order."""
+    """Replaces the module ``mindspore`` and records the calls of its functions in order."""
 
     GRAPH_MODE = 0
 
@@ -60,7 +60,7 @@ class Recorder:
 
 
 def published(*overrides: str) -> Config:
-    """Loads the published deployment's config as if this machine had an Ascend."""
+    """Loads the config of the published deployment as on a machine with an Ascend."""
     given = ["model_config.load_format=dummy", "tokenizer.vocab_file=models/tiny_llama", *overrides]
     return load_config("llama_7b_kbk_pa_dyn.yaml", given, ascend=True)
 
@@ -242,7 +242,9 @@ sys.meta_path.insert(0, Spy())
 def test_a_real_agent_has_the_variables_when_it_imports_mindspore(
     tmp_path: Path, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our graphs and MindFormers' models start the same process. It ends, because there is no Ascend."""
+    """Agents of our models and of MindFormers' models start as the same program, which fails because there is no
+    Ascend.
+    """
     monkeypatch.setattr(mindformers_models, "_missing_package", lambda: "")
     (tmp_path / "sitecustomize.py").write_text(SPY, encoding="utf-8")
     given = ["model_config.load_format=dummy", "tokenizer.vocab_file=models/tiny_llama"]

@@ -1,4 +1,7 @@
-"""A confined process can only do what serving needs. Each kernel gets only the rules that it knows."""
+"""Tests that a confined process can do only what serving needs.
+
+On an older kernel, the confinement uses only the rules that this kernel knows.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,13 @@ PERMITTED = {
 
 
 def run_program(setting: str, tmp_path: Path) -> dict[str, object]:
-    """Run the program in a model folder whose weights are links to files elsewhere, as in a cache of Hugging Face."""
+    """Runs the confined program on a model folder whose weights are links to other files, as in Hugging Face's cache.
+    """
     logs, model, blobs, code = (tmp_path / name for name in ("logs", "model", "blobs", "code"))
     for folder in (logs, model, blobs, code):
         folder.mkdir()
     (logs / "server.log").write_text("a prompt")
-    if setting == "off":  # otherwise the confinement makes these folders
+    if setting == "off":  # with confinement, the program makes these folders itself
         (logs / "profiles").mkdir()
         (logs / "cache").mkdir()
     for file in TINY_LLAMA.iterdir():

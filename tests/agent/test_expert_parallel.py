@@ -29,7 +29,10 @@ NAMES = {id(WHOLE_EXPERTS): "experts", id(COLUMNS): "columns"}
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns a function that returns the output of the sampling agent. Each group runs all models of its setup."""
+    """Returns a function that runs a setup and returns the results of the agent that samples.
+
+    Each setup runs once, as a group that runs all its models.
+    """
     scratch = tmp_path_factory.mktemp("expert-parallel")
 
     @cache
@@ -57,7 +60,10 @@ def test_a_position_gives_the_same_bits_however_it_is_computed(results: Any, set
 
 
 def test_agents_of_a_group_hold_the_experts_once(tmp_path: Path) -> None:
-    """With whole experts, each expert is in exactly one agent. The agents' numbers of experts differ by at most one."""
+    """If each expert is whole, it belongs to exactly one agent.
+
+    The numbers of experts of two agents differ by at most one.
+    """
     folder = tmp_path / "model"
     write_model(FAMILY_VARIANTS["deepseek_v3"], folder)
     config = WHOLE_EXPERTS.config(folder)

@@ -71,7 +71,7 @@ def is_swept(setup: Setup, model: str) -> bool:
 
 
 def of_models(setups: Iterable[Setup]) -> list[Any]:
-    """Returns each setup with each model, except the setups that latent attention does not support."""
+    """Returns each pair of setup and model, except the pairs that latent attention does not support."""
     pairs = [(setup, model) for setup in setups for model in MODELS if has_setup(setup, model)]
     return with_sweeps(pairs, is_swept)
 
@@ -83,7 +83,7 @@ def has_setup(setup: Setup, model: str) -> bool:
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Returns what a setup computed with a model. One process runs all models of ``make test``."""
+    """Returns a function that gives the results of a model in a setup. One process runs all models of ``make test``."""
 
     @cache
     def printed(setup: Setup, models: tuple[str, ...]) -> Results:
@@ -102,7 +102,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def fraction_near(model: str, forced: list[list[int]]) -> float:
-    """Returns the fraction of the tokens that are among the oracle's best four."""
+    """Returns the fraction of tokens that are among the oracle's four best tokens of their positions."""
     near = [
         token in best
         for case, tokens in zip(golden_of(model)["cases"], forced, strict=True)
@@ -129,7 +129,7 @@ def test_golden_files_belong_to_these_weights(results: Run, model: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_golden_text_is_not_constant(model: str) -> None:
-    """A model that repeats one token would not test much."""
+    """Each golden text has at least five different tokens, because a constant text would test little."""
     for case in golden_of(model)["cases"]:
         assert len(case["tokens"]) == 64
         assert len(set(case["tokens"])) >= 5

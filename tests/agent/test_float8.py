@@ -23,7 +23,7 @@ from performance.models.variants import FAMILY_VARIANTS
 from support.model_folders import write_model_folder
 from support.quantised_folders import FLOATS, LINEARS, SPECS, float_tensors
 
-BLOCK = [6, 48]  # divides neither 16, 8 and 24 outputs nor 128 inputs
+BLOCK = [6, 48]  # rows and columns of a block with one scale; most weights are not a multiple of it
 Stored = dict[str, tuple[str, np.ndarray]]
 """The safetensors type and the bits of each tensor."""
 
@@ -48,7 +48,7 @@ def e4m3(code: int) -> Fraction:
 
 
 def codes_and_scales(shape: tuple[int, int], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns random codes without NaN, and positive float32 scales.
+    """Returns random codes of 8-bit floats without NaN, and a positive float32 scale for each block of them.
 
     Every code occurs if the tensor is large enough.
     """
@@ -60,7 +60,7 @@ def codes_and_scales(shape: tuple[int, int], seed: int) -> tuple[np.ndarray, np.
 
 
 def exact(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Returns the values as float32, one element at a time: the exact product, rounded once."""
+    """Returns each code times its scale. The product is exact and then rounded once to float32."""
     out = np.empty(codes.shape, np.float32)
     for row, column in np.ndindex(*codes.shape):
         scale = Fraction(float(scales[row // BLOCK[0], column // BLOCK[1]]))
@@ -114,7 +114,8 @@ def test_a_folder_is_served_as_the_floats_that_it_means(tmp_path: Path, weight_f
     own = load(write_folder(tmp_path / "own", stored_tensors(), settings()), "bfloat16", Packing(weight_format))
     floats: Stored = {name: ("float32", array) for name, array in expected().items()}
     floats |= {name: ("float16", array) for name, array in float_tensors().items()}
-    folder = write_folder(tmp_path / "floats", floats, settings())  # without scales, these are ordinary floats
+    # This folder has no scales, so its tensors are ordinary floats.
+    folder = write_folder(tmp_path / "floats", floats, settings())
     wanted = load(folder, "bfloat16", Packing(weight_format))
     for name in wanted:
         assert own[name].tobytes() == wanted[name].tobytes(), name
@@ -236,7 +237,7 @@ def test_the_config_of_a_folder_is_that_of_floats(tmp_path: Path, wanted: str, u
 
 
 def test_a_deepseek_folder_loads_with_its_extra_layer(tmp_path: Path) -> None:
-    """The scales of a layer that is not loaded are ignored, as the layer's weights are."""
+    """A model folder may have an extra layer that is not loaded. Its weights and their scales are ignored."""
     from agent.models.names import ignorable_suffixes, weight_specs
     from agent.weights.checkpoint import Checkpoint
 

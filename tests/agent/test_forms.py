@@ -1,4 +1,4 @@
-"""The layouts of weights for native primitives, and their values, from floats and from stored integers."""
+"""Tests the layouts and values of the weights that native primitives take, made from floats or from stored integers."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_format_that_contradicts_the_stored_integers_is_refused() -> None:
 
 
 def int4_of(weight: Array) -> np.ndarray:
-    """Unpacks bytes [in, out / 2] to integers [out, in] from -8 to 7."""
+    """Unpacks int4 weights: bytes [inputs, outputs / 2] become integers [outputs, inputs] from -8 to 7."""
     low, high = (weight << 4).astype(np.int8) >> 4, weight >> 4
     return np.stack([low, high], -1).reshape(len(weight), -1).T.astype(int)
 
@@ -153,7 +153,7 @@ def test_floats_are_rounded_to_the_nearest_step(fmt: str, step: int, dtype: str)
     np.testing.assert_allclose(scales, largest / step, rtol=1e-6 if fmt == "int8" else 2**-8)
     error = np.abs(integers * np.repeat(scales, group, 1) - plain)
     assert np.abs(integers).max() <= step
-    # The bound is half a step, and the rounding of the scale at the largest values.
+    # Each error is at most half a step, plus the rounding of the scale times the largest integer.
     assert (error <= np.repeat(scales, group, 1) * (0.5 + step * 2**-8 + 1e-5)).all()
 
 
@@ -166,7 +166,7 @@ def test_experts_and_layers_have_their_own_forms() -> None:
         (Packing("int4", 32), LinearForm("int4_weight_only", 32), LinearForm("int4_weight_only", 32, True)),
         (Packing("int4", 128), LinearForm("int4_weight_only", 64), LinearForm("int4_weight_only", 128, True)),
     ):
-        if packing.group == 128:  # a group may contain all inputs of an expert
+        if packing.group == 128:  # for experts, a group may contain all inputs
             assert linear_forms(specs[1:], source, packing) == LinearForms(experts=of_experts)
         else:
             assert linear_forms(specs, source, packing) == LinearForms(layers, experts=of_experts)
@@ -185,7 +185,11 @@ def test_experts_stored_in_different_forms_are_refused() -> None:
 
 
 def test_stored_int4_experts_keep_their_values() -> None:
-    """The layout is [experts, in, out] with two outputs in a byte, scales [experts, groups, out] and zero offsets."""
+    """The loaded int4 weights of experts have the values of the folder.
+
+    Their layout is [experts, inputs, outputs], with two outputs in a byte. Scales and offsets are [experts, groups,
+    outputs]. All offsets are zero.
+    """
     spec, tensors = experts(COLUMNS, DEPTH), [int4_tensor(zeros=False) for _ in range(2)]
     tensors[1] = replace(tensors[1], values=15 - tensors[1].values, scales=tensors[1].scales * 2)
     source = Stored(dict(zip((part.name for part in spec.parts), tensors, strict=True)))
@@ -221,7 +225,10 @@ def test_zero_points_of_groups_are_refused_for_experts() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("fmt", ["int8", "int8_weight_only", "int4"])
 def test_each_expert_is_rounded_like_a_single_layer(fmt: str, dtype: str) -> None:
-    """One difference is expected: the scales of int8 experts are bfloat16 if the activations are bfloat16."""
+    """Each expert gets the same integers and scales as a single layer with its weights.
+
+    There is one exception: the scales of int8 experts are bfloat16 if the activations are bfloat16.
+    """
     spec, source, packing = experts(COLUMNS, DEPTH, count=3), SeededWeights(5, std=0.3), Packing(fmt, 32)
     weights = load_weights([spec], source, dtype, lambda *_: None, forms=linear_forms([spec], source, packing))
     stem = "layers.0.mlp.down"
@@ -239,7 +246,7 @@ def test_each_expert_is_rounded_like_a_single_layer(fmt: str, dtype: str) -> Non
             wanted = np.clip(np.rint(to_float32(values, dtype) / rounded[:, None]), -127, 127)
             assert (
                 np.abs(weight.T - wanted).max() <= 1
-            )  # a quotient halfway between two integers may be rounded either way
+            )  # rounding may go either way if the quotient is halfway between two integers
             assert (wanted == weight.T).mean() > 0.99
         else:
             np.testing.assert_array_equal(weight if fmt == "int4" else weight.T, single["layers.0.a.weight"])

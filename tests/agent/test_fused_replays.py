@@ -1,4 +1,4 @@
-"""Replays of fused steps have the bits of the graph. Either all agents of a group replay a step, or none does."""
+"""Replays of fused steps give the same bits as the graph. Either all agents of a group replay a step, or none does."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_replays_have_the_bits_of_the_graph(results: Any, name: str, model: str)
 @pytest.mark.parametrize("plant", REASONS)
 @pytest.mark.parametrize(("name", "model"), ALL_CASES)
 def test_if_one_agent_cannot_replay_no_agent_does(results: Any, name: str, model: str, plant: str) -> None:
-    """Each step still has the bits of the graph, whose results replace those of a wrong replay.
+    """If one agent cannot replay, all agents of its pipeline stage take the results of the graph.
 
     Each stage decides on its own, because it has its own launches.
     """

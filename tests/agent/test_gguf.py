@@ -150,9 +150,9 @@ def test_a_count_beyond_the_file_is_refused_before_anything_is_allocated(
 
 
 def test_an_array_longer_than_the_file_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
-    """The package gguf once looped for minutes on this file and took gigabytes.
+    """On this file, the package gguf once looped for minutes and took gigabytes of memory.
 
-    It is case 10102 of tests/long/fuzz_loader.py.
+    The file is case 10102 of tests/long/fuzz_loader.py.
     """
     write_gguf(tmp_path / "model.gguf", make(F32)[0], METADATA)
     content = (tmp_path / "model.gguf").read_bytes()
@@ -183,7 +183,10 @@ ROUNDED = tuple(number for number, kind in TENSOR_TYPES.items() if kind.name not
 
 
 def random_blocks(number: int, rows: int, blocks: int) -> np.ndarray:
-    """Returns random blocks of a quantised type, uint8 [rows, bytes], whose float16 numbers are small and finite."""
+    """Returns random blocks of the GGUF type ``number``, as uint8 [rows, bytes].
+
+    Their float16 scales are small and finite.
+    """
     size = TENSOR_TYPES[number].block_bytes
     data = np.random.default_rng(number).integers(0, 256, (rows, blocks, size), dtype=np.uint8)
     for place in FLOAT16_PLACES[TENSOR_TYPES[number].name]:
@@ -208,7 +211,10 @@ FLOAT16_PLACES = {
 
 @pytest.mark.parametrize("number", ROUNDED, ids=lambda number: TENSOR_TYPES[number].name)
 def test_other_types_become_int8_within_the_documented_bound(tmp_path: Path, number: int) -> None:
-    """The values of the ``gguf`` library are the reference. If the tensors become floats, they are exact."""
+    """Tensors of other GGUF types are exact as floats, and within the documented bound as int8.
+
+    The reference values come from the ``gguf`` library.
+    """
     rows, depth, kind = 6, 512, TENSOR_TYPES[number]
     blocks = random_blocks(number, rows, depth // kind.block_size)
     exact = dequantize(blocks, GGMLQuantizationType[kind.name])
@@ -229,7 +235,7 @@ def test_other_types_become_int8_within_the_documented_bound(tmp_path: Path, num
 
 
 def test_parts_of_one_weight_have_one_scheme(tmp_path: Path) -> None:
-    """llama.cpp stores the values of some layers in finer types than queries and keys."""
+    """Queries, keys and values of a layer get one scheme, although llama.cpp may store the values in a finer type."""
     tensors, values = make(Q4_0)
     finer, values["blk.0.attn_v.weight"] = q8_0("blk.0.attn_v.weight", tensors["blk.0.attn_v.weight"][1])
     tensors["blk.0.attn_v.weight"] = (Q8_0, tensors["blk.0.attn_v.weight"][1], finer)
@@ -245,7 +251,7 @@ def test_parts_of_one_weight_have_one_scheme(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", GGUF_FAMILIES)
 def test_a_model_of_every_family_equals_its_folder(tmp_path: Path, name: str) -> None:
-    """A GGUF file of floats gives the sizes and parameters of the Hugging Face folder it was made from."""
+    """A GGUF file of floats gives the same sizes and parameters as the Hugging Face folder from which it was made."""
     variant = GGUF_FAMILIES[name]
     write_model(variant, tmp_path / "folder")
     write_gguf_model(tmp_path / "folder", tmp_path / "model.gguf")

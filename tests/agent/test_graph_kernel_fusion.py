@@ -1,6 +1,6 @@
 """Tests of graph-kernel fusion.
 
-Replays of fused operators have the bits of the unfused graph, and the agent's summary lists the fused operators.
+Replays of fused operators give the same bits as the unfused graph, and the agent's summary lists the fused operators.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_the_report_of_mindspore_becomes_a_summary(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("flags", "operators"), [("", "1 x Add+Sub+Exp+Mul"), ("--opt_level=0", None)])
 def test_mindspore_fuses_at_level_o0_with_infer_boost(tmp_path: Path, flags: str, operators: str | None) -> None:
-    """MindSpore fuses on the CPU too, because its passes read the flag and not the jit level."""
+    """On a CPU, MindSpore fuses operators even at jit level O0, because its fusion passes read only the flag."""
     process = subprocess.run(
         [sys.executable, str(PROGRAM), flags],
         capture_output=True, text=True, cwd=tmp_path, check=False, timeout=time_limit(120),

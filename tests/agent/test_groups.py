@@ -151,7 +151,7 @@ def test_penalties_use_the_sampled_tokens(results: Run, setup: Setup, model: str
 
 @pytest.mark.parametrize("setup", with_sweeps([(setup,) for setup in SETUPS], is_swept))
 def test_agents_share_weights_and_cache_evenly(results: Run, setup: Setup) -> None:
-    """No agent has much more of the weights or of the cache than another agent."""
+    """No agent has much more weights or cache than the mean of all agents."""
     agents = [agent["summary"] for agent in results(setup, "tiny_llama")]
     assert [agent["rank"] for agent in agents] == list(range(len(agents)))
     for key in ("weight_bytes", "kv_cache_bytes"):

@@ -26,11 +26,11 @@ from support.model_folders import write_model_folder
 
 MOVES = np.array(
     [(MoveKind.SWAP_OUT, 3, 1), (MoveKind.COPY, 4, 3), (MoveKind.SWAP_IN, 1, 4)], np.int32
-)  # exchanges blocks 3 and 4
+)  # together, the moves exchange the contents of blocks 3 and 4
 
 
 class Layout:
-    """Replaces the op table for a KVCache, with an int8 cache with scales."""
+    """Replaces the op table of a KVCache. Its cache is int8, with a scale of four bytes behind each head."""
 
     traits = DeviceTraits("fused")
 

@@ -1,4 +1,7 @@
-"""Replacement of LAST_TOKEN in a group: two ranks in one process, with a real exchange."""
+"""Tests how the agents of a group replace LAST_TOKEN, the input that stands for a token that only the agent knows.
+
+Two ranks run in one process, with a real exchange.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,10 @@ def test_resolve_waits_for_the_sampling_step_until_the_timeout(pair: Pair) -> No
 
 
 def test_a_failed_sampling_publishes_a_valid_token(pair: Pair) -> None:
-    """The requests of the step fail, but the next step with their rows may already be queued."""
+    """If sampling fails, the group still publishes a valid token for the batch row.
+
+    The next step may already be queued with this batch row, although the requests of the failed step have ended.
+    """
     slot = pair.step([3], [True])
     pair.first.step_done(slot)
     pair.last.step_done(slot)
@@ -124,4 +130,4 @@ def test_streams_go_from_stage_to_stage_in_order(pair: Pair) -> None:
     sender.send(streams[3])
     sender.send(streams[0])
     with pytest.raises(GroupDownError, match="activations for the next stage"):
-        sender.send(streams[1])  # the sender is already two steps ahead
+        sender.send(streams[1])  # the sender is already two steps ahead of the receiver

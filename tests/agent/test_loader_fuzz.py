@@ -22,7 +22,8 @@ def test_a_damaged_folder_is_read_or_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_a_missing_check_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the check of extents, the reader would accept a tensor that lies outside its file."""
+    """If the check of tensor extents is removed, the fuzz cases find a reader that accepts a tensor outside its file.
+    """
     monkeypatch.setattr(safetensors_file, "_check_extents", lambda path, tensors, data_bytes: None)
     findings = Findings()
     LoaderFuzz("safetensors", tmp_path).run(range(300), findings)

@@ -1,4 +1,7 @@
-"""ModelRunner as a whole: golden tokens, invariance and row state, one process for each dtype and op table."""
+"""Tests a whole ModelRunner: golden tokens, equal bits in any batch, and the state of batch rows.
+
+Each setup (type and op table) runs in its own process.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ Results = dict[str, Any]
 
 
 def is_swept(setup: Setup, model: str = "gqa_tied") -> bool:
-    """Returns whether only ``make test-sweeps`` runs a case.
+    """Returns whether only ``make test-sweeps`` runs a case, because the cases of ``make test`` cover it.
 
     With native operators, bfloat16 also covers float16, and int4 also covers int8 with float activations. Two models
     cover each quantised setup.
@@ -98,7 +101,7 @@ SmallRun = Callable[[Setup], Results]
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Returns what the process of a setup printed. One process runs all models of ``make test``."""
+    """Returns a function that gives the printed results of a setup. One process runs all models of ``make test``."""
 
     @cache
     def printed(setup: Setup, models: tuple[str, ...]) -> Results:
@@ -118,7 +121,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="session")
 def results(run: Run) -> Run:
-    """Returns what a setup computed with a model."""
+    """Returns a function that gives the results of a model in a setup."""
 
     def of_model(setup: Setup, model: str) -> Results:
         found: Results = run(setup, model)["models"][model]
@@ -129,7 +132,7 @@ def results(run: Run) -> Run:
 
 @pytest.fixture(scope="session")
 def small_results(run: Run) -> SmallRun:
-    """Returns what a setup computed with the smallest model alone."""
+    """Returns a function that gives all results of a setup with the smallest model."""
     return lambda setup: run(setup, "gqa_tied")
 
 
@@ -182,10 +185,11 @@ def test_logits_equal_those_of_the_oracle(results: Run, setup: Setup, model: str
 
 @pytest.mark.parametrize(("setup", "model"), of_models(FUSED_PARTNERS))
 def test_quantised_native_differs_from_fused_only_at_ties(results: Run, setup: Setup, model: str) -> None:
-    """Both get the oracle's tokens. Where they choose different tokens, both tokens are nearly the oracle's best.
+    """Native and fused operators get the oracle's tokens as input. They choose different tokens only at a tie.
 
-    The number of ties depends on the model more than on its operators. With random weights, int8 has many near ties,
-    and another rounding of the same size doubles or halves their number. The next test bounds the size.
+    At a tie, both tokens have nearly the oracle's best logit. The number of ties depends more on the model than on its
+    operators. With random weights, int8 has many near ties. A slightly different rounding doubles or halves their
+    number. The next test bounds the size of the errors.
     """
     native, fused = (results(each, model)["golden"]["forced"] for each in (setup, FUSED_PARTNERS[setup]))
     gaps = []
@@ -203,9 +207,10 @@ def test_quantised_native_differs_from_fused_only_at_ties(results: Run, setup: S
 def test_errors_do_not_exceed_rounding_between_operators(
     results: Run, numpy_folder: Callable[[str], Path], setup: Setup, model: str
 ) -> None:
-    """Compares root mean square errors of the best logits of every step, relative to exact arithmetic.
+    """Compares the errors of the best logits of every step (root mean square, relative to exact arithmetic).
 
-    The error must not exceed that of NumPy, which rounds to the type between operators and is exact within them.
+    The error of the operators must not exceed the error of NumPy. NumPy is exact within an operator and rounds to the
+    type between operators.
     """
     dtype, op_table, weights, _ = setup
     golden = results(setup, model)["golden"]
@@ -243,10 +248,7 @@ def test_numpy_without_rounding_equals_the_oracle(numpy_folder: Callable[[str], 
 
 
 def test_native_int4_predicts_the_tokens_of_the_trained_model(results: Run) -> None:
-    """Native int4 keeps activations as floats, and fused int4 quantises them.
-
-    So native int4 is closer to the oracle.
-    """
+    """Native int4 is closer to the oracle than fused int4, because only fused int4 quantises activations."""
 
     def wrong(*setup: str) -> int:
         forced = results(setup, "tiny_llama")["golden"]["forced"]
@@ -279,7 +281,10 @@ def test_replayed_steps_have_the_bits_of_the_graph(results: Run, setup: Setup, m
 
 @pytest.mark.parametrize(("setup", "model"), of_models(NATIVE_SETUPS))
 def test_sampling_on_the_device_gives_the_tokens_of_whole_logits(results: Run, setup: Setup, model: str) -> None:
-    """The sampling parameters are random. The number of fetched bytes does not grow with the vocabulary."""
+    """Sampling with random parameters gives the same tokens from the device's candidates as from whole logits.
+
+    The number of bytes fetched from the device does not grow with the vocabulary, except for whole logits.
+    """
     sampling = results(setup, model)["sampling"]
     steps = sampling["steps"]
     assert [step["tokens"] for step in steps] == [step["of whole logits"] for step in steps]
@@ -306,14 +311,17 @@ def test_penalties_use_prompt_and_output(small_results: SmallRun, setup: Setup) 
 
 @pytest.mark.parametrize("setup", of_setups(ALL_SETUPS))
 def test_a_recomputed_sequence_continues_with_the_same_bits(small_results: SmallRun, setup: Setup) -> None:
-    """The sequence runs in another row. Its output is part of the prompt, and it sends its history again."""
+    """The sequence runs in another batch row. Its output is now part of the prompt, and it sends its history again."""
     rows = small_results(setup)["rows"]
     assert rows["resumed"] == rows["tokens"]
 
 
 @pytest.mark.parametrize("setup", of_setups(ALL_SETUPS))
 def test_a_row_may_start_with_a_decode_that_brings_its_history(small_results: SmallRun, setup: Setup) -> None:
-    """This is the state after a swap: the cache has the tokens, and the row is new."""
+    """After a swap, the cache has the tokens of the sequence, but its batch row is new.
+
+    The first decode sends the history.
+    """
     rows = small_results(setup)["rows"]
     assert rows["swapped"] == rows["tokens"]
 
@@ -390,9 +398,10 @@ def test_an_invalid_move_is_refused_and_nothing_is_moved(small_results: SmallRun
 def test_progress_and_summary(small_results: SmallRun, setup: Setup) -> None:
     dtype, op_table = setup[:2]
     run = small_results(setup)
-    parameters = 21 if op_table == "fused" else 20  # the fused operators have their own copy of a tied output weight
+    # The fused operators pack a second copy of an output weight that is tied to the embedding.
+    parameters = 21 if op_table == "fused" else 20
     load = [["load", done, parameters] for done in range(parameters + 1)]
-    steps = 2 if op_table == "fused" else 3  # one fused graph computes whole prompts and chunks
+    steps = 2 if op_table == "fused" else 3  # the fused op table has one graph for whole prompts and for chunks
     rest = [["compile", 0, 1], ["compile", 1, 1], *[["warm up", done, steps] for done in range(steps + 1)]]
     assert run["stages"] == load + rest
     summary, element = run["summary"], 4 if dtype == "float32" else 2

@@ -1,4 +1,7 @@
-"""Folders of msModelSlim. Damaged tensors are refused by name, and static layers compute the formula of the format."""
+"""Tests folders of msModelSlim.
+
+An error about a damaged tensor names it. Layers with static quantisation follow the formula of the format.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ def put(name: str, place: tuple[int, ...], value: float) -> Change:
 
 
 def as_bits(name: str, first: int | None = None) -> Change:
-    """Returns a change that stores float32 values as int64 bits and sets the first of them to ``first``."""
+    """Returns a change that stores a float32 tensor as int64 bits.
+
+    ``first`` replaces the first element, if it is given.
+    """
 
     def change(tensors: Tensors, config: dict[str, Any]) -> None:
         tensors[name] = tensors[name].view(np.uint32).astype(np.int64)
@@ -130,7 +136,7 @@ def packed_weights(folder: Path, specs: tuple[WeightSpec, ...] = SPECS, fmt: str
 
 
 def static_product(x: np.ndarray, names: list[str]) -> np.ndarray:
-    """Returns the product with weights of scheme W8A8, by the formula of the format's description."""
+    """Returns x times the weights of scheme W8A8, by the formula in the format's description."""
     q = np.clip(np.rint(x / np.float32(INPUT_SCALE) + INPUT_OFFSET), -128, 127).astype(np.int64)
     parts = []
     for name in names:
@@ -234,7 +240,7 @@ def test_agents_that_share_the_inputs_add_the_offsets_once(tmp_path: Path) -> No
 def native_weights(
     folder: Path, specs: tuple[WeightSpec, ...] = SPECS, fmt: str = "int8"
 ) -> tuple[LinearForms, dict[str, Array]]:
-    """Returns the forms of the weights for native operators, and the parameters. Floats become float32."""
+    """Returns the layouts of the weights for native operators, and the loaded parameters. Floats become float32."""
     source = open_weights(folder, specs, seed=None)
     try:
         forms = linear_forms(specs, source, Packing(fmt))
@@ -246,10 +252,10 @@ def native_weights(
 
 @pytest.mark.parametrize("golden_stick", [False, True])
 def test_native_operators_get_the_numbers_of_static_layers(tmp_path: Path, golden_stick: bool) -> None:
-    """The formula of QuantV2 and QuantBatchMatmul over the parameters is the formula of the format.
+    """QuantV2 and QuantBatchMatmul compute the formula of the format from the loaded parameters.
 
-    The inverse of the input scale has few digits here, so bfloat16 holds it. ``quant_bias`` of msModelSlim contains the
-    bias of the layer, which then has no parameter.
+    The inverse of the input scale has few digits here, so bfloat16 holds it exactly. ``quant_bias`` of msModelSlim
+    contains the bias of the layer, which then has no parameter.
     """
     biases = tuple(WeightPart(name.replace("weight", "bias"), LINEARS[name][:1]) for name in QKV)
 
@@ -308,7 +314,10 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def changed(
     biased: Path, folder: Path, change: Callable[[Stored], object], schemes: dict[str, str] | None = None
 ) -> tuple[Path, list[WeightSpec]]:
-    """Copies the folder with other tensors and other schemes. Returns the folder and the model's weights."""
+    """Copies the folder ``biased`` with changed tensors and schemes.
+
+    Returns the copy and the specifications of its weights.
+    """
     folder.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (folder / name).write_bytes((biased / name).read_bytes())

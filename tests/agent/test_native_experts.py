@@ -1,7 +1,7 @@
-"""Quantised experts of the native op table.
+"""Tests quantised experts of the native op table.
 
-They are compared with Hugging Face's tokens and with the same weights dequantised in NumPy. They must give the same
-bits for any chunks. test_native_quantised_groups.py tests several agents.
+The tokens are compared with Hugging Face's, and the logits with those of the same weights dequantised in NumPy. The
+bits must be equal for any chunks. test_native_quantised_groups.py tests several agents.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Results = dict[str, Any]
 
 
 def same_values(variant: Variant) -> Variant:
-    """Returns the model with float32 weights, so that dequantising does not round."""
+    """Returns the model with its weights stored as float32, so that dequantised weights are stored without rounding."""
     return Variant(variant.config, variant.seed, "float32", 1, variant.logit_scale)
 
 
@@ -82,7 +82,8 @@ def runs(folders: Callable[[str], dict[str, Path]]) -> Callable[[Setup, str], Re
 
 
 def multiply_out(folder: Path, fmt: str) -> None:
-    """Replaces every expert weight by its rounded value in the format: nearest integers times float16 scales."""
+    """Replaces every expert weight by its dequantised value in the format: the nearest integer times a float16 scale.
+    """
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     for name, values in tensors.items():
@@ -119,9 +120,9 @@ def test_tokens_are_among_the_oracles_best(runs: Callable[..., Results], fmt: st
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("fmt", [SWEPT_FORMAT, "int4"])
 def test_products_use_the_integers_times_the_scales(runs: Callable[..., Results], fmt: str, model: str) -> None:
-    """In float32, fused operators with dequantised weights give nearly the same logits.
+    """Quantised native experts give nearly the logits of float32 fused operators with dequantised weights.
 
-    With the original weights, they give other logits.
+    The logits differ more from those with the original weights.
     """
     found = runs(SETUPS[fmt])[model]["best"]
     errors = {
@@ -135,8 +136,9 @@ def test_products_use_the_integers_times_the_scales(runs: Callable[..., Results]
 
 
 def differences(found: Any, wanted: Any, model: str) -> list[float]:
-    """Returns the difference of the best logits that both have, divided by the standard deviation of the oracle's
-    logits.
+    """Returns the differences between two models' logits of the tokens that are among the best of both.
+
+    Each difference is divided by the standard deviation of the oracle's logits.
     """
     out = []
     for case, ours, theirs in zip(golden_of(model)["cases"], found, wanted, strict=True):
@@ -150,7 +152,7 @@ def differences(found: Any, wanted: Any, model: str) -> list[float]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_int8_rounds_activations_like_the_fused_operators(runs: Callable[..., Results], model: str) -> None:
-    """Both multiply integers by integers, so their results differ only by roundings to bfloat16."""
+    """Native and fused int8 both multiply integers, so their results differ only by roundings to bfloat16."""
     found = runs(SETUPS["int8"])[model]["best"]
     wanted = runs(Setup(1, 1, "bfloat16", "fused", "int8"))[model]["best"]
     errors = differences(found, wanted, model)

@@ -1,7 +1,7 @@
-"""Divides quantised weights of the native primitives among agents.
+"""Divides the quantised weights of native primitives among agents.
 
-If a scale belongs to one part only, an agent's integers, scales and zero points equal those of the whole weight. An
-agent reads only its own part.
+If no scale covers the parts of two agents, an agent's integers, scales and zero points equal those of the whole weight.
+An agent reads only its own part of the file.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def encode(case: Case, name: str, plain: Plain) -> dict[str, np.ndarray]:
 
 
 def by_rows(array: np.ndarray, form: LinearForm, *, is_weight: bool) -> np.ndarray:
-    """Converts a parameter of a primitive to [out, in], or to [out, groups] for scales and offsets."""
+    """Converts a native primitive's weight to [outputs, inputs], or its scales and offsets to [outputs, groups]."""
     if form.is_float or form.weights.values_per_byte == 1:
         return array if array.ndim == 2 else array[:, None]
     if not is_weight:
@@ -135,7 +135,7 @@ def by_rows(array: np.ndarray, form: LinearForm, *, is_weight: bool) -> np.ndarr
 
 
 def rows_of(name: str, loaded: Loaded) -> np.ndarray:
-    """Returns the numbers of an agent's rows in the whole array."""
+    """Returns the indexes of the agent's rows in the whole weight."""
     shard, width, shape = loaded.part.shard, SMALL.head_dim, SMALL
     if name.endswith("qkv"):
         starts = (0, shape.num_attention_heads, shape.num_attention_heads + shape.num_key_value_heads)
@@ -154,7 +154,7 @@ def rows_of(name: str, loaded: Loaded) -> np.ndarray:
 
 
 def columns_of(name: str, loaded: Loaded) -> slice:
-    """Returns the numbers of an agent's inputs in the whole array."""
+    """Returns the indexes of the agent's input columns in the whole weight."""
     shard = loaded.part.shard
     if name.endswith("attention.output"):
         return slice(shard.query_heads.start * SMALL.head_dim, shard.query_heads.stop * SMALL.head_dim)
@@ -195,7 +195,7 @@ def test_stored_integers_equal_those_of_the_whole_weight(tmp_path: Path, name: s
 @pytest.mark.parametrize("agents", [2, 3])
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_agent_quantises_its_own_part_of_floats(tmp_path: Path, name: str, agents: int) -> None:
-    """As with fused operators, a scale belongs to one agent's part of a row, or to one of its groups."""
+    """Each scale covers one agent's part of a weight row, or one group in this part, as with fused operators."""
     folder, form = write_floats(tmp_path), FORMATS[name]
     floats = load(folder, Packing("auto"), 1, 0).weights
     largest = 7 if name == "int4" else 127
@@ -222,7 +222,7 @@ def test_each_agent_quantises_its_own_part_of_floats(tmp_path: Path, name: str, 
 def test_an_agent_reads_its_own_part_only(tmp_path: Path, name: str, agents: int) -> None:
     """An agent reads as many bytes as if it dequantised the weights. All agents together read the file once.
 
-    Several agents read norms, scales of whole rows and group orders.
+    There are exceptions, which several agents read: norms, scales of whole rows, and orders of groups.
     """
     if name == "floats":
         folder, packing, group = write_floats(tmp_path), Packing("int8"), 1
@@ -240,9 +240,9 @@ def test_an_agent_reads_its_own_part_only(tmp_path: Path, name: str, agents: int
 
 
 def test_an_output_layer_is_quantised_if_an_agents_part_is_narrow_enough() -> None:
-    """WeightQuantBatchMatmul accepts 65535 outputs.
+    """The primitive WeightQuantBatchMatmul accepts at most 65535 outputs.
 
-    One agent with 100000 keeps floats; each of two has at most 50016.
+    One agent with all 100000 outputs keeps floats. Each of two agents has at most 50016 outputs and quantises them.
     """
     wide = replace(SMALL, vocab_size=100_000)
     found = {
@@ -266,7 +266,7 @@ def test_a_tied_output_layer_stays_floats_in_every_stage() -> None:
 
 
 def test_a_group_as_large_as_an_agents_inputs_is_refused() -> None:
-    """Each of three agents has the inputs of two heads of 32, and a group must be smaller."""
+    """Each of three agents has two heads of 32 inputs. A group of 64 weights is refused, because it must be smaller."""
     with pytest.raises(ConfigError, match=r"attention.output.weight has groups of 64 of its 64 inputs"):
         part_forms(weight_specs(SMALL), part_of(3, 0, 64), SeededWeights(0), Packing("int4", 64))
 

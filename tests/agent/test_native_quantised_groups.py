@@ -1,7 +1,7 @@
-"""Native operators with quantised weights that several agents share. Each setup is a group of real processes.
+"""Tests native operators with quantised weights that several agents share. Each setup is a group of real processes.
 
-Except for ties, a group chooses the tokens of one agent, and those of the fused operators with the same number of
-agents. The bits do not depend on the chunks.
+Except for ties, a group chooses the tokens of one agent with native operators. The tokens also equal those of fused
+operators with the same number of agents. The bits do not depend on the chunks.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def runs(folder_of: Callable[[str, str], Path]) -> Runs:
         key = (str(setup), name, model)
         if key not in known:
             routes: dict[str, list[int]] | None = None
-            if model in WITH_EXPERTS:  # all groups use the experts that one agent with native operators chose
+            # The tokens of all groups use the experts that one agent with native operators chose.
+            if model in WITH_EXPERTS:
                 alone = replace(PAIRS[name], tensor_parallel=1)
                 routes = {} if setup == alone else {model: run(alone, name, model)[0]["routes"]}
             agents = run_group(setup, {model: folder_of(name, model)}, routes=routes)
@@ -122,10 +123,11 @@ def runs(folder_of: Callable[[str, str], Path]) -> Runs:
 
 
 def check_ties(found: Results, wanted: Results, model: str, *, margin: float, most: float, label: str) -> None:
-    """Checks that both choose the same tokens from the same input, except for a fraction of at most ``most``.
+    """Checks that two runs choose the same tokens from the same inputs, except for a fraction of at most ``most``.
 
-    In these cases, ``wanted`` must prefer its own token by less than ``margin`` standard deviations of the oracle's
-    logits. Both send each token to the same experts. An agent may only have preferred other experts by a near tie.
+    Where the tokens differ, ``wanted`` must prefer its own token by less than ``margin`` standard deviations of the
+    oracle's logits. Both runs send each token to the same experts, even if one would have preferred other experts by a
+    near tie.
     """
     if model in WITH_EXPERTS:
         assert len(found["routes"]) == len(wanted["routes"]) > 0
@@ -171,7 +173,10 @@ def test_two_native_agents_choose_the_tokens_of_two_fused_agents(runs: Runs, nam
 
 @pytest.mark.parametrize(("name", "model"), [case for case in params("int4") if "qwen3_moe" not in case.values])
 def test_int4_is_as_close_to_floats_as_with_fused_operators(runs: Runs, name: str, model: str) -> None:
-    """Fused operators round activations to int8 and a tied output layer to int4. The primitives keep both as floats."""
+    """Native and fused int4 predict the oracle's tokens about equally often.
+
+    Fused operators round activations to int8 and a tied output layer to int4. Native primitives keep both as floats.
+    """
     cases, same = golden_of(model)["cases"], {}
     for table in ("native", "fused"):
         forced = runs(replace(PAIRS[name], op_table=table), name, model)[0]["forced"]
@@ -197,8 +202,9 @@ def test_shared_and_uneven_heads(runs: Runs, model: str) -> None:
 
 @pytest.mark.sweep
 def test_stages_change_no_bit(runs: Runs) -> None:
-    """The bits are equal in the layers and in a tied output layer, which stays floats if another stage has the
-    embedding.
+    """Two pipeline stages give the same bits as one.
+
+    A tied output layer stays a float, also if another stage has the embedding.
     """
     pair = PAIRS["int8"]
     found = runs(replace(pair, pipeline_parallel=2), "int8", "gqa_tied")[2]
@@ -214,7 +220,10 @@ def test_a_position_gives_the_same_bits_however_it_is_computed(runs: Runs, name:
 
 @pytest.mark.parametrize(("name", "model"), [("int8", "llama_yarn_bias"), ("int4 stored", "mha")])
 def test_agents_share_weights_and_cache_evenly(runs: Runs, name: str, model: str) -> None:
-    """Each has half of the weights and of the cache of one agent. Norms and shared heads are in both."""
+    """Each of two agents has about half of the weights and of the cache of a single agent.
+
+    Both agents have the norms and the shared key-value heads.
+    """
     agents = [agent["summary"] for agent in runs(PAIRS[name], name, model)]
     alone = runs(replace(PAIRS[name], tensor_parallel=1), name, model)[0]["summary"]
     assert [agent["weight_format"] for agent in agents] == [alone["weight_format"]] * 2

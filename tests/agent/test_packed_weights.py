@@ -78,7 +78,7 @@ def test_int8_may_keep_activations_as_floats(tmp_path: Path) -> None:
 
 
 def test_int4_may_keep_activations_as_floats(tmp_path: Path) -> None:
-    """The blob has the folder's integers, scales and zero points."""
+    """The packed weight has exactly the integers, scales and zero points of the folder."""
     case = CASES["gptq4 asymmetric"]
     weights = load(write_case(tmp_path, case), Packing("int4_weight_only"))
     values = np.concatenate([case.plain(part).value() for part in NAMES["qkv"]])
@@ -122,7 +122,7 @@ def test_floats_get_zero_points_if_asymmetric() -> None:
 
 
 def test_a_float_file_is_quantised_from_its_stored_type(tmp_path: Path) -> None:
-    """As bfloat16, float16 values would lose bits. They must become int8 without this loss."""
+    """A float16 weight becomes int8 directly. A conversion to the model's bfloat16 before would lose bits."""
     from safetensors.numpy import save_file
 
     from support.quantised_folders import float_tensors

@@ -181,7 +181,7 @@ def tensor(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[T
 
 
 def setting(key: str, value: object) -> Callable[[Tensors, dict[str, Any]], object]:
-    """Returns a change of one value in ``quantization_config``. The key may be a path."""
+    """Returns a change of one value in ``quantization_config``. ``key`` may name a nested value, as in ``a.b``."""
 
     def change(tensors: Tensors, config: dict[str, Any]) -> None:
         *path, last = key.split(".")

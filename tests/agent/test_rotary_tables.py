@@ -62,7 +62,10 @@ def test_each_row_has_every_angle_twice(shape: ModelShape) -> None:
 
 
 def test_dynamic_scaling_depends_only_on_the_position(shape: ModelShape) -> None:
-    """Within the trained context nothing changes. Beyond it, the base grows with the position (NTK-aware scaling)."""
+    """Dynamic scaling (NTK-aware) changes only positions beyond the trained context.
+
+    There, the base grows with the position.
+    """
     scaled = replace(shape, rope_scaling=RopeScaling("dynamic", 4.0, original_max_position_embeddings=100))
     cos, sin = rotary_tables(scaled, 300)
     plain, _ = rotary_tables(shape, 300)

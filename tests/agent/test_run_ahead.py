@@ -1,4 +1,4 @@
-"""Tests of an agent that launches a step before it knows the tokens of the step before, on an artificial device."""
+"""Tests an agent that launches a step before it knows the tokens of the previous step, on an artificial device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Run = Callable[[str], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Returns a function from a part to what the program printed for it."""
+    """Returns a function that gives the results that the program printed for one of its parts."""
 
     @cache
     def printed(*parts: str) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def launched_ahead(events: list[str]) -> list[int]:
-    """Returns the steps that were launched before the step before was sampled."""
+    """Returns the steps that were launched before the previous step had its tokens."""
     number = sum(event.startswith("done") for event in events)
     order = {event: index for index, event in enumerate(events)}
     return [step for step in range(1, number) if order[f"launched {step}"] < order[f"done {step - 1}"]]
@@ -56,7 +56,10 @@ def test_greedy_steps_are_launched_ahead_and_change_no_bit(run: Run) -> None:
 
 
 def test_steps_that_need_the_host_wait_for_it_and_change_no_bit(run: Run) -> None:
-    """Some sequences are sampled randomly or have penalties, and some steps move blocks."""
+    """Steps that need the host are not launched ahead: random sampling, penalties and block moves.
+
+    Their bits stay equal.
+    """
     result = run("mixed")
     assert result["ahead"] == result["plain"]
     assert not any(step["error"] for step in result["plain"])
@@ -65,14 +68,20 @@ def test_steps_that_need_the_host_wait_for_it_and_change_no_bit(run: Run) -> Non
 
 
 def test_padded_decodes_insert_ids_of_the_same_number_and_change_no_bit(run: Run) -> None:
-    """The launches of a decode were captured with a fixed number of ids, so it waits after a step of another size."""
+    """A captured decode inserts a fixed number of token ids.
+
+    Therefore it is launched ahead only after a decode of the same size.
+    """
     result = run("captured")
     assert result["ahead"] == result["plain"]
     assert len(launched_ahead(result["events"])) >= len(result["plain"]) // 2, result["events"]
 
 
 def test_a_failed_step_fails_alone(run: Run) -> None:
-    """The next step has already been launched. Sequences outside the failed step keep their tokens."""
+    """A step fails when the next step has already been launched.
+
+    Sequences outside the failed step keep their tokens.
+    """
     result = run("failing")
     failed = [step for step, each in enumerate(result["ahead"]) if each["error"]]
     assert failed == [FAILED]

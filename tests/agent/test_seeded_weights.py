@@ -22,7 +22,7 @@ def filled(name: str, shape: tuple[int, ...], dtype: str = "float32", seed: int 
 
 
 def by_the_text(name: str, count: int, seed: int) -> np.ndarray:
-    """Generates the numbers a second time, from the description of the generator."""
+    """Returns the same random numbers as the generator, computed from its documentation."""
     inverse_cdf = statistics.NormalDist().inv_cdf
     chunks = []
     for chunk in range(-(-count // 2**20)):

@@ -1,4 +1,4 @@
-"""The check and the copy of a step slot, compared with the same rules in NumPy, for nearly valid steps."""
+"""Tests how an agent checks and copies a step slot. NumPy applies the same rules to the same nearly valid steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def step_slot(lens: list[tuple[int, int]]) -> StepSlot:
 
 
 def allowed(slot: StepSlot, *, decode: bool, row_last_tokens: np.ndarray) -> bool:
-    """Applies the rules a second time, in NumPy."""
+    """Returns whether the step is valid, by the same rules in NumPy."""
     tokens, seqs, width = slot.num_tokens, slot.num_seqs, slot.table_width
     queries, contexts = slot.query_lens[:seqs].astype(np.int64), slot.context_lens[:seqs].astype(np.int64)
     longest = min(CONFIG.max_model_len, width * BLOCK_SIZE)
@@ -67,7 +67,7 @@ def allowed(slot: StepSlot, *, decode: bool, row_last_tokens: np.ndarray) -> boo
 
 
 def asking_rows(slot: StepSlot) -> list[int]:
-    """Returns the batch row of each LAST_TOKEN."""
+    """Returns the batch row of each input that is LAST_TOKEN."""
     rows = np.repeat(slot.rows[: slot.num_seqs], slot.query_lens[: slot.num_seqs])
     return list(rows[slot.token_ids[: slot.num_tokens] == LAST_TOKEN].tolist())
 
@@ -102,7 +102,8 @@ def test_a_step_is_accepted_exactly_if_the_rules_allow_it(lens, decode, last_tok
     if not allowed(slot, decode=decode, row_last_tokens=row_last_tokens):
         with pytest.raises(ProtocolError) as raised:
             reader.read(slot, is_decode=decode)
-        assert "do not fit a slot" not in str(raised.value)  # the error names what was refused
+        # The error must name the value that was refused, not only the slot.
+        assert "do not fit a slot" not in str(raised.value)
         return
     inputs = reader.read(slot, is_decode=decode)
     token_ids = slot.token_ids[:tokens].copy()
@@ -121,7 +122,7 @@ def test_a_step_is_accepted_exactly_if_the_rules_allow_it(lens, decode, last_tok
     }
     whole = not decode and bool((slot.query_lens == slot.context_lens)[:seqs].all())
     for field in FIELDS:
-        getattr(slot, field)[:] = -9  # the copies do not change with the slot
+        getattr(slot, field)[:] = -9  # later changes of the slot do not change the copies
     assert {name: getattr(inputs, name).tolist() for name in expected} == {k: v.tolist() for k, v in expected.items()}
     assert reader.buffers.counts.tolist() == [tokens, seqs, WIDTH, 0]
     assert inputs.whole_prompts == whole

@@ -1,6 +1,6 @@
-"""The second start takes the launches of the graph from a file: without MindSpore, and with the same bits.
+"""A later start of an agent takes the launches of its graph from a file, without MindSpore and with the same bits.
 
-A file that is damaged, or that belongs to other settings, is not used. The graph is then compiled again.
+If the file is damaged or belongs to other settings, the agent ignores it and compiles the graph again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def result_of(process: subprocess.Popen[str]) -> Any:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Two agents start for the first time at the same time. Then another process starts many times."""
+    """Returns the results of two agents that start for the first time together, and of a later process.
+
+    The later process starts agents several times.
+    """
     folder = tmp_path_factory.mktemp("stored")
     for model in MODELS:
         write_model({**VARIANTS, **FAMILY_VARIANTS}[model], folder / model)

@@ -1,4 +1,4 @@
-"""With ``parallel_config.sum_parts``, one agent gives the bits of a group that shares its layers."""
+"""With ``parallel_config.sum_parts``, one agent gives the same bits as a group of agents that share the layers."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def test_an_agent_that_sums_in_parts_gives_the_bits_of_a_group(
     chosen = {model: folders[model] for model in divisible}
     wanted, found = answers(shared, chosen), answers(alone, chosen)
     for model in chosen:
-        for way in ("free", "forced", "invariance"):  # tokens, and digests of logits for each way of computing a
-            # position
+        # Generated tokens, tokens from the oracle's input, and digests of positions.
+        for way in ("free", "forced", "invariance"):
             assert found[model][way] == wanted[model][way], (model, way)
 
 
 def test_without_sum_parts_the_bits_differ(folders: dict[str, Path]) -> None:
-    """If the bits were equal here, the test above would prove nothing.
+    """Without ``sum_parts``, one agent and a group give different bits. Otherwise the test above would prove nothing.
 
-    In bfloat16, most of these short sums hide their order.
+    This test uses float32, because in bfloat16 most of these short sums do not show the order of addition.
     """
     models = {name: folders[name] for name in MODELS[:1]}
     shared = Setup(2, 1, "float32", "fused")

@@ -105,7 +105,7 @@ def test_get_waits_for_a_message_and_returns_its_waiting_time():
 
 @pytest.mark.parametrize("policy", ["prefill_first", "decode_first", "fcfs"])
 def test_agents_of_a_group_keep_the_servers_order(policy):
-    """Only Shutdown runs early, so that every agent runs the same steps in the same order."""
+    """Only Shutdown may overtake other messages, so every agent runs the same steps in the same order."""
     queue = TaskQueue(policy, max_steps=8, in_order=True)
     for message in (*MIXED[:4], Move(seq=5, slot=4), Prefill(seq=6, slot=5), Shutdown(seq=7)):
         queue.put(message)

@@ -32,14 +32,14 @@ WEIGHTS: dict[str, Array] = {
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses chunks that divide the arrays at odd places, and pieces of the file that have parts of several arrays."""
+    """Makes chunks end inside arrays, and makes each written piece of the file contain parts of several arrays."""
     monkeypatch.setattr(entry, "CHUNK_BYTES", 100_000)
     monkeypatch.setattr(entry, "WRITE_BYTES", 12_288)
 
 
 @pytest.fixture(params=["mapped", "copied"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Loads entries by mapping and by copying. Small files are not in huge pages, so they are copied."""
+    """Loads cache entries by mapping or by copying. Small files are not in huge pages, so they are normally copied."""
     monkeypatch.setattr(entry, "LEAST_HUGE", 0.0 if request.param == "mapped" else 1.1)
     return str(request.param)
 
@@ -127,7 +127,8 @@ def test_a_file_that_cannot_be_mapped_is_copied(
     tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(entry, "LEAST_HUGE", 0.0)
-    monkeypatch.setattr(entry, "populate", lambda pages, *, write: False)  # as Linux before 5.14
+    # As on Linux before 5.14, which cannot populate pages.
+    monkeypatch.setattr(entry, "populate", lambda pages, *, write: False)
     store(cache_of(config))
     loaded = cache_of(config).load()
     assert loaded is not None
@@ -243,7 +244,8 @@ def test_other_settings_have_their_own_entry(tmp_path: Path, override: str) -> N
 
 
 def test_a_file_is_written_in_large_pieces(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the system keeps it in small pages, and every start copies it."""
+    """Each write is large, because the system keeps small writes in small pages, and then every start copies the file.
+    """
     written, write = [], os.pwrite
 
     def noted(descriptor: int, data: memoryview, position: int) -> int:
@@ -283,7 +285,7 @@ def test_a_limit_of_0_writes_nothing(tmp_path: Path) -> None:
 def test_the_entry_that_was_not_used_for_the_longest_time_makes_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder, "GIB", 1 << 20)  # the limit of 3 GiB becomes 3 MiB: two entries of 1.01 MiB
+    monkeypatch.setattr(folder, "GIB", 1 << 20)  # the limit of 3 GiB becomes 3 MiB, which holds two entries of 1.01 MiB
     configs = [
         config_of(tmp_path, "model_config.weight_cache_gib=3", f"model_config.model_name=m{n}") for n in range(3)
     ]

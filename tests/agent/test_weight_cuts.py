@@ -1,4 +1,4 @@
-"""Reads parts of tensors: the values equal a slice of the whole tensor, and no other bytes are read."""
+"""Reads parts of tensors. The values equal a slice of the whole tensor, and only the bytes of the part are read."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_the_parts_of_all_agents_make_the_whole_model(tmp_path: Path, tp: int, p
 
 
 def join(name: str, parts: list[tuple[ModelPart, Any]], shape: ModelShape) -> Any:
-    """Joins the parts of the agents of a stage."""
+    """Joins the parts of a weight that the agents of one stage have."""
     arrays = [array for _, array in parts]
     if name.endswith(("output.weight", "down.weight")):
         return np.concatenate(arrays, axis=1)
@@ -179,9 +179,9 @@ def join(name: str, parts: list[tuple[ModelPart, Any]], shape: ModelShape) -> An
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 3), (3, 2)])
 def test_an_agent_reads_its_own_part_only(tmp_path: Path, tp: int, pp: int) -> None:
-    """An agent reads the stored bytes of its parameters. All agents together read the file once.
+    """An agent reads the stored bytes of its own parameters. All agents together read the file once.
 
-    Exceptions are the tensors that several agents have.
+    There is an exception: several agents read the norms.
     """
     model = Model(tmp_path, shape_of(tie_word_embeddings=False))
     total = sum(model.num_bytes.values())
@@ -204,7 +204,7 @@ def test_experts_are_split_by_their_columns(tmp_path: Path) -> None:
     model = Model(tmp_path, shape_of(experts=experts, attention_bias=False, output_bias=False))
     first, second = (model.part(2, 1, rank)[1] for rank in (0, 1))
     for name, whole in model.whole.items():
-        if "gate_up" in name and whole.ndim == 3:  # [experts, hidden, gate and up]
+        if "gate_up" in name and whole.ndim == 3:  # the shape is [experts, hidden, gate and up]
             halves = [np.split(array, 2, axis=2) for array in (first[name], second[name])]
             joined = np.concatenate([half for place in (0, 1) for half in (halves[0][place], halves[1][place])], axis=2)
             np.testing.assert_array_equal(joined, whole)

@@ -94,7 +94,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
 
 
 def rewrite(change: Callable[[dict[str, Array]], object]) -> Callable[[Path], None]:
-    """Returns a fault that changes the tensors of the single file."""
+    """Returns a function that changes the tensors of a folder with one weight file."""
 
     def break_it(folder: Path) -> None:
         tensors = {name: values(name) for name in SHAPES}
@@ -105,7 +105,7 @@ def rewrite(change: Callable[[dict[str, Array]], object]) -> Callable[[Path], No
 
 
 def rewrite_header(change: Callable[[dict[str, dict[str, object]]], object]) -> Callable[[Path], None]:
-    """Returns a fault that changes the header of the single file and keeps the data."""
+    """Returns a function that changes the header of a folder's only weight file and keeps its data."""
 
     def break_it(folder: Path) -> None:
         path = folder / "model.safetensors"
@@ -123,7 +123,7 @@ def write_raw(path: Path, header: bytes, data: bytes = b"") -> None:
 
 
 def rewrite_index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
-    """Returns a fault in the index of a folder with shards."""
+    """Returns a function that changes the index of a folder with several weight files."""
 
     def break_it(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
