@@ -1,4 +1,4 @@
-"""``llm-serving chat`` in a pseudo terminal: with a real server that it starts, and with scripted answers."""
+"""Tests ``llm-serving chat`` in a pseudo terminal, with a real server that it starts and with a scripted server."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_a_chat_with_a_server_of_its_own(tmp_path: Path) -> None:
         terminal.expect(r"The capital of Japan is Tokyo\.\n\[\d+ tokens, [\d.]+ tokens/s, first token after [\d.]+ s\]")
         terminal.expect(">>> ")
 
-        # a second chat by URL, with its input from a pipe
+        # A second chat connects to the URL of the running server and reads its input from a pipe.
         done = one_shot(url, f"{JAPAN}\n", "--temperature", "0")
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith("The capital of Japan is Tokyo.\n[")
         done = one_shot(url, "hello\n", "--name", "no-such-model")
         assert done.stderr == f"error: {url} has no model 'no-such-model'; it has llama_tiny\n"
 
-        terminal.type(CTRL_C)  # at the prompt: neither the chat nor its server ends
+        terminal.type(CTRL_C)  # Ctrl-C at the prompt ends neither the chat nor its server
         terminal.expect(r"Ctrl-D or /quit ends the chat.*>>> ")
         terminal.type("Which month comes after March?\n")
         terminal.expect(r"April comes after March\..*>>> ")
@@ -87,7 +87,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_its_text() -> None:
     with fake_openai_server(lambda index, _: Reply(tokens=1_000_000 if index == 0 else 2, gap_s=0.01)) as fake:
         with chat_terminal("--url", f"http://127.0.0.1:{fake.port}") as terminal:
             terminal.type("go on\n")
-            terminal.expect(r">>> go on\n token0")  # text has arrived
+            terminal.expect(r">>> go on\n token0")  # the first text of the answer has arrived
             terminal.type(CTRL_C)
             terminal.expect(r"\[first token after [\d.]+ s, stopped\]\n>>> ")
             terminal.type("again\n")
