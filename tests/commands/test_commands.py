@@ -35,7 +35,7 @@ def test_each_command_has_help_with_examples(command: Command, capsys: pytest.Ca
     text = capsys.readouterr().out
     assert text.startswith(f"usage: llm-serving {command.name} ")
     assert f"\n  llm-serving {command.name} " in text or f"<(llm-serving {command.name} " in text
-    assert command.load_parser().format_help() == text  # completion reads this parser
+    assert command.load_parser().format_help() == text  # the shell completion is made from this parser
 
 
 def test_the_help_lists_all_commands() -> None:
@@ -92,7 +92,7 @@ def test_completion_knows_a_command_whose_packages_are_missing(monkeypatch: pyte
 
 
 def completed(script: Path, *words: str) -> list[str]:
-    """Return what bash proposes for the last word."""
+    """Return the completions that bash proposes for the last word."""
     program = f"source {script}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; "
     program += f"_shtab_llm_serving; printf '%s\\n' ${{COMPREPLY[@]}} # {words[-1]}"
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=time_limit(30))
