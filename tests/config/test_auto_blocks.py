@@ -1,4 +1,7 @@
-"""Blocks and lengths that are ``auto``: the memory after the weights, the useful maximum, and unknown devices."""
+"""Tests numbers of blocks and lengths that are ``auto``.
+
+They depend on the memory after the weights and on the useful maximum. Some devices have unknown memory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def small(tmp_path: Path, *overrides: str, ascend: bool = False, head_dim: int =
 
 
 def machine_for(config: Config, num_blocks: int) -> Machine:
-    """Returns a machine with just enough memory for the blocks, not counting the spare part."""
+    """Returns a machine with just enough memory for the blocks and for the tenth that the plan keeps free."""
     needed = estimate_memory(with_blocks(config, num_blocks), Machine(0, "")).total_bytes
     return Machine(-(-needed * 10 // 9) + 10, "test machine")
 

@@ -56,7 +56,10 @@ def test_sizes_and_end_tokens_come_from_the_metadata(tmp_path: Path) -> None:
 
 
 def llama3_factors(factor: float) -> np.ndarray:
-    """Returns the divisors of 8 frequencies: 1 for short waves, ``factor`` for long ones, interpolated between them."""
+    """Returns the divisors of 8 rotary frequencies in Llama 3's scaling.
+
+    The divisor is 1 for short wavelengths and ``factor`` for long ones, with interpolation between them.
+    """
     divisors = []
     for index in range(8):
         length = 2 * math.pi * 500_000.0 ** (index / 8)

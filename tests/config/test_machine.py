@@ -1,4 +1,4 @@
-"""The available memory: free memory of the machine, or the rest of a control group's limit."""
+"""The available memory: the machine's free memory, or the unused part of a control group's limit."""
 
 from __future__ import annotations
 

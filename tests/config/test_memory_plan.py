@@ -41,10 +41,11 @@ def llama2_7b(tmp_path: Path, *overrides: str) -> Config:
 def test_a_small_model_in_float32_is_planned(tmp_path: Path) -> None:
     plan = plan_memory(small(tmp_path), replace(PLENTY, num_cores=2))
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64
-    # Float32 arrays of 256 rows: input, norm, MLP of each of two threads, and input of the output layer.
+    # The scratch memory has float32 arrays of 256 rows. They are the input and the norm, the MLP in each of two
+    # threads, and the input of the output layer.
     scratch = 256 * (160 + 160) * 4 + 2 * 256 * (64 * 4 + 128) + (2 * 256 * 160 + 2048 * 64) * 4
-    # Each thread has a panel with its sums, an attention task and the sampler's rows. For split contexts, each thread
-    # has 8 x 192 rows of 8 partitions, and there is a list of tasks.
+    # Each thread also has a panel with its sums, an attention task and the rows of the sampler. If contexts are split,
+    # each thread has 8 x 192 rows of 8 partitions, and all threads share a list of tasks.
     scratch += 2 * (64 * 160 + 544 * 64 * 4 + 1024 * (64 + 48) * 4 + 60 * 300)
     scratch += 3072 * 8 * (64 + 16) * 4 + 80 * (64 * 2 + 3072)
     assert {item.name: item.num_bytes for item in plan.items} == {
@@ -118,7 +119,9 @@ def test_quantised_formats_are_planned(tmp_path: Path) -> None:
 
 
 def test_quantised_formats_of_the_native_operators(tmp_path: Path) -> None:
-    """A CPU packs int4 as for fused operators. An Ascend keeps the primitive's scales and offsets."""
+    """For native int4, a CPU packs weights as for fused operators, and an Ascend keeps the primitive's scales and
+    offsets.
+    """
     linear, output = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 300 * 64
     others = 2 * 2 * 64 + 64 + 300 * 64
 
@@ -135,7 +138,8 @@ def test_quantised_formats_of_the_native_operators(tmp_path: Path) -> None:
 
 
 def test_a_wide_native_output_layer_is_quantised_only_if_agents_divide_it(tmp_path: Path) -> None:
-    """WeightQuantBatchMatmul does not accept 100000 outputs, but it accepts half of them."""
+    """WeightQuantBatchMatmul accepts at most 65535 outputs: not all 100000, but the half that each of two agents has.
+    """
     folder = write_model_folder(tmp_path / "wide", vocab_size=100_000)
     layers, norms, output = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 2 * 2 * 64 + 64, 100_000 * 64
 
@@ -334,7 +338,7 @@ def test_an_ascend_plan_counts_the_host_memory_of_all_agents_while_they_load(tmp
 
 
 def test_each_agent_has_items_for_its_part(tmp_path: Path) -> None:
-    """With two stages of two agents, each agent has one layer with half of the heads, columns and vocabulary."""
+    """With two stages of two agents, each agent's plan has one layer with half of the heads, columns and vocabulary."""
     parallel = ["tensor_parallel=2", "pipeline_parallel=2", "data_parallel=2"]
     config = small(tmp_path, *[f"parallel_config.{each}" for each in parallel], "pa_config.num_host_blocks=10")
     plan = plan_memory(config, PLENTY)

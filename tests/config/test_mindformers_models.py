@@ -1,4 +1,4 @@
-"""``model_type: mindformers``: folders that MindFormers cannot compute are refused with the remedy."""
+"""Tests ``model_type: mindformers``. An error about a folder that MindFormers cannot compute names the remedy."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_the_memory_plan_counts_the_package(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_mindformers_config_of_the_repository_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes and context come from MindFormers' own YAML."""
+    """The model sizes and the device context come from MindFormers' own YAML file."""
     installed(monkeypatch, "1.9.0")
     (tmp_path / "tokenizer.json").touch()
     overrides = ["model_config.load_format=dummy", f"tokenizer.vocab_file={tmp_path / 'tokenizer.json'}"]

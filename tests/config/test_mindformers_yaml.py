@@ -67,7 +67,7 @@ def test_llama2_7b() -> None:
 
 
 def test_every_documented_key_is_read_and_checked(tmp_path: Path) -> None:
-    """The test gives each key a mapping, which is the wrong type for all of them."""
+    """The test gives a mapping as the value of each key. No key accepts a mapping, so each gives an error."""
     for key in KEYS_READ:
         *outer, last = key.split(".")
         sizes: dict[str, object] = dict(SIZES)
@@ -247,7 +247,7 @@ model:
 
 
 def test_sizes_in_the_names_of_config_json(tmp_path: Path) -> None:
-    """The YAML has the form of MindFormers 1.9's file for Qwen3."""
+    """The YAML has the form of the file for Qwen3 in MindFormers 1.9, whose sizes have the names of ``config.json``."""
     shape = shape_in(write(tmp_path, QWEN3))
     assert (shape.architecture, shape.query_key_norm, shape.hidden_act) == ("Qwen3ForCausalLM", True, "silu")
     assert (shape.num_layers, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (3, 4, 2, 32)
@@ -296,7 +296,10 @@ def test_mindspore_writes_graphs_only_if_save_graphs_asks_for_them() -> None:
 
 
 def test_keys_of_mindformers_own_files_without_an_effect_are_accepted(tmp_path: Path) -> None:
-    """From its files for DeepSeek V3 and PyNative mode. The sizes of DeepSeek are those of the model folder."""
+    """The YAML has keys of MindFormers' files for DeepSeek V3 and PyNative mode.
+
+    DeepSeek's sizes come from the model folder.
+    """
     text = "context: {mode: 1, affinity_cpu_list: None}\nmodel: {model_config: {type: DeepseekV3Config, num_layers: 2}}"
     file = read_mindformers_yaml(write(tmp_path, text))
     assert file.shape is None

@@ -68,7 +68,7 @@ def test_ranks_are_numbered_by_tensor_index_then_stage_then_replica() -> None:
 
 
 def test_heads_are_divided_in_whole_groups(tmp_path: Path) -> None:
-    """Example: 12 query heads in 6 groups of 2, on 4 ranks."""
+    """Example: 4 ranks share 6 key-value heads. Each key-value head stays with its 2 query heads."""
     shape = shape_of(tmp_path, num_attention_heads=12, num_key_value_heads=6, head_dim=8)
     found = shards(shape, ParallelConfig(tensor_parallel=4))
     assert [(len(each.query_heads), len(each.key_value_heads)) for each in found] == [(4, 2), (4, 2), (2, 1), (2, 1)]
@@ -77,7 +77,10 @@ def test_heads_are_divided_in_whole_groups(tmp_path: Path) -> None:
 
 
 def test_key_value_heads_are_replicated() -> None:
-    """Example: 8 query heads over 2 key-value heads on 3, 4 and 8 ranks, as (query span, key-value head)."""
+    """Example: 8 query heads and 2 key-value heads on 3, 4 and 8 ranks.
+
+    Each rank has (first query head, end of its query heads, key-value head).
+    """
     found = {
         parts: [(q.start, q.stop, kv.start) for q, kv in (split_heads(8, 2, parts, i) for i in range(parts))]
         for parts in (3, 4, 8)
@@ -232,7 +235,7 @@ def test_impossible_splits_are_refused(
 
 
 def test_groups_of_a_scale_are_not_divided(tmp_path: Path) -> None:
-    """A head of 16 weights ends inside a group of 32 weights. Two heads fill the group."""
+    """A quantisation group of 32 weights covers two heads of 16 weights, so agents cannot divide these two heads."""
     folder = write_model_folder(tmp_path / "model", num_key_value_heads=4)
     formats = ["model_config.weight_format=int4", "model_config.weight_group=32"]
     assert load(folder, *formats, "parallel_config.tensor_parallel=2").shard_group == 32
@@ -256,9 +259,9 @@ def test_quantised_weights_of_native_operators_are_shared(tmp_path: Path, fmt: s
 
 
 def test_native_groups_must_be_smaller_than_the_inputs_of_an_agent(tmp_path: Path) -> None:
-    """The output layer of attention has 32 inputs on each of two agents.
+    """On each of two agents, the output layer of attention has 32 inputs.
 
-    They are one group, which the primitive refuses.
+    These inputs are a single group of 32, which the native primitive refuses.
     """
     formats = ["model_config.weight_format=int4", *NATIVE]
     folder = write_model_folder(tmp_path / "model")
@@ -283,7 +286,10 @@ def test_native_groups_must_be_smaller_than_the_inputs_of_an_agent(tmp_path: Pat
 
 
 def test_the_width_limit_of_weight_only_products_applies_to_the_part_of_an_agent(tmp_path: Path) -> None:
-    """Gate and up have 80000 outputs together. WeightQuantBatchMatmul accepts half of them."""
+    """Gate and up have 80000 outputs together, which WeightQuantBatchMatmul refuses.
+
+    It accepts the half of one agent.
+    """
     folder = write_model_folder(tmp_path / "model", intermediate_size=40_000)
     given = ["model_config.weight_format=int8_weight_only", *NATIVE]
     with pytest.raises(ConfigError, match="is 80000 wide; WeightQuantBatchMatmul takes at most 65535"):
@@ -292,9 +298,9 @@ def test_the_width_limit_of_weight_only_products_applies_to_the_part_of_an_agent
 
 
 def test_native_experts_can_be_quantised(tmp_path: Path) -> None:
-    """The groups must divide the inputs of an expert, and an agent's part of these inputs.
+    """The group size must divide the inputs of an expert, and each agent's part of these inputs.
 
-    The width of the MLP does not count, because no layer has an MLP.
+    The group size need not divide ``intermediate_size``, because no layer has a dense MLP.
     """
     experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
     sizes = {"head_dim": 32, "intermediate_size": 50}

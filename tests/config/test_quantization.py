@@ -30,7 +30,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
 
 
 def gguf_header() -> bytes:
-    """Returns a header with entries of all kinds."""
+    """Returns a GGUF header whose metadata has entries of many types."""
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
