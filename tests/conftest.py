@@ -80,12 +80,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.option.loadscopereorder = False  # xdist would start the files with the most tests first
+    config.option.loadscopereorder = False  # otherwise xdist starts the files with the most tests first
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts the heavy files first, and leaves out cases if ``--every`` asks for it."""
+    """Sorts the files with the slowest tests first. With ``--every N``, keeps every N-th case of each test."""
     ranks = {file: rank for rank, file in enumerate(HEAVY)}
     items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
     every, seen, chosen = config.getoption("every"), Counter[str](), []
