@@ -1,4 +1,4 @@
-"""Compiled grammars: accepted and refused texts, refusals of bad grammars, copies, and the end token."""
+"""Tests compiled grammars: the texts that they accept, errors of bad grammars, copies, and the end token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PERSON = {
 
 
 class Compiler:
-    """Compiles for a tokenizer and follows texts. The model has more ids than the tokenizer."""
+    """Compiles grammars for a tokenizer and checks texts. The model has 7 more token ids than the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -51,7 +51,7 @@ class Compiler:
         return set(np.flatnonzero(bits).tolist())
 
     def accepts(self, grammar: Grammar, text: str) -> bool:
-        """Whether the grammar allows exactly this text, token by token, and then the end token."""
+        """Returns whether the grammar allows the tokens of exactly this text, and then the end token."""
         constraint = self.compile(grammar).start()
         for token in [*self.tokenizer.encode(text, add_special_tokens=False), self.end]:
             if token not in self.allowed(constraint.mask()):
@@ -68,7 +68,10 @@ def byte_level() -> Compiler:
 
 @pytest.fixture(scope="module", params=["byte-level", "sentencepiece"])
 def compiler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    """SentencePiece puts a space before each text, so the library must not tokenize with it as it is."""
+    """Returns compilers for a byte-level tokenizer and for SentencePiece.
+
+    SentencePiece puts a space before each text, so the grammar library must not use it to tokenize parts of a text.
+    """
     if request.param == "byte-level":
         return byte_level()
     return Compiler(open_tokenizer(write_llama2_folder(tmp_path_factory.mktemp("tokenizer"))))

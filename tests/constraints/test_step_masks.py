@@ -20,7 +20,7 @@ from support.fakes import make_limits, make_request
 
 
 class TokensSoFar:
-    """A constraint whose mask is the number of tokens that it has received."""
+    """A constraint whose mask is the number of tokens that it has received, so that a test can read it."""
 
     num_words = 1
 
@@ -82,7 +82,7 @@ def test_a_mask_waits_for_the_token_of_the_step_before() -> None:
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_masks_are_published_although_the_step_before_gave_no_token(ends: bool) -> None:
-    """The step before failed, was dropped, or ended the request."""
+    """The previous step failed, was dropped, or ended the request. The mask of the next step is still published."""
     published = Published()
     masks, a = StepMasks(published), constrained("a")
     masks.sent(decode(0, a))
@@ -113,7 +113,10 @@ def test_nothing_is_kept_after_the_agents_were_lost() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_schedules_publish_every_mask_with_all_tokens_known(seed: int) -> None:
-    """With preemption, aborts, dropped steps and losses of the agents, each mask knows all earlier tokens."""
+    """When a mask is published, its constraint has received all earlier tokens of the sequence.
+
+    The schedules have preemption, aborts, dropped steps and losses of agents.
+    """
     rng = random.Random(seed)
     limits = make_limits(num_blocks=20)
     scheduler, device, published = Scheduler(limits), FakeDevice(limits), Published()
@@ -150,7 +153,7 @@ def test_random_schedules_publish_every_mask_with_all_tokens_known(seed: int) ->
 
 
 def take(scheduler: Scheduler, device: FakeDevice, masks: StepMasks, result: StepResult, now: float) -> None:
-    """The engine's order: the scheduler, the constraints, the masks of later steps."""
+    """Processes a result in the engine's order: the scheduler, then the constraints, then the masks of later steps."""
     updates = scheduler.update(result, now)
     device.answered(result.seq)
     assert masks.advance(updates) == []
