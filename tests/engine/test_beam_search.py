@@ -22,7 +22,10 @@ END = 0
 
 
 class Model:
-    """A model whose logits are a hash of the whole output. With ``coarse``, many logits are equal."""
+    """A model whose logits are hashes of the seed, the output so far and the token.
+
+    With ``coarse``, many logits are equal.
+    """
 
     def __init__(self, vocabulary: int, seed: int, *, coarse: bool = False) -> None:
         self.vocabulary, self._seed, self._coarse = vocabulary, seed, coarse
@@ -90,7 +93,7 @@ def test_it_finds_what_the_textbook_finds(width: int, ends: frozenset[int], pena
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_wide_search_finds_the_best_sequence(seed: int) -> None:
-    """Three tokens, one of which ends the output, and three steps: the search covers all sequences."""
+    """The search covers all sequences of three tokens and three steps. One of the tokens ends the output."""
     model = Model(3, seed)
     params = BeamSearchParams(MAX_BEAM_WIDTH, 3, 1.0, frozenset({END}))
     complete = [
@@ -128,7 +131,7 @@ def test_a_beam_carries_what_its_tokens_were_worth() -> None:
 
 
 def test_it_ends_as_soon_as_nothing_can_change() -> None:
-    """The end token is nearly certain after two tokens, so the search does not need a hundred steps."""
+    """The end token is nearly certain after two tokens, so the search ends before its limit of a hundred steps."""
 
     class Ending(Model):
         def logits(self, output: Sequence[int]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The engine loop over the fake device: requests and their pieces. Tests run each iteration."""
+"""Tests the engine loop over the fake device: requests and their pieces. The tests call each loop iteration."""
 
 from __future__ import annotations
 

@@ -187,7 +187,10 @@ def test_logits_that_are_not_finite_end_their_request_only(ahead: int) -> None:
 
 
 def test_a_broken_request_leaves_nothing_in_the_prefix_cache() -> None:
-    """A cached block may be the cause. The next request with the same prompt computes all of its blocks again."""
+    """If a request fails, its cached blocks are removed, because they may be the cause.
+
+    The next request with the same prompt computes all of its blocks again.
+    """
     engine = Engine(prefix_cache=True)
     prompt = list(range(2, 40))
     for name, seed, cached in (("first", 1, False), ("hit", 1, True), ("bad", BROKEN_SEED, True), ("after", 1, False)):
@@ -210,9 +213,9 @@ def test_a_step_without_finite_logits_restarts_the_agents() -> None:
 
 
 def test_one_request_without_finite_logits_asks_for_the_canary() -> None:
-    """The request itself may be the cause, so the agents are not restarted.
+    """The agents are not restarted, because the request itself may be the cause. Instead, the engine runs the canary.
 
-    The next request without finite logits after a restart asks for the canary again.
+    After a restart, the next request without finite logits makes the engine run the canary again.
     """
     engine = Engine()
     engine.request("a", 6, 12, seed=BROKEN_SEED)

@@ -1,4 +1,4 @@
-"""The log events, metrics and status of the engine loop, and the length of its waits."""
+"""Tests the log events, metrics and status of the engine loop, and how long the loop waits."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_status() -> None:
 def test_host_time_counts_only_while_the_device_waits() -> None:
     """Each reading of the fake clock advances it by 1 ms.
 
-    The loop reads it once before and once after it sends a step.
+    The loop reads the clock once before and once after it sends a step.
     """
     engine = Engine(decode_steps_ahead=0)
     engine.request("a", 5, 4)

@@ -17,7 +17,7 @@ ARRIVAL = 100.0
 
 
 def last_piece(tokens: int = 5, reason: FinishReason = FinishReason.LENGTH) -> RequestOutput:
-    """Returns a last piece 0.9 s after arrival, with the first token after 0.3 s."""
+    """Returns the last piece of a request, 0.9 s after its arrival. The first token came 0.3 s after the arrival."""
     ttft = 0.3 if tokens else None
     timings = RequestTimings(queue=0.1, prefill=0.2, decode=0.6, e2e=0.9, ttft=ttft, tpot=0.15)
     return RequestOutput("r", "", (), (), 10, tokens, reason, timings=timings)
@@ -40,7 +40,7 @@ class Recorded:
         self.opened.is_ended, self.opened.last_piece = True, piece
 
     def end(self) -> dict[str, Any]:
-        """Returns its ``request_end`` event, and checks that the parts add up."""
+        """Returns the ``request_end`` event, and checks that the times of its parts add up to the total."""
         piece = self.opened.last_piece
         assert piece is not None
         self.requests.request_end(piece, self.opened.timings(piece), self.request)

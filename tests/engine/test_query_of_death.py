@@ -1,4 +1,4 @@
-"""A request that kills its agent ends alone: all others complete with the same tokens."""
+"""Tests that a request that kills its agent fails alone. All other requests complete with the same tokens."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def in_flight(engine: Engine) -> set[str]:
 
 
 def run_with_killer(engine: Engine, killer: Request, at: int) -> list[set[str]]:
-    """Runs until idle.
+    """Runs the engine until it is idle. The agent dies each time when it computes token ``at`` of ``killer``.
 
-    The agent dies when it computes token ``at`` of the killer. Returns the steps in flight at each death.
+    Returns for each death the ids of the requests in flight.
     """
     losses = []
     for _ in range(10_000):
@@ -88,7 +88,7 @@ def test_a_request_that_loses_its_agent_often_stays_alone() -> None:
 
 
 def test_a_failed_self_check_blames_no_request() -> None:
-    """A failed self-check is the agent's fault, even if a suspect runs alone and loses its second agent.
+    """A failed self-check is the agent's fault. It does not count as a second loss of the suspected request.
 
     The request completes.
     """

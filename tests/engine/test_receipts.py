@@ -1,4 +1,4 @@
-"""The receipts of requests: parts that add up during and after the request, in bounded memory."""
+"""Tests the receipts of requests: their parts add up during and after the request, and their memory is bounded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from support.served_engine import Served, Sink, served
 
 
 def eventful_request() -> Request:
-    """Returns a request with time in every phase. Each time is a different power of two in milliseconds."""
+    """Returns a request that has been in every phase.
+
+    The time in each phase is a different power of two in milliseconds.
+    """
     request = make_request("r", 10, arrival=100.0)
     receipt = request.receipt = Receipt(100.001)
     receipt.blocked(BlockReason.ROWS, ["a"], 100.001)
@@ -151,7 +154,7 @@ def test_the_line_of_a_requests_end() -> None:
 
 
 def test_a_request_that_waits_past_its_deadline_gets_its_last_piece() -> None:
-    """The request ends without computed tokens and without an abort. The running request continues."""
+    """The request ends at its deadline, without computed tokens and without an abort. The running request continues."""
     engine = Engine(max_num_seqs=1)
     engine.request("runs", 5, 20)
     engine.step()

@@ -1,4 +1,7 @@
-"""The engine loop over several replicas: same texts as with one; no replica waits for another; no request is lost."""
+"""Tests the engine loop over several replicas.
+
+Texts are the same as with one replica, no replica waits for another, and no request is lost.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def check_texts(engine: ReplicatedEngine, *, cut: frozenset[str] = frozenset()) 
 def test_tokens_equal_sequential_execution(
     num_replicas: int, policy: Policy, preemption: PreemptionKind, prefix_cache: bool
 ) -> None:
-    """Requests arrive and abort at random, blocks are scarce, and replicas die, some of them for a while."""
+    """Requests arrive and abort at random, blocks are scarce, and replicas die. Some replicas return after a while."""
     rng = random.Random(f"{num_replicas}/{policy.value}/{preemption.value}/{prefix_cache}")
     engine = ReplicatedEngine(
         num_replicas, seed=rng.randrange(1000), policy=policy, preemption=preemption, prefix_cache=prefix_cache,
@@ -91,7 +94,9 @@ def test_requests_of_a_replica_that_stays_away_go_on_elsewhere() -> None:
 
 
 def test_an_idle_replica_takes_over_immediately() -> None:
-    """No other event wakes the engine loop."""
+    """If a replica is lost, the idle replica takes its request immediately, although no other event wakes the engine
+    loop.
+    """
     engine = ReplicatedEngine(2)
     request = engine.request("alone", 5, 20, ignore_eos=True)
     engine.step(5)
@@ -164,7 +169,10 @@ def test_one_that_is_ready_serves_while_another_starts() -> None:
 
 
 def test_a_busy_replica_does_not_delay_another() -> None:
-    """The device of replica 0 hangs. Requests on replica 1 end, and new requests start there while it has capacity."""
+    """The device of replica 0 hangs.
+
+    Requests on replica 1 complete, and new requests start there while it has capacity.
+    """
     engine = ReplicatedEngine(2, max_num_seqs=2)
     engine.request("a", 5, 30, ignore_eos=True)
     engine.step(3)
@@ -223,7 +231,7 @@ def test_stop_ends_all() -> None:
 
 
 def test_replicas_share_one_queue() -> None:
-    """The limit counts all replicas. A refusal states the retry delay."""
+    """The limit of waiting requests counts the requests of all replicas. A refusal states the delay before a retry."""
     engine = ReplicatedEngine(2, max_num_seqs=1, max_waiting_requests=3)
     engine.step(3)
     for number in range(6):
