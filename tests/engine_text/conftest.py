@@ -19,9 +19,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizers(folder: Path) -> dict[str, Tokenizer]:
-    """Provides tokenizers:
+    """Returns tokenizers by name.
 
-    Llama 2 in both files, Llama 3, SentencePiece without the prefix, and the embedded model's.
+    The Llama 2 model is in both file formats. One SentencePiece model puts no space before a text.
     """
     return {
         "llama2": open_tokenizer(write_llama2_folder(folder / "llama2")),

@@ -118,7 +118,7 @@ HOSTILE = [
         "{{ ns.x | string }}", "{{ '%s' % ns.x }}", "{{ ns.x ~ '' }}", "{{ ns.x is eq [] }}",
         "{{ dict(a=ns.x).items() }}", "{{ [ns.x, ns.x] | sort }}",
     )),
-    *(TUPLES + end for end in (  # the hash of a tuple visits everything in it
+    *(TUPLES + end for end in (  # computing the hash of a tuple visits all its elements
         "{{ {ns.x: 1} }}", "{{ {1: 1}.get(ns.x) }}", "{{ {1: 1}[ns.x] }}", "{{ ns.x in {1: 1} }}",
         "{{ ns.x not in {1: 1} }}",
     )),
@@ -172,7 +172,10 @@ HOSTILE = [
 
 @pytest.mark.parametrize("source", HOSTILE)
 def test_hostile_templates_end(source):
-    """Each template would use gigabytes or run for hours. The budget ends it after a number of steps and characters."""
+    """Without a budget, each template would use gigabytes or run for hours.
+
+    The budget ends the template after a number of steps and characters.
+    """
     allowance = Allowance(steps=50_000, chars=1_000_000)
     tracemalloc.start()
     try:

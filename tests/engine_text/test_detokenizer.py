@@ -62,7 +62,7 @@ def test_half_a_surrogate_is_no_unfinished_character(tokenizers, data):
 def test_a_text_survives_encoding_and_streaming_without_replacement_characters(tokenizers, kind, text):
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode(text, add_special_tokens=False)
-    # the text may contain an end token
+    # End tokens are not skipped, because the text may contain their spelling.
     pieces = stream(IncrementalDetokenizer(tokenizer, skip_special_tokens=False), ids)
     expected = text.replace("\u2581", " ") if kind != "byte_level" else text
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False) == expected
@@ -101,7 +101,10 @@ def test_how_tokens_are_cut_into_pieces_changes_nothing(tokenizers, kind, ids, c
 
 
 def reference_stop(text, stops):
-    """Returns the stop string that is complete first (the longest if several end there), and the text before it."""
+    """Returns the text before the first complete stop string, and that stop string.
+
+    If several stop strings end at the same place, the longest counts.
+    """
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

@@ -33,7 +33,7 @@ def open_gguf(path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, Tokenizer]]:
-    """Returns, by kind, the tokenizer of a Hugging Face folder and that of the GGUF file."""
+    """Returns for each kind of tokenizer two tokenizers, one from a Hugging Face folder and one from a GGUF file."""
     folder = tmp_path_factory.mktemp("gguf")
     piece = write_sentencepiece_folder(folder / "sentencepiece")
     bare = write_sentencepiece_folder(folder / "bare", dummy_prefix=False, add_bos_token=False)

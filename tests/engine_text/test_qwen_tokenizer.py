@@ -48,9 +48,9 @@ def test_both_files_give_the_same_tokens(as_json: Tokenizer, as_files: Tokenizer
 
 @given(text=texts)
 def test_a_text_comes_back_composed(as_json: Tokenizer, text: str) -> None:
-    """A special token in the text splits it before normalisation.
+    """Decoding an encoded text gives its NFC form.
 
-    Text that continues across the token may therefore differ.
+    A special token splits the text before it is normalised, so the test compares the parts between special tokens.
     """
     parts = [text]
     for token in QWEN_SPECIAL:

@@ -47,13 +47,16 @@ def test_decoding_agrees_with_the_libraries(tokenizers, folder, text):
     processor = sentencepiece.SentencePieceProcessor()
     processor.LoadFromSerializedProto(sentencepiece_model())
     ids = processor.encode(text)
-    # The library does not know special tokens, so it skips none. Special tokens written in the text are ordinary text.
+    # The SentencePiece library does not know special tokens. It skips none and treats their spelling as ordinary text.
     assert tokenizers["sentencepiece"].decode(ids, skip_special_tokens=False) == processor.decode(ids)
 
 
 @pytest.mark.parametrize("kind", ["tiny_llama", "tiny_llama_sentencepiece"])
 def test_other_threads_run_while_a_long_text_is_encoded(tokenizers, kind):
-    """A library that holds the interpreter lock would let no other thread run before its end."""
+    """The tokenizer releases the interpreter lock.
+
+    Otherwise no other thread could run until the end of the encoding.
+    """
     text, began, ended, turns = "\U00012000\U0001f3f4\u200d" * 40_000, threading.Event(), threading.Event(), 0
 
     def encode():
