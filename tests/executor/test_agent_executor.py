@@ -245,7 +245,7 @@ def test_strangers_on_the_agents_port_reach_no_agent_and_keep_none_from_starting
     events_until(executor, AgentReady)
     host, port = executor.agents()[0]["address"].split(":")
     with contextlib.ExitStack() as strangers:
-        for _ in range(40):  # more connections than the queue of the port holds
+        for _ in range(40):  # more connections than the listening socket of the agent can queue
             stranger = strangers.enter_context(socket.socket())
             stranger.setblocking(False)
             stranger.connect_ex((host, int(port)))

@@ -72,7 +72,7 @@ def test_steps_run_in_the_order_they_were_sent(make_executor):
 
 
 def test_a_queued_step_is_not_aborted(make_executor):
-    """One agent could already have started the step, while another has not."""
+    """A group does not abort a queued step, because one agent could already have started it while another has not."""
     executor = make_executor(*PAIR)
     events_until(executor, AgentReady)
     executor.submit(prefill(0, SLOW))
@@ -96,7 +96,10 @@ def test_a_step_that_all_refuse_harms_no_other(make_executor, token, phrase):
 
 
 def test_a_step_that_one_fails_ends_and_the_group_is_restarted(make_executor):
-    """Other agents may be in the middle of the step. Its requests end with the error; the other steps become void."""
+    """If one agent fails a step, its requests end with the error, and all other steps become void.
+
+    The group is restarted, because its other agents may be in the middle of the step.
+    """
     executor = make_executor(*BAD_LAST)
     events_until(executor, AgentReady)
     before = pids(executor)
@@ -112,7 +115,10 @@ def test_a_step_that_one_fails_ends_and_the_group_is_restarted(make_executor):
 
 
 def test_a_failure_that_others_do_not_answer_is_not_waited_for_long(make_executor, monkeypatch):
-    """This happens if the others wait in a sum for the failed agent."""
+    """If one agent fails a step, the executor waits only briefly for the results of the others.
+
+    The other agents may wait for the failed agent in a sum.
+    """
     monkeypatch.setattr(StepJoin, "GRACE_S", 0.5)
     executor = make_executor(*BAD_LAST)
     events_until(executor, AgentReady)
@@ -148,7 +154,10 @@ def test_any_killed_agent_takes_the_group_down_and_it_comes_back(make_executor, 
 
 
 def test_an_agent_that_is_killed_while_it_starts_ends_the_group(make_executor):
-    """Before the group has ever been ready, a killed agent is a final failure, and the other agents are ended."""
+    """If an agent is killed before the group has ever been ready, the loss is final.
+
+    The executor ends the other agents.
+    """
     executor = make_executor(*PAIR, "model_config.model_name=loads-forever")
     while any(pid is None for pid in pids(executor)):
         executor.poll(0.1)
@@ -213,7 +222,10 @@ def test_shared_memory_larger_than_the_disk(make_executor, monkeypatch):
 
 
 def test_events_of_a_lost_group_are_not_delivered_late(make_executor):
-    """One poll finds the result of a step and the end of an agent. The step counts, and no event follows the loss."""
+    """One poll finds both the result of a step and the end of an agent.
+
+    The result is delivered before the loss, and no event of the group follows the loss.
+    """
     executor = make_executor(*PAIR)
     events_until(executor, AgentReady)
     executor.submit(prefill(0, 5))

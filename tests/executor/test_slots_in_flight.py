@@ -18,7 +18,7 @@ NUM_SLOTS = 3
 
 
 def steps_of(folder: Path, num_agents: int = 1) -> StepSlots:
-    """Returns the slots of a group whose first agent has the number 4."""
+    """Returns the step slots of a group. The number of its first agent is 4."""
     config = small_config(folder)
     layout = SlotLayout.of(config.slot_limits())
     slots = [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]

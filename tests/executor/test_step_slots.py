@@ -174,7 +174,7 @@ def decode_of(first, seq, starts, tables, rows=(2, 0), **extra):
 
 
 def columns(slot):
-    """Returns all inputs of the step in a slot."""
+    """Returns by name the inputs of the step in a step slot."""
     seqs, width = slot.num_seqs, slot.table_width
     names = ("query_lens", "context_lens", "rows", "do_sample", "temperature", "top_k", "seed", "num_top_logits")
     inputs = {name: getattr(slot, name)[:seqs].tolist() for name in names}
@@ -188,7 +188,11 @@ def columns(slot):
 
 
 def test_a_writer_with_history_writes_the_same_as_a_new_writer():
-    """Slots rotate, block tables grow, the batch changes and returns, and a prefill comes between."""
+    """A writer that has written other steps writes the same slot as a new writer.
+
+    The steps alternate between slots. Their block tables grow, the batch changes and returns, and one step is a
+    prefill.
+    """
     first = prefill(table=(3, 5), extra=[History(0, [1, 2, 3], 3)])
     tables = [[3, 5], [7]]
     writer, slots = SlotWriter(), [new_slot() for _ in range(3)]
@@ -266,7 +270,10 @@ def test_a_prompt_and_a_decoding_row_in_one_step():
 
 @pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
 def test_a_row_restarts_after_position_0_with_a_table_of_its_own(kind):
-    """The same request is on the same row. Only the restart flag shows that its blocks are different."""
+    """The request keeps its batch row, but gets new blocks.
+
+    Only the restart flag shows that its block table is different.
+    """
     writer, slot, first = SlotWriter(), new_slot(), prefill(table=(3, 5))
     writer.write(first, slot)
     writer.write(decode_of(first, 1, (5, 2), [[3, 5], [7]]), slot)
@@ -284,7 +291,10 @@ def test_a_row_restarts_after_position_0_with_a_table_of_its_own(kind):
 
 
 def test_without_a_restart_a_start_at_0_is_no_new_table():
-    """The scheduler never sends this step. Only the restart flag replaces the table."""
+    """A prefill from position 0 without the restart flag keeps the old block table.
+
+    The scheduler never sends this step.
+    """
     writer, slot, first = SlotWriter(), new_slot(), prefill(table=(3, 5))
     writer.write(first, slot)
     again = prefill(1, table=(1, 2))

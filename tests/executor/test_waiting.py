@@ -15,7 +15,7 @@ from llm_serving.scheduler.output import ScheduledStep
 
 
 class PipeExecutor:
-    """An executor with one result for each count of an event descriptor, or when it is due."""
+    """An executor that returns one result for each count of an event descriptor, and one at the time ``due``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
