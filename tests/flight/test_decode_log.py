@@ -14,7 +14,7 @@ ENDING = 99
 
 
 class Batch:
-    """Decoding sequences, with the columns of their steps and the results of the steps."""
+    """A batch of decoding sequences. Makes their steps as columns, and the results of these steps."""
 
     def __init__(self, size: int = 2, first_seq: int = 5) -> None:
         self.size, self.seq = size, first_seq

@@ -93,7 +93,10 @@ def test_a_random_run_reads_the_same_with_and_without_the_log(tmp_path, monkeypa
 
 
 def events_around(tmp_path, disturb):
-    """Returns the events of undisturbed decoding, then of ``disturb``, then of more decoding, all written together."""
+    """Returns the simulation, the tags and the events of a recording.
+
+    It has undisturbed decoding, then the calls of ``disturb``, then undisturbed decoding, all written in one flush.
+    """
     simulation, recorder = decode(tmp_path, 10)
     recorder._guarded(recorder._journal.flush)
     for number in range(4):
@@ -150,7 +153,7 @@ def test_counts_that_change_during_decoding_are_recorded(tmp_path):
 
 
 def test_a_segment_of_version_1_is_read(tmp_path):
-    """Version 1 has counts with every call, and no decode runs."""
+    """Version 1 of the format records the scheduler's figures with every call, and has no records of decode runs."""
     limits = make_limits()
     header = SegmentHeader("r", 0, "1", code_digest(), "", limits_to_map(limits), 1.0, 0.0, {}, format_version=1)
     facts = {"request_id": "a", "arrival_time": 1.0, "num_prompt_tokens": 3, "max_tokens": 1}
@@ -172,7 +175,7 @@ def test_a_segment_of_version_1_is_read(tmp_path):
 
 
 def test_a_segment_of_version_2_is_read(tmp_path):
-    """Version 2 has no irregular iterations."""
+    """Version 2 of the format has no irregular loop iterations in its records of decode runs."""
     _, recorder = decode(tmp_path / "new", 30)
     recorder.close()
     (stretch,) = read_recording(tmp_path / "new")
@@ -186,7 +189,7 @@ def test_a_segment_of_version_2_is_read(tmp_path):
 
 
 def test_irregular_iterations_are_part_of_the_same_record(tmp_path, monkeypatch):
-    """An iteration has two results and two steps, as if the engine thread was late."""
+    """A decode run may contain a loop iteration with two results and two steps, as when the engine thread was late."""
 
     def irregular_run(folder):
         simulation, recorder = decode(folder, 10)

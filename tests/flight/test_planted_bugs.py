@@ -1,6 +1,6 @@
-"""Patches plant bugs that change an order. Replays of recordings find each of them.
+"""Plants bugs that change the scheduler's order of steps or requests. Replays of recordings find each bug.
 
-The patched tree records a run, and the unpatched tree replays it.
+The tree with the bug records a run, and the tree without it replays the run.
 """
 
 from __future__ import annotations

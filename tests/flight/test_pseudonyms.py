@@ -1,4 +1,4 @@
-"""Pseudonyms only reveal which prefixes are equal."""
+"""The pseudonyms of a recording reveal only which prefixes of prompts are equal."""
 
 from __future__ import annotations
 

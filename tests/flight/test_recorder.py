@@ -171,7 +171,7 @@ def test_the_files_contain_no_tokens_and_no_texts(tmp_path):
                     tokens = [secret + 77 if samples else -1 for samples in step.do_sample]
                     size = len(tokens)
                     recorder.update(StepResult(step.seq, tokens, [0.0] * size, [0.0] * size), now)
-        recorder._guarded(recorder._journal._begin_segment)  # the scheduler's state, which contains requests
+        recorder._guarded(recorder._journal._begin_segment)  # writes the scheduler's state, which contains the requests
         recorder.fail_all("a secret error", 9.0)
         recorder.close()
         assert complaints == []
@@ -316,7 +316,7 @@ def decoding(folder, **limits):
 
 
 def iterate(simulation, now):
-    """Completes the oldest step and schedules the next, so that one step stays in flight."""
+    """Completes the oldest step and schedules the next one. If one step was in flight, one is still in flight."""
     simulation.now = now
     simulation.scheduler.update(simulation.device.run_next(), now)
     simulation.schedule()
@@ -408,7 +408,9 @@ def test_a_failed_step_is_written_at_the_end_of_its_iteration(tmp_path):
 
 
 def test_iterations_without_an_end_are_written_in_time(tmp_path, monkeypatch):
-    """While no slot is free, the engine does not call ``schedule``, so the iteration has no end."""
+    """While no step slot is free, the engine does not call ``schedule``, so the recorder sees no end of the loop
+    iteration.
+    """
     monkeypatch.setattr("llm_serving.flight.journal._MAX_PENDING", 8)
     simulation, recorder, file = decoding(tmp_path)
     recorder._guarded(recorder._journal.flush)
@@ -424,7 +426,7 @@ def test_iterations_without_an_end_are_written_in_time(tmp_path, monkeypatch):
 
 
 def test_a_record_has_no_blocks_that_came_after_its_step(tmp_path):
-    """Block tables can grow between a step and its record."""
+    """A record of a step has only the blocks of that step, although the block tables may grow before it is written."""
     simulation, recorder, file = decoding(tmp_path, block_size=4)
     for _ in range(30):
         iterate(simulation, 1.0)

@@ -1,4 +1,4 @@
-"""Recordings of several replicas: each replays on its own, also with requests that moved between replicas."""
+"""Tests recordings of several replicas. Each replays on its own, even if requests moved between replicas."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_command_replays_all_replicas(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_recordings_contain_the_outcome_of_every_request(tmp_path: Path) -> None:
-    """Each request ends in exactly one recording. The other recordings report that it moved."""
+    """Each request ends in exactly one recording. The recordings of its earlier replicas report that it moved."""
     routed = record_routed(tmp_path, 8)
     ends: dict[str, list[str]] = {}
     for stretch in read_recording(tmp_path):

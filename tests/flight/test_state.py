@@ -57,7 +57,8 @@ def test_a_restored_scheduler_makes_the_same_decisions(limits):
         result = simulation.device.run_next()
         simulation.scheduler.update(result, simulation.now)
         simulation.device.answered(result.seq)
-        result.sampled_ids = [min(token, 0) for token in result.sampled_ids]  # the values of tokens do not matter
+        # The values of the tokens do not matter; -1 stands for no token.
+        result.sampled_ids = [min(token, 0) for token in result.sampled_ids]
         copy.update(result, simulation.now)
     assert copy.is_idle
     copy.check_integrity()
