@@ -1,4 +1,4 @@
-"""A repeated key in a JSON file is refused. The work is proportional to the size of the file."""
+"""Tests the reading of JSON files. A repeated key is refused, in a time proportional to the size of the file."""
 
 from __future__ import annotations
 
