@@ -41,7 +41,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make_hub(kind: str, server: HubServer, tmp_path: Path) -> MakeHub:
-    """Makes a client as a new start of the program does, with the same cache."""
+    """Returns a function that makes a new client with the same cache, as a later start of the program does."""
     cls = HuggingFace if kind == "hf" else ModelScope
     return lambda: cls(server.url, tmp_path / "cache")
 
@@ -161,7 +161,7 @@ def test_a_gguf_file_by_its_name(make_hub: MakeHub, kind: str, server: HubServer
     file = make_hub().fetch(ModelName(kind, REPOSITORY, None, "q8/b-Q8_0.gguf"))
     assert (file.name, file.read_bytes()) == ("b-Q8_0.gguf", b"b" * 9)
     assert server.downloaded() == ["q8/b-Q8_0.gguf"]
-    assert make_hub().find(ModelName(kind, REPOSITORY)) == file  # the only one in the cache
+    assert make_hub().find(ModelName(kind, REPOSITORY)) == file  # it is the only file in the cache
 
 
 @pytest.mark.parametrize("path", ["../evil.safetensors", "/tmp/evil.safetensors", "a/../../evil.gguf"])
