@@ -1,4 +1,4 @@
-"""A server with keys, TLS, a UNIX socket and a port for administration, started as an operator starts it."""
+"""Tests a server with keys, TLS, a UNIX socket and a port for administration, started by its command line."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def complete(http, name, **fields):
 
 
 def test_the_prefix_cache_reveals_nothing_of_other_keys(http):
-    """Check E9: a key never hits blocks of another key, even with the same salt. The text does not depend on hits."""
+    """Check E9 of docs/reliability.md: a key never hits cached blocks of another key, even with the same salt.
+
+    The text is the same with and without a hit.
+    """
     text, cached = complete(http, "alice")
     assert cached == 0
     assert complete(http, "alice") == (text, 100)

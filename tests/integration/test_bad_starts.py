@@ -1,4 +1,7 @@
-"""A wrong configuration stops the start: exit code 2 within two seconds, a clear message, no process or file left."""
+"""A wrong configuration stops the start within two seconds, with exit code 2 and a clear message.
+
+No process or file is left.
+"""
 
 from __future__ import annotations
 

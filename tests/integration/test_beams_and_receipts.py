@@ -1,4 +1,4 @@
-"""Beam search and receipts of a real server, with the agent's log-probabilities and the real clock."""
+"""Tests beam search and receipts with a real server, so with an agent's log-probabilities and the real clock."""
 
 from __future__ import annotations
 

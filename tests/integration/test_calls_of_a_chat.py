@@ -1,4 +1,4 @@
-"""The calls of a streamed chat, from its HTTP request to its first token, are those in docs/architecture.md."""
+"""Compares the functions that a streamed chat calls until its first token with the table in docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def ask(address: tuple[str, int]) -> bytes:
 
 async def calls_of_a_chat(folder: Path) -> list[Call]:
     """Returns the server's calls while it serves one chat."""
-    # The agent writes its record into a folder that a confined agent may not change.
+    # The agent writes its record into the log folder, which confinement would not permit.
     config, recorder = small_config(folder, ["serving_config.confine_agents=off"]), CallRecorder()
     tokenizer = load_tokenizer(config)
     stop, metrics = asyncio.Event(), Metrics(process=False)

@@ -1,4 +1,6 @@
-"""A short chaos run with a single agent, and the checks of the ledger. tests/long/chaos.py runs for minutes."""
+"""Runs a short chaos test with a single agent, and tests the ledger that judges it. tests/long/chaos.py runs for
+minutes.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,16 @@ FAULTS = (
 def test_faults_change_no_text_and_leak_nothing(tmp_path):
     orders = tmp_path / "orders"
     orders.mkdir()
-    unconfined = ["serving_config.confine_agents=off"]  # agents read their orders from a folder and remove them
+    # Agents read fault orders from a folder and remove them, which confinement would not permit.
+    unconfined = ["serving_config.confine_agents=off"]
     with fault_environment(CHAOS_FOLDER=str(orders)), running_server(tmp_path / "server", unconfined) as server:
         load = ChaosLoad(server.url, seed=1, num_clients=2)
         with load:
             rig = FaultRig(server, orders, load)
             outcomes = []
             before = None
-            for injection in (FAULTS[-1], *FAULTS):  # the first round includes what the server starts only once
+            # During the first fault, the server starts threads that it then keeps.
+            for injection in (FAULTS[-1], *FAULTS):
                 outcomes.append(rig.inject(injection))
                 if before is None:
                     before = quiet_holdings(server, load)

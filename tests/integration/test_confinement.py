@@ -11,7 +11,7 @@ from agent.confinement.seccomp import can_filter
 
 
 def thread_states(pid: int) -> list[dict[str, str]]:
-    """The kernel's report on each thread of a process."""
+    """Returns what the kernel reports in /proc on each thread of a process, by field."""
     tasks = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
     return [dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line) for text in tasks]
 

@@ -1,4 +1,4 @@
-"""Two replicas of the tiny model behind one server. Texts are those of one replica, and no request is lost."""
+"""Tests two replicas of the tiny model behind one server. Texts equal those of one replica, and no request is lost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wait_for(condition: Any, timeout_s: float = 30.0) -> None:
 
 @pytest.fixture(scope="module")
 def expected(server: ServerProcess) -> dict[int, list[list[int]]]:
-    """The responses of one replica, by ``max_tokens``."""
+    """Returns the output tokens of each prompt on one replica, by ``max_tokens``."""
     return {length: [ids_of(server.post("/v1/completions", body(p, length))) for p in PROMPTS] for length in (40, 300)}
 
 
@@ -64,8 +64,8 @@ def test_texts_are_those_of_one_replica_and_both_are_used(
     for round_number in range(2):
         answers = ask_all(server, [body(prompt) for prompt in PROMPTS])
         assert [ids_of(answer) for answer in answers] == expected[40], round_number
-    # Both caches may contain the start of a prompt that many requests share. Only one cache contains this start; both
-    # replicas are idle.
+    # Both caches may contain a prefix that many requests share. Only one cache contains the prefix of these questions,
+    # and both replicas are idle.
     for question in ("Who was it?", "Where was it?"):
         server.wait_until_idle()
         server.post("/v1/completions", body("A grey owl sat in a tree and looked at the moon. " * 4 + question))
@@ -83,7 +83,10 @@ def test_texts_are_those_of_one_replica_and_both_are_used(
 
 
 def test_a_killed_replica_loses_nothing(replicas: ServerProcess, expected: dict[int, list[list[int]]]) -> None:
-    """Kills one replica after the other under load. Its requests continue on the other replica, which never stops."""
+    """Kills both replicas under load, the second when the first is ready again.
+
+    The requests of a killed replica continue on the other replica.
+    """
     server = replicas
     for round_number in range(2):
         with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:

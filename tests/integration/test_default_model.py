@@ -54,6 +54,7 @@ def test_float32_answers_equal_those_of_transformers(tmp_path: Path) -> None:
 
 
 def test_the_default_format_answers_questions(tmp_path: Path) -> None:
-    """Weights and activations are rounded to int8, so texts may differ from those of transformers."""
+    """The default format rounds weights and activations to int8, so long texts may differ from those of transformers.
+    """
     capitals = GOLDEN["answers"][:2]
     assert ask_all(tmp_path, capitals) == [answer["text"] for answer in capitals]

@@ -1,4 +1,4 @@
-"""A flight recording replays, even if an agent was killed during it and the server at its end."""
+"""A flight recording replays even if an agent was killed during the run and the server was killed at its end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def ask(server, number):
         "stop": [" the"] if number % 3 else [],
     }
     while "error" in (answer := server.post("/v1/completions", body)):
-        assert answer["error"]["code"] == "recovering", answer  # request again until the next agent is ready
+        # The client repeats the request until a new agent is ready.
+        assert answer["error"]["code"] == "recovering", answer
         time.sleep(0.1)
     return answer
 
@@ -48,9 +49,11 @@ def test_a_servers_recording_replays_though_it_was_killed(tmp_path, settings):
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         answers = [pool.submit(ask, server, number) for number in range(60)]
         concurrent.futures.wait(answers, return_when=concurrent.futures.FIRST_COMPLETED)
-        agent.kill()  # most responses are completed by the next agent
+        agent.kill()  # most requests then complete on the agent that replaces this one
         texts = [answer.result()["choices"][0]["text"] for answer in answers]
-        server.wait_until_idle()  # after this, all records are written; under load the last 50 ms of steps may be lost
+        # Now all records are written. The server is killed next, under load, and may lose the records of the last 50
+        # ms.
+        server.wait_until_idle()
         last = [pool.submit(ask, server, number) for number in range(4)]
         [agent] = server.agents()
         os.kill(server.pid, signal.SIGKILL)

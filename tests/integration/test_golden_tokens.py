@@ -1,8 +1,8 @@
-"""Greedy tokens through the whole server against Hugging Face transformers in float32 (files: tools/make_golden.py).
+"""Compares greedy tokens of a whole server with those of Hugging Face transformers in float32 (tools/make_golden.py).
 
-float32 must give exactly the oracle's 64 tokens. In float16 and bfloat16 a token may differ only at a tie. A tie is one
-of the oracle's best four tokens, its logit within a stated margin of the best. After a tie the sequence continues with
-the oracle's tokens, so all 64 positions are checked. The number of ties is bounded.
+float32 must give exactly the oracle's 64 tokens. In float16 and bfloat16, a token may differ only at a tie. At a tie,
+the server's token is one of the oracle's best four, and its logit is within a stated margin of the best. After a tie,
+the sequence continues with the oracle's tokens, so all 64 positions are checked. The number of ties is bounded.
 """
 
 from __future__ import annotations

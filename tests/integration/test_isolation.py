@@ -46,7 +46,7 @@ def write_hostile_folder(folder: Path, canary: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
-    """Provides a running server, its canary file and the lines of the audit."""
+    """Provides a running server, the file that its hostile model would create, and the audit file."""
     folder = tmp_path_factory.mktemp("isolation")
     canary, audit = folder / "canary", folder / "audit.txt"
     model = write_hostile_folder(folder / "model", canary)

@@ -85,7 +85,7 @@ def test_a_server_of_which_a_part_dies_ends_with_an_error_code(tmp_path, part, m
             wait_for(lambda: server.get("/server_info")["engine"]["running"] == 1)
             trigger.touch()
             assert server.wait_end() == 1
-            with contextlib.suppress(OSError, ValueError):  # the HTTP server died and may have sent no response
+            with contextlib.suppress(OSError, ValueError):  # the HTTP server has failed and may have sent no response
                 assert answer.result()["status"] >= 500
         assert "error: the" in server.stderr()
         assert server.events("server_failed")
@@ -109,7 +109,7 @@ def test_of_many_requests_only_the_one_that_kills_its_agent_fails(tmp_path, monk
 
 
 def test_a_restart_goes_on_while_agents_cannot_start(tmp_path):
-    """The agents' log cannot be written for a while, so their restarts fail. The server waits for them."""
+    """The server keeps restarting its agents while their log file cannot be written, and serves again when it can."""
     with running_server(tmp_path, ["scheduler_config.max_num_seqs=4"]) as server:
         expected = ids_of(server.post("/v1/completions", SHORT))
         log = tmp_path / "agent_0.log"
@@ -188,7 +188,7 @@ def test_the_next_start_removes_what_a_server_killed_in_its_start_has_left(tmp_p
     wait_for(lambda: shm_entries(killed.pid))
     os.kill(killed.pid, signal.SIGKILL)
     assert killed.wait_end() == -signal.SIGKILL
-    with running_server(tmp_path):  # a server of another test may have started first and removed them
+    with running_server(tmp_path):  # the server of another test may have removed the segments before this one
         assert shm_entries(killed.pid) == set()
     killed.stop()
 

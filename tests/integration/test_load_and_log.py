@@ -1,4 +1,4 @@
-"""The load test and the log analysis, run as a user runs them, report the same requests."""
+"""The load test and the log analysis run as programs and report the same requests."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_a_full_disk_loses_lines_and_no_request(server: ServerProcess) -> None:
     before = dropped(server, "lost")
     found = [server.post("/v1/completions", PROMPT)["choices"][0]["text"] for _ in range(5)]
     assert found == [expected] * 5
-    assert dropped(server, "lost") >= before + 10  # an arrival and an end for each request
+    assert dropped(server, "lost") >= before + 10  # one line for the arrival and one for the end of each request
     server.log.unlink()
     request = server.post("/v1/completions", PROMPT)["id"]
     wait_for(lambda: bool(server.events("log_lines_lost")), "the number of lost lines")
@@ -86,7 +86,8 @@ def test_refusals_do_not_fill_the_log(server: ServerProcess) -> None:
         assert server.post("/v1/completions", PROMPT | {"deadline_ms": 1000}, headers=late)["status"] == 504
 
     def num_counted() -> int:
-        server.post("/v1/completions", PROMPT)  # a line in a later second reports what was suppressed
+        # The first line in a later second reports the number of suppressed lines.
+        server.post("/v1/completions", PROMPT)
         written = len(server.events("request_refused")) - refused
         return written + sum(line["lines"] for line in server.events("log_lines_suppressed"))
 

@@ -22,7 +22,7 @@ def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_name_is_downloaded_served_and_found_again_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A confined agent can read the files, although they are links into another folder of the cache."""
+    """The downloaded files are links into another folder of the cache. A confined agent can still read them."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     with hub_server(folder_files(TINY_LLAMA)) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)

@@ -1,4 +1,7 @@
-"""A server starts while an agent of a killed server still runs. The two share nothing, and the old agent ends."""
+"""A server starts while an agent of a killed server still runs.
+
+The two processes share no memory, and the old agent ends.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ QUESTION = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0, "r
 
 
 def mapped_segments(pid: int) -> set[str]:
-    """Return the segments of shared memory of servers that a process maps, as inode numbers and names."""
+    """Return the shared-memory segments of servers that a process maps, each as its inode number and name."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {" ".join(line.split()[4:6]) for line in lines if "/dev/shm/llm-serving-" in line}
 
@@ -26,7 +29,7 @@ def test_a_server_shares_nothing_with_an_agent_of_a_killed_server(tmp_path):
     old = ServerProcess(tmp_path / "old").wait_ready()
     expected = old.post("/v1/completions", QUESTION)["choices"]
     [agent] = old.agents()
-    os.kill(agent.pid, signal.SIGSTOP)  # so that it does not notice the end of its server
+    os.kill(agent.pid, signal.SIGSTOP)  # the stopped agent does not notice that its server has ended
     while agent.status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
     os.kill(old.pid, signal.SIGKILL)

@@ -34,7 +34,10 @@ SAMPLINGS = (
 
 
 def sampled(server):
-    """Returns the texts for each of ``SAMPLINGS``. The last bits of a group's logits differ, which these draws hide."""
+    """Returns the texts for each of ``SAMPLINGS``.
+
+    A group's logits differ from one agent's in their last bits. These bits do not change the sampled tokens here.
+    """
     return [complete(server, case["prompt"], 24, **each) for case in GOLDEN["cases"] for each in SAMPLINGS]
 
 
@@ -44,7 +47,7 @@ def test_float32_is_exact_alone_and_together(tmp_path, server, tp, pp):
     with running_server(tmp_path, overrides(tp, pp, "float32", "fused")) as server:
         for case in cases:
             assert complete(server, case["prompt"], 64) == case["tokens"]
-        with ThreadPoolExecutor(8) as pool:  # so that prompts, decodes and prefix hits are mixed
+        with ThreadPoolExecutor(8) as pool:  # concurrent requests mix prompts, decodes and prefix hits in the steps
             asked = [case for case in cases for _ in range(4)]
             answers = list(pool.map(lambda case: complete(server, case["prompt"], 64), asked))
         assert answers == [case["tokens"] for case in asked]
@@ -66,10 +69,7 @@ def test_half_precision_is_exact_but_for_ties(tmp_path, tp, pp, dtype, op_table)
 
 
 def test_int8_with_native_operators_is_near_the_oracle(tmp_path):
-    """This is the setup for a model that is too large for one Ascend:
-
-    W8A8 over several devices, here two CPU agents.
-    """
+    """Tests int8 weights and activations (W8A8) on two agents, as for a model that is too large for one Ascend."""
     cases = GOLDEN["cases"]
     settings = [*overrides(2, 1, "bfloat16", "native"), "model_config.weight_format=int8"]
     with running_server(tmp_path, settings) as server:

@@ -20,8 +20,9 @@ def sets(**parallel: int) -> list[str]:
 
 
 def check_agents(server, alone, count):
-    """Checks that ``count`` agents serve with the text of one agent, and that the start shows one progress line for
-    all.
+    """Checks that ``count`` agents serve together and give the text of one agent.
+
+    The start must show a single progress line for all agents.
     """
     agents = engine_of(server)["agents"]
     assert [agent["rank"] for agent in agents] == list(range(count))

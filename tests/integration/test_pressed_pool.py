@@ -1,7 +1,6 @@
 """Mixed requests give the same bits with a cache that is far too small as with a large cache.
 
-500 requests have the same tokens and log-probabilities. This is tested for every way in which the scheduler frees
-blocks.
+500 requests have the same tokens and log-probabilities. The tests cover every way in which the scheduler frees blocks.
 """
 
 from __future__ import annotations
@@ -44,7 +43,10 @@ TESTED = ("recompute, chunked, cached", "swap to a small host, decode_first, cac
 
 
 def make_requests(seed: int) -> list[dict[str, Any]]:
-    """Bodies for /v1/completions: common beginnings, lengths around block borders, all kinds of sampling."""
+    """Returns random bodies for /v1/completions.
+
+    Prompts have common beginnings, lengths are close to multiples of the block size, and all kinds of sampling occur.
+    """
     draw = random.Random(seed)
     families = [[draw.randrange(300, VOCAB) for _ in range(3 * BLOCK)] for _ in range(6)]
     return [make_request(draw, index, draw.choice(families)) for index in range(NUM_REQUESTS)]
@@ -64,7 +66,10 @@ def bodies():
 
 @pytest.fixture(scope="module")
 def unpressed(bodies, server):
-    """The results of the same requests without preemption and prefix cache. Every prompt is computed in one step."""
+    """The results of the same requests on a server with a large cache, without preemption and prefix cache.
+
+    The server computes every prompt in one step.
+    """
     answers = asyncio.run(run_together(server.url, bodies, seed=1, leave=0.0))
     engine = server.wait_until_idle()
     assert (engine["preemptions"], engine["prefix_hit_tokens"]) == (0, 0)
@@ -87,7 +92,7 @@ def test_answers_are_the_same_to_the_bit_under_pressure(way, bodies, unpressed, 
 
 
 def check_pressed(way: str, engine: dict[str, Any], ends: list[dict[str, Any]]) -> None:
-    """Asserts that preemption and its effects occurred often."""
+    """Checks that preemptions, and their effects that the setup ``way`` names, occurred often."""
     assert engine["preemptions"] >= 20
     if "swap" in way:
         assert engine["swaps"] >= 10

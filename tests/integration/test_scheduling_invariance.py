@@ -24,13 +24,13 @@ PROMPTS = [
     "My name is Tiny and",
 ]
 
-# A pool so small that blocks run out and sequences are preempted. One block is reserved for each running sequence. The
-# longest outputs take eight blocks after their prompt.
+# The pool is so small that blocks run out and sequences are preempted. One block is reserved for each running sequence.
+# The longest outputs need eight blocks in addition to their prompt.
 PRESSED = ["model_config.max_generate_length=256", "pa_config.num_blocks=18", "model_config.decode_batch_size=[24]"]
 
 
 def make_requests(seed: int) -> list[dict[str, Any]]:
-    """Bodies for /v1/completions: greedy and sampled, with and without penalties, short and long."""
+    """Returns random bodies for /v1/completions: greedy and sampled, with and without penalties, short and long."""
     draw = random.Random(seed)
     return [make_request(draw, index) for index in range(NUM_REQUESTS)]
 

@@ -39,9 +39,10 @@ def metric(server: ServerProcess, name: str) -> float:
 
 
 def folder_with_nan(folder: Path) -> Path:
-    """The tiny model with a NaN in the embedding of ``BAD_TOKEN``. Only sequences with this token compute NaN.
+    """Makes a copy of the tiny model that has a NaN in the embedding of ``BAD_TOKEN``.
 
-    The output layer of the tiny model is its embedding, so it becomes a tensor of its own.
+    Only sequences with this token get logits that are NaN. The tiny model's output layer is its embedding, so the copy
+    has a separate, correct output layer.
     """
     shutil.copytree(TINY_LLAMA, folder)
     file = folder / "model.safetensors"
@@ -99,15 +100,18 @@ def test_logits_that_are_not_finite_end_their_request_only(table: str, tmp_path:
 
 
 def test_agents_without_finite_logits_are_restarted(tmp_path: Path) -> None:
-    """Two sequences of one prompt are usually computed in one step. Both have logits that are not finite.
+    """Two sequences of one request usually run in one step, and both get logits that are not finite.
 
-    The engine may take the first sequence before the second one arrives. Then the request is sent again.
+    Sometimes the second sequence arrives too late for this step. Then the test sends the request again.
     """
     model = folder_with_nan(tmp_path / "model")
     with running_server(tmp_path / "server", [f"model_config.model_path={model}"]) as server:
 
         def has_failed_together() -> bool:
-            """The request ends with its first failure. A sequence that is taken later is aborted, and not logged."""
+            """Returns whether both sequences failed in the same step.
+
+            A request ends when its first sequence fails. A sequence that starts later is aborted and not logged.
+            """
             before = len(failures())
             answer = server.post("/v1/completions", BAD | {"n": 2, "temperature": 1})
             assert answer["error"]["code"] == "logits_not_finite"
@@ -131,7 +135,10 @@ def test_agents_without_finite_logits_are_restarted(tmp_path: Path) -> None:
 def test_a_row_with_other_bits_alone_restarts_the_agents(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The requests are computed again and have the same text."""
+    """If a sequence has other bits when it is computed alone, the agents are restarted.
+
+    The requests are computed again and give the same text.
+    """
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tests/support/faulty_agent"))
     monkeypatch.setenv("FAULTY_AGENT_FILE", str(tmp_path / "fault"))
     settings = ["serving_config.row_check_interval=5", "serving_config.agent_ports=[0]", *overrides]
@@ -139,7 +146,7 @@ def test_a_row_with_other_bits_alone_restarts_the_agents(
         prompts = [GOOD | {"prompt": [1, 310, number], "max_tokens": 150} for number in (300, 301, 302)]
         expected = list(pool.map(lambda body: text_of(server.post("/v1/completions", body)), prompts))
         passed = metric(server, 'llm_serving_self_checks_total{check="row",result="passed"}')
-        assert passed >= 149 // 5  # the first token is sampled by the prefill
+        assert passed >= 149 // 5  # at most 149 tokens come from decodes, because the prefill samples the first one
         assert server.events("agent_lost") == []
         (tmp_path / "fault").touch()
         pending = [pool.submit(server.post, "/v1/completions", body) for body in prompts]
@@ -155,7 +162,10 @@ def test_a_row_with_other_bits_alone_restarts_the_agents(
 
 
 def test_the_canary_runs_at_the_start_and_finds_wrong_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent begins to compute wrong logits. The next run restarts it, and the run after the restart passes."""
+    """The agent begins to compute wrong logits after its start.
+
+    The next run of the canary detects them and restarts the agent. The run after the restart passes.
+    """
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tests/support/faulty_agent"))
     monkeypatch.setenv("FAULTY_AGENT_FILE", str(tmp_path / "fault"))
     monkeypatch.setenv("FAULTY_AGENT", "other_tokens")

@@ -1,4 +1,7 @@
-"""Structured output of a real server: the text fits, never depends on the batch, and disturbs no other request."""
+"""Tests structured output of a real server.
+
+The text fits its grammar, never depends on the batch, and changes no other request.
+"""
 
 from __future__ import annotations
 
