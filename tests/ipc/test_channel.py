@@ -1,4 +1,4 @@
-"""Frames over a socket pair, for any division of the bytes."""
+"""Tests frames that arrive over a socket pair, for any division of their bytes into pieces."""
 
 import socket
 import struct

@@ -1,4 +1,4 @@
-"""The exchange of a group: its layout, and the checks before an agent maps it."""
+"""Tests the exchange of a group: its layout, and the checks that an agent makes before it maps the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Messages between server and agents: valid messages survive encoding, and all others are refused."""
+"""Tests messages between server and agents.
+
+Decoding an encoded message gives the same message; bad bytes are refused.
+"""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Segments of shared memory: they are complete or absent, and nothing remains after the end."""
+"""Tests segments of shared memory. A segment is either complete or absent, and none remains after the end."""
 
 from __future__ import annotations
 
@@ -68,12 +68,13 @@ def test_segments_of_ended_processes_are_removed() -> None:
 
 
 def test_segments_that_a_process_owns_stay() -> None:
-    """They are its own segments, those of a living process, and those that a process of another container locks."""
+    """A process keeps its own segments, the segments of a living process, and those that another container has locked.
+    """
     living, foreign = leftover(1), leftover(an_ended_process())
     with foreign.open("rb") as locked, new_segment(100) as (name, _):
         fcntl.flock(locked, fcntl.LOCK_SH)
         own, elsewhere = Path(SHM_DIRECTORY, name), leftover(an_ended_process())
-        own.rename(elsewhere)  # the name that an ended process of another container would have used
+        own.rename(elsewhere)  # the name belongs to an ended process, as the segment of another container may
         assert not {living.name, foreign.name, elsewhere.name} & set(remove_leftovers())
         assert living.exists()
         assert foreign.exists()

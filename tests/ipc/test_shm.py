@@ -1,4 +1,4 @@
-"""Step slots: one layout, shared memory, and no segment that remains after the end."""
+"""Tests step slots: server and agent use one layout, and no segment of shared memory remains after the end."""
 
 from pathlib import Path
 
