@@ -1,6 +1,8 @@
-"""Runs one agent of a stage in its own process: computes the given sums and gathers, then prints JSON.
+"""Runs one agent of a pipeline stage in its own process: computes sums and gathers, then prints the results as JSON.
 
 python tests/kernels/collective_worker.py EXCHANGE_NAME LAYOUT_JSON INDEX WHAT
+
+The argument WHAT names the calls to make.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def run_gathers(index: int, size: int) -> dict[str, Any]:
     for count in (1, 100, 300_001):
         out = collectives.all_gather(contribution(index, "float32", count), size)
         results[f"all {count}"] = hashlib.sha256(out.tobytes()).hexdigest()
-    # Gathers rows to the first agent. The last agent's part is shorter. Pieces end within a row and between rows.
+    # Gathers the columns of each agent's rows to the first agent. The last agent has fewer columns. The rows are sent
+    # in pieces, which end within a row or between rows.
     for rows, stride, whole in ((1, 5, 5 * size - 2), (300, 1000, 1000 * size - 300), (3, 200_000, 200_000 * size - 1)):
         logits = np.arange(rows * whole, dtype=np.float32).reshape(rows, whole)
         own = logits[:, index * stride : (index + 1) * stride]
@@ -68,10 +71,7 @@ def run_gathers(index: int, size: int) -> dict[str, Any]:
 
 
 def run_race(index: int, size: int) -> dict[str, Any]:
-    """Makes thousands of calls of changing kinds and at changing speeds.
-
-    No call may see the numbers of another call.
-    """
+    """Makes thousands of sums and gathers with random pauses. No call may get the numbers of another call."""
     generator = np.random.default_rng(index)
     for call in range(4000):
         if generator.integers(0, 40) == 0:
@@ -92,7 +92,10 @@ def run_race(index: int, size: int) -> dict[str, Any]:
 
 
 def run_lonely(index: int, size: int) -> dict[str, Any]:
-    """Calls a sum that no other agent joins, and returns the error and the time until it."""
+    """Calls a sum that no other agent joins.
+
+    Returns its error, and the elapsed time and processor time until the error.
+    """
     start, before = time.monotonic(), time.process_time()
     try:
         collectives.all_reduce(np.zeros(4, np.float32), "float32")

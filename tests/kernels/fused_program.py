@@ -85,7 +85,7 @@ class Layers(nn.Cell):
 
 
 def rendering(ids: np.ndarray) -> np.ndarray:
-    """Returns the logits of every token, computed in float64."""
+    """Returns the logits of every token, computed in float64 in plain NumPy."""
 
     def norm(x: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON) * GAMMA
@@ -101,9 +101,9 @@ def rendering(ids: np.ndarray) -> np.ndarray:
 
 
 def run(net: Layers, ids: list[int], last: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns logits and best ids of the sequences.
+    """Runs a step that is smaller than the graph. Returns the logits and the best ids of its sequences.
 
-    The inputs past the step's tokens are invalid and must not be read.
+    Inputs beyond the step's tokens are invalid, and the operators must not read them.
     """
     all_ids, all_last = np.full(TOKENS, VOCAB + 7, np.int32), np.full(SEQS, TOKENS + 7, np.int32)
     all_ids[: len(ids)], all_last[: len(last)] = ids, last
@@ -135,7 +135,8 @@ def check(dtype: Any, weight_format: str, limit: float) -> dict[str, bool]:
 def graph_refuses(*arguments: Any) -> bool:
     """Returns True if a new graph fails with these arguments.
 
-    A graph that failed once reports that failure forever. MindSpore waits 3 seconds before it reports.
+    Each call makes a new graph, because a failed graph repeats its error in all later runs. MindSpore waits 3 seconds
+    before it reports an error.
     """
     try:
         run(Layers(ms.float32, "float32"), *arguments)
@@ -145,7 +146,10 @@ def graph_refuses(*arguments: Any) -> bool:
 
 
 def head_refuses(head: np.ndarray, last: int = 0, dtype: str = "float32") -> bool:
-    """Returns True if the output layer's entry, called for one token as MindSpore calls it, reports an error."""
+    """Returns True if the C++ entry of the output layer reports an error for a step of one token.
+
+    The entry gets its arguments as MindSpore passes them.
+    """
     storage = np.dtype(dtype)
     hidden, gamma = np.ones((TOKENS, WIDTH), storage), GAMMA.astype(storage)
     arrays = [

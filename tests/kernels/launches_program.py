@@ -1,6 +1,6 @@
-"""Records and replays graphs of native primitives, and graphs that must not be recorded. Prints JSON.
+"""Records and replays graphs of native primitives. Other graphs must not be recorded. Prints the results as JSON.
 
-test_launches.py starts it in its own process, because MindSpore reads the plugin when it is imported.
+test_launches.py starts this program in its own process, because MindSpore reads the plugin when it is imported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ Array = np.ndarray[Any, Any]
 
 
 class Layer(nn.Cell):
-    """Multiplies one row of a table for each token, after a norm. ``between`` is an operator before the product."""
+    """Takes one row of a table for each token, applies a norm, and multiplies by a weight.
+
+    ``between`` is an operator between the norm and the product.
+    """
 
     def __init__(self, between: Any = None) -> None:
         super().__init__()
@@ -69,7 +72,7 @@ class WithConstant(nn.Cell):
 
 
 class Graph:
-    """A compiled Cell. Its inputs have memory that stays at the same place."""
+    """A compiled Cell. The memory of its inputs stays at the same address."""
 
     def __init__(self, cell: nn.Cell, rows: int = ROWS) -> None:
         self.ids = np.zeros(rows, np.int32)
@@ -90,7 +93,7 @@ class Graph:
         return [*parameters, (self.ids.ctypes.data, self.ids.nbytes)]
 
     def record(self, run: Run | None = None) -> tuple[Array, RecordedLaunches]:
-        """Returns the first result and the launches."""
+        """Returns the first result of a run, and the recorded launches."""
         results, launches = record(run or self.run, self.memory())
         return results[0], launches
 
@@ -130,7 +133,7 @@ def check_replays() -> None:
 
 
 class TwoResults(Layer):
-    """Also returns the normed rows, and their largest elements."""
+    """Also returns the rows after the norm, and the largest element of each row with its index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,8 +161,8 @@ def check_what_is_not_recorded() -> None:
     of_mindspore = refusal(Graph(Layer(ops.Sin())))
     assert of_mindspore is not None
     unknown = "MatMul reads what none of our kernels wrote, as its argument 0"
-    wrong = "a replay gives another result"  # where MindSpore's kernel writes to memory that one of our kernels wrote
-    # before
+    # MindSpore's kernel may write to memory that one of our kernels wrote before.
+    wrong = "a replay gives another result"
     RESULTS["a kernel of MindSpore's between ours"] = of_mindspore.is_for_good and (
         unknown in str(of_mindspore) or wrong in str(of_mindspore)
     )
@@ -195,9 +198,10 @@ def check_what_is_not_recorded() -> None:
 
 
 def check_agreement() -> None:
-    """Agents that run a graph together must agree on two questions.
+    """Agents that run a graph together replay it only if all agree on two questions.
 
-    The first is whether each has a recording, the second whether its replay has the bits of the graph.
+    The first question is whether each agent has a recording. The second is whether its replay gives the bits of the
+    graph.
     """
     for answers, reason in (([False], "another agent cannot replay its launches"), ([True, False], "a replay gives")):
         asked: list[bool] = []
@@ -245,9 +249,10 @@ def check_refusals() -> None:
 
 
 def of_any_size(*cells: nn.Cell, sizes: tuple[StepSizes, StepSizes]) -> tuple[RecordedLaunches | None, str]:
-    """Records a step of 2 rows by the first cell and one of 3 rows by the last, with these sizes.
+    """Records launches for steps of any size from two steps with the given ``sizes``.
 
-    Compares its replays.
+    The first step has 2 rows and runs by the first cell, and the second has 3 rows and runs by the last cell. Returns
+    the launches if their replays give the same results, and otherwise the reason.
     """
     ids = np.zeros(TOKENS, np.int32)
 
@@ -283,12 +288,15 @@ def check_sizes() -> None:
 
 
 def check_confirmation() -> None:
-    """Runs decodes by ``NativeReplays``: two are recorded, then two run graph and replay, which must agree."""
+    """Runs decodes by ``NativeReplays``.
+
+    The first two decodes are recorded. The next two run both the graph and the replay, which must agree.
+    """
 
     def decodes(*cells: nn.Cell) -> tuple[NativeReplays, bool, int]:
-        """Records steps of the first cell and runs steps of the last.
+        """Records two steps of the first cell, then runs steps of the last cell.
 
-        Returns the replays, whether each step had its cell's result, and how many steps ran the graph.
+        Returns the replays, whether each step gave the result of its cell, and how many steps ran the graph.
         """
         ran: list[nn.Cell] = []
 

@@ -59,7 +59,7 @@ class Ragged(nn.Cell):
 
 
 class Banded(nn.Cell):
-    """Flash attention with a window, and with the compressed mask that this needs."""
+    """Flash attention with a sliding window, and with the compressed mask that a window requires."""
 
     def __init__(self, window: int, dtype: Any) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Masked(nn.Cell):
 
 
 class Experts(nn.Cell):
-    """A mixture of experts' chain of primitives, without the activation."""
+    """The chain of primitives of a mixture of experts, without the activation function."""
 
     def __init__(self, experts: int, k: int) -> None:
         super().__init__()
@@ -191,9 +191,9 @@ def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, *, interleaved: boo
 
 
 def check_rotary(dtype: Any, table_dtype: Any) -> None:
-    """Checks each cos_format with one row of cosines for each token, and with a table.
+    """Checks each ``cos_format`` with one row of cosines for each token and with a table of all positions.
 
-    Formats 0 and 1 take the table with positions, formats 2 and 3 with sequence lengths.
+    With the table, formats 0 and 1 also take positions, and formats 2 and 3 take sequence lengths.
     """
     tokens, lengths = 6, [4, 0, 2]
     (q, qf), (k, kf) = rounded(floats(tokens, HEADS * DIM), dtype), rounded(floats(tokens, KV_HEADS * DIM), dtype)
@@ -221,9 +221,8 @@ def check_rotary(dtype: Any, table_dtype: Any) -> None:
 
 
 def check_attention(dtype: Any) -> None:
-    """Runs a prefill by FlashAttentionScore and by PagedAttention, and its last tokens as decodes.
-
-    The bits must be equal.
+    """Compares the bits of a prefill by FlashAttentionScore, the same prefill by PagedAttention, and decodes of its
+    last tokens.
     """
     lengths, block_size, scale = [5, 0, 9], 4, DIM**-0.5
     tokens = sum(lengths)
@@ -246,9 +245,9 @@ def check_attention(dtype: Any) -> None:
 
 
 def check_window(dtype: Any) -> None:
-    """Checks a window, which FlashAttentionScore gets as a band and PagedAttention as a mask.
+    """Checks a sliding window, which FlashAttentionScore gets as a band and PagedAttention as a mask.
 
-    The whole prompt, a chunk and a decode must have equal bits, which differ from those without a window.
+    A whole prompt, a chunk and a decode must give equal bits. The bits without a window must be different.
     """
     length, window, block_size = 9, 4, 4
     q = Tensor(floats(length, HEADS * DIM)).astype(dtype)
@@ -283,7 +282,7 @@ def check_window(dtype: Any) -> None:
 
 
 def check_experts(dtype: Any) -> None:
-    """Compares the chain of four primitives with their definition in NumPy."""
+    """Compares the four primitives of a mixture of experts with their definitions in NumPy."""
     tokens, experts, k, depth, width = 7, 5, 2, 24, 12
     (x, xf), (w, wf) = rounded(floats(tokens, depth), dtype), rounded(floats(experts, depth, width), dtype)
     logits = floats(tokens, experts)
@@ -327,7 +326,7 @@ def check_dynamic_shapes() -> None:
 def refusal(call: Callable[[], Any], name: str) -> bool:
     """Returns True if the operator ``name`` refuses its inputs.
 
-    MindSpore does not see the error; it would wait 3 seconds for other failures.
+    The plugin holds the error back, because MindSpore would wait 3 seconds before it reports a failed operator.
     """
     hold_failures(True)
     try:

@@ -1,6 +1,7 @@
-"""Compares operators between the inference primitives with NumPy, through graphs of dynamic shapes.
+"""Compares small operators, which the models use between the inference primitives, with NumPy.
 
-test_plugin_semantics.py runs this file under pytest in its own process, which has the op plugin.
+The graphs have dynamic shapes. test_plugin_semantics.py runs this file under pytest in its own process, which has the
+op plugin.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ def flag_graph() -> nn.Cell:
 
 
 def drawn(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> tuple[Tensor, np.ndarray]:
-    """Draws few different values, so that some are equal.
+    """Draws numbers from a small set, so that some elements are equal.
 
-    Returns the primitive's input and the same values for NumPy.
+    Returns the input of the primitive, and the same values for NumPy.
     """
     if kind in INTEGERS:
         numbers = rng.integers(0 if kind == "uint8" else -100, 100, shape).astype(kind)
@@ -192,7 +193,7 @@ def test_casts(source: str) -> None:
         if target in FLOATS:
             np.testing.assert_array_equal(floats(found), rounded(exact.astype(np.float32), target), target)
         elif target == "uint8":
-            kept = exact.astype(np.float64) >= 0  # the result for negative numbers is undefined
+            kept = exact.astype(np.float64) >= 0  # converting negative numbers to uint8 is undefined
             np.testing.assert_array_equal(found.asnumpy()[kept], exact[kept].astype(target))
         else:
             np.testing.assert_array_equal(found.asnumpy(), exact.astype(target), target)
@@ -229,7 +230,7 @@ class Sums(nn.Cell):
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int32"])
 def test_sums(kind: str) -> None:
-    """A sum adds the elements in order. Without axes, it adds all elements."""
+    """Sums over each set of axes equal NumPy's. A sum without axes adds all elements."""
     x, exact = drawn(np.random.default_rng(0), (5, 7, 3), kind)
     cases = [(keep, axes) for keep in (True, False) for axes in AXES]
     for (keep, axes), found in zip(cases, Sums(AXES, TYPES[kind], 3)(x), strict=True):
@@ -269,7 +270,10 @@ class Ranks(nn.Cell):
 @pytest.mark.parametrize("width", [64, 1000, 1024, 40_001])
 @pytest.mark.parametrize("kind", FLOATS)
 def test_ranks_and_exponentials_of_logits(kind: str, width: int) -> None:
-    """The first of equal elements comes first. bfloat16 makes many elements equal."""
+    """Compares arg-max, the 64 largest elements, and exponentials and their sums with NumPy.
+
+    The lowest index comes first among equal elements. In bfloat16, many elements are equal.
+    """
     rng = np.random.default_rng(width)
     given = Tensor(rng.standard_normal((5, width)).astype(np.float32) * 4, FLOATS[kind])
     x = given.astype(ms.float32).asnumpy()

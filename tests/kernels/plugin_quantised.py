@@ -1,6 +1,6 @@
 """Compares the primitives of quantised products with NumPy versions of their documentation.
 
-docs/ascend.md names the pages of the documentation. test_plugin_semantics.py runs this file under pytest in its own
+docs/ascend.md lists the pages of that documentation. test_plugin_semantics.py runs this file under pytest in its own
 process, which has the op plugin.
 """
 
@@ -44,7 +44,7 @@ class QuantMatmul(nn.Cell):
 
 
 class WeightQuantMatmul(nn.Cell):
-    """A product with a constant weight, because an input cannot have a type of four bits."""
+    """A product with a weight that is a parameter, because the input of a graph cannot have a type of four bits."""
 
     def __init__(self, weight: Tensor, group: int, *, transpose: bool) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Multiply(nn.Cell):
 
 
 class KeptPairs(nn.Cell):
-    """Multiplies by int4 parameters that share arrays' memory. ``offsets`` may be None."""
+    """Multiplies by an int4 weight whose parameters share the memory of NumPy arrays. ``offsets`` may be None."""
 
     def __init__(
         self, stored: np.ndarray, scale: np.ndarray, offsets: np.ndarray | None, dtype: str, group: int
@@ -85,7 +85,7 @@ class KeptPairs(nn.Cell):
 
 
 def _bound(array: np.ndarray, dtype: str) -> tuple[ms.Parameter, np.ndarray]:
-    """Returns a parameter and the array whose memory it uses."""
+    """Returns a parameter, and the array whose memory the parameter shares."""
     parameter = unbound_parameter(array.shape, dtype)
     return parameter, bind(parameter, array)
 
@@ -105,9 +105,9 @@ def dynamic_quant_graph(dtype: str) -> nn.Cell:
 @examples
 @given(any_dtype, seeds, st.integers(1, 40), st.integers(1, 300))
 def test_dynamic_quant(dtype: str, seed: int, rows: int, depth: int) -> None:
-    """For each row, scale = max|x| / 127 and y = round(x / scale). A row of zeros gives zeros.
+    """For each row x, scale = max|x| / 127 and y = round(x / scale). A row of zeros gives zeros.
 
-    y is rounded to nearest, so the error is at most half a step, plus the rounding of the quotient.
+    The error of y is at most half a step, plus the rounding of the quotient x / scale.
     """
     rng = np.random.default_rng(seed)
     x, x_exact = values(rng, rows, depth, dtype=dtype)
@@ -134,7 +134,10 @@ def quant_matmul_graph(dtype: str, scale_type: Any, transpose: bool) -> nn.Cell:
 @examples
 @given(any_dtype, st.booleans(), seeds, st.integers(1, 20), st.integers(1, 200), st.integers(1, 90))
 def test_quant_batch_matmul(dtype: str, transpose: bool, seed: int, rows: int, depth: int, columns: int) -> None:
-    """The result is (x1 @ x2) * scale * pertoken_scale: exact integers, then float32, rounded once."""
+    """The result is (x1 @ x2) * scale * pertoken_scale.
+
+    The sum of integers is exact. The scales multiply in float32, and the result is rounded once.
+    """
     rng = np.random.default_rng(seed)
     x, w = (rng.integers(-128, 128, (count, depth)).astype(np.int8) for count in (rows, columns))
     scale, token_scale = (rng.uniform(1e-4, 0.1, count).astype(np.float32) for count in (columns, rows))
@@ -148,7 +151,10 @@ def test_quant_batch_matmul(dtype: str, transpose: bool, seed: int, rows: int, d
 
 
 class StaticMatmul(nn.Cell):
-    """The product of a layer with static inputs. Its weight is a parameter, and it also returns the quantised input."""
+    """A linear layer whose input has one fixed scale (static quantisation), with a weight that is a parameter.
+
+    It also returns the quantised input.
+    """
 
     def __init__(self, dtype: str) -> None:
         super().__init__()
@@ -172,8 +178,11 @@ def static_graph() -> nn.Cell:
 @examples
 @given(st.booleans(), seeds, st.integers(1, 20), st.integers(1, 200), st.integers(1, 90))
 def test_static_product(single: bool, seed: int, rows: int, depth: int, columns: int) -> None:
-    """q = round(x * scale + offset) within -128 to 127, ties to even, then (q @ weight + bias) * scale. Every integer
-    is exact, and the result is rounded once. Some inputs lie outside of the range."""
+    """The input x becomes q = round(x * scale + offset), with ties to even and a range from -128 to 127.
+
+    The result is (q @ weight + bias) * scale of the weight. Every integer is exact, and the result is rounded once.
+    Some inputs lie outside of the range.
+    """
     rng = np.random.default_rng(seed)
     x, x_exact = values(rng, rows, depth, dtype="bfloat16")
     w = rng.integers(-128, 128, (columns, depth)).astype(np.int8)
@@ -191,7 +200,10 @@ def test_static_product(single: bool, seed: int, rows: int, depth: int, columns:
 
 
 def test_a_kept_static_weight_is_the_same_weight() -> None:
-    """A packed weight has its sum offsets. The same weight with other sum offsets is refused."""
+    """A packed static weight contains its sum offsets, the constant part of each output's sum.
+
+    A product of the same weight with other sum offsets is refused.
+    """
     rng = np.random.default_rng(4)
     w, scale = rng.integers(-128, 128, (70, 4096)).astype(np.int8), rng.uniform(0.01, 0.1, 70).astype(np.float32)
     sums = rng.integers(-1000, 1000, 70).astype(np.int32)
@@ -209,15 +221,18 @@ def test_a_kept_static_weight_is_the_same_weight() -> None:
 
 
 def pairs(integers: np.ndarray) -> Tensor:
-    """Packs int4 integers [rows, columns] as the primitive takes them: two columns in a byte, the even column low."""
+    """Packs int4 integers [rows, columns] for the primitive.
+
+    Each byte has two columns, and the even column is in the low bits.
+    """
     low, high = integers[:, 0::2], integers[:, 1::2]
     return Tensor(((low & 15) | (high << 4)).astype(np.int8), dtype=ms.qint4x2)
 
 
 def dequantised(w: np.ndarray, scale: np.ndarray, offset: np.ndarray | int, group: int) -> np.ndarray:
-    """Returns the floats [columns, depth] of integers:
+    """Returns the floats [columns, depth] that the integers ``w`` stand for.
 
-    (w + offset) * scale, with scale and offset [columns, groups].
+    Each float is (w + offset) * scale. Scale and offset are [columns, groups].
     """
     spread = [np.repeat(a, group or w.shape[1], 1)[:, : w.shape[1]] if np.ndim(a) else a for a in (scale, offset)]
     out: np.ndarray = (w + spread[1]) * spread[0]
@@ -233,9 +248,9 @@ def test_weight_quant_batch_matmul(
     dtype: str, seed: int, rows: int, units: int, half_columns: int, int4: bool, transpose: bool, group: int,
     with_offset: bool,
 ) -> None:  # fmt: skip
-    """The result is x @ ((weight + offset) * scale). Groups lie along the depth.
+    """The result is x @ ((weight + offset) * scale), where a group of inputs shares scale and offset.
 
-    If ``transpose`` is set, weight and scales are [columns, depth] and [columns, groups].
+    If ``transpose`` is set, the weight is [columns, depth] and the scales are [columns, groups].
     """
     rng = np.random.default_rng(seed)
     depth, columns, with_offset = 32 * units, 2 * half_columns, with_offset and int4
@@ -263,7 +278,7 @@ def test_weight_quant_batch_matmul(
 @pytest.mark.parametrize("rows", [1, 3, 17])
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_a_kept_weight_is_the_same_weight(dtype: str, rows: int) -> None:
-    """MatMul gives the same result with a weight that was packed before. The original memory has been given back."""
+    """MatMul gives the same result with a weight that is already packed, and whose original memory is released."""
     rng = np.random.default_rng(3)
     w = from_float32(rng.standard_normal((80, 4096)).astype(np.float32), dtype)
     x, x_exact = values(rng, rows, 4096, dtype=dtype)
@@ -285,7 +300,7 @@ def test_a_kept_weight_is_the_same_weight(dtype: str, rows: int) -> None:
 def refusing(call: Callable[[], Any]) -> str | None:
     """Returns the name of the operator that refuses its inputs, or None.
 
-    MindSpore does not see the error; it would wait 3 seconds for other failures.
+    The plugin holds the error back, because MindSpore would wait 3 seconds before it reports a failed operator.
     """
     hold_failures(True)
     try:
@@ -303,9 +318,9 @@ def refusing(call: Callable[[], Any]) -> str | None:
 def test_a_kept_int4_weight_is_the_same_weight(
     dtype: str, seed: int, rows: int, units: int, half_columns: int, group: int, with_offset: bool
 ) -> None:
-    """The weight [depth, columns], with two columns in a byte, was packed before.
+    """A product gives the same bits with an int4 weight that is already packed, also for a row that is computed alone.
 
-    A row computed alone has the same bits.
+    The weight is [depth, columns], with two columns in a byte.
     """
     rng = np.random.default_rng(seed)
     depth, columns = 64 * units, 2 * half_columns
@@ -330,7 +345,10 @@ def test_a_kept_int4_weight_is_the_same_weight(
 
 
 class Grouped(nn.Cell):
-    """A grouped product by parameters that share arrays' memory, in one of the layouts of ``agent.weights.forms``."""
+    """A grouped product, in one of the layouts of ``agent.weights.forms``.
+
+    The parameters share the memory of NumPy arrays.
+    """
 
     def __init__(self, form: str, weight: np.ndarray, scale: np.ndarray, offset: np.ndarray, dtype: str) -> None:
         super().__init__()
@@ -359,9 +377,10 @@ GROUPED_FORMS = ("float", "int8", "int8_weight_only", "int4", "int4 rows")
 
 
 class GroupedCase:
-    """Random weights [experts, depth, columns] in one layout, and their exact values.
+    """Random weights [experts, depth, columns] in one layout, and the exact values that they stand for.
 
-    ``int4 rows`` has a scale and a zero point for each output. ``int4`` has scales for groups, and no zero points.
+    The layout ``int4 rows`` has a scale and a zero point for each output. The layout ``int4`` has a scale for each
+    group and no zero points.
     """
 
     def __init__(self, form: str, dtype: str, seed: int, sizes: tuple[int, int, int], group: int) -> None:
@@ -397,7 +416,7 @@ class GroupedCase:
         return graph
 
     def rows(self, counts: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
-        """Returns rows in the order of their experts, the scales of tokens, and the exact values."""
+        """Returns input rows sorted by expert, the scale of each row, and the exact values of the rows."""
         count = int(counts.sum())
         token_scale = self.rng.uniform(1e-4, 0.1, count).astype(np.float32)
         if self.form == "int8":
@@ -428,10 +447,14 @@ any_sizes = st.tuples(
 @examples
 @given(st.sampled_from(GROUPED_FORMS), any_dtype, seeds, any_sizes, st.booleans())
 def test_grouped_matmul(form: str, dtype: str, seed: int, sizes: tuple[int, int, int], whole: bool) -> None:
-    """Multiplies the rows of each group by its weight. Some groups have no rows.
+    """The rows of each expert are multiplied by the expert's weight. Some experts have no rows.
 
-    Floats: x @ weight. int8: (x @ weight) * scale * per_token_scale. Weight-only layouts: x @ ((weight +
-    antiquant_offset) * antiquant_scale), in groups along the depth or in one group.
+    The result depends on the layout:
+
+    - Floats: x @ weight.
+    - int8: (x @ weight) * scale * per_token_scale.
+    - Weight-only layouts: x @ ((weight + antiquant_offset) * antiquant_scale). A scale covers a group of inputs,
+      or all inputs.
     """
     case = GroupedCase(form, dtype, seed, sizes, sizes[1] if whole else 32)
     counts = case.rng.integers(0, 5, case.experts)
@@ -444,7 +467,8 @@ def test_grouped_matmul(form: str, dtype: str, seed: int, sizes: tuple[int, int,
 @pytest.mark.parametrize("form", GROUPED_FORMS)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_kept_experts_are_the_same_experts(form: str, dtype: str) -> None:
-    """The weights were packed before, and their original memory cannot be read any more.
+    """Grouped products give the same results with weights that are already packed, and whose original memory is
+    released.
 
     A row has the same bits alone, with any other rows and with any number of threads.
     """

@@ -44,7 +44,7 @@ examples = settings(
 
 
 class Apply(nn.Cell):
-    """Calls a primitive with its inputs, followed by some constants."""
+    """Calls a primitive with its inputs, followed by the constants given at creation."""
 
     def __init__(self, primitive: Any, *constants: Any) -> None:
         super().__init__()
