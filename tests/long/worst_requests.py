@@ -2,10 +2,10 @@
 
     python tests/long/worst_requests.py [--repeats 3] [--only TEXT]
 
-Prints one JSON line. ``longest_stall_ms`` is the longest block of all kinds. The delay that the machine imposes does
-not count, and a block is at most as long as the processor time that the server used in it. A request is sent several
-times and the shortest time counts, because other programs can only lengthen it. The exit code is 1 if a kind blocks the
-event loop for longer than ``--limit-ms``.
+Prints one JSON line. ``longest_stall_ms`` is the longest block over all kinds of requests. A delay that the machine
+imposes does not count. A block counts at most as the processor time that the server used during it. A request is sent
+several times and the shortest time counts, because other programs can only lengthen it. The exit code is 1 if a kind
+blocks the event loop for longer than ``--limit-ms``.
 """
 
 from __future__ import annotations
