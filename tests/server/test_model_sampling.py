@@ -1,4 +1,4 @@
-"""Sampling parameters of the model are the defaults of OpenAI's endpoints, and of no others."""
+"""Sampling parameters of the model are the defaults only of OpenAI's endpoints."""
 
 from __future__ import annotations
 
