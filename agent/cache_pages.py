@@ -1,7 +1,7 @@
 """Makes the system allocate the pages of the KV cache: some during the start, and the rest while the agent serves.
 
-A system takes 0.2 to 2 seconds for each GiB. The agent therefore does not wait for all pages of a large cache. The
-blocks that are used first have the lowest numbers and get their pages first. A step that uses a block without pages
+A system takes 0.2 to 2 seconds to allocate 1 GiB. The agent therefore does not wait for all pages of a large cache. The
+server uses blocks with low numbers first, so these blocks get their pages first. A step that uses a block without pages
 waits until the system has allocated them.
 """
 
@@ -29,7 +29,10 @@ _LOWEST_PRIORITY = 19
 
 
 class CachePages:
-    """The pages of arrays of ``future_zeros``, which have one size."""
+    """Allocates the memory pages of the arrays that hold the KV cache.
+
+    ``arrays`` come from ``future_zeros``, so they have no pages yet. All of them have the same size.
+    """
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         flat = [array.reshape(-1).view(np.uint8) for array in arrays]
@@ -40,18 +43,22 @@ class CachePages:
         self._thread: threading.Thread | None = None
 
     def allocate_first(self) -> None:
-        """Allocates the first pages, with all cores. Nothing may write to the arrays meanwhile."""
+        """Allocates the first ``START_BYTES`` of the cache on all cores and waits for the end.
+
+        No other thread may write to the arrays meanwhile.
+        """
         _allocate(self._first)
 
     def allocate_rest(self) -> None:
-        """Lets a thread of the lowest priority allocate the other pages.
+        """Starts a thread of the lowest priority that allocates all pages after those of ``allocate_first``.
 
-        Call this method when the agent is ready, before its first step. If less memory is free than the pages need, the
-        method allocates all of them before it returns. A lack of memory therefore shows at the start.
+        Call this method when the agent is ready, before its first step. If the free memory may not suffice, the method
+        allocates the pages itself before it returns. Then a lack of memory fails the start and not a later step.
         """
         pieces, self._rest = self._rest, []
         num_bytes = sum(piece.size for piece in pieces)
-        # The system counts mapped weights as memory that it could free.
+        # Linux counts the pages of the mapped weight file as available memory, because it could read them again.
+        # The agent needs these pages in memory, so they are subtracted.
         is_safe = num_bytes <= Machine.detect().available_bytes - file_huge_page_bytes()
         if not pieces:
             return

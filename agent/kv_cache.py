@@ -17,7 +17,7 @@ from llm_serving.config import Config
 class KVCache:
     """Owns the arrays that the attention layers write in place. The server decides which sequence owns which block.
 
-    Each layer has an array of keys and one of values with the layout of ``OpTable.cache_layout``. With latent
+    Each layer has one array of keys and one array of values, with the layout of ``OpTable.cache_layout``. With latent
     attention, each layer has one array with the layout of ``OpTable.latent_cache_layout``. The first axis is the block.
     If the device has its own memory, there are no arrays, and ``bind`` creates the cache on the device.
     """
@@ -45,8 +45,9 @@ class KVCache:
         self.pages.allocate_first()
 
     def bind(self, parameters: Mapping[str, Any]) -> BlockMoves:
-        """Binds this cache as ``bind_parameters`` does. Allocates the host pool and returns the object that copies
-        blocks.
+        """Makes this cache the memory of the model's ``parameters``, and allocates the host pool.
+
+        Returns the object that copies blocks of the cache.
         """
         self.bind_parameters(parameters)
         return self.block_moves([parameters[name] for name in self._names])
@@ -64,6 +65,6 @@ class KVCache:
     def block_moves(self, parameters: Sequence[Any]) -> BlockMoves:
         """Makes the object that copies blocks of this cache, and allocates the host pool.
 
-        ``parameters`` are bound to this cache, in the order of ``arrays``.
+        ``parameters`` are the parameters that use this cache, in the order of ``arrays``.
         """
         return self._ops.block_moves(list(self.arrays.values()), parameters, self._host_layout)

@@ -18,7 +18,7 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """The whole logits of a step in the memory of the host. Valid until the graph runs again."""
+    """All logits of a step, in the memory of the host. They are valid until the graph runs again."""
 
     values: Float32Array
     """[S, vocabulary]: the logits of each sequence's last token. A row that does not sample may hold anything."""
@@ -41,15 +41,17 @@ class DeviceScores(ABC):
 
     @abstractmethod
     def best(self) -> tuple[Int32Array, Float32Array]:
-        """Fetches, for each sequence, the token with the largest logit [S] (the smaller id on a tie) and this logit
-        [S].
+        """Fetches the token with the largest logit of each sequence, and this logit. Both arrays are [seqs].
+
+        If two logits are equal, the token with the smaller id is returned.
         """
 
     @abstractmethod
     def find_candidates(self, temperatures: Float32Array) -> None:
-        """Computes the candidates on the device. ``temperatures`` [S] are above 0. A second call does nothing.
+        """Computes the candidates on the device: the best tokens of each sequence. A second call does nothing.
 
-        The agents that share a vocabulary must all call this for the same steps.
+        ``temperatures`` [seqs] are above 0. If agents share the vocabulary, all of them must call this for the same
+        steps.
         """
 
     @abstractmethod
@@ -58,27 +60,32 @@ class DeviceScores(ABC):
 
     @abstractmethod
     def rows(self, indices: Int32Array) -> Float32Array:
-        """Fetches the logits of some rows, [len(indices), vocabulary].
+        """Fetches all logits of the sequences ``indices``, float32 [len(indices), vocabulary].
 
         Agents that share a vocabulary must call ``find_candidates`` first.
         """
 
     @abstractmethod
     def best_ids(self) -> Any:
-        """Returns the tokens with the largest logits [num_ids] on the device, int32, for a later launch.
+        """Returns the best token of each sequence, int32 [num_ids], without fetching the tokens from the device.
 
-        Zeros on the host if the step failed.
+        A later launch can take the result as an input. If the step failed, the result is an array of zeros.
         """
 
     @abstractmethod
     def when_computed(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` once, in any thread, when best tokens and candidates are on the host, or have failed."""
+        """Calls ``callback`` once, in any thread, when the host has the results that the sampler needs first.
+
+        These are the candidates if ``find_candidates`` was called, else the best tokens. If the device fails,
+        ``callback`` is called as well.
+        """
 
 
 def score_bits(scores: StepLogits | DeviceScores, index: int, *, whole: bool) -> bytes:
-    """Returns the bits of the logits of sequence ``index``, to compare them with another run.
+    """Returns bits of the logits of sequence ``index``, with which two runs of a step can be compared.
 
-    Without ``whole``, of scores on a device only the best token and its logit count. Otherwise the row is fetched.
+    If the logits are on the host or ``whole`` is set, the bits are those of all logits of the sequence. Otherwise they
+    are only those of the best token and its logit, because fetching all logits from a device takes long.
     """
     if isinstance(scores, StepLogits):
         return bytes(scores.values[index].data)
@@ -88,10 +95,9 @@ def score_bits(scores: StepLogits | DeviceScores, index: int, *, whole: bool) ->
 
 
 def whole_logits(scores: StepLogits | DeviceScores, num_seqs: int) -> Float32Array:
-    """Returns a copy of all logits of a sampled step, [num_seqs, vocabulary], whether they are on the host or on the
-    device.
+    """Returns a copy of all logits of a sampled step on the host, float32 [num_seqs, vocabulary].
 
-    For tools and tests. If the logits are on a device, this copies all of them to the host, which takes long.
+    This function is for tools and tests: if the logits are on a device, the copy takes long.
     """
     if isinstance(scores, StepLogits):
         return scores.values[:num_seqs].copy()

@@ -3,18 +3,18 @@
 A model uses a device only through the operators of an ``OpTable``. Code that builds or runs graphs reads the device's
 ``DeviceTraits`` and calls its ``DeviceHooks``. To add a device, write one OpTable and name it in ``selector.py``.
 
-Shapes: T is the number of tokens of the step, S the number of sequences, W the width of the block table. H and K are
-the numbers of query heads and key-value heads, D is the size of a head. Activations have the table's ``dtype``. Indices
-are int32. In a static graph every tensor has the size of the largest step, and only the first T or S rows have a
-meaning.
+Shapes name their axes. ``tokens`` and ``seqs`` are the numbers of tokens and sequences of the step. ``blocks`` is the
+width of the block tables. Activations have the op table's ``dtype``, and indices are int32. In a static graph,
+every tensor has the size of the largest step. Only its first rows, as many as the step has, are used.
 
-``step`` is a tuple of inputs that every operator may read: (slot_mapping [T], block_tables, context_lens [S],
-query_lens [S]). ``block_tables`` is [S, W]. In a static graph ``block_tables`` is flat, and a fifth entry follows:
-counts [4] = (T, S, W, step number). In the graph for parts of prompts, the fifth entry is the output of ``chunk_mask``.
-Query i of a sequence with q queries and a context of c tokens is at position c - q + i.
+``step`` is a tuple of inputs that every operator may read: slot_mapping [tokens], block_tables [seqs, blocks],
+context_lens [seqs], query_lens [seqs]. In a static graph, ``block_tables`` has one axis, and the tuple has a fifth
+entry: counts = (tokens, seqs, blocks, step number). In the graph for parts of prompts, the fifth entry is the output of
+``chunk_mask``. Query i of a sequence with q queries and a context of c tokens is at position c - q + i.
 
-Every operator adds numbers in an order that depends only on the row (its depth and its context). Therefore a token's
-result does not depend on the other rows of the step. Prompts, chunks and decode steps give the same result.
+The order in which an operator adds the numbers of a row depends only on that row (its depth and its context). Therefore
+a token's result does not depend on the other tokens of the step, and prompts, chunks and decode steps give the same
+result.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ CacheLayout = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True, slots=True)
 class LinearParameters:
-    """The Parameters of a linear layer. A layer has a weight, and those of the others that are not None.
+    """The MindSpore Parameters of a linear layer. A parameter that the layer does not have is None.
 
-    If a layer has more than a weight, operators take (weight, scale), (weight, scale, offset) or, with static inputs,
-    (weight, scale, input_scale, input_offset, sum_offset) instead of the weight.
+    The op table's operators take the weight alone, or a tuple. The tuple is (weight, scale), (weight, scale, offset)
+    or, if inputs are quantised with calibrated scales, (weight, scale, input_scale, input_offset, sum_offset).
     """
 
     weight: Any
@@ -84,7 +84,7 @@ class DeviceTraits:
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """The properties of one layer's attention."""
+    """The properties of one layer's attention: numbers of heads, size of a head, window and norms of the heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -97,7 +97,10 @@ class AttentionForm:
 
 @dataclass(frozen=True, slots=True)
 class LatentForm:
-    """The properties of multi-head latent attention (DeepSeek-V2, 2024). ``LatentAttention`` describes the sizes."""
+    """The properties of one layer's multi-head latent attention (DeepSeek-V2, 2024).
+
+    ``llm_serving.model.deepseek.LatentAttention`` describes the sizes in ``latent``.
+    """
 
     num_heads: int
     latent: LatentAttention
@@ -118,36 +121,41 @@ class BlockMoves(ABC):
     def run(self, moves: Int32Array) -> None:
         """Runs the copies in ``moves``, in their order.
 
-        ``moves`` is a contiguous int32 array [copies, 3] of ``MoveKind``, source block and destination block. A graph
-        must have used the cache before, and no graph may be running. If a kind or a block does not exist, copies
-        nothing and raises AgentError or KernelError.
+        ``moves`` is a contiguous int32 array [copies, 3] with ``MoveKind``, source block and destination block. Call
+        this only after a graph has run with the cache, and while no graph is running. If a kind or a block does not
+        exist, copies nothing and raises AgentError or KernelError.
         """
 
 
 class DeviceHooks:
-    """Work that a device needs around loading and around each run of a graph. The default does nothing."""
+    """Methods that the agent calls after it has loaded the weights, and around each run of a graph.
+
+    A device overrides the methods in which it has work to do. In this class they only run the graph.
+    """
 
     def take_weights(self, weights: Mapping[str, Array], *, tied: bool) -> None:
-        """Prepares weights in host memory, given by parameter name, before the first graph is compiled.
+        """Prepares the loaded ``weights`` for the operators. Called once, before the first graph is compiled.
 
-        ``tied`` means that the embedding is also the output weight. The arrays live as long as the op table.
+        ``weights`` maps parameter names to arrays in host memory, which live as long as the op table. ``tied`` means
+        that the embedding is also the output weight.
         """
         del weights, tied
 
     @contextmanager
     def graph_run(self, *, compiles: bool = False) -> Iterator[None]:
-        """Surrounds one run of a graph; ``compiles`` means that the graph is compiled first.
+        """Returns a context manager for one run of a graph. ``compiles`` means that the run also compiles the graph.
 
-        Raises OperatorRefusedError at the end if an operator refused its inputs. The graph's result is then undefined.
+        Its exit raises OperatorRefusedError if an operator refused its inputs. The graph's result is then undefined.
         """
         del compiles
         yield
 
     def launch(self, run: Callable[[], tuple[OnDevice, ...]], fetched: slice) -> Launch:
-        """Calls ``run``, which runs a graph, after all earlier launches. ``fetched`` are the results to fetch.
+        """Launches a graph by calling ``run``, and returns the launch with the graph's results.
 
-        If the device ``runs_ahead``, returns before the results are computed. The device then begins to copy the
-        fetched results to the host before any later launch.
+        ``fetched`` selects the results that the host will read. If ``DeviceTraits.runs_ahead`` is True, this method
+        returns before the results are computed. The device then copies the selected results to the host before it
+        starts any later launch.
         """
         return Launch(run(), fetched)
 
@@ -184,8 +192,10 @@ class OpTable(ABC):
 
     @property
     def inserts_ids(self) -> bool:
-        """Whether graphs take token ids that an earlier step has left on the device. Only an agent that has the whole
-        model has them."""
+        """Whether graphs can read sampled token ids that are still on the device, as inputs of the next step.
+
+        True only for an agent that has the whole model.
+        """
         return self.part is None or self.part.is_alone
 
     def vocab_rows(self, vocab_size: int) -> int:
@@ -201,22 +211,25 @@ class OpTable(ABC):
 
     @abstractmethod
     def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> LinearParameters:
-        """Makes the Parameters of a linear layer, without memory; ``output`` means the layer to the vocabulary."""
+        """Makes the Parameters of a linear layer. They get their memory when weights are bound to them.
+
+        ``output`` is True for the output layer, which computes the logits.
+        """
 
     @abstractmethod
     def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> LinearParameters:
         """Makes the Parameters of one linear layer of all experts, or of all heads of latent attention.
 
-        The weight holds the packed weights one after the other, or an array [experts, in, out].
+        The weight is one blob with the packed weights of all experts or heads, or an array [experts, in, out].
         """
 
     @abstractmethod
     def router_weight(self, in_features: int, num_experts: int) -> Any:
-        """Makes the float32 Parameter of a router."""
+        """Makes the float32 Parameter for the weight of an expert router, which chooses the experts of each token."""
 
     @abstractmethod
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
-        """Returns shape and type of a layer's key cache, which its value cache shares. The first axis is the block."""
+        """Returns the shape and type that a layer's key cache and its value cache have. The first axis is the block."""
 
     def latent_cache_layout(self, num_blocks: int, block_size: int, width: int) -> CacheLayout:
         """Returns shape and type of a layer's cache of latent attention, with ``width`` elements for each token."""
@@ -226,117 +239,150 @@ class OpTable(ABC):
     def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
         """Makes the object that copies blocks of the caches, and allocates the host pool.
 
-        ``arrays`` is the memory of the caches, ``parameters`` are the Parameters bound to them, in the same order.
-        ``host`` is the layout of the pool's part for each of them.
+        ``arrays`` is the memory of the caches, and ``parameters`` are the Parameters bound to these arrays, in the same
+        order. ``host`` is the layout of the host pool for one cache. All caches have pools of the same layout.
         """
 
     @abstractmethod
     def all_reduce(self, width: int) -> Operator:
-        """(x [T, width], step) -> the sum of x over the agents of the stage, added in the order of the agents."""
+        """Returns an operator (x, step) -> the sum of x over the agents of the stage, added in the agents' order.
+
+        x and the sum are [tokens, width].
+        """
 
     @abstractmethod
     def hand_over(self, width: int) -> Operator:
-        """(hidden [T, width], residual [T, width], step) -> the graph's output, from which ``StepGraph`` takes the sum
-        of the two. The next stage begins with that sum."""
+        """Returns the last operator of a stage that is not the last stage: (hidden, residual, step) -> graph output.
+
+        hidden and residual are [tokens, width]. ``StepGraph`` gets hidden + residual from the graph's output, and the
+        next stage begins with this sum.
+        """
 
     @abstractmethod
     def embedding(self, width: int) -> Operator:
-        """(table [vocabulary, width], token_ids [T], step) -> [T, width]. If agents share the table, the result is the
-        sum over the agents, of which only one has the token's row."""
+        """Returns an operator (table [vocabulary, width], token_ids [tokens], step) -> embeddings [tokens, width].
+
+        If the table is divided among agents, only one agent has the row of a token. The others contribute zeros, and
+        the operator sums over the agents.
+        """
 
     @abstractmethod
     def norm_linear(self, out_features: int, epsilon: float, *, first: bool) -> Operator:
-        """(hidden [T, in], residual [T, in], gamma [in], weight, bias, step) -> RMSNorm(sum) @ weight.T + bias
-        [T, out_features], and the sum of hidden and residual.
+        """Returns an operator (hidden, residual, gamma [in], weight, bias, step) -> (output, total).
 
-        With ``first`` (the first layer of a stage) there is no residual yet, and the sum is hidden. ``bias`` is None if
-        there is no bias or the weight includes it."""
+        hidden, residual and total are [tokens, in]. total = hidden + residual, and output [tokens, out_features] =
+        RMSNorm(total) @ weight.T + bias. With ``first`` (the first layer of a stage) there is no residual yet, and
+        total = hidden. The argument ``bias`` is None if the layer has no bias or the weight includes the bias.
+        """
 
     @abstractmethod
     def linear(self, out_features: int) -> Operator:
-        """(x [T, in], weight, bias, step) -> x @ weight.T + bias [T, out_features]; ``bias`` as in ``norm_linear``."""
+        """Returns an operator (x [tokens, in], weight, bias, step) -> x @ weight.T + bias [tokens, out_features].
+
+        The argument ``bias`` is None if the layer has no bias or the weight includes the bias.
+        """
 
     @abstractmethod
     def gated_mlp(self, width: int, epsilon: float) -> Operator:
-        """(hidden [T, width], residual [T, width], gamma [width], gate_up weight, down weight, step) ->
-        down(silu(gate(x)) * up(x)) of x = RMSNorm(sum), and the sum of hidden and residual."""
+        """Returns an operator (hidden, residual, gamma [width], gate_up weight, down weight, step) -> (output, total).
+
+        total = hidden + residual, x = RMSNorm(total), and output = down(silu(gate(x)) * up(x)). hidden, residual, total
+        and output are [tokens, width].
+        """
 
     @abstractmethod
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
-        """(hidden [T, width], residual [T, width], gamma [width], weights, step) -> the experts' output, and the sum of
-        hidden and residual.
+        """Returns an operator (hidden, residual, gamma [width], weights, step) -> (output, total).
 
-        ``weights`` are those of router, gate_up and down. If the router has a correction, it follows, float32
-        [experts]. If there are shared experts, their gate_up and down follow. The experts' output is the weighted sum
-        of the chosen experts' MLPs of RMSNorm(sum). The router computes a float32 softmax over all experts and chooses
-        the ``per_token`` largest. Among equal values it chooses the lower expert. If ``normalised``, the chosen values
-        are divided by their sum. ``Experts.routing`` describes other routers. The output of the shared experts is
-        added. An agent that has only some of the experts adds nothing for the others.
+        hidden, residual, output and total are [tokens, width]. total = hidden + residual. The output is the weighted
+        sum of the MLPs of the chosen experts, applied to RMSNorm(total). The MLP of the shared experts is added to it.
+
+        ``weights`` is a tuple: router, gate_up of all experts, down of all experts. If the router has a correction, its
+        float32 array [experts] follows. If there are shared experts, their gate_up and down weights follow.
+
+        The router computes a float32 softmax over all experts. It chooses the ``experts.per_token`` largest values,
+        and the expert with the lower number if values are equal. If ``experts.normalised``, the chosen values are
+        divided by their sum. ``Experts.routing`` describes other routers. If an agent has only some of the experts, it
+        leaves out the terms of the experts that it does not have.
         """
 
     def decoder_layers(
         self, width: int, epsilon: float, form: AttentionForm, count: int, *, first: bool
     ) -> Operator | None:
-        """(hidden [T, width], residual [T, width], layers, rotary, step) -> hidden, residual.
+        """Returns an operator that runs several layers: (hidden, residual, layers, rotary, step) -> (hidden, residual).
 
-        Runs ``count`` consecutive layers of norm, attention, norm and gated MLP as one operator. Returns None if the
-        device cannot do this; the model then uses the operators above. ``first`` means that the stage begins with
-        these layers.
+        The operator runs ``count`` consecutive layers of norm, attention, norm and gated MLP. hidden and residual are
+        [tokens, width]. ``first`` means that the stage begins with these layers. If agents share the layers, the
+        operator also sums over the agents. Returns None if the device cannot run several layers as one operator. The
+        model then uses one operator for each part of a layer.
 
-        ``layers`` has a tuple for each layer. It holds the gammas before attention and MLP, then the weights of qkv,
-        output, gate_up and down. The caches of keys and values follow, then ``head_norms`` as in ``attention``. If
-        agents share the layers, the operator also sums over the agents.
+        ``layers`` has a tuple for each layer. The tuple has the gammas of the norms before attention and before the
+        MLP, then the weights qkv, output, gate_up and down. The key cache and the value cache follow, then
+        ``head_norms`` as in ``attention``.
         """
         return None
 
     @abstractmethod
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
-        """(hidden [T, in], residual [T, in], gamma [in], weight, last_tokens [S], step) -> the graph's output.
+        """Returns the operator of the output layer.
 
-        ``StepGraph`` takes from it the logits [S, vocab_size] of RMSNorm(sum) at ``last_tokens``. If agents share the
-        vocabulary, the output has the agent's own columns, or the first agent gets all logits (packed weights)."""
+        Its arguments are (hidden [tokens, in], residual [tokens, in], gamma [in], weight, last_tokens [seqs], step).
+        Its result is the graph's output. ``last_tokens`` has the index of each sequence's last token.
+
+        ``StepGraph`` gets logits [seqs, vocab_size] from the graph's output. They are RMSNorm(hidden + residual) at
+        ``last_tokens``, times the weight. If agents share the vocabulary, each agent gets the logits of its own tokens.
+        With packed weights, the first agent gets all logits instead.
+        """
 
     @abstractmethod
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
-        """(positions [T]) -> the tuple of tensors that ``attention`` takes as ``rotary``, computed once for each step.
+        """Returns an operator: positions [tokens] -> the tuple of tensors that ``attention`` takes as ``rotary``.
 
-        ``cos`` and ``sin`` are float32 [positions, D]; each row contains its angles twice. ``window`` is the window of
-        the layers that have one, else 0.
+        The model runs this operator once in each step. ``cos`` and ``sin`` are float32 [positions, head_size], and each
+        row contains its angles twice. ``window`` is the attention window of the layers that have one, or 0.
         """
 
     def chunk_mask(self) -> Operator | None:
-        """(positions [T]) -> the attention mask of a step with parts of prompts, computed once for each step. Returns
-        None if ``attention`` takes no mask."""
+        """Returns an operator: positions [tokens] -> the attention mask of a step that has parts of prompts.
+
+        The model runs this operator once in the step. Returns None if the device's ``attention`` needs no mask.
+        """
         return None
 
     @abstractmethod
     def attention(self, form: AttentionForm) -> Operator:
-        """(qkv [T, (H + 2K) D], head_norms, rotary, caches, step, whole_prompts) -> [T, H x D].
+        """Returns an operator (qkv, head_norms, rotary, caches, step, whole_prompts) -> attention of all heads.
 
-        Normalises and rotates queries and keys. Writes keys and values into the caches in place, except where
-        ``slot_mapping`` is -1. Computes causal attention within the window, with scores scaled by 1 / sqrt(D).
-        ``head_norms`` are the gammas [D] of the norms of query and key heads, or () if there are none.
+        qkv is [tokens, (query heads + 2 x key-value heads) x head_size], and the result is [tokens, query heads x
+        head_size]. The operator normalises and rotates queries and keys. It writes keys and values into the caches in
+        place, except where ``slot_mapping`` is -1. Then it computes causal attention within the window, with scores
+        scaled by 1 / sqrt(head_size). ``head_norms`` are the gammas [head_size] of the norms of query and key heads. It
+        is () if the model does not normalise heads.
 
         ``whole_prompts`` is a constant of the graph. If it is True, every sequence of the step is a whole prompt, so
-        that the operator need not read the cache. ``query_lens`` then has the form that
+        the operator need not read the cache. ``query_lens`` then has the form that
         ``DeviceTraits.pads_whole_prompts`` describes.
         """
 
     def latent_attention(self, form: LatentForm) -> Operator:
-        """(joined, weights, rotary, cache, step) -> [T, H x value_dim], the attention of all heads.
+        """Returns an operator (joined, weights, rotary, cache, step) -> attention of all heads.
 
-        With a latent vector of queries, ``joined`` is [T, query_rank + rank + rope_dim] and ``weights`` are (gamma
-        [rank], key_up, value_up, query_gamma [query_rank], query). Without one, ``joined`` is [T, H x head_dim + rank
-        + rope_dim], ``weights`` are the first three, and the queries are the first columns of ``joined``.
+        The result is [tokens, heads x value_dim]. The sizes are those of ``form.latent``. ``joined`` has the columns of
+        the queries, then ``rank`` columns of the latent vector, then ``rope_dim`` columns of the rotated key.
+
+        - If queries have a latent vector, its ``query_rank`` columns are the columns of the queries. ``weights`` is
+          then (gamma [rank], key_up, value_up, query_gamma [query_rank], query). The weight ``query`` maps the
+          normalised latent vector to the queries of all heads.
+        - Otherwise ``joined`` has the queries themselves, heads x head_dim columns, and ``weights`` is (gamma [rank],
+          key_up, value_up).
 
         ``key_up`` maps the elements of a query head that are not rotated to ``rank`` elements. ``value_up`` maps an
-        attended latent vector to a value. Both have a weight for each head (``expert_weight``). ``query`` maps the
-        normalised latent vector of queries to all queries.
+        attended latent vector to a value. Both have a weight for each head (``expert_weight``).
 
-        Normalises and rotates, and writes normalised latent vector and rotated key into the cache in place, except
-        where ``slot_mapping`` is -1. Every query attends causally to latent vectors, in prompts and in decode steps
-        (absorbed attention). The scores are scaled by score_factor / sqrt(head_dim).
+        The operator writes the normalised latent vector and the rotated key of each token into the cache in place,
+        except where ``slot_mapping`` is -1. Every query attends causally to latent vectors, in prompts and in decode
+        steps (absorbed attention). The scores are scaled by score_factor / sqrt(head_dim).
 
-        Raises AgentStartError if the table does not have the operator.
+        Raises AgentStartError if the op table does not have this operator.
         """
         raise AgentStartError(f"the op table {self.traits.op_table} has no latent attention; use op_table fused (CPU)")

@@ -14,11 +14,9 @@ OnDevice = Any
 
 
 class Launch:
-    """The results of one run of a graph. With this class, the device computes them during the call that launches the
-    graph.
+    """The results of one run of a graph. This base class is for results that are complete when the run returns.
 
-    A device that runs ahead has its own class, whose results arrive later. Every method may raise the errors of the
-    run.
+    A device that runs ahead has a subclass, whose results arrive later. Every method may raise the errors of the run.
     """
 
     def __init__(self, results: tuple[OnDevice, ...], fetched: slice) -> None:
@@ -29,11 +27,14 @@ class Launch:
         return self._results
 
     def fetch(self) -> tuple[Array, ...]:
-        """Waits for the results that can be fetched, and returns them. bfloat16 is returned as uint16."""
+        """Waits for the results that were selected at the launch, and returns them as arrays on the host.
+
+        bfloat16 is returned as uint16.
+        """
         return tuple(map(as_array, self._results[self._fetched]))
 
     def when_fetched(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` once, in any thread, when ``fetch`` no longer waits or raises."""
+        """Calls ``callback`` once, in any thread, as soon as ``fetch`` would return or raise without waiting."""
         callback()
 
 

@@ -105,12 +105,14 @@ def _set_niceness(nice: int) -> None:
 
 
 def _set_up_cpu(max_call_depth: int, many_operators: bool) -> None:
-    """Sets up the CPU. ``many_operators``: a step has over a hundred operators (native table), not about fifteen.
+    """Sets MindSpore up for the CPU. ``many_operators`` means that a step has over a hundred operators, as with the
+    native op table. With the fused op table, a step has about fifteen.
 
-    With one dispatch thread, MindSpore sends its actors at least two messages for each operator. With cold caches that
-    takes 30 us. With two dispatch threads, MindSpore launches all operators of a graph in one loop. With infer_boost, a
-    step with the shapes of the previous step does not compute its shapes again. Both together cost 0.5 ms for each
-    step, which pays off only with many operators.
+    ``many_operators`` selects two dispatch threads and infer_boost. With one dispatch thread, MindSpore sends its
+    actors at least two messages for each operator, which take 30 us with cold caches. With two dispatch threads,
+    MindSpore launches all operators of a graph in one loop. With infer_boost, MindSpore does not compute the shapes
+    again if they equal those of the previous step. Both settings together add 0.5 ms to each step, so they make only
+    steps with many operators faster.
     """
     _set_environment(many_operators)
     import mindspore as ms
@@ -119,7 +121,8 @@ def _set_up_cpu(max_call_depth: int, many_operators: bool) -> None:
     jit_config = {"jit_level": "O0", **({"infer_boost": "on"} if many_operators else {})}
     ms.set_context(mode=ms.GRAPH_MODE, jit_config=jit_config, max_call_depth=max_call_depth)
     ms.set_device("CPU")
-    # Graph-kernel fusion (context.enable_graph_kernel) needs static shapes; the shapes of this graph are dynamic.
+    # MindSpore's own graph-kernel fusion is not turned on here: it needs static shapes, but the native graph's shapes
+    # are dynamic. The agent's replays fuse operators instead (context.enable_graph_kernel).
     ms.runtime.dispatch_threads_num(2 if many_operators else 1)
 
 
@@ -131,6 +134,8 @@ def _set_environment(many_operators: bool) -> None:
         raise AgentStartError(f"mindspore was imported before start_runtime could set {_PLUGIN_PATH}={library}")
     os.environ[_PLUGIN_PATH] = library
     os.environ.setdefault("GLOG_v", "3")  # errors only
-    if many_operators:  # the new pipeline launches from a thread that spins while it waits and so occupies a core
+    # MindSpore's "new pipeline" launches operators from a thread that spins while it waits and so occupies a core.
+    if many_operators:
         os.environ.setdefault("MS_DEV_RUNTIME_CONF", "new_pipeline:False")
-    os.environ.setdefault("MS_OM_PATH", str(scratch_folder()))  # MindSpore dumps graphs here that fail to compile
+    # If a graph fails to compile, MindSpore writes the graph to this folder.
+    os.environ.setdefault("MS_OM_PATH", str(scratch_folder()))

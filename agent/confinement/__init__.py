@@ -1,1 +1,4 @@
-"""Confines an agent's process: the kernel refuses what serving does not need, also to code that took over the agent."""
+"""Confines an agent's process: Linux refuses it all files and system calls that serving does not need.
+
+Code of an attacker that runs in the agent cannot lift the confinement.
+"""

@@ -20,9 +20,9 @@ _KEY = "serving_config.confine_agents"
 def confine(config: Config, call: SystemCall = system_call) -> str:
     """Restricts this process permanently, and returns a text about it for the log and the status page.
 
-    Only threads that start later are restricted, so call this before any library starts one. Core dumps are always
-    turned off, because they contain prompts. Raises AgentStartError if the config demands a confinement that the kernel
-    cannot give.
+    Other threads that already run are not restricted, so call this before any library starts a thread. Core dumps are
+    always turned off, because they contain prompts. Raises AgentStartError if the config demands a confinement that the
+    kernel cannot give.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     wanted, on_ascend = config.serving_config.confine_agents, config.device == "Ascend"
@@ -53,7 +53,7 @@ def _restrict(config: Config, abi: int, call: SystemCall, *, isolates: bool) -> 
     """
     rules = cpu_rules(config) if isolates else ascend_rules(config)
     forbid_new_privileges()
-    sys.dont_write_bytecode = True  # the agent may not write into the folders of its code
+    sys.dont_write_bytecode = True  # the rules forbid writing into the folders of Python code
     if isolates:
         os.environ["TMPDIR"], tempfile.tempdir = str(scratch_folder()), None
     restrict(rules, abi=abi, isolates=isolates, call=call)

@@ -16,7 +16,8 @@ from llm_serving.ipc.segment import SHM_DIRECTORY
 READ = Right.READ_FILE | Right.READ_DIR
 MAP = Right.READ_FILE | Right.WRITE_FILE
 """For shared memory and devices: existing files can be read and written, but no file can be made or removed."""
-_MAKE = Right.MAKE_DIR | Right.MAKE_REG | Right.MAKE_SOCK  # MindSpore's profiler makes a UNIX socket for its processes
+# MAKE_SOCK is for MindSpore's profiler, which makes a UNIX socket for its own processes.
+_MAKE = Right.MAKE_DIR | Right.MAKE_REG | Right.MAKE_SOCK
 WRITE = READ | MAP | _MAKE | Right.REMOVE_DIR | Right.REMOVE_FILE | Right.REFER | Right.TRUNCATE
 
 _SYSTEM = ("/usr", "/lib", "/lib64", "/proc", "/sys")
@@ -30,7 +31,7 @@ MAX_LINKS = 10_000
 
 
 def cpu_rules(config: Config, environment: Mapping[str, str] = os.environ) -> list[Rule]:
-    """Returns the rules for an agent on a CPU. Creates the folders that it writes to."""
+    """Returns the rules for the files of an agent on a CPU. Creates the folders that the agent writes to."""
     model = config.model_config
     readable = [*_SYSTEM, *_SYSTEM_FILES, *_python_paths(environment)]
     readable += filter(None, environment.get("LD_LIBRARY_PATH", "").split(os.pathsep))
@@ -43,9 +44,10 @@ def cpu_rules(config: Config, environment: Mapping[str, str] = os.environ) -> li
 
 
 def ascend_rules(config: Config, environment: Mapping[str, str] = os.environ) -> list[Rule]:
-    """Returns the rules for an agent on an Ascend: it may read everything, and write where CANN and MindSpore write.
+    """Returns the rules for an agent on an Ascend. The agent may read everything.
 
-    These are the devices, the working directory (``kernel_meta``), the folders of CANN's logs and caches, and /tmp.
+    It may write where CANN and MindSpore need to write. These places are the devices, the working directory (for
+    ``kernel_meta``), the folders of CANN's logs and caches, and /tmp.
     """
     home = Path.home()
     named = ("ASCEND_PROCESS_LOG_PATH", "ASCEND_WORK_PATH", "ASCEND_CACHE_PATH", "MS_COMPILER_CACHE_PATH")
@@ -57,14 +59,17 @@ def ascend_rules(config: Config, environment: Mapping[str, str] = os.environ) ->
 
 
 def _python_paths(environment: Mapping[str, str]) -> Iterator[str]:
-    """Yields the folders of Python's modules. Not the working directory, which Python adds on its own."""
+    """Yields the folders from which Python imports modules.
+
+    Leaves out the working directory, which Python adds to ``sys.path`` by itself, unless ``PYTHONPATH`` names it.
+    """
     stated = environment.get("PYTHONPATH", "").split(os.pathsep)
     yield from (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)
     yield from (path for path in sys.path if path and (path != os.getcwd() or path in stated))
 
 
 def _link_targets(folder: Path) -> list[Path]:
-    """Returns the files that links in a model folder point to, as in the cache of Hugging Face."""
+    """Returns the targets of all symbolic links in a model folder. In Hugging Face's cache, every file is a link."""
     targets: list[Path] = []
     for number, (parent, folders, files) in enumerate(os.walk(folder)):
         if number + len(targets) > MAX_LINKS:
@@ -87,11 +92,12 @@ def _writable_folders(config: Config, environment: Mapping[str, str]) -> list[Pa
 
 
 def _made(folders: Iterable[Path]) -> Iterator[Path]:
-    """Creates the folders, private to the user, and yields them. Leaves out folders that belong to others."""
+    """Creates the folders, private to this process's user, and yields them. Leaves out folders of other users."""
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            state = folder.lstat() if folder == scratch_folder() else folder.stat()  # others can make links in /tmp
+            # The scratch folder is in /tmp, where another user can make a link with its name. Links do not count there.
+            state = folder.lstat() if folder == scratch_folder() else folder.stat()
         except OSError:
             continue  # the agent works without this folder, or reports the problem when it writes
         if stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid():

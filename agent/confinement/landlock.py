@@ -73,18 +73,22 @@ def system_call(number: int, *arguments: int | bytes | None) -> int:
 
 
 def forbid_new_privileges() -> None:
-    """Lets no program that this process starts gain privileges. Landlock and seccomp need this. Raises OSError."""
+    """Sets ``no_new_privs``: programs that this process starts cannot gain privileges, for example by setuid.
+
+    Linux requires this before Landlock and seccomp. Raises OSError.
+    """
     if _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
 def landlock_abi(call: SystemCall = system_call) -> int:
-    """Returns the version of Landlock that this kernel has. 0: none, or it is turned off."""
+    """Returns the version of Landlock's interface in this kernel, or 0 if Landlock is missing or turned off."""
     try:
         return call(CREATE_RULESET, None, 0, _VERSION_QUERY)
     except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):  # container runtimes refuse with EPERM
+        # A container runtime that forbids Landlock returns EPERM.
+        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
             return 0
         raise
 
@@ -92,8 +96,8 @@ def landlock_abi(call: SystemCall = system_call) -> int:
 def restrict(rules: Iterable[Rule], *, abi: int, isolates: bool, call: SystemCall = system_call) -> None:
     """Restricts the calling thread, and all threads that it starts, to the files of ``rules``.
 
-    ``isolates``: the thread may also not execute files, not open TCP connections or ports, and not signal processes
-    that are outside of its restriction. Rules for missing paths are ignored. Raises OSError.
+    ``isolates`` also forbids executing files, opening TCP connections or ports, and sending signals to processes that
+    are not under the same restriction. Rules for missing paths are ignored. Raises OSError.
     """
     restricted = _file_rights(abi)
     if not isolates:
@@ -117,7 +121,7 @@ def _file_rights(abi: int) -> Right:
 
 
 def _attributes(restricted: Right, abi: int, isolates: bool) -> bytes:
-    """Returns the bytes of ``struct landlock_ruleset_attr``, as long as the ABI knows it."""
+    """Returns the bytes of ``struct landlock_ruleset_attr``, with only the fields that version ``abi`` has."""
     fields = [int(restricted)]
     if abi >= _FIRST_ABI_OF_TCP:
         fields.append(_TCP_BIND_AND_CONNECT * isolates)
@@ -130,7 +134,8 @@ def _add(ruleset: int, rule: Rule, restricted: Right, call: SystemCall) -> None:
     try:
         descriptor = os.open(rule.path, os.O_PATH | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):  # a path out of reach needs no rule
+        # A path that does not exist or that this process cannot reach needs no rule.
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):
             return
         raise
     try:
@@ -148,7 +153,7 @@ def _sized(data: bytes) -> tuple[bytes, int]:
 
 
 def _word(value: int | bytes | None) -> object:
-    """Returns an argument as a machine word. Bytes stand for a pointer to them."""
+    """Converts an argument of a system call: an integer to a machine word, bytes to a pointer to the bytes."""
     return ctypes.c_long(value) if isinstance(value, int) else ctypes.c_char_p(value)
 
 

@@ -62,12 +62,12 @@ _REFUSED = {
 
 
 def can_filter() -> bool:
-    """Returns whether the filter knows this processor's system calls."""
+    """Returns True if there is a filter for this processor. Each architecture has its own numbers of system calls."""
     return _machine() is not None
 
 
 def refuse_system_calls(call: SystemCall = system_call) -> None:
-    """Installs the filter in all threads of this process, and in all that they start. Raises OSError.
+    """Installs the filter in all threads of this process, and in all threads that they start. Raises OSError.
 
     The process must have called ``forbid_new_privileges``.
     """
@@ -96,7 +96,10 @@ def _program(machine: str) -> bytes:
     refuse = allow + 1
 
     def jump(code: int, operand: int, *, yes: int | None = None, no: int | None = None) -> None:
-        """Adds a jump to the instructions ``yes`` and ``no``. None continues with the next instruction."""
+        """Adds a conditional jump: to instruction ``yes`` if the test is true, else to instruction ``no``.
+
+        None means the next instruction.
+        """
         here = len(lines) + 1
         lines.append((code, 0 if yes is None else yes - here, 0 if no is None else no - here, operand))
 

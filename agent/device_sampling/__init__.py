@@ -1,8 +1,9 @@
-"""Sampling on the device, so that the host fetches a few numbers for each sequence instead of all logits.
+"""Does the large part of sampling on the device, so that the host need not fetch all logits.
 
-``cells`` has the graphs. Every step finds the best token of each sequence. Another graph finds the candidates: for each
-sequence, the 64 best tokens and the sum of the exponentials of all logits. A third graph gathers single rows of logits.
-``graphs`` compiles and runs them. The host chooses the tokens (``agent.sampler``).
+The graph of every step finds the token with the largest logit of each sequence. A second graph finds the candidates:
+for each sequence, the 64 best tokens and the sum of the exponentials of all logits. A third graph gathers the logits of
+selected sequences. ``cells`` defines the Cells of these graphs, and ``graphs`` compiles and runs the second and third
+graph. The host chooses the tokens from these values (``agent.sampler``).
 """
 
 from agent.device_sampling.cells import BestTokens, candidates_cell, rows_cell

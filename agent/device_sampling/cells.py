@@ -1,8 +1,8 @@
 """The Cells that sample on a device, made of MindSpore's primitives.
 
-Shapes: S is the number of sequences and V the number of tokens of the vocabulary. P agents share the vocabulary, and
-each finds K candidates. An agent has the logits [S, C] of its columns. The last agent may have more columns than
-tokens; the Cells drop the additional ones.
+If agents share the vocabulary, each agent has the logits [seqs, columns] of its own tokens, and finds its own best
+tokens. The Cells then gather the results of all agents along the first axis. The last agent's logits may have padding
+columns for which there is no token. The Cells drop these columns.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ MAX_CANDIDATES = 64
 
 
 def num_candidates(vocab_size: int, part: ModelPart | None) -> int:
-    """Returns K, the same for all agents: at most the number of tokens of the smallest part of the vocabulary."""
+    """Returns the number of candidates that each agent finds for a sequence. It is the same for all agents.
+
+    It is at most ``MAX_CANDIDATES``, and at most the number of tokens of the agent with the fewest tokens.
+    """
     if part is None or not part.is_split:
         return min(MAX_CANDIDATES, vocab_size)
     return min(MAX_CANDIDATES, vocab_size - (part.parallel.tensor_parallel - 1) * part.vocab_stride)
 
 
 class BestTokens(nn.Cell):
-    """logits [S, C] -> the tokens with the largest logits, int32, the first of equal ones, and the logits: [P * S].
+    """Finds each agent's best token for each sequence: logits [seqs, columns] -> token ids (int32), their logits.
 
-    ArgMaxWithValue documents that it returns the first of equal elements. Tokens are counted from the agent's first.
+    Both results are [agents * seqs]. Token ids are counted from the agent's first token. If several logits are equal,
+    the smallest id is returned, because ArgMaxWithValue returns the first of equal elements.
     """
 
     def __init__(self, vocab_size: int, part: ModelPart | None) -> None:
@@ -48,15 +52,15 @@ class BestTokens(nn.Cell):
 
 
 def candidates_cell(vocab_size: int, columns: int, dtype: Any, part: ModelPart | None) -> nn.Cell:
-    """Makes the Cell that finds the candidates. ``columns`` is C and ``dtype`` the type of the logits.
+    """Makes the Cell that finds each agent's candidates for each sequence.
 
-    The inputs are logits [S, C] and temperatures, float32 [S, 1]. The results are:
+    The inputs are logits [seqs, columns] of type ``dtype``, and temperatures, float32 [seqs, 1]. The results are:
 
-    - the largest logits, float32 [P * S, K], best first
-    - their tokens, int64 [P * S, K], counted from the agent's first
-    - the sums of e^(x - largest x) over the agent's tokens, float32 [P * S]
-    - the same sums with all x divided by the temperature
-    - if agents share the vocabulary, the logits of all agents, [P * S, C]
+    - the largest logits, float32 [agents * seqs, candidates], best first
+    - their token ids, int64 [agents * seqs, candidates], counted from the agent's first token
+    - the sums of e^(logit - largest logit) over the agent's tokens, float32 [agents * seqs]
+    - the same sums after all logits have been divided by the temperature
+    - if agents share the vocabulary, the logits of all agents, [agents * seqs, columns]
     """
     cell = _Candidates(vocab_size, part)
     cell.set_inputs(Tensor(shape=(None, columns), dtype=dtype), Tensor(shape=(None, 1), dtype=ms.float32))
@@ -64,7 +68,11 @@ def candidates_cell(vocab_size: int, columns: int, dtype: Any, part: ModelPart |
 
 
 def rows_cell(columns: int, dtype: Any) -> nn.Cell:
-    """Makes the Cell (logits [n, C], indices int32 [R]) -> the rows of logits at the indices, [R, C]."""
+    """Makes the Cell that gathers the logits of some sequences.
+
+    Its inputs are logits [rows, columns] of type ``dtype`` and int32 indices of rows. The result has the rows at the
+    indices, [indices, columns].
+    """
     cell = _Rows()
     cell.set_inputs(Tensor(shape=(None, columns), dtype=dtype), Tensor(shape=(None,), dtype=ms.int32))
     return cell
@@ -94,7 +102,10 @@ class _Candidates(nn.Cell):
         return (*gathered, self.gather(logits))
 
     def mass(self, values: Tensor, top: Tensor) -> Tensor:
-        """(values [S, V], top [S, 1]) -> the sum of e^(value - top), [S]."""
+        """Returns the sum of e^(value - top) for each sequence, [seqs].
+
+        ``values`` are the logits [seqs, tokens], and ``top`` [seqs, 1] is the largest logit of each sequence.
+        """
         return self.sum(self.exp(self.subtract(values, top)), -1)
 
 
@@ -109,7 +120,7 @@ class _Rows(nn.Cell):
 
 
 class _OwnColumns(nn.Cell):
-    """logits [S, C] -> the columns that are tokens of the vocabulary."""
+    """Drops the padding columns of the last agent's logits: logits [seqs, columns] -> logits [seqs, tokens]."""
 
     def __init__(self, vocab_size: int, part: ModelPart | None) -> None:
         super().__init__()

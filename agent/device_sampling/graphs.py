@@ -26,7 +26,7 @@ _CANDIDATES_FETCHED = slice(0, 4)
 
 
 class SamplingGraphs:
-    """Owns the graphs. Only the device thread may use them."""
+    """Owns the graphs that find candidates and gather rows of logits. Only the device thread may use this object."""
 
     def __init__(self, vocab_size: int, part: ModelPart | None, hooks: DeviceHooks) -> None:
         self.vocab_size = vocab_size
@@ -37,7 +37,10 @@ class SamplingGraphs:
         self._rows: CompiledGraph | None = None
 
     def compile(self, logits: OnDevice) -> None:
-        """Compiles the graphs for the type and width of ``logits`` [S, C], and runs each graph once with ``logits``."""
+        """Compiles the graphs and runs each of them once with ``logits`` [seqs, columns].
+
+        Later logits must have the same type and number of columns.
+        """
         given = as_device(logits)
         seqs, columns = given.shape
         self._candidates = CompiledGraph(candidates_cell(self.vocab_size, columns, given.dtype, self._part))
@@ -47,14 +50,15 @@ class SamplingGraphs:
             self._rows.compile((given, as_tensor(np.zeros(1, np.int32))))
 
     def scores(self, step: Launch, num_rows: int, num_ids: int) -> DeviceScores:
-        """Returns the scores of a step, whose results are logits, best tokens and their logits.
+        """Returns an object through which the sampler fetches the scores of a step.
 
-        The first ``num_rows`` of the ``num_ids`` rows of each agent are sequences, the others padding.
+        The results of the launch ``step`` must be logits, best tokens and the logits of the best tokens. Each has
+        ``num_ids`` rows for each agent: ``num_rows`` rows of sequences, then rows of padding.
         """
         return _Scores(self, step, num_rows, num_ids)
 
     def run_candidates(self, step: Launch, temperatures: Float32Array) -> Launch:
-        """Runs the graph of ``candidates_cell`` on the logits of a step. ``temperatures`` is [S, 1]."""
+        """Runs the graph of ``candidates_cell`` on the logits of a step. ``temperatures`` is float32 [seqs, 1]."""
 
         def run() -> tuple[Tensor, ...]:
             assert self._candidates is not None, "compile() must come first"
@@ -66,7 +70,10 @@ class SamplingGraphs:
         return self._hooks.launch(run, _CANDIDATES_FETCHED)
 
     def run_rows(self, launch: Launch, result: int, indices: Int32Array) -> Launch:
-        """Runs the graph of ``rows_cell`` on one result of a launch, which are logits."""
+        """Gathers rows of logits with the graph of ``rows_cell``.
+
+        ``result`` is the index of the logits among the results of ``launch``. ``indices`` selects the rows.
+        """
 
         def run() -> tuple[Tensor, ...]:
             assert self._rows is not None, "compile() must come first"
@@ -89,7 +96,8 @@ class _Scores(DeviceScores):
         wide = in_float32(values)[:, : self._num_rows]
         if len(ids) == 1:
             return ids[0, : self._num_rows], wide[0]
-        # If two values are equal, the first belongs to the smaller id. A NaN is the largest, so the sampler sees it.
+        # argmax returns the first of equal values, which belongs to the agent with the smaller token ids. It returns a
+        # NaN if there is one, so that the sampler notices logits that are not finite.
         best = wide.argmax(0)
         columns = np.arange(self._num_rows)
         tokens: Int32Array = (ids[best, columns] + best * self._graphs.part_size).astype(np.int32)
@@ -121,7 +129,7 @@ class _Scores(DeviceScores):
     def best_ids(self) -> OnDevice:
         try:
             return self._step.results()[1]
-        except RuntimeError:  # the host reports the error of the failed step
+        except RuntimeError:  # the step failed; the sampler reports this error when it fetches the step's results
             return np.zeros(self.num_ids, np.int32)
 
     def when_computed(self, callback: Callable[[], None]) -> None:
@@ -134,12 +142,12 @@ class _Scores(DeviceScores):
 
 
 def as_device(value: OnDevice) -> Tensor:
-    """Returns a tensor for a graph; an array keeps its memory."""
+    """Returns ``value`` as an input of a graph. If it is an array, the tensor uses the array's memory."""
     return as_tensor(value) if isinstance(value, np.ndarray) else value
 
 
 def in_float32(values: Array) -> Float32Array:
-    """Converts fetched values to float32; bfloat16 comes as uint16."""
+    """Converts values that were fetched from the device to float32. An array of uint16 has the bits of bfloat16."""
     if values.dtype != np.uint16:
         return to_float32(values, str(values.dtype))
     wide = np.empty(values.shape, np.float32)
@@ -148,8 +156,9 @@ def in_float32(values: Array) -> Float32Array:
 
 
 def side_by_side(parts: npt.NDArray[np.float32], num_agents: int, vocab_size: int) -> Float32Array:
-    """Rearranges the logits of all agents, [agents * S, columns], to [S, vocab_size]. Drops the padding of the last
-    agent.
+    """Joins the agents' logits along the vocabulary: [agents * seqs, columns] -> [seqs, vocab_size].
+
+    Drops the padding columns of the last agent.
     """
     rows, columns = len(parts) // num_agents, parts.shape[1]
     logits = np.empty((rows, vocab_size), np.float32)

@@ -65,9 +65,10 @@ class Exchange:
         self._memory.mark_down()
 
     def send(self, stream: Array) -> None:
-        """Sends the residual stream [T, hidden_size] to the next stage. Only the first agent of a stage sends.
+        """Sends ``stream``, the residual stream [tokens, hidden_size] of a step, to the agents of the next stage.
 
-        Waits if the next stage is ``RING_STEPS`` steps behind. Raises GroupDownError if the group failed.
+        All agents of a stage call this, and the first one writes the data. Waits if the next stage is ``RING_STEPS``
+        steps behind. Raises GroupDownError if the group failed.
         """
         border, size = self._part.place.pp_index, self._part.parallel.tensor_parallel
         if self._part.place.tp_index == 0:
@@ -80,9 +81,9 @@ class Exchange:
         self._steps_sent += 1
 
     def receive(self, out: Array) -> None:
-        """Waits for the residual stream of the stage before and copies it to ``out``, contiguous [T, hidden_size].
+        """Waits for the residual stream of the previous stage and copies it to ``out``.
 
-        Raises GroupDownError.
+        ``out`` is a contiguous array [tokens, hidden_size]. Raises GroupDownError if the group failed.
         """
         border, number = self._part.place.pp_index - 1, self._steps_received
         self._wait("activations of the stage before", self._layout.ring_written_line(border), number + 1)
@@ -91,19 +92,19 @@ class Exchange:
         collectives.publish(self._base + self._layout.ring_read_line(self._part.member), number + 1)
 
     def post_tokens(self, rows: Int32Array, token_ids: Int32Array) -> None:
-        """Publishes the tokens that the current step sampled for ``rows``.
+        """Publishes the tokens that the current step sampled for the batch rows ``rows``.
 
-        The agent that samples calls this once for each step. It may overwrite the earlier token of a batch row: only
-        the current step reads that token, and the first stage read it before this step could sample.
+        The agent that samples calls this once in each step. It overwrites the previous token of a batch row. No agent
+        needs that token any more: the current step reads it in its first stage, before its last stage samples.
         """
         self._tokens[rows] = token_ids
         self._steps_sampled += 1
         collectives.publish(self._base + self._layout.token_line, self._steps_sampled)
 
     def tokens_after(self, step: int) -> Int32Array:
-        """Waits until step number ``step`` (from 0) has sampled. Returns the last token of each batch row, [rows].
+        """Waits until step number ``step`` (counted from 0) has sampled. Returns the last token of every batch row.
 
-        Raises GroupDownError.
+        Raises GroupDownError if the group failed.
         """
         self._wait("tokens of the last stage", self._layout.token_line, step + 1)
         return self._tokens
@@ -118,9 +119,9 @@ class Exchange:
 
 
 def all_agree(part: ModelPart | None, vote: bool) -> bool:
-    """Returns True if all agents of the stage voted True. Each of them must call this at the same place of a step.
+    """Returns True if all agents of the stage called this with ``vote=True``.
 
-    Raises GroupDownError.
+    Every agent of the stage must call this at the same place of a step. Raises GroupDownError if the group failed.
     """
     if part is None or not part.is_split:
         return vote

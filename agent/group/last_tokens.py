@@ -1,7 +1,7 @@
-"""Provides the input tokens of a step ahead in a group of agents. The server sends LAST_TOKEN instead of a token that
-is not sampled yet.
+"""Provides input tokens that the previous step has sampled to all agents of a group.
 
-Only one agent of a group samples. The others read its tokens from the exchange.
+The server may send a step before it has received the tokens of the previous step. It then sends LAST_TOKEN instead of a
+token. Only one agent of a group samples. The other agents read the sampled tokens from the exchange.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class SharedLastTokens:
-    """Records, in every agent, the step that sampled last for each batch row.
+    """Replaces LAST_TOKEN by the batch row's last sampled token.
 
-    After that step has sampled, its token is in the exchange. All agents record the same steps, so they refuse the same
-    inputs.
+    For each batch row, records the number of the step that sampled last. When that step has sampled, its token is in
+    the exchange. All agents of a group record the same steps, so all of them refuse the same wrong inputs.
     """
 
     def __init__(self, exchange: Exchange, part: ModelPart, table: RowTable) -> None:
-        """``table`` is the row table of this agent's sampler. It has tokens only in the agent that samples."""
+        """``table`` is the row table of this agent's sampler. Only the agent that samples has tokens in its table."""
         self._exchange = exchange
         self._part = part
         self._table = table
@@ -38,13 +38,19 @@ class SharedLastTokens:
         self._sampled_in.fill(-1)
 
     def check(self, token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> None:
-        """Raises ProtocolError if the step needs the last token of a batch row that has sampled none. Does not wait."""
+        """Raises ProtocolError if the step needs the last token of a batch row for which no token was sampled.
+
+        Does not wait for other agents.
+        """
         needed = rows_of_last_tokens(token_ids, rows, query_lens)
         if needed.size and int(self._sampled_in[needed].min()) < 0:
             raise no_last_token(int(needed[self._sampled_in[needed] < 0][0]))
 
     def resolve(self, token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> None:
-        """Replaces each LAST_TOKEN in ``token_ids`` [T] by the token. Call ``check`` first. Raises GroupDownError."""
+        """Replaces each LAST_TOKEN in ``token_ids`` [tokens] by the last token of its batch row. Call ``check`` first.
+
+        Waits until the token is sampled. Raises GroupDownError if the group failed.
+        """
         needed = rows_of_last_tokens(token_ids, rows, query_lens)
         if not needed.size:
             return
@@ -54,7 +60,7 @@ class SharedLastTokens:
         token_ids[token_ids == LAST_TOKEN] = tokens[needed]
 
     def step_done(self, slot: StepSlot) -> None:
-        """Counts a step that ran. The agent that samples publishes the step's tokens.
+        """Records that a step has run. In the agent that samples, also publishes the step's tokens.
 
         If sampling failed, the published token is 0. A later step may compute with it, but no client sees the result.
         """

@@ -47,7 +47,7 @@ class Attention(nn.Cell):
         step: tuple[Tensor, ...],
         whole_prompts: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns attention of RMSNorm(hidden + residual), and hidden + residual, both [T, hidden_size].
+        """Returns attention of RMSNorm(hidden + residual), and hidden + residual, both [tokens, hidden_size].
 
         ``gamma`` [hidden_size] is the norm's weight. ``OpTable`` describes ``rotary``, ``step`` and ``whole_prompts``.
         """

@@ -17,5 +17,5 @@ class Embedding(nn.Cell):
         self.embed = ops.embedding(hidden_size)
 
     def construct(self, token_ids: Tensor, step: tuple[Tensor, ...]) -> Tensor:
-        """Returns the hidden states [T, hidden_size] of ``token_ids``, int32 [T]."""
+        """Returns the hidden states [tokens, hidden_size] of ``token_ids``, int32 [tokens]."""
         return self.embed(self.weight, token_ids, step)

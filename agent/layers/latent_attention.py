@@ -16,11 +16,11 @@ NORM_EPSILON = 1e-6
 
 
 class LatentAttention(nn.Cell):
-    """Multi-head latent attention of one layer, with the norm before it. It caches one latent vector for each token and
-    derives keys and values from it.
+    """Multi-head latent attention of one layer, with the norm before it.
 
-    Owns its layer's parameter of the cache. The op table decides its layout, and ``agent.kv_cache`` allocates its
-    memory. The agents of a stage share the heads. Each of them has the whole latent vectors.
+    The layer caches one latent vector for each token, and derives keys and values from this vector. It owns the cache
+    parameter. The op table decides the cache's layout, and ``agent.kv_cache`` allocates the memory. The heads are
+    divided among the agents of a stage, but every agent caches the whole latent vectors.
     """
 
     def __init__(self, ops: OpTable, shape: ModelShape, num_blocks: int, block_size: int, *, layer: int) -> None:
@@ -50,9 +50,10 @@ class LatentAttention(nn.Cell):
         step: tuple[Tensor, ...],
         whole_prompts: bool,
     ) -> tuple[Tensor, Tensor]:
-        """hidden, residual [T, hidden_size], gamma [hidden_size] -> attention of the normalised sum, and the sum.
+        """Returns attention of RMSNorm(hidden + residual), and hidden + residual, both [tokens, hidden_size].
 
-        ``OpTable`` describes ``rotary`` and ``step``. ``whole_prompts`` changes nothing.
+        ``gamma`` [hidden_size] is the norm's weight. ``OpTable`` describes ``rotary`` and ``step``. ``whole_prompts``
+        is ignored.
         """
         joined, residual = self.joined(hidden, residual, gamma, step)
         weights: tuple[Any, ...] = (self.latent_norm.weight, self.key_up.operands(), self.value_up.operands())

@@ -1,5 +1,6 @@
-"""Linear layers and the weights of norms. A packed weight includes its bias and scales. Otherwise these are separate
-parameters.
+"""Linear layers, and the weights of norms.
+
+A packed weight includes its bias and scales. If weights are not packed, biases and scales are separate parameters.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from agent.layers.parameter import unbound_parameter
 
 
 class Weight(nn.Cell):
-    """The parameters of a linear layer's weight, for an operator of the op table."""
+    """Holds the parameters of one linear weight: the weight itself and, if it has them, its scales and offsets."""
 
     def __init__(self, parameters: LinearParameters) -> None:
         super().__init__()
@@ -22,7 +23,7 @@ class Weight(nn.Cell):
         self.sum_offset = parameters.sum_offset
 
     def operands(self) -> Any:
-        """Returns the weight, with its scales and offsets in a tuple if there are any, as operators expect."""
+        """Returns the weight for an operator of the op table: alone, or in a tuple with its scales and offsets."""
         if self.scale is None:
             return self.weight
         if self.sum_offset is not None:
@@ -33,7 +34,7 @@ class Weight(nn.Cell):
 class RowParallelLinear(Weight):
     """A linear layer ``y = x @ weight.T + bias`` whose input columns are divided among the agents of a stage.
 
-    The results are summed over the agents, and only the first agent adds the bias.
+    Each agent multiplies its columns, and the products are summed over the agents. Only the first agent adds the bias.
     """
 
     def __init__(self, ops: OpTable, in_features: int, out_features: int, *, biased: bool = False) -> None:
@@ -43,7 +44,7 @@ class RowParallelLinear(Weight):
         self.sum = ops.all_reduce(out_features) if ops.is_split else None
 
     def construct(self, x: Tensor, step: tuple[Tensor, ...]) -> Tensor:
-        """Returns ``x @ weight.T + bias`` [T, out_features] for ``x`` [T, in_features]."""
+        """Returns ``x @ weight.T + bias`` [tokens, out_features] for ``x`` [tokens, in_features]."""
         out = self.linear(x, self.operands(), self.bias, step)
         return out if self.sum is None else self.sum(out, step)
 
@@ -61,7 +62,7 @@ class NormLinear(Weight):
     def construct(
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Returns the layer's output [T, out_features], and hidden + residual [T, in_features].
+        """Returns the layer's output [tokens, out_features], and hidden + residual [tokens, in_features].
 
         ``gamma`` [in_features] is the weight of the norm.
         """

@@ -27,7 +27,7 @@ class GatedMLP(nn.Cell):
     def construct(
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Returns the MLP of RMSNorm(hidden + residual), and hidden + residual, both [T, hidden_size]."""
+        """Returns the MLP of RMSNorm(hidden + residual), and hidden + residual, both [tokens, hidden_size]."""
         out, total = self.mlp(hidden, residual, gamma, self.gate_up.operands(), self.down.operands(), step)
         return (out if self.sum is None else self.sum(out, step)), total
 
@@ -35,9 +35,10 @@ class GatedMLP(nn.Cell):
 class ExpertMLP(nn.Cell):
     """A mixture of experts: a router sends each token to a few gated MLPs, and their weighted outputs are added.
 
-    The weights are the router's softmax over all experts, in float32, or as ``Experts.routing`` states. Shared experts
-    are one more gated MLP for every token (DeepSeekMoE, Dai et al. 2024). The columns of every expert are divided among
-    the agents of a stage, or each agent has some whole experts."""
+    An expert's weight in this sum is the router's float32 softmax over all experts, unless ``Experts.routing`` defines
+    another rule. Shared experts are one more gated MLP for every token (DeepSeekMoE, Dai et al. 2024). Either the
+    columns of every expert are divided among the agents of a stage, or each agent has some whole experts.
+    """
 
     def __init__(self, ops: OpTable, hidden_size: int, experts: Experts, epsilon: float) -> None:
         super().__init__()
@@ -58,7 +59,10 @@ class ExpertMLP(nn.Cell):
     def construct(
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Returns the experts' output for RMSNorm(hidden + residual), and hidden + residual, both [T, hidden_size]."""
+        """Returns the experts' output for RMSNorm(hidden + residual), and hidden + residual.
+
+        Both are [tokens, hidden_size].
+        """
         weights: tuple[Any, ...] = (self.router.weight, self.gate_up.operands(), self.down.operands())
         if self.is_corrected:
             weights = (*weights, self.correction)

@@ -25,17 +25,17 @@ MINDSPORE_DTYPES = {
 
 
 def unbound_parameter(shape: tuple[int, ...], dtype: str) -> Parameter:
-    """Makes a parameter that has no memory until ``bind``. MindSpore names it by its place in the model."""
+    """Makes a parameter that has no memory until ``bind`` is called. MindSpore names it by its place in the model."""
     with no_init_parameters():
         return Parameter(initializer("zeros", shape, MINDSPORE_DTYPES[dtype]), requires_grad=False)
 
 
 def bind(parameter: Parameter, array: Array) -> Array:
-    """Lets ``parameter`` use the memory of ``array``. The array must stay alive. Call this before the graph is
-    compiled.
+    """Lets ``parameter`` use the memory of ``array``. Call this before the graph is compiled.
 
-    Returns the array whose memory the parameter uses. For int4 (two values in each byte of an int8 array), this is
-    another array, because MindSpore copies. A parameter of packed weights (uint8) takes its size from the array.
+    Returns the array whose memory the parameter uses. The caller must keep it alive. Usually the result is ``array``.
+    MindSpore copies an array of int4 (two values in each byte), and then the result is the copy. A parameter of packed
+    weights (uint8) takes its size from the array.
     """
     packed = array.dtype == np.uint8
     assert packed or parameter.shape == array.shape, (
@@ -49,9 +49,10 @@ def bind(parameter: Parameter, array: Array) -> Array:
 
 
 def move_to_device(parameter: Parameter, array: Array, device: str) -> None:
-    """Copies ``array`` to the memory of ``device`` (MindSpore's name), as the value of ``parameter``.
+    """Copies ``array`` to the memory of a device, as the value of ``parameter``.
 
-    The caller may free the array afterwards. Call this before the graph is compiled.
+    ``device`` is MindSpore's name of the device, for example ``Ascend``. Call this before the graph is compiled. The
+    caller may free the array afterwards.
     """
     packed = array.dtype == np.uint8
     tensor = Tensor(array, dtype=ms.qint4x2) if parameter.dtype == ms.qint4x2 else as_tensor(array)
@@ -68,7 +69,10 @@ def create_on_device(parameter: Parameter) -> None:
 
 
 class _Memory:
-    """Lets NumPy read the bytes of an int4 tensor, a type that NumPy lacks. The array keeps the tensor alive."""
+    """Gives NumPy access to the bytes of an int4 tensor, because NumPy has no int4.
+
+    An array that NumPy makes of this object shares the tensor's memory and keeps the tensor alive.
+    """
 
     def __init__(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
         self.tensor = tensor

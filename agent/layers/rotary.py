@@ -94,7 +94,10 @@ def _yarn_frequencies(shape: ModelShape, scaling: RopeScaling) -> Float32Array:
 
 
 def _dimension_of(turns: float, shape: ModelShape, scaling: RopeScaling) -> float:
-    """Returns the head dimension, as a fraction, whose angle makes ``turns`` rotations within the trained context."""
+    """Returns the index of the head dimension whose angle makes ``turns`` rotations within the trained context.
+
+    The index need not be an integer.
+    """
     length = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
     return shape.rotary_dim * math.log(length) / (2 * math.log(shape.rope_theta))
 
@@ -102,7 +105,7 @@ def _dimension_of(turns: float, shape: ModelShape, scaling: RopeScaling) -> floa
 def _llama3_frequencies(frequencies: Float32Array, scaling: RopeScaling) -> Float32Array:
     """Returns the rotary frequencies of Llama 3.1.
 
-    High frequencies stay, low ones are divided by ``factor``, and those between are interpolated.
+    High frequencies stay, low frequencies are divided by ``factor``, and frequencies in between are interpolated.
     """
     trained = scaling.original_max_position_embeddings
     wavelengths = np.float32(2.0 * math.pi) / frequencies

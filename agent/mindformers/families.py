@@ -17,9 +17,9 @@ Settings = dict[str, object]
 def gpt_settings(config: Config) -> Settings:
     """Returns the arguments of the configuration classes of MindFormers' newer models.
 
-    They are the sizes of ``config.json``, the maximum sequence length, and ``model_dtype`` (for softmax float32).
-    Norms may have ``model_dtype``: their primitive computes in float32 and rounds once, so a cast to float32 around it
-    would change nothing. The rotary tables are also computed in float32 and rounded once.
+    The arguments are the sizes of ``config.json``, the maximum sequence length, and types. The softmax has float32, and
+    everything else has ``model_dtype``. Norms and rotary tables lose nothing by ``model_dtype``: MindFormers computes
+    them in float32 in any case, and rounds the results once.
     """
     shape, dtype = config.shape, config.model_config.model_dtype
     settings: Settings = {
@@ -64,8 +64,8 @@ def moe_settings(config: Config) -> Settings:
 def llama_settings(config: Config) -> Settings:
     """Returns the arguments of ``LlamaConfig``.
 
-    With "parallel decoding", the model takes positions, masks and query lengths as inputs, which chunks and mixed steps
-    need.
+    MindFormers' "parallel decoding" is turned on, because the model then takes positions, masks and query lengths as
+    inputs. Chunks of prompts and mixed steps need these inputs.
     """
     shape, dtype = config.shape, config.model_config.model_dtype
     settings: Settings = {
@@ -97,7 +97,10 @@ def llama_settings(config: Config) -> Settings:
 
 
 def _yarn(scaling: RopeScaling) -> Settings:
-    """Returns ``rope_scaling`` for the newer models, which multiply cosines by ``coeff`` * ln(``factor``) + 1."""
+    """Returns the argument ``rope_scaling`` of MindFormers' newer models, for YaRN.
+
+    These models multiply cosines by ``coeff`` * ln(``factor``) + 1.
+    """
     assert scaling.type == "yarn", "the server refuses all other types"
     return {
         "rope_type": "yarn",
@@ -112,8 +115,9 @@ def _yarn(scaling: RopeScaling) -> Settings:
 def _llama_scaling(scaling: RopeScaling) -> Settings:
     """Returns the arguments of ``LlamaConfig`` for rotary scaling.
 
-    MindFormers refuses a number as the factor of its linear scaling. Its setting ``extend_method: PI`` (position
-    interpolation) gives the same angles, because it divides the positions instead of the frequencies.
+    MindFormers' own linear scaling does not accept a number as its factor. Therefore linear scaling uses
+    ``extend_method: PI`` (position interpolation). It divides positions instead of frequencies, so the angles are the
+    same.
     """
     if scaling.type == "linear":
         return {"extend_method": "PI", "scaling_factor": scaling.factor}
@@ -123,15 +127,17 @@ def _llama_scaling(scaling: RopeScaling) -> Settings:
         bounds = {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
         return {"extend_method": "LLAMA3", "scaling_factor": {**common, **bounds}}
     assert scaling.type == "yarn", "the server refuses all other types"
-    # MindFormers multiplies cosines by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
+    # MindFormers multiplies cosines by (0.1 * mscale * ln(factor) + 1) / (0.1 * mscale_all_dim * ln(factor) + 1). With
+    # the values below, this is attention_factor.
     bounds = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     magnitude = {"mscale": _magnitude(scaling) / 0.1, "mscale_all_dim": 0.0}
     return {"extend_method": "YARN", "scaling_factor": {**common, **bounds, **magnitude}}
 
 
 def _magnitude(scaling: RopeScaling) -> float:
-    """Returns the coefficient c in ``attention_factor`` = c * ln(``factor``) + 1, from which MindFormers calculates the
-    attention factor.
+    """Returns the coefficient c in ``attention_factor`` = c * ln(``factor``) + 1.
+
+    MindFormers takes c as a setting, and calculates the attention factor from it.
     """
     return 0.1 if scaling.factor == 1 else (scaling.attention_factor - 1) / math.log(scaling.factor)
 

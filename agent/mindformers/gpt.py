@@ -1,8 +1,9 @@
 """Adapts MindFormers' newer inference models to the inputs and outputs of ``agent.models.llama.Llama``.
 
 ``InferenceQwen3ForCausalLM`` and similar classes build a ``GPTModel`` and pass their arguments on to it. The adapter
-calls the ``GPTModel`` directly. It sets ``return_hidden_states``, so that logits are computed for last tokens only. It
-turns ``move_lens_to_cpu`` off, because these models do not read the copies of the lengths that ``MoveTo`` makes.
+calls the ``GPTModel`` directly. It sets ``return_hidden_states``, and computes logits only for last tokens. It turns
+``move_lens_to_cpu`` off: otherwise ``GPTModel`` copies the sequence lengths to the host, and these models do not use
+the copies.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from llm_serving.config import Config
 class GptAdapter(nn.Cell):
     """Computes the logits of each sequence's last token from token ids.
 
-    Owns the parameters of the KV cache, which MindFormers takes as arguments. Call ``take_form`` before a graph is
-    compiled.
+    Owns the parameters of the KV cache and passes them to MindFormers as arguments. Call ``take_form`` before each
+    graph is compiled.
     """
 
     owns_caches = False
@@ -46,11 +47,11 @@ class GptAdapter(nn.Cell):
         self.gather = ops.Gather()
 
     def take_form(self, *, whole_prompts: bool) -> None:
-        """Sets the kind of attention of the graph that is compiled next: among the step's tokens (whole prompts), or
-        over the KV cache.
+        """Chooses the attention of the graph that is compiled next.
 
-        MindFormers' flag for chunks is always set, so that the rotary embedding takes a row of cosines and sines for
-        each token.
+        With ``whole_prompts``, attention is only among the tokens of the step. Otherwise it reads the KV cache. In both
+        cases MindFormers' flag for chunked prompts is set. With this flag, the rotary embedding takes a row of cosines
+        and sines for each token.
         """
         (network,) = self._network
         network.add_flags_custom_mcore(is_prefill=whole_prompts)
@@ -73,7 +74,7 @@ class GptAdapter(nn.Cell):
         hidden = self.gpt(
             token_ids,
             positions=positions,
-            # For whole prompts, FlashAttentionScore takes this argument as the number of query tokens.
+            # With whole prompts, FlashAttentionScore takes this argument and expects the number of query tokens.
             batch_valid_length=query_lens if whole_prompts else context_lens,
             context_lens_tensor=context_lens,
             q_seq_lens=query_lens,

@@ -1,8 +1,8 @@
 """Adapts the Llama of MindFormers' older library to the inputs and outputs of ``agent.models.llama.Llama``.
 
-The model is built for parallel decoding (``families.llama_settings``). Whole prompts use ``FlashAttentionScore``, all
-other steps use ``PagedAttention`` with a mask. Tokens are a batch of one sequence, [1, T]. The adapter calls the
-``LlamaModel`` directly, so that logits are computed for last tokens only.
+The model is built for parallel decoding (``families.llama_settings``). Steps of whole prompts use
+``FlashAttentionScore``, and all other steps use ``PagedAttention`` with a mask. The model takes all tokens of a step as
+one sequence, [1, tokens]. The adapter calls the ``LlamaModel`` directly and computes logits only for last tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llm_serving.config import Config
 
 
 class LlamaAdapter(nn.Cell):
-    """Computes the logits of each sequence's last token. Call ``take_form`` before a graph is compiled."""
+    """Computes the logits of each sequence's last token. Call ``take_form`` before each graph is compiled."""
 
     owns_caches = True
     """Whether the KV caches are parameters of MindFormers' layers. Otherwise the adapter owns them."""
@@ -32,7 +32,10 @@ class LlamaAdapter(nn.Cell):
         self.gather, self.reshape = ops.Gather(), ops.Reshape()
 
     def take_form(self, *, whole_prompts: bool) -> None:
-        """Sets the network up for the next compiled graph: for whole prompts, or for sequences that read the cache."""
+        """Chooses the attention of the graph that is compiled next.
+
+        With ``whole_prompts``, attention is only among the tokens of the step. Otherwise it reads the KV cache.
+        """
         (network,) = self._network
         network.add_flags_custom(is_first_iteration=whole_prompts)
 

@@ -1,8 +1,8 @@
 """Maps our parameter names to the names of MindFormers.
 
-MindFormers' parameters have the layout of ours without packing: [out, in], and [experts, in, out] for experts. One
-parameter joins q, k and v, and another joins gate and up. In MindFormers' Llama they are separate. Checkpoints are
-read, checked and converted as for our own models.
+MindFormers' parameters have the same layout as our own models' weights without packing: [out, in], and [experts, in,
+out] for experts. One parameter joins q, k and v, and another joins gate and up. Only MindFormers' Llama has separate
+parameters for q, k, v, gate and up. Checkpoints are read, checked and converted as for our own models.
 """
 
 from __future__ import annotations
@@ -106,20 +106,27 @@ def names_of(architecture: str) -> Names:
 
 
 def weight_specs(shape: ModelShape) -> list[WeightSpec]:
-    """Returns every parameter to load, with our names. Parameters that MindFormers keeps separate are separate."""
+    """Returns every parameter to load, with our names.
+
+    Our models join q, k and v to one parameter, and gate and up to another. If MindFormers' model does not join them,
+    the result has a separate parameter for each.
+    """
     specs = our_specs(shape)
     return specs if names_of(shape.architecture).stacked else [part for spec in specs for part in _split(spec)]
 
 
 def our_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Returns name and shape of every parameter to load. Biases have their own entry; a tied output weight has none."""
+    """Returns the shape of every parameter to load, by its name.
+
+    A bias has its own entry. An output weight that is the embedding has no entry.
+    """
     specs = [spec for spec in weight_specs(shape) if not spec.packed_only]
     biases = [spec.bias_spec() for spec in specs if spec.bias]
     return {spec.parameter: _loaded_shape(spec) for spec in [*specs, *biases]}
 
 
 def _loaded_shape(spec: WeightSpec) -> tuple[int, ...]:
-    """Returns the shape of a parameter after ``load_weights``, which transposes the weights of experts."""
+    """Returns the shape that ``load_weights`` gives to a parameter. It transposes the weights of experts."""
     if not spec.experts:
         return spec.shape
     experts, rows, depth = spec.shape

@@ -26,16 +26,18 @@ device.
 
 
 class DeviceBlockMoves(BlockMoves):
-    """Checks all moves, and checks once that ``swap_cache`` works, because ``swap_cache`` reports no errors.
+    """Copies blocks with ``swap_cache``. ``swap_cache`` reports no errors, so this class checks every copy before it
+    runs, and checks once that ``swap_cache`` works.
 
     ``swap_cache(host, device, mapping, is_device_to_host)`` waits for all streams. Then it copies one block for each
-    row of ``mapping`` (source, destination) and waits for the copies. It cannot copy within the device, so those copies
-    go through a buffer in host memory.
+    row (source, destination) of ``mapping`` and waits for the copies. It cannot copy from one block of the device to
+    another. Copies within the device therefore go through a buffer in host memory.
     """
 
     def __init__(self, parameters: Sequence[Any], host: CacheLayout, *, pinned: bool = True) -> None:
-        """Allocates the host pool. With ``pinned``, the device can access the pool directly. Only an Ascend can
-        allocate it.
+        """Allocates the host pool, in pinned memory if ``pinned`` is set. The device can access pinned memory directly.
+
+        MindSpore can pin memory only on a machine with an Ascend, so tests on a CPU set ``pinned=False``.
         """
         (num_host_blocks, *block), dtype = host
         self._caches, self._pinned = list(parameters), pinned
@@ -78,11 +80,10 @@ class DeviceBlockMoves(BlockMoves):
                 raise AgentError(f"a move's {name} is block {block}; it must be at least 0 and below {limit}")
 
     def _prove(self) -> None:
-        """Copies a block to the device and back, in the first and the last parameter of the cache, and checks that it
-        is unchanged.
+        """Checks that ``swap_cache`` works: copies a test pattern to the device and back, and compares the bytes.
 
-        Uses the null block and restores its content. Raises AgentError if the block differs: without this check, the
-        contents of the cache would be lost unnoticed.
+        The copies use the null block of the first and of the last layer's cache, and restore its content. Raises
+        AgentError if the bytes differ. Without this check, a broken ``swap_cache`` would corrupt the cache unnoticed.
         """
         kept, returned = self._tensor(self._one_block.copy()), self._tensor(self._one_block.copy())
         pattern = self._one_block.copy()

@@ -31,8 +31,9 @@ _LISTS = (_DISABLED_CUSTOM_KERNELS, _NZ_PRIMITIVES)
 def environment(config: Config) -> dict[str, str]:
     """Returns the environment variables that MindSpore reads when it is imported.
 
-    Without the list of disabled kernels, an Ascend runs decode steps with a PagedAttention kernel that reads three
-    sizes of the query. The query of our op table has two sizes: tokens and width (``tools/ascend_graph/kernels.py``).
+    One variable disables an Ascend's custom kernels for attention. The custom PagedAttention kernel for decode steps
+    expects a query with three axes. The query of our op table has only two axes: tokens and width
+    (``tools/ascend_graph/kernels.py``).
     """
     variables = {
         "GLOG_v": "3",  # log only errors
@@ -55,8 +56,8 @@ def environment(config: Config) -> dict[str, str]:
 def _primitives_in_nz(config: Config) -> list[str]:
     """Returns the primitives whose int8 weights MindSpore converts to NZ, the layout of the device's matrix unit.
 
-    Integer weights of experts always have this layout, because no known inference project uses GroupedMatmulV4 with
-    another one.
+    Integer weights of experts always have the layout NZ. The primitive GroupedMatmulV4 multiplies them, and no known
+    inference project uses it with another layout.
     """
     names = ["QuantBatchMatmul"] if config.model_config.weight_layout == "nz" else []
     has_experts = config.shape.experts is not None
@@ -66,22 +67,26 @@ def _primitives_in_nz(config: Config) -> list[str]:
 def jit_config(config: Config) -> dict[str, str]:
     """Returns MindSpore's settings ``jit_level`` and ``infer_boost`` for the configured backend.
 
-    MindSpore finds the inference kernels (PagedAttention, ReshapeAndCache and others) only with ``infer_boost``, which
-    it allows at level O0 only. ``context.enable_graph_kernel`` therefore does not choose level O1: a flag in the
-    environment turns fusion on (``agent.backends.ascend.fusion``).
+    MindSpore finds the inference kernels (such as PagedAttention and ReshapeAndCache) only with ``infer_boost``, and
+    allows ``infer_boost`` only at level O0. MindSpore's level for graph-kernel fusion is O1. Therefore
+    ``context.enable_graph_kernel`` sets an environment variable instead (``agent.backends.ascend.fusion``).
     """
     level = _JIT_LEVELS[config.model_config.backend]
     return {"jit_level": level, "infer_boost": "on" if level == "O0" else "off"}
 
 
 def device_id(config: Config, rank: int = 0) -> int:
-    """Returns an agent's device: its rank plus ``start_device_id``, or plus ``context.device_id`` if that is 0."""
+    """Returns the number of an agent's device: the number of the first device plus the agent's rank.
+
+    The first device is ``serving_config.start_device_id``. If this setting is 0, it is ``context.device_id``.
+    """
     return (config.serving_config.start_device_id or config.context.device_id) + rank
 
 
 def prepare_environment(config: Config, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Sets the variables that are not set yet, and extends lists that are set. MindSpore must not be imported yet.
+    """Sets the environment variables for MindSpore. Must run before MindSpore is imported.
 
+    A variable that the user has set keeps its value. If its value is a list of names, the missing names are added.
     Raises AgentStartError if MindSpore is already imported and a variable would change.
     """
     changed = {}

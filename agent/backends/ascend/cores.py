@@ -1,8 +1,9 @@
 """Chooses the processor cores of an agent on an Ascend, among those of the NUMA node to which the agent's device is
 connected.
 
-The host launches every kernel of a step, so a launch must not wait for memory of another processor. ``npu-smi info``
-has the PCI address of each device, and Linux has the NUMA node of each PCI address. docs/ascend.md has the sources.
+The host launches every kernel of a step. On a core of another NUMA node, a launch waits for the memory of another
+processor. ``npu-smi info`` reports the PCI address of each device, and Linux reports the NUMA node of each PCI address.
+docs/ascend.md has the sources.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def bind_cores(config: Config, rank: int, read: Callable[[], Sequence[Chip]] = r
     """Restricts this process to the cores of its agent, and returns the number of threads for the sampler.
 
     Must run before MindSpore is imported, because only threads that start later inherit the cores.
-    ``model_config.cpu_cores`` takes precedence over the NUMA node. Without both, the process keeps its cores.
-    The threads of all agents together are never more than the cores, unless ``model_config.cpu_threads`` is larger.
+    ``model_config.cpu_cores`` takes precedence over the cores of the NUMA node. If this setting is empty and the NUMA
+    node is unknown, the process keeps its cores. All agents together have at most one thread for each core, unless
+    ``model_config.cpu_threads`` is larger.
     ``read`` returns the devices of the machine. ``root`` is the folder /sys.
     """
     allowed = os.sched_getaffinity(0)
@@ -81,7 +83,7 @@ def _numa_node(chip: Chip, root: Path) -> int:
 
 
 def _parse_cores(text: str) -> set[int]:
-    """Returns the cores of a list such as ``0-23,96-119``, as files in /sys have them."""
+    """Parses a list of cores in the format of Linux's /sys, for example ``0-23,96-119``, to the set of cores."""
     ranges = (_CORE_RANGE.fullmatch(part) for part in text.split(","))
     return {core for each in ranges if each for core in range(int(each[1]), int(each[2] or each[1]) + 1)}
 

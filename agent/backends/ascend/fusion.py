@@ -1,8 +1,8 @@
 """Turns on graph-kernel fusion on an Ascend together with the inference kernels, and reports the fusions.
 
-MindSpore's ``context.py`` allows ``infer_boost`` at jit level O0 only, and level O1 turns fusion on. But the fusion
-passes read ``opt_level`` of ``MS_DEV_GRAPH_KERNEL_FLAGS`` instead of the jit level. With ``--opt_level=2`` they run at
-O0 as well. docs/ascend.md has the sources.
+MindSpore finds the inference kernels only at jit level O0 (``infer_boost``), but usually turns fusion on at level O1.
+The fusion passes do not read the jit level: they read ``opt_level`` in the variable ``MS_DEV_GRAPH_KERNEL_FLAGS``. With
+``--opt_level=2`` the passes run at level O0 as well. docs/ascend.md has the sources.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ _NODE = re.compile(r"^ {2}\S*?([A-Za-z0-9]+)-op\d+ = ", re.MULTILINE)
 
 
 def fusion_flags(given: str) -> str:
-    """Returns ``graph_kernel_flags`` with the required flags. Values that ``given`` has are kept."""
+    """Returns the flags ``given`` by the user, extended by each flag of ``REQUIRED_FLAGS`` that ``given`` does not set.
+
+    ``given`` and the result have the format of ``context.graph_kernel_flags``, for example ``--opt_level=2``.
+    """
     flags = REQUIRED_FLAGS | parse_flags(given)
     return " ".join(f"--{name}={value}" for name, value in flags.items())
 
 
 def read_fusions(text: str) -> list[str]:
-    """Reads MindSpore's report. Returns a name for each fusion: the operators that it replaces, joined by ``+``."""
+    """Returns a name for each fusion in the ``text`` of MindSpore's fusion report.
+
+    A name consists of the operators that the fused operator replaces, joined by ``+``, for example ``Add+Mul``.
+    """
     parts = _CLUSTER.split(text)[1:]
     return ["+".join(match[1] for match in _NODE.finditer(part)) for part in parts]
 

@@ -21,7 +21,10 @@ that it lets other Python threads run while it waits."""
 
 
 class DeviceLaunch(Launch):
-    """Begins to copy results to the host when it is made, before any later launch."""
+    """A launch on an Ascend. Its constructor queues the copies of the results to the host, and does not wait for them.
+
+    The device makes the copies after this launch and before any later launch.
+    """
 
     def __init__(self, results: tuple[OnDevice, ...], fetched: slice, mindspore: Any) -> None:
         super().__init__(results, fetched)
@@ -44,12 +47,15 @@ class DeviceLaunch(Launch):
         callback()
 
     def wait(self) -> None:
-        """Waits until the results are on the host, or the device has failed. Only the watching thread calls this."""
+        """Waits until the results are on the host or the device has failed, then calls the callbacks.
+
+        Only the thread ``device-watch`` of ``AscendHooks`` calls this method.
+        """
         try:
             while not self._event.query():
                 time.sleep(POLL_S)
         except RuntimeError:
-            pass  # ``fetch`` raises the error, because the copies do not exist
+            pass  # the device failed: ``fetch`` raises the error, because the copies that it reads do not exist
         with self._lock:
             self._is_done.set()
         for callback in self._callbacks:
@@ -57,7 +63,7 @@ class DeviceLaunch(Launch):
 
 
 class AscendHooks(DeviceHooks):
-    """Launches graphs without waiting for their results. One thread watches the launches in their order."""
+    """Launches graphs without waiting for their results. A thread waits for the end of each launch, in their order."""
 
     def __init__(self, mindspore: Any) -> None:
         self._mindspore = mindspore

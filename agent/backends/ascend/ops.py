@@ -20,9 +20,10 @@ from llm_serving.config import Config
 
 
 class AscendOps(NativeOps):
-    """The native op table without padding of whole prompts, with device memory, and without attention windows.
+    """The native op table for an Ascend: no padding of whole prompts, weights and caches in the device's memory.
 
-    A model with a window is accepted only if no sequence can be longer than the window (``check_limits``).
+    The Ascend's operators have no attention window. Therefore ``check_limits`` accepts a model with a window only if no
+    sequence can be longer than the window.
     """
 
     traits: ClassVar[DeviceTraits] = replace(
@@ -33,7 +34,8 @@ class AscendOps(NativeOps):
         """Raises AgentStartError if the kernels do not support ``config``."""
         check_limits(config)
         positions = config.max_blocks_per_seq * config.pa_config.block_size
-        # Only an agent that has the whole model runs ahead. An agent of a group fetches nothing unasked.
+        # Only an agent with the whole model launches steps ahead and needs ``AscendHooks``. An agent that has a part
+        # of the model copies results to the host only when they are fetched.
         hooks = AscendHooks(mindspore) if part is None or part.is_alone else None
         super().__init__(config.model_config.model_dtype, positions, part, forms, hooks)
 

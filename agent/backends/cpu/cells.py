@@ -1,7 +1,8 @@
 """The Cells of the fused op table. Each Cell calls one custom operator.
 
-A Cell appends its constants and the step's counts to the model's arguments, in the order of the custom operator.
-``ops`` selects the operator and its shapes. ``agent.backends.base.OpTable`` describes inputs and outputs.
+A Cell gets the model's arguments. It adds constants, such as epsilon, and the step's ``counts``, and passes them to the
+operator in the order that the operator expects. ``agent.backends.cpu.ops`` makes the operators.
+``agent.backends.base.OpTable`` describes the inputs and outputs of each Cell.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from llm_serving.model.families import Experts
 
 
 class Embedding(nn.Cell):
-    """Copies the rows of the table."""
+    """Looks up the row of the embedding table for each token id."""
 
     def __init__(self, embed: Operator) -> None:
         super().__init__()
@@ -30,7 +31,7 @@ class Embedding(nn.Cell):
 
 
 class ShardedEmbedding(nn.Cell):
-    """Like ``Embedding``, for a table that agents share. The operator also sums over the agents."""
+    """Like ``Embedding``, for a table whose rows are divided among agents. The operator also sums over the agents."""
 
     def __init__(self, embed: Operator, vocabulary: tuple[int, ...]) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class ShardedEmbedding(nn.Cell):
 
 
 class Sum(nn.Cell):
-    """Adds the agents' parts of a result."""
+    """Adds the agents' parts of a result, for layers that are divided among agents (all-reduce)."""
 
     def __init__(self, all_reduce: Operator) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Sum(nn.Cell):
 
 
 class HandOver(nn.Cell):
-    """Writes the residual stream to ``stream`` and returns the step's number."""
+    """Ends a pipeline stage: writes hidden + residual to the array ``stream``, and returns the step's number."""
 
     def __init__(self, hand_over: Operator, stream: Array, dtype: str) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class Linear(nn.Cell):
 
 
 class NormLinear(nn.Cell):
-    """The norm and linear layer of the first layer of a stage, where ``residual`` is ``hidden``."""
+    """A norm and a linear layer at the beginning of a stage, where ``residual`` is ``hidden`` and nothing is added."""
 
     def __init__(self, norm_linear: Operator, epsilon: float) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class NormLinear(nn.Cell):
 
 
 class AddNormLinear(nn.Cell):
-    """Computes sum, norm and product. The sum is the next residual."""
+    """Adds hidden and residual, applies the norm and a linear layer. Returns the layer's output and the sum."""
 
     def __init__(self, norm_linear: Operator, epsilon: float) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class AddNormLinear(nn.Cell):
 
 
 class GatedMLP(nn.Cell):
-    """Computes sum, norm, the gate and up products, and the down product."""
+    """Adds hidden and residual, applies the norm and the gated MLP. Returns the MLP's output and the sum."""
 
     def __init__(self, mlp: Operator, epsilon: float) -> None:
         super().__init__()
@@ -152,7 +153,10 @@ class DecoderLayers(nn.Cell):
 
 
 class ExpertMLP(nn.Cell):
-    """The mixture of experts, with its router."""
+    """Adds hidden and residual, applies the norm, the expert router and the chosen experts.
+
+    Returns the experts' output and the sum.
+    """
 
     def __init__(self, mlp: Operator, experts: Experts, epsilon: float) -> None:
         super().__init__()
@@ -175,7 +179,7 @@ class ExpertMLP(nn.Cell):
 
 
 class RoutedExpertMLP(nn.Cell):
-    """The mixture of experts with DeepSeek's router, with shared experts, or with some of the experts only."""
+    """Like ``ExpertMLP``, for DeepSeek's router, for shared experts, or for an agent that has only some experts."""
 
     def __init__(self, mlp: Operator, experts: Experts, epsilon: float) -> None:
         super().__init__()
@@ -208,8 +212,8 @@ class RoutedExpertMLP(nn.Cell):
 class LMHead(nn.Cell):
     """Writes the logits to ``logits`` and each sequence's best token to ``best_ids``. Returns the step's number.
 
-    ``FusedCpuOps`` describes both arrays. If agents share the vocabulary, ``vocabulary`` has this agent's part, and the
-    first agent's ``logits`` have all columns.
+    ``FusedCpuOps`` describes both arrays. ``vocabulary`` is not None if agents share the vocabulary. It then states
+    which tokens this agent has, and the first agent's ``logits`` get the columns of all agents.
     """
 
     def __init__(
@@ -240,7 +244,9 @@ class LMHead(nn.Cell):
 
 
 class RotaryTables(nn.Cell):
-    """Passes the positions and the whole float32 tables on, because the attention operator looks up the rows itself."""
+    """Returns the positions and the whole float32 tables of cosines and sines, because the attention operator looks up
+    their rows itself.
+    """
 
     def __init__(self, cos: Array, sin: Array) -> None:
         super().__init__()
@@ -254,8 +260,8 @@ class RotaryTables(nn.Cell):
 class Attention(nn.Cell):
     """Runs norms of heads, rotary, cache write and attention in one operator.
 
-    The operator derives the numbers of heads and the scale from the shapes. Optional arguments come last: the window,
-    then the norms' gammas and epsilon.
+    The operator derives the numbers of heads and the scale of the scores from the shapes of its arguments. Optional
+    arguments come last: the attention window, then the gammas and the epsilon of the head norms.
     """
 
     def __init__(self, attention: Operator, form: AttentionForm) -> None:
@@ -305,7 +311,10 @@ class LatentAttention(nn.Cell):
 
 
 def _window(form: AttentionForm) -> Parameter | None:
-    """Returns the window argument, or None if there is neither a window nor a later argument."""
+    """Returns the operator's argument for the attention window, or None if the argument can be left out.
+
+    It cannot be left out if the arguments of the head norms follow. Without a window its value is then 0.
+    """
     if form.window == 0 and form.norm_epsilon is None:
         return None
     return Parameter(as_tensor(np.full(1, form.window, np.int32)), name="window", requires_grad=False)

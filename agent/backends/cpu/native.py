@@ -45,8 +45,8 @@ class NativeCpuOps(NativeOps):
 
 
 class NativeCpuHooks(DeviceHooks):
-    """Packs the weights for the kernels of the primitives, keeps the kernels' threads awake during a step, and reports
-    inputs that an operator refused.
+    """Packs the weights for our kernels, keeps the kernels' threads awake while a graph runs, and raises an error if an
+    operator refused its inputs.
 
     Owns the packed weights.
     """
@@ -61,12 +61,12 @@ class NativeCpuHooks(DeviceHooks):
 
     @contextmanager
     def graph_run(self, *, compiles: bool = False) -> Iterator[None]:
-        # The kernels' threads must not fall asleep between operators: waking takes as long as a short operator runs.
+        # The kernels' threads must not sleep between operators, because waking them takes as long as a short operator.
         set_attentive(not compiles)
         try:
             yield
         except BaseException:
-            take_failure()  # the next run must not report a failure of this run
+            take_failure()  # clears the recorded failure, so that the next run does not report it
             raise
         finally:
             set_attentive(False)

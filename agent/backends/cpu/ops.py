@@ -4,7 +4,8 @@ MindSpore takes 6.5 us for each operator of a dynamic graph and 1.3 us for each 
 one machine). Therefore all tensors have the size of the largest step, and the operators read the number of valid rows
 from ``counts``. No step needs padding or a new compilation. The Cells around the operators are in ``cells``.
 
-This module imports MindSpore when the first operator is made, because stored launches need no operator.
+This module imports MindSpore only when the first operator is made. An agent with stored launches
+(``agent.stored_program``) makes no operator, so it does not need MindSpore.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from llm_serving.model.families import Experts
 class FusedCpuOps(OpTable):
     """Implements every operator with a custom operator. Owns the memory of the graph's results.
 
-    In the last stage, a run of the graph fills ``logits`` [sequences, vocabulary] and ``best_ids`` [sequences + 1]. The
-    last of the ids is the step's number, ``counts[3]``. In the other stages, a run fills ``stream`` [tokens,
-    hidden_size].
+    In the last stage, a run of the graph fills ``logits`` [sequences, vocabulary] and ``best_ids`` [sequences + 1].
+    ``best_ids`` has the id of each sequence's best token, then the step's number (``counts[3]``). In the other stages,
+    a run fills ``stream`` [tokens, hidden_size], which the next stage takes as its input.
     """
 
     traits: ClassVar[DeviceTraits] = DeviceTraits("fused", packs_weights=True)
@@ -64,7 +65,9 @@ class FusedCpuOps(OpTable):
     def router_weight(self, in_features: int, num_experts: int) -> Any:
         from agent.layers.parameter import unbound_parameter
 
-        return unbound_parameter((1,), "uint8")  # `bind` sets the size, because a checkpoint may mix formats
+        # The size of a packed weight depends on its format, which is known only when the weight is loaded. Therefore
+        # `bind` sets the size.
+        return unbound_parameter((1,), "uint8")
 
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         cache = self._cache_format
@@ -123,12 +126,12 @@ class FusedCpuOps(OpTable):
         return _cells().LatentAttention(self._rows("LatentAttention", form.num_heads * form.latent.value_dim), form)
 
     def _vocabulary(self) -> tuple[int, int, int]:
-        """Returns this agent's first token, the size of the vocabulary and the size of each agent's part."""
+        """Returns the first token id of this agent's part, the size of the vocabulary, and the tokens of each part."""
         assert self.part is not None, "only an agent of a split stage has a part of the vocabulary"
         return self.part.shard.vocab.start, self.part.whole.vocab_size, self.part.vocab_stride
 
     def _rows(self, name: str, *widths: int) -> Operator:
-        """Makes an operator with one output matrix for each width; a matrix has one row for each token."""
+        """Makes the custom operator ``name``, whose outputs are matrices [tokens, width], one for each width."""
         return custom_operator(name, [[self._max_tokens, width] for width in widths], [self.dtype] * len(widths))
 
 
@@ -140,7 +143,10 @@ def _cells() -> Any:
 
 
 def custom_operator(name: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> Operator:
-    """Makes an operator of the kernels' library with these outputs. Imports mindspore."""
+    """Makes the MindSpore operator for the function ``name`` of the kernels' library. Imports mindspore.
+
+    ``shapes`` and ``dtypes`` are the shapes and types of its outputs.
+    """
     from mindspore import ops
 
     from agent.layers.parameter import MINDSPORE_DTYPES

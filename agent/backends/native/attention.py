@@ -32,7 +32,7 @@ _MASKED = -10000.0
 
 
 def causal_mask(form: AttentionForm, dtype: str) -> Tensor:
-    """Makes the compressed mask that FlashAttentionScore requires."""
+    """Makes FlashAttentionScore's causal mask: a triangle of fixed size, which the primitive uses for every length."""
     size, masked = (_MASK_SIZE, 1.0 if dtype == "bfloat16" else _MASKED) if form.window == 0 else (_BAND_MASK_SIZE, 1.0)
     return Tensor(np.triu(np.ones((size, size), np.float32), 1) * masked, MINDSPORE_DTYPES[dtype])
 
@@ -109,7 +109,8 @@ class Attention(nn.Cell):
         self.paged = PagedAttention(form.num_heads, scale, form.num_kv_heads)
         self.norm = None if form.norm_epsilon is None else _HeadNorm(form.head_dim, form.norm_epsilon)
         self.has_window = form.window > 0
-        # The masks make the attention causal. Our CPU kernels do not need them, because they compare positions.
+        # On an Ascend, these masks make the attention causal. Our CPU kernels ignore the masks, because they compare
+        # the positions of query and key instead.
         band = {"pre_tokens": form.window - 1, "next_tokens": 0, "sparse_mode": _BAND} if self.has_window else {}
         self.flash = FlashAttentionScore(head_num=form.num_heads, scale_value=scale, input_layout="TH", **band)
         self.causal_mask = causal_mask

@@ -32,10 +32,10 @@ MindSpore's graph would no longer record the layer of the call.
 
 
 def grouped_product(form: LinearForm) -> Operator:
-    """Returns an operator that multiplies each row by the weight of its expert.
+    """Returns an operator (rows, weight, counts) -> products. It multiplies each row by the weight of the row's expert.
 
-    It takes rows [n, in] that are ordered by expert, a weight as ``OpTable.expert_mlp`` describes, and the number of
-    rows of each expert (int64 [experts]). It returns [n, out].
+    rows [rows, in] are ordered by expert. ``OpTable.expert_weight`` describes the weight, which has all experts. counts
+    (int64 [experts]) is the number of rows of each expert. The products are [rows, out].
     """
     if form.is_float:
         return _FloatProducts()
@@ -84,7 +84,11 @@ class _WeightOnlyProducts(nn.Cell):
 
 
 class ExpertMLP(nn.Cell):
-    """Orders the rows by expert, runs two grouped matrix products, and returns the weighted sum for each token."""
+    """A mixture of experts. Returns the output of the experts, and hidden + residual.
+
+    Orders the tokens by expert, multiplies them by the experts' weights in two grouped matrix products, and computes
+    the weighted sum of each token's experts.
+    """
 
     def __init__(self, experts: Experts, epsilon: float, form: LinearForm, dtype: str) -> None:
         super().__init__()

@@ -14,7 +14,10 @@ from agent.weights.forms import LinearForm, scale_type
 def linear_parameters(
     form: LinearForm, in_features: int, out_features: int, dtype: str
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Returns shape and type of the parameters of a linear layer: weight, and the others that the form has."""
+    """Returns, by name, the shape and type of each parameter of a linear layer.
+
+    The parameters are the weight and, depending on ``form``, scales and offsets (``agent.weights.forms``).
+    """
     if form.is_float:
         return {"weight": ((out_features, in_features), dtype)}
     if form.quantises_activations:
@@ -36,7 +39,10 @@ def linear_parameters(
 def expert_parameters(
     form: LinearForm, experts: int, in_features: int, out_features: int, dtype: str
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Returns shape and type of the parameters of one linear layer of all experts (``GroupedMatmulV4``)."""
+    """Returns, by name, the shape and type of each parameter of one linear layer of all experts.
+
+    The parameters are the weight and, depending on ``form``, scale and offset, as ``GroupedMatmulV4`` takes them.
+    """
     if form.is_float:
         return {"weight": ((experts, in_features, out_features), dtype)}
     weight = ((experts, in_features, out_features // form.weights.values_per_byte), form.weights.stored_as)
@@ -47,12 +53,19 @@ def expert_parameters(
 
 
 def is_transposed(form: LinearForm) -> bool:
-    """Returns whether the weight is [out, in]. If two outputs share a byte, the weight is [in, out]."""
+    """Returns True if the weight is stored as [out, in], and False for [in, out].
+
+    Only 4-bit weights are [in, out], because each byte of them holds the integers of two outputs.
+    """
     return form.is_float or form.weights.values_per_byte == 1
 
 
 def _scale_shape(form: LinearForm, in_features: int, out_features: int) -> tuple[int, ...]:
-    """Returns the shape of a weight's scales: [out], or with groups of inputs [out, groups] or [groups, out]."""
+    """Returns the shape of a weight's scales.
+
+    Without groups of inputs, the shape is [out]. With groups it is [out, groups] for a transposed weight, else
+    [groups, out].
+    """
     if form.group == 0:
         return (out_features,)
     groups = -(-in_features // form.group)
@@ -60,7 +73,10 @@ def _scale_shape(form: LinearForm, in_features: int, out_features: int) -> tuple
 
 
 def matrix_product(form: LinearForm, dtype: str) -> Operator:
-    """Returns an operator: x [tokens, in] times a weight (described in ``OpTable.linear``) gives [tokens, out]."""
+    """Returns an operator that multiplies x [tokens, in] by a weight. The result is [tokens, out].
+
+    ``LinearParameters`` describes the weight, with its scales and offsets.
+    """
     if form.is_float:
         return ops.MatMul(transpose_b=True)
     if form.is_static:

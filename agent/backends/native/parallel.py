@@ -15,10 +15,10 @@ from agent.layers.parameter import MINDSPORE_DTYPES
 
 
 def all_gather(size: int) -> Operator:
-    """Returns an operator that joins x [n, ...] of ``size`` agents to [size * n, ...].
+    """Returns an operator that joins the arrays of ``size`` agents, each [n, ...], to one array [size * n, ...].
 
-    Does not use the primitive's Python class, which would query the group's size from the communication library. That
-    library may be absent.
+    MindSpore's Python class ``ops.AllGather`` is not used. It would ask the communication library for the size of the
+    group, and a machine without an Ascend may not have this library.
     """
     primitive = ops.Primitive("AllGather")
     for name, value in (("rank_size", size), ("group", STAGE_GROUP), ("fusion", 0), ("no_eliminate", True)):
@@ -39,7 +39,11 @@ class Sum(nn.Cell):
 
 
 class Embedding(nn.Cell):
-    """Looks up tokens in this agent's rows of the table, with zeros for other tokens, and sums over the agents."""
+    """Looks up tokens in an embedding table whose rows are divided among agents.
+
+    Each agent looks up the tokens in its own rows and takes zeros for all other tokens. Then the agents' results are
+    added.
+    """
 
     def __init__(self, part: ModelPart, dtype: str) -> None:
         super().__init__()
@@ -61,7 +65,7 @@ class Embedding(nn.Cell):
 
 
 class HandOver(nn.Cell):
-    """Returns hidden + residual for the next pipeline stage, rounded as AddRmsNorm rounds the sum."""
+    """Returns hidden + residual for the next pipeline stage, rounded in the way in which AddRmsNorm rounds its sum."""
 
     def __init__(self) -> None:
         super().__init__()
