@@ -39,7 +39,7 @@ class ConfigError(LLMServingError):
 
 
 class UnknownFormatError(ConfigError, ValueError):
-    """A weight or KV cache format is not in the registry, or the operators do not have it."""
+    """A weight or KV cache format is not in the registry, or the operators do not support it."""
 
 
 class HubError(ConfigError):

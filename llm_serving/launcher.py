@@ -102,7 +102,8 @@ class _Launcher:
         admin_socket, unix_socket = self._more_sockets(owned)
         executors = self._executors(owned)
         leftovers = remove_leftovers()
-        for executor in executors:  # the agents load while this process imports its modules and reads the tokenizer
+        # Started early, because the agents load the model while this process imports its modules.
+        for executor in executors:
             executor.start()
         self._seconds["agents_started"] = process_seconds()
         from llm_serving.access.key_store import ENVIRONMENT_VARIABLE
@@ -284,7 +285,7 @@ class _Launcher:
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
-            os._exit(128 + signal.SIGINT)  # the second signal; the agents end when this process ends
+            os._exit(128 + signal.SIGINT)  # a second signal ends this process immediately; then the agents end, too
         seconds = self._config.serving_config.drain_timeout_s
         self._display.note(f"stopping: running requests have {seconds:g} s; a second signal ends them now")
         self._stop.set()

@@ -55,13 +55,13 @@ class AccessControl:
         return found
 
     def reload(self) -> None:
-        """If the key file has changed, read it in another thread. Call this method on the event loop."""
+        """If the key file has changed, read it again in another thread. Call this method on the event loop."""
         if self.keys is not None and self.keys.has_changed():
             asyncio.get_running_loop().run_in_executor(None, self.keys.refresh)
 
 
 class Visit:
-    """One HTTP request in access control: its key, the quota that it uses, and its line in the audit log.
+    """The access control's record of one HTTP request: its key, the quota that it uses, and its line in the audit log.
 
     If the server has no keys, the key's name is empty, and its rights are unlimited.
     """
@@ -94,10 +94,7 @@ class Visit:
         return _NO_RIGHTS if self._key is None else self._key.rights
 
     def enter(self, authorizations: Sequence[str]) -> None:
-        """Check the values of the header ``Authorization`` and count the request.
-
-        Raises UnauthorizedError or QuotaExceededError.
-        """
+        """Name of the request's API key. Empty if the server has no keys."""
         access = self._access
         if access.keys is None or self._is_open:
             return
@@ -116,17 +113,20 @@ class Visit:
         self._usage = usage
 
     def check_admin(self) -> None:
-        """Raise NotPermittedError unless the key may administrate the server. Without keys, every client may."""
+        """Raise NotPermittedError unless the request's key has the right to administrate the server.
+
+        If the server has no keys, every client has this right.
+        """
         if self._key is not None and not self._key.rights.admin:
             self._access.refused("admin")
             raise NotPermittedError(f"The key {self.name!r} may not administrate the server; its line has no 'admin'.")
 
     def may_use(self, model: str) -> bool:
-        """Return whether the key may use a model."""
+        """Return whether the request's key may use a model."""
         return self.rights.models is None or model in self.rights.models
 
     def check_model(self, model: str) -> None:
-        """Raise NotPermittedError unless the key may use a model."""
+        """Raise NotPermittedError unless the request's key may use a model."""
         if not self.may_use(model):
             self._access.refused("models")
             raise NotPermittedError(f"The key {self.name!r} may not use the model {model!r}.", param="model")
@@ -134,7 +134,7 @@ class Visit:
     def priority(self, stated: int | None) -> int:
         """Return the priority of the request.
 
-        Raises NotPermittedError if the key may not use the ``stated`` priority.
+        Raises NotPermittedError if its key may not use the ``stated`` priority.
         """
         if self._key is None:
             return stated or 0
@@ -201,7 +201,7 @@ def _is_open(path: str) -> bool:
 
 
 def _secret(authorizations: Sequence[str]) -> str | None:
-    """Return the key after ``Bearer``, or None if there is not exactly one header or its scheme is not ``Bearer``."""
+    """Return the key after ``Bearer``. None if there is not exactly one header, or if its scheme is not ``Bearer``."""
     if len(authorizations) != 1:
         return None
     scheme, _, secret = authorizations[0].partition(" ")

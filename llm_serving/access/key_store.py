@@ -42,7 +42,10 @@ class KeyStore:
         return len(self._keys)
 
     def find(self, secret: str) -> ApiKey | None:
-        """Return the key with this secret, or None. The time does not depend on the number of correct characters."""
+        """Return the key with this secret, or None.
+
+        The time that this takes does not depend on the number of correct characters, so it helps no attacker.
+        """
         if len(secret) > MAX_KEY_CHARS:
             return None
         digest = digest_of(secret)
@@ -104,7 +107,9 @@ def _check_disjoint(keys: Mapping[bytes, ApiKey], fixed: Mapping[bytes, ApiKey])
 
 
 def file_signature(path: str) -> tuple[int, ...] | None:
-    """Return numbers (such as size and time) that change when a file is written or replaced. None if there is no file.
+    """Return numbers that change when the file is written or replaced, for example its size and time.
+
+    Returns None if there is no file.
     """
     try:
         found = os.stat(path)

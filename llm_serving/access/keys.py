@@ -64,7 +64,7 @@ class KeyLineError(ValueError):
 
 
 def new_secret() -> str:
-    """Return a new key."""
+    """Return the secret text of a new random API key."""
     return PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 

@@ -39,7 +39,7 @@ class Allowance:
 
 
 class KeyUsage:
-    """The requests in flight, and the requests and tokens of the last minute, of all keys with one name."""
+    """The use of the quotas by all keys with one name: requests in flight, and requests and tokens per minute."""
 
     def __init__(self) -> None:
         self.in_flight = 0

@@ -122,7 +122,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
 
 
 def _pieces(event: Any) -> Iterator[Piece]:
-    """Yield the pieces of one event. Raises ChatError for an error in the stream, or for an unknown form."""
+    """Yield the pieces of one event. Raises ChatError if the event is an error or has an unknown form."""
     try:
         if (error := event.get("error")) is not None:
             raise ChatError(str(error["message"]))

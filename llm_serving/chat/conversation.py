@@ -41,12 +41,16 @@ class AnswerTimes:
     last: float | None = None
 
     def saw_text(self, now: float) -> None:
-        """Note that text arrived."""
+        """Note the time at which a piece of text arrived."""
         self.first = now if self.first is None else self.first
         self.last = now
 
     def summary(self, tokens: int | None, finish_reason: str | None) -> str:
-        """Return the line below an answer. The rate counts the tokens after the first one."""
+        """Return the line of figures that is printed below an answer: tokens, tokens per second and time to first
+        token.
+
+        The first token does not count in the tokens per second.
+        """
         if self.first is None or self.last is None:
             return "no text"
         parts = [f"{tokens} tokens"] if tokens is not None else []

@@ -107,7 +107,10 @@ class Config:
 
     @property
     def linear_format(self) -> WeightFormat:
-        """The weight format that the linear layers' operators compute. Native operators replace some formats."""
+        """The weight format in which the operators compute the linear layers.
+
+        Native operators do not support some formats. They compute another format instead.
+        """
         return weight_format(self.weight_format).on(self.op_table)
 
     @property

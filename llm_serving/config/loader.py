@@ -80,7 +80,10 @@ def _raw_config(file: Path, document: dict[str, object], overrides: Sequence[str
 
 
 def _value(text: str, hint: object, source: str) -> object:
-    """Return the value of an override, read as YAML. For a key of type ``str``, text without quotes stays as it is."""
+    """Return the value of an override, read as YAML.
+
+    For a key of type ``str``, text without quotes is taken literally.
+    """
     takes_text = hint is str or str in typing.get_args(hint)
     if not takes_text:
         return parse_yaml(text, source)

@@ -136,7 +136,10 @@ def _save_graphs(fields: TypedFields) -> int:
 
 
 def _memory(fields: TypedFields, key: str) -> int | None:
-    """Return the bytes of a size that is written as MindSpore does, for example ``"58GB"``. None without the key."""
+    """Return the number of bytes of a size in MindSpore's notation, for example ``"58GB"``.
+
+    None if the key is absent.
+    """
     if key not in fields:
         return None
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)GB", fields.text(key, ""))

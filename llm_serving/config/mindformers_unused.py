@@ -127,8 +127,9 @@ def _of_section(
 ) -> list[UnusedSetting]:
     """Return the settings without effect in one section, whose full names begin with ``prefix``.
 
-    ``known`` is the table of the section, and ``read`` names the settings with an effect. ``unknown`` is the reason
-    that is reported for a setting in neither. If it is empty, these settings are not reported.
+    ``known`` is the section's table of settings without effect. ``read`` names the settings with an effect. ``unknown``
+    is the reason that is reported for settings that are not in the table or ``read``. If ``unknown`` is empty, these
+    settings are not reported.
     """
     found = []
     for key in fields.keys():  # noqa: SIM118  (not a dict)

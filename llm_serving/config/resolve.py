@@ -170,7 +170,11 @@ class Resolver:
         return cache
 
     def _with_all_ports(self) -> ServingConfig:
-        """Return ``serving_config`` with a port for each agent. ``agent_ports: [0]`` becomes one 0 for each agent."""
+        """Return ``serving_config`` with a port for each agent. ``agent_ports: [0]`` becomes a list with a 0 for each
+        agent.
+
+        Port 0 means any free port.
+        """
         serving: ServingConfig = self._sections["serving_config"]
         if serving.agent_ports != (0,):
             return serving

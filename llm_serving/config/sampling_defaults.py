@@ -50,7 +50,7 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
 
 
 def _value(found: TypedFields, name: str) -> float | int | None:
-    """Return the value of one parameter. A whole number may be written as a float, as 50.0."""
+    """Return the value of one sampling parameter. For an integer parameter, the file may have a float such as 50.0."""
     value, limits = found.value(name), PARAMETERS[name]
     if value is None:
         return None

@@ -65,5 +65,5 @@ def key_info(declared: Field[Any]) -> KeyInfo | None:
 
 
 def section_keys(section: type) -> dict[str, KeyInfo]:
-    """Return the keys of a section's dataclass with their declarations, in order."""
+    """Return the keys of a section's dataclass, in the order of its fields, with their declarations."""
     return {declared.name: info for declared in fields(section) if (info := key_info(declared)) is not None}

@@ -206,7 +206,9 @@ def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
 
 
 def check_group(raw: RawConfig, config: Config) -> None:
-    """Check that ``weight_group``, the number of inputs with one scale, divides the inputs of every linear layer."""
+    """Check that ``weight_group``, the number of inputs with one scale, divides the number of inputs of each linear
+    layer.
+    """
     if not weight_format(config.weight_format).has_groups or config.stored_weight_format is not None:
         return
     shape, group = config.shape, config.model_config.weight_group

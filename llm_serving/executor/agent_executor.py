@@ -145,7 +145,7 @@ class AgentExecutor:
         return self._agent_states.describe(group.links if group is not None else [])
 
     def close(self) -> None:
-        """End the agents and free everything. The caller owns the listening sockets."""
+        """End the agents and free their resources. The caller owns the listening sockets."""
         if self._group is not None:
             self._unregister(self._group)
             self._group.shutdown(self._control_number())
@@ -261,7 +261,11 @@ class AgentExecutor:
                     self._selector.unregister(source)
 
     def _deadline(self) -> tuple[float, str] | None:
-        """Return the time of the next deadline and its kind."""
+        """Return the time of the next deadline, by ``time.monotonic``, and its kind, for example ``restart`` or
+        ``step``.
+
+        Returns None if there is no deadline.
+        """
         if self._restarts.due_at is not None:
             return self._restarts.due_at, "restart"
         if self._group is not None and not self._group.is_ready:

@@ -96,7 +96,7 @@ class AgentGroup:
             self._cluster.kill()
 
     def close(self) -> None:
-        """End all agents, wait until they have ended, and free everything."""
+        """End all agents, wait until they have ended, and free their resources."""
         self.kill()
         for link in self.links:
             link.close()

@@ -52,7 +52,7 @@ class Restarts:
         self.has_been_ready = True
 
     def lost(self, now: float) -> float | None:
-        """Note that the group was lost. Returns the seconds until the next start, or None if it is given up."""
+        """Note that the group was lost. Returns the seconds until the next start, or None if the group is given up."""
         if self._ready_at is not None and now - self._ready_at >= STABLE_AFTER_S:
             self.in_a_row = 0
         self._ready_at = None

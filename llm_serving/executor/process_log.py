@@ -48,7 +48,7 @@ class ProcessLog:
         os.close(self.descriptor)
 
     def tail(self) -> str:
-        """Return the last lines of the process. Waits a short time for the end of its output."""
+        """Return the last lines of the process's output. Waits a short time for the output to end."""
         self._thread.join(TAIL_WAIT_S)
         return "\n".join(self._tail)[-_TAIL_CHARS:].strip()
 
@@ -57,7 +57,7 @@ class ProcessLog:
         self._thread.join(END_WAIT_S)
 
     def _copy(self) -> None:
-        """Copy the output until it ends. The last line may be incomplete."""
+        """Copy the process's output to the file until the output ends. The last line may be incomplete."""
         rest = b""
         while chunk := os.read(self._source, MAX_LINE_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")

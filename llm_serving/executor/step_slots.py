@@ -171,7 +171,7 @@ class StepSlots:
             self._write_any(step, slot)
 
     def _write_any(self, step: ScheduledStep, slot: StepSlot) -> None:
-        """Write a step of any shape. The state of the batch and of the slot from earlier steps is discarded."""
+        """Write all inputs of a step of any kind. Forget which inputs of the last decode step the slots still hold."""
         self._batch = None
         num_seqs, num_tokens = step.num_seqs, step.num_tokens
         self._follow_rows(step)

@@ -14,7 +14,10 @@ _MAX_HEADER_BYTES = 100 * 1024 * 1024
 
 
 def tensor_shapes(folder: Path, names: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of those tensors that a folder's safetensors files contain. Skips files that are damaged."""
+    """Return the shapes of the tensors ``names``, if the folder's safetensors files contain them.
+
+    Skips damaged files.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= _shapes_of(file, names)

@@ -68,7 +68,7 @@ TENSOR_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of the file: its type, its shape with the outermost dimension first, and the bytes of its data."""
+    """One tensor of the file: its type, its shape with the outermost dimension first, and the place of its data."""
 
     name: str
     type: TensorType

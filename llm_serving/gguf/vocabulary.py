@@ -91,7 +91,10 @@ class Vocabulary:
                 yield token_id, self.tokens[token_id], kind == _CONTROL
 
     def special(self, name: str) -> str | None:
-        """Return the token that the file names, for example ``bos``. None if the file names none."""
+        """Return the text of a named special token, for example of ``bos``.
+
+        None if the file does not name this token.
+        """
         token_id = self.header.metadata.get(f"tokenizer.ggml.{name}_token_id")
         if token_id is None:
             return None
@@ -108,13 +111,13 @@ class Vocabulary:
 
     @property
     def begins_text(self) -> bool:
-        """True if a text begins with BOS."""
+        """True if the tokenizer puts BOS before a text."""
         default = True if self.is_sentencepiece else self.word_rule.begins_text
         return self.flag("add_bos_token", default)
 
     @property
     def word_rule(self) -> WordRule:
-        """The rule of a byte-level BPE. Raises CheckpointError for a name that is not known."""
+        """The rule of a byte-level BPE. Raises CheckpointError if the file names an unknown rule."""
         name = self.header.metadata.get("tokenizer.ggml.pre", "gpt-2")
         if name not in WORD_RULES:
             known = ", ".join(sorted(WORD_RULES))

@@ -33,7 +33,7 @@ def local_model(text: str, *, offline: bool = False) -> LocalModel:
     name = parse_model_name(text)
     if name is None:
         return LocalModel(text)
-    # imported here, because a path needs no HTTP library
+    # imported late: only names of models need the HTTP library
     if name.hub == HUGGING_FACE:
         from llm_serving.hub.hugging_face import HuggingFace as Hub
     else:
@@ -45,7 +45,7 @@ def local_model(text: str, *, offline: bool = False) -> LocalModel:
 
 def hub_caches() -> tuple[Path, Path]:
     """Return the caches of Hugging Face and of ModelScope."""
-    from huggingface_hub import constants  # imported here, because a path needs no HTTP library
+    from huggingface_hub import constants  # imported late: only names of models need the HTTP library
 
     from llm_serving.hub.model_scope import cache_folder
 

@@ -36,7 +36,7 @@ class HuggingFace:
         self._cache = cache or Path(constants.HF_HUB_CACHE)
 
     def fetch(self, name: ModelName) -> Path:
-        """Download what is missing and return the local folder, or the GGUF file. Raises HubError.
+        """Download the files that the cache lacks. Returns the local folder, or the GGUF file. Raises HubError.
 
         If the hub cannot be reached, a copy in the cache is used.
         """
@@ -54,7 +54,10 @@ class HuggingFace:
         return self._download(name, str(info.sha), choose_files(name, files))
 
     def find(self, name: ModelName) -> Path:
-        """Return the copy in the cache, without any request. Raises HubError if there is none."""
+        """Return the local folder or GGUF file in the cache, without a request to the hub.
+
+        Raises HubError if there is none.
+        """
         try:
             folder = Path(
                 snapshot_download(

@@ -1,4 +1,4 @@
-"""Texts that both hubs share: progress, and what to do without a network."""
+"""Messages to the user that both hubs share: progress, and how to get a model without a network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llm_serving.hub.names import ModelName
 
 
 def how_to_bring(name: ModelName) -> str:
-    """Return the end of an error about a model that cannot be downloaded here."""
+    """Return the advice at the end of an error message: how to bring a model here from a machine with a network."""
     return (
         f"on a machine with a network, download {name.repository}, copy the folder or the GGUF file here, and give its "
         "path: --model /path/to/folder"

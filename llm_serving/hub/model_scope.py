@@ -37,7 +37,10 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 class ModelScope:
-    """One hub and one cache. Each model has one folder, ``OWNER/NAME``, as the library of ModelScope makes it."""
+    """Finds and downloads models of one hub, with one cache.
+
+    Each model has one folder, ``OWNER/NAME``, as in ModelScope's own library.
+    """
 
     def __init__(self, endpoint: str | None = None, cache: Path | None = None) -> None:
         endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT
@@ -46,7 +49,7 @@ class ModelScope:
         self._session = requests.Session()
 
     def fetch(self, name: ModelName) -> Path:
-        """Download what is missing and return the local folder, or the GGUF file. Raises HubError.
+        """Download the files that the cache lacks. Returns the local folder, or the GGUF file. Raises HubError.
 
         If the hub cannot be reached, a copy in the cache is used.
         """
@@ -66,7 +69,10 @@ class ModelScope:
         return served_path(folder, files)
 
     def find(self, name: ModelName) -> Path:
-        """Return the copy in the cache, without any request. Raises HubError if there is none."""
+        """Return the local folder or GGUF file in the cache, without a request to the hub.
+
+        Raises HubError if there is none.
+        """
         folder = self._folder(name)
         present = [each for each in folder.rglob("*") if each.is_file() and each.suffix != _INCOMPLETE]
         if not present:
@@ -119,7 +125,10 @@ class ModelScope:
         partial.replace(target)
 
     def _continue(self, name: ModelName, file: RemoteFile, partial: Path) -> None:
-        """Append the rest of a file to ``partial``, or all of it if the hub ignores the range."""
+        """Download the missing part of a file and append it to ``partial``.
+
+        If the hub ignores the requested range, download the whole file.
+        """
         have = partial.stat().st_size if partial.is_file() else 0
         headers = (
             {"Range": f"bytes={have}-", "Accept-Encoding": "identity"} if have else {"Accept-Encoding": "identity"}

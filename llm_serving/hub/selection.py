@@ -75,7 +75,9 @@ def _is_safe(path: str) -> bool:
 
 
 def served_path(folder: Path, files: Sequence[RemoteFile]) -> Path:
-    """Return what ``model_config.model_path`` names after a download: the GGUF file, or the folder."""
+    """Return the value of ``model_config.model_path`` for a downloaded model: the path of the GGUF file or of the
+    folder.
+    """
     return folder / files[0].path if files[0].path.endswith(".gguf") else folder
 
 

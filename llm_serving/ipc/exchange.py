@@ -1,4 +1,5 @@
-"""The exchange: shared memory in which the agents of one group pass data. It defines the layout and the server's side.
+"""The exchange: shared memory in which the agents of one group pass data. This module has the layout and the server's
+side.
 
 A group is the agents of one replica: ``tensor_parallel`` agents in each of ``pipeline_parallel`` stages. For every
 group with more than one agent, the server creates one segment, and each agent maps it. Kernels
@@ -6,7 +7,7 @@ group with more than one agent, the server creates one segment, and each agent m
 
     header              magic, version, group size, and the word that is set if the group has failed
     flag lines          one cache line each: a counter that one agent increments, and the number of sleeping waiters
-    tokens              the last sampled token of each state row; the agent that samples writes them
+    tokens              the last sampled token of each batch row; the agent that samples writes them
     collective buffers  two for each agent, used alternately: one piece of its contribution to a sum or a gather
     activation rings    one for each border between stages: the residual stream of the last ``RING_STEPS`` steps
 
@@ -101,7 +102,7 @@ class ExchangeLayout:
 
     @property
     def tokens(self) -> int:
-        """Offset of the tokens, int32 [max_rows]."""
+        """Offset of the last sampled token of each batch row, int32 [max_rows]."""
         return self.token_line + LINE_BYTES
 
     @property

@@ -145,7 +145,7 @@ def read_routing(fields: TypedFields, experts: int, per_token: int, *, corrected
 
 
 def read_dense_layers(fields: TypedFields, num_layers: int) -> tuple[int, ...]:
-    """Return the layers with an ordinary MLP: the first ``first_k_dense_replace``."""
+    """Return the indices of the layers with an ordinary MLP: the first ``first_k_dense_replace`` layers."""
     if fields.integer("moe_layer_freq", 1, 1, 1 << 20) != 1:
         raise fields.fail("moe_layer_freq", "is not supported; only 1: every later layer has experts")
     return tuple(range(min(num_layers, fields.integer("first_k_dense_replace", 0, 0, 1 << 20))))

@@ -19,7 +19,7 @@ MAX_BLOCK = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Float8Blocks:
-    """The size of the blocks of a weight [out, in]. All weights of a block share a scale."""
+    """The size of the blocks of a weight [outputs, inputs]. All elements of a block share a scale."""
 
     rows: int
     columns: int

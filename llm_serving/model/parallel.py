@@ -47,7 +47,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The half-open range ``start <= i < stop``."""
+    """The half-open range of integers ``start <= i < stop``."""
 
     start: int
     stop: int

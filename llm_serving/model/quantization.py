@@ -112,9 +112,9 @@ def stored_weight_group(path: Path) -> int:
 
 
 def read_quantization(fields: TypedFields) -> Quantization | None:
-    """Return the scheme in ``quantization_config`` of a ``config.json``, or None for floats, also for 8-bit floats.
+    """Return the scheme in ``quantization_config`` of a ``config.json``, or None for float weights.
 
-    Errors name file, key and value.
+    8-bit floats count as float weights. Errors name file, key and value.
     """
     if "quantization_config" not in fields:
         return None
@@ -194,7 +194,8 @@ def _compressed_weights(weights: TypedFields, layout: str) -> Quantization:
 
 
 def _check_activations(group: TypedFields) -> None:
-    """Raise unless activations are floats, or int8 with a scale for each token that is computed at run time."""
+    """Raise an error unless activations are floats, or int8 with a scale for each token that is computed at run time.
+    """
     if "input_activations" not in group:
         return
     activations = group.mapping("input_activations")

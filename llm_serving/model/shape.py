@@ -171,9 +171,10 @@ class ModelShape:
 
 
 def check_head_sizes(fields: TypedFields, shape: ModelShape, heads: str, kv_heads: str) -> None:
-    """Raise unless key-value heads divide the query heads and the head size is even, as rotary embedding needs.
+    """Check the number of heads and the size of a head.
 
-    ``heads`` and ``kv_heads`` are the keys in the file, for messages.
+    The number of key-value heads must divide the number of query heads, and rotary embedding needs an even head size.
+    Otherwise raises the error class of ``fields``. ``heads`` and ``kv_heads`` are the keys in the file, for messages.
     """
     if shape.num_attention_heads % shape.num_key_value_heads:
         raise fields.fail(kv_heads, f"must divide {heads} = {shape.num_attention_heads}")
@@ -182,9 +183,10 @@ def check_head_sizes(fields: TypedFields, shape: ModelShape, heads: str, kv_head
 
 
 def head_dim_of(fields: TypedFields, hidden_size: int, num_heads: int, heads: str, default: int | None = None) -> int:
-    """Return ``head_dim`` of the file, else the family's ``default``, else hidden size / heads.
+    """Return ``head_dim`` of the file, else the family's ``default``, else ``hidden_size`` / ``num_heads``.
 
-    ``heads`` is the key of the number of heads, for messages. Raises if the quotient is needed and not whole.
+    Raises an error if the result would be this quotient and the quotient is not an integer. ``heads`` is the key of the
+    number of heads, for messages.
     """
     if default is not None:
         return fields.integer("head_dim", default, 1, MAX_HEAD_DIM)

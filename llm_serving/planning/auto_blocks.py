@@ -31,11 +31,10 @@ def fit_sizes(config: Config, machine: Machine, read_npus: Callable[[], Sequence
 
 
 def fit_length(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]] = read_chips) -> Config:
-    """If the config leaves the maximum length of sequences ``auto``, return the config with the greatest length that
-    fits.
+    """If the config has ``auto`` as the maximum length of sequences, return it with the greatest length that fits.
 
-    If the number of blocks is also ``auto``, the blocks of one sequence must fit. A config with a stated length is
-    returned unchanged. Raises MemoryPlanError if the memory of an Ascend is not known.
+    If the number of blocks is also ``auto``, the blocks of one sequence must fit. A config with a length is returned
+    unchanged. Raises MemoryPlanError if the memory of an Ascend is not known.
     """
     if not config.auto_length:
         return config
@@ -60,11 +59,12 @@ def _with_length(config: Config, length: int) -> Config:
 
 
 def fit_blocks(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]] = read_chips) -> Config:
-    """If the config leaves the number of blocks ``auto``, return the config with as many blocks as fit.
+    """If the config has ``auto`` as the number of blocks, return it with as many blocks as fit.
 
     Without the prefix cache, there are at most as many blocks as all running sequences can use. If not even one
     sequence of the maximum length fits, the smallest cache is returned, and the memory plan reports the numbers. A
-    config with a stated number is returned unchanged. Raises MemoryPlanError if the memory of an Ascend is not known.
+    config with a number of blocks is returned unchanged. Raises MemoryPlanError if the memory of an Ascend is not
+    known.
     """
     if not config.auto_blocks:
         return config

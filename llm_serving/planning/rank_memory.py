@@ -144,8 +144,8 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
 def _latent_elements(shape: ModelShape, latent: LatentAttention) -> int:
     """Return the number of elements of one token's activations in latent attention.
 
-    These are the result of the first linear layer, the latent vector of queries, and the queries. Each head also has a
-    query and a sum of cached vectors, both as wide as a cache row, and a result.
+    For all heads together, these are the first linear layer's result, the latent vector of queries, and the queries.
+    Each head also has a query and a weighted sum of cache rows, both as wide as a cache row, and a result.
     """
     heads, queries = shape.num_attention_heads, shape.num_attention_heads * latent.head_dim
     first = (latent.query_rank or queries) + latent.cache_dim

@@ -1,4 +1,4 @@
-"""Endpoints that generate nothing: models, health, metrics, facts about the server, and the tokenizer."""
+"""Endpoints that generate no text: models, health, metrics, facts about the server, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ async def _health_live(state: ServerState, request: Request) -> Response:
 
 
 async def _health_ready(state: ServerState, request: Request) -> Response:
-    """Respond with 200 if requests would be served: a step completed recently, or all agents reply to a probe."""
+    """Respond with 200 if the server would serve a request now.
+
+    This is the case if a step completed recently, or if all agents reply to a status request.
+    """
     status = state.engine.status()
     ready = status.state == "ready" and not state.active.stopping
     age = status.last_step_age_s

@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``."""
+"""The endpoint ``POST /v1/chat/completions`` of OpenAI's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``POST /v1/completions``."""
+"""The endpoint ``POST /v1/completions`` of OpenAI's API."""
 
 from __future__ import annotations
 

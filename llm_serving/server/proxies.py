@@ -1,6 +1,6 @@
 """Decides whether a client is a trusted reverse proxy.
 
-Only then does the server use the proxy's headers about a request.
+The server uses only a trusted proxy's headers about a request.
 """
 
 from __future__ import annotations

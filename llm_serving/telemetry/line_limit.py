@@ -27,7 +27,10 @@ class LineLimit:
         return False
 
     def take_suppressed(self, now: float) -> int:
-        """Return how many lines were suppressed in the last second, if that second is over, otherwise 0."""
+        """If the counted second is over, return how many lines were suppressed, and set their number to 0.
+
+        Otherwise return 0.
+        """
         if not self.num_suppressed or 0 <= now - self._second < 1.0:
             return 0
         number, self.num_suppressed = self.num_suppressed, 0

@@ -165,7 +165,7 @@ class Metrics:
         """Set the function that returns the engine's status. Gauges are read from the status at each scrape."""
         self._present.status = status
 
-    # Called by the engine
+    # The engine calls the following methods.
 
     def step(self, step: ScheduledStep, result: StepResult, seconds: float) -> None:
         """Count a step whose result arrived ``seconds`` after the step was sent."""
