@@ -21,8 +21,7 @@ _CopyBlocksArgs = structure(
 
 
 class BlockCopies:
-    """Copies blocks of the KV cache. The arrays of the device and of the host keep their addresses, so the addresses
-    are read only once.
+    """Copies blocks of the KV cache. Reads the addresses of the arrays only once, because these addresses never change.
 
     ``device[i]`` and ``host[i]`` hold the keys or the values of one layer, with the block as first axis. All blocks
     have the same size.
@@ -53,11 +52,7 @@ class BlockCopies:
         )
 
     def run(self, moves: Int32Array) -> None:
-        """Runs the copies in ``moves``, in their order.
-
-        ``moves`` is a contiguous int32 array [copies, 3] of ``MoveKind``, source block and destination block. If a kind
-        or a block does not exist, copies nothing and raises KernelError.
-        """
+        """`normed`, converted to float32"""
         if moves.dtype != np.int32 or moves.ndim != 2 or moves.shape[1] != _MOVE_WIDTH or not moves.flags.c_contiguous:
             raise ValueError(f"moves are {moves.dtype} {moves.shape}; they must be contiguous int32 [moves, 3]")
         self._args.moves, self._args.num_moves = moves.ctypes.data, moves.shape[0]

@@ -36,9 +36,10 @@ class ExchangeTimes:
 def open_exchange(
     base: int, *, down: int, lines: int, buffers: int, piece_bytes: int, timeout_s: float, size: int, index: int
 ) -> None:
-    """Joins the exchange of a stage in the shared memory at ``base``, as agent ``index`` of ``size`` agents.
+    """Joins the exchange of a pipeline stage, as agent ``index`` of ``size`` agents.
 
-    ``down``, ``lines`` and ``buffers`` are offsets in bytes, as exchange/collectives.h describes them.
+    ``base`` is the address of the shared memory. ``down``, ``lines`` and ``buffers`` are byte offsets in this memory;
+    exchange/collectives.h describes them.
 
     Raises KernelError if the arguments are not valid.
     """
@@ -53,17 +54,18 @@ def publish(line: int, value: int) -> None:
 
 
 def wait_for(reason: str, line: int, target: int, down: int, timeout_s: float) -> None:
-    """Waits, without the GIL, until the counter of a flag line reaches ``target``.
+    """Waits, without the GIL, until the counter of the flag line at address ``line`` reaches ``target``.
 
-    Raises GroupDownError if the word at ``down`` is set. After ``timeout_s``, sets that word and raises the error too.
+    Raises GroupDownError if the word at address ``down`` is set, or after ``timeout_s``. A timeout also sets this word,
+    so that the other agents stop as well.
     """
     if load_library().llmk_line_wait(reason.encode(), line, target & 0xFFFFFFFF, down, int(timeout_s * 1000)) != 0:
         raise GroupDownError(f"{reason}: another agent of this group ended or did not arrive within {timeout_s:g} s")
 
 
 def all_reduce(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """Returns the sum of the agents' arrays of ``dtype`` (bfloat16 as uint16). Raises GroupDownError if the group is
-    down.
+    """Returns the sum of ``array`` over the agents of the stage. ``dtype`` is the element type; bfloat16 arrays are
+    passed as uint16. Raises GroupDownError if the group is down.
     """
     array = np.ascontiguousarray(array)
     out = np.empty_like(array)
@@ -84,9 +86,9 @@ def all_gather(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
 def gather_rows_to_first(own: npt.NDArray[Any], out: npt.NDArray[Any] | None, stride: int, whole: int) -> None:
     """Collects the matrices of all agents in the first agent.
 
-    Each agent passes its matrix ``own`` [rows, own width], whose elements have 4 bytes. The first agent receives them
-    in ``out`` [rows, whole]: the columns of agent ``i`` begin at ``i * stride``. The first agent must write its own
-    columns to ``out`` before. The other agents pass None.
+    Each agent passes its matrix ``own`` [rows, own width], whose elements have 4 bytes. The first agent passes the
+    matrix ``out`` [rows, whole], which receives all columns; the other agents pass None. The columns of agent ``i``
+    begin at ``i * stride``. The first agent must write its own columns to ``out`` before the call.
     """
     own_width = own.shape[1]
     args = _GatherRowsArgs(

@@ -31,9 +31,11 @@ struct LmHeadArguments {
   int hidden, residual, gamma, epsilon, weight, last_tokens, logits, best_ids, counts, done;
 };
 
-// Computes the logits of every sequence that samples. Writes the token of the largest logit to best_ids [S + 1 or more]
-// and its value to best_values [S]. A sequence that does not sample has last_tokens < 0: its logits stay as they are,
-// and its best id is -1. A row of logits may be longer than the weight has columns.
+// Computes the logits of every sequence that samples. S is the number of sequences. Writes the token with the largest
+// logit to best_ids [S + 1 or more] and this logit to best_values [S].
+//
+// If last_tokens of a sequence is negative, the sequence does not sample. Then its row of logits is not written, and
+// its best id is -1. A row of `logits` may have more elements than the weight has columns.
 int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values);
 
 // Writes the number of the step, counts[3], to `done` [1] and to the last element of best_ids. This is the last write

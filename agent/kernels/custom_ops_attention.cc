@@ -1,15 +1,16 @@
-// The custom operator RotaryAttention: rotary embedding, cache write and paged attention of all tokens of a step.
-// ops/rotary_attention.h has the kernel and the layout of the cache.
+// The custom operator RotaryAttention: rotary embedding, cache write and paged attention of all tokens of a step. The
+// kernel and the layout of the cache are in ops/rotary_attention.h.
 //
-//   qkv [Tm, (heads + 2 * kv_heads) * dim]   positions [Tm]   cos, sin [P, dim] float32
-//   key_cache, value_cache [num_blocks, kv_heads, block_size, dim] of qkv's type, or dim + 4 of int8; written in place
+//   qkv [Tm, (heads + 2 * kv_heads) * dim]   positions [Tm]   cos, sin [table rows, dim] float32
+//   key_cache, value_cache, written in place: [num_blocks, kv_heads, block_size, dim] of the type of qkv,
+//       or [num_blocks, kv_heads, block_size, dim + 4] of int8
 //   slot_mapping [Tm]   block_tables: flat, W entries for each sequence   context_lens, query_lens [Sm]
 //   counts [4] = {T, S, W, 0}
 //   optional: window [1] int32 (0: none), or window, query_gamma and key_gamma [dim], epsilon [1]
 //   -> attended [Tm, heads * dim], of which the first T rows are written
 //
-// Tm and Sm are the tokens and sequences of the largest step, which every tensor has space for. T, S and W are the
-// tokens, sequences and width of the block table of this step. The number of heads follows from the widths.
+// Every tensor has space for the largest step, which has Tm tokens and Sm sequences. T, S and W are the tokens, the
+// sequences and the width of the block table of this step. The number of heads follows from the width of qkv.
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -173,8 +174,8 @@ LLMK_CUSTOM_OP(RotaryAttention, 1, rotary_attention(t))
 
 extern "C" {
 
-// Returns the shape of the output: that of qkv without the columns of keys and values. The number of kv heads comes
-// from the cache, the size of a head from the rows of cos.
+// Returns the shape of the output: the shape of qkv without the columns of keys and values. The shape of the cache
+// gives the number of kv heads, and the shape of `cos` gives the size of a head.
 LLMK_ENTRY std::vector<int64_t> RotaryAttentionInferShape(int* ndims, int64_t** shapes, AotExtra*) {
   std::vector<int64_t> out(shapes[llmk::kQkv], shapes[llmk::kQkv] + ndims[llmk::kQkv]);
   out.back() -= 2 * shapes[llmk::kKeyCache][1] * shapes[llmk::kCos][1];

@@ -1,20 +1,25 @@
 // The custom operator ExpertMlp: residual addition, norm, expert router and the gated MLPs of the chosen experts
 // (ops/experts.h).
 //
-//   hidden, residual [Tm, width]   gamma [width]   epsilon [1]   router: packed float32 weight of `experts` columns
-//   gate_up, down: the packed weights of all experts, equally long   choice [3] = {experts, chosen, normalised}
-//   counts [4] = {T, ...}   ->   out, sum [Tm, width], of which the first T rows are written
+//   hidden, residual [Tm, width]   gamma [width]   epsilon [1]
+//   router: packed float32 weight of `experts` columns
+//   gate_up, down: the packed weights of all experts, one after another and of equal size
+//   choice [3] = {experts, chosen, normalised}   counts [4] = {T, ...}
+//   ->   out, sum [Tm, width], of which the first T rows are written
 //
-// Tm is the number of tokens of the largest step, T that of this step. Optional inputs follow `counts`. DeepSeek's
-// models need them, and agents that hold only some of the experts:
+// Tm is the number of tokens of the largest step, T the number of tokens of this step. The following optional inputs
+// come after `counts`. They are needed for DeepSeek's models, and by agents that hold only some of the experts.
 //
 //   routing int32 [6] = {sigmoid, groups, chosen groups, corrected, first expert, number of experts}
-//   factor float32 [1]   correction float32 [experts]: the router chooses as ops/grouped_routing.h describes. gate_up
-//   and down have only `number of experts` experts from `first expert` on. The other experts add nothing.
-//   shared_gate_up, shared_down: packed weights of one more gated MLP for every token, whose output is added
+//   factor float32 [1]   correction float32 [experts]
+//   shared_gate_up, shared_down: packed weights of one more gated MLP for every token
+//
+// With these inputs, the router chooses as ops/grouped_routing.h describes. gate_up and down contain `number of
+// experts` experts, beginning with `first expert`. Chosen experts outside this range add nothing to the output. The
+// output of the shared MLP is added to the output of the experts.
 //
 // The result of the norm is rounded to the type of the activations, as the native primitives round it. The router reads
-// it as float32. The output of an expert stays float32 until the outputs of all experts of a row are added.
+// this result as float32. The output of an expert stays float32 until the outputs of all experts of a row are added.
 #include <initializer_list>
 
 #include "common/check.h"
@@ -33,7 +38,7 @@ enum Argument {
   kSharedGateUp, kSharedDown
 };
 
-// Return the indices of the two outputs, which are the last tensors. They depend on the number of optional inputs.
+// range of units in the depth
 int out_of(const Tensors& t) { return t.count - 2; }
 int sum_of(const Tensors& t) { return t.count - 1; }
 bool has_routing(const Tensors& t) { return t.count > kRouting + 2; }
@@ -50,7 +55,7 @@ struct ExpertJob {
   bool normalised;
   int64_t first, held;                  // this agent has the weights of the experts [first, first + held)
   int64_t shared;                       // intermediate size of the shared experts; 0: none
-  int64_t groups, chosen_groups;        // ops/grouped_routing.h
+  int64_t groups, chosen_groups;        // groups of experts; see ops/grouped_routing.h
   bool sigmoid, corrected;
 
   bool has_expert(int64_t expert) const { return expert >= first && expert < first + held; }
@@ -68,11 +73,11 @@ struct PieceMemory {
   int32_t* ids;
   int64_t* starts;  // [experts + 1]
   int64_t* place;   // [rows * chosen]
-  char* grouped;    // [rows * chosen, width] of dtype
-  char* inner;      // [rows * chosen, inner] of dtype
-  float* outputs;   // [rows * chosen, width]
-  char* shared_inner;    // [rows, shared] of dtype
-  float* shared_output;  // [rows, width], if there are shared experts
+  char* grouped;    // `normed` rows in the order of their experts: [rows * chosen, width] of dtype
+  char* inner;      // results of the gated activation: [rows * chosen, inner] of dtype
+  float* outputs;   // outputs of the experts: [rows * chosen, width]
+  char* shared_inner;    // like `inner`, for the shared experts: [rows, shared] of dtype
+  float* shared_output;  // [rows, width]; unused without shared experts
 };
 
 PieceMemory piece_memory(const ExpertJob& job, int64_t rows) {
@@ -266,8 +271,8 @@ int run_experts(const ExpertJob& job, const PieceMemory& memory) {
   return 0;
 }
 
-// Writes to `out` the sum of weight * output over the experts of a row, most probable first, plus the output of the
-// shared experts. Rounds only the whole sum. Skips experts whose weights this agent does not have.
+// Writes to `out` the weighted sum of a row's expert outputs, most probable expert first, plus the output of the shared
+// experts. Rounds only the whole sum. Skips experts whose weights this agent does not have.
 template <class T>
 void sum_row(const ExpertJob& job, const PieceMemory& memory, int64_t row, T* out) {
   const float* weights = memory.weights + row * job.chosen;

@@ -21,19 +21,20 @@
 namespace llmk {
 namespace {
 
-// number of rows that an MLP computes at a time, so that its intermediate results stay in the cache
+// Number of rows that an MLP computes at a time, so that the intermediate results of these rows stay in the cache.
 constexpr int64_t kMlpRows = 256;
-// from this number of rows per thread on, each thread computes its own rows; with fewer, all threads share each call
+// Minimum number of rows per thread at which each thread computes its own rows. With fewer rows, all threads share the
+// work of one call.
 constexpr int64_t kThreadRows = 128;
 
 int64_t row_bytes(DType dtype, int64_t width) { return size_of(dtype) * width; }
 
-// Divides the rows into pieces and calls function(first row, number of rows) for each. Returns 0, or the error of a
-// call.
+// Divides the rows into pieces and calls function(first row, number of rows) for each piece. Returns 0, or the error of
+// a call.
 //
-// With few rows, one call at a time computes at most `most` rows, and all threads work in it. With many rows, each
-// thread makes calls for other rows. A thread then finds its earlier results in its own cache, but every thread reads
-// all weights.
+// With few rows, the calls run one after another. A call gets up to `most` rows, and all threads work on it. With many
+// rows, the threads make different calls at the same time. Then a thread finds its earlier results in its own cache,
+// but every thread reads all weights.
 template <class Function>
 int for_row_pieces(int64_t rows, int64_t most, const Function& function) {
   const int64_t threads = num_threads();
@@ -119,8 +120,8 @@ void sum_products(const float* const* products, int32_t parts, DType out_dtype, 
   });
 }
 
-// Multiplies by a weight in parts (ops/linear.h): computes the product with each part and adds the products, kMlpRows
-// rows at a time. The rows of the output must be adjacent.
+// Multiplies by a weight in parts (ops/linear.h): computes the product with each part and adds the products. Processes
+// kMlpRows rows at a time. The rows of the output must be adjacent in memory.
 int run_parts(const Tensors& t, const LinearArgs& whole) {
   const PackedWeightHeader& header = header_of(whole.weight);
   if (header.parts > kMostParts) return refuse_text(t.op, "a weight in %d parts; at most %d", header.parts, kMostParts);
@@ -162,7 +163,7 @@ int run_linear(const Tensors& t, LinearArgs args, const NormedRows& in, int weig
   return error;
 }
 
-// Checks a matrix of outputs, of type `dtype` or float32. If the outputs of several agents are added later, they are
+// Checks output matrix `i`: its type must be `dtype` or float32. Outputs that are later added over several agents are
 // float32, so that only the sum is rounded.
 int check_sums(const Tensors& t, int i, int64_t rows, int64_t width, DType dtype) {
   return check_matrix(t, i, rows, width, t.dtype(i) == DType::kFloat32 ? DType::kFloat32 : dtype);
@@ -204,8 +205,8 @@ int embed_tokens(const Tensors& t) {
 }  // namespace
 
 int norm_linear(const Tensors& t, bool has_residual) {
-  // The inputs are hidden, residual, gamma, epsilon, weight and counts. The outputs are out and sum. Only with
-  // has_residual are there `residual` and `sum`.
+  // The inputs are hidden, residual, gamma, epsilon, weight and counts. The outputs are out and sum. `residual` and
+  // `sum` exist only if has_residual is set.
   const int hidden = 0, residual = 1, gamma = has_residual ? 2 : 1;
   const int epsilon = gamma + 1, weight = gamma + 2, counts = gamma + 3, out = gamma + 4, sum = gamma + 5;
   if (t.count != (has_residual ? sum : out) + 1) return refuse_text(t.op, "got %d arguments", t.count);

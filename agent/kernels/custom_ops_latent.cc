@@ -2,9 +2,10 @@
 // tokens of a step. It uses the absorbed form: the up-projections of keys and values are applied to queries and
 // results.
 //
-// Inputs. Tm and Sm are the tokens and sequences of the largest step, T and S those of this step.
+// Inputs: Tm and Sm are the tokens and sequences of the largest step, T and S those of this step. W is the width of the
+// block table of this step. A list of packed weights has one weight for each head, all of equal size.
 //
-//   joined        [Tm, first + rank + rope]
+//   joined        [Tm, first + rank + rope]: queries, latent vector, key to rotate
 //   form          int32 [5] = {heads, query_rank, nope, value, interleaved}
 //   numbers       float32 [2] = {epsilon of the norms, scale of the scores}
 //   positions     [Tm]
@@ -15,23 +16,24 @@
 //   context_lens, query_lens [Sm]
 //   counts        [4] = {T, S, W, 0}
 //   latent_gamma  [rank]
-//   key_up: for each head a packed weight of `rank` columns and depth `nope`, equally long
-//   value_up: for each head a packed weight of `value` columns and depth `rank`, equally long
-//   with query_rank > 0: query_gamma [query_rank], query: packed weight of heads * (nope + rope) columns
-//   -> out [Tm, heads * value], of which the first T rows are written
+//   key_up        packed weights of `rank` columns and depth `nope`, one for each head
+//   value_up      packed weights of `value` columns and depth `rank`, one for each head
+//   query_gamma   [query_rank]; only if query_rank > 0
+//   query         packed weight of heads * (nope + rope) columns; only if query_rank > 0
+//   -> out        [Tm, heads * value], of which the first T rows are written
 //
-// `joined` begins with the queries, or with their latent vector if query_rank > 0. `first` is the width of this part:
-// heads * (nope + rope), or query_rank. Each query head has `nope` elements without and `rope` elements with a
-// rotation.
+// `first` is the width of the queries in `joined`. If query_rank is 0, they are the queries of all heads: heads * (nope
+// + rope) elements. Otherwise they are a latent vector of query_rank elements, from which the operator computes the
+// queries. Each query head has `nope` elements that are not rotated, then `rope` elements that are rotated.
 //
-//   cache row   round(norm(latent) * latent_gamma), rotated key
-//   query       round(key_up[h] * nope elements), rotated elements: as wide as a cache row
+//   cache row   round(norm(latent) * latent_gamma), then the rotated key
+//   query       round(key_up[h] * nope elements), then the rotated elements: as wide as a cache row
 //   attended    attention of the queries of all heads over the cache rows, as one kv head (ops/rotary_attention.h)
 //   out         value_up[h] * first `rank` elements of attended
 //
-// Prompts, chunks and decode steps all run this arithmetic. Each part of it computes a row from that row alone, so the
-// result of a token does not depend on the other tokens of the step. All cache rows are written before any is read,
-// because a sequence may read a row that another sequence writes.
+// Prompts, chunks and decode steps all run this arithmetic. Each operation computes a row from that row alone, so the
+// result of a token does not depend on the other tokens of the step. All cache rows are written before any cache row is
+// read, because a sequence may read a row that another sequence writes.
 #include <cstdint>
 #include <vector>
 
@@ -75,8 +77,8 @@ int out_of(const Tensors& t) { return t.count - 1; }
 
 // The intermediate results of the operator, with one row for each token.
 struct LatentMemory {
-  char* normed;    // [T, query_rank], or null
-  char* queries;   // [T, heads * head_dim], or null: the queries are in `joined`
+  char* normed;    // [T, query_rank]; null if query_rank is 0
+  char* queries;   // [T, heads * head_dim]; null if the queries are in `joined`
   char* absorbed;  // [T, heads * cache_dim]
   char* attended;  // [T, heads * cache_dim]
 };
@@ -296,8 +298,9 @@ int multiply_heads(const LatentJob& job, int weight, const Rows& rows, int64_t x
   return 0;
 }
 
-// Computes the queries, from their latent vector if there is one, and writes the cache rows. Sets `queries` to the
-// place of the queries. Writes the rotated elements of every query to `memory.absorbed`.
+// Computes the queries and writes the cache rows. If the queries are given as a latent vector, computes them from this
+// vector. Sets `queries` to the address of the queries. Writes the rotated elements of every query to
+// `memory.absorbed`.
 int place_rows(const LatentJob& job, const LatentMemory& memory, Rows* queries) {
   const int64_t element = job.element(), width = job.heads * job.head_dim(), wide = job.heads * job.cache_dim();
   char* joined = job.t.as<char>(kJoined);

@@ -1,8 +1,8 @@
-// The custom operators that run all decoder layers: for each layer (Add)NormLinear, RotaryAttention, PackedLinear and
-// GatedMlp. The data between them is in scratch memory.
+// The custom operators that run all decoder layers. Each layer runs the operators (Add)NormLinear, RotaryAttention,
+// PackedLinear and GatedMlp, which pass their results through scratch memory.
 //
-// MindSpore needs 30 to 50 us for each operator of its graph. It must wake a thread, and its own data is no longer in
-// the processor's caches, because the weights have replaced it. Meanwhile the kernels' threads fall asleep. One
+// MindSpore needs 30 to 50 us for each operator of its graph. It must wake a thread, and it must reload its own data,
+// which the weights have displaced from the processor's caches. Meanwhile the threads of the kernels fall asleep. One
 // operator for all layers has these costs only once per step.
 #include <initializer_list>
 
@@ -20,8 +20,8 @@ enum Argument {
   kLayers
 };
 
-// The arguments of one layer, relative to its first argument. kLayers is the index of the first argument of the first
-// layer. The two gammas at the end exist only if form[kHeadNorms] is set.
+// The position of each argument of a layer, counted from the layer's first argument. The first layer begins at argument
+// kLayers of the operator. kQueryGamma and kKeyGamma exist only if form[kHeadNorms] is set.
 enum LayerArgument {
   kInputGamma, kPostGamma, kQkv, kOutput, kGateUp, kDown, kKeyCache, kValueCache, kPlainLayer,
   kQueryGamma = kPlainLayer, kKeyGamma, kNormedLayer
@@ -31,7 +31,7 @@ enum LayerArgument {
 // have a norm.
 enum FormField { kNumLayers, kWindow, kHeadNorms, kFormFields };
 
-// A matrix that one operator writes and a later one reads.
+// A matrix that one inner operator writes and a later inner operator reads.
 struct Between {
   const char* dtype;
   int64_t shape[2];
@@ -157,7 +157,7 @@ class Layer {
     return error == 0 && sharded_ ? sum(t_.data[out_]) : error;
   }
 
-  // Adds the matrices own_ of all agents of the stage and writes the sum to `to`, in the type of the activations.
+  // Adds the matrices `own_` of all agents of the stage. Writes the sum to `to`, in the type of the activations.
   int sum(void* to) {
     return all_reduce(t_.op, DType::kFloat32, own_.data, t_.dtype(kHidden), to, rows_ * width_);
   }
@@ -171,9 +171,11 @@ class Layer {
   Between own_{};  // this agent's term of a sum over agents; float32, because only the sum is rounded
 };
 
-// Runs all layers. If `first`, `hidden` is the residual stream itself, and `residual` is not read. If `sharded`, each
-// agent of a stage has some of the heads and columns. The results of attention and MLP are added over the agents.
-// The operator includes these sums, because two more operators per layer would take longer than the sums.
+// Runs all layers. If `first`, `hidden` is the residual stream itself, and `residual` is not read.
+//
+// If `sharded`, each agent of a stage has some of the heads and columns. The results of attention and MLP are added
+// over the agents. This operator also runs these additions, because two separate operators per layer would take longer
+// than the additions.
 int decoder_layers(const Tensors& t, bool first, bool sharded) {
   if (t.count < kLayers + 2) return refuse_text(t.op, "got %d arguments", t.count);
   if (!t.has_dtype(kForm, "int32") || t.size(kForm) != kFormFields) {

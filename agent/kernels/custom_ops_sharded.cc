@@ -1,5 +1,5 @@
 // The custom operators of a model that several agents share: AllReduceRows, ShardedEmbedTokens and ShardedLmHead within
-// a stage, HandOver between stages. custom_ops_layer.cc has the sharded decoder layers.
+// a stage, HandOver between stages. The sharded decoder layers are in custom_ops_layer.cc.
 //
 // As in custom_ops_fused.cc, tensors have the size of the largest step, and `counts` gives the size of this step.
 #include <cstdint>
@@ -31,9 +31,9 @@ int all_reduce_rows(const Tensors& t) {
   return error != 0 ? error : all_reduce(t.op, t.dtype(kX), t.data[kX], t.dtype(kOut), t.data[kOut], rows * width);
 }
 
-// ShardedEmbedTokens: ids [tokens], table [own vocabulary, width], vocabulary [2] = {first id of the table, size of the
-// whole vocabulary}, counts -> the rows of the ids [tokens, width]. An agent takes zeros for ids outside its table, and
-// the rows are added over the agents.
+// ShardedEmbedTokens: ids [tokens], table [own vocabulary, width], vocabulary [2], counts -> the embeddings of the ids
+// [tokens, width]. `vocabulary` is {first id of the table, size of the whole vocabulary}. For an id outside its own
+// table, an agent takes a row of zeros. Then the rows are added over the agents.
 int sharded_embed_tokens(const Tensors& t) {
   enum { kIds, kTable, kVocabulary, kCounts, kOut };
   if (t.count != 5) return refuse_text(t.op, "got %d arguments; it takes 4 and gives 1", t.count);
@@ -69,9 +69,9 @@ struct Best {
 };
 static_assert(sizeof(Best) == 8, "two elements of gather_rows_to_first");
 
-// Writes to best[i] the token with the largest logit of all agents, or the smallest of these tokens on a tie. Writes -1
-// if an agent has a NaN or an infinity, which it reports as the value NaN. Only the first agent of the stage receives
-// results. Rows that do not sample (last < 0) are skipped.
+// Writes to best[i] the token with the largest logit among all agents, the smallest token on a tie. If an agent has
+// found a NaN or an infinity, its value is NaN, and best[i] becomes -1. Only the first agent of the stage receives
+// results. Sequences that do not sample (last < 0) are skipped.
 int best_of_all(const char* op, int64_t seqs, const int32_t* last, const Best* own, int32_t* best) {
   const int size = exchange_size();
   Best* all = static_cast<Best*>(thread_scratch(kScratchRows, seqs * size * static_cast<int64_t>(sizeof(Best))));
@@ -90,9 +90,9 @@ int best_of_all(const char* op, int64_t seqs, const int32_t* last, const Best* o
   return 0;
 }
 
-// ShardedLmHead: like LmHead, with a part of the vocabulary in each agent. vocabulary [3] = {first id of this agent,
+// ShardedLmHead: like LmHead, but each agent has a part of the vocabulary. `vocabulary` [3] is {first id of this agent,
 // size of the whole vocabulary, size of each part except the last}. The first agent receives all logits [S, whole] and
-// the token with the largest. Each other agent keeps the logits of its own part [S, own part].
+// the token with the largest logit. Each other agent keeps the logits of its own part [S, own part].
 int sharded_lm_head(const Tensors& t) {
   enum { kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kBestIds, kVocabulary, kCounts, kDone };
   if (t.count != 11) return refuse_text(t.op, "got %d arguments; it takes 10 and gives 1", t.count);

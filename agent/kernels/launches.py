@@ -38,7 +38,7 @@ class StepSizes:
 
 
 class RecordingError(Exception):
-    """The graph ran, but its launches cannot be replayed. The text gives the reason."""
+    """The launches of a graph cannot be replayed, although the graph itself ran. The text gives the reason."""
 
     def __init__(self, reason: str, results: Results, *, is_for_good: bool) -> None:
         super().__init__(reason)
@@ -50,8 +50,8 @@ class RecordingError(Exception):
 class RecordedLaunches:
     """The launches that a graph made in one run.
 
-    The memory that was named for the recording must live as long as this object. If ``record_any_size`` made the
-    recording, ``resize`` must be called before ``run``.
+    The ``memory`` that was passed to ``record`` or ``record_any_size`` must live as long as this object. For a
+    recording of ``record_any_size``, ``resize`` must be called before ``run``.
     """
 
     def __init__(self, handle: int, like: Results) -> None:
@@ -67,8 +67,8 @@ class RecordedLaunches:
         self._finalize()
 
     def resize(self, sizes: StepSizes) -> None:
-        """Sets the numbers of tokens and sequences for the following replays. They must not exceed those that
-        ``record_any_size`` got as ``largest``.
+        """Sets the numbers of tokens and sequences for the following replays. ``sizes`` must not exceed the ``largest``
+        sizes of ``record_any_size``.
         """
         if sizes != self._sizes:
             load_library().llmk_resize_recording(self._handle, sizes.tokens, sizes.seqs, self._bytes)
@@ -97,11 +97,11 @@ class RecordedLaunches:
     def generalise(
         self, sizes: StepSizes, other: RecordedLaunches, others: StepSizes, largest: StepSizes, *, fuses: bool
     ) -> str:
-        """Turns this recording and another one, of two steps of different size, into one recording for steps of any
+        """Combines this recording and ``other``, made from a step of another size, into one recording for steps of any
         size.
 
-        With ``fuses``, one function replaces some consecutive launches (plugin/fusion.h). Returns the reason if this is
-        not possible, otherwise an empty string.
+        With ``fuses``, one function replaces several launches where plugin/fusion.h allows this. Returns an empty
+        string, or the reason if the recordings cannot be combined.
         """
         numbers = [number for each in (sizes, others, largest) for number in (each.tokens, each.seqs)]
         problem = ctypes.c_char_p()
@@ -112,9 +112,9 @@ class RecordedLaunches:
     def agrees(self, results: Results) -> bool:
         """Replays the launches and returns whether the results have the same bits as ``results``.
 
-        If the bits differ, other memory that the replay wrote (such as keys and values) may be wrong, and the caller
-        must run the graph again. Even if an operator refuses its inputs, the replay takes part in the sums with other
-        agents.
+        If the bits differ, the replay may also have written wrong values to other memory, such as keys and values in
+        the cache. Then the caller must run the graph again. Even if an operator refuses its inputs, the replay takes
+        part in the sums with other agents.
         """
         replayed = [array.tobytes() for array in self.run(keeps_pace=True)]
         return take_failure() is None and replayed == [array.tobytes() for array in results]
@@ -123,8 +123,9 @@ class RecordedLaunches:
         """Replays the launches with the current contents of their memory, and returns the results.
 
         The results are valid until the next run of any recording. If an operator refuses its inputs, raises
-        OperatorRefusedError. With ``hold_failures``, instead returns undefined results, and ``take_failure`` names the
-        operator. With ``keeps_pace``, the sums with other agents run even after a refusal.
+        OperatorRefusedError. After a call of ``hold_failures(True)``, returns undefined results instead, and
+        ``take_failure`` returns the name of the operator. With ``keeps_pace``, the sums with other agents run even
+        after a refusal, because the other agents wait for them.
         """
         if not load_library().llmk_replay(self._handle, int(keeps_pace), self._addresses):
             raise OperatorRefusedError("an operator refused its inputs; the reason is in the agent's log")
@@ -151,13 +152,13 @@ def record(run: Run, memory: Iterable[Memory], all_agree: AllAgree = bool) -> tu
     ``memory`` lists the memory whose addresses never change: the graph's inputs, parameters and constants. All other
     memory of the replay is filled with NaN. Then a first replay must produce the same bits as the graph.
 
-    Raises RecordingError if another library computes in the graph, or if the bits differ. If the bits differ, ``run``
-    is called again, because the replay overwrote its results. The error has the ``results`` of ``run``. Exceptions of
-    ``run`` and ``all_agree`` are passed on.
+    Raises RecordingError if another library computes in the graph, or if the replay gives other bits. In the second
+    case, ``run`` is called again, because the replay overwrote its results. The attribute ``results`` of the error has
+    the results of the last call of ``run``. Exceptions of ``run`` and ``all_agree`` are passed on.
 
-    Agents that run a graph together vote with ``all_agree`` on the recording and on the bits. Therefore either all of
-    them have a recording or none has. They do not vote if an operator refused its inputs, because then no agent
-    continues.
+    Agents that run a graph together vote twice with ``all_agree``: whether they have a recording, and whether its
+    replay gave the right bits. Therefore either all agents have a recording or none. If an operator refused its inputs,
+    there is no vote, because then no agent continues.
     """
     results, launches, reason = _recorded(run, list(memory))
     if has_failed():
@@ -188,12 +189,12 @@ def record_any_size(
     """Records two steps of different sizes. Returns one recording that can replay steps of any size up to ``largest``.
 
     ``runs`` maps each of the two sizes to a function like ``run`` of ``record``. ``resize`` sets the size of a replay.
-    The parts of ``memory`` begin at the same addresses for every size. The two steps must not have the same ratio of
+    Each range of ``memory`` begins at the same address for every size. The two steps must not have the same ratio of
     tokens to sequences, unless tokens and sequences are equal in every step.
 
-    ``fuses`` is as in ``RecordedLaunches.generalise``. This function does not replay the launches; the caller must
-    compare the bits. Raises RecordingError if the launches cannot be replayed. Exceptions of ``runs`` and ``all_agree``
-    (called once) are passed on.
+    ``fuses`` is explained in ``RecordedLaunches.generalise``. This function does not replay the launches; the caller
+    must compare the results of a replay with those of the graph. Raises RecordingError if the launches cannot be
+    replayed. Exceptions of ``runs`` and ``all_agree`` are passed on.
     """
     memory, reason = list(memory), ""
     made: list[RecordedLaunches | None] = []

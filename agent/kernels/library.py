@@ -1,8 +1,8 @@
 """Loads libllm_kernels.so and calls its entries through ctypes.
 
-MindSpore uses the library in two ways. As op plugin, it runs the native primitives on the CPU; the environment variable
-``MS_OP_PLUGIN_PATH`` must have ``library_path()`` before MindSpore is imported. As custom operators, it runs the static
-graph (``agent.backends.cpu.ops.custom_operator``).
+MindSpore uses the library in two ways. As MindSpore's op plugin, the library runs the native primitives on the CPU. For
+this, the environment variable ``MS_OP_PLUGIN_PATH`` must be ``library_path()`` before MindSpore is imported. The
+library also contains the custom operators of the static graph (``agent.backends.cpu.ops.custom_operator``).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def set_attentive(attentive: bool) -> None:
 
 
 def scratch_bytes(*, between_operators: bool) -> int:
-    """Returns the bytes of memory that the kernels' threads keep.
+    """Returns the bytes of memory that the kernels' threads keep between calls.
 
     With ``between_operators``, counts only the intermediate results of a layer and of its experts, which the memory
     plan lists as activations. Otherwise counts all other memory, which the memory plan lists as kernel scratch.
@@ -134,13 +134,15 @@ def scratch_bytes(*, between_operators: bool) -> int:
 
 
 def kernel_isa() -> str:
-    """Returns the instruction set in use, from portable to avx512_amx; ``LLM_KERNELS_ISA`` selects another one."""
+    """Returns the name of the instruction set in use, for example portable. ``LLM_KERNELS_ISA`` selects another one."""
     name: bytes = load_library().llmk_isa()
     return name.decode()
 
 
 def compiled_sets() -> list[str]:
-    """Returns the instruction sets that were compiled, the fastest first. ``LLM_KERNELS_BUILD`` of setup.py chooses."""
+    """Returns the names of the compiled instruction sets, the fastest first. setup.py compiles the sets that the
+    environment variable ``LLM_KERNELS_BUILD`` selects.
+    """
     names: bytes = load_library().llmk_compiled_sets()
     return names.decode().split()
 

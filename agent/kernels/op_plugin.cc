@@ -18,9 +18,10 @@
 namespace llmk {
 namespace {
 
-// Runs RmsNorm(x, gamma, epsilon) -> y, rstd and AddRmsNorm(x1, x2, gamma, epsilon) -> y, rstd, x1 + x2. y = x * rstd *
-// gamma and rstd = 1 / sqrt(mean(x^2) + epsilon), in float32 over the last axis; y is rounded once. The sum is rounded
-// to the type of x first, and the norm reads the rounded sum, because the next layer receives the rounded sum as well.
+// Runs RmsNorm(x, gamma, epsilon) -> y, rstd and AddRmsNorm(x1, x2, gamma, epsilon) -> y, rstd, x1 + x2.
+//
+// y = x * rstd * gamma and rstd = 1 / sqrt(mean(x^2) + epsilon), in float32 over the last axis. y is rounded once. In
+// AddRmsNorm, x is the rounded sum x1 + x2, because the next layer also receives the rounded sum.
 int rms_norm(const Call& call, bool with_residual) {
   const int gamma = with_residual ? 2 : 1, y = call.count - (with_residual ? 3 : 2);
   int error = with_residual ? check_equal_dtype(call, 0, 1) : check_float(call, 0);
@@ -67,10 +68,10 @@ int swiglu(const Call& call) {
   return 0;
 }
 
-// Runs ReshapeAndCache(key, value, key_cache, value_cache, slot_mapping): copies row t of key and value to slot
-// slot_mapping[t] of the caches [blocks, block_size, kv_heads, head_dim], in place. The slot is block * block_size +
-// offset; a negative slot is padding and is skipped. `value` may be missing. The output has the shape of `key`. It is
-// never read; MindSpore needs it only to order the operators.
+// Runs ReshapeAndCache(key, value, key_cache, value_cache, slot_mapping). Copies row t of key and value to slot
+// slot_mapping[t] of the caches [blocks, block_size, kv_heads, head_dim], in place. The slot number is block *
+// block_size + offset. A negative slot is padding: its row is not copied. `value` may be missing. The output has the
+// shape of `key`. The output is never read; MindSpore needs it only to order the operators.
 int reshape_and_cache(const Call& call) {
   if (!call.is_tensor(2) || !call.is_tensor(4) || !call.has_dtype(4, "int32")) {
     return refuse_text(call.op, "key_cache and an int32 slot_mapping are needed");
@@ -166,8 +167,8 @@ Call make_call(const char* op, int count, void** data, int* ndims, int64_t** sha
 
 }  // namespace
 
-// Handling of a kernel's error. If a kernel returns an error, MindSpore never runs its graph again and does not free
-// the memory that it keeps for the next run. Therefore a caller can set holds_failures. Then, after the first error,
+// Handling of a kernel's error. If a kernel returns an error, MindSpore never runs the graph again and does not free
+// the memory that it keeps for the graph. Therefore a caller can set holds_failures. Then, after the first error,
 // kernels do nothing and report success until the caller takes the name of the failed operator.
 static std::atomic<bool> holds_failures{false};
 static std::atomic<const char*> held_failure{nullptr};

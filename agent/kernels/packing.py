@@ -28,11 +28,11 @@ _PackSource = structure(
 
 @dataclass(frozen=True, slots=True)
 class StaticInputs:
-    """Scales and offsets from a calibration, with which the inputs of an int8 layer are quantised. Other int8 layers
-    compute a scale for each token.
+    """Scales and offsets from a calibration, with which the inputs of an int8 layer are quantised. Int8 layers without
+    static inputs compute a scale for each token.
 
-    An input becomes q = round(x * inverse + offset), within -128 to 127. The output of a column is (sum of q * weight +
-    sum offset) * scale.
+    An input x becomes q = round(x * inverse + offset), within -128 to 127. The output of a column is (sum of q * weight
+    + sum offset) * scale.
     """
 
     inverses: npt.NDArray[np.float32]
@@ -46,11 +46,11 @@ class StaticInputs:
 def packed_weight_bytes(
     fmt: str, columns: int, depth: int, group: int = 0, *, biased: bool = False, static_inputs: bool = False
 ) -> int:
-    """Returns the size of the blob of a weight with ``columns`` outputs and ``depth`` inputs.
+    """Returns the size in bytes of the blob of a weight with ``columns`` outputs and ``depth`` inputs.
 
-    ``group`` is the number of inputs that share a scale; 0 means all inputs. Raises ValueError for an unsupported
-    size: only integer formats have groups, groups are multiples of 8, integer formats take at most 65536 inputs, and
-    only int8 without groups has static inputs.
+    ``group`` is the number of inputs that share a scale; 0 means all inputs. Only integer formats have groups, which
+    are multiples of 8. Integer formats take at most 65536 inputs. Only int8 without groups has static inputs. Raises
+    ValueError for other sizes.
     """
     code = weight_format(fmt).kernel_code
     num_bytes = int(
@@ -71,7 +71,7 @@ def weight_blob(num_bytes: int) -> Blob:
         raw = np.zeros(num_bytes + 64, np.uint8)
         start = -raw.ctypes.data % 64
         return raw[start : start + num_bytes]
-    # Private, because the shared memory that mmap creates by default gets no huge pages.
+    # MAP_PRIVATE is necessary, because the shared memory that mmap creates by default gets no huge pages.
     size = (-(-num_bytes // _HUGE_PAGE) + 1) * _HUGE_PAGE
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -110,14 +110,17 @@ def pack_weight(
     source_dtype: str = "float32", scales: Array | None = None, zeros: Array | None = None, bias: Array | None = None,
     static_inputs: StaticInputs | None = None,
 ) -> None:  # fmt: skip
-    """Packs ``values`` [columns, depth] into ``out_blob``, which has at least ``packed_weight_bytes``.
+    """Packs ``values`` [columns, depth] into ``out_blob``, which must have at least ``packed_weight_bytes`` bytes.
 
-    Without ``scales``, ``values`` are floats of ``source_dtype`` (bfloat16 as uint16), and integer formats are
-    quantised here. With ``scales`` float32 [columns, groups], ``values`` are integers that are kept: int8, or uint8
-    0..15 for int4. ``zeros`` uint8 0..16 [columns, groups] are the zero points of int4; None means 8. ``gated`` means
-    that the first half of the columns is the gate of a SwiGLU and the second half is the value. ``bias`` float32
-    [columns] is added to the output. ``static_inputs`` are for int8 with ``scales``. Raises ValueError if the arrays do
-    not fit, and KernelError if the kernel refuses them.
+    Without ``scales``, ``values`` are floats of ``source_dtype`` (bfloat16 as uint16). If the format is an integer
+    format, this function quantises them. With ``scales`` float32 [columns, groups], ``values`` are integers and are not
+    changed: int8, or uint8 from 0 to 15 for int4. ``zeros`` uint8 [columns, groups], from 0 to 16, are the zero points
+    of int4; None means that all are 8.
+
+    ``gated`` means that the first half of the columns is the gate of a SwiGLU and the second half is the value.
+    ``bias`` float32 [columns] is added to the output. ``static_inputs`` are only for int8 with ``scales``.
+
+    Raises ValueError if the arrays do not fit, and KernelError if the kernel refuses them.
     """
     if values.ndim != 2:
         raise ValueError(f"a weight has 2 dimensions, [columns, depth]; this one has shape {values.shape}")

@@ -66,7 +66,7 @@ class SampleOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The best tokens of each row, which a device found. P agents share the vocabulary; K tokens of each are known.
+    """The best tokens of each row, which a device found. P agents share the vocabulary, and each agent found K tokens.
 
     The arrays may have more rows than the step.
     """
@@ -124,8 +124,8 @@ class SampleCall:
     def __init__(
         self, inputs: SampleInputs, outputs: SampleOutputs, max_rows: int, masks: npt.NDArray[np.uint32] | None = None
     ) -> None:
-        """``masks`` [masks, words] has a bit for each token of the vocabulary, 1 if the token is allowed. Without it,
-        ``mask_number`` is not read.
+        """``masks`` [masks, words] has a bit for each token of the vocabulary, 1 if the token is allowed. Without
+        ``masks``, the input ``mask_number`` is not read.
 
         Raises ValueError if an array has a wrong type, size or layout.
         """
@@ -166,7 +166,8 @@ class SampleCall:
         histories: Sequence[Int32Array | None] | None = None,
         prompt_lens: Sequence[int] | Int32Array | None = None,
     ) -> None:
-        """Chooses a token from each row of ``logits`` [S, V] float32. ops/sampler.cc describes the steps.
+        """Chooses a token from each row of ``logits`` [S, V] float32: S rows, V tokens. ops/sampler.cc describes the
+        steps.
 
         A row's result depends only on its own logits, parameters and history. ``best_ids`` [S] are the ids of the
         largest logits if they are known, the smaller id on a tie. ``histories`` are the token ids of each row, with the
@@ -190,11 +191,12 @@ class SampleCall:
         histories: Sequence[Int32Array | None] | None = None,
         prompt_lens: Sequence[int] | Int32Array | None = None,
     ) -> npt.NDArray[np.bool_]:
-        """Chooses tokens from candidates. Returns which rows [S] need their whole logits (``run_rows``).
+        """Chooses tokens from candidates. Returns a bool for each row [S]: True if the row needs its whole logits
+        (``run_rows``).
 
-        ``best_ids`` and ``best_values`` [S] are the largest logits and their tokens, the smaller id on a tie. Without
-        ``candidates`` only greedy rows that report no logits are sampled. The tokens are the same that ``run`` would
-        choose. The other arguments and the errors are those of ``run``.
+        ``best_ids`` [S] are the tokens with the largest logits, the smaller id on a tie, and ``best_values`` [S] are
+        these logits. Without ``candidates``, only greedy rows that report no logits are sampled. ``run`` would choose
+        the same tokens. The other arguments and the errors are those of ``run``.
         """
         rows, args = len(best_ids), self._args
         if rows > self._max_rows:
@@ -224,10 +226,10 @@ class SampleCall:
         histories: Sequence[Int32Array | None] | None = None,
         prompt_lens: Sequence[int] | Int32Array | None = None,
     ) -> None:
-        """Chooses tokens for some of the rows, from ``logits`` [R, V]; the results of the others stay as they are.
+        """Chooses tokens for some of the rows, from ``logits`` [R, V]. The results of all other rows stay as they are.
 
-        ``logits_rows`` [S] has the index in ``logits`` for each row, or -1. The other arguments and the errors are
-        those of ``run``.
+        ``logits_rows`` [S] has the index in ``logits`` for each row that gets a token, and -1 for all other rows. The
+        other arguments and the errors are those of ``run``.
         """
         num_rows, args = len(logits_rows), self._args
         if num_rows > self._max_rows or logits_rows.max(initial=-1) >= len(logits):
@@ -250,7 +252,7 @@ class SampleCall:
             raise KernelError(f"the sampler refused its arguments (code {code}); the reason is on standard error")
 
     def _take(self, logits: Float32Array, best_ids: Int32Array | None) -> None:
-        """Checks arrays that differ from those of the previous call, and stores their addresses."""
+        """Checks the arrays, which may be other arrays than in the previous call, and stores their addresses."""
         if logits.ndim != 2:
             raise ValueError(f"logits has {logits.ndim} dimensions; it must be [rows, vocabulary]")
         num_rows, vocab_size = logits.shape

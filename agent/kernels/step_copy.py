@@ -18,8 +18,8 @@ _VALID, _VALID_AND_WHOLE = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """The limits of the values in a step. The fields ``lowest_...`` are negative numbers with a special meaning, the
-    others upper bounds.
+    """The limits of the values in a step. The fields ``lowest_...`` are negative numbers with a special meaning. All
+    other fields are upper bounds.
     """
 
     lowest_token: int
@@ -50,7 +50,7 @@ class StepArrays:
 
 
 class StepBuffers:
-    """Memory for the inputs of one step. Its addresses do not change, so that a graph can read it directly."""
+    """Memory for the inputs of one step. The addresses do not change, so that a graph can read this memory directly."""
 
     def __init__(self, max_tokens: int, max_seqs: int, table_size: int) -> None:
         """``table_size`` is the number of entries of all block tables together."""
@@ -82,11 +82,10 @@ class StepCopy:
     def __init__(
         self, arrays: StepArrays, buffers: StepBuffers, bounds: StepBounds, row_last_tokens: Int32Array | None = None
     ) -> None:
-        """``row_last_tokens`` [num_rows] replace ``bounds.lowest_token`` in ``token_ids``; with None, it stays in
-        ``token_ids``.
+        """``row_last_tokens`` [num_rows] has the last token of each batch row, or a negative number if there is none.
+        It replaces ``bounds.lowest_token`` in ``token_ids``. With None, ``bounds.lowest_token`` stays in ``token_ids``.
 
-        A negative number in ``row_last_tokens`` means that the row has no last token. Raises ValueError if an array is
-        not contiguous int32 or too short.
+        Raises ValueError if an array is not contiguous int32 or too short.
         """
         self._kept = (arrays, buffers, row_last_tokens)
         self._function = load_library().llmk_copy_step

@@ -1,4 +1,4 @@
-// The type Ints of vec.h for AVX2: 16 int32 in two registers, with exact products of bytes.
+// Implements the type Ints of vec.h for AVX2: 16 int32 numbers in two registers. Its dot products of bytes are exact.
 #pragma once
 
 namespace llmk::LLMK_ARCH {
@@ -56,7 +56,8 @@ LLMK_INLINE Vec high_bfloats(Ints a) {
 struct Quads {
   Ints even, odd;
 };
-// Holds four int8 activations as 16-bit numbers, the same four in every lane: 0 and 2 in `even`, 1 and 3 in `odd`.
+// Holds four int8 activations as 16-bit numbers, the same four in every lane. Activations 0 and 2 are in `even`,
+// activations 1 and 3 in `odd`.
 struct BroadcastQuad {
   __m256i even, odd;
 };

@@ -1,5 +1,5 @@
-// The type Ints of vec.h for AVX-512: 16 int32 in one register, with exact products of bytes. Uses VPDPBUSD if the
-// processor has it.
+// Implements the type Ints of vec.h for AVX-512: 16 int32 numbers in one register. Its dot products of bytes are exact.
+// They use VPDPBUSD if the processor has this instruction.
 #pragma once
 
 namespace llmk::LLMK_ARCH {

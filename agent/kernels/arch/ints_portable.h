@@ -1,4 +1,5 @@
-// The type Ints of vec.h without intrinsics: 16 int32 as a GCC vector, with exact products of bytes.
+// Implements the type Ints of vec.h without intrinsics: 16 int32 numbers as a GCC vector. Its dot products of bytes are
+// exact.
 #pragma once
 
 namespace llmk::LLMK_ARCH {
@@ -76,4 +77,4 @@ LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) {
 
 LLMK_INLINE Vec bits_below(uint32_t bits, Vec v) { return (Vec)(bits - (UnsignedVec)v); }
 
-}  // namespace llmk::LLMK_ARCH
+}  // 

@@ -1,4 +1,5 @@
-// Exact products of bytes, with Arm's instructions for dot products. The rest of Ints is in ints_portable.h.
+// Exact dot products of bytes with Arm's SDOT and USDOT instructions. The other operations of the type Ints are in
+// ints_portable.h.
 #pragma once
 #include <arm_neon.h>
 
@@ -9,8 +10,8 @@ namespace llmk::LLMK_ARCH {
 struct Quads {
   int32x4_t part[4];
 };
-// Four int8 activations, the same in every lane. `offset` is 128 times their sum, which corrects the product of SDOT
-// for the weights w - 128.
+// Four int8 activations, the same in every lane. `offset` is 128 times their sum. Adding it to the result of SDOT
+// corrects for the weights, which are stored as w - 128.
 struct BroadcastQuad {
   int8x16_t x;
   int32x4_t offset;

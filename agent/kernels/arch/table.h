@@ -1,8 +1,9 @@
 // Defines the table of function pointers to the kernels of one instruction set. Each arch/<isa>.cc ends by including
 // this file.
 //
-// setup.py compiles each arch/<isa>.cc a second time with LLMK_TABLE_FILE set to loops.h of the ceilings program. Then
-// the file holds the measuring loops of that program instead of kernels.
+// setup.py compiles each arch/<isa>.cc a second time for the ceilings program, which measures the speed of the
+// processor. That build sets LLMK_TABLE_FILE to the program's loops.h. Then this file includes loops.h and defines no
+// kernels.
 #pragma once
 #ifdef LLMK_TABLE_FILE
 #include LLMK_TABLE_FILE

@@ -1,25 +1,35 @@
-// The vector types of the instruction set that a file is compiled for. Every arch/<isa>.cc defines LLMK_ARCH (the
-// namespace) and, except for the portable set, one LLMK_VEC_*. All kernels are written once, with these names:
+// The vector types Vec and Ints for the instruction set that a file is compiled for. Every arch/<isa>.cc defines
+// LLMK_ARCH (the namespace) and, except for the portable set, one LLMK_VEC_*. Kernels are written once for all
+// instruction sets, with these names:
 //
-//   Vec                                16 floats
-//   zero() broadcast(x)                load(p) load_n(p, n) store(p, v) store_n(p, v, n)   p: float, half_t, bfloat_t
-//                                      load_part store_part: the same for an n that is usually 16 or more
-//   add sub mul div fma(a, b, c) = a * b + c   maximum minimum (NaN in the second operand wins)
-//   keep_first(v, n, other)            lanes >= n replaced by `other`; hide_first(v, n, other): lanes < n
-//   round_nearest(v)  scale_by_power(v, n) = v * 2^n   zero_below(v, x, limit): v where x >= limit, else 0
-//   sum(v)  largest(v)                 over the lanes, in the tree below; sums(v[4 or 16], out): sum(v[i]) for each i
-//   fused(a, b, c)                     fma, but rounded only once on every instruction set
-//   bits_below(bits, v)                the float with the bits `bits` - (bits of v)
-//   first_lane_equal(v, x)             the first lane that equals x, or 16
-//   find_between(v, low, high, indices)   writes the lanes in (low, high] in order, returns how many
+//   Vec                                a vector of 16 floats (lanes)
+//   zero()  broadcast(x)               all lanes are 0; all lanes are x
+//   load(p)  store(p, v)               16 elements at p, which are float, half_t or bfloat_t
+//   load_n(p, n)  store_n(p, v, n)     the first n elements, n < 16
+//   load_part(p, n)  store_part(p, v, n)   the first n elements, for any n; fastest if n is 16 or more
+//   add sub mul div                    element by element
+//   fma(a, b, c)                       a * b + c; rounds twice on the portable instruction set
+//   fused(a, b, c)                     a * b + c, rounded once on every instruction set
+//   maximum minimum                    of two vectors, lane by lane; a NaN in the second operand is returned
+//   keep_first(v, n, other)            replaces the lanes n to 15 by `other`
+//   hide_first(v, n, other)            replaces the lanes 0 to n - 1 by `other`
+//   round_nearest(v)                   to whole numbers
+//   scale_by_power(v, n)               v * 2^n
+//   zero_below(v, x, limit)            v in the lanes where x >= limit, otherwise 0
+//   sum(v)  largest(v)                 the sum of the lanes, the largest lane
+//   sums(v, out)                       out[i] = sum(v[i]) for an array of 4 or 16 vectors
+//   bits_below(bits, v)                the float whose bits are `bits` minus the bits of v, as integers
+//   first_lane_equal(v, x)             the first lane that equals x, or 16 if there is none
+//   find_between(v, low, high, indices)   writes the lanes with low < v <= high, ascending; returns their number
 //
-//   Ints                               16 int32: broadcast_int load_ints store_ints add multiply shift_right to_floats
-//                                      and others
-//   Quads BroadcastQuad                4 uint8 weights in each lane, 4 int8 activations; dot_quads(total, w, x) is
-//                                      exact
+//   Ints                               a vector of 16 int32, with broadcast_int load_ints store_ints add multiply
+//                                      shift_right to_floats and other functions
+//   Quads                              four uint8 weights in each 32-bit lane
+//   BroadcastQuad                      four int8 activations, the same in each lane
+//   dot_quads(total, w, x)             adds the exact dot product of each lane's four weights and activations
 //
-// A load of n < 16 elements does not touch memory after them; the missing lanes are 0. Stores round to nearest even.
-// The tree of sum() adds lanes l and l + 8, then l + 4, then l + 2, then l + 1.
+// A load of n < 16 elements does not touch the memory after them, and the other lanes become 0. Stores round to nearest
+// even. sum() adds lanes l and l + 8, then l + 4, then l + 2, then l + 1.
 #pragma once
 #include "../common/types.h"
 

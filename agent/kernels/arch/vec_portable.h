@@ -41,7 +41,8 @@ LLMK_INLINE Vec add(Vec a, Vec b) { return a + b; }
 LLMK_INLINE Vec sub(Vec a, Vec b) { return a - b; }
 LLMK_INLINE Vec mul(Vec a, Vec b) { return a * b; }
 LLMK_INLINE Vec div(Vec a, Vec b) { return a / b; }
-LLMK_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }  // two roundings: -ffp-contract=off
+// Rounds twice: the compiler flag -ffp-contract=off forbids a fused multiply-add.
+LLMK_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 LLMK_INLINE Vec select(IntVec mask, Vec a, Vec b) { return (Vec)(((IntVec)a & mask) | ((IntVec)b & ~mask)); }
 LLMK_INLINE Vec maximum(Vec a, Vec b) { return select(a > b, a, b); }
 LLMK_INLINE Vec minimum(Vec a, Vec b) { return select(a < b, a, b); }

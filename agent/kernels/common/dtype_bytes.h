@@ -1,11 +1,11 @@
-// Returns the element size of a MindSpore type, for kernels that only move bytes.
+// The size of an element of a MindSpore type, for kernels that only copy memory.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 namespace llmk {
 
-// Returns the bytes of an element, or 0 for an unknown name.
+// Returns the size in bytes of one element of the type `name`, or 0 for an unknown name.
 static inline int64_t dtype_bytes(const char* name) {
   struct Size {
     const char* name;

@@ -15,7 +15,7 @@ namespace llmk {
 
 struct KernelTable {
   const char* isa;
-  int64_t tile_steps;  // number of steps in a tile of packed weights: T in ops/linear.h
+  int64_t tile_steps;  // number of steps in a tile of packed weights, called T in ops/linear.h
   void (*rms_norm)(const RmsNormArgs&);
   void (*swiglu)(const SwigluArgs&);
   void (*silu)(const SiluArgs&);

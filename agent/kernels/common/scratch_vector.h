@@ -1,4 +1,5 @@
-// A std::vector whose memory scratch_bytes() counts. A thread keeps it between calls of a kernel.
+// ScratchVector: a std::vector for buffers that a thread keeps between calls of a kernel. scratch_bytes() includes its
+// memory.
 #pragma once
 #include <cstddef>
 #include <memory>

@@ -1,4 +1,4 @@
-// The tensors of an entry as MindSpore passes them: addresses, shapes and type names.
+// The arguments that MindSpore passes to an operator of this library: addresses, shapes and type names of tensors.
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -20,7 +20,7 @@ namespace llmk {
 namespace {
 
 constexpr auto kSpinTime = std::chrono::microseconds(20);
-constexpr auto kAttentiveTime = std::chrono::microseconds(200);  // see set_attentive()
+constexpr auto kAttentiveTime = std::chrono::microseconds(200);  // spin time during a step; see set_attentive()
 constexpr int kMaxThreads = 256;
 
 void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
@@ -61,11 +61,12 @@ int clamp_threads(int wanted) {
 // True while this thread runs a task. A task that starts a parallel loop runs all of it in this thread.
 thread_local bool inside_task = false;
 
-// The threads that run one parallel loop at a time: calls of a function for a range of indices.
+// A pool of threads, which runs one parallel loop at a time. A parallel loop calls a function for each index of a
+// range.
 //
 // The bits of `state_` are epoch << 17 | open << 16 | number of workers that run the current loop. A worker may join a
-// loop only while it is open. So the caller need not wait for workers that wake late, and these cannot access a
-// finished loop.
+// loop only while the loop is open. So the caller need not wait for workers that wake late, and late workers cannot
+// access a finished loop.
 class ThreadPool {
  public:
   ThreadPool() {
@@ -214,10 +215,11 @@ class alignas(64) Stretch {
   }
 
  private:
-  std::atomic<uint64_t> left_;  // undefined before set()
+  std::atomic<uint64_t> left_;  // undefined until set() is called
 };
 
-// scratch memory of all threads in bytes; index 1: data between operators; index 0: all other data
+// scratch memory of all threads in bytes; index 1: results that one operator passes to the next; index 0: all other
+// memory
 std::atomic<int64_t> scratch_total[2];
 
 std::atomic<int64_t>& total_of(int slot) { return scratch_total[slot == kScratchLayer || slot == kScratchExperts]; }

@@ -22,9 +22,9 @@ void run_stretches(int64_t count, TaskFunction function, void* context);
 void set_num_threads(int num_threads);
 int num_threads();
 
-// Sets how long idle threads wait in a loop before they sleep: 200 us if `attentive`, otherwise 20 us. The caller sets
-// `attentive` at the start of a step, because the next operator follows soon. It resets it at the end of the step, so
-// that other processes get the processors.
+// Sets how long idle threads wait in a loop before they sleep: 200 us if `attentive`, otherwise 20 us. The caller
+// passes true at the start of a step, because the next operator follows soon. At the end of the step the caller passes
+// false, so that other processes get the processors.
 void set_attentive(bool attentive);
 
 // Returns scratch buffer number `slot` of this thread, aligned to 64 bytes, with undefined contents. It stays valid
@@ -59,25 +59,26 @@ static void parallel_stretches(int64_t count, const Function& function) {
 }
 
 // The numbers of a thread's scratch buffers, for thread_scratch(). Buffers that a thread uses at the same time have
-// different numbers. "Caller" means that only the thread that calls the kernel uses the buffer.
+// different numbers. "Calling thread" means that only the thread that calls the
+// kernel uses the buffer.
 enum ScratchSlot : int {
   kScratchDriver = 0,
   kScratchTile = 1,
   kScratchRows = 2,
   kScratchHistory = 3,
-  kScratchLinearRows = 4,  // linear layer: converted or quantised activations (caller)
+  kScratchLinearRows = 4,  // linear layer: converted or quantised activations (calling thread)
   kScratchLinearTile = 5,  // linear layer: sums of a panel (each thread)
-  kScratchLinearBest = 6,  // linear layer: largest output of each row (caller)
-  kScratchNormed = 7,      // results of a norm (caller or each thread)
-  kScratchQuantized = 8,   // results of a norm, quantised (caller)
-  kScratchInner = 9,       // data between the linear layers of an operator (caller)
-  kScratchBest = 10,       // largest logit of each row (caller)
-  kScratchLayer = 11,      // data between the operators of a layer (caller)
-  kScratchExperts = 12,    // activations sorted by expert (caller)
-  kScratchParts = 13,      // products with the parts of a weight (caller)
-  kScratchLaidOut = 14,    // keys and values of a sequence in the layout of the cache (caller)
-  kScratchLengths = 15,    // lengths of sequences (caller)
-  kScratchStatic = 16,     // scales and offsets of static inputs, and scales of rows (caller)
+  kScratchLinearBest = 6,  // linear layer: largest output of each row (calling thread)
+  kScratchNormed = 7,      // results of a norm (calling thread or each thread)
+  kScratchQuantized = 8,   // results of a norm, quantised (calling thread)
+  kScratchInner = 9,       // data between the linear layers of an operator (calling thread)
+  kScratchBest = 10,       // largest logit of each row (calling thread)
+  kScratchLayer = 11,      // data between the operators of a layer (calling thread)
+  kScratchExperts = 12,    // activations sorted by expert (calling thread)
+  kScratchParts = 13,      // products with the parts of a weight (calling thread)
+  kScratchLaidOut = 14,    // keys and values of a sequence in the layout of the cache (calling thread)
+  kScratchLengths = 15,    // lengths of sequences (calling thread)
+  kScratchStatic = 16,     // scales and offsets of static inputs, and scales of rows (calling thread)
   kScratchSlots = 17
 };
 

@@ -1,12 +1,13 @@
-// Sums and gathers among the agents of a stage, over the exchange (llm_serving/ipc/exchange.py).
+// Sums and gathers arrays of the agents of a stage, over the exchange (llm_serving/ipc/exchange.py).
 //
-// Every agent writes its contribution into its own buffer, one piece at a time, raises its counter and waits for the
-// counters of the others. Then each agent adds up all contributions itself, in the order of the ranks, in float32, and
-// rounds once. So all agents get the same bits, and the sum of an element depends on that element alone.
+// Every agent writes its contribution into its own buffer, one piece at a time. It raises its counter and waits until
+// all other agents have raised theirs. Then each agent adds up all contributions itself, in the order of the ranks, in
+// float32, and rounds once. So all agents get the same bits, and each element of the sum depends only on its own terms.
 //
-// Each agent alternates between two buffers. An agent writes piece n only after all others have published piece n - 1.
-// They publish it only after they have read piece n - 2, which was in the same buffer. All agents of a stage must call
-// the same functions in the same order.
+// Each agent alternates between two buffers. So an agent may write piece n only when all agents have read piece n - 2,
+// which was in the same buffer. An agent publishes piece n - 1 only after it has read piece n - 2. Therefore the writer
+// waits until all agents have published piece n - 1. All agents of a stage must call the same functions in the same
+// order.
 #pragma once
 #include <cstdint>
 
@@ -19,9 +20,9 @@ namespace llmk {
 struct ExchangeArgs {
   void* base;
   int64_t down;     // offset of the word that is set when the group is down
-  int64_t lines;    // offset of the flag line of the stage's first agent; the lines of the others follow
-  int64_t buffers;  // offset of the first agent's kBuffers buffers of `piece_bytes` bytes; those of the others follow
-  int64_t piece_bytes;
+  int64_t lines;    // offset of the flag line of the first agent; the flag lines of the other agents follow
+  int64_t buffers;  // offset of the first agent's kBuffers buffers; the buffers of the other agents follow
+  int64_t piece_bytes;  // size of a buffer
   int64_t timeout_ms;
   int32_t size;
   int32_t index;
@@ -44,9 +45,9 @@ int all_reduce(const char* op, DType dtype, const void* in, DType out_dtype, voi
 int all_gather(const char* op, const void* in, void* out, int64_t bytes);
 
 // The arguments of gather_rows_to_first(), which collects matrices of 4-byte elements in the first agent. The matrix
-// `in` [rows, in_width] of agent r is copied to the columns of `out` from r * stride on. Consecutive rows of `out` are
-// `out_stride` elements apart. Columns from `whole` on are dropped. The first agent's own columns must be in `out`
-// already.
+// `in` [rows, in_width] of agent r is copied to columns r * stride and following of `out`. Consecutive rows of `out`
+// are `out_stride` elements apart. Columns of `out` from number `whole` on are not written. Before the call, `out` must
+// already contain the first agent's own columns.
 struct GatherRowsArgs {
   const void* in;
   void* out;  // used in the first agent only
@@ -58,8 +59,8 @@ struct GatherRowsArgs {
 };
 int gather_rows_to_first(const char* op, const GatherRowsArgs& args);
 
-// The time that this process spent in all_reduce() and the gathers, the part of that time in which it waited for other
-// agents, and the number of exchanged pieces.
+// The time that this process spent in all_reduce() and the gathers, and the number of exchanged pieces. `waiting_ns` is
+// the part of the time in which it waited for other agents.
 struct ExchangeTimes {
   int64_t total_ns;
   int64_t waiting_ns;

@@ -6,8 +6,8 @@
 
 namespace llmk {
 
-// One cache line in shared memory. The counter wraps around; a process may wait for a value that is at most 2^31 larger
-// than the current one.
+// A counter in a cache line of its own, in shared memory. The counter wraps around. A process may wait for a value that
+// is at most 2^31 larger than the current value.
 struct alignas(64) FlagLine {
   std::atomic<uint32_t> value;
   std::atomic<uint32_t> sleepers;

@@ -1,10 +1,11 @@
-// The tile registers of Intel AMX: a matrix of up to 16 rows of 64 bytes each.
+// The tile registers of Intel AMX. Each holds a matrix of up to 16 rows of 64 bytes.
 //
-//   TDPBSUD, TDPBF16PS   sums [m][16] += x [m][64 bytes] * w [16][16 columns][4 bytes]
+//   TDPBSUD, TDPBF16PS:   sums [rows][16 columns] += x [rows][16 steps][4 bytes] * w [16 steps][16 columns][4 bytes]
 //
-// A tile product multiplies up to 16 rows by 16 steps of 16 columns of packed weights (linear.h). The layout of packed
-// weights in memory is that of the registers. With bfloat16, the pairs of the 16 steps are added in order in float32
-// from zero, and the result is added to the sum. The bits do not depend on the number of rows.
+// These instructions compute a tile product: up to 16 rows of activations x times 16 steps of 16 columns of packed
+// weights w (linear.h). Packed weights have the same layout in memory as in a tile register. With bfloat16, the
+// products of the 16 steps are added in order in float32 from zero, and the result is added to the sum. The bits of a
+// row do not depend on the number of rows.
 #pragma once
 #include "../common/types.h"
 
@@ -22,8 +23,8 @@ struct alignas(64) TileConfig {
 // Loads the tile configuration. Takes tens of cycles and clears all tiles.
 static inline void load_config(const TileConfig& config) { __asm__ volatile("ldtilecfg %0" ::"m"(config)); }
 
-// Configures the tiles. 0 and 1: sums of `upper` rows. 2 and 3: sums of `lower` rows, or of the upper rows if there are
-// no lower ones. 4 and 5: activations. 6 and 7: weights.
+// Configures the eight tiles. Tiles 0 and 1 hold the sums of `upper` rows, tiles 2 and 3 the sums of `lower` rows. If
+// `lower` is 0, tiles 2 and 3 also have `upper` rows. Tiles 4 and 5 hold activations, tiles 6 and 7 weights.
 static inline void configure_tiles(int64_t upper, int64_t lower) {
   TileConfig config;
   const int64_t rows[8] = {upper, upper, lower > 0 ? lower : upper, lower > 0 ? lower : upper,
@@ -58,11 +59,11 @@ template <int T>
 LLMK_INLINE void clear_tile() {
   __asm__ volatile("tilezero %%tmm%c0" ::"i"(T));
 }
-template <int S, int X, int W>  // multiplies signed by unsigned bytes
+template <int S, int X, int W>  // signed X times unsigned W
 LLMK_INLINE void multiply_bytes() {
   __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));
 }
-template <int S, int X, int W>  // multiplies unsigned by signed bytes
+template <int S, int X, int W>  // unsigned X times signed W
 LLMK_INLINE void multiply_unsigned_bytes() {
   __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));
 }

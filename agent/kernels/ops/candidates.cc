@@ -11,17 +11,17 @@
 namespace llmk {
 namespace {
 
-// Bounds of the relative error of a sum of exponentials that a device computes in float32. The second bound is
-// multiplied by the largest logit, because the device rounds the exponents.
+// Bounds of the relative error of a sum of exponentials that a device computes in float32. The device also rounds the
+// exponents, whose error grows with the largest logit. So the second bound is multiplied by the largest logit.
 constexpr double kMassError = 0x1p-16, kMassErrorPerUnit = 0x1p-21;
 // Bound of the relative difference between two sums in double that add the same terms in different orders. RankedRow
-// uses another order than this file.
+// (ranked_logits.h) adds the terms in another order than this file.
 constexpr double kOrderError = 1e-12;
 
 struct Token {
-  float raw;     // the model's logit
+  float raw;     // logit of the model
   float logit;   // after penalties
-  float scaled;  // divided by the temperature
+  float scaled;  // logit after penalties, divided by the temperature
   int32_t id;
 };
 
@@ -32,7 +32,7 @@ struct Row {
   ScratchVector<float> weights;
   ScratchVector<double> running;
   bool is_complete;  // true if all other tokens have the logit -inf
-  float threshold;   // no other token has a larger logit, before or after penalties
+  float threshold;   // maximum logit of the tokens that are not candidates
   float top;         // the largest raw logit
 };
 
@@ -55,8 +55,8 @@ int check_candidates(const SampleArgs& args, const CandidateArgs& from) {
   return 0;
 }
 
-// Collects the candidates of a row from all parts of the vocabulary. Returns false if a logit or a sum is NaN, or if a
-// token id is out of range.
+// Collects the candidates of a row from all parts of the vocabulary into `found`. Returns false if a logit or a sum is
+// NaN, if a token id is out of range, or if there is no candidate.
 bool collect(const SampleArgs& args, const CandidateArgs& from, int64_t row, Row* found) {
   found->tokens.clear();
   found->is_complete = true;
@@ -80,7 +80,8 @@ bool collect(const SampleArgs& args, const CandidateArgs& from, int64_t row, Row
   return !found->tokens.empty();
 }
 
-// Returns the sum of e^((x - top) / divisor) over all logits x of a row, computed from the sums of the parts.
+// Returns the sum of e^((x - top) / divisor) over all logits x of a row. `sums` has the sum of each part of the
+// vocabulary, relative to the largest logit of that part.
 double mass(const CandidateArgs& from, const float* sums, int64_t row, float top, float divisor) {
   double total = 0;
   for (int64_t part = 0; part < from.parts; ++part) {
@@ -93,8 +94,8 @@ double mass(const CandidateArgs& from, const float* sums, int64_t row, float top
   return total;
 }
 
-// Sorts the candidates by logit_of(token), largest first, the smaller id first on a tie. Returns the number of
-// candidates whose rank in the whole row is certain.
+// Sorts the candidates by logit_of(token), largest first, the smaller id first on a tie. Returns how many of the first
+// candidates certainly have the same rank among all tokens of the row.
 template <class LogitOf>
 size_t rank(Row* row, float threshold, const LogitOf& logit_of) {
   row->sorted.clear();
@@ -108,7 +109,8 @@ size_t rank(Row* row, float threshold, const LogitOf& logit_of) {
   return certain;
 }
 
-// Applies the penalties. Returns false if they may raise the logit of a token that is not a candidate.
+// Applies the penalties to the candidates. Returns false if the penalties could raise the logit of a token that is not
+// a candidate.
 bool penalize(const SampleArgs& args, int64_t row, Row* found) {
   if (args.repetition_penalty[row] < 1.0f || args.presence_penalty[row] < 0.0f || args.frequency_penalty[row] < 0.0f) {
     return false;
@@ -134,8 +136,9 @@ bool penalize(const SampleArgs& args, int64_t row, Row* found) {
   return true;
 }
 
-// Draws a token of the row with the random number `u`. Only the first `certain` ranks are known exactly, and the sum
-// over the whole row only within an error. Returns -1 if the drawn token is not certain.
+// Draws a token of the row with the random number `u`, or returns -1 if the drawn token is not certain. The token is
+// not always certain: only the first `certain` ranks are known exactly, and the sum `whole` over the row only within an
+// error.
 int32_t draw_of_all(const SampleArgs& args, int64_t row, double whole, double u, size_t certain, Row* found) {
   const float top = found->sorted[0].logit;
   found->weights.resize(certain);
@@ -147,9 +150,9 @@ int32_t draw_of_all(const SampleArgs& args, int64_t row, double whole, double u,
   double running = 0;
   for (size_t i = 0; i < certain; ++i) found->running[i] = running += weights[i];
   const double error = kMassError + kMassErrorPerUnit * std::fabs(static_cast<double>(top));
-  // bounds of the probability mass that top-k and top-p keep
+  // Bounds of the probability mass that top-k and top-p keep.
   double low = whole * (1 - error), high = whole * (1 + error);
-  // number of tokens that top-k and top-p keep; a value above `certain` means unknown
+  // Number of tokens that top-k and top-p keep. A value above `certain` means that the number is unknown.
   size_t kept = certain + 1;
   if (args.top_p[row] < 1.0f) {
     low *= args.top_p[row];
@@ -182,7 +185,7 @@ int32_t draw_of_all(const SampleArgs& args, int64_t row, double whole, double u,
   return -1;
 }
 
-// Returns the sampled token, or -1 if it is not certain.
+// Returns the sampled token, or -1 if the candidates do not determine it.
 int32_t choose(const SampleArgs& args, const CandidateArgs& from, int64_t row, Row* found) {
   const bool penalized = has_penalties(args, row);
   const float temperature = args.temperature[row];
@@ -205,7 +208,8 @@ int32_t choose(const SampleArgs& args, const CandidateArgs& from, int64_t row, R
   return draw_of_all(args, row, mass(from, from.scaled_sums, row, found->top, temperature), u, certain, found);
 }
 
-// Samples a row and writes its results. If the candidates do not determine them, returns false and writes nothing.
+// Samples a row and writes the results of the row. If the candidates do not determine these results, returns false and
+// writes nothing.
 bool decide(const SampleArgs& args, const CandidateArgs& from, int64_t row) {
   thread_local Row found;
   const int32_t wanted = args.num_top_logits[row];

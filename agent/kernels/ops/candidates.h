@@ -7,8 +7,9 @@
 
 namespace llmk {
 
-// The values that a device computes from each row of logits. If `parts` agents share the vocabulary, part p has
-// `part_size` tokens from token p * part_size on, and its ids begin at 0. Every array has the parts one after another.
+// The values that a device computes from each row of logits. If `parts` agents share the vocabulary, part p has the
+// `part_size` tokens from token p * part_size on. Ids in a part are counted from the part's first token. Every array
+// has the parts one after another.
 struct CandidateArgs {
   const float* values;       // [parts, part_rows, count]: the largest raw logits of the part; equal logits in any order
   const int64_t* ids;        // [parts, part_rows, count]: the tokens of `values`
@@ -19,13 +20,14 @@ struct CandidateArgs {
   int64_t parts, part_rows, part_size;
 };
 
-// Samples the rows whose token the candidates determine; it is the token that `sample` would choose. Sets undecided[i]
-// to 1 if row i needs all of its logits, otherwise to 0. Does not read SampleArgs::logits, but needs best_ids.
+// Samples the rows whose token the candidates determine. This is the token that `sample` would choose. Sets
+// undecided[i] to 1 if row i needs all of its logits, otherwise to 0. Does not read SampleArgs::logits, but needs
+// best_ids.
 //
-// The candidates determine a token if it does not depend on the other logits of the row. The ranks of the tokens above
-// the smallest candidate are certain. The probability mass of the whole row comes from the device's sum, whose rounding
-// error is bounded by kMassError. If a boundary of top-p or of the draw is closer than that error, the row is
-// undecided.
+// The candidates determine a token if it does not depend on the other logits of the row. All tokens with a larger logit
+// than the smallest candidate are candidates, so their ranks are certain. The probability mass of the whole row comes
+// from the device's sum, whose rounding error is bounded by kMassError. If a limit of top-p or of the draw is closer to
+// a running sum than that error, the row is undecided.
 //
 // Returns 0, or an error code of common/check.h after one line on standard error. On an error, nothing is written.
 int sample_candidates(const SampleArgs& args, const CandidateArgs& candidates, int32_t* undecided);

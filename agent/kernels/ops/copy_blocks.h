@@ -1,9 +1,10 @@
-// Copies whole cache blocks in all arrays of a cache: the keys and values of every layer.
+// Copies whole blocks of the KV cache within the device, or between device and host. A move copies the block in every
+// array of the cache: the keys and the values of every layer.
 //
 //   device[a] [device_blocks, block_bytes], host[a] [host_blocks, block_bytes] for each array a
 //   moves [num_moves, 3]: kind, source block, destination block; run in this order
 //
-// Each array is processed by one thread, so that the moves in it run in order.
+// One thread runs all moves of an array, so that they run in order.
 #pragma once
 #include <cstdint>
 

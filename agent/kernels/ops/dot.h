@@ -1,8 +1,9 @@
 // Dot products of R rows with C columns: the inner loop of MatMul.
 //
-// The order of additions is fixed, so that results do not depend on R and C. Lane l of 16 adds up k = l, l + 16, ...
-// with one fused multiply-add each. With VDPBF16PS, lane l adds up pairs of bfloat16: k = 2l and 2l + 1, then + 32. The
-// tree of sum() (arch/vec.h) then adds the lanes. Missing elements past `depth` count as 0.
+// The order of additions is fixed, so that results do not depend on R and C. Lane l of the 16 lanes adds up the
+// products at k = l, l + 16, l + 32, ... with one fused multiply-add each. With VDPBF16PS, lane l adds up pairs of
+// bfloat16: k = 2l and 2l + 1, then 2l + 32 and 2l + 33, and so on. Then the lanes are added in the order of sum()
+// (arch/vec.h). Elements past `depth` count as 0.
 #pragma once
 #include "../common/types.h"
 
@@ -50,7 +51,7 @@ struct Packed<bfloat_t> {
 };
 #endif
 
-// Copies n elements of a column in the packed type, then zeros up to a whole step.
+// Copies one step of a column: n elements, converted to the packed type, then zeros up to the length of a step.
 LLMK_INLINE void copy_step(float* to, const float* from, int64_t n) { store(to, load_n(from, n)); }
 LLMK_INLINE void copy_step(float* to, const half_t* from, int64_t n) { store(to, load_n(from, n)); }
 LLMK_INLINE void copy_step(float* to, const bfloat_t* from, int64_t n) { store(to, load_n(from, n)); }

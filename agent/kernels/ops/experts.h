@@ -3,7 +3,8 @@
 // of a token's experts are added in the order of their rank, most probable first.
 //
 //   probabilities  softmax of the logits over all experts, in float32
-//   choice         the `chosen` largest, the first of equal ones; `normalised`: divided by their sum
+//   ids            the `chosen` experts with the largest probabilities, the smaller id on a tie
+//   weights        their probabilities; if `normalised`, divided by the sum of these probabilities
 #pragma once
 #include <cstdint>
 
@@ -19,9 +20,9 @@ struct RoutingArgs {
 
 void route_tokens(const RoutingArgs& args);
 
-// Sorts the choices of all rows by expert (stable counting sort). Choice i = row * chosen + rank is the expert with
-// this rank in this row. place[i] receives its place in the sorted order, and starts [experts + 1] the place of each
-// expert's first choice.
+// Sorts the choices of all rows by expert, in a stable order. Choice number row * chosen + rank is the expert that has
+// this rank in this row. Writes each choice's position in the sorted order to place [choices]. Writes the position of
+// each expert's first choice to starts [experts + 1].
 void group_by_expert(const int32_t* ids, int64_t choices, int64_t experts, int64_t* starts, int64_t* place);
 
 }  // namespace llmk

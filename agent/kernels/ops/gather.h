@@ -1,4 +1,4 @@
-// Gathers whole rows of any type.
+// Gathers whole rows of `row_bytes` bytes, with elements of any type.
 //
 //   table [batch, outer, limit, row]   indices [batch, count]   ->   out [batch, outer, count, row]
 //   out[b][o][i] = table[b][o][indices[b][i]]; a negative index counts from the end

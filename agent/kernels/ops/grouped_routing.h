@@ -1,13 +1,14 @@
 // DeepSeek's routers: choose experts within the best groups of experts. All numbers are float32.
 //
-//   scores   softmax of the logits over all experts (V2), or the sigmoid of each logit (V3)
-//   ranking  score + correction
-//   groups   `groups` groups of equal size; a group's rank is its largest ranking, or with `corrected` the sum of its
-//            two largest rankings; the `chosen_groups` best groups are chosen
-//   choice   the `chosen` experts of these groups with the largest ranking
-//   weights  the scores of the choice; `normalised`: divided by (their sum + 1e-20); then times `factor`
+//   score    of an expert: softmax of the logits over all experts (V2), or sigmoid of the expert's logit (V3)
+//   ranking  of an expert: score + correction
+//   groups   the experts form `groups` groups of equal size; a group's rank is its largest ranking, or with `corrected`
+//            the sum of its two largest rankings; the `chosen_groups` best groups are chosen
+//   ids      the `chosen` experts with the largest rankings in these groups
+//   weights  the scores of these experts; if `normalised`, divided by (the sum of these scores + 1e-20); then times
+//            `factor`
 //
-// The first of equal groups, and of equal experts, is chosen. The numbers of a row depend only on that row.
+// On a tie, the first group or expert is chosen. The numbers of a row depend only on that row.
 #pragma once
 #include <cstdint>
 

@@ -1,45 +1,54 @@
-// Linear layers over weights packed once at load.
+// Linear layers over weights that are packed once at load.
 //
 //   x [rows, depth]   weight blob (columns x depth)   ->   out[r][c] = sum over k of x[r][k] * w[c][k] (+ bias[c])
 //
-// A blob has a 64-byte header, then panels of 64 columns. A panel has four vectors of 16 columns, one column per lane.
-// A step is what one load of a vector reads: 1 to 8 consecutive depths. The kernel multiplies a step by broadcast
-// activations. Half a panel has two vectors, which alternate in memory in tiles of T steps: T steps of the first
-// vector, then T steps of the second. T is 16 (a tile of 1 KB) for the matrix unit and 1 otherwise. With T = 1 half a
+// Layout. A blob has a 64-byte header, then panels of 64 columns. A panel has four vectors of 16 columns, one column
+// per lane. A step is what one load of a vector reads: the weights of 16 columns at 1 to 8 consecutive depths. The
+// kernel multiplies a step by broadcast activations.
+//
+// Half a panel has two vectors, which alternate in memory in tiles of T steps. T steps of the first vector are followed
+// by T steps of the second vector. T is 16 (a tile of 1 KB) for the matrix unit and 1 otherwise. With T = 1, half a
 // panel is one sequential stream. Hardware prefetchers follow one stream at twice the rate of two streams through the
 // same page.
 //
-//   float32, float16       [panels][2 halves][steps / T][2 vectors][T steps][16]
-//   bfloat16               [panels][2][steps / T][2][T steps][16][2 depths]
-//   int8, int8_weight_only [panels][groups]{[2][steps / T][2][T steps][16][4 depths] uint8 = w + 128,
-//                          [64] float scales}
-//   int4, int4_weight_only [panels][groups]{[2][steps / T][2][T steps][16][4] bytes, [64] float scales,
-//                          [64] uint8 zeros if asymmetric}; low nibbles: depths 0 to 3 of a step, high nibbles: 4 to 7
+// The dimensions of a blob for each format, where [steps / T] counts the tiles and braces enclose the parts of a group:
 //
-// The last tiles of a group or of the depth have only the remaining steps (step_offset() below).
+//   float32, float16       [panels][2 halves][steps / T][2 vectors][T steps][16 columns]
+//   bfloat16               [panels][2 halves][steps / T][2 vectors][T steps][16 columns][2 depths]
+//   int8, int8_weight_only [panels][groups]{[2][steps / T][2][T][16][4 depths] bytes w + 128, [64] float scales}
+//   int4, int4_weight_only [panels][groups]{[2][steps / T][2][T][16][4] bytes, [64] float scales, [64] uint8 zeros}
 //
-// A bias follows the panels as floats, in the order of their columns: [panels][64].
+// An int4 byte has two weights: from depths 0 to 3 of a step in the low nibble, from 4 to 7 in the high nibble. The
+// zeros exist only if the weight is asymmetric. Without groups, one group spans the depth. The last tiles of a group or
+// of the depth have only the remaining steps (step_offset() below). Missing columns and depths are zeros.
+//
+// In panel p of a gated weight, vectors 0 and 2 hold the gate columns from 32p and from 32p + 16. Vectors 1 and 3 hold
+// the up columns with the same numbers.
+//
+// A bias follows the panels as floats, in the order of the columns in the panels: [panels][64].
 //
 // An int8 weight without groups may have static inputs: scales and offsets from a calibration, with which its
-// activations are quantised. They follow the bias: float inverse scales and float offsets of the inputs, each [depth]
-// and zeros up to a multiple of 16, then int32 sum offsets of the columns, [panels][64].
+// activations are quantised. These numbers follow the bias. First come the inverse scales and then the offsets of the
+// inputs, each float [depth] and zeros up to a multiple of 16. Then come the int32 sum offsets of the columns,
+// [panels][64].
 //
-// A weight in parts is a header, followed by the blobs of consecutive ranges of the depth. Each blob starts on a cache
-// line, and the first has the bias. The product is the sum of the parts' products in float32, in their order, rounded
-// once. The result has the same bits as that of several agents that each have one part.
+// A weight in parts is a header, followed by one blob for each of several consecutive ranges of the depth. Each blob
+// starts on a cache line, and the first blob has the bias. The product with the whole weight is the sum of the products
+// with its parts. They are added in float32, in the order of the parts, and the sum is rounded once. Several agents
+// that each have one part get the same bits.
 //
-// Without groups, one group spans the depth. Missing columns and depths are zeros. In panel p of a gated weight,
-// vectors 0 and 2 hold the gate columns 32p and 32p + 16. Vectors 1 and 3 hold the up columns with the same numbers.
+// Arithmetic. It is the same for every tile, batch and thread count. The factor x_scale belongs to an activation row,
+// w_scale to a weight column, and scale to a group of a weight column:
 //
-// Arithmetic, the same for every tile, batch and thread count:
 //   float formats     one accumulator per element, over k in order (over pairs of k with VDPBF16PS)
-//   int8              exact integers, then float(sum) * x_scale * w_scale; with groups like int4 with zero 128
+//   int8              exact integer sum, then float(sum) * x_scale * w_scale; with groups: like int4, with zero = 128
 //   int8, static      float(sum + sum offset) * w_scale, where q = round(x * inverse scale + offset) within -128 to 127
-//   int4              total = fma(float(sum over the group of (w - zero) * x), group scale, total) in group order,
+//   int4              for each group, in order: total = fma(float(sum over the group of (w - zero) * x), scale, total);
 //                     then total * x_scale
-//   int8_weight_only  like a float format whose weights are the integers, in bfloat16 if the activations are bfloat16;
-//                     per group: total = fma(sum, scale, total); without groups: sum * scale
-//   int4_weight_only  the same with w - zero as weights; without groups one group spans the depth.
+//   int8_weight_only  like a float format whose weights are the integers; the product is in bfloat16 if the activations
+//                     are bfloat16; without groups: sum * w_scale; with groups: total = fma(sum, scale, total)
+//   int4_weight_only  like int8_weight_only, with w - zero as weights
+//
 // The bias is added last, in float32. int8 and int4 results are bit-identical over all instruction sets.
 #pragma once
 #include "../common/thread_pool.h"
@@ -47,8 +56,9 @@
 
 namespace llmk {
 
-// The numbers are `kernel_code` of llm_serving/model/number_formats.py. To add another format, add it there, here and
-// to kFormats; a new Packing also needs code in linear_pack.cc, linear_driver.h and linear_weight_only.h.
+// The number of a format is its `kernel_code` in llm_serving/model/number_formats.py. A new format needs an entry
+// there, here and in kFormats. A new value of Packing also needs code in linear_pack.cc, linear_driver.h and
+// linear_weight_only.h.
 enum class WeightFormat : int32_t {
   kFloat32 = 0,
   kFloat16 = 1,
@@ -65,8 +75,8 @@ struct FormatTraits {
   WeightFormat format;
   Packing packing;
   int32_t bits;          // bits per weight
-  int32_t step_depth;    // depths in one step of a panel
-  bool quantizes_rows;   // true: activations become int8 with one scale per row
+  int32_t step_depth;    // number of depths in one step of a panel
+  bool quantizes_rows;   // true: activations are quantised to int8 with one scale per row
 };
 
 constexpr FormatTraits kFormats[] = {
@@ -95,18 +105,18 @@ static inline bool is_known(WeightFormat format) {
 static inline const FormatTraits& traits_of(WeightFormat format) { return kFormats[static_cast<int32_t>(format)]; }
 
 constexpr uint32_t kPackedWeightMagic = 0x4B50574C;  // "LWPK"
-constexpr int32_t kPackedWeightLayout = 3;           // version 3: half panels consist of tiles of tile_steps
+constexpr int32_t kPackedWeightLayout = 3;           // layout version 3: half panels consist of tiles of tile_steps
 
 struct PackedWeightHeader {
   uint32_t magic;
   WeightFormat format;
   int32_t layout;
   int32_t gated;
-  int64_t columns, depth, group;  // group 0: one scale per column
+  int64_t columns, depth, group;  // group: number of depths that share a scale; 0: one scale per column
   int32_t asymmetric;             // 1: the blob has zero points
   int32_t biased;                 // 1: the blob has a bias
   int32_t parts;                  // number of parts, which follow as blobs; 0: no parts, panels follow
-  int32_t tile_steps;             // T above, which depends on the instruction set
+  int32_t tile_steps;             // T in the description of the layout; depends on the instruction set
   int32_t static_inputs;          // 1: the blob has static inputs
   int32_t reserved;
 };
@@ -114,12 +124,13 @@ static_assert(sizeof(PackedWeightHeader) == 64, "the header is one cache line");
 
 // The weights to pack. `values` is [columns][depth].
 //   Float formats: values of source_dtype.
-//   Integer formats with `scales`: values are already quantised. They are int8 (kInt8*) or uint8 0..15 (kInt4*, one per
-//     byte). scales is float [columns][groups], zeros is uint8 0..16 [columns][groups] (null: 8).
-//   Integer formats without `scales`: values are floats of source_dtype, quantised here to nearest. kInt8* is symmetric
-//     with scale = max|w| / 127. kInt4* has scale = max|w| / 7 and zero 8. If `asymmetric`, the scale is
-//     (max - min) / 15 over a range that contains 0, with zero points.
-//   gated: rows [0, columns / 2) are the gate of a SwiGLU, rows [columns / 2, columns) its other factor, up.
+//   Integer formats with `scales`: the values are already quantised. They are int8 (kInt8*), or uint8 from 0 to 15, one
+//     per byte (kInt4*). `scales` is float [columns][groups]. `zeros` is uint8 from 0 to 16 [columns][groups], or null
+//     if all zero points are 8.
+//   Integer formats without `scales`: the values are floats of source_dtype, which are quantised here to nearest.
+//     kInt8* is symmetric with scale = max|w| / 127. kInt4* has scale = max|w| / 7 and zero point 8. If `asymmetric`,
+//     kInt4* has zero points and the scale (max - min) / 15 of a range that contains 0.
+//   gated: rows [0, columns / 2) are the gate of a SwiGLU. The other rows are its second factor, called up.
 struct PackSource {
   WeightFormat format;
   DType source_dtype;
@@ -136,7 +147,8 @@ struct PackSource {
   const int32_t* sum_offsets;
 };
 
-// Returns the size of a blob, or 0 for invalid sizes (group not a multiple of 8, integer depth beyond 65536, ...).
+// Returns the size of a blob in bytes, or 0 for invalid sizes. For example, a group must be a multiple of 8, and an
+// integer weight has at most 65536 depths.
 int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth, int64_t group, bool biased,
                             bool static_inputs = false);
 
@@ -150,36 +162,39 @@ int check_packed_weight(const char* op, const void* blob, int64_t bytes);
 // Returns 0, or an error code after one line on standard error.
 int join_weight_parts(void* blob, int64_t bytes, int32_t parts);
 
-// Activations, quantised row by row: value = scale * q, scale = max|x| / 127, q in [-127, 127]. With static inputs, the
-// scale is 1, and q is in [-128, 127].
+// Activations, quantised row by row: x = scale * q with scale = max|x| / 127 and q in [-127, 127]. With static inputs,
+// the scale is 1, and q is in [-128, 127].
 struct QuantizedRows {
   int8_t* values;
   float* scales;   // [rows]
   int32_t* sums;   // [rows][groups]: sums of q over each group
-  int64_t stride;  // bytes per row, a multiple of 64; zeros after depth
+  int64_t stride;  // bytes from row to row, a multiple of 64; zeros follow the depth
   int64_t groups;
 };
 
-bool wants_quantized_rows(const void* blob);                                 // true: takes int8 activations
-int64_t quantized_rows_bytes(const void* blob, int64_t rows);                // bytes of QuantizedRows
-// places the arrays in `memory`, which is aligned to 64 bytes
+bool wants_quantized_rows(const void* blob);                                 // true: the weight takes int8 activations
+int64_t quantized_rows_bytes(const void* blob, int64_t rows);                // bytes of its QuantizedRows
+// Places the arrays of QuantizedRows in `memory`, which is aligned to 64 bytes.
 QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory);
 
 enum class Epilogue : int32_t {
-  kStore = 0,       // stores out in dtype
+  kStore = 0,       // out has type dtype
   kStoreFloat = 1,  // out is float32
-  kSwiglu = 2       // stores out in dtype, with columns / 2: gate / (1 + exp(-gate)) * up; needs a gated blob
+  kSwiglu = 2       // out has dtype and columns / 2 columns: gate / (1 + exp(-gate)) * up; only for gated weights
 };
 
 struct LinearArgs {
   const void* weight;
-  const void* x;                   // [rows, depth] of dtype; unused when `quantized` is given
-  const QuantizedRows* quantized;  // null: a format that takes int8 activations first quantises x
-  DType dtype;                     // type of x, of out except with kStoreFloat, and of the weight in float formats
+  const void* x;                   // [rows, depth] of dtype; unused if `quantized` is set
+  const QuantizedRows* quantized;  // int8 activations; null: the kernel quantises x if the format needs it
+  // Type of x, of out (except with kStoreFloat), and of the weight in float formats.
+  DType dtype;
   int64_t rows, x_stride, out_stride;  // strides in elements
   void* out;                           // may be null if best_ids is set: then only the arg-max is computed
   Epilogue epilogue;
-  int32_t* best_ids;   // arg-max, the lowest index on a tie, -1 for NaN or infinity; null except with kStoreFloat
+  // Index of the largest output of each row: the lowest index on a tie, -1 if the row has a NaN or an infinity. Null
+  // except with kStoreFloat.
+  int32_t* best_ids;
   float* best_values;  // may be null
 };
 
@@ -191,8 +206,8 @@ constexpr int64_t kPanelColumns = 64;
 
 struct WeightShape {
   int64_t panels, step_depth, step_bytes;  // depths in one step of a panel, and bytes of the step
-  int64_t steps, group_steps, groups;      // steps of the depth, steps of a full group, number of groups
-  int64_t scale_bytes;                     // scales and zeros of one group
+  int64_t steps, group_steps, groups;      // steps of the whole depth and of a full group, number of groups
+  int64_t scale_bytes;                     // bytes of the scales and zero points of one group
   int64_t panel_bytes;
 };
 
@@ -230,7 +245,8 @@ static inline WeightShape weight_shape(const PackedWeightHeader& header) {
 static inline int64_t panels_bytes(const WeightShape& shape) { return shape.panels * shape.panel_bytes; }
 static inline int64_t bias_bytes(const WeightShape& shape) { return shape.panels * kPanelColumns * 4; }
 
-// Returns the number of floats of the inverse scales of static inputs, and of their offsets.
+// Returns the number of inverse scales of static inputs, padded to a multiple of 16. There are as many offsets.
+// The function static_bytes() returns the bytes of all static inputs in a blob.
 static inline int64_t static_stride(int64_t depth) { return ceil_div(depth, 16) * 16; }
 static inline int64_t static_bytes(const WeightShape& shape, int64_t depth) {
   return 2 * static_stride(depth) * 4 + shape.panels * kPanelColumns * 4;
@@ -247,8 +263,8 @@ static inline int64_t blob_bytes(const PackedWeightHeader& header) {
          (header.static_inputs != 0 ? static_bytes(shape, header.depth) : 0);
 }
 
-// Return the first part of a weight in parts, and the part after another. A part occupies packed_weight_bytes(),
-// rounded up to 64.
+// first_part() returns the first part of a weight in parts. next_part() returns the part that follows `part`. A part
+// occupies packed_weight_bytes(), rounded up to a multiple of 64.
 static inline const void* first_part(const void* blob) {
   return static_cast<const char*>(blob) + sizeof(PackedWeightHeader);
 }
@@ -283,8 +299,8 @@ static inline StaticInputs static_inputs_of(const void* blob) {
   return {first, first + stride, reinterpret_cast<const int32_t*>(first + 2 * stride)};
 }
 
-// Return the number of the first weight column in vector v (0 to 3) of a panel, and the limit of the columns in this
-// vector. Lanes at or above the limit hold zeros.
+// Returns the number of the first weight column in vector v (0 to 3) of a panel. The function vector_end() returns the
+// limit of the column numbers in this vector. Lanes at or above the limit hold zeros.
 static inline int64_t vector_column(const PackedWeightHeader& header, int64_t panel, int v) {
   if (header.gated == 0) return panel * kPanelColumns + v * 16;
   return panel * (kPanelColumns / 2) + v / 2 * 16 + (v % 2 == 0 ? 0 : header.columns / 2);

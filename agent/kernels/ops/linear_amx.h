@@ -47,8 +47,9 @@ static inline bool fits_tiles(const LinearJob& job) {
 }
 
 // Prefetches the next chunk of weights into the L2 cache, a few lines at a time, because more would delay the loads.
-// Prefetches four pages at the same time. The hardware prefetcher follows each page separately, at most 20 lines ahead,
-// and one page alone does not use the whole memory bandwidth.
+//
+// Prefetches four pages at the same time, because one page alone does not use the whole memory bandwidth. The hardware
+// prefetcher follows each page separately, at most 20 lines ahead.
 class Fetch {
  public:
   static constexpr int kStreams = 4;
@@ -72,7 +73,8 @@ class Fetch {
   int64_t left_;
 };
 
-// Applies the epilogue to rows of half a panel whose sums are complete, a few rows at a time.
+// Applies the epilogue of the linear layer to rows whose sums are complete. Processes half a panel, a few rows at a
+// time.
 template <class Finish>
 class Finishing {
  public:
@@ -126,8 +128,8 @@ struct TiledForm {
   static void task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
     if (row_end - row <= kAmxRows) return one_block_task<Finish>(job, panel, row, row_end - row);
     const int64_t rows = row_end - row, units = job.shape.steps / kAmxSteps, chunks = ceil_div(units, kChunkUnits);
-    // The number of rows whose sums are in memory. With several chunks of weights, these are all rows, because their
-    // sums continue with the next chunk. With one chunk, only two blocks of rows are in progress.
+    // Number of rows whose sums are kept in memory. If the weights need several chunks, these are all rows, because the
+    // next chunk adds to their sums. With one chunk, only two blocks of rows are in progress.
     const int64_t kept = chunks == 1 ? 2 * kBlockOfRows : rows;
     float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, kept * kPanelColumns * 4));
     const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
@@ -144,7 +146,7 @@ struct TiledForm {
   }
 
  private:
-  static constexpr int64_t kChunkUnits = 12;  // 24 KB of weights
+  static constexpr int64_t kChunkUnits = 12;  // 24 KB of weights; a unit is one tile of each vector
   static constexpr int64_t kBlockOfRows = 2 * kAmxRows;
 
   // The activations of a block of rows, in two tiles. `stride` is the distance between rows in bytes.
@@ -154,7 +156,7 @@ struct TiledForm {
   };
 
   struct Chunk {
-    const uint8_t* weights;  // alternating tiles of the half's first and second vector
+    const uint8_t* weights;  // tiles of the first and the second vector alternate
     int half;
     int64_t begin, end;  // units
     bool first, last;
@@ -243,9 +245,10 @@ struct TiledForm {
   }
 };
 
-// Multiplies weights that have one scale per group of depths. A panel is unpacked to signed bytes minus their zero
-// points. Tiles compute the integer sums of a group for 16 rows by 16 columns. Meanwhile vector registers scale and add
-// the sums of earlier groups.
+// Multiplies weights that have one scale per group of depths.
+//
+// First unpacks a panel to signed bytes: the stored numbers minus their zero points. Then tiles compute the integer
+// sums of a group for 16 rows by 16 columns. Meanwhile vector registers scale and add the sums of earlier groups.
 template <class Step>
 struct GroupedTiles {
   using X = int8_t;
@@ -277,7 +280,7 @@ struct GroupedTiles {
   }
 
  private:
-  static constexpr int64_t kLeastGroupedRows = 8;  // like kLeastTiledRows
+  static constexpr int64_t kLeastGroupedRows = 8;  // for fewer rows, vector registers are faster
   static constexpr int64_t kTileDepth = 4 * kAmxSteps;
 
   static int64_t group_bytes(const LinearJob& job) {
@@ -287,7 +290,7 @@ struct GroupedTiles {
     return reinterpret_cast<const float*>(group + job.shape.group_steps * job.shape.step_bytes);
   }
 
-  // Unpacks a panel into [4 vectors][depth / 4][16][4] bytes.
+  // Unpacks a panel into bytes [4 vectors][depth / 4][16 columns][4 depths].
   static void unpack(const LinearJob& job, const uint8_t* group, uint8_t* to) {
     const int64_t steps = job.shape.group_steps, vector_bytes = job.header.depth * kLanes;
     for (int64_t g = 0; g < job.shape.groups; ++g, group += group_bytes(job), to += steps * Step::kDepth * kLanes) {
@@ -316,12 +319,13 @@ struct GroupedTiles {
     }
   }
 
-  static constexpr int kTogether = 4;  // groups in progress, with one tile of sums each
+  static constexpr int kTogether = 4;  // number of groups in progress; each has one tile of sums
   using Products = int32_t[kAmxRows][kLanes];
 
-  // Computes total = fma(float(sum of a group), scale, total) in the order of the groups, for one vector of columns.
-  // Tile products of the next groups run while earlier sums are added. Each sum is stored as late as possible, because
-  // a store that waits for its tile product blocks all later stores.
+  // For one vector of columns, computes total = fma(float(sum of a group), scale, total) in the order of the groups.
+  //
+  // Tile products of the next groups run while the sums of earlier groups are added. Each sum is stored as late as
+  // possible, because a store that waits for its tile product blocks all later stores.
   static void add_groups(const LinearJob& job, const int8_t* x, const uint8_t* bytes, const uint8_t* group, int v,
                          Fetch* fetch, float* sums) {
     const int64_t tiles = job.header.group / kTileDepth, groups = job.shape.groups;
@@ -356,8 +360,8 @@ struct GroupedTiles {
     for (int r = 0; r < kAmxRows; ++r) store(sums + r * kPanelColumns, total[r]);
   }
 
-  // Multiplies 16 rows by one group of weights and stores the sums in tile S. The rows stay in the L1 cache; the panel
-  // is larger than this cache.
+  // Multiplies 16 rows by one group of weights and stores the sums in tile S. The rows stay in the L1 cache, but the
+  // panel is larger than this cache.
   template <int S>
   LLMK_INLINE void multiply_group(const int8_t** x, int64_t x_stride, const uint8_t** w, int64_t tiles) {
     clear_tile<S>();

@@ -1,8 +1,9 @@
 // Divides a linear layer (linear.h) into threads, panels, pieces of the depth and tiles of rows.
 //
 // A task is a panel and a block of rows. It processes the depth in pieces. The weights of a piece stay in the L2 cache
-// while all tiles of rows use them. Between pieces the sums are kept in memory, which changes no bit. While a piece is
-// computed, the next piece is prefetched, half by half, from the same panel or from the next one.
+// while all tiles of rows use them. Between pieces the sums are kept in memory as floats, so the results have the same
+// bits as without pieces. During the computation of a piece, the next piece is prefetched, half by half. The next piece
+// may belong to the next panel.
 #pragma once
 #include <cmath>
 
@@ -20,14 +21,14 @@ constexpr int64_t kPieceBytes = 384 << 10;
 // kMostRows rows are at least as fast.
 constexpr int64_t kMostTallTilesRows = 16;
 
-// A part of the depth of one panel. PlainForm counts it in units of steps, GroupedForm in units of groups.
+// A part of the depth of one panel. `begin` and `end` count steps in PlainForm and groups in GroupedForm.
 struct Piece {
   const uint8_t* weights;
-  int64_t half_bytes;  // distance from the first half of the steps to the second
+  int64_t half_bytes;  // bytes from the first half of the steps to the second half
   int64_t begin, end, bytes;
   bool first;
   const uint8_t* next;      // the next piece, of about the same size
-  int64_t next_half_bytes;  // distance from its first half to its second
+  int64_t next_half_bytes;  // `half_bytes` of the next piece
 };
 
 // Adds up products over the whole depth, for weights without groups: float formats, and int8 with one scale per column.
@@ -35,17 +36,17 @@ template <class S, int64_t kTile = kTileSteps>
 struct PlainForm {
   using Step = S;
   static constexpr int kTallRows = Step::kTallRows;
-  static constexpr int64_t kWholeUnits = kTile;  // pieces begin at multiples of this number
+  static constexpr int64_t kWholeUnits = kTile;  // each piece begins at a multiple of this number of steps
   static int64_t units(const WeightShape& shape) { return shape.steps; }
   static int64_t unit_bytes(const WeightShape& shape) { return shape.step_bytes; }
-  // Returns the bytes from one step to the next within half a panel.
+  // Returns the number of bytes from one step to the next within half a panel.
   static int64_t unit_stride(const WeightShape& shape) { return shape.step_bytes / 2; }
-  // Returns the bytes from the first half of a piece to its second half: half a panel.
+  // Returns the number of bytes from the first half of a piece to its second half, which is the size of half a panel.
   static int64_t half_bytes(const WeightShape& shape, int64_t) { return shape.steps * shape.step_bytes / 2; }
 
   template <int R, int kLines>
   static void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, const uint8_t* next) {
-    // A single row reads the weights in memory order: one half of the panel, then the other.
+    // A single row reads the weights in memory order: the first half of the panel, then the second half.
     constexpr int C = R == 1 && Step::columns(1) > 2 ? 2 : Step::columns(R);
     const typename Step::X* x =
         static_cast<const typename Step::X*>(job.x) + row * job.x_stride + piece.begin * Step::kDepth;
@@ -108,14 +109,16 @@ struct GroupedForm {
 #if defined(LLMK_VNNI) && !defined(LLMK_AMX)
   static constexpr bool kStreamsRow = true;
 #else
-  static constexpr bool kStreamsRow = false;  // AVX2 and NEON have too few registers; AMX is not measured yet
+  // stream_row() needs more registers than AVX2 and NEON have. On AMX it has not been measured yet.
+  static constexpr bool kStreamsRow = false;
 #endif
 
   // A group of the depth: its weights, and the activations of the tile's rows.
   struct Group {
     const uint8_t* weights;
     const int8_t* x;
-    // sums of the activations of the first row; those of the next row are shape.groups elements later
+    // Sums of the activations of each group, for the first row. The sums of the next row are shape.groups elements
+    // later.
     const int32_t* x_sums;
     int64_t number, steps;
 
@@ -189,8 +192,8 @@ struct GroupedForm {
   }
 };
 
-// Calls the tile function for `rows` rows. `rows` is at most R. Tall tiles use only kLines 1 and 4 (linear_tiles.h), so
-// the other variants of tall tiles are not compiled.
+// Calls the tile function whose template argument R is `rows`. Only tiles with kLines 1 or 4 may be tall
+// (linear_tiles.h), so the other variants of tall tiles are not compiled.
 template <class Form, int kLines, int R = (kLines == 1 || kLines == 4) ? Form::kTallRows : Form::Step::kMostRows>
 static inline void any_tile(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
                             const uint8_t* next) {
@@ -200,14 +203,14 @@ static inline void any_tile(const LinearJob& job, const Piece& piece, int64_t ro
   Form::template tile<R, kLines>(job, piece, row, sums, next);
 }
 
-// Divides the rows of a task into tiles of nearly the same height.
+// Multiplies a piece by the rows of a task. Divides the rows into tiles of nearly the same height.
 template <class Form, class Finish>
 static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
                               const Finish& finish) {
   const bool tall = Form::kTallRows > Form::Step::kMostRows && rows > Form::Step::kMostRows &&
                     rows <= kMostTallTilesRows;
   const int64_t tiles = ceil_div(rows, tall ? Form::kTallRows : Form::Step::kMostRows);
-  // Number of tiles that prefetch. Each prefetches another part of the next piece.
+  // Number of tiles that prefetch. Each of these tiles prefetches a different part of the next piece.
   const int64_t fetching = piece.bytes == 0 ? 0 : tiles >= 4 ? 4 : tiles >= 2 ? 2 : 1;
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin, first = row + begin;
@@ -220,7 +223,8 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
       any_tile<Form, 4>(job, piece, first, count, tile_sums, nullptr);
     } else if (fetching == 2 && !tall) {
       any_tile<Form, 2>(job, piece, first, count, tile_sums, next);
-    // four or more tiles, or two tall tiles; a tall tile reads a panel in halves and takes twice as many steps
+    // With four or more tiles, each tile has one line to prefetch per step. So have two tall tiles, because a tall tile
+    // reads a panel in halves and takes twice as many steps.
     } else {
       any_tile<Form, 1>(job, piece, first, count, tile_sums, next);
     }
@@ -257,7 +261,7 @@ static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t
   }
 }
 
-// Calls run(i) for every task. Each thread gets consecutive tasks, in memory order.
+// Calls run(i) for every task. Each thread gets consecutive tasks, in the order of the weights in memory.
 template <class Run>
 static inline void spread(const LinearJob& job, int64_t tasks, const Run& run) {
   const bool small = job.shape.panels * job.shape.panel_bytes < (256 << 10) &&
@@ -292,7 +296,7 @@ static void run_panels(const LinearJob& job) {
 
 namespace llmk::LLMK_ARCH {
 
-// Calls function(row) for every row, with several threads if there is enough work.
+// Calls function(row) for every row, on several threads if there is enough work.
 template <class Function>
 static inline void for_rows(int64_t rows, int64_t depth, const Function& function) {
   const int64_t rows_per_task = larger(1, (1 << 14) / depth);

@@ -7,9 +7,10 @@
 
 namespace llmk::LLMK_ARCH {
 
-// Names the scales by which the sums must still be multiplied. kIntegerBoth adds the sum offsets of static inputs, if
-// there are any, and multiplies integer sums by the scales of row and column. kUnsignedBoth also removes an offset of
-// 128 from the weights.
+// The scales by which the sums of a product must be multiplied: of the row, of the column, or of both.
+//
+// kIntegerBoth multiplies integer sums by the scales of row and column. Before this, it adds the sum offsets of static
+// inputs, if there are any. kUnsignedBoth also corrects for stored weights that are 128 too large.
 enum class Scaling : int { kNone, kRow, kColumn, kIntegerBoth, kUnsignedBoth };
 
 struct LinearJob {
@@ -19,15 +20,15 @@ struct LinearJob {
   const uint8_t* panels;
   const float* bias;  // or null
   const int32_t* sum_offsets;  // sum offsets of static inputs, or null
-  const void* x;     // activations, in the type that a step multiplies
-  int64_t x_stride;  // distance between rows of x, in elements of that type
+  const void* x;     // activations, in the type that the products read
+  int64_t x_stride;  // distance between rows of x, in elements of this type
   QuantizedRows rows;
-  uint64_t* best;  // [rows], see best_key()
-  // Finishes half a panel: vectors 2 * half and 2 * half + 1, which are gate and up in a gated weight.
+  uint64_t* best;  // [rows]: the largest best_key() of each row
+  // Applies the epilogue to half a panel: vectors 2 * half and 2 * half + 1, which are gate and up in a gated weight.
   void (*finish)(const LinearJob&, int64_t panel, int half, int64_t row, int64_t count, const float* sums);
 };
 
-// Returns a key for the arg-max. A larger value has a larger key. Of equal values, the one with the lower index has the
+// Returns a key for the arg-max: a larger value has a larger key. If two values are equal, the lower index gives the
 // larger key. The high half of the key is the float's bits, changed so that they compare as unsigned integers in the
 // order of the floats. The low half is 2^32 - 1 - index.
 static inline uint64_t best_key(float value, int64_t index) {
@@ -43,7 +44,8 @@ static inline float best_value(uint64_t key) {
   return bits_to_float((ordered & 0x80000000u) != 0 ? ordered & 0x7FFFFFFFu : ~ordered);
 }
 
-// The key of a row with a NaN or an infinity: above the key of every number. Its index is -1, its value NaN.
+// The key of a row with a NaN or an infinity, which is above the key of every number. The functions best_index() and
+// best_value() return -1 and NaN for this key.
 constexpr uint64_t kNotFiniteKey = 0xFFFFFFFF00000000u;
 
 static inline void raise_best(uint64_t* best, uint64_t key) {
@@ -85,8 +87,8 @@ struct HalfPanel {
   const float* scales;  // used only without groups
   const float* bias;    // or null
   const int32_t* sum_offsets;  // or null
-  int64_t first;        // number of the first column in the packed order
-  int64_t column[2], width[2];  // output column of each vector, and number of columns from there
+  int64_t first;        // number of the half's first column, in the order of the panels
+  int64_t column[2], width[2];  // first output column of each vector, and number of output columns from there on
   bool whole;
 
   HalfPanel(const LinearJob& job, int64_t panel, int half, int stores)
@@ -103,13 +105,13 @@ struct HalfPanel {
   }
 };
 
-// Finishes rows of half a panel. The sums of successive rows are 64 floats apart. The template arguments are the same
-// for all rows of a product.
+// Applies the epilogue to rows of half a panel. The sums of successive rows are 64 floats apart. The template arguments
+// are the same for all rows of a product.
 template <Scaling kScaling, bool kSwiglu, bool kBest, class T>
 struct Finish {
   static constexpr int kStores = kSwiglu ? 1 : 2;
 
-  // Copies the job's members to local variables, because the compiler must assume that each store changes them.
+  // Copies the members of `job` to local variables. Otherwise the compiler must assume that each store changes them.
   static void finish_rows(const LinearJob& job, const HalfPanel& to, int64_t row, int64_t count, const float* sums) {
     constexpr bool kByRow = kScaling != Scaling::kNone && kScaling != Scaling::kColumn;
     const float *scales = to.scales, *bias = to.bias, *row_scales = job.rows.scales;
@@ -169,13 +171,13 @@ static inline auto choose_finish(const LinearJob& job, const Visit& visit) {
                                            : choose_epilogue<kScaling, bfloat_t>(job, visit);
 }
 
-// Chooses the finish function once per product.
+// Chooses the function that applies the epilogue, once per product.
 template <Scaling kScaling>
 static inline void set_finish(LinearJob* job) {
   job->finish = choose_finish<kScaling>(*job, [](auto finish) { return &decltype(finish)::finish_half; });
 }
 
-// Finishes rows [row, row + count) of a panel, both halves. `sums` is [count][64].
+// Applies the epilogue to both halves of a panel, for rows [row, row + count). `sums` is [count][64].
 static inline void finish_tile(const LinearJob& job, int64_t panel, int64_t row, int64_t count, const float* sums) {
   for (int half = 0; half < 2; ++half) job.finish(job, panel, half, row, count, sums + 2 * half * kLanes);
 }

@@ -148,7 +148,8 @@ void pack_panel(const PackSource& source, const PackedWeightHeader& header, cons
   }
 }
 
-// Copies one number for each column to its place in the order of the panels. Places without a column become zero.
+// Copies one number for each column to the position of the column in the panels. Positions without a column become
+// zero.
 template <class T>
 void place_columns(const T* columns, const PackedWeightHeader& header, const WeightShape& shape, T* out) {
   for (int64_t i = 0; i < shape.panels * kPanelColumns; ++i) {
@@ -173,7 +174,7 @@ int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth,
                             bool static_inputs) {
   if (problem_of_sizes(format, columns, depth, group) != nullptr) return 0;
   if (static_inputs && problem_of_static_inputs(format, group) != nullptr) return 0;
-  // The size allows for the additional panel that a gated weight may need, and for zero points.
+  // The size includes zero points and the additional panel that a gated weight may need.
   const WeightShape plain = weight_shape(format, columns, depth, group, false, true);
   const WeightShape gated = weight_shape(format, columns, depth, group, true, true);
   const WeightShape& most = gated.panels > plain.panels ? gated : plain;
@@ -337,8 +338,8 @@ bool wants_quantized_rows(const void* blob) {
 
 static int64_t round_up(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
 
-// Returns the bytes from one quantised row to the next. They are an odd number of cache lines, because rows at a power
-// of two would share a few sets of the caches.
+// Returns the number of bytes from one quantised row to the next. It is an odd number of cache lines. If the distance
+// were a power of two, all rows would use the same few sets of the caches.
 static int64_t row_stride(int64_t depth) { return (ceil_div(depth, 64) | 1) * 64; }
 
 int64_t quantized_rows_bytes(const void* blob, int64_t rows) {

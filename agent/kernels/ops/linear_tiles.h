@@ -12,12 +12,12 @@ constexpr int64_t kTileSteps = 16;
 constexpr int64_t kTileSteps = 1;
 #endif
 
-// The shapes of tiles. A tile multiplies R rows of activations by columns(R) vectors of a panel. kMostRows is the
-// maximum of R for which all sums stay in registers. Few rows form one or two tall tiles of up to kTallRows rows, which
-// read a panel in two halves.
+// The shapes of tiles. A tile multiplies R rows of activations by columns(R) vectors of a panel. The constant kMostRows
+// is the maximum of R for which all sums stay in registers. If there are few rows, they form one or two tall tiles of
+// up to kTallRows rows. A tall tile reads a panel in two halves.
 //
-// A Step is derived from one of the shapes and multiplies one step of a panel. kDepth: depths of a step. kVectorBytes:
-// bytes of 16 columns of weights.
+// A Step is derived from one of the shapes and multiplies one step of a panel. Its constants are kDepth, the number of
+// depths in a step, and kVectorBytes, the size of the weights of 16 columns in a step.
 struct WideTiles {
   static constexpr int kMostRows = 6;
 #ifdef LLMK_VEC_AVX512
@@ -28,7 +28,7 @@ struct WideTiles {
   static constexpr int columns(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif
 };
-struct NarrowTiles {  // one step of weights, or of activations, needs two registers
+struct NarrowTiles {  // for steps of weights or activations that need two registers
   static constexpr int kMostRows = 4, kTallRows = kMostRows;
 #ifdef LLMK_VEC_AVX512
   static constexpr int columns(int) { return 4; }
@@ -118,11 +118,11 @@ struct NibbleStep : ByteTiles {
   }
 };
 
-// A tile prefetches kLines cache lines per step (a template argument).
-//   4: A single tile of rows prefetches its own weights, kFetchAhead bytes ahead.
-//   2: Each of two or three tiles prefetches half of the next piece, from `next`.
-//   1: Each of four or more tiles prefetches a quarter of the next piece.
-//   0: The tile does not prefetch.
+// The template argument kLines is the number of cache lines that a tile prefetches per step.
+//  4: The only tile of rows prefetches its own weights, kFetchAhead bytes ahead.
+//  2: Each of two or three tiles prefetches half of the next piece of the weights, which begins at `next`.
+//  1: Each of four or more tiles prefetches a quarter of the next piece.
+//  0: The tile does not prefetch.
 constexpr int64_t kFetchAhead = 4096;
 
 // Prefetches go into the L2 cache, because the L1 cache has only a few miss buffers. Processors with matrix units are
@@ -139,12 +139,13 @@ LLMK_INLINE void load_sum(const float* p, Ints* total) { *total = load_ints(p); 
 LLMK_INLINE void store_sum(float* p, Vec total) { store(p, total); }
 LLMK_INLINE void store_sum(float* p, Ints total) { store_ints(p, total); }
 
-// Adds the products of row r and vector v + c of a panel to total[r][c]. `w` is the first of `steps` steps, at the
-// start of a tile of kTile steps. `half_bytes` is the distance from the first half of the panel to the second.
+// Adds the products of activation row r and vector v + c of a panel to total[r][c]. `w` points to the first of `steps`
+// steps and to the beginning of a tile of kTile steps. `half_bytes` is the distance from the first half of the panel to
+// the second half.
 template <class Step, int R, int C, int kLines, int64_t kTile>
 LLMK_INLINE void sum_steps(const uint8_t* w, int64_t half_bytes, int v, const typename Step::X* x, int64_t x_stride,
                            int64_t steps, const uint8_t* next, typename Step::Sum (&total)[R][C]) {
-  constexpr bool kOneStep = kTile == 1;  // tiles of one step follow each other without a gap
+  constexpr bool kOneStep = kTile == 1;  // then the steps of a vector are equally far apart
   constexpr int64_t kStride = kOneStep ? 2 * Step::kVectorBytes : Step::kVectorBytes;
   const int64_t run = kOneStep ? steps : kTile;
   for (int64_t first = 0; first < steps; first += run) {

@@ -1,6 +1,6 @@
-// Multiplies integer weights by float activations. The kernel unpacks one block of the depth into the L1 cache, to
-// float32 or bfloat16. Then it multiplies as for a float format. Every int8, and every int4 minus its zero point, is
-// exact in bfloat16.
+// Multiplies integer weights by float activations. The kernel unpacks one block of the depth into the L1 cache, as
+// float32 or bfloat16. Then it multiplies as for a float format. Unpacking is exact: bfloat16 can represent every int8,
+// and every int4 minus its zero point.
 #pragma once
 #include "../common/types.h"
 #include "linear_epilogue.h"
@@ -8,8 +8,8 @@
 
 namespace llmk::LLMK_ARCH {
 
-// Unpacks one step of 16 columns of int8: kDepth depths in 64 bytes. floats() returns one vector of floats per depth,
-// pairs() returns pairs of bfloat16. `shift` is added to a stored number to get the weight.
+// Unpacks one step of int8 weights: 16 columns at kDepth depths, in 64 bytes. The function floats() returns one vector
+// of floats per depth, pairs() returns pairs of bfloat16. A weight is the stored number plus `shift`.
 struct ByteWeights {
   static constexpr int kDepth = 4;
   LLMK_INLINE Ints shift(const uint8_t*) { return broadcast_int(-128); }
@@ -48,9 +48,9 @@ struct NibbleWeights {
     out[7] = to_floats(add(shift_right<28>(step), shift));
   }
 #ifdef LLMK_BF16_DOT
-  // Unpacks 8 depths of 4 bits in each 32-bit lane to pairs of bfloat16. A shuffle moves the even depths, in the order
-  // 0 4 2 6, to the lower half of the lane. The odd depths 1 5 3 7 go to the upper half. Then choose() turns the lowest
-  // nibbles of both halves into a pair.
+  // Unpacks one step of int4 weights to pairs of bfloat16. Each 32-bit lane has 8 depths of 4 bits. A shuffle moves the
+  // even depths to the lower half of the lane, in the order 0 4 2 6. It moves the odd depths to the upper half, in the
+  // order 1 5 3 7. Then choose() turns the lowest nibbles of both halves into a pair.
   LLMK_INLINE void pairs(Ints step, Ints shift, Ints (&out)[kDepth / 2]) {
     const __m512i order = _mm512_set4_epi32(0x0F0D0E0C, 0x0B090A08, 0x07050604, 0x03010200);
     const Ints halves = {_mm512_shuffle_epi8(step.v, order)};
@@ -61,7 +61,8 @@ struct NibbleWeights {
   }
 
  private:
-  // Converts the lowest bits of each half of a lane to bfloat16 with a table. If kZeros, first adds the shift.
+  // Converts the lowest nibble of each half of a lane to bfloat16 with a table. If kZeros, first adds `shift` to the
+  // nibbles.
   LLMK_INLINE Ints choose(Ints halves, Ints shift) {
     if constexpr (!kZeros) return {_mm512_permutexvar_epi16(halves.v, _mm512_load_si512(kLessEight))};
     const __m512i shifts = _mm512_mask_blend_epi16(0xAAAAAAAA, shift.v, _mm512_slli_epi32(shift.v, 16));
@@ -69,8 +70,8 @@ struct NibbleWeights {
     return {_mm512_permutexvar_epi16(numbers, _mm512_load_si512(kSigned))};
   }
 
-  // Tables of bfloat16. kLessEight: the lowest four bits minus 8; the fifth bit is ignored. kSigned: five-bit numbers
-  // in two's complement.
+  // Tables of bfloat16 values. The table kLessEight converts a nibble to its value minus 8, and ignores the fifth bit
+  // of the index. The table kSigned converts a five-bit number in two's complement.
   alignas(64) static constexpr uint16_t kLessEight[32] = {
       0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
       0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
@@ -82,12 +83,12 @@ struct NibbleWeights {
 #endif
 };
 
-// Bytes from one step of a vector to the next. Steps are adjacent within a tile of 16 steps. Tiles of one step
-// alternate between two vectors.
+// Distance in bytes between consecutive steps of a vector. Steps are adjacent within a tile of 16 steps. Tiles of one
+// step alternate between two vectors.
 constexpr int64_t kStepStride = kTileSteps == 1 ? 128 : 64;
 
-// Prefetches the step that follows kFetchAhead bytes after `from`. int4 goes to the L1 cache, because unpacking it
-// takes longer. int8 goes to the cache that kFetchLocality names.
+// Prefetches the step that is kFetchAhead bytes after `from`. The weights are prefetched into the L1 cache if they are
+// int4, because unpacking them takes longer. If they are int8, kFetchLocality names the cache.
 template <class Weights>
 LLMK_INLINE void fetch_step(const uint8_t* from) {
   __builtin_prefetch(from + kFetchAhead, 0, Weights::kDepth == 8 ? 3 : kFetchLocality);
@@ -117,12 +118,13 @@ LLMK_INLINE void unpack_steps(const uint8_t* from, int64_t steps, Ints shift, bf
 }
 #endif
 
-// The weights of a panel are unpacked in blocks of `count` steps, from step `begin` of a group of `steps` steps.
-constexpr int64_t kUnpackDepth = 64;  // depths of a block: 16 KB as float32, 8 KB as bfloat16
+// Number of depths of a block. The weights of a panel are unpacked in blocks.
+constexpr int64_t kUnpackDepth = 64;  // 16 KB as float32, 8 KB as bfloat16
 
 struct WeightBlock {
   const uint8_t* group;
-  // number: index of the group; first: index of the first step of the block in the whole depth
+  // A block has the steps [begin, begin + count) of group `number`. This group has `steps` steps. In the whole depth,
+  // the block begins at step `first`.
   int64_t number, steps, begin, count, first;
 
   bool starts_group() const { return begin == 0; }
@@ -156,7 +158,7 @@ struct WeightBlocks {
   const int64_t of_group;
 };
 
-// Returns true if each group has scales. Otherwise the columns have scales, which are applied at the end.
+// Returns true if each group has its own scales. Otherwise each column has one scale, which is applied at the end.
 static inline bool scales_groups(const LinearJob& job) {
   return job.header.group != 0 || has_nibbles(job.header.format);
 }
@@ -202,9 +204,9 @@ struct WeightOnlyForm {
  private:
   static constexpr int64_t kUnpackedTile = 16;  // steps
 
-  // Unpacks a block into the layout that linear.h has for a whole group.
+  // Unpacks a block of weights. Afterwards the block has the layout that linear.h describes for a float format.
   static void unpack(const WeightBlock& block, X* to) {
-    constexpr int64_t kTile = kUnpackedTile / kParts;  // packed steps that become one unpacked tile
+    constexpr int64_t kTile = kUnpackedTile / kParts;  // number of packed steps that become one unpacked tile
     for (int v = 0; v < 4; ++v) {
       const Ints shift = Weights::shift(block.zeros(v));
       for (int64_t s = 0; s < block.count; s += kTile) {

@@ -1,9 +1,10 @@
 // Multiplies integer weights by bfloat16 activations (linear_weight_only.h) on AMX tiles, if the depth consists of
 // whole tiles. The bits of a row do not depend on other rows.
 //
-// A step multiplies 16 rows by half a panel of a block of weights. The sums are in tiles 0 and 1, or 2 and 3 for the
-// second half. Three other tasks run between the tile products. They store the sums of the previous step, scale and add
-// the sums of the step before it, and, during the first rows, unpack one tile of the next block of weights.
+// A step multiplies 16 rows by half a panel of a block of weights. Its sums are in tiles 0 and 1 for the first half,
+// and in tiles 2 and 3 for the second half. Other work runs between the tile products of a step. The sums of the
+// previous step are stored, and the sums of the step before that are scaled and added. During the first rows, a tile of
+// the next block of weights is also unpacked.
 #pragma once
 #include "amx_tiles.h"
 #include "linear_weight_only.h"
@@ -48,8 +49,8 @@ class TiledWeightOnly {
     sums_ = static_cast<float*>(thread_scratch(kScratchLinearTile, (sums + rows * kPanelColumns) * 4));
     totals_ = sums_ + sums;
     x_ = static_cast<const bfloat_t*>(job.x) + row * job.x_stride;
-    // All blocks of rows use one configuration of the tiles. The blocks differ by at most one row. A block that is one
-    // row shorter also computes the first row of the next block. The last block is never shorter.
+    // All blocks of rows use the same configuration of the tiles, although some blocks are one row shorter. A shorter
+    // block also computes the first row of the next block. The last block is never shorter.
     configure_tiles(rows - first_row(row_blocks_ - 1), 0);
   }
 
@@ -58,7 +59,7 @@ class TiledWeightOnly {
 
   static int64_t tiles_of(const WeightBlock& block) { return block.count / kUnitSteps * 4; }
 
-  // Unpacks tile i. The order of the tiles is the order of the products: [2 halves][units][2 vectors].
+  // Unpacks tile i of a block of weights to `to`. Tiles are in the order of the products: [2 halves][units][2 vectors].
   LLMK_INLINE void unpack_tile(const WeightBlock& block, int64_t i, bfloat_t* to) {
     const int64_t of_half = tiles_of(block) / 2, half = i >= of_half ? 1 : 0, within = i - half * of_half;
     const int v = static_cast<int>(2 * half + within % 2);
@@ -156,7 +157,7 @@ class TiledWeightOnly {
 
   const LinearJob& job_;
   const int64_t rows_, row_blocks_;
-  const bool folds_, keeps_;  // keeps_: sums are kept for the next block of weights
+  const bool folds_, keeps_;  // keeps_: all sums stay in memory, because the next block of weights adds to them
   const bfloat_t* x_;
   float *sums_, *totals_;
   Step last_ = {}, stored_ = {};

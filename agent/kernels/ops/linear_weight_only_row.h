@@ -1,7 +1,10 @@
 // Multiplies integer weights by a single row of bfloat16 in vector registers. The results have the same bits as those
-// of the AMX tiles in linear_weight_only_amx.h. For one row, unpacking weights to memory takes longer than multiplying
-// them in registers. An element of a tile product adds up the even depths of 32 in order from zero, and the odd depths
-// likewise. Then it adds both to its sum. Subnormal numbers count as zero.
+// of the AMX tiles in linear_weight_only_amx.h. For one row, unpacking weights to memory would take longer than
+// multiplying them in registers.
+//
+// To get the same bits, the kernel adds in the order of a tile product. It divides the depth into ranges of 32. In a
+// range, it adds up the products of the even depths in order from zero, and separately the products of the odd depths.
+// Then it adds both to the sum of the element. Subnormal numbers count as zero.
 #pragma once
 #include <utility>
 
@@ -33,7 +36,7 @@ LLMK_INLINE Vec numbers_at(NibbleWeights<false>, Ints step, Ints) {
 template <class Weights>
 class SingleRow {
  public:
-  // Computes one row. TiledWeightOnly::fits must be true.
+  // Computes one row. The caller must check TiledWeightOnly::fits().
   static void run(const LinearJob& job) {
     const int64_t depth = job.header.depth;
     const bfloat_t* from = static_cast<const bfloat_t*>(job.x);
@@ -68,7 +71,7 @@ class SingleRow {
     return reinterpret_cast<const float*>(group + steps * shape.step_bytes);
   }
 
-  // sums [groups][64]
+  // Writes the sums of each group to `sums` [groups][64 columns].
   __attribute__((noinline)) static void sum_groups(const WeightShape& shape, const uint8_t* group, const float* x,
                                                    float* sums) {
     for (int64_t g = 0; g < shape.groups; ++g, sums += kPanelColumns) {

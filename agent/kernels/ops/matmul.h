@@ -1,12 +1,12 @@
-// MatMul with the weight in the layout of checkpoints.
+// MatMul for a weight in the layout of checkpoints.
 //
-//   x [rows, depth]   w [columns, depth]   ->   out [rows, columns]
+//  x [rows, depth]   w [columns, depth]   ->   out [rows, columns]
 //
-//   out[r][c] = round(sum over k of x[r][k] * w[c][k])
+//  out[r][c] = round(sum over k of x[r][k] * w[c][k])
 //
-// Every element is one dot product in the order of ops/dot.h for every tile, so a row's result does not depend on other
-// rows. A task is a rectangle of `out`. It processes each block of columns for all its rows, so that it reads the
-// weights from memory once.
+// Every tile adds up a dot product in the order of ops/dot.h, so the result of a row does not depend on other rows. A
+// task is a rectangle of `out`. It computes each block of columns for all rows of the rectangle, so that it reads the
+// weights from memory only once.
 #pragma once
 #include "../common/thread_pool.h"
 #include "../common/types.h"
@@ -31,9 +31,10 @@ constexpr int kTileRows = 4, kTileColumns = 6;
 constexpr int kTileRows = 2, kTileColumns = 2;
 #endif
 constexpr int64_t kMatMulRows = 64;
-constexpr int64_t kPackSteps = 32;  // steps of a depth piece; kTileColumns of them fit the L1 cache
+constexpr int64_t kPackSteps = 32;  // steps of a depth piece; kTileColumns columns of a piece fit into the L1 cache
 
-// A part of the depth that is multiplied at a time. The partial sums of all parts but the last are stored as vectors.
+// A range of depths that the kernel processes at a time. Except for the last range, the vectors of partial sums are
+// stored, and the next range adds to them.
 struct DepthPiece {
   int64_t begin, end;
   bool first, last;
@@ -43,7 +44,7 @@ template <int C, class T, class P>
 static inline void pack_columns(const MatMulArgs& args, const DepthPiece& piece, int64_t column, P* out) {
   constexpr int kStep = Dot<T, P>::kStep;
   const T* w = static_cast<const T*>(args.w) + column * args.depth;
-  // Prefetches the next piece: further along the row, or C rows further down.
+  // Prefetches the next piece: the same columns at the next depths, or after the last piece the next C columns.
   const int64_t ahead = piece.last ? C * args.depth - piece.begin : kPackSteps * kStep;
   for (int64_t k = piece.begin; k < piece.end; k += kStep) {
     for (int c = 0; c < C; ++c, out += kStep) {

@@ -65,7 +65,7 @@ struct PlainMatMul {
   void (*run)(const AnyMatMulArgs&);
 };
 
-// Integer sums may wrap around, so they use unsigned types.
+// Sums of integers may wrap around. Most are added as unsigned types, because signed overflow is undefined in C++.
 const PlainMatMul kPlain[] = {
     {"int8", "int8", plain_matmul<int8_t, uint8_t>},
     {"int8", "int32", plain_matmul<int8_t, int32_t>},

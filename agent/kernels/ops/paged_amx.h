@@ -1,11 +1,12 @@
-// Computes the scores and the weighted values of a partition of paged attention on AMX tiles (amx_tiles.h). The panels
-// of paged_units.h have the layout of tiles. A cache that holds units of 4 bytes also has this layout. Tiles give the
-// same integers for int8 as vector registers. For bfloat16, a tile adds up 16 units of dims, or of keys, from zero.
-// Vector registers use another order. Therefore this file computes every product with a bfloat16 cache, even for a
-// single row.
+// Computes the scores and the weighted values of a partition of paged attention on AMX tiles (amx_tiles.h).
 //
-// Each tile of a panel is multiplied by two tiles of rows, which halves the loads. With bfloat16 these are two times 16
-// rows. With int8 they are the high and the low bytes of 16 rows.
+// The panels of paged_units.h have the layout of tiles. A cache that holds units of 4 bytes also has this layout. For
+// int8, tiles give the same integers as vector registers. For bfloat16, a tile adds up 16 units of dims, or of keys,
+// from zero, but vector registers use another order. Therefore this file computes every product with a bfloat16 cache,
+// even for a single row.
+//
+// Each tile of a panel is multiplied by two tiles of rows, so that it is loaded only once for both. With bfloat16, the
+// two tiles are 32 rows. With int8, they are the high bytes and the low bytes of 16 rows.
 #pragma once
 
 #ifdef LLMK_AMX
@@ -15,7 +16,7 @@ namespace llmk::LLMK_ARCH::paged {
 
 template <class F>
 struct TileProducts {
-  static constexpr int64_t kLeastRows = 1 << 30;  // this form never uses tiles
+  static constexpr int64_t kLeastRows = 1 << 30;  // the form F never uses tiles
 };
 
 template <>
@@ -34,7 +35,7 @@ struct TileProducts<BFloat16Form> {
 
 template <>
 struct TileProducts<Int8Form> {
-  static constexpr int64_t kLeastRows = 4;  // fewer rows are faster in vector registers
+  static constexpr int64_t kLeastRows = 4;  // with fewer rows, vector registers are faster
   static constexpr int64_t kRows = kAmxRows;
   template <int S, int X, int W>
   static LLMK_MEMBER void score() {
@@ -49,14 +50,14 @@ struct TileProducts<Int8Form> {
 template <class F>
 constexpr bool kHasTiles = TileProducts<F>::kLeastRows <= kTaskRows;
 
-// Returns true if AMX tiles compute the products of a partition. `rows` is the number of rows of each head that see
-// keys of it.
+// Returns true if AMX tiles compute the products of a partition. `rows` is the number of rows of each head that see at
+// least one key of the partition.
 template <class F>
 static inline bool uses_tiles(int64_t dim, int64_t rows) {
   return rows >= TileProducts<F>::kLeastRows && dim % (F::kPerUnit * kAmxSteps) == 0;
 }
 
-// Returns the number of rows in the second tile of a block, or 0.
+// Returns the number of rows in the second tile of a block, or 0 if the block has only one tile.
 template <class F>
 static inline int64_t lower_rows(int64_t rows) {
   return F::kPasses > 1 ? rows : larger(0, rows - kAmxRows);
@@ -67,7 +68,7 @@ static inline void configure_products(int64_t rows) {
   configure_tiles(smaller(rows, kAmxRows), lower_rows<F>(rows));
 }
 
-// The rows of a product, which fill two tiles. The second tile starts at `lower`.
+// The rows of a product, divided into two tiles. `lower` points to the first row of the second tile.
 template <class F>
 struct TileRows {
   const Unit *upper, *lower;
@@ -90,9 +91,10 @@ LLMK_INLINE void multiply_tile() {
   if constexpr (!kScores) TileProducts<F>::template value<S, X, W>();
 }
 
-// Adds products to the sums in tiles 0 to 3. With lower rows, tiles 0 and 1 are the upper rows by two panels, and tiles
-// 2 and 3 the lower rows. Without lower rows, the tiles are the rows by up to four panels. at(step, column) is the
-// address of a panel's 16 units of a step, which are `stride` bytes apart.
+// Adds products to the sums in tiles 0 to 3. Without lower rows, each tile has the products of the rows with one of up
+// to four panels. With lower rows, there are two panels: tiles 0 and 1 are for the upper rows, tiles 2 and 3 for the
+// lower rows. The function at(step, column) returns the address of the 16 units that a panel has for a step. These
+// units are `stride` bytes apart.
 template <class F, bool kScores, bool kLower, class At>
 LLMK_INLINE void multiply_tiles(const TileRows<F>& rows, int64_t begin, int64_t end, int64_t columns, int64_t stride,
                                 TileFetch* fetch, const At& at) {
@@ -123,8 +125,8 @@ LLMK_INLINE void clear_sums() {
   clear_tile<3>();
 }
 
-// Store the sums of tiles 0 and 1, or of tiles 2 and 3, side by side as rows of 32 sums. The rows are `stride` bytes
-// apart.
+// Stores the sums of tiles 0 and 1 side by side, as rows of 32 sums, which are `stride` bytes apart. The function
+// store_lower() does the same with tiles 2 and 3.
 LLMK_INLINE void store_upper(void* out, int64_t stride) {
   store_tile<0>(out, stride);
   store_tile<1>(static_cast<char*>(out) + 64, stride);
@@ -134,7 +136,8 @@ LLMK_INLINE void store_lower(void* out, int64_t stride) {
   store_tile<3>(static_cast<char*>(out) + 64, stride);
 }
 
-// Stores the sums of a block of rows by two (with lower rows) or `columns` vectors. Rows are `stride` floats apart.
+// Stores the sums of the tiles as rows, which are `stride` floats apart. If `lower`, a row has two vectors of sums, and
+// the rows of tiles 2 and 3 follow the rows of tiles 0 and 1. Otherwise a row has `columns` vectors.
 LLMK_INLINE void store_sums(float* out, int64_t stride, bool lower, int64_t columns) {
   store_upper(out, stride * 4);
   if (lower || columns > 2) store_lower(lower ? out + kAmxRows * stride : out + 2 * kLanes, stride * 4);
@@ -148,8 +151,8 @@ LLMK_INLINE void restore_sums(const float* from, int64_t stride, bool lower, int
   load_tile<3>(second + kLanes, stride * 4);
 }
 
-// Adds the products of high bytes and of low bytes (Int8Form) in tiles 0 to 3. Calls emit(row, i, sums) for both
-// vectors of each row.
+// Combines the two passes of Int8Form: the products of high bytes in tiles 0 and 1, and of low bytes in tiles 2 and 3.
+// Calls emit(row, i, sums) for the vectors i = 0 and 1 of each row.
 template <class P, class Emit>
 LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& emit) {
   alignas(64) Unit high[kAmxRows][2 * kLanes], low[kAmxRows][2 * kLanes];
@@ -165,7 +168,8 @@ LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& e
   }
 }
 
-// Stores the scores that the tiles hold, for the groups of keys from `g`. `row` is the number of the first row.
+// Stores the scores that the tiles hold into `scores`, for the groups of keys from number `g` on. `row` is the number
+// of the first row.
 template <class F>
 LLMK_INLINE void keep_scores(const TaskRows& all, const TilePanels& panels, int64_t g, int64_t row, int64_t rows,
                              bool both, float* scores) {
@@ -181,7 +185,7 @@ LLMK_INLINE void keep_scores(const TaskRows& all, const TilePanels& panels, int6
   }
 }
 
-// Stores the sums that the tiles hold, for the dims from `d`.
+// Stores the weighted sums of values that the tiles hold into `sums`, for the dims from number `d` on.
 template <class F>
 LLMK_INLINE void keep_values(GroupRange groups, int64_t d, int64_t rows, int64_t padded_dim, bool both,
                              int64_t columns, const float* steps, float* sums) {
@@ -241,13 +245,13 @@ static inline void value_tiles(const TilePanels& panels, GroupRange groups, int6
   }
 }
 
-// Runs the products of whole blocks of rows in small steps of four tile products, between other work. The products are
-// the scores of one block, then the sums of values of another. The sums of a column are stored after the next column
-// has begun, so that no store waits for a running product.
+// Runs the products of whole blocks of rows in small steps of four tile products, between other work. First it computes
+// the scores of one block, then the weighted sums of values of another block. It stores the sums of a column only after
+// the next column has begun. Thus no store waits for a running product.
 template <class F>
 class TileWork {
  public:
-  // Queues the scores of `rows` rows, from number `row`, for the first `groups` groups of keys.
+  // Queues the computation of scores: for `rows` rows from number `row` on, and the first `groups` groups of keys.
   void add_scores(const TaskRows& all, const TilePanels& panels, int64_t groups, int64_t row, int64_t rows,
                   float* scores) {
     all_ = &all;
@@ -258,7 +262,7 @@ class TileWork {
     to_scores_ = scores;
     scores_ = {ceil_div(groups, 2), all.dim / (F::kPerUnit * kAmxSteps)};
   }
-  // Queues the products of the weights of the first `groups` groups of keys with their values.
+  // Queues the computation of weighted sums of values, for the first `groups` groups of keys.
   void add_values(const TilePanels& panels, int64_t groups, int64_t rows, int64_t padded_dim, const Unit* weights,
                   const float* steps, float* sums) {
     panels_ = &panels;
@@ -285,7 +289,8 @@ class TileWork {
 
  private:
   struct Steps {
-    int64_t columns = 0, steps = 0, column = 0, step = 0;  // columns: pairs of groups or pairs of vectors of dims
+    // A column is a pair of groups of keys (scores) or a pair of vectors of dims (weighted sums of values).
+    int64_t columns = 0, steps = 0, column = 0, step = 0;
 
     int64_t left() const { return (columns - column) * steps - step; }
   };
@@ -325,7 +330,7 @@ class TileWork {
   const float* steps_ = nullptr;
   float* to_sums_ = nullptr;
   Steps scores_, values_;
-  int64_t kept_scores_ = -1, kept_values_ = -1;  // columns whose sums are still in the tiles
+  int64_t kept_scores_ = -1, kept_values_ = -1;  // number of the column whose sums are still in the tiles, or -1
 };
 
 }  // namespace llmk::LLMK_ARCH::paged

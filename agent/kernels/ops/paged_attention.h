@@ -4,8 +4,8 @@
 // in order.
 //
 // A task rotates its queries. It also writes the keys and values of its tokens, so that a decode step is one parallel
-// loop. There are two exceptions: if a sequence has more rows than a task, or if a sequence reads blocks that another
-// one writes, all keys and values are written before the tasks.
+// loop. In two cases, all keys and values are written before the tasks start instead. The first case is a sequence with
+// more rows than a task. The second case is a sequence that reads blocks which another sequence writes in this step.
 #pragma once
 #include "paged_layout.h"
 #include "paged_rows.h"
@@ -19,7 +19,7 @@ struct PagedTask {
   int64_t seq, first_row, rows;
   int64_t head, heads;               // kv heads [head, head + heads)
   int64_t first_part, end_part;      // partitions of this task
-  int64_t seen, parts;               // partitions that the rows see: from `seen` to before `parts`
+  int64_t seen, parts;               // the rows see the partitions [seen, parts)
   int64_t join;                      // index of the PagedJoin, or -1 if this task covers all partitions
 };
 
@@ -27,7 +27,7 @@ struct PagedTask {
 // combines the results of all partitions.
 struct PagedJoin {
   int64_t waiting;
-  float* parts;  // [heads][rows][partitions seen][part_floats]: best, mass, ..., sums
+  float* parts;  // [heads][rows][partitions seen][part_floats]: best, mass, padding, then sums
 };
 
 struct PagedPlan {
@@ -40,8 +40,8 @@ struct PagedPlan {
 
 static inline int64_t part_floats(int64_t padded_dim) { return padded_dim + kLanes; }
 
-// Returns the estimated work of `rows` rows of one kv head in `parts` partitions. Reading a partition costs as much as
-// 8 rows.
+// Returns the estimated work for `rows` rows of one kv head in `parts` partitions. Reading the keys and values of a
+// partition costs as much as computing 8 rows.
 static inline int64_t task_cost(int64_t rows, int64_t parts) { return parts * (8 + rows); }
 
 template <class Function>
@@ -49,10 +49,10 @@ static inline void for_row_tiles(const RotaryAttentionArgs& args, const Function
   const int64_t group = args.heads / args.kv_heads;
   for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
     const int64_t rows = args.query_lens[seq] * group, tiles = ceil_div(rows, kTaskRows);
-    // If the rows form several tiles, they read one head after the other, while it is in the L2 cache.
+    // If the rows form several tiles, all tiles read one head before the next head, while the head is in the L2 cache.
     const int64_t heads = tiles > 1 ? 1 : args.kv_heads;
     for (int64_t i = 0; i < args.kv_heads / heads * tiles; ++i) {
-      const int64_t tile = tiles - 1 - i % tiles;  // tiles that see most keys run first
+      const int64_t tile = tiles - 1 - i % tiles;  // the tiles that see the most keys run first
       const int64_t count = smaller(kTaskRows, rows - tile * kTaskRows);
       const int64_t visible = visible_keys(args, seq, tile * kTaskRows + count - 1);
       int64_t first = first_key(args, seq, tile * kTaskRows);
@@ -65,7 +65,7 @@ static inline void for_row_tiles(const RotaryAttentionArgs& args, const Function
   }
 }
 
-// Splits the heads and the context of one tile of rows. Calls add(task) for each task.
+// Divides one tile of rows into tasks by heads and by ranges of the context. Calls add(task) for each task.
 template <class Function>
 static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask task, int64_t total_cost, bool writes,
                                   const Function& add) {
@@ -83,7 +83,8 @@ static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask tas
     task.join = ranges > 1 ? 0 : -1;
     for (task.first_part = task.seen; task.first_part < task.parts; task.first_part = task.end_part) {
       task.end_part = smaller(task.parts, task.first_part + per_range);
-      if (task.end_part > written_part) task.end_part = task.parts;  // one task writes the new keys and reads them
+      // One task writes the new keys and also reads them, so it reaches to the end of the context.
+      if (task.end_part > written_part) task.end_part = task.parts;
       add(task);
     }
   }
@@ -93,7 +94,7 @@ static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask tas
 struct PanelMemory {
   Unit* keys;     // keys of one head, if the products do not read the cache directly
   Unit* values;   // values of one head
-  float* scales;  // [kTaskHeads][2][kPartition]: of keys, of values
+  float* scales;  // [kTaskHeads][2][kPartition]: scales of keys, then of values
 };
 
 struct PagedScratch {
@@ -134,22 +135,22 @@ static inline void finish_row(const RotaryAttentionArgs& args, const PagedTask& 
   const int64_t group = args.heads / args.kv_heads, position = task.first_row + row;
   const int64_t token = args.query_starts[task.seq] + position / group;
   const Vec share = broadcast(1.0f / mass);
-  // Adding 0 makes a sum of -0 positive.
+  // Adding 0 turns a sum of -0 into +0.
   for (int64_t d = 0; d < padded_dim; d += kLanes) store(sums + d, add(mul(load(sums + d), share), zero()));
   for (int64_t d = 0; d < padded_dim && !in_order; d += F::kDimStep) F::restore_order(sums + d);
   const int64_t place = (token * args.heads + kv_head * group + position % group) * args.dim;
   store_floats(args.dtype, sums, args.dim, static_cast<char*>(args.out) + place * size_of(args.dtype));
 }
 
-// Returns the memory for the result of one partition for one row, if several tasks share the context. The last task
-// combines the stored results.
+// Returns the memory for the result of one partition for one row. The memory exists only if several tasks share the
+// context. The last task combines the stored results.
 static inline float* joined_part(const PagedTask& task, const PagedJoin& join, int64_t h, int64_t row, int64_t part,
                                  int64_t padded_dim) {
   return join.parts + ((h * task.rows + row) * (task.parts - task.seen) + part - task.seen) * part_floats(padded_dim);
 }
 
-// Completes a partition for a block of rows: adds its result to the rows' totals, or stores it for the last task if
-// several tasks share the context.
+// Completes a partition for a block of rows. If several tasks share the context, stores the partition's result for the
+// last task. Otherwise adds the result to the totals of the rows.
 static inline void close_block(const PagedTask& task, int64_t part, const TaskRows& all, const RowBlock& block,
                                const SoftmaxState& state, const PagedJoin* join) {
   for (int64_t h = 0; h < block.heads; ++h) {
@@ -186,11 +187,12 @@ static inline int64_t task_end(const RotaryAttentionArgs& args, const PagedTask&
   return smaller(task.end_part * kPartition, visible_keys(args, task.seq, task.first_row + task.rows - 1));
 }
 
-// Returns the number of heads whose rows form a block.
+// Returns the number of heads whose rows form one block of rows.
 static inline int64_t heads_together(const PagedTask& task) { return larger(1, kBlockRows / task.rows); }
 
-// Returns the number of cache blocks that are prefetched together. A task with few rows per head waits for memory, so
-// it prefetches several blocks. Processors with matrix units prefetch one, because head after head is faster there.
+// Returns the number of cache blocks that are prefetched together. A task with few rows per head mostly waits for
+// memory, so it prefetches several blocks. With matrix units, prefetching one block with one head after the other is
+// faster.
 static inline int blocks_together(const PagedTask& task) {
 #ifdef LLMK_AMX
   static_cast<void>(task);
@@ -213,8 +215,8 @@ static inline void fetch_keys(const RotaryAttentionArgs& args, const PagedTask& 
   }
 }
 
-// Prefetches what a task reads after the heads before `head` of the partition at `begin`. That is further heads, else
-// the next partition, else the thread's next task (null: none).
+// Prefetches what a task reads next, after it has read the heads before `head` of the partition at `begin`. These are
+// the keys of the following heads, or of the next partition, or of the thread's next task `next` (null: there is none).
 static inline void fetch_next(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin, int64_t head,
                               const PagedTask* next, bool writes, TileFetch* fetch) {
   if (head < task.heads) return fetch_keys(args, task, begin, head, writes, fetch);
@@ -228,8 +230,8 @@ static inline HeadTile head_tile(const RotaryAttentionArgs& args, const PagedTil
           static_cast<const char*>(args.value_cache) + offset};
 }
 
-// Packs the keys of a head, or finds them in the cache, and returns the panels of the head. The caller adds values and
-// scales later. `h` is the index of the head in `memory`.
+// Packs the keys of a head into panels, or finds the panels in the cache. Returns the panels of the head. The caller
+// adds values and scales later. `h` is the index of the head in `memory`.
 template <class F, class C>
 static inline TilePanels place_keys(const RotaryAttentionArgs& args, const HeadTile& now, int64_t h,
                                     const TaskRows& all, const PanelMemory& memory) {
@@ -274,13 +276,13 @@ static inline void place_values(const RotaryAttentionArgs& args, const HeadTile&
 struct TaskMemory {
   TaskRows all;
   PanelMemory panels;
-  BlockMemory block[2];     // the second is for attend_blocks()
-  float* buffer;            // for write_tokens and load_rotated
-  int64_t *visible, *first;  // [rows]; first is null if all keys are visible
+  BlockMemory block[2];     // attend_blocks() uses both, other functions the first
+  float* buffer;            // for write_tokens() and load_rotated()
+  int64_t *visible, *first;  // [rows]: a row sees keys [first, visible); first is null if all are 0
 };
 
-// Provides the keys and values of a block of rows. Prefetches ahead, and unpacks scales and values when their lines
-// have arrived.
+// Provides the keys and values of a block of rows. Prefetches them ahead. Unpacks scales and values after their cache
+// lines have arrived.
 template <class F, class C>
 struct BlockSource {
   const RotaryAttentionArgs& args;
@@ -290,11 +292,12 @@ struct BlockSource {
   const TaskMemory& memory;
   TilePanels* panels;
   int64_t head, heads;
-  bool tiles, first;  // first: the first block that reads these keys
+  // first: true if this is the first block that reads these keys.
+  bool tiles, first;
   bool writes;        // the tasks write new keys and values to the cache
   TileFetch* fetch;   // null: no prefetches
 
-  // Called before groups of keys or values are read. Prefetches the groups after them.
+  // Called before groups of keys or values are read. Prefetches the groups that follow them.
   void begin(bool keys, GroupRange groups) const {
     if (fetch == nullptr) return;
     fetch->rest();
@@ -327,7 +330,7 @@ struct BlockSource {
   }
 };
 
-// Computes one partition for all heads of a task. Rows before `skip` see none of its keys.
+// Computes one partition for all heads of a task. Rows before number `skip` see none of the partition's keys.
 template <class F, class C>
 static inline void attend_partition(const RotaryAttentionArgs& args, const PagedTask& task, const PagedTask* next,
                                     bool writes, const PagedTile& tile, const TaskMemory& memory, int64_t skip,
@@ -375,7 +378,7 @@ static inline void attend_partition(const RotaryAttentionArgs& args, const Paged
 #endif
       const RowBlock block{head, heads, row, size};
       const bool first = row == skip;
-      // With more rows than a tile, reading takes less time than the computation.
+      // If there are more rows than a tile, there is no prefetch, because reading takes less time than the computation.
       TileFetch* fetching = all.rows <= kTileRows ? fetch : nullptr;
       const BlockSource<F, C> source{args, task,  next,  tile,  memory, panels,
                                      head, heads, tiles, first, writes, fetching};
@@ -393,7 +396,7 @@ static inline void walk_partitions(const RotaryAttentionArgs& args, const PagedP
                                    TileFetch* fetch) {
   const TaskRows& all = memory.all;
   const int64_t end = task_end(args, task);
-  // The task writes its keys and values just before it reads them, when their lines have been prefetched.
+  // The task writes its keys and values just before it reads them, because their cache lines are prefetched by then.
   bool writes = plan.writes && task.end_part == task.parts;
   const int64_t written = args.context_lens[task.seq] - args.query_lens[task.seq];
   int64_t configured = 0, skip = 0;
@@ -414,7 +417,7 @@ static inline void walk_partitions(const RotaryAttentionArgs& args, const PagedP
 #endif
 }
 
-// Places the memory of a task in `scratch`. Without memory, only measures its size.
+// Assigns parts of `scratch` to the memory of a task. If `scratch` has no memory, only measures its size.
 template <class F>
 static inline TaskMemory place_task(const RotaryAttentionArgs& args, const PagedTask& task, int64_t padded_dim,
                                     PagedScratch* scratch) {
@@ -453,7 +456,7 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
                             const PagedTask* next, TileFetch* fetch) {
   const int64_t padded_dim = padded_dim_of<F, C>(args);
   const bool in_order = reads_cache<F, C>(args);
-  fetch->rest();  // the requested lines arrive while the queries are rotated
+  fetch->rest();  // the prefetched lines arrive while the queries are rotated
   PagedScratch measured{nullptr};
   place_task<F>(args, task, padded_dim, &measured);
   PagedScratch scratch{static_cast<char*>(thread_scratch(kScratchTile, measured.used))};
@@ -477,7 +480,8 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
   }
 }
 
-// Divides the step into tasks. If plan->tasks is null, only counts tasks, joins and floats.
+// Divides the step into tasks and writes them to `plan`. If plan->tasks is null, only counts the tasks, the joins and
+// the floats for their results.
 static inline void plan_tasks(const RotaryAttentionArgs& args, int64_t padded_dim, PagedPlan* plan) {
   int64_t total = 0;
   for_row_tiles(args,
@@ -520,7 +524,7 @@ static inline void attend_paged(const RotaryAttentionArgs& args) {
   plan.tasks = reinterpret_cast<PagedTask*>(memory + part_bytes);
   plan.joins = reinterpret_cast<PagedJoin*>(memory + part_bytes + task_bytes);
   plan_tasks(args, padded_dim, &plan);
-  // A thread claims its next task early, to prefetch its first keys.
+  // A thread claims its next task early, so that it can prefetch the first keys of this task.
   int64_t claimed = 0;
   const auto claim = [&] {
     const int64_t i = __atomic_fetch_add(&claimed, 1, __ATOMIC_RELAXED);
@@ -536,8 +540,8 @@ static inline void attend_paged(const RotaryAttentionArgs& args) {
 }
 
 // Computes attention over keys and values that are matrix rows instead of cache blocks. First computes the sequences
-// with several tiles of query rows, one by one, after copying their keys and values to blocks (paged_layout.h). Then
-// computes all other sequences together.
+// whose query rows form several tiles. It computes these one by one, after copying their keys and values to blocks
+// (paged_layout.h). Then computes all other sequences together.
 template <class F, class C>
 static inline void attend_ready(const RotaryAttentionArgs& args) {
   int32_t* others = static_cast<int32_t*>(thread_scratch(kScratchLengths, args.num_seqs * 4));

@@ -1,6 +1,7 @@
 // Prefetches the next keys and values into the L2 cache, because hardware prefetchers cannot follow block tables.
+//
 // Requests cache lines in about the order in which they will be read: one line for each line that the kernel reads. A
-// core has a limited number of outstanding misses: too few requests leave the memory idle, and too many stall the core.
+// core has a limited number of outstanding misses. Too few requests leave the memory idle, and too many stall the core.
 // Alternating between several blocks is faster than one block after the other.
 #pragma once
 #include "rotary_attention.h"
@@ -10,8 +11,10 @@ namespace llmk::LLMK_ARCH::paged {
 class TileFetch {
  public:
   // Begins to prefetch the keys or values of positions [begin, end) of a sequence, for kv heads [head, head + heads).
-  // If the range consists of whole blocks, prefetches `together` blocks alternately, with all heads of each. Otherwise
-  // prefetches head after head. If the cache holds units of 4 bytes, always prefetches whole groups of 16 keys.
+  //
+  // If the range consists of whole blocks, prefetches `together` blocks at the same time, with all heads of each block.
+  // Otherwise prefetches one head after the other. If the cache holds units of 4 bytes, always prefetches whole groups
+  // of 16 keys.
   void start(const RotaryAttentionArgs& args, bool keys, int64_t seq, int64_t begin, int64_t end, int64_t head,
              int64_t heads, int together) {
     const auto base = reinterpret_cast<uintptr_t>(keys ? args.key_cache : args.value_cache);
@@ -31,9 +34,10 @@ class TileFetch {
       for (int64_t j = begin; j < end; row = 0, ++block) {
         const int64_t rows = smaller(args.block_size - row, end - j);
         const int64_t offset = (*block * args.kv_heads + head + h) * chunk + row * row_bytes;
-        const bool whole = rows == args.block_size;  // including the scales
+        const bool whole = rows == args.block_size;  // then the prefetch includes the scales
         add(base + static_cast<uintptr_t>(offset), whole ? chunk : rows * row_bytes);
-        // Computing the weights of the keys needs the scales of all values, before the values themselves are read.
+        // The scales of all values are needed first, before the values themselves are read, to compute the weights of
+        // the keys.
         if (whole && keys && args.int8_cache) {
           const auto values = reinterpret_cast<uintptr_t>(args.value_cache);
           add(values + static_cast<uintptr_t>(offset + args.block_size * row_bytes), args.block_size * 4);
@@ -92,7 +96,8 @@ class TileFetch {
       add(base + static_cast<uintptr_t>((table[i] * args.kv_heads + head) * chunk), heads * chunk);
     }
     if (!keys || !args.int8_cache) return;
-    // Computing the weights of the keys needs the scales of all values, before the values themselves are read.
+    // The scales of all values are needed first, before the values themselves are read, to compute the weights of the
+    // keys.
     const int64_t scale_bytes = args.block_size * 4;
     const auto scales = reinterpret_cast<uintptr_t>(args.value_cache) + static_cast<uintptr_t>(chunk - scale_bytes);
     for (int64_t h = 0; h < heads; ++h) {
@@ -102,7 +107,8 @@ class TileFetch {
     }
   }
 
-  // Begins to prefetch keys or values that are matrix rows. The heads of a row are adjacent, so each row is one piece.
+  // Begins to prefetch keys or values that are matrix rows. The heads of a row are adjacent in memory, so each row is
+  // one piece.
   void start_ready(const RotaryAttentionArgs& args, uintptr_t base, int64_t seq, int64_t begin, int64_t end,
                    int64_t head, int64_t heads) {
     for (int64_t j = begin; j < end; ++j) {

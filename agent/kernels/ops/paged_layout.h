@@ -1,6 +1,7 @@
-// Copies keys and values from rows into the layout of the cache (rotary_attention.h). Otherwise each task packs all
-// keys that its rows see into panels. For a sequence with many tasks, it is faster to copy the keys once. The results
-// have the same bits.
+// Copies keys and values from matrix rows into the layout of the cache (rotary_attention.h).
+//
+// Without the copy, each task packs all keys that its rows see into panels. If a sequence has many tasks, copying its
+// keys once is faster. The results have the same bits.
 #pragma once
 #include <cstring>
 
@@ -9,15 +10,15 @@
 
 namespace llmk::LLMK_ARCH::paged {
 
-// Maximum size of the keys and values of a sequence that are copied. For a larger sequence, each task packs its own
-// panels.
+// Maximum size in bytes of the keys and values of a sequence that are copied. For a larger sequence, each task packs
+// its own panels.
 constexpr int64_t kMostLaidOutBytes = int64_t{64} << 20;
 
 static inline int64_t laid_out_groups(const RotaryAttentionArgs& args, int64_t seq) {
   return ceil_div(args.context_lens[seq], kGroupKeys);
 }
 
-// Returns the size of a sequence's keys, or of its values.
+// Returns the size in bytes of the copied keys of a sequence. The copied values have the same size.
 static inline int64_t laid_out_bytes(const RotaryAttentionArgs& args, int64_t seq) {
   return laid_out_groups(args, seq) * kGroupKeys * args.kv_heads * args.dim * size_of(args.dtype);
 }

@@ -9,11 +9,12 @@
 
 namespace llmk::LLMK_ARCH::paged {
 
-// The places of keys [begin, begin + count) of a sequence: byte offsets from the start of a cache, for kv head 0.
+// The positions of keys [begin, begin + count) of a sequence in memory, and of their values. They are byte offsets from
+// the start of the cache, for kv head 0.
 struct PagedTile {
   int64_t begin, count;
   int64_t values[kPartition];
-  int64_t scales[kPartition];  // int8 caches only
+  int64_t scales[kPartition];  // only set for int8 caches
 };
 
 static inline void locate_tile(const RotaryAttentionArgs& args, int64_t seq, int64_t begin, int64_t end,
@@ -37,14 +38,14 @@ static inline void locate_tile(const RotaryAttentionArgs& args, int64_t seq, int
   }
 }
 
-// The keys and values of one head in a tile.
+// The keys and values of one kv head in a PagedTile.
 struct HeadTile {
   const PagedTile* tile;
-  const char* keys;  // start of the cache for this head
+  const char* keys;  // address of this head in the key cache
   const char* values;
 };
 
-// Packs kLanes keys from `first`, 16 units of dim from `d`, into the panel of these keys.
+// Packs kLanes keys from number `first` on, 16 units each from dim `d` on, into the panel of these keys.
 template <bool kWhole, class F, class C>
 LLMK_INLINE void pack_key_square(const HeadTile& now, int64_t first, int64_t d, int64_t dim, Unit* panel) {
   const PagedTile& tile = *now.tile;
@@ -57,7 +58,7 @@ LLMK_INLINE void pack_key_square(const HeadTile& now, int64_t first, int64_t d, 
   store_transposed(rows, panel + d / F::kPerUnit * kGroupKeys, kGroupKeys);
 }
 
-// Packs all keys of a tile into panel [group][query_units][kGroupKeys].
+// Packs all keys of a tile into `panel` [group of keys][query_units][kGroupKeys].
 template <class F, class C>
 static inline void pack_keys(const HeadTile& now, int64_t dim, int64_t query_units, Unit* panel) {
   constexpr int64_t kStep = kLanes * F::kPerUnit;
@@ -83,8 +84,8 @@ LLMK_INLINE void pack_value_unit(const HeadTile& now, int64_t key, int64_t d, in
   F::template pack_values<kWhole>(rows, n, out);
 }
 
-// Packs values as rows of units of keys. Fills the last product with zeros, because a zero weight times uninitialised
-// memory could be NaN.
+// Packs the values of a tile into `panel` [unit of keys][padded_dim]. Fills the rest of the last product with zeros,
+// because a zero weight times uninitialised memory could be NaN.
 template <class F, class C>
 static inline void pack_values(const HeadTile& now, int64_t dim, int64_t padded_dim, int64_t product_groups,
                                Unit* panel) {
@@ -142,8 +143,8 @@ static inline void widen_values(const HeadTile& now, int64_t dim, int64_t padded
   }
 }
 
-// Copies the scales of the int8 keys or values in groups [begin, end) of 16 keys to `out` [kPartition]. Places after
-// the last key become 0.
+// Copies the scales of int8 keys or values to `out` [kPartition], for groups [begin, end) of 16 keys. Places after the
+// last key become 0.
 static inline void gather_scales(const PagedTile& tile, const char* base, int64_t begin, int64_t end, float* out) {
   for (int64_t first = begin * kLanes; first < end * kLanes; first += kLanes) {
     const int64_t count = larger(0, smaller(kLanes, tile.count - first));
@@ -169,25 +170,26 @@ LLMK_INLINE float largest_of(const float* scales) {
   return largest(top);
 }
 
-// The addresses that the products of a partition and a head read. Values come in pieces of one product: one group, or
-// the groups of one tile register.
+// The addresses of the keys and values of one head in one partition. Each entry of `values` is for one product. It
+// points to the values of one group of keys, or of the groups that one tile register holds.
 struct TilePanels {
   int64_t begin, groups;            // first key, and number of groups of kGroupKeys keys
-  int64_t value_stride;             // distance between units of values; for keys it is kGroupKeys
-  const Unit* keys[kPartGroups];    // [unit of dims][kGroupKeys]; entries after `groups` equal the first
-  const Unit* values[kPartGroups];  // per piece: [unit of keys][dim]
+  int64_t value_stride;             // distance between units of values; between units of keys it is kGroupKeys
+  // Each entry points to [unit of dims][kGroupKeys]. Entries after number `groups` equal the first entry.
+  const Unit* keys[kPartGroups];
+  const Unit* values[kPartGroups];  // each entry points to [unit of keys][dim]
   float* key_scales;                // [kPartition] for int8 caches, or null
   float* value_scales;
-  float largest_value_scale;        // largest of the whole partition
+  float largest_value_scale;        // largest value scale of the whole partition
 };
 
-// Returns true if the products read the cache directly.
+// Returns true if the products can read the panels directly from the cache.
 template <class F, class C>
 static inline bool reads_cache(const RotaryAttentionArgs& args) {
   return F::kPerUnit > 1 && F::kPerUnit * sizeof(C) == 4 && cache_has_units(args);
 }
 
-// Return the size of a head's panel of keys and of values, in units.
+// key_panel_units() and value_panel_units() return the sizes of a head's panels of keys and of values, in units.
 static inline int64_t key_panel_units(int64_t query_units) { return query_units * kPartition; }
 static inline int64_t value_panel_units(int64_t padded_dim) { return kPartition * padded_dim; }
 
@@ -198,7 +200,7 @@ static inline void point_at_keys(const HeadTile& now, TilePanels* panels) {
   }
 }
 
-// Copies the values of the first `there` keys of a group. The values of the other keys become zero, because
+// Copies the values of the first `there` keys of a group. Sets the values of the other keys to zero, because
 // uninitialised memory could hold NaN.
 template <class F>
 static inline void copy_group(const Unit* from, int64_t there, int64_t dim, Unit* out) {
@@ -214,8 +216,8 @@ static inline void copy_group(const Unit* from, int64_t there, int64_t dim, Unit
   }
 }
 
-// Sets the pieces of the values of groups [begin, end), each with `product_groups` groups. A piece points into the
-// cache, or into `buffer` if it is not complete or its groups are not adjacent.
+// Sets the entries panels->values for groups [begin, end), each for `product_groups` groups. An entry points into the
+// cache if its groups are complete and adjacent in the cache. Otherwise the groups are copied to `buffer`.
 template <class F>
 static inline void point_at_values(const HeadTile& now, int64_t begin, int64_t end, int64_t dim, int64_t product_groups,
                                    Unit* buffer, TilePanels* panels) {

@@ -1,19 +1,24 @@
-// Computes the rows (query heads x tokens) that share a kv head, partition by partition. The canonical order:
+// Computes the rows (query heads x tokens) that share a kv head, partition by partition. The numbers are added in the
+// following canonical order:
 //
-//   score      units of dim in order, one accumulator per (row, key); then the key's scale; later keys are masked
-//   partition  kPartition keys aligned to position 0: m = largest score * factor, p = 2^(score * factor - m),
-//              l = sum of p (16 lanes: keys = lane mod 16; pairs for BFloat16Form),
-//              o = sum of weight * value over units of keys in order from 0
-//   total      partition after partition: m' = max(m, m of the partition),
-//              l' = l * 2^(m - m') + l of the partition * 2^(m of the partition - m'), o' like l'
-//              (online softmax of FlashAttention, Dao et al. 2022, in powers of two; split like Flash-Decoding, 2023)
+//  score      of a row and a key: the sum over the units of dims in order, in one accumulator, times the key's scale;
+//             keys that the row does not see are masked
+//  partition  of kPartition keys; the first partition begins at position 0:
+//             m = largest score * factor
+//             p = 2^(score * factor - m) of each key, the key's weight
+//             l = sum of p, in 16 lanes: lane i adds the keys with number % 16 = i (BFloat16Form: pairs of weights)
+//             o = sum of p * value, over units of keys in order from 0
+//  total      of all partitions so far; the following partition adds its m, l and o to the totals M, L and O:
+//             M' = max(M, m),   L' = L * 2^(M - M') + l * 2^(m - M'),   O' = O * 2^(M - M') + o * 2^(m - M')
+//
+// This is the online softmax of FlashAttention (Dao et al. 2022) in powers of two, split like Flash-Decoding (2023).
 //
 // A window only masks more keys. A partition in which a row sees no key does not change the row's total.
 //
-// On AMX, bfloat16 products add up 16 units of dims, or the 16 units of 32 keys, from zero. Then these sums are added
-// in order (amx_tiles.h).
+// On AMX, a tile product with bfloat16 adds up 16 units of dims, or the 16 units of 32 keys, from zero. Then these sums
+// are added in order (amx_tiles.h).
 //
-// All of this depends only on the row's own position, so prefill, chunks and decode give the same bits. Keys after the
+// The order depends only on the row's own position, so prefill, chunks and decode give the same bits. Keys after the
 // sequence's context have no weight, so their memory, even NaN, has no effect.
 #pragma once
 #include <type_traits>
@@ -24,85 +29,90 @@ namespace llmk::LLMK_ARCH::paged {
 
 constexpr int64_t kTaskRows = 192;
 constexpr int64_t kTileRows = 16;   // rows of one head that are processed together
-constexpr int64_t kBlockRows = 32;  // rows of a block: from several heads, or two tiles of rows
+constexpr int64_t kBlockRows = 32;  // rows of a block: those of several heads, or two tiles of rows
 constexpr int kFetchUnits = 8;      // number of units that are multiplied between two prefetches
 constexpr float kLowest = -3.4028235e38f;
 #ifdef LLMK_VEC_AVX512
-constexpr int kRowBlock = 6, kBlockVectors = 4;  // rows and panel vectors that are multiplied together
+constexpr int kRowBlock = 6, kBlockVectors = 4;  // number of rows and of panel vectors that are multiplied together
 #else
 constexpr int kRowBlock = 2, kBlockVectors = 2;
 #endif
 
-// Number of groups of keys in a chunk that all `heads` read together, because the heads are adjacent in memory. It is a
-// multiple of kBlockVectors. Fewer heads get larger chunks, because each chunk stores and reloads the sums.
+// Returns the number of groups of keys in a chunk. All `heads` read a chunk together, because the heads are adjacent in
+// memory. The number is a multiple of kBlockVectors. Fewer heads get larger chunks, because each chunk must load and
+// store the sums.
 LLMK_INLINE int64_t chunk_groups(int64_t heads) { return smaller(kPartGroups, larger(4, kBlockRows / heads / 4 * 4)); }
 
-// The state of the online softmax of some rows, over the keys that were processed.
+// The state of the online softmax of some rows, over the keys processed so far.
 struct SoftmaxState {
-  float* best;  // [rows], largest score as a power of two
+  float* best;  // [rows], largest score * factor: the exponent m
   float* mass;  // [rows]
   float* sums;  // [rows][padded_dim]
 };
 
 // The rows of a task. Row r of head h has number h * rows + r.
 struct TaskRows {
-  int64_t heads, rows, dim, padded_dim, query_units;  // query_units: number of units of one pass
-  const int64_t* visible;                             // [rows]: end of the keys that a row sees; ascending
-  const int64_t* first;                               // [rows]: first key that a row sees, or null: 0
+  int64_t heads, rows, dim, padded_dim, query_units;  // query_units: units of a query in one pass
+  const int64_t* visible;                             // [rows]: a row sees keys before this position; ascending
+  const int64_t* first;                               // [rows]: first key that a row sees; null: key 0 for all rows
   Unit* queries;                                      // [heads * rows][passes][query_units]
-  // [heads * rows]: factor of a score, so that e^score becomes a power of two
+  // [heads * rows]: the factor of a score. It includes log2(e), because weights are computed as powers of two.
   float* factors;
-  // [heads * rows]: offset of the integer sums, for Int8ScoreProduct
+  // [heads * rows]: offset of the integer sums, used by Int8ScoreProduct
   int32_t* offsets;
   SoftmaxState total;                                 // [heads * rows]; unused if several tasks share the context
 
   int64_t first_key(int64_t row) const { return first == nullptr ? 0 : first[row]; }
 };
 
-// Rows [first, first + rows) of heads [head, head + heads): at most kBlockRows in total.
+// A block of rows: rows [first, first + rows) of heads [head, head + heads). It has at most kBlockRows rows in total.
 struct RowBlock {
   int64_t head, heads, first, rows;
 
   int64_t count() const { return heads * rows; }
 };
 
-// Groups [begin, end) of 16 keys of a partition. done: true if the block of rows sees no later group.
+// Groups [begin, end) of 16 keys of a partition. `done` is true if the block of rows sees no later group.
 struct GroupRange {
   int64_t begin, end;
   bool done;
 };
 
-// Memory of a block of rows. Row r of its head h is h * rows + r.
+// Memory of a block of rows. The row with number h * rows + r is row r of head h of the block.
 struct BlockMemory {
   float* scores;      // [rows][kScoreStride]; kPartition entries are used
-  Unit* weights;      // [rows][kWeightStride]: [passes][kPartition / per unit]
-  float* steps;       // [rows]: factor of the products of the weights
+  Unit* weights;      // [rows][kWeightStride]: a row has [passes][units of a partition]
+  float* steps;       // [rows]: factor by which sums of weight * value are multiplied
   SoftmaxState part;  // softmax of this partition
 };
 
-// Distance between rows: an odd number of cache lines, because rows at a power of two would share a few cache sets.
+// Distance between rows. It is an odd number of cache lines. If it were a power of two, all rows would use the same few
+// sets of the caches.
 constexpr int64_t kScoreStride = kPartition + kLanes;
 template <class F>
 constexpr int64_t kWeightStride = F::kPasses * kPartition / F::kPerUnit + kLanes;
-// Number of groups whose weights are computed together. A tile product needs kAmxSteps units.
+// Number of groups of keys whose weights are computed together, because a tile product needs kAmxSteps units of
+// weights.
 template <class F>
 constexpr int64_t kWeightGroups = F::kPerUnit > 2 ? F::kPerUnit : 2;
 
-// A prefetch that several blocks of rows share, because they read the same keys.
+// A prefetch that several blocks of rows perform together, because they read the same keys.
 struct SharedFetch {
   TileFetch* fetch;  // or null
   int64_t blocks;
 };
 
-// The rows of a product: the address of the first one, and the distances to the next row and to the next pass.
+// The rows of a product: the address of the first row, and the distances to the next row and to the next pass in units.
 struct ProductRows {
   const Unit* units;
   int64_t stride, pass_stride;
 };
 
-// Sums the products of row r and panel vector v into total[r][v], over pieces [begin, end) of `units` units. The first
-// unit of a piece is at(piece, v). The format int8 has two passes: the products of the second are added to the shifted
-// sums of the first. Float sums are added to the present `total`.
+// Adds the products of row r and panel vector v to total[r][v], over pieces [begin, end) of `units` units. The first
+// unit of a piece is at(piece, v).
+//
+// With int8 there are two passes, and `total` is overwritten. The sums of the first pass are shifted, then the sums of
+// the second pass are added.
 template <class P, int kPasses, int R, int V, class At>
 LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, int64_t units, int64_t panel_stride,
                           const At& at, const int32_t* offsets, SharedFetch shared, typename P::Acc (&total)[R][V]) {
@@ -148,8 +158,9 @@ LLMK_INLINE int64_t row_blocks(int64_t rows) {
   return ceil_div(rows, kRowBlock / kPasses);
 }
 
-// Calls function(row, std::integral_constant rows) for blocks of about equal size. A product with two passes has
-// smaller blocks, so that the sums of both passes fit into registers.
+// Calls function(first row, number of rows) for blocks of rows of about equal size. The number of rows is passed as a
+// std::integral_constant. A product with two passes has smaller blocks, so that the sums of both passes fit into
+// registers.
 template <int kPasses, class Function>
 LLMK_INLINE void for_row_blocks(int64_t rows, const Function& function) {
   constexpr int kMost = kRowBlock / kPasses;
@@ -175,7 +186,7 @@ LLMK_INLINE void clear_sums(typename P::Acc (&total)[R][V]) {
   for (int i = 0; i < R * V; ++i) total[i / V][i % V] = P::clear();
 }
 
-// Stores the scores of some rows for V groups from `group`.
+// Stores the scores of some rows for V groups of keys, from number `group` on.
 template <class P, int R, int V>
 LLMK_INLINE void store_scores(const typename P::Acc (&total)[R][V], const float* key_scales, int64_t group,
                               float* scores) {
@@ -187,7 +198,7 @@ LLMK_INLINE void store_scores(const typename P::Acc (&total)[R][V], const float*
   }
 }
 
-// Computes the scores of `rows` rows of one head from row number `row`.
+// Computes the scores of `rows` rows of one head, from row number `row` on.
 template <class F>
 static inline void score_rows(const TaskRows& all, const TilePanels& panels, GroupRange groups, int64_t row,
                               int64_t rows, TileFetch* fetch, float* scores) {
@@ -208,8 +219,8 @@ static inline void score_rows(const TaskRows& all, const TilePanels& panels, Gro
   });
 }
 
-// The range [hidden, visible) of a partition's keys that a row sees. All keys of the groups [0, whole) are visible;
-// `whole` is even.
+// The range [hidden, visible) of a partition's keys that a row sees. All keys of the groups [0, whole) are visible,
+// where `whole` is even.
 struct RowView {
   int64_t hidden, visible, whole;
 
@@ -257,7 +268,7 @@ LLMK_INLINE float weigh_row(const RowView& view, const TilePanels& panels, float
     const float* pair = scores + g * kLanes;
     out.put(g, F::power(fma(load(pair), scale, least)), F::power(fma(load(pair + kLanes), scale, least)));
   };
-  if (view.whole == kPartGroups) {  // the usual case; unrolled, so that sums stay in registers
+  if (view.whole == kPartGroups) {  // the usual case; the loop is unrolled, so that sums stay in registers
     LLMK_UNROLL
     for (int g = 0; g < kPartGroups; g += 2) put(g);
   } else {
@@ -297,7 +308,8 @@ static inline void soften_block(const TaskRows& all, const TilePanels* panels, c
   });
 }
 
-// Adds the sums of earlier chunks to `total`, unless `fresh`, and stores the result. If `done`, converts it to floats.
+// Stores a weighted sum of values. Unless `fresh`, first adds the sums of earlier chunks to `total`. If `done`,
+// converts the sum to floats.
 template <class F>
 LLMK_INLINE void store_values(typename F::ValueProduct::Acc total, bool fresh, bool done, float step, float* sums) {
   using P = typename F::ValueProduct;
@@ -332,7 +344,7 @@ LLMK_INLINE void add_values(const TilePanels& panels, GroupRange groups, int64_t
   }
 }
 
-// Adds weights times values for `rows` rows of one head.
+// Adds the products of weights and values to `sums`, for `rows` rows of one head.
 template <class F>
 static inline void value_rows(const TilePanels& panels, GroupRange groups, int64_t rows, int64_t padded_dim,
                               const Unit* weights, const float* steps, TileFetch* fetch, float* sums) {
@@ -392,7 +404,7 @@ static inline void fold_partition(const SoftmaxState& part, int64_t rows, int64_
 
 namespace llmk::LLMK_ARCH::paged {
 
-// groups_seen() returns the number of groups of 16 keys that any row of the block sees. weight_groups() rounds this
+// Returns the number of groups of 16 keys that any row of the block sees. The function weight_groups() rounds this
 // number up to a multiple of kWeightGroups.
 LLMK_INLINE int64_t groups_seen(const TaskRows& all, const TilePanels& panels, const RowBlock& block) {
   return smaller(panels.groups, ceil_div(all.visible[block.first + block.rows - 1] - panels.begin, kGroupKeys));
@@ -402,10 +414,12 @@ LLMK_INLINE int64_t weight_groups(int64_t groups) {
   return ceil_div(groups, kWeightGroups<F>) * kWeightGroups<F>;
 }
 
-// Computes a partition for a block of rows: all scores, then all weights, then all sums. Several heads are read chunk
-// by chunk, because they are adjacent in memory. `panels` has one entry per head of the block. `tiles`: AMX computes
-// the products. Calls source.begin(keys, groups) before each chunk, source.place_scales(keys, groups) before the scales
-// are used, and source.place_values(h, groups) before the values of head h are read.
+// Computes a partition for a block of rows: all scores, then all weights, then all weighted sums of values. Several
+// heads are read chunk by chunk, because they are adjacent in memory. `panels` has one entry per head of the block. If
+// `tiles`, AMX computes the products.
+//
+// Calls source.begin(keys, groups) before each chunk, source.place_scales(keys, groups) before the scales are used, and
+// source.place_values(h, groups) before the values of head h are read.
 template <class F, class Source>
 static inline void attend_block(const TaskRows& all, const TilePanels* panels, const RowBlock& block, bool tiles,
                                 const BlockMemory& memory, TileFetch* fetch, const Source& source) {

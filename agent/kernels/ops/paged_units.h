@@ -2,13 +2,15 @@
 // or four int8. A product broadcasts one unit of a row, multiplies it by 16 units of a panel and adds the result to an
 // accumulator.
 //
-//   FloatForm     float32 FMA; packing a tile widens bfloat16, float16 and int8 caches
-//   BFloat16Form  VDPBF16PS for both products; queries and weights rounded to bfloat16
-//   Int8Form      VPDPBUSD for both products. Integers are exact, so the order does not matter. Queries have 15 bits
-//                 (scale per row) and weights 16 bits (scale per row and tile), each in two bytes. The products of the
-//                 high bytes are shifted, then those of the low bytes are added.
+//  FloatForm     float32 FMA. Keys and values of bfloat16, float16 and int8 caches are converted when they are packed.
+//  BFloat16Form  VDPBF16PS for both products; queries and weights are rounded to bfloat16.
+//  Int8Form      VPDPBUSD for both products. The integer sums are exact, so the order of additions does not matter.
+//                Queries have 15 bits and one scale per row. Weights have 16 bits and one scale per row and partition.
+//                Both are stored as a high and a low byte. The sums of the high bytes are shifted, then the sums of the
+//                low bytes are added.
 //
-// Panels: keys [16 keys][unit][16] (lanes over keys), values [unit of keys][dim] (lanes over dim), see paged_panels.h.
+// The panels (paged_panels.h) are keys [16 groups of keys][unit of dims][16 keys] and values [unit of keys][dim]. The
+// last dimension is spread over the lanes of a vector.
 #pragma once
 #include "../common/types.h"
 #include "dot.h"
@@ -21,13 +23,13 @@ using Unit = uint32_t;
 // Inlines a member function in every case, as LLMK_INLINE does with other functions.
 #define LLMK_MEMBER inline __attribute__((always_inline))
 
-constexpr int kPartition = 256;  // keys of a partition, which share a softmax
+constexpr int kPartition = 256;  // number of keys of a partition, which share one pass of the softmax
 constexpr int kPartGroups = kPartition / static_cast<int>(kGroupKeys);
 static_assert(kGroupKeys == kLanes, "a vector of a key panel is a group");
 constexpr float kLog2E = 1.44269504088896341f;
 
-// Returns 2^x for x <= 0 (and slightly above), but at least 2^-126. 2^0 is 1. Minimax polynomial, relative error
-// 7.5e-8.
+// Returns 2^x for x <= 0 (and slightly above), but at least 2^-126. The result for 0 is exactly 1. The polynomial is a
+// minimax polynomial with a relative error of 7.5e-8.
 LLMK_INLINE Vec power_of_two(Vec x) {
   const Vec clamped = maximum(broadcast(-126.0f), x);
   const Vec n = round_nearest(clamped);
@@ -41,8 +43,8 @@ LLMK_INLINE Vec power_of_two(Vec x) {
 }
 
 #ifdef LLMK_VEC_AVX512
-// Returns 2^x for x <= 0 with relative error 7.5e-5 (kDegree 3) or 2.6e-6 (4), also for x = 0. Uses AVX-512's own
-// scaling.
+// Returns 2^x for x <= 0. The relative error is 7.5e-5 for kDegree 3 and 2.6e-6 for kDegree 4, also at x = 0.
+// Multiplies by the power of two with the AVX-512 instruction for scaling.
 template <int kDegree>
 LLMK_INLINE Vec coarse_power_of_two(Vec x) {
   const __m512 clamped = maximum(broadcast(-126.0f), x).v;
@@ -76,7 +78,7 @@ LLMK_INLINE Vec load_int8(const int8_t* p, int64_t n) {
 // Transposes 16 vectors: panel[i * stride + j] = lane i of rows[j], as bits.
 LLMK_INLINE void store_transposed(const Vec (&rows)[16], Unit* panel, int64_t stride) {
 #if defined(LLMK_VEC_AVX512)
-  __m512 quads[4][4];  // [rows 4q ..][lane % 4]
+  __m512 quads[4][4];  // quads[q][j]: the lanes l of rows 4q to 4q + 3 with l % 4 = j
   LLMK_UNROLL
   for (int q = 0; q < 4; ++q) {
     const __m512 a = rows[4 * q].v, b = rows[4 * q + 1].v, c = rows[4 * q + 2].v, d = rows[4 * q + 3].v;
@@ -128,7 +130,7 @@ struct FloatForm {
 
   static inline Vec power(Vec x) { return power_of_two(x); }
 
-  // Loads 16 units of a row of the cache. Only `n` elements exist, or all of them with kWhole.
+  // Loads 16 elements of a row of the cache as floats. If not kWhole, only the first `n` elements exist.
   template <bool kWhole, class C>
   static inline __attribute__((always_inline)) Vec load_key(const C* p, int64_t n) {
     return kWhole ? load(p) : load_n(p, n);
@@ -138,7 +140,7 @@ struct FloatForm {
     return load_int8(p, n);
   }
 
-  // Copies kDimStep dims of the value of one key, of which `n` exist, to a panel.
+  // Copies kDimStep dims of the value of one key to a panel. If not kWhole, only the first `n` dims exist.
   template <bool kWhole, class C>
   static inline __attribute__((always_inline)) void pack_values(const C* const (&rows)[1], int64_t n, Unit* out) {
     store(reinterpret_cast<float*>(out), load_key<kWhole>(rows[0], n));
@@ -152,7 +154,7 @@ struct FloatForm {
   // Stores the softmax weights of a row, two groups of keys per call. If the values have scales, multiplies each weight
   // by the scale of its value.
   struct Weights {
-    const float* value_scales;  // [kPartition], or null
+    const float* value_scales;  // scales of the values [kPartition], or null
     Unit* out;
     Vec masses = zero();  // per lane
 
@@ -167,7 +169,7 @@ struct FloatForm {
       store(reinterpret_cast<float*>(out) + group * kLanes, weight);
     }
     LLMK_MEMBER Vec mass() const { return masses; }
-    // Returns the factor of the products of the weights.
+    // Returns the factor by which the sums of weight * value must be multiplied.
     LLMK_MEMBER float step() const { return 1.0f; }
   };
 

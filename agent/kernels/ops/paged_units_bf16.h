@@ -1,4 +1,4 @@
-// BFloat16Form of paged_units.h.
+// BFloat16Form (paged_units.h): paged attention with products of bfloat16.
 #pragma once
 
 #ifdef LLMK_BF16_DOT
@@ -25,7 +25,7 @@ struct BFloat16Form {
   static constexpr int kPerUnit = 2, kPasses = 1;
   static constexpr int64_t kDimStep = 2 * kLanes;
 
-  // A polynomial of degree 3 has a smaller error than the rounding of a weight to bfloat16.
+  // Uses a polynomial of degree 3, because its error is smaller than the rounding error of a weight in bfloat16.
   static LLMK_MEMBER Vec power(Vec x) { return coarse_power_of_two<3>(x); }
 
   template <bool kWhole>
@@ -35,8 +35,8 @@ struct BFloat16Form {
     return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, p))};
   }
 
-  // Interleaves the values of two keys: out[32 dims] of pairs. If not kWhole, the second row may be null and counts as
-  // zero.
+  // Interleaves the values of two keys: `out` receives 32 pairs, one for each dim. If not kWhole, the second row may be
+  // null and counts as zero.
   template <bool kWhole>
   static inline __attribute__((always_inline)) void pack_values(const bfloat_t* const (&rows)[2], int64_t n,
                                                                 Unit* out) {
@@ -60,7 +60,7 @@ struct BFloat16Form {
   // mean.
   struct Weights {
     Unit* out;
-    Vec masses[2] = {zero(), zero()};  // sums of the even and of the odd pairs of groups
+    Vec masses[2] = {zero(), zero()};  // sums over even and over odd pairs of groups of keys
 
     LLMK_MEMBER Weights(const float*, float, Unit* out) : out(out) {}
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {

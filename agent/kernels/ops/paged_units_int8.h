@@ -1,4 +1,4 @@
-// Int8Form of paged_units.h.
+// Int8Form (paged_units.h): paged attention with products of bytes.
 #pragma once
 
 #ifdef LLMK_VNNI
@@ -11,7 +11,8 @@ LLMK_INLINE __m512i dot_quads(__m512i total, __m512i unsigned_bytes, __m512i sig
   return total;
 }
 
-// Multiplies keys as unsigned bytes (+ 128) by signed queries. The row's offset subtracts 128 * sum(query).
+// Multiplies keys by signed queries. The keys are unsigned bytes, because 128 was added to them. The row's offset
+// removes the excess of 128 * sum(query).
 struct Int8ScoreProduct {
   using Acc = __m512i;
   using Operand = __m512i;
@@ -43,9 +44,9 @@ struct Int8Form {
   static constexpr int kPerUnit = 4, kPasses = 2;
   static constexpr int64_t kDimStep = 4 * kLanes;
 
-  // The error of a polynomial of degree 4 is about that of a weight of 16 bits.
+  // Uses a polynomial of degree 4, because its error is about as large as the rounding error of a 16-bit weight.
   static LLMK_MEMBER Vec power(Vec x) { return coarse_power_of_two<4>(x); }
-  static constexpr float kLargestQuery = 16319.0f;  // high * 2^7 + low, both int8: 127 * 2^7 + 63
+  static constexpr float kLargestQuery = 16319.0f;  // query = high * 2^7 + low with two int8: at most 127 * 2^7 + 63
   static constexpr float kLargestWeight = 65535.0f;
 
   template <bool kWhole>
@@ -58,8 +59,8 @@ struct Int8Form {
     return {_mm512_castsi512_ps(_mm512_xor_si512(load_bytes<kWhole>(p, n), _mm512_set1_epi8(-128)))};
   }
 
-  // Interleaves the values of four keys. If not kWhole, rows that are null count as zero. Lane 4 * l + c of vector i
-  // holds dim 16 * l + 4 * i + c, which restore_order undoes.
+  // Interleaves the values of four keys. If not kWhole, rows that are null count as zero. The dims are not in order:
+  // lane 4 * l + c of vector i holds dim 16 * l + 4 * i + c. The function restore_order() undoes this for the sums.
   template <bool kWhole>
   static inline __attribute__((always_inline)) void pack_values(const int8_t* const (&rows)[4], int64_t n, Unit* out) {
     __m512i row[4];
@@ -104,9 +105,10 @@ struct Int8Form {
     *factor *= most / kLargestQuery;
   }
 
-  // Rounds the weights of a row to 16 bits. The largest possible weight is that of the best key with the largest scale.
-  // The rounding error of any weight is at most 2^-17 of the largest. A sum of kPartition weights times values is below
-  // 2^31.
+  // Rounds the weights of a row to 16 bits, after multiplying each weight by the scale of its value.
+  //
+  // The largest possible weight is that of the best key if its value has the largest scale. The rounding error of any
+  // weight is at most 2^-17 of this weight. A sum of kPartition weights times values is below 2^31.
   struct Weights {
     const float* value_scales;
     const float largest_scale;
@@ -114,7 +116,7 @@ struct Int8Form {
     uint8_t* const high;
     uint8_t* const low;
     Vec masses = zero();
-    __m512i words;  // words of the previous pair
+    __m512i words;  // 16-bit weights of the previous two groups
 
     LLMK_MEMBER Weights(const float* value_scales, float largest_scale, Unit* out)
         : value_scales(value_scales),
@@ -124,10 +126,10 @@ struct Int8Form {
           low(high + kPartition) {}
 
     // Takes the weights of two groups of keys. The caller passes the groups in ascending order, and their number is a
-    // multiple of four. Every second call stores four groups together.
+    // multiple of four. Every second call stores the weights of four groups.
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
       masses = add(masses, add(first, second));
-      // Words of both groups, alternating after 4 words.
+      // The 16-bit weights of both groups: four of the first group, then four of the second group, and so on.
       const __m512i mixed = _mm512_packus_epi32(whole(first, group), whole(second, group + 1));
       if (group % 4 == 0) {
         words = mixed;

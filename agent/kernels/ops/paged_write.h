@@ -27,7 +27,7 @@ LLMK_INLINE void store_floats(DType dtype, const float* x, int64_t n, void* data
   if (dtype == DType::kBFloat16) store_floats(x, n, static_cast<bfloat_t*>(data));
 }
 
-// Applies RMSNorm to one head in place, like rms_norm.h but without rounding.
+// Applies RMSNorm to one head in place. Unlike rms_norm.h, does not round the result.
 static inline void norm_head(const RotaryAttentionArgs& args, const void* gamma, float* x) {
   Vec squares = zero();
   for (int64_t d = 0; d < args.dim; d += kLanes) {
@@ -52,7 +52,8 @@ LLMK_INLINE void prefetch_head(const RotaryAttentionArgs& args, int64_t token, i
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
-// Loads head `head` of a token's row of qkv as floats. Unless `ready`, applies the norm (with gammas) and the rotation.
+// Loads head `head` of a token's row of qkv as floats. Unless args.ready, applies the rotation, and before it the norm
+// if there are gammas.
 static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, int64_t head, float* out) {
   if (args.ready) return load_floats(args.dtype, args.qkv, (token * args.heads + head) * args.dim, args.dim, out);
   const int64_t first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
@@ -113,7 +114,8 @@ static inline void scatter_value(const RotaryAttentionArgs& args, const char* ro
   C* out = reinterpret_cast<C*>(chunk) + value_element(args, index, 0);
   const C* in = reinterpret_cast<const C*>(row);
 #ifdef LLMK_VEC_AVX512
-  if constexpr (sizeof(C) == 1) {  // one byte of every unit, 16 units per vector; dim is a multiple of 16
+  // Writes one byte of every unit, 16 units per vector. In this layout, dim is a multiple of 16.
+  if constexpr (sizeof(C) == 1) {
     const int64_t byte = index % 4;
     for (int64_t d = 0; d < args.dim; d += kLanes) {
       const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + d)));
@@ -139,7 +141,7 @@ static inline void load_head(const RotaryAttentionArgs& args, int64_t token, int
   load_floats(args.dtype, args.qkv, (token * width + args.heads + args.kv_heads + head) * args.dim, args.dim, out);
 }
 
-// Memory for writing: one head as floats, and rows of the cache.
+// Memory for writing to the cache: one head as floats, and some rows in the type of the cache.
 struct WriteBuffer {
   float* head;  // [dim]
   char* rows;   // [kGroupKeys][dim] in the type of the cache
@@ -151,7 +153,7 @@ static inline WriteBuffer write_buffer(const RotaryAttentionArgs& args, float* m
   return {memory, reinterpret_cast<char*>(memory + args.dim + kLanes)};
 }
 
-// Writes the key or value of a token's head into row `index` of its chunk.
+// Writes the key or value of a token, for one head, into row `index` of a chunk of the cache.
 static inline void write_head(const RotaryAttentionArgs& args, int64_t token, int64_t head, bool is_key, int64_t index,
                               const WriteBuffer& buffer, char* chunk) {
   const int64_t row_bytes = args.dim * cache_element_bytes(args);
@@ -165,7 +167,7 @@ static inline void write_head(const RotaryAttentionArgs& args, int64_t token, in
   scatter_value<uint16_t>(args, row, index, chunk);
 }
 
-// Packs the keys of a group: out[unit][kGroupKeys].
+// Packs the keys of a group into `out` [unit][kGroupKeys].
 static inline void place_key_group(const char* rows, int64_t row_bytes, Unit* out) {
   const int64_t units = row_bytes / 4;
   for (int64_t u = 0; u < units; u += kLanes) {
@@ -176,7 +178,7 @@ static inline void place_key_group(const char* rows, int64_t row_bytes, Unit* ou
   }
 }
 
-// Packs the values of a group: out[unit of keys][dim].
+// Packs the values of a group into `out` [unit of keys][dim].
 template <class C>
 static inline void place_value_group(const char* rows, int64_t dim, Unit* out) {
   constexpr int kPer = 4 / sizeof(C);
@@ -191,7 +193,7 @@ static inline void place_value_group(const char* rows, int64_t dim, Unit* out) {
   }
 }
 
-// Returns true if the 16 tokens from `token` fill a group of the cache, so that write_group() can write them.
+// Returns true if the 16 tokens from `token` on fill a whole group of the cache. Then write_group() can write them.
 static inline bool fills_group(const RotaryAttentionArgs& args, int64_t token, int64_t end) {
   const int64_t slot = args.slots[token];
   if (!cache_has_units(args) || args.dim * cache_element_bytes(args) % (kLanes * 4) != 0) return false;
@@ -207,7 +209,7 @@ static inline void write_group(const RotaryAttentionArgs& args, int64_t token, i
                                const WriteBuffer& buffer, char* chunk) {
   const int64_t row_bytes = args.dim * cache_element_bytes(args);
   for (int64_t i = 0; i < kGroupKeys; ++i) {
-    // A row of qkv has the keys of all heads, then the values.
+    // A row of qkv has the keys of all heads, then the values of all heads.
     if (head + 1 < args.kv_heads) prefetch_head(args, token + i, args.heads + (is_key ? 0 : args.kv_heads) + head + 1);
     load_head(args, token + i, head, is_key, buffer.head);
     narrow_head(args, buffer.head, is_key, buffer.rows + i * row_bytes,

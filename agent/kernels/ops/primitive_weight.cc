@@ -20,7 +20,7 @@ struct Kept {
 
 std::shared_mutex kept_mutex;
 std::unordered_map<const void*, Kept>& kept_weights() {
-  // never freed, because other threads may use it when the process ends
+  // The map is never freed, because other threads may use it when the process ends.
   static auto* weights = new std::unordered_map<const void*, Kept>;
   return *weights;
 }
@@ -37,7 +37,8 @@ int64_t groups_of(const PrimitiveWeight& weight) {
   return weight.group == 0 ? 1 : ceil_div(weight.depth, weight.group);
 }
 
-// Returns scales or offsets as floats [columns, groups], from the layout of a transposed or of an untransposed weight.
+// Returns `values`, which are scales or offsets, as floats [columns, groups]. Their order in memory depends on whether
+// the weight is transposed.
 std::vector<float> column_floats(const PrimitiveWeight& weight, const void* values) {
   const int64_t groups = groups_of(weight);
   const auto scale_type = static_cast<DType>(weight.scale_type);
@@ -88,7 +89,8 @@ std::vector<char> turned_floats(const PrimitiveWeight& weight) {
   return out;
 }
 
-// Returns the integer weights as [columns, depth], for pack_weight(). An int4 weight gets a byte with its value plus 8.
+// Returns the integer weights as [columns, depth], for pack_weight(). An int4 weight becomes one byte with its value
+// plus 8.
 std::vector<int8_t> column_integers(const PrimitiveWeight& weight) {
   std::vector<int8_t> out(static_cast<size_t>(weight.columns * weight.depth));
   const int shift = weight.type == ValueType::kInt4 ? 8 : 0;
@@ -107,7 +109,8 @@ std::vector<int8_t> column_integers(const PrimitiveWeight& weight) {
   return out;
 }
 
-// Checks the offsets. With int4 they must correspond to zero points from 0 to 16. int8 has no offsets.
+// Checks the offsets. The offsets of int4 weights must correspond to zero points from 0 to 16. The offsets of int8
+// weights must be 0.
 int check_offsets(const char* op, const PrimitiveWeight& weight, const std::vector<float>& offsets) {
   for (const float offset : offsets) {
     const bool whole = offset == std::nearbyint(offset) && std::fabs(offset) <= 8;
@@ -119,7 +122,8 @@ int check_offsets(const char* op, const PrimitiveWeight& weight, const std::vect
   return 0;
 }
 
-// Returns the zero points (value + offset = value + 8 - zero), or none if all are 8.
+// Returns the zero points of int4 weights, or an empty vector if all are 8. An int4 value is stored as value + 8, so an
+// offset corresponds to the zero point 8 - offset.
 std::vector<uint8_t> zero_points(const std::vector<float>& offsets) {
   std::vector<uint8_t> out;
   if (std::all_of(offsets.begin(), offsets.end(), [](float offset) { return offset == 0; })) return out;
@@ -171,7 +175,8 @@ int pack_primitive(const char* op, const PrimitiveWeight& weight, void* blob) {
   }
   source.scales = scales.data();
   source.zeros = int4 && !zeros.empty() ? zeros.data() : nullptr;
-  // QuantV2 quantises the rows before the product, so the blob's own scales and offsets of the inputs are never read.
+  // A blob with sum offsets also needs scales and offsets of the inputs. They are never read here, because QuantV2
+  // quantises the rows before the product.
   const std::vector<float> unread(weight.sum_offsets == nullptr ? 0 : static_cast<size_t>(weight.depth));
   if (weight.sum_offsets != nullptr) {
     source.input_inverses = unread.data();
@@ -190,7 +195,7 @@ int keep_primitive(const PrimitiveWeight& weight, void* blob, int64_t blob_bytes
   }
   {
     const std::shared_lock<std::shared_mutex> lock(kept_mutex);
-    if (kept_weights().count(weight.values) != 0) {  // if the weight is kept, its original memory may be inaccessible
+    if (kept_weights().count(weight.values) != 0) {  // If the weight is kept, its original memory may be inaccessible.
       return refuse_text("keep_primitive", "the weight at %p is kept already", weight.values);
     }
   }

@@ -1,15 +1,16 @@
 // Weights in the layouts of MindSpore's matrix products, and their packed form (linear.h), which the CPU kernels read.
 //
-//   MatMul                  values of the activations' type            [columns, depth]
-//   QuantBatchMatmul        int8, scales [columns]; after QuantV2      [columns, depth] or, not transposed,
-//                           sum offsets int32 [columns]                [depth, columns]
-//   WeightQuantBatchMatmul  int8, or int4 two to a byte along the      the same; (value + offset) * scale, scales and
-//                           last axis, the even one in the low half    offsets [columns], or by groups of the depth
-//                                                                      [groups, columns], transposed [columns, groups]
-//   GroupedMatmulV4         any of the three, for each of its weights  [depth, columns], not transposed
+//  MatMul                  values [columns, depth] of the activations' type
+//  QuantBatchMatmul        int8 values [columns, depth], or [depth, columns] if not transposed; scales [columns];
+//                          after QuantV2 also int32 sum offsets [columns]
+//  WeightQuantBatchMatmul  int8 or int4 values, [columns, depth], or [depth, columns] if not transposed;
+//                          two int4 values share a byte, the even index of the last axis in the low half;
+//                          a weight is (value + offset) * scale; scales and offsets are [columns], or with groups
+//                          of the depth [columns, groups], or [groups, columns] if not transposed
+//  GroupedMatmulV4         several weights [depth, columns], each like one of the above that is not transposed
 //
 // A weight that never changes is packed once, by keep_primitive(). Then the address of its values identifies the
-// weight. If a primitive gets this address with other sizes or types, it fails. Other weights are packed in each call.
+// weight. A primitive fails if it gets this address with other sizes or types. Other weights are packed in each call.
 // The caller of keep_primitive() must call forget_primitive() before it frees the weight.
 #pragma once
 #include <cstdint>
@@ -24,14 +25,14 @@ enum class ValueType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt
 struct PrimitiveWeight {
   const void* values;
   const void* scales;   // null for float weights
-  const void* offsets;  // null: all 0; otherwise whole numbers (-8 to 8 with int4) in the type and shape of the scales
-  const int32_t* sum_offsets;  // null: all 0; added to the integer sums behind QuantV2, [columns]
+  const void* offsets;  // null: all 0; otherwise whole numbers (int4: -8 to 8) in the type and shape of the scales
+  const int32_t* sum_offsets;  // [columns], added to the integer sums after QuantV2; null: all 0
   ValueType type;
   int32_t scale_type;      // a DType
   // 1: [columns, depth] with scales [columns, groups]; 0: [depth, columns] with scales [groups, columns]
   int32_t transposed;
-  int32_t float_products;  // integers: 1 if the activations stay floats (WeightQuantBatchMatmul)
-  int64_t columns, depth, group;  // group 0: one scale per column
+  int32_t float_products;  // int8: 1 if activations stay floats (WeightQuantBatchMatmul)
+  int64_t columns, depth, group;  // group: depths that share a scale; 0: one scale per column
 };
 
 // Returns the size of the packed weight, or 0 if the weight is invalid.

@@ -15,7 +15,7 @@ namespace llmk {
 
 static inline float quantize_inverse(float largest) {
   const float inverse = 127.0f / largest;
-  // 0 if the quotient overflows, because all numbers of the row are zero or tiny
+  // Returns 0 if the quotient overflows: then all numbers of the row are zero or tiny.
   return inverse <= 3.4e38f ? inverse : 0.0f;
 }
 
@@ -70,9 +70,9 @@ static void quantize_row_typed(const T* x, const QuantizedRows& rows, int64_t ro
 }
 
 #ifdef LLMK_VEC_AVX512
-// Quantises bfloat16, 32 numbers per vector. The maximum compares the magnitudes as integers. The quantisation handles
-// even and odd numbers separately: in each 32-bit pair, masking or shifting one half gives the float32 value of the
-// other.
+// Quantises bfloat16, 32 numbers per vector. To find the maximum, compares magnitudes as integers. Each 32-bit lane
+// holds an even and an odd number. Shifting the lane or masking its lower half gives the float32 value of the one or
+// the other.
 static void quantize_bfloats(const bfloat_t* x, const QuantizedRows& rows, int64_t row,
                              const PackedWeightHeader& header) {
   constexpr int64_t kStep = 2 * kLanes;

@@ -14,9 +14,11 @@ struct Candidate {
   int32_t id;
 };
 
-// Writes the `count` tokens with the largest logits to `best`, largest first, or fewer if fewer have a finite logit.
-// Searches a band of logits below the largest, and doubles the band until it holds enough tokens, which usually takes
-// one or two passes. Then sorts them.
+// Writes the `count` tokens with the largest logits to `best`, largest first. Writes fewer tokens if the row has fewer
+// finite logits.
+//
+// Searches the tokens in a band below the largest logit and doubles the band until it holds enough tokens. This usually
+// takes one or two passes. Then sorts these tokens.
 void best_tokens(const float* row, int64_t size, float top, int64_t count, ScratchVector<Candidate>* best);
 
 // A prefix of the ranking: its number of tokens and their mass.
@@ -26,18 +28,20 @@ struct Prefix {
 };
 
 // Ranks a whole row. Divides the tokens into bins by logit, and stores the mass of each bin. To find where a running
-// mass or count crosses a limit, it sorts only the bin that contains this place. Masses are added in double: first
-// whole bins (each in the order of its ids), then the tokens of the sorted bin.
+// mass or count crosses a limit, sorts only the bin in which this happens.
+//
+// Masses are added in double. The masses of whole bins come first, each added in the order of the token ids. Then
+// follow the tokens of the sorted bin in the order of their rank.
 class RankedRow {
  public:
   RankedRow(const float* row, int64_t size, float top);
 
   Prefix all() const { return {count_, mass_}; }
   Prefix best(int64_t count);                    // returns the first `count` tokens
-  // returns the shortest prefix with at least this mass; at least one token
+  // Returns the shortest prefix whose mass is at least `mass`, but at least one token.
   Prefix reaching(double mass);
   Prefix at_least(float weight);                 // returns the tokens with at least this weight; at least one token
-  int32_t token_at(double mass, Prefix within);  // returns the first token at which the running mass exceeds `mass`
+  int32_t token_at(double mass, Prefix within);  // returns the first token whose running mass exceeds `mass`
 
  private:
   static constexpr int kBins = 512;
@@ -49,8 +53,8 @@ class RankedRow {
 
   const ScratchVector<Ranked>& sorted(int bin);
 
-  // Walks the ranking. Takes whole bins while keep(prefix before the bin, bin) is true, then single tokens of the next
-  // bin while keep_token(prefix, weight) is true.
+  // Walks through the ranking and returns the prefix that it took. Takes whole bins while keep_bin(prefix so far, bin)
+  // is true. Then takes single tokens of the next bin while keep_token(prefix so far, weight) is true.
   template <class KeepBin, class KeepToken>
   Prefix walk(const KeepBin& keep_bin, const KeepToken& keep_token);
 

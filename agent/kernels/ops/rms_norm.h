@@ -14,7 +14,7 @@ namespace llmk {
 
 struct RmsNormArgs {
   const void* x;
-  const void* residual;  // null for RmsNorm
+  const void* residual;  // null: RmsNorm instead of AddRmsNorm
   const void* gamma;
   void* y;
   float* rstd;  // may be null
@@ -48,7 +48,8 @@ static inline void rms_norm_row(const RmsNormArgs& args, int64_t row) {
   T* y = static_cast<T*>(args.y) + row * width;
   const Vec scale = broadcast(rstd);
   for (int64_t i = 0; i < full; i += kLanes) {
-    // Prefetches the next row, which is probably normed next and comes from the most distant memory.
+    // Prefetches the next row, because this thread probably computes it next and it is farthest away in the memory
+    // hierarchy.
     __builtin_prefetch(x + width + i);
     if (args.residual != nullptr) __builtin_prefetch(static_cast<const T*>(args.residual) + (row + 1) * width + i);
     store(y + i, mul(mul(load(source + i), scale), load(gamma + i)));

@@ -1,12 +1,14 @@
 // Rotary position embedding (Su et al. 2021): rotates pairs of elements of every head by an angle per position.
 //
-//   x [tokens, heads * dim], rows `x_stride` elements apart; out the same with `out_stride`
-//   cos, sin [table_rows, dim]; positions [tokens] give the table row of each token
-//   halves:      out[i] = x[i] * cos[i] - x[i + dim/2] * sin[i],   out[i + dim/2] = x[i + dim/2] * cos + x[i] * sin
-//   interleaved: the same with pairs (2i, 2i + 1)
+//  x, out   [tokens, heads * dim]; consecutive rows are `x_stride` and `out_stride` elements apart
+//  cos, sin [table_rows, dim]; positions [tokens] are the rows of the tables for each token
+//  halves: rotates the pairs (i, i + dim/2):
+//    out[i]         = x[i] * cos[i] - x[i + dim/2] * sin[i]
+//    out[i + dim/2] = x[i + dim/2] * cos[i + dim/2] + x[i] * sin[i + dim/2]
+//  interleaved: rotates the pairs (2i, 2i + 1) in the same way
 //
-// Every product and every sum rounds to float32 on its own, without fused multiply-adds. So the result equals that of
-// the expression written out in any language. It rounds once more to the type of x.
+// Every product and every sum is rounded to float32 separately, without fused multiply-adds. So the result equals that
+// of the same expression in any programming language. At the end, the result is rounded to the type of x.
 #pragma once
 #include "../common/thread_pool.h"
 #include "../common/types.h"
@@ -18,7 +20,7 @@ struct RotaryArgs {
   void* out;
   const void* cos;
   const void* sin;
-  const int32_t* positions;  // null: token t uses row t
+  const int32_t* positions;  // null: token t uses row t of cos and sin
   int64_t tokens, heads, dim;
   int64_t x_stride, out_stride;  // elements from one token to the next
   DType dtype, table_dtype;

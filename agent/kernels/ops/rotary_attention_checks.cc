@@ -6,7 +6,7 @@
 namespace llmk {
 namespace {
 
-constexpr int64_t kPlainBlockKeys = 64;  // number of keys that the kernel treats as a block if the keys are plain rows
+constexpr int64_t kPlainBlockKeys = 64;  // block size that the kernel assumes if keys are matrix rows
 
 // Checks the lengths of every sequence and fills query_starts.
 int check_lengths(const char* op, const RotaryAttentionArgs& args, int64_t* query_starts) {

@@ -1,19 +1,20 @@
 // The sampler. It runs these steps for each row of logits:
 //
-//   0. If a raw logit is NaN or +infinity, or none is finite, the result is kNotFinite.
-//   1. Read from the raw logits: the logsumexp (if wanted), the best `num_top_logits` pairs, and later the sampled
-//      token's logit.
-//   2. Apply the repetition penalty (Keskar et al. 2019) to the distinct tokens of prompt and output: divide a positive
-//      logit, multiply any other. Then subtract frequency * count and presence from the tokens of the output.
-//      After that, a mask sets the logits of all tokens that are not allowed to -infinity.
-//   3. With temperature 0, choose the largest logit, the smaller id on a tie. Otherwise divide by the temperature.
-//   4. Rank the tokens by probability, the smaller id first on a tie. Keep top_k tokens. Then keep the fewest whose
-//      mass reaches top_p. Then keep the tokens with at least min_p of the largest probability.
-//   5. Draw the first token at which the running mass exceeds u * kept mass. u comes from Philox with the seed as key
-//      and sample_position as counter.
+//  0. If a raw logit is NaN or +infinity, or none is finite, the result is kNotFinite.
+//  1. Read from the raw logits: the logsumexp (if wanted), the `num_top_logits` largest logits with their tokens, and
+//     later the sampled token's logit.
+//  2. Apply the repetition penalty (Keskar et al. 2019) to the distinct tokens of prompt and output: divide a positive
+//     logit, multiply any other. Then subtract frequency * count and presence from the tokens of the output.
+//     After that, a mask sets the logits of all tokens that are not allowed to -infinity.
+//  3. With temperature 0, choose the largest logit, the smaller id on a tie. Otherwise divide by the temperature.
+//  4. Rank the tokens by probability, the smaller id first on a tie. Keep top_k tokens. Then keep the fewest tokens
+//     whose mass reaches top_p. Then keep the tokens whose probability is at least min_p times the largest probability.
+//  5. Draw the first token at which the running mass exceeds u * kept mass. The random number u comes from Philox, with
+//     the seed as key and sample_position as counter.
 //
-// Masses are e^(x - max) in float, added up in double. Only the tokens that a filter or the draw needs are sorted
-// (ranked_logits.h), so a row costs a few passes over the vocabulary. The result depends only on the row.
+// The mass of a token is e^(logit - largest logit) in float. Masses are added up in double. Only the tokens that a
+// filter or the draw needs are sorted (ranked_logits.h), so a row costs a few passes over the vocabulary. The result of
+// a row does not depend on other rows.
 #include "sampler.h"
 
 #include <algorithm>
@@ -115,7 +116,8 @@ struct Workspace {
   ScratchVector<Candidate> best;
 };
 
-// Returns false if a logit is NaN or +infinity, or none is finite. Has no branch, so that the compiler vectorises it.
+// Returns false if a logit is NaN or +infinity, or if no logit is finite. The loop has no branch, so that the compiler
+// vectorises it.
 bool is_usable(const float* row, int64_t size) {
   constexpr int32_t kInfinityBits = 0x7F800000;
   int32_t broken = 0, finite = 0;
@@ -129,7 +131,7 @@ bool is_usable(const float* row, int64_t size) {
   return broken == 0 && finite != 0;
 }
 
-// Returns the first id with this logit, or 0 if penalties leave no finite logit.
+// Returns the first id whose logit is `value`, or 0 if no logit is.
 int32_t first_equal(const float* row, int64_t size, float value) {
   return static_cast<int32_t>(std::max<int64_t>(kernels().logits.first_equal(row, size, value), 0));
 }
@@ -155,7 +157,7 @@ const float* apply_penalties(const SampleArgs& args, int64_t row, const float* l
   return work->penalized.data();
 }
 
-// Returns the logits with -infinity for each token that is not allowed.
+// Returns the logits, in which each token that is not allowed has -infinity.
 const float* apply_mask(const uint32_t* mask, int64_t vocab_size, const float* logits, Workspace* work) {
   if (logits != work->penalized.data()) work->penalized.assign(logits, logits + vocab_size);
   float* masked = work->penalized.data();
@@ -176,7 +178,7 @@ int32_t first_allowed(const uint32_t* mask, int64_t vocab_size) {
   return -1;
 }
 
-// Draws a token from the best top_k tokens of a row, which are sorted.
+// Draws one of the best top_k tokens of a row. First sorts these tokens.
 int32_t draw_of_few(const SampleArgs& args, int64_t row, const float* scaled, float top, double u, Workspace* work) {
   best_tokens(scaled, args.vocab_size, top, args.top_k[row], &work->best);
   return draw_of_sorted(args, row, work->best.data(), work->best.size(), u, &work->weights);
@@ -214,7 +216,7 @@ void sample_row(const SampleArgs& args, int64_t row) {
   if (is_skipped(args, row)) return skip_row(args, row);
   const float* raw = args.logits + (args.logits_rows == nullptr ? row : args.logits_rows[row]) * args.vocab_size;
   const int32_t best = args.best_ids == nullptr ? -1 : args.best_ids[row];
-  // A known best id means that all logits have been read and are finite.
+  // A known best id means that this row's logits have all been read before and are finite.
   if (best < 0 && !is_usable(raw, args.vocab_size)) return publish_not_finite(args, row);
   const float raw_top = best < 0 ? kernels().logits.largest(raw, args.vocab_size) : raw[best];
   args.logsumexp[row] = 0.0f;
@@ -248,7 +250,7 @@ void sample_row(const SampleArgs& args, int64_t row) {
   publish(args, row, id, raw[id]);
 }
 
-// Returns true if this call must leave the results of the row unchanged.
+// Returns true if this call must not change the results of the row.
 bool is_left(const SampleArgs& args, int64_t row) { return args.logits_rows != nullptr && args.logits_rows[row] < 0; }
 
 // Returns true if the row needs no sampling: it is skipped, or it is greedy and its best token is known. Finishing the

@@ -9,10 +9,12 @@ constexpr int kMaxTopLogits = 32;
 // The sampled id of a row whose logits cannot be used: one is NaN or +infinity, or none is finite.
 constexpr int32_t kNotFinite = -2;
 
-// The arguments have one entry per row unless stated. sampler.cc defines the order of the steps and their meaning.
+// The arguments of the sampler. An array has one entry per row unless its comment gives another shape. sampler.cc
+// describes what each parameter does.
 struct SampleArgs {
   const float* logits;         // [rows, vocab_size]
-  // index in `logits` for each row; -1: the results of the row stay unchanged; null: row i has logits i
+  // The row of `logits` that each row samples from. -1: the results of the row stay unchanged. Null: row i samples from
+  // row i of `logits`.
   const int32_t* logits_rows;
   int64_t rows, vocab_size;
   const float* temperature;  // 0: greedy
@@ -24,22 +26,22 @@ struct SampleArgs {
   const float* frequency_penalty;
   const uint64_t* seed;
   const int32_t* sample_position;
-  const int32_t* num_top_logits;        // -1: the logsumexp is not computed either and becomes 0
+  const int32_t* num_top_logits;        // -1: none, and logsumexp becomes 0 without being computed
   const int32_t* do_sample;             // 0: the row is skipped and its token is -1; null: no row is skipped
-  const int32_t* best_ids;              // index of the largest logit, the smaller id on a tie; -1, null: not known
-  const int32_t* const* history;        // [rows] -> token ids, prompt first; null if no row has penalties
+  const int32_t* best_ids;              // largest logit's id, the smaller id on a tie; -1 or null: not known
+  const int32_t* const* history;        // [rows]: token ids of each row, prompt first; null: no row has penalties
   const int32_t* history_lens;          // prompt + output
-  const int32_t* history_prompt_lens;   // number of prompt tokens in the history
-  const int32_t* mask_number;           // number in `masks`, from 1; 0, null: the row may sample every token
-  const uint32_t* masks;                // [num_masks, mask_words], bit (id % 32) of word (id / 32) is 1 if allowed
+  const int32_t* history_prompt_lens;   // number of prompt tokens in `history`
+  const int32_t* mask_number;           // from 1, number of a mask in `masks`; 0 or null: every token is allowed
+  const uint32_t* masks;                // [num_masks, mask_words]; id allowed: bit id % 32 of word id / 32 is 1
   int64_t num_masks, mask_words;
   int32_t* sampled_ids;
   float* sampled_logit;
   float* logsumexp;
   int32_t* top_ids;   // [rows, kMaxTopLogits]
   float* top_logits;  // [rows, kMaxTopLogits]
-  const int32_t* table_rows;  // [rows], below last_tokens_size; read only with last_tokens
-  int32_t* last_tokens;       // entry table_rows[i] receives the token of row i; or null
+  const int32_t* table_rows;  // [rows]: index in last_tokens; only read if last_tokens is set
+  int32_t* last_tokens;       // entry table_rows[i] receives the token of row i; may be null
   int64_t last_tokens_size;
 };
 

@@ -10,7 +10,7 @@
 namespace llmk {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity(), kLowest = std::numeric_limits<float>::lowest();
-constexpr int64_t kFewTokens = 4096;  // up to this top_k, the sampler sorts the best tokens directly
+constexpr int64_t kFewTokens = 4096;  // maximum top_k for which the sampler sorts the best tokens directly
 
 // Returns the random number of a row, at least 0 and below 1.
 double uniform(uint64_t seed, int32_t position);
@@ -31,12 +31,13 @@ int check_row(const SampleArgs& args, int64_t row);
 // Returns the logit of a token of the history that occurs `count` times in the output, after the penalties.
 float penalized_logit(const SampleArgs& args, int64_t row, float logit, int32_t count);
 
-// Draws one of the `count` best tokens of a row, which are sorted, after the filters top-k, top-p and min-p. Their
-// logits are divided by the temperature. Each filter keeps a prefix.
+// Draws one of the `count` best tokens of a row, after the filters top-k, top-p and min-p. `best` has these tokens in
+// sorted order, with logits divided by the temperature. So each filter keeps a prefix of `best`.
 int32_t draw_of_sorted(const SampleArgs& args, int64_t row, const Candidate* best, size_t count, double u,
                        ScratchVector<float>* buffer);
 
-// Write the results of a row: of a row that does not sample, of its best tokens, or of its sampled token and raw logit.
+// Writes the results of a row that does not sample. The function report_top() writes the best tokens of a row. The
+// function publish() writes the sampled token and its raw logit.
 void skip_row(const SampleArgs& args, int64_t row);
 void report_top(const SampleArgs& args, int64_t row, const Candidate* best, size_t count);
 void publish(const SampleArgs& args, int64_t row, int32_t id, float logit);

@@ -5,13 +5,13 @@
 
 namespace llmk {
 
-// The sizes of a step, the bounds of its values, its arrays and their copies. T: tokens; S: sequences; W: width of the
-// block tables. Each value must be below its bound and not negative. Only for values with a `lowest` number, this
-// number is the minimum.
+// The sizes of a step, the bounds of its values, its arrays, and the arrays that receive the copies. T is the number of
+// tokens, S the number of sequences, W the width of the block tables. Each value must be below its bound and at least
+// 0, or at least the `lowest_...` number if there is one.
 struct StepCopyArgs {
   int64_t tokens, seqs, width;
   int32_t decode;  // 1: one token per sequence
-  int32_t lowest_token, lowest_slot, lowest_top_logits;  // negative numbers with a special meaning
+  int32_t lowest_token, lowest_slot, lowest_top_logits;  // LAST_TOKEN, PADDING_SLOT, NO_LOGSUMEXP: all negative
   int64_t vocab_size, max_model_len, block_size, num_blocks, num_rows, max_top_logits;
   const int32_t* token_ids;        // [T]; lowest_token means the last token of the batch row
   const int32_t* positions;        // [T]
@@ -22,20 +22,21 @@ struct StepCopyArgs {
   const int32_t* rows;             // [S]
   const int32_t* do_sample;        // [S]
   const int32_t* num_top_logits;   // [S]
-  const int32_t* row_last_tokens;  // [num_rows], negative if a batch row has none; null: lowest_token stays
-  int32_t* own_token_ids;          // [T]; this and the following arrays are the copies
+  const int32_t* row_last_tokens;  // [num_rows], negative: the batch row has none; null: lowest_token stays
+  int32_t* own_token_ids;          // [T]; this array and the following arrays receive the copies
   int32_t* own_positions;
   int32_t* own_slot_mapping;
   int32_t* own_query_lens;
   int32_t* own_context_lens;
   int32_t* own_block_tables;
   int32_t* own_rows;
-  int32_t* last_tokens;     // [S] index in T of each sequence's last token
-  int32_t* sampled_tokens;  // [S] the index of each sequence's last token in T if the sequence samples, otherwise -1
+  int32_t* last_tokens;     // [S] each sequence's last token, as an index from 0 to T - 1
+  int32_t* sampled_tokens;  // [S] like last_tokens, but -1 if the sequence does not sample
   int32_t* counts;          // [3] tokens, sequences, width
 };
 
-// kFineAndWhole: also, all sequences start at position 0.
+// kRefused: a value is out of bounds. kFine: all values are valid. kFineAndWhole: moreover, all sequences start at
+// position 0.
 enum class StepVerdict : int { kRefused = 0, kFine = 1, kFineAndWhole = 2 };
 
 // Copies and checks a step. Returns kRefused, without an explanation, if a value is out of bounds; then the copies are

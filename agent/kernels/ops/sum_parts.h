@@ -1,7 +1,8 @@
-// Adds several arrays, element by element, in their order, in float32, and rounds once.
+// Adds several arrays element by element, in the order of the arrays, in float32, and rounds once.
 //
-// parts[0..num_parts) and out have `count` elements; out may be one of the parts. If the parts are float32, `out_dtype`
-// may be any type, else it must be the type of the parts.
+//  parts[0] to parts[num_parts - 1] and `out` have `count` elements. `out` may be one of the parts.
+//
+// If the parts are float32, `out_dtype` may be any type. Otherwise it must be the type of the parts.
 #pragma once
 #include "../common/types.h"
 

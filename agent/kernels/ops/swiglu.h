@@ -1,8 +1,9 @@
 // Swiglu (Shazeer 2020): splits the input along one axis into a gate and a value.
 //
-//   input [outer, 2 * inner]  ->  out [outer, inner],  out = gate / (1 + exp(-gate)) * value, rounded once
+//  input [outer, 2 * inner]  ->  out [outer, inner],  out = gate / (1 + exp(-gate)) * value, rounded once
 //
-// `inner` is half the size of the axis times the sizes of all later axes.
+// `outer` is the product of the sizes of the axes before the split axis. `inner` is the product of half the size of the
+// split axis and the sizes of the axes after it.
 #pragma once
 
 #include "../common/thread_pool.h"

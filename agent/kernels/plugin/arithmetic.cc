@@ -1,5 +1,6 @@
-// The arithmetic between the inference primitives: Cast, ReduceSum, and operators of two tensors with NumPy's
-// broadcasting. These are Add, Sub, Mul, RealDiv, Minimum, Maximum, Equal, Greater, LessEqual and LogicalOr.
+// The arithmetic that models do between the inference primitives: Cast, ReduceSum, and operators of two tensors with
+// NumPy's broadcasting. The operators are Add, Sub, Mul, RealDiv, Minimum, Maximum, Equal, Greater, LessEqual and
+// LogicalOr.
 //
 // MindSpore has its own CPU kernels for these operators. With the kernels here, all kernels of a step belong to this
 // library, and the step can be replayed without MindSpore (launches.h). Types float16 and bfloat16 are computed in
@@ -44,13 +45,13 @@ bool with_type(const char* name, const Function& function) {
   return false;
 }
 
-// True for the types that models use. Loops over the others are compiled without vectors, because all combinations of
-// types with vectors would take a third of the time in which the whole library compiles.
+// True for the types that models use. Loops over all other types are compiled without vector instructions. Otherwise
+// the many combinations of types would take a third of the compile time of the library.
 template <class T>
 constexpr bool kFast = std::is_same_v<T, float> || std::is_same_v<T, bfloat_t> || std::is_same_v<T, half_t> ||
                        std::is_same_v<T, int32_t> || std::is_same_v<T, int64_t> || std::is_same_v<T, flag_t>;
 
-// Keeps the compiler from making vectors of the loop that calls it, unless `fast`.
+// Keeps the compiler from vectorising the loop from which this function is called, unless `fast`.
 template <bool fast>
 inline void one_by_one() {
   if constexpr (!fast) asm volatile("");
@@ -137,7 +138,7 @@ struct Broadcast {
   int64_t sizes[kMostAxes];
   int64_t strides[2][kMostAxes];  // in elements; 0 on an axis along which the operand is repeated
 
-  void add(int64_t size, int64_t a, int64_t b) {  // appends an inner axis
+  void add(int64_t size, int64_t a, int64_t b) {  // appends an axis inside the others
     if (size == 1) return;
     count *= size;
     const int last = axes - 1;
@@ -299,7 +300,8 @@ int summed_axes(const Call& call, bool (&summed)[kMostAxes]) {
   return 0;
 }
 
-// The sizes and strides of some axes of a tensor: either the axes that a sum runs over, or those that it keeps.
+// The sizes and strides of some axes of a tensor. They are either the axes that a sum runs over, or the axes that it
+// keeps.
 struct Axes {
   int count = 0;
   int64_t total = 1;
@@ -390,8 +392,8 @@ int plugin_logical_or(const Call& call) {
   return pairs<Result::kFlags>(call, [](auto a, auto b) { return static_cast<int64_t>(a != 0 || b != 0); });
 }
 
-// Runs Cast(x, dtype). A float is rounded towards zero to an integer; a value outside the range becomes the largest or
-// smallest integer, a NaN becomes 0. Takes the real part of a complex number.
+// Runs Cast(x, dtype). A float is rounded towards zero to an integer. A value outside the range becomes the largest or
+// smallest integer, and a NaN becomes 0. A complex number is converted by its real part.
 int plugin_cast(const Call& call) {
   const int out = call.count - 1;
   bool known = call.size(0) == call.size(out);
@@ -413,9 +415,9 @@ int plugin_cast(const Call& call) {
                              static_cast<long long>(call.size(out)), call.dtypes[out]);
 }
 
-// Runs ReduceSum(x, axis, keep_dims, skip_mode). Without axes it sums over all of them, or over none with skip_mode. It
-// adds in the order of the elements, in float32, or in float64 for float64. Long rows of float32 are added by long_sum.
-// Integers wrap around.
+// Runs ReduceSum(x, axis, keep_dims, skip_mode). Without axes it sums over all axes, or over no axis with skip_mode. It
+// adds in the order of the elements, in float32. It adds float64 in float64, and long rows of float32 with long_sum().
+// Sums of integers wrap around.
 int plugin_reduce_sum(const Call& call) {
   const int out = call.count - 1;
   bool summed[kMostAxes];

@@ -39,12 +39,12 @@ static int64_t longest_context(const RotaryAttentionArgs& args) {
 }
 
 // Runs FlashAttentionScore in layout TH: query [tokens, heads * dim], key and value [tokens, kv_heads * dim]. The
-// inputs actual_seq_qlen and actual_seq_kvlen are the lengths of the sequences, not running sums; a length may be zero.
-// Only causal attention is supported. pre_tokens limits how far back a query sees (the band of sparse_mode 4).
+// inputs actual_seq_qlen and actual_seq_kvlen are the lengths of the sequences instead of running sums. A length may be
+// zero. Only causal attention is supported. pre_tokens limits how far back a query sees (the band of sparse_mode 4).
 int plugin_flash_attention(const Call& call) {
   enum { kAttnMask = 6, kQueryLens = 8, kKeyLens = 9, kHeadNum = 10, kKeepProb, kScale, kPreTokens, kNextTokens,
          kInnerPrecise, kLayout, kSparseMode };
-  constexpr int64_t kLayoutTH = 5;  // MindSpore 2.9: FASInputLayoutMode
+  constexpr int64_t kLayoutTH = 5;  // number of TH in FASInputLayoutMode of MindSpore 2.9
   for (const int unsupported : {3, 4, 5, 7}) {
     if (call.is_tensor(unsupported)) return refuse_text(call.op, "argument %d is not supported", unsupported);
   }
@@ -89,9 +89,11 @@ static bool is_masked(const Call& call, int mask, int64_t index) {
   return (call.as<uint16_t>(mask)[index] & 0x7FFF) != 0;  // float16 and bfloat16: tests all bits except the sign
 }
 
-// Reads the first key that each query sees from a mask [tokens, positions]. The mask is 0 at every visible key. The
-// visible keys must be one run that ends at the query's own position. A mask of another shape is ignored: the kernel
-// hides later keys by their position. Leaves `first_keys` empty if every query sees its keys from position 0 on.
+// Reads the first key that each query sees from a mask [tokens, positions], and writes these numbers to `first_keys`.
+// The mask is 0 at every visible key. The visible keys must be one run that ends at the query's own position. Leaves
+// `first_keys` empty if every query sees its keys from position 0 on.
+//
+// A mask of another shape is ignored, because the kernel itself hides the keys after the query's position.
 static int read_mask(const Call& call, int mask, const RotaryAttentionArgs& args, std::vector<int64_t>* first_keys) {
   if (!call.is_tensor(mask) || call.ndims[mask] != 2 || call.dim(mask, 0) != args.tokens ||
       call.dim(mask, 1) < longest_context(args)) {
@@ -124,9 +126,11 @@ static int read_mask(const Call& call, int mask, const RotaryAttentionArgs& args
 }
 
 // Runs PagedAttention: query [tokens, heads * dim], caches [blocks, block_size, kv_heads, dim], block_tables int32
-// [sequences, width]. The last q_seq_lens[s] of the context_lens[s] tokens of sequence s are its queries; without
-// q_seq_lens each sequence has one. A query sees the keys up to its own position, which are in the cache already.
-// Unused entries of block_tables are not read. An Ascend hides later keys by attn_mask; this kernel uses the position.
+// [sequences, width].
+//
+// The last q_seq_lens[s] of the context_lens[s] tokens of sequence s are its queries. Without q_seq_lens, each sequence
+// has one query. A query sees the keys up to its own position, which are in the cache already. An Ascend needs
+// attn_mask to hide later keys, but this kernel compares positions. Unused entries of block_tables are not read.
 int plugin_paged_attention(const Call& call) {
   enum { kQuery, kKeyCache, kValueCache, kBlockTables, kContextLens, kAntiquantScale, kAntiquantOffset, kAttnMask,
          kQueryLens, kAlibi, kHeadNum, kScale, kKvHeadNum, kQuantMode, kMaskMode, kMlaDim };

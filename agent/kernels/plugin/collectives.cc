@@ -16,7 +16,8 @@ int plugin_all_reduce(const Call& call) {
   return all_reduce(call.op, call.dtype(0), call.data[0], call.dtype(out), call.data[out], call.size(0));
 }
 
-// Runs AllGather(x [n, ...]) -> [size * n, ...]: joins the x of all ranks, in their order. x may have any type.
+// Runs AllGather(x [n, ...]) -> [size * n, ...]: joins the tensors x of all ranks, in the order of the ranks. x may
+// have any type.
 int plugin_all_gather(const Call& call) {
   const int64_t bytes = dtype_bytes(call.dtypes[0]) * call.size(0);
   const int out = call.count - 1;

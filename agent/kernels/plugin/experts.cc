@@ -18,8 +18,8 @@
 namespace llmk {
 
 // MoeGatingTopKSoftmax: x [rows, experts], finished (None), k -> y [rows, k] of x's type, expert_idx and row_idx int32
-// [rows, k]. y has the k largest values of the softmax. row_idx has the index of each element of y in column-major
-// order.
+// [rows, k]. The output y has the k largest values of the softmax, and expert_idx has their experts. The output row_idx
+// has the index of each element of y in column-major order.
 int plugin_moe_gating_top_k_softmax(const Call& call) {
   enum { kX, kFinished, kK, kY, kExpertIdx, kRowIdx };
   const int64_t rows = call.dim(kX, 0), experts = call.dim(kX, 1), k = call.integer(kK);
@@ -34,11 +34,12 @@ int plugin_moe_gating_top_k_softmax(const Call& call) {
 
 namespace {
 
-// from this length on, the best values of a row are found with best_tokens()
+// Minimum length of a row whose best values are found with best_tokens().
 constexpr int64_t kLongRow = 1024;
 constexpr int64_t kTopKElementsPerTask = 8192;
 
-// Finds the k largest of a long row with ranked_logits.h. Returns false if the row has fewer than k finite values.
+// Finds the k largest values of a long row with best_tokens() of ranked_logits.h. Returns false if the row has fewer
+// than k finite values.
 bool long_top_k_row(const float* values, int64_t count, int64_t k, float* best, int64_t* indices) {
   thread_local ScratchVector<Candidate> found;
   best_tokens(values, count, kernels().logits.largest(values, count), k, &found);
@@ -87,7 +88,7 @@ void top_k(const Call& call, int64_t rows, int64_t count, int64_t k, bool larges
 }  // namespace
 
 // TopkExt: input [..., count], k, dim (the last), largest, sorted -> values [..., k] of input's type, indices int64
-// [..., k]: the k largest or smallest values of each row, always sorted.
+// [..., k]. The values are the k largest of each row, or the k smallest. They are always sorted.
 int plugin_top_k(const Call& call) {
   enum { kInput, kK, kDim, kLargest, kSorted, kValues, kIndices, kCount };
   const int dims = call.ndims[kInput];
@@ -106,12 +107,15 @@ int plugin_top_k(const Call& call) {
   return 0;
 }
 
-// MoeInitRoutingV2: x [rows, width], expert_idx int32 [rows, k], active_num, expert_capacity, expert_num,
-// drop_pad_mode, flag, flag -> expanded_x [rows * k, width], expanded_row_idx int32 [rows * k],
-// expert_tokens_count_or_cumsum int32 [expert_num], and an output that is not used if no row is dropped.
+// The inputs and outputs of MoeInitRoutingV2:
+//  x [rows, width], expert_idx int32 [rows, k], active_num, expert_capacity, expert_num, drop_pad_mode,
+//  count_or_cumsum, before_capacity
+//  -> expanded_x [rows * k, width], expanded_row_idx int32 [rows * k], expert_tokens_count_or_cumsum int32
+//     [expert_num], and an output that is only used if rows are dropped
 //
-// expanded_x has one row for each choice of an expert, ordered by expert; rows of one expert keep their order. Choice
-// row * k + i is in row expanded_row_idx[row * k + i]. No row is dropped.
+// The output expanded_x has one copy of a row for each expert that the row chose. The copies are ordered by expert. The
+// copies for one expert keep the order of the rows. The copy for choice row * k + i is in row expanded_row_idx[row * k
+// + i]. No row is dropped.
 int plugin_moe_init_routing(const Call& call) {
   enum { kX, kExpertIdx, kActiveNum, kCapacity, kExpertNum, kDropPadMode, kCountOrCumsum, kBeforeCapacity, kExpandedX,
          kExpandedRowIdx, kTokens };
@@ -167,9 +171,11 @@ void unpermute(const Call& call, int64_t rows, int64_t k, int64_t width) {
 
 }  // namespace
 
-// MoeTokenUnpermute: permuted_tokens [rows * k, width], sorted_indices int32 [rows * k], probs [rows, k] of the tokens'
-// type -> [rows, width]: the sum over i of probs[row][i] * permuted_tokens[sorted_indices[row * k + i]], in the order
-// of i, in float32. There is no padding.
+// MoeTokenUnpermute: permuted_tokens [rows * k, width], sorted_indices int32 [rows * k], probs [rows, k] of the type of
+// the tokens -> out [rows, width].
+//
+// out[row] is the sum over i from 0 to k - 1 of probs[row][i] * permuted_tokens[sorted_indices[row * k + i]]. The terms
+// are added in this order, in float32. Padding is not supported.
 int plugin_moe_token_unpermute(const Call& call) {
   enum { kTokens, kIndices, kProbs, kPaddedMode, kRestoreShape };
   int error = call.is_tensor(kProbs) ? check_equal_dtype(call, kTokens, kProbs) : kBadArgument;

@@ -23,21 +23,22 @@ int run_apart(Launch* const* parts, int count) {
   return 0;
 }
 
-// Fuses SplitWithSize, ApplyRotaryPosEmb and ReshapeAndCache. Rotates queries and keys directly from the rows of the
-// qkv product, and copies keys and values to the cache. Without the fusion, SplitWithSize copies each row once more.
+// Fuses SplitWithSize, ApplyRotaryPosEmb and ReshapeAndCache. Rotates queries and keys directly from the rows of qkv,
+// the product of the linear layer, and copies keys and values to the cache. This saves the copy of each row by
+// SplitWithSize.
 enum { kSplitInput, kSplitQuery = 3, kSplitKey, kSplitValue, kSplitCount };
 enum { kRotaryCos = 2, kRotarySin, kRotaryFormat = 5, kRotaryQuery, kRotaryKey, kRotaryCount };
 enum { kCacheKey, kCacheValue, kKeyCache, kValueCache, kSlots, kCacheOut, kCacheCount };
 
 struct RotaryCacheArgs {
   RotaryArgs query, key;
-  const char* values;     // the values of the first row
-  char* kept_values;      // null: no later launch reads the values, so they are not kept
+  const char* values;     // address of the values in the first row
+  char* kept_values;      // copy of the values; null: no later launch reads them
   char* caches[2];
   const int32_t* slots;
-  int64_t row_bytes;      // bytes of a qkv row
-  int64_t width_bytes;    // bytes of the keys of a token
-  bool keeps_key;         // a later launch reads the rotated keys
+  int64_t row_bytes;      // bytes of a row of qkv
+  int64_t width_bytes;    // bytes of the keys (or values) of a token
+  bool keeps_key;         // true: a later launch reads the rotated keys
 };
 
 void rotate_and_store(const RotaryCacheArgs& args, int64_t token) {
@@ -108,8 +109,9 @@ int rotary_cache(Launch* const* parts, const Fusion& fusion) {
   return 0;
 }
 
-// Fuses Greater, Cast and Mul of columns [1, C] and rows [T, 1], which compute the mask of a step with chunks. Writes
-// `hidden` where the column is greater, else `shown`. Does not write the two intermediate arrays.
+// Fuses Greater, Cast and Mul, which compute the attention mask of a step with chunks from columns [1, C] and rows [T,
+// 1]. The mask [T, C] is `hidden` where the column number is greater than the row number, otherwise `shown`. The two
+// intermediate arrays are not written.
 enum { kColumns, kRows, kGreaterOut, kGreaterCount };
 enum { kFactorLeft, kFactorRight, kProduct, kMulCount };
 
@@ -224,7 +226,7 @@ int swiglu_quant(Launch* const* parts, const Fusion& fusion) {
 
 constexpr int kFarthest = 8;  // maximum distance, in launches, between two parts of a fusion
 
-// Finds chains of launches, each of which reads the result of the one before.
+// Finds chains of launches in which each launch reads the result of the previous one.
 class Finder {
  public:
   explicit Finder(Recording* recording) : recording_(recording), launches_(recording->launches) {}
@@ -282,8 +284,8 @@ class Finder {
            recording_->values[static_cast<size_t>(value)].last > last;
   }
 
-  // Returns whether all launches of a fusion can run at the time of the last one. This requires that no other launch
-  // between them reads their results, and that none of them waits for other agents.
+  // Returns whether all launches of a fusion can run at the time of the last one. No launch outside the fusion may read
+  // their results before this time, and no launch of the fusion may be a collective.
   bool can_move(const Fusion& fusion) const {
     for (int number = fusion.first(); number <= fusion.last(); ++number) {
       const bool is_part = std::find(fusion.parts, fusion.parts + fusion.count, number) != fusion.parts + fusion.count;

@@ -1,19 +1,19 @@
 // Runs GroupedMatmulV4: the matrix products of a mixture of experts. The semantics are those of the CANN documentation
 // of aclnnGroupedMatmulV4 for Atlas A2 (docs/ascend.md).
 //
-//   x [rows, depth], ordered by group, and weight [groups, depth, columns], one tensor each, group_list int64 [groups]
-//   ->   [rows, columns]: the rows of a group times its weight
+// x [rows, depth], ordered by group; weight [groups, depth, columns], one tensor; group_list int64 [groups]
+//  ->   [rows, columns]: the rows of a group times the weight of the group
 //
-//   x                 weight         scales, offsets
-//   float, bfloat16,  x's type                                                               x @ weight
-//   int8              int8           scale [groups, columns], per_token_scale float32 [rows] (x @ weight) * scale *
-//                                                                                            per_token_scale
-//   float, bfloat16,  int8 or int4   antiquant_scale and antiquant_offset of x's type        x @ ((weight + offset) *
-//                                    [groups, columns], with int4 also [groups, n, columns]    scale)
-//                                    for n equal parts of the depth
+// Supported types:
 //
-// split_item must be 3 (one output) and group_type 0 (rows). group_list has the ends of the groups if group_list_type
-// is 0, and their sizes if it is 1.
+// x and weight of one type other than int8, no scales:   x @ weight x and weight int8, scale [groups, columns],
+// per_token_scale float32 [rows]:   (x @ weight) * scale * per_token_scale x of a float type, weight int8 or int4,
+// antiquant_scale and antiquant_offset of x's type:
+//      x @ ((weight + antiquant_offset) * antiquant_scale), where both are [groups, columns], or for int4 also
+//      [groups, n, columns] for n equal parts of the depth
+//
+// The input split_item must be 3 (one output) and group_type 0 (rows). The input group_list has the ends of the groups
+// if group_list_type is 0, and the sizes of the groups if it is 1.
 //
 // The kernel of ops/linear.h multiplies each group by the packed form of its weight, as in linear.cc. So the weight
 // alone determines the order of the additions. Float weights without a kept packed form go to ops/matmul_any.h, which
@@ -37,7 +37,7 @@ enum Argument {
 // The weights of all groups. They have the same size and follow each other in memory.
 struct GroupedWeight {
   PrimitiveWeight first;
-  int64_t groups, value_bytes, scale_bytes;  // bytes of one group
+  int64_t groups, value_bytes, scale_bytes;  // sizes of a group in bytes
 
   PrimitiveWeight of(int64_t group) const {
     PrimitiveWeight weight = first;
@@ -66,7 +66,7 @@ int check_call(const Call& call) {
   return 0;
 }
 
-// Checks that the types of x and weight and the given scales match one line of the table at the top of this file.
+// Checks that the types of x, weight and scales are one of the combinations listed at the top of this file.
 int check_form(const Call& call) {
   const bool whole = call.has_dtype(kX, "int8") && call.has_dtype(kWeight, "int8");
   const bool weight_only = call.dtype(kX) != DType::kUnsupported && is_integer(call, kWeight);
@@ -91,7 +91,8 @@ int check_form(const Call& call) {
                      call.dtypes[kX], call.dtypes[kWeight]);
 }
 
-// Checks the shapes of the scales. Sets `group` to the number of inputs that share a scale, or to 0 if all of them do.
+// Checks the shapes of the scales. Sets `group` to the number of inputs that share a scale, or to 0 if a column has
+// only one scale.
 int check_scales(const Call& call, int scales, int offsets, const GroupedWeight& all, int64_t* group) {
   const PrimitiveWeight& weight = all.first;
   const int64_t parts = call.ndims[scales] == 3 && weight.type == ValueType::kInt4 ? call.dim(scales, 1) : 1;
@@ -156,7 +157,7 @@ int plain_product(const Call& call, const PrimitiveWeight& weight, int64_t begin
   return any_matmul(call.op, args);
 }
 
-// Multiplies rows [begin, end) by the packed weight of a group. `quantized` has all rows of x if x is int8.
+// Multiplies rows [begin, end) by the packed weight of a group. If x is int8, `quantized` must have all rows of x.
 int group_product(const Call& call, const PrimitiveWeight& weight, const QuantizedRows* quantized, int64_t begin,
                   int64_t end) {
   Blob blob;

@@ -73,8 +73,8 @@ Launch& record(Recording* recording, const Tensors& call, std::unique_ptr<Scalar
   return launch;
 }
 
-// Counts the bytes of a recording and reserves the memory for its replays. Returns false with a problem if there is not
-// enough memory.
+// Counts the bytes of a recording and reserves the memory for its replays. If there is not enough memory, sets the
+// problem of the recording and returns false.
 bool hold(Recording* recording) {
   recordings_held -= recording->held;
   recording->held = held_by(*recording);
@@ -86,9 +86,9 @@ bool hold(Recording* recording) {
   return false;
 }
 
-// Runs all launches of a recording. After an error no further launch runs, except collectives with `keeps_pace`.
-// Collectives must run, because the other agents of the stage wait for them. Returns false after an error, unless a
-// caller stores errors (hold_failures).
+// Runs all launches of a recording. After an error, the remaining launches do not run. Only with `keeps_pace`, the
+// remaining collectives still run, because the other agents of the stage wait for them. Returns false after an error,
+// unless a caller stores errors (hold_failures).
 bool replay(Recording* recording, bool keeps_pace) {
   const StandardFloatingPoint scope;
   if (recording->memory != arena.memory) find_places(recording, arena.memory);
@@ -100,7 +100,7 @@ bool replay(Recording* recording, bool keeps_pace) {
     if (has_failed() && !(keeps_pace && launch.is_shared)) continue;
     const int error = fusion == nullptr ? launch.run() : run_fusion(recording, *fusion);
     if (report_error(launch.op, error) != 0) return false;
-    if (error != 0 && launch.is_shared) return true;  // the group is down
+    if (error != 0 && launch.is_shared) return true;  // a collective only fails if the group is down
   }
   return true;
 }
@@ -132,7 +132,7 @@ int launch(CustomOp custom_op, int outputs, const Tensors& tensors) {
   Launch& launch = record(recording, tensors, std::make_unique<ScalarInputs>(inputs));
   launch.primitive = nullptr;
   launch.custom_op = custom_op;
-  launch.is_shared = false;  // unlike a primitive, a custom operator always reports its error immediately
+  launch.is_shared = false;  // Unlike a primitive, a custom operator always reports its error immediately.
   const int error = custom_op(tensors);
   if (error != 0) recording->problem = std::string(tensors.op) + " refused its inputs";
   return error;
@@ -221,10 +221,12 @@ LLMK_ENTRY void llmk_forget_recording(void* recording) {
   llmk::arena.drop();
 }
 
-// Replays the launches. Writes the addresses of the results, valid until the next call of one of these functions, and
-// returns 1. Returns 0 after an error, unless the caller stores errors (llmk_hold_failures). After an error, kernels do
-// nothing until llmk_take_failure. With `keeps_pace` the collectives still run: the other agents do not know of the
-// error, and all agents must run the same number of collectives.
+// Replays the launches. Writes the addresses of the results, which are valid until the next call of one of these
+// functions, and returns 1. Returns 0 after an error, unless the caller stores errors (llmk_hold_failures). After an
+// error, kernels do nothing until llmk_take_failure() is called.
+//
+// With `keeps_pace`, the collectives still run after an error. All agents must run the same number of collectives, and
+// the other agents do not know of the error.
 LLMK_ENTRY int llmk_replay(void* recording, int keeps_pace, const void** addresses) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   llmk::Recording* replayed = static_cast<llmk::Recording*>(recording);

@@ -1,21 +1,23 @@
 // Records the launches of primitives and custom operators while MindSpore runs a graph, and replays them without
 // MindSpore.
 //
-// A graph launches the same operators in the same order every time. Only the contents of its inputs and their lengths
+// A graph launches the same operators in the same order every time. Only the contents and the lengths of its inputs
 // change. So one run is recorded, as an Ascend captures the launches of a step, and replayed by a loop. This saves
-// MindSpore's work for every operator and parameter. Two runs with different lengths show what each length depends on.
-// They make a recording for steps of any size.
+// MindSpore's work for every operator and parameter. From two recorded runs of different sizes, the library infers how
+// each length depends on the size of the step. Thus the two runs give one recording for steps of any size.
 //
 // A recorded launch may read four kinds of memory:
-//   - memory whose address never changes, which the caller names: inputs of the graph, weights, caches
-//   - the output of a recorded launch
-//   - a single number of the graph, which is copied
-//   - a list that MindSpore read from a named input; a replay reads it from there
-// The outputs of recorded launches get memory of the library. Outputs that are not needed at the same time share it.
+//  - memory whose address never changes, which the caller names: inputs of the graph, weights, caches
+//  - the output of a recorded launch
+//  - a single number that is a constant of the graph; the recording has a copy
+//  - a list that MindSpore read from an input that the caller named; a replay reads the list from this input
 //
-// The caller must check that the recording is complete: a kernel of MindSpore between two kernels of this library would
-// be missing. Therefore the caller fills the memory with NaN, replays, and compares the results with those of the
-// graph.
+// The outputs of recorded launches get memory of the library. Outputs that are not needed at the same time share
+// memory.
+//
+// The caller must check that the recording is complete. If a kernel of MindSpore runs between two kernels of this
+// library, the recording does not contain it. Therefore the caller fills the memory of the outputs with NaN, replays,
+// and compares the results with those of the graph.
 #pragma once
 #include "../custom_ops.h"
 #include "call.h"

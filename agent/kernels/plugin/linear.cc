@@ -2,8 +2,9 @@
 // The semantics are those of the CANN documentation: aclnnDynamicQuant, aclnnAscendQuant, aclnnQuantMatmulV4,
 // aclnnWeightQuantBatchMatmulV2 (docs/ascend.md).
 //
-// The kernel of ops/linear.h multiplies by the packed form of the weight. So the weight alone determines the order of
-// the additions, not the other rows. The packed form exists already if the weight is kept (ops/primitive_weight.h).
+// The kernel of ops/linear.h multiplies by the packed form of the weight. So the order of the additions depends only on
+// the weight, and a row's result does not depend on other rows. If the weight is kept (ops/primitive_weight.h), its
+// packed form exists already. Otherwise each call packs the weight.
 #include <algorithm>
 
 #include "../common/kernel_table.h"
@@ -40,8 +41,8 @@ int check_depth(const Call& call, int x, const PrimitiveWeight& weight) {
                      call.ndims[x], static_cast<long long>(call.dim(x, -1)), static_cast<long long>(weight.depth));
 }
 
-// Quantises the rows of argument `x` into `rows_of_y`, and copies them to `y` if they have another stride. `blob` is a
-// packed weight, or its header, that determines how they are quantised.
+// Quantises the rows of argument `x` into `rows_of_y`, and copies them to `y` if `rows_of_y` has its own memory. `blob`
+// is a packed weight or only its header. It determines how the rows are quantised.
 void quantise_rows(const Call& call, int x, int8_t* y, const QuantizedRows& rows_of_y, int64_t rows, const void* blob) {
   const int64_t depth = header_of(blob).depth, row_bytes = depth * size_of(call.dtype(x));
   for_rows(rows, depth, [&](int64_t row) {
@@ -97,8 +98,10 @@ int plugin_matmul(const Call& call) {
   return 0;
 }
 
-// DynamicQuantExt(x [rows, depth], smooth_scales) -> y int8 of x's shape, scale float32 [rows]. scale = max|x| / 127
-// and y = round(x / scale) to nearest, ties to even, computed as x * (127 / max|x|). A row of zeros has scale 0.
+// DynamicQuantExt(x [rows, depth], smooth_scales) -> y int8 of x's shape, scale float32 [rows].
+//
+// The scale of a row is max|x| / 127. y = round(x / scale) to nearest, ties to even, computed as x * (127 / max|x|). A
+// row of zeros has scale 0.
 int plugin_dynamic_quant(const Call& call) {
   enum { kX, kSmoothScales, kY, kScale };
   const int error = check_float(call, kX);
@@ -115,8 +118,9 @@ int plugin_dynamic_quant(const Call& call) {
 }
 
 // QuantV2(x [rows, depth], scale [depth] or [1], offset, sqrt_mode, rounding_mode, dst_type) -> y int8 of x's shape.
-// y = round(x * scale + offset) within -128 to 127, to nearest, ties to even. Product and sum are rounded to float32. A
-// row with a NaN or an infinity becomes zeros.
+//
+// y = round(x * scale + offset) within -128 to 127, to nearest, ties to even. The product and the sum are rounded to
+// float32. A row with a NaN or an infinity becomes zeros.
 int plugin_static_quant(const Call& call) {
   enum { kX, kScale, kOffset, kSqrtMode, kRoundingMode, kType, kY };
   constexpr int64_t kRound = 0;
@@ -132,7 +136,7 @@ int plugin_static_quant(const Call& call) {
                        static_cast<long long>(depth));
   }
   if (rows == 0) return 0;
-  // the blob of a weight that has no columns, and whose static inputs are `scale` and `offset`
+  // A blob without columns, whose static inputs are `scale` and `offset`.
   constexpr int64_t kHeaderFloats = sizeof(PackedWeightHeader) / sizeof(float);
   const int64_t stride = static_stride(depth);
   float* blob = static_cast<float*>(thread_scratch(kScratchStatic, (kHeaderFloats + 2 * stride + rows) * 4));
@@ -153,9 +157,11 @@ int plugin_static_quant(const Call& call) {
 }
 
 // QuantBatchMatmul(x1 int8 [rows, depth], x2 int8, scale [columns], offset, bias, pertoken_scale, transpose_x1,
-// transpose_x2, dtype) of dtype: (x1 @ x2) * scale * pertoken_scale [rows] after DynamicQuantExt, and
-// (x1 @ x2 + bias) * scale with an int32 bias [columns] after QuantV2. The sums of integers are exact. They are
-// multiplied by the scales in float32 and rounded once.
+// transpose_x2, dtype) -> a matrix [rows, columns] of type dtype.
+//
+// After DynamicQuantExt, the result is (x1 @ x2) * scale * pertoken_scale, with pertoken_scale [rows]. After QuantV2,
+// it is (x1 @ x2 + bias) * scale, with an int32 bias [columns]. The sums of integers are exact. They are multiplied by
+// the scales in float32 and rounded once.
 int plugin_quant_matmul(const Call& call) {
   enum { kX1, kX2, kScale, kOffset, kBias, kPerToken, kTransposeX1, kTransposeX2, kDtype, kOut };
   const bool is_static = call.is_tensor(kBias);
@@ -193,10 +199,13 @@ int plugin_quant_matmul(const Call& call) {
   return 0;
 }
 
-// WeightQuantBatchMatmul(x [rows, depth], weight int8 or int4, antiquant_scale, antiquant_offset, quant_scale,
-// quant_offset, bias, transpose_x, transpose_weight, antiquant_group_size) -> x @ ((weight + offset) * scale) of x's
-// type. The sum over a group is multiplied by the scale of the group, in float32. The result is rounded once. Offsets
-// must be whole numbers.
+// The inputs and output of WeightQuantBatchMatmul:
+//  x [rows, depth], weight int8 or int4, antiquant_scale, antiquant_offset, quant_scale, quant_offset, bias,
+//  transpose_x, transpose_weight, antiquant_group_size
+//  -> x @ ((weight + antiquant_offset) * antiquant_scale) of x's type
+//
+// Offsets must be whole numbers. The sum over a group is multiplied by the scale of the group, in float32. The result
+// is rounded once.
 int plugin_weight_quant_matmul(const Call& call) {
   enum { kX, kWeight, kScale, kOffset, kQuantScale, kQuantOffset, kBias, kTransposeX, kTransposeWeight, kGroup, kOut };
   int error = check_equal_dtype(call, kX, kOut);

@@ -21,12 +21,13 @@ class Blob {
   std::vector<char> own_;
 };
 
-// Returns the arguments for `rows` rows without gaps between them. The caller must set x or quantized.
+// Returns arguments for `rows` rows, where both x and `out` have no gaps between rows. The caller must set x or
+// quantized.
 LinearArgs linear_args(const void* blob, DType dtype, int64_t rows, void* out);
 
 // Allocates quantised rows in the layout of the linear kernel: each row fills whole cache lines and has a sum. If
-// `depth` is a multiple of a cache line, the rows are in `values` [rows, depth]. Else they are in scratch memory of
-// this thread, until the next call.
+// `depth` is a multiple of a cache line, the rows are stored in `values` [rows, depth]. Otherwise they are stored in
+// scratch memory of this thread, which is valid until the next call.
 QuantizedRows allocate_rows(int8_t* values, float* scales, int64_t rows, int64_t depth);
 
 // Returns rows that another primitive has quantized, in the layout of allocate_rows().

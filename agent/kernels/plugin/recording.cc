@@ -34,8 +34,8 @@ bool is_constant(const Tensors& tensors, int i) {
   return tensors.size(i) == 1 && (tensors.ndims[i] == 0 || tensors.dtype(i) != DType::kUnsupported);
 }
 
-// Determines the memory from which a replay reads an input. If it is unknown, sets the recording's problem and returns
-// false.
+// Determines the memory from which a replay reads an input. If this memory is unknown, sets the recording's problem and
+// returns false.
 bool find_input(Recording* recording, int number, size_t at, const std::vector<Range>& staying) {
   Launch& launch = recording->launches[static_cast<size_t>(number)];
   const int argument = static_cast<int>(at), value = holder(recording->values, launch.data[at]);
@@ -131,7 +131,8 @@ bool is_same(const Launch& a, const Launch& b) {
   return std::all_of(a.offsets.begin(), a.offsets.end(), [](int64_t offset) { return offset == 0; });
 }
 
-// Returns whether two launches read equal constants and the same memory of the caller. is_same() must be true for them.
+// Returns whether two launches read equal constants and the same memory of the caller. The caller must check is_same()
+// first.
 bool reads_the_same(Launch* a, const Launch& b) {
   size_t constants = 0;
   for (size_t at = 0; at < a->data.size(); ++at) {
@@ -240,7 +241,7 @@ void find_places(Recording* recording, char* memory) {
 }
 
 int64_t held_by(const Recording& recording) {
-  constexpr int64_t kAllocation = 16;  // overhead of an allocation
+  constexpr int64_t kAllocation = 16;  // estimated overhead of a memory allocation in bytes
   int64_t total = static_cast<int64_t>(sizeof(Recording)) + held_by(recording.launches) + held_by(recording.values) +
                   held_by(recording.buffers);
   for (const Launch& launch : recording.launches) {

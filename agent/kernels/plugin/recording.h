@@ -17,14 +17,15 @@ struct Length {
 };
 
 struct Launch {
-  Primitive primitive;  // null for a custom operator
+  Primitive primitive;  // null: the launch is a custom operator
   CustomOp custom_op;
   bool is_shared;  // true for a collective, which all agents of the stage run together
   const char* op;
   std::vector<void*> data;       // addresses of the arguments in MindSpore's run
-  // index of an argument in Recording::values; -1: memory of the caller, which has the same address in each replay
+  // For each argument: its index in Recording::values, or -1. -1 means memory of the caller, which has the same address
+  // in each replay.
   std::vector<int> values;
-  std::vector<int64_t> offsets;  // byte offset of an argument in its value
+  std::vector<int64_t> offsets;  // for each argument: its byte offset in its Value
   std::vector<void*> placed;     // addresses of the arguments at a replay
   std::vector<int> ndims;
   std::vector<int64_t> sizes;
@@ -36,7 +37,7 @@ struct Launch {
   int inputs;
 
   Tensors tensors() { return tensors_in(&data); }
-  Call call() { return {tensors_in(&placed), scalars.get()}; }  // the call of the primitive at a replay
+  Call call() { return {tensors_in(&placed), scalars.get()}; }  // Returns the call of the primitive at a replay.
   int64_t bytes_of(int argument);
   int run();
 
@@ -46,21 +47,21 @@ struct Launch {
   }
 };
 
-// An output of a launch, until another launch writes to the same memory of MindSpore.
+// The memory of an output of a launch. It ends when another launch writes to the same memory of MindSpore.
 struct Value {
   const char* start;  // the output's memory in MindSpore's run
   const char* end;
   int launch;
   int argument;
-  int first;   // the first launch that needs its buffer
-  int last;    // the last launch that reads it
-  int buffer;  // values that are not needed at the same time share a buffer
+  int first;   // number of the first launch that needs the buffer
+  int last;    // number of the last launch that reads the value
+  int buffer;  // index of the buffer, which other values share at other times
 };
 
 constexpr int kMostFused = 3;
 
-// Launches that one function replaces (fusion.h). It runs at the time of the last of them. `keeps` marks the
-// intermediate results that a later launch reads.
+// Launches that one function replaces (fusion.h). The function runs at the time of the last of these launches. `keeps`
+// marks the intermediate results that a later launch reads.
 struct Fusion {
   const char* name;
   int count;
@@ -72,7 +73,7 @@ struct Fusion {
   int last() const { return parts[count - 1]; }
 };
 
-// A result of the graph: an offset in a value.
+// A result of the graph: `value` is an index in Recording::values, `offset` a byte offset in this value.
 struct Result {
   int value;
   int64_t offset;
@@ -84,7 +85,7 @@ struct Recording {
   std::vector<int> fused;  // for each launch: the fusion that computes it, or -1; empty: there are no fusions
   std::string problem;
   std::vector<Value> values;
-  std::vector<int64_t> buffers;  // offset of each buffer in the library's memory, then the end of the last buffer
+  std::vector<int64_t> buffers;  // byte offset of each buffer in `memory`, then the end of the last buffer
   std::vector<Result> results;   // the results of the graph, in its order
   int64_t held = 0;        // approximate bytes of the recording itself
   char* memory = nullptr;  // the library's memory to which the addresses in `placed` point
@@ -101,11 +102,13 @@ struct StepSizes {
   int64_t tokens, seqs;
 };
 
-// Generalizes a recording of one step to any step up to `largest`. `other` is a recording of the same graph for another
-// step. A length that is equal in both steps is constant. Any other length must be a multiple of the tokens or of the
-// sequences. So tokens and sequences must not have the same ratio in both steps. With `fuses`, launches are fused
-// (fusion.h). If a length follows no rule, or if the launches differ in another way, sets the recording's problem and
-// returns false.
+// Generalizes a recording of one step to steps of any size up to `largest`. `other` is a recording of the same graph
+// for another step.
+//
+// A length that is equal in both steps is constant. Any other length must be a multiple of the tokens or of the
+// sequences. To know which of the two, the steps must have different ratios of tokens to sequences. If a length follows
+// no rule, or if the launches differ in another way, sets the recording's problem and returns false. With `fuses`,
+// launches are fused (fusion.h).
 bool generalise(Recording* recording, const Recording& other, StepSizes of_this, StepSizes of_other, StepSizes largest,
                 bool fuses);
 

@@ -8,9 +8,12 @@
 namespace llmk {
 
 // Finds the row of cos and sin for each token. `positions` stays empty if the tables have one row per token, in order.
-// Otherwise `position_ids` gives the rows. In cos_format 0 and 1 they are positions: one per token, or, for a query
-// [batch, length, width], one per place in the sequence. In cos_format 2 and 3 they are the lengths of sequences that
-// start at position 0 (MindFormers' prefill). Formats 0 and 2 rotate halves, 1 and 3 interleaved pairs.
+// Otherwise the rows come from `position_ids`, whose meaning depends on cos_format:
+//
+//  0 and 1: positions, one per token. For a query [batch, length, width], `length` positions for all batches suffice.
+//  2 and 3: lengths of sequences that start at position 0 (MindFormers' prefill).
+//
+// Formats 0 and 2 rotate halves, formats 1 and 3 interleaved pairs.
 static int rotary_positions(const Call& call, int64_t tokens, int64_t rows, int64_t format,
                             std::vector<int32_t>* positions) {
   if (rows == tokens) return 0;

@@ -60,8 +60,8 @@ void arg_max(const Call& call, int64_t rows, int64_t size, int index, int value)
 }  // namespace
 
 // Runs ArgMaxWithValue(input [..., size], axis, keep_dims) -> index and value of the largest element along the last
-// axis: the first of equal elements, as MindSpore's documentation promises. A NaN is larger than every number, as for
-// the operators of an Ascend (aclnnMaxDim), so that a row with a NaN has the value NaN.
+// axis. On a tie, this is the first of the equal elements, as MindSpore's documentation promises. A NaN is larger than
+// every number, as for the operators of an Ascend (aclnnMaxDim). So a row with a NaN has the value NaN.
 int plugin_arg_max_with_value(const Call& call) {
   enum { kInput, kAxis, kKeepDims, kIndex, kValue, kCount };
   const int dims = call.ndims[kInput];

@@ -100,8 +100,8 @@ class ScalarInputs : public KernelInputInfo {
     return known_.back();
   }
 
-  // Refuses to read an input that a replay does not have. Either no kernel of this library uses the input's type, or
-  // the input was not read when the launch was recorded.
+  // Throws an exception, because a primitive reads an input that was not recorded. Either no kernel of this library
+  // uses inputs of this type, or the input was not read when the launch was recorded.
   template <class T>
   static T unknown() {
     throw std::logic_error("a primitive reads an input that was not recorded");
