@@ -156,7 +156,10 @@ class Compiler:
         self._make(output, [*flags, *map(str, objects)], objects)
 
     def _make(self, output: Path, arguments: list[str], inputs: Sequence[Path] | None) -> None:
-        """Runs the compiler if ``output`` is out of date. ``inputs`` is None if they are not known yet."""
+        """Runs the compiler if ``output`` is out of date.
+
+        ``inputs`` is None if the output's input files are not known yet.
+        """
         command = [self._path, *arguments, "-o", str(output)]
         recipe, text = output.with_name(output.name + ".recipe"), "\n".join([*command, self._version])
         if not self._make_all and inputs is not None and output.is_file() and _is_current(recipe, text, inputs):

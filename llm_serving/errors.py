@@ -57,7 +57,8 @@ class MemoryPlanError(LLMServingError):
 class RequestError(LLMServingError):
     """A request is wrong or cannot be accepted. Only this request is affected.
 
-    ``status`` is the HTTP status, ``code`` a short word for programs, and ``param`` the wrong field.
+    ``status`` is the HTTP status, ``code`` a short text by which programs recognise the error, and ``param`` the wrong
+    field.
     """
 
     status = 400

@@ -27,7 +27,7 @@ libmindspore_hardware_abstract.so of the aarch64 wheel."""
 
 
 def parse_flags(text: str) -> dict[str, str]:
-    """Return the flags of MindSpore's form ``--name=value --name``. A flag without a value is ``true``."""
+    """Return the flags of a text ``--name=value --name`` by name. A flag without a value is ``true``."""
     names = (token.removeprefix("--").partition("=") for token in text.split())
     return {name: value if separator else "true" for name, separator, value in names}
 

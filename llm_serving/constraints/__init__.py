@@ -1,5 +1,6 @@
 """Structured output: constraints on the next token of a sequence.
 
-``grammar`` describes what a client wants: JSON that fits a schema, a regular expression, a choice, or a grammar.
-``compiler`` compiles it with the library llguidance. ``step_masks`` gives the agents the allowed tokens of each step.
+``grammar`` describes what a client wants: JSON that fits a schema, a regular expression, one of several strings, or a
+grammar. ``compiler`` compiles it with the library llguidance. ``step_masks`` gives the agents the allowed tokens of
+each step.
 """

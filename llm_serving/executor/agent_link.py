@@ -79,8 +79,8 @@ class GroupMemory:
 class AgentLink:
     """One run of one agent, from its start to its end. Owns the process and the socket. The group owns the memory.
 
-    ``receive`` handles the messages of the start and returns the messages for the engine. Raises AgentStartError or
-    AgentLostError when the run has ended. The owner must then close the link.
+    ``receive`` handles the messages about the agent's start, and returns the other messages for the engine. If the run
+    has ended, ``receive`` raises AgentStartError or AgentLostError. The owner must then close the link.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ ASLEEP_STEPS = 5.0
 class Vitals:
     """Watches the processes of a group of agents while they have a step. ``pids`` are in order of rank.
 
-    ``may_sleep``: a device computes the step, so the agents' threads may all wait for it.
+    ``may_sleep`` is True if a device computes the step. All threads of an agent may then sleep until it is done.
     """
 
     def __init__(self, pids: Sequence[int], first_rank: int, *, may_sleep: bool) -> None:

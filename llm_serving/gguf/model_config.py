@@ -94,7 +94,7 @@ def model_fields(path: Path) -> TypedFields:
 
 
 def check_architecture(header: Header) -> None:
-    """Raise CheckpointError unless the model's network is supported."""
+    """Raise CheckpointError unless the model's architecture is supported."""
     if header.architecture not in _ARCHITECTURES:
         raise CheckpointError(
             f"{header.path}: general.architecture = {header.architecture!r}: is not supported; only "
@@ -103,7 +103,7 @@ def check_architecture(header: Header) -> None:
 
 
 def _vocabulary_size(header: Header) -> int | None:
-    """Return the rows of the embedding. The list of tokens may be shorter: some models pad the embedding."""
+    """Return the number of rows of the embedding. The list of tokens may be shorter: some models pad the embedding."""
     embedding = header.tensors.get("token_embd.weight")
     return None if embedding is None else embedding.shape[0]
 

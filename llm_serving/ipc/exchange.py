@@ -176,7 +176,7 @@ class ExchangeMemory(NamedSegment):
         return bool(self.header[DOWN_WORD])
 
     def close(self) -> None:
-        """Remove the name and drop the mapping. The pages are freed with the last view of them."""
+        """Remove the segment's name and this process's views. The mapping ends when no NumPy view of it is left."""
         self.unlink()
         self.header = np.zeros(LINE_BYTES // 4, np.uint32)
 

@@ -115,7 +115,7 @@ class Prefill(Message, frozen=True, tag="prefill"):
 
 
 class Decode(Message, frozen=True, tag="decode"):
-    """Server to agent: run slot ``slot`` as step ``seq``. It has one token for each sequence."""
+    """Server to agent: run slot ``slot`` as step ``seq``. The step has one token for each sequence."""
 
     seq: UInt
     slot: UInt

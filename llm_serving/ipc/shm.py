@@ -319,6 +319,6 @@ class SlotMemory(NamedSegment):
         return cls(name, layout, num_slots, map_segment(name, layout.slot_bytes * num_slots, "step-slot"))
 
     def close(self) -> None:
-        """Remove the name and drop the views. The pages are freed with the last view of them."""
+        """Remove the segment's name and the slots. The mapping ends when no NumPy view of it is left."""
         self.unlink()
         self.slots = []

@@ -1,6 +1,7 @@
 """The registry of number formats: one entry for each format of weights and of the KV cache.
 
-Code that depends on a format reads the entry's fields; it compares no names. An unknown name is an error everywhere.
+Code that depends on a format reads the entry's fields, and never compares the name of the format. An unknown name is
+always an error.
 
 To add a weight format, add an entry to ``_WEIGHT_FORMATS`` and follow "Add a weight format" in CONTRIBUTING.md.
 """

@@ -65,7 +65,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of the model that one rank holds, with indices of the whole model."""
+    """The part of the model that one rank holds. The spans are indices into the whole model."""
 
     query_heads: Span
     key_value_heads: Span

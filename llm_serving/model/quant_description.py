@@ -112,7 +112,10 @@ def _stored_group(folder: Path, weight: str) -> int:
 
 
 def _weights(fields: TypedFields) -> dict[str, TensorScheme]:
-    """Return the scheme of each quantized weight. Raises CheckpointError for an unknown scheme, with its tensors."""
+    """Return the scheme of each quantized weight.
+
+    Raises CheckpointError for an unknown scheme, and names its tensors.
+    """
     found: dict[str, TensorScheme] = {}
     unknown: dict[str, list[str]] = {}
     names = fields.keys()

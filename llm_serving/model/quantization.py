@@ -87,8 +87,9 @@ def stored_weight_format(path: Path) -> str | None:
 
 
 def _gguf_format(file: Path) -> str | None:
-    """Return the format that most weights of a GGUF file get. A GGUF type without an exactly matching format becomes
-    int8.
+    """Return the weight format in which most weights of a GGUF file are loaded.
+
+    A GGUF type without an equal weight format is loaded as int8.
     """
     sizes = Counter[str]()
     for each in read_header(file).tensors.values():
@@ -127,7 +128,7 @@ def read_quantization(fields: TypedFields) -> Quantization | None:
 
 
 def checkpoint_float8(folder: Path) -> Float8Blocks | None:
-    """Return the blocks of a folder of 8-bit floats, or None for another folder. Raises CheckpointError."""
+    """Return the block size of a folder of 8-bit floats, or None for another folder. Raises CheckpointError."""
     file = folder / "config.json"
     fields = _fields(file).mapping("quantization_config") if file.exists() else None
     return None if fields is None or fields.value("quant_method") != FLOAT8 else read_float8(fields)

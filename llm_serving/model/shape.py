@@ -122,7 +122,7 @@ class ModelShape:
 
     @property
     def num_head_parameters(self) -> int:
-        """Parameters of the linear functions from latent vectors to keys and values, which stay floats."""
+        """Number of parameters of the linear functions from latent vectors to keys and values. They stay floats."""
         if self.latent is None:
             return 0
         head = (self.latent.nope_dim + self.latent.value_dim) * self.latent.rank
@@ -130,7 +130,7 @@ class ModelShape:
 
     @property
     def _num_attention_weights(self) -> int:
-        """Parameters of the linear layers of one layer's attention."""
+        """Number of parameters of the linear layers of one layer's attention."""
         query, latent = self.num_attention_heads * self.head_dim, self.latent
         if latent is None:
             key_value = self.num_key_value_heads * self.head_dim

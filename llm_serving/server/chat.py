@@ -31,7 +31,7 @@ Role = Literal["system", "user", "assistant"]
 
 
 class Turn(LaxModel):
-    """One message of ``history``."""
+    """One message of the field ``history`` of ``/chat``."""
 
     role: Role
     content: str
@@ -65,7 +65,7 @@ History = Annotated[
 
 
 class GenerationSettings(DialectSampling):
-    """``gen_kwargs`` of ``/chat``."""
+    """The field ``gen_kwargs`` of ``/chat``: sampling parameters and limits."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "num_beams": (None, 1),

@@ -34,7 +34,7 @@ DEFAULT_MAX_NEW_TOKENS = 300
 
 
 class GenerateParameters(DialectSampling):
-    """``parameters`` of ``/generate``."""
+    """The field ``parameters`` of ``/generate``: sampling parameters, limits and details of the response."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "best_of": (None, 1),
@@ -59,7 +59,7 @@ class GenerateParameters(DialectSampling):
 
 
 class GenerateRequest(SchedulingFields, LaxModel):
-    """A prompt to continue."""
+    """Request body of ``/generate``: a prompt to continue."""
 
     inputs: Annotated[str, Field(description="The prompt.")]
     parameters: GenerateParameters | None = None

@@ -131,7 +131,7 @@ class Generation:
                 self._log_arrival(choice)
                 self.note_refusal(error)
                 raise
-            self._log_arrival(choice)  # after ``open``, so that the engine thread can start during the logging
+            self._log_arrival(choice)  # logged after ``open``, so that the engine thread can start meanwhile
             self._open.append(opened)
 
     def delivered(self, index: int, now: float) -> None:

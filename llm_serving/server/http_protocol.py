@@ -141,7 +141,7 @@ class StreamChannel:
             self._complete()
 
     def _complete(self) -> None:
-        """Put uvicorn's objects into the state after a response, so that the connection can serve its next request."""
+        """Mark the response as complete in uvicorn's objects, so that the connection can serve its next request."""
         cycle = self._cycle
         cycle.response_complete = True
         cycle.message_event.set()

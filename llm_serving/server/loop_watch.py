@@ -24,7 +24,7 @@ class LoopWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Measure on the running event loop until ``stop``."""
+        """Start to measure on the running event loop. ``stop`` ends the measurement."""
         self._schedule()
 
     def stop(self) -> None:

@@ -132,7 +132,7 @@ class OpenAIStream(ABC):
 
 
 def _head(generation: Generation, kind: str) -> dict[str, Any]:
-    """Return the first members of a response or of a chunk. ``kind`` is the member ``object``."""
+    """Return the first members of a response or of a chunk. ``kind`` is the value of the member ``object``."""
     return {
         "id": generation.request_id,
         "object": kind,
@@ -142,7 +142,7 @@ def _head(generation: Generation, kind: str) -> dict[str, Any]:
 
 
 def _usage(generation: Generation, num_output_tokens: int) -> dict[str, Any]:
-    """Return OpenAI's token counts."""
+    """Return the member ``usage`` of a response: OpenAI's token counts."""
     num_prompt_tokens = generation.num_prompt_tokens
     return {
         "prompt_tokens": num_prompt_tokens,

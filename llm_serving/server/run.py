@@ -80,7 +80,7 @@ async def serve(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=int(KEEP_ALIVE_S),
-        timeout_graceful_shutdown=math.ceil(CLOSE_S + 0.5),  # ends connections that ``_cut_off`` did not end
+        timeout_graceful_shutdown=math.ceil(CLOSE_S + 0.5),  # then uvicorn ends the connections that are left
     )
     state.loop_watch.start()
     for watch in watches:

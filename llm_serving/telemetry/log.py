@@ -91,7 +91,7 @@ class EventLog:
         return 0 if self._file is None else self._file.lost_lines
 
     def event(self, name: str, /, *, level: str = "info", **fields: object) -> None:
-        """Write one event as a line. ``fields`` may have any values; those that JSON does not know become text."""
+        """Write one event as a line. ``fields`` may have any values; values that JSON does not know become text."""
         rank = LEVELS.get(level, LEVELS["info"])
         if rank < self._threshold:
             return

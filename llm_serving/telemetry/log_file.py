@@ -121,7 +121,7 @@ class LogFile:
             self._torn = self._unreported = False
 
     def reopen(self) -> None:
-        """Close the file and open the path again. If that fails, keep the file."""
+        """Close the file and open the path again. If the path cannot be opened, keep the open file."""
         with self._lock:
             if self._descriptor >= 0:
                 self._replace_descriptor()

@@ -234,7 +234,7 @@ class Metrics:
         self._http.labels(route, str(status)).inc()
 
     def connection_refused(self) -> None:
-        """Count a connection beyond the maximum."""
+        """Count a connection that was refused because the maximum number of connections was reached."""
         self._refused_connections.inc()
 
     def access_refused(self, reason: str) -> None:

@@ -52,7 +52,7 @@ class ProgressDisplay:
         self._is_closed = False
 
     def note(self, text: str) -> None:
-        """Write the line ``text``, and end the stages that are shown."""
+        """End the present stages of the agents, each with a line. Then write the line ``text``."""
         with self._lock:
             self._end_all()
             self._write(text)
@@ -71,7 +71,7 @@ class ProgressDisplay:
                 self._draw(now)
 
     def close(self) -> None:
-        """End the stages that are shown. Later calls show nothing."""
+        """End the present stages of the agents, each with a line. Later calls show nothing."""
         with self._lock:
             self._end_all()
             self._is_closed = True

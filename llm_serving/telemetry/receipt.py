@@ -160,7 +160,7 @@ class Receipt:
     def unblocked(self, now: float) -> None:
         """Note that the request is no longer blocked.
 
-        ``enter`` does this, too. But a preempted request can start before it enters another phase.
+        ``enter`` does this for every new phase. A preempted request can start without a new phase, and needs this call.
         """
         self._close_block(microseconds(now))
 

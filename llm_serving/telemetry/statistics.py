@@ -47,7 +47,10 @@ EMPTY_SUMMARY = Summary(0, None, None, None, None, None, None, None)
 
 
 def percentile(sorted_values: Sequence[float], percent: float) -> float:
-    """Return the value below which ``percent`` (0 to 100) of the values lie. They must be ascending and not empty."""
+    """Return the value below which ``percent`` (0 to 100) of the values lie, interpolated linearly.
+
+    ``sorted_values`` must be ascending and not empty.
+    """
     rank = (len(sorted_values) - 1) * percent / 100.0
     lower = math.floor(rank)
     upper = min(lower + 1, len(sorted_values) - 1)

@@ -39,7 +39,7 @@ class ReplicaStatus:
     """Number of requests that the router moved from the replica to another one."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the status as JSON with its public names."""
+        """Return the status as a JSON object with the member names of ``/server_info``."""
         return {
             "replica": self.replica,
             "state": self.state,
@@ -68,7 +68,7 @@ class EngineStatus:
     replicas: list[ReplicaStatus] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the status as JSON with its public names."""
+        """Return the status as a JSON object with the member names of ``/server_info``."""
         return {
             "state": self.state,
             "steps": self.steps,
