@@ -5,7 +5,7 @@
     python tools/audit_packages.py requirements.lock
 
 Exit code 0: no vulnerability is known. 1: some are known. 2: the advisories could not be read for every package, so
-nothing is proved. pip-audit itself passes if PyPI or its mirror does not know the packages.
+the result is unknown. (pip-audit itself reports success if PyPI or its mirror does not know a package.)
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Browser:
         self._call("POST", f"/element/{self._find(selector)}/click", {})
 
     def type(self, selector: str, text: str) -> None:
-        """Type into an element. A file input takes paths, one a line."""
+        """Type into an element. For a file input, ``text`` has the paths of the files, one per line."""
         self._call("POST", f"/element/{self._find(selector)}/value", {"text": text})
 
     def press(self, *keys: str) -> None:

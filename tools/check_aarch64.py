@@ -4,9 +4,10 @@
     python tools/check_aarch64.py --isa neon_dot tests/kernels/test_linear.py -k bias
 
 Further arguments go to pytest. The tool needs Linux on x86-64 with Debian 12 or a similar system, and its packages
-g++-aarch64-linux-gnu and qemu-user-static. setup.py builds a copy of the sources in build/aarch64. There the tool also
-puts an Arm Python from Debian (apt-get, without root) and Arm wheels from PyPI (pip). The first run takes about ten
-minutes. The exit code is 1 if a test fails. qemu shows whether results are right, but not how fast a processor is.
+g++-aarch64-linux-gnu and qemu-user-static. The tool copies the sources to build/aarch64, where setup.py builds them. In
+the same folder it installs an Arm Python from Debian (apt-get, without root) and Arm wheels from PyPI (pip). The first
+run takes about ten minutes. The exit code is 1 if a test fails. qemu shows whether results are right, but not how fast
+a processor is.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def run(command: Sequence[str | Path], **options: object) -> None:
 
 
 def copy_sources() -> None:
-    """Copies the changed files that git knows or would add, and removes sources that no longer exist.
+    """Copies changed files (all that git tracks or does not ignore), and removes sources that no longer exist.
 
-    A copy gets the current time, so exactly the files that use a changed file compile again.
+    A copied file gets the current time, so exactly the files that use a changed file compile again.
     """
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *SOURCES]
     listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")

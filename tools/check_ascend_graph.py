@@ -5,8 +5,8 @@
     python tools/check_ascend_graph.py --all --write       store the current graphs as golden
 
 A graph must pass MindSpore's inference of types and shapes and the rules of ``tools/ascend_graph/rules.py``. Its
-listing must be equal to the one in ``tools/ascend_graph/golden``. There is one line per config and graph. The exit code
-is 1 if any fails.
+listing must be equal to the golden listing in ``tools/ascend_graph/golden``. The program prints a line per config and
+graph. The exit code is 1 if any graph fails.
 """
 
 from __future__ import annotations

@@ -227,7 +227,8 @@ def _comment_blocks(comments: Iterable[Comment]) -> Iterator[list[Line]]:
 
 
 def _page_lines(text: str) -> list[Line]:
-    """Return the prose lines of a Markdown page; other lines become empty. A table's cell becomes a line."""
+    """Return the prose of a Markdown page as lines. Each cell of a table is a line. Lines that are no prose are empty.
+    """
     lines: list[Line] = []
     fenced = comment = False
     for number, line in enumerate(text.split("\n"), 1):
@@ -251,7 +252,10 @@ _CODE = re.compile(r"\s*(>>>|\$ |\.\. )|.*\S   +\S|    ")
 
 
 def _paragraphs(lines: list[Line]) -> Iterator[list[Line]]:
-    """Split a block at empty lines, list items, code and lines in columns (diagrams and tables)."""
+    """Split a block into paragraphs, at empty lines and list items.
+
+    Lines of code, and lines with columns (diagrams and tables), are left out.
+    """
     paragraph: list[Line] = []
     example = False
     for number, line in lines:
@@ -296,7 +300,7 @@ def _plain(text: str) -> str:
 
 
 def package(path: Path) -> str:
-    """Returns the name under which a file's sentences are counted: the first two levels of its folder."""
+    """Returns the name under which a file's sentences are counted, such as ``llm_serving/engine`` or ``docs``."""
     inside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
     return "/".join(inside.parent.parts[:2]) or "(root)"
 

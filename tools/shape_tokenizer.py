@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Writes ``models/shapes/tokenizer``: the tiny model's tokenizer, extended by invented words to 32000 entries.
 
-The benchmark shapes have random weights and the vocabulary of Llama 2. Their text has no meaning, but it must cost as
-much time as real text. Every token therefore has a piece of four to eight letters. The tiny model's merges divide text
-into tokens. The invented words have no merges, so they occur only in the model's output.
+The benchmark shapes have random weights and the size of Llama 2's vocabulary. Their text has no meaning, but
+detokenizing it must take as much time as real text. Every additional token is therefore an invented word of four to
+eight letters. Prompts are divided into tokens by the tiny model's merges. The invented words have no merges, so they
+occur only in the model's output.
 
     python tools/shape_tokenizer.py
 """
@@ -24,7 +25,7 @@ WORD_MARK = "\u2581"
 
 
 def made_up_words() -> Iterator[str]:
-    """Yields invented words of two syllables, then of three and more, each after the tokenizer's mark of a new word."""
+    """Yields invented words of two syllables, then of three and more. Each begins with the tokenizer's word mark."""
     for length in count(2):
         for index in range(len(SYLLABLES) ** length):
             syllables = []

@@ -63,7 +63,10 @@ class Reference:
         self._values: dict[int, Floats] = {}
 
     def step(self, qkv: Floats, step: Step) -> Floats:
-        """qkv [T, (heads + 2 kv heads) x head size] -> [T, heads x head size]. Remembers keys and values."""
+        """Returns the attention output of a step [tokens, heads * head size], and stores its keys and values.
+
+        ``qkv`` has the queries, keys and values: [tokens, (heads + 2 * kv heads) * head size].
+        """
         outputs, start = [], 0
         for seq, (queries, context) in enumerate(zip(step.query_lens, step.context_lens, strict=True)):
             rows, start = qkv[start : start + queries], start + queries
@@ -110,7 +113,7 @@ def make_cells(head_dim: int, reference: Reference) -> dict[str, Any]:
     caches = tuple(Parameter(Tensor(zeros), name=name, requires_grad=False) for name in ("key_cache", "value_cache"))
 
     class Layer(nn.Cell):
-        """The lengths have the names by which an Ascend's kernels find them."""
+        """One layer of attention. On an Ascend, kernels find the lengths by the names of these inputs."""
 
         def __init__(self, kind: str) -> None:
             super().__init__(auto_prefix=False)

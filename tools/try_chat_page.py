@@ -72,7 +72,7 @@ def send(url: str, number: int) -> None:
 
 
 def try_operator_page(browser: Browser, url: str, out: Path) -> str:
-    """Open the page for operators under load, explain a live request, and return the sentence."""
+    """Open the page for operators under load, select a live request, and return the page's explanation of its time."""
     browser.command("Emulation.setDeviceMetricsOverride", width=WIDTH, height=1400, deviceScaleFactor=1, mobile=False)
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         sent = [pool.submit(send, url, number) for number in range(NUM_REQUESTS)]

@@ -1,6 +1,8 @@
-"""Checks the graph of a mixture of experts: how rows reach the experts and return, and the grouped products.
+"""Checks the primitives of a mixture of experts in a graph.
 
-Weights are floats, or integers in the forms of ``agent.weights.forms``. docs/ascend.md names the sources of the rules.
+The rules cover the choice of experts, the sorting of rows by expert, the grouped matrix products, and the weighted sum
+of the experts' results. Weights are floats, or integers in the layouts of ``agent.weights.forms``. docs/ascend.md names
+the sources of the rules.
 """
 
 from __future__ import annotations
@@ -31,15 +33,16 @@ _ROUTING = {"active_num": 0, "expert_capacity": 0, "drop_pad_mode": 0, "expert_t
 """The settings of the routing: no row is dropped or padded, and the rows of an expert are counted."""
 
 Found = tuple[str, str, int]
-"""Origin of an operand: a parameter, another kind of value or a primitive; its name; and the index of the result."""
+"""Origin of an operand: the primitive that computes it or another kind of value; its name; the index of the result."""
 
 
 class ExpertRules:
     """Finds errors in the primitives of a layer with experts."""
 
     def __init__(self, wiring: Wiring, form: LinearForm, shape: ModelShape, dtype: str) -> None:
-        """``shape`` is the agent's part of the model. ``dtype`` is the type of the activations, as in
-        ``model_dtype``."""
+        """``shape`` has the sizes of the part of the model that the agent runs. ``dtype`` is the type of the
+        activations, as in ``model_dtype``.
+        """
         self._wiring, self._form, self._hidden, self._dtype = wiring, form, shape.hidden_size, dtype
         self._experts = shape.experts or Experts(0, 0, 0, normalised=False)
         self._layers = sum(shape.has_experts(layer) for layer in range(shape.num_layers))
@@ -53,7 +56,8 @@ class ExpertRules:
     def counts(self) -> dict[str, int]:
         """Returns how many calls of each primitive the expert layers add to the graph.
 
-        The router is one more MatMul. In ``int8`` each product has an additional DynamicQuantExt.
+        The expert router's MatMul (``num_routers``) is not counted here. The DynamicQuantExt before each product with
+        int8 activations (``num_quantised_inputs``) is not counted either.
         """
         layers = self._layers
         norms = layers if self._experts.normalised else 0
@@ -129,7 +133,7 @@ class ExpertRules:
         yield from self._parameter_problems(node, given)
 
     def _scales(self) -> dict[str, str]:
-        """Returns the names of our parameters by operand."""
+        """Maps names of this project's scale parameters to the operands of GroupedMatmulV4 that take them."""
         if self._form.format == "float":
             return {}
         if self._form.quantises_activations:
@@ -144,8 +148,10 @@ class ExpertRules:
             yield "group_list does not come from the counts of MoeInitRoutingV2"
 
     def _rows_problems(self, given: dict[str, Operand]) -> Iterator[str]:
-        """Yields errors unless the rows are sorted by expert or are the activation of the previous product. Integer
-        rows must come with their scales.
+        """Yields an error unless the rows are those that the product must multiply.
+
+        The first product takes the rows that are sorted by expert, the second takes the output of Swiglu. If rows are
+        integers, their scales must come from the same DynamicQuantExt.
         """
         rows = given["x"]
         if self._form.quantises_activations:
@@ -164,7 +170,9 @@ class ExpertRules:
             yield f"the rows do not come from {wanted[0]}"
 
     def _parameter_problems(self, node: Node, given: dict[str, Operand]) -> Iterator[str]:
-        """Yields errors unless the parameters belong to the same layer and have the shapes and types of the form."""
+        """Yields errors unless all parameters belong to the node's layer, with the shapes and types of the weight's
+        form.
+        """
         place, inner = self._place(given["weight"]), self._experts.intermediate_size
         depth, columns = (inner, self._hidden) if place == "mlp.down" else (self._hidden, 2 * inner)
         wanted = expert_parameters(self._form, self._experts.count, depth, columns, self._dtype)
@@ -180,7 +188,7 @@ class ExpertRules:
             yield f"gives {node.results[0]}; it must be {TensorType(TYPES[self._dtype], (-1, columns))}"
 
     def _place(self, weight: Operand) -> str:
-        """Returns ``mlp.gate_up`` or ``mlp.down``."""
+        """Returns which product the weight belongs to: ``mlp.gate_up`` or ``mlp.down``."""
         return "mlp.down" if self._wiring.source(weight)[0].name.endswith("mlp.down.weight") else "mlp.gate_up"
 
     def _origin(self, operand: Operand) -> Found:

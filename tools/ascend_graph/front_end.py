@@ -1,8 +1,8 @@
 """Compiles the Ascend graphs of a config with MindSpore's front end, on a machine without an NPU.
 
-The inference of types and shapes is the same for every device; only the kernels differ. A model over the Ascend's op
-table can therefore be compiled up to the selection of kernels (``MS_DEV_PRECOMPILE_ONLY=1`` and an export phase).
-Parameters have types and shapes but no memory, so that models of any size are checked with all layers.
+MindSpore infers types and shapes in the same way for every device; only the kernels differ. A model with the Ascend's
+op table can therefore be compiled up to the selection of kernels (``MS_DEV_PRECOMPILE_ONLY=1`` and an export phase).
+Parameters have types and shapes but no memory, so models of any size can be checked with all their layers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tools.ascend_graph.mind_ir import Graph, read_graph
 
 
 def ascend_config(name: str, overrides: Sequence[str] = ()) -> Config:
-    """Loads a config as an Ascend would. Weights and tokenizer are not needed, because they do not affect the graph.
+    """Loads a config as on an Ascend. Weights and tokenizer are not needed, because they do not affect the graph.
 
-    An int8 cache exists only in the CPU's fused operators; it is set to ``auto``.
+    ``kv_format`` is set to ``auto``, because only the CPU's fused operators support an int8 cache.
     """
     given = [
         "model_config.device_target=Ascend",
@@ -42,7 +42,10 @@ def ascend_config(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def forms_of(config: Config) -> LinearForms:
-    """Returns the forms of linear layers' weights made from floats. In a group they are those of the first agent."""
+    """Returns the layouts (forms) of the linear layers' weights, as an agent makes them from a float checkpoint.
+
+    If several agents share the model, these are the layouts of the first agent's part.
+    """
     from agent.group.model_part import ModelPart
     from agent.models.registry import find_model
 
@@ -58,11 +61,11 @@ def _dtype(name: str) -> str:
 
 
 def set_up() -> None:
-    """Prepares the environment. It must run before MindSpore is imported."""
+    """Prepares the environment variables and MindSpore's context. Must run before any other import of MindSpore."""
     os.environ["MS_DEV_PRECOMPILE_ONLY"] = "1"
     os.environ.setdefault("GLOG_v", "3")
     scratch = Path(tempfile.gettempdir()) / f"llm-serving-mindspore-{os.getuid()}"
-    os.environ.setdefault("MS_OM_PATH", str(scratch))  # folder for dumps of rejected graphs
+    os.environ.setdefault("MS_OM_PATH", str(scratch))  # MindSpore writes graphs that it rejects to this folder
     import mindspore as ms
 
     ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O0"})
@@ -72,13 +75,12 @@ def set_up() -> None:
 def compile_graphs(
     config: Config, kinds: Sequence[str] | None = None, forms: LinearForms | None = None
 ) -> Iterator[tuple[str, Graph]]:
-    """Yields (kind, graph) for all graphs of the config, or for some kinds. In a group they are the first agent's.
+    """Compiles the graphs of a config. Yields (kind, graph) for each kind in ``kinds`` (None: all kinds).
 
-    ``forms`` are those of the weights. None means weights made from floats.
-
-    The kinds are those of ``GraphKind``, and of ``tools.ascend_graph.sampling`` if the agent has the last stage.
-
-    Raises the front end's error if types or shapes do not match.
+    If several agents share the model, the graphs are those of the first agent. ``forms`` are the layouts of the linear
+    layers' weights (None: ``forms_of``). The kinds are those of ``GraphKind``. If the first agent has the model's last
+    stage, the kinds of ``tools.ascend_graph.sampling`` are added. Raises the front end's error if types or shapes do
+    not match.
     """
     from mindspore.graph.api import _cell_graph_executor
 

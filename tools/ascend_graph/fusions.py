@@ -1,8 +1,8 @@
 """Predicts graph-kernel fusion on an Ascend, and checks its flags.
 
-MindSpore fuses after its front end, so a compiled graph never shows the fused operators. The prediction takes the
-clusters that MindSpore's default lists allow: connected elementwise operators. A device reports the real ones in
-``/server_info`` (``agent.backends.ascend.fusion``).
+MindSpore fuses operators after its front end, so a compiled graph never shows the fused operators. The prediction
+therefore groups connected elementwise operators that MindSpore's default lists allow to be fused. A device reports its
+actual fused operators in ``/server_info`` (``agent.backends.ascend.fusion``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def flag_problems(text: str) -> Iterator[str]:
 
 
 def predicted_fusions(graph: Graph, flags: str) -> list[str]:
-    """Returns the clusters of at least two operators, each by its operators joined by ``+``."""
+    """Returns the clusters of at least two operators that will be fused, for example ``Mul+Add``."""
     parsed = parse_flags(flags)
     only = set(filter(None, parsed.get("enable_cluster_ops_only", "").split(",")))
     added = set(filter(None, parsed.get("enable_cluster_ops", "").split(",")))

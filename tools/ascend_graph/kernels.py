@@ -1,8 +1,8 @@
-"""Predicts which kernel an Ascend runs for a node, and checks that this kernel takes the node's operands.
+"""Predicts which kernel an Ascend runs for a node, and checks that this kernel accepts the node's operands.
 
-MindSpore's library for inference has two kernels for some primitives. Environment variables and operands decide between
-them. The front end does not know this selection, so a graph whose types and shapes are right can still be given to a
-kernel that reads other dimensions. The rules are those of the 910B and the 910_93.
+MindSpore's library for inference has two kernels for some primitives. Environment variables and operands decide which
+one runs. The front end does not know this selection. A graph with correct types and shapes can therefore still run a
+kernel that interprets the dimensions of an operand differently. The rules apply to the Ascend 910B and 910_93.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class DeviceSettings:
     def uses_custom_kernel(self, primitive: str) -> bool:
         """Returns whether the custom kernel of a primitive is enabled.
 
-        Source: ``IsOpEnabled`` in ``_WHEEL``. It starts with the default list unless ``MS_ENABLE_INTERNAL_BOOST`` is
-        ``off``, adds the enabled names and removes the disabled names.
+        Source: ``IsOpEnabled`` in ``_WHEEL``. The function starts with the default list, or with an empty list if
+        ``MS_ENABLE_INTERNAL_BOOST`` is ``off``. It then adds the enabled names and removes the disabled names.
         """
         is_default = self.environment.get("MS_ENABLE_INTERNAL_BOOST") != "off"
         enabled = (DEFAULT_LIST if is_default else frozenset()) | self.names(ENABLED_LIST)
         return primitive in enabled - self.names(DISABLED_LIST)
 
     def names(self, variable: str) -> frozenset[str]:
-        """Returns the names in a variable, which commas separate."""
+        """Returns the comma-separated names in an environment variable."""
         return frozenset(filter(None, self.environment.get(variable, "").split(",")))
 
 
@@ -77,7 +77,7 @@ TypeOf = Callable[[Operand], TensorType | None]
 
 
 class KernelRules:
-    """Finds nodes that the selected kernel does not take."""
+    """Finds nodes whose operands the selected kernel does not accept."""
 
     def __init__(self, wiring: Wiring, type_of: TypeOf, settings: DeviceSettings) -> None:
         """``type_of`` returns the type of an operand."""
@@ -93,7 +93,7 @@ class KernelRules:
         }
 
     def problems(self, node: Node) -> Iterator[str]:
-        """Yields why the kernel that the device selects for ``node`` does not take it."""
+        """Yields the reasons why the kernel that the device selects for ``node`` does not accept its operands."""
         check = self._checks.get(node.primitive)
         if check is not None:
             yield from check(node)
@@ -101,8 +101,9 @@ class KernelRules:
     def paged_attention_kernel(self, node: Node) -> Kernel:
         """Returns the kernel of an unquantised PagedAttention.
 
-        Source: ``PagedAttentionOp::Router`` in ``_WHEEL``. The trapezoidal mask goes to the custom kernel and MLA to
-        the other one. Otherwise the lists of enabled and disabled kernels decide. The rank of the query does not count.
+        Source: ``PagedAttentionOp::Router`` in ``_WHEEL``. The trapezoidal mask selects the custom kernel, and MLA
+        selects the ATB kernel. Otherwise the lists of enabled and disabled kernels decide. The rank of the query does
+        not influence the selection.
         """
         operands = self._wiring.operands(node)
         if operands[14].value == _TRAPEZOIDAL_MASK:
@@ -129,8 +130,8 @@ class KernelRules:
         query, cache, mask = (self._type_of(operands[at]) for at in (0, 1, 7))
         kernel = self.paged_attention_kernel(node)
         rank = 0 if query is None else len(query.shape)
-        # Source: InternalPagedAttentionTilingImpl reads the second and the third size of the query, whatever its rank.
-        # If the rank is not 3, it takes the sizes as batch, heads, queries, head size.
+        # Source: InternalPagedAttentionTilingImpl reads the second and the third size of the query, whatever the rank
+        # of the query is. If the rank is not 3, the kernel assumes that the sizes are batch, heads, queries, head size.
         if kernel is Kernel.CUSTOM and rank not in (3, 4):
             yield (
                 f"{kernel.value} is selected, which reads three sizes of the query, and the query has {rank}; "
@@ -149,8 +150,9 @@ class KernelRules:
             yield f"{heads // kv_heads} query heads share a key-value head; the kernel takes at most {_MAX_GROUP}"
 
     def _cache_sizes(self, cache: TensorType) -> Iterator[str]:
-        """Yields the errors in the sizes of a KV cache. Source: the refusals of ``InternalPagedAttentionTilingImpl`` in
-        ``_WHEEL``.
+        """Yields the errors in the sizes of a KV cache.
+
+        Source: the sizes that ``InternalPagedAttentionTilingImpl`` in ``_WHEEL`` refuses.
         """
         if len(cache.shape) != 4:
             yield f"key_cache is {cache}; it must be [blocks, block size, heads, head size]"
@@ -173,7 +175,7 @@ class KernelRules:
         ranks = {"TH": 2, "TND": 3, "SH": 2, "BSH": 3, "SBH": 3, "NSD": 3, "BNSD": 4, "BSND": 4}
         if query is not None and layout in ranks and len(query.shape) != ranks[layout]:
             yield f"query has rank {len(query.shape)}; layout {layout} has {ranks[layout]}"
-        # Source: vllm-mindspore, model_executor/models/attention_mask.py.
+        # Source of the mask's type: vllm-mindspore, model_executor/models/attention_mask.py.
         if mask is not None and query is not None and mask.dtype != query.dtype:
             yield f"attn_mask is {mask.dtype} and query {query.dtype}; the kernel takes one type"
 
@@ -196,9 +198,9 @@ class KernelRules:
         if of_x is None or of_scale is None or of_offset is None:
             yield "scale and offset must be tensors"
             return
-        # Source: IsInternalKernelDtypesSupported in the x86-64 wheel, called for QuantPerChannel: it takes an int8
-        # offset only. MindFormers 1.9, golden_stick/a8w8.py, gives that kernel the scale itself and the other one,
-        # aclnnAscendQuant, the inverse scale with an offset of floats.
+        # There are two kernels. The internal kernel QuantPerChannel accepts only an int8 offset; its scale is the scale
+        # itself. The kernel aclnnAscendQuant takes a float offset and the inverse of the scale. Sources:
+        # IsInternalKernelDtypesSupported in the x86-64 wheel, and MindFormers 1.9, golden_stick/a8w8.py.
         if of_offset.dtype == "i8":
             yield "the offset is i8, which selects the kernel that divides by the scale; the scale is an inverse"
         # Source of the following rules: hicann/ops-nn, quant/ascend_quant_v2/docs/aclnnAscendQuant.md, for Atlas A2.
@@ -214,7 +216,10 @@ class KernelRules:
             yield f"gives {node.results[0].dtype}; QuantBatchMatmul takes i8"
 
     def _integer_product(self, node: Node) -> Iterator[str]:
-        """Yields an error unless the types of the operands and the result are a row of ``_PRODUCT_TYPES``."""
+        """Yields an error unless a row of ``_PRODUCT_TYPES`` allows the types of the operands and the result.
+
+        Scale and bias must also have one element per column of the weight.
+        """
         operands = self._wiring.operands(node)
         scale, bias, per_token = (self._type_of(operands[at]) for at in (2, 4, 5))
         found = tuple("none" if each is None else each.dtype for each in (scale, bias, per_token, node.results[0]))
@@ -236,8 +241,9 @@ class KernelRules:
         x, weight = self._type_of(operands[0]), self._type_of(operands[1])
         if x is None or weight is None or (x.dtype, weight.dtype) != ("i8", "i8"):
             return
-        # Source: MindFormers 1.9, golden_stick/a8dynw8.py, casts these weights to NZ. MindSpore does so if the variable
-        # names the primitive (UpdateFormat in ops/kernel/ascend/internal/internal_kernel_plugin.cc).
+        # These weights should have the layout NZ. MindSpore converts them if the variable names the primitive.
+        # Sources: UpdateFormat in MindSpore's ops/kernel/ascend/internal/internal_kernel_plugin.cc, and MindFormers
+        # 1.9, golden_stick/a8dynw8.py, which casts the weights itself.
         if "GroupedMatmulV4" not in self._settings.names(NZ_LIST):
             yield f"int8 weights of experts stay in layout ND; add GroupedMatmulV4 to {NZ_LIST}"
 

@@ -1,7 +1,7 @@
 """Lists a graph as text: one line per primitive, with operands, settings and results. Equal layers are listed once.
 
-Nodes that only order side effects are left out (``Load``, ``UpdateState`` and their tuples). The exception is the
-``Depend`` that keeps attention behind the write of the cache.
+Nodes that only order side effects are left out (``Load``, ``UpdateState`` and their tuples). One of them is listed: the
+``Depend`` that makes attention wait for the write of the cache.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ STEP, OUTPUT = "step", "output"
 
 
 class Wiring:
-    """Finds the real source of an operand: through tuples, loads of parameters and orderings of side effects."""
+    """Finds the node, input, parameter or constant that an operand comes from.
+
+    Nodes that only pass a value on are skipped: tuples, loads of parameters, and orderings of side effects.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._nodes = {node.name: node for node in graph.nodes}
 
     def calls(self) -> Iterator[Node]:
-        """Yields the nodes that call a primitive, and each ``Depend`` (which only orders calls) that waits for one."""
+        """Yields the nodes that call a primitive.
+
+        ``Depend`` makes one value wait for another. It is only yielded if it waits for the call of a primitive.
+        """
         for node in self.graph.nodes:
             if node.primitive in ("Load", "UpdateState", "TupleGetItem", "MakeTuple"):
                 continue
@@ -35,7 +41,10 @@ class Wiring:
                 yield node
 
     def source(self, operand: Operand) -> tuple[Operand, int | None]:
-        """Returns the real source of an operand, and the index of a node's result."""
+        """Returns the value that an operand comes from (see ``Wiring``).
+
+        If this value is one of several results of a node, also returns the index of the result, otherwise None.
+        """
         index = None
         while operand.kind == "node":
             node = self._nodes[operand.name]
@@ -54,7 +63,7 @@ class Wiring:
         return self._nodes[operand.name] if operand.kind == "node" else None
 
     def operands(self, node: Node) -> list[Operand]:
-        """Returns the operands without states of side effects."""
+        """Returns the operands of a node, without the ``UpdateState`` values that only order side effects."""
         return [each for each in node.operands if not self._is_state(each)]
 
     def _is_state(self, operand: Operand) -> bool:
@@ -98,9 +107,10 @@ class _Lister:
         return [*lines, f"  results {', '.join(map(str, self._graph.outputs))}"]
 
     def _find_sections(self) -> dict[str, str | int]:
-        """Assigns nodes to sections. A node belongs to its layer.
+        """Returns the section of each node by the node's name: ``step``, a layer's index, or ``output``.
 
-        A node belongs to the step if it depends only on the graph's inputs, or if it has no layer and follows none.
+        A node that depends only on the graph's inputs belongs to ``step``. Other nodes of a layer belong to this layer.
+        A node outside the layers belongs to ``output`` if it depends on a layer, otherwise to ``step``.
         """
         from_inputs: dict[str, bool] = {}
         behind: dict[str, bool] = {}
@@ -140,7 +150,7 @@ class _Lister:
         return f"{self._place(operand.name, section)}%{self._numbers[operand.name]}{result}"
 
     def _place(self, name: str, section: str | int) -> str:
-        """Returns the prefix of a value that belongs to another section."""
+        """Returns the prefix of a value's name: the section of node ``name``, or an empty text if it is ``section``."""
         where = self._sections[name]
         if where == section:
             return ""

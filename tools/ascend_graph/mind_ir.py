@@ -1,8 +1,8 @@
 """Reads a compiled graph from the MindIR of MindSpore's front end.
 
 MindIR is a protocol buffer (``mindspore.train.mind_ir_pb2``). A node names its primitive in ``op_type``
-(``REF::RmsNorm:4``). It names its operands by other nodes, inputs or parameters. Settings such as ``head_num`` are
-constant operands. The attribute ``shape`` has types and shapes of the results.
+(``REF::RmsNorm:4``). Its operands are the names of other nodes, inputs or parameters. Settings such as ``head_num`` are
+constant operands. The attribute ``shape`` has the types and shapes of the results.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Inputs and nodes. A node follows its operands. ``outputs`` are types."""
+    """A compiled graph. A node comes after its operands. ``outputs`` has the types of the outputs."""
 
     inputs: dict[str, TensorType]
     parameters: dict[str, TensorType]
@@ -137,9 +137,10 @@ def _constant(proto: Any) -> Operand:
 
 
 def _value(attribute: Any) -> Any:
-    """Returns a Python value, or an array for a tensor (bfloat16 as float32). The state of side effects is None.
+    """Returns the value of an attribute: a Python value, or an array for a tensor (float32 for bfloat16).
 
-    A number is in a field of its own, or within a tuple in a list with one element.
+    For a state of side effects, the value is None. MindIR stores a single number in the field ``i``, ``f`` or ``d``. It
+    stores a number within a tuple in the list ``ints``, ``floats`` or ``doubles``, as the only element.
     """
     kind = attribute.AttributeType.Name(attribute.type)
     if kind in ("TUPLE", "LIST"):

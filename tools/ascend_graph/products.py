@@ -1,4 +1,4 @@
-"""Checks matrix products with weights: floats, or integers in the forms of ``agent.weights.forms``."""
+"""Checks matrix products with weights, which are floats or integers in the layouts of ``agent.weights.forms``."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class ProductRules:
         self._wiring, self._forms, self._dtype = wiring, forms, dtype
 
     def form_of(self, node: Node) -> LinearForm:
-        """Returns the form of a product's weight. The output layer belongs to no decoder layer."""
+        """Returns the form of a product's weight. A product outside the decoder layers is the output layer."""
         return self._forms.output if node.layer is None else self._forms.layers
 
     def counts(self, layers: int, *, with_experts: int, with_output: bool) -> dict[str, int]:
         """Returns the expected number of each primitive.
 
-        A layer has four products, or two if it has experts. The stage with the output layer has one more.
+        A decoder layer has four products, or two if it has experts. The output layer is one more product.
         """
         counts = dict.fromkeys([*PRODUCTS, "DynamicQuantExt", "QuantV2"], 0)
         products = 4 * layers - 2 * with_experts
@@ -48,7 +48,7 @@ class ProductRules:
 
     @property
     def hold_biases(self) -> bool:
-        """True if the sum offsets of the layers include their biases."""
+        """True if the biases of the decoder layers are part of the weights' sum offsets, so that no Add is needed."""
         return self._forms.layers.holds_bias
 
     def problems(self, node: Node) -> Iterator[str]:
@@ -93,8 +93,9 @@ class ProductRules:
         yield from self._parameter_problems(node, form, {"weight": operands[1], "scale": operands[2]})
 
     def _static_problems(self, node: Node, form: LinearForm) -> Iterator[str]:
-        """Yields the errors of a QuantBatchMatmul behind a QuantV2, and those of the QuantV2. Operands of QuantV2: x,
-        scale, offset, sqrt_mode, rounding_mode, dst_type.
+        """Yields the errors of a QuantBatchMatmul, and of the QuantV2 that quantises its activations.
+
+        Operands of QuantV2: x, scale, offset, sqrt_mode, rounding_mode, dst_type.
         """
         operands = self._wiring.operands(node)
         quantised = self._wiring.node_of(operands[0])
@@ -135,7 +136,9 @@ class ProductRules:
                 yield f"{name} is given; there is none"
 
     def _parameter_problems(self, node: Node, form: LinearForm, given: dict[str, Operand]) -> Iterator[str]:
-        """Yields errors unless the parameters belong to the same layer and have the shapes and types of the form."""
+        """Yields errors unless all parameters belong to the same layer, with the shapes and types that ``form``
+        demands.
+        """
         columns = node.results[0].shape[-1]
         x = self._wiring.operands(node)[0]
         depth = self._width(x)

@@ -1,7 +1,7 @@
 """Checks a compiled graph against the public documentation (sources: docs/ascend.md).
 
-The golden listing shows that a graph has changed. These rules show that it cannot be correct. ``kernels`` adds the
-rules of the kernels that a device selects.
+A golden listing only shows that a graph has changed. These rules show errors: a graph that breaks a rule cannot be
+correct. ``kernels`` adds the rules of the kernels that a device selects.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ _MASKED = -10000.0
 
 
 def check_graph(kind: str, graph: Graph, config: Config, forms: LinearForms) -> list[str]:
-    """Returns the errors of a graph, one line each. The graph is the first agent's.
+    """Returns the errors of a graph, one line each.
 
-    ``forms`` are those of the linear layers' weights.
+    If several agents share the model, ``graph`` is a graph of the first agent. ``forms`` are the layouts of the linear
+    layers' weights.
     """
     if kind in SAMPLING_KINDS:
         return list(sampling_problems(kind, graph, config))
@@ -251,8 +252,9 @@ class _Rules:
             yield f"scale_value is {scale.value:.7g}; 1 / sqrt(head size) is {wanted:.7g}"
 
     def _order_problems(self, node: Node, query: Operand) -> Iterator[str]:
-        """Yields an error unless the query depends on the layer's write of the cache. Otherwise the kernels may run in
-        the wrong order.
+        """Yields an error unless the query depends on the layer's write of the cache.
+
+        Without this dependency, attention may run before the new keys and values are in the cache.
         """
         depend = self._wiring.node_of(query)
         write = (
@@ -276,7 +278,8 @@ class _Rules:
         return source.name if source.kind == "input" else None
 
     def _lengths(self, operand: Operand) -> str | None:
-        """Returns the graph's input behind MindSpore's conversions to a tuple of integers."""
+        """Returns the name of the graph's input that an operand comes from, through conversions to integers, or None.
+        """
         node = self._wiring.node_of(operand)
         while node is not None and node.primitive in ("TensorToTuple", "Cast"):
             operand = node.operands[0]

@@ -1,4 +1,7 @@
-"""Checks the graphs that sample on a device: the candidates and the rows of logits (``agent/device_sampling``)."""
+"""Checks the two graphs that help to sample on a device (``agent/device_sampling``).
+
+``candidates`` finds the largest logits of each row. ``rows`` copies complete rows of logits.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,17 @@ from tools.ascend_graph.mind_ir import Graph, Node, TensorType
 from tools.ascend_graph.products import TYPES
 
 KINDS = ("candidates", "rows")
-"""The graphs that are not the model's. Only the last stage of a model has them."""
+"""The graphs of sampling. Only the last stage of a model has them."""
 _PRIMITIVES = frozenset({"Cast", "TopkExt", "Gather", "RealDiv", "Sub", "Exp", "ReduceSum"})
 _SHARING = frozenset({"AllGather", "SplitWithSize"})
 _VECTOR, _LAST_AXIS = (-1,), -1
 
 
 def sampling_problems(kind: str, graph: Graph, config: Config) -> Iterator[str]:
-    """Yields the errors of a graph of one of ``KINDS``, one line each. The graph is the first agent's."""
+    """Yields the errors of a graph of one of ``KINDS``, one line each.
+
+    If several agents share the last stage, ``graph`` is a graph of the first agent.
+    """
     part = ModelPart.of(config)
     vocab_size, columns, dtype = config.shape.vocab_size, part.vocab_stride, TYPES[config.model_config.model_dtype]
     logits, count = TensorType(dtype, (-1, columns)), num_candidates(vocab_size, part)

@@ -89,7 +89,7 @@ def _files(
 
 
 def _config(name: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the config as stated and as resolved, or why it cannot be loaded."""
+    """Yield the config file, the overrides and the complete loaded config, or the reason why it cannot be loaded."""
     from llm_serving.config import load_config
     from llm_serving.config.lookup import find_config_file
     from llm_serving.errors import LLMServingError
@@ -117,7 +117,7 @@ def _log_folder(name: str, overrides: Sequence[str]) -> Path | None:
 
 
 def _logs(folder: Path, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the ends of the logs in a folder, the newest log first."""
+    """Yield the last lines of each log in a folder, the newest log first."""
     found = [file for pattern in _LOGS for file in folder.rglob(pattern) if file.is_file() and not file.is_symlink()]
     for file in sorted(found, key=lambda each: -each.stat().st_mtime)[:MAX_FILES]:
         try:

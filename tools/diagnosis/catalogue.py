@@ -50,7 +50,8 @@ class Entry:
 
 
 def _read(path: Path) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-    """Reads ``errors.ini``. Returns its errors, and its families (all codes with a common prefix)."""
+    """Reads ``errors.ini``. Returns its errors, and its families. A family stands for all codes with the same prefix.
+    """
     parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), comment_prefixes=("#",))
     parser.read_string(path.read_text(encoding="utf-8"))
     entries: list[Entry] = []
@@ -78,7 +79,7 @@ _BY_CODE = {entry.code.lower(): entry for entry in ENTRIES}
 
 
 def find(code: str) -> Entry | None:
-    """Returns the known error with a code or name, or the family of a code that is not listed, or None."""
+    """Returns the known error with this code or name. If the code is not listed, returns its family or None."""
     word = code.strip().lower()
     entry = _BY_CODE.get(_ALIASES.get(word, word).lower())
     return entry if entry is not None else _of_family(code.strip().upper())

@@ -144,7 +144,7 @@ def _cannot_bind(ip: str, port: int) -> str:
 
 
 def check_log(config: Config) -> Iterator[Finding]:
-    """Checks that the log file is writable, or the nearest existing folder above it."""
+    """Checks that the log file is writable. If there is no log file, checks the nearest existing folder above it."""
     path = Path(config.log_config.path).absolute()
     folder = next(parent for parent in path.parents if parent.exists())
     place = path if path.exists() else folder

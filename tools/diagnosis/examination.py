@@ -72,7 +72,10 @@ def _for_config(host: Host, config: Config, state: npu.NpuState, has_mindspore: 
 
 
 def _guarded(check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Returns the findings of a check. If the check raises, returns a finding about that, so that others can run."""
+    """Returns the findings of a check.
+
+    If the check raises an exception, returns a finding about the exception, so that the other checks still run.
+    """
     try:
         return list(check())
     except Exception as error:
@@ -80,7 +83,10 @@ def _guarded(check: Callable[[], Iterable[Finding]]) -> list[Finding]:
 
 
 def _attempt(look: Callable[[], tuple[Result, list[Finding]]], otherwise: Result) -> tuple[Result, list[Finding]]:
-    """Returns the result and the findings of a check. If the check raises: ``otherwise``, and a finding about that."""
+    """Returns the result and the findings of a check.
+
+    If the check raises an exception, returns ``otherwise`` as its result, and a finding about the exception.
+    """
     try:
         return look()
     except Exception as error:

@@ -75,7 +75,8 @@ class Host:
     open_files_limit: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
     def path(self, absolute: str | Path) -> Path:
-        """Returns the path of a file below ``root``, which is another folder than / in tests."""
+        """Returns the path of a file below ``root``. On the real machine, ``root`` is ``/``; tests use another folder.
+        """
         return self.root / str(absolute).lstrip("/")
 
     def read(self, absolute: str | Path) -> str | None:
@@ -87,7 +88,7 @@ class Host:
             return None
 
     def names(self, folder: str | Path, pattern: str) -> list[str]:
-        """Returns the sorted names in a folder that match a glob pattern, or nothing if it cannot be read."""
+        """Returns the sorted names in a folder that match a glob pattern. Returns [] if the folder cannot be read."""
         try:
             return sorted(path.name for path in self.path(folder).glob(pattern))
         except OSError:

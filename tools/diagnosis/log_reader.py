@@ -58,12 +58,12 @@ class LogFile:
             self._owners[pid] = (known[0] if rank is None else rank, known[1] if device is None else device)
         entries = log_lines.entries_of(line) if len(self.sightings) < MAX_SIGHTINGS else []
         above = self._trace_above(pid, rank)
-        if (
-            not entries and above is not None
-        ):  # the line may belong to the trace of the error above, and complete its rank and device
+        # A line in the trace of an error (the lines after it) may name a rank or device that the error itself lacks.
+        if not entries and above is not None:
             above.rank = rank if above.rank is None else above.rank
             above.device = device if above.device is None else above.device
-        if entries and above is not None and own_time is None:  # an error inside a trace is of the trace's process
+        # An error inside the trace of another error comes from the same process.
+        if entries and above is not None and own_time is None:
             pid, rank = above.pid if pid is None else pid, above.rank if rank is None else rank
             device = above.device if device is None else device
         rank, device = file_rank if rank is None else rank, file_device if device is None else device
@@ -73,7 +73,10 @@ class LogFile:
         ]
 
     def _trace_above(self, pid: int | None, rank: int | None) -> Sighting | None:
-        """Returns the error whose trace may contain this line: it is near, and belongs to the same process."""
+        """Returns the last error if the current line may belong to its trace (the lines after it), otherwise None.
+
+        The line must be near the error, and must not name another process or rank.
+        """
         if not self.sightings or self.lines - self.sightings[-1].line_number > NEARBY_LINES:
             return None
         last = self.sightings[-1]
@@ -82,7 +85,7 @@ class LogFile:
 
 
 def read_logs(place: Path) -> list[LogFile]:
-    """Reads a log file, or every log in a folder. Raises OSError if it cannot be read."""
+    """Reads a log file, or every log in a folder. Raises OSError if a file cannot be read."""
     root = place if place.is_dir() else place.parent
     return [_read_file(file, str(file.relative_to(root))) for file in _files(place)]
 

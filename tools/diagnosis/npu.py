@@ -137,7 +137,10 @@ def _health(chips: Sequence[Chip]) -> Iterator[Finding]:
 
 
 def _memory(chip: Chip, processes: Sequence[DeviceProcess], needed_bytes: int | None) -> Finding:
-    """Checks the free memory of a chip: at least half of it for MindSpore, and ``needed_bytes`` for the memory plan."""
+    """Checks the free memory of a chip.
+
+    MindSpore needs at least half of the chip's memory. The memory plan needs ``needed_bytes``.
+    """
     holders = [each for each in processes if (each.npu, each.chip) == (chip.npu, chip.chip)]
     who = f"; used by {', '.join(f'{each.name} ({each.pid})' for each in holders)}" if holders else ""
     free, total = (chip.total_mib - chip.used_mib) / 1024, chip.total_mib / 1024

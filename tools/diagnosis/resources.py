@@ -22,9 +22,9 @@ TIGHT = 0.9
 
 
 def machine_memory(host: Host) -> Machine | None:
-    """Returns the machine with its free memory, or the smaller limit of the control group.
+    """Returns the machine's available memory and its cores, or None if /proc/meminfo cannot be read.
 
-    Returns None if /proc/meminfo cannot be read.
+    The available memory is the free memory, or what the limit of the control group leaves if that is less.
     """
     match = re.search(r"(?m)^MemAvailable:\s+(\d+) kB", host.read("/proc/meminfo") or "")
     if match is None:
@@ -37,7 +37,7 @@ def machine_memory(host: Host) -> Machine | None:
 
 
 def check_memory(host: Host, config: Config) -> tuple[MemoryPlan | None, list[Finding]]:
-    """Compares the memory plan with the machine's memory, or on an Ascend with the configured memory."""
+    """Compares the memory plan with the available memory of the machine, or of the device as the config states it."""
     machine = machine_memory(host)
     if machine is None:
         return None, [warning("memory", "/proc/meminfo cannot be read", "the memory plan was not checked")]
@@ -79,7 +79,8 @@ def check_shared_memory(host: Host, needed_bytes: int, num_agents: int) -> Itera
 
 
 def check_cores(host: Host, config: Config | None) -> Iterator[Finding]:
-    """Compares the cores of this process with a control group's quota and the config's threads."""
+    """Compares the cores that this process may use with the quota of its control group, and with the config's threads.
+    """
     cores, quota = host.usable_cores(), cpu_quota(host)
     total = len(re.findall(r"(?m)^processor\s*:", host.read("/proc/cpuinfo") or "")) or cores
     limited = f", the control group grants {quota:.1f} of them" if quota is not None else ""

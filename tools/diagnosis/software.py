@@ -101,7 +101,8 @@ def check_mindspore(host: Host, pin: str) -> tuple[str | None, list[Finding]]:
 
 
 def _advice(result: CommandResult, otherwise: str) -> str:
-    """Returns the advice of the known error in a child process's output or signal, else ``otherwise``."""
+    """Returns the advice for a known error that a child process printed or died of, or ``otherwise`` if there is none.
+    """
     lines = [result.last_words, *reversed(result.stderr.splitlines())]
     if result.code is not None:
         lines.append(f"(signal {-result.code})")

@@ -1,10 +1,11 @@
 """Finds the rank that failed first, from the logs of all ranks.
 
-If a rank fails, the others time out, so the most frequent errors are not the cause. The first failure is, in this
-order:
+If a rank fails, the other ranks time out, so the most frequent errors are not the cause. Some known errors, such as a
+timeout, are usually the result of another failure (``Entry.follows``). Every other error can be a cause. The first of
+these rules that applies gives the first failure:
 
-    1. the earliest error that can be a cause, unless it is later than the first error that is a result
-    2. the rank for which others waited and which has no error in its log
+    1. the earliest error that can be a cause, unless it was logged clearly after the earliest error
+    2. a rank for which other ranks waited, and which logged no error
     3. the earliest error
 
 ``sources.HCCL_LOCATING`` and ``sources.MINDSPORE_CANN_CASES`` (HCCL & HCCP) describe the same method.
@@ -21,9 +22,12 @@ from tools.diagnosis.log_lines import Sighting
 from tools.diagnosis.log_reader import LogFile
 
 INCIDENT_GAP = timedelta(hours=1)
-"""Errors that are further apart in time belong to different incidents. It is twice HCCL_EXEC_TIMEOUT."""
+"""If no error is logged for longer than this time, a new incident begins. It is twice HCCL_EXEC_TIMEOUT."""
 TOLERANCE = timedelta(seconds=60)
-"""A cause may be logged this much later than its result, because clocks differ and logs are written late."""
+"""Maximum time by which an error that is a cause may be logged after the earliest error.
+
+Ranks have different clocks and write their logs with a delay, so a cause may seem to be later than its results.
+"""
 _UNKNOWN = datetime.max
 
 
@@ -43,7 +47,10 @@ def in_order(files: Sequence[LogFile]) -> list[Sighting]:
 
 
 def incidents(sightings: Sequence[Sighting]) -> list[list[Sighting]]:
-    """Divides sorted errors at gaps of more than ``INCIDENT_GAP``. The last incident has the errors without a time."""
+    """Divides sorted errors into incidents, wherever two errors are more than ``INCIDENT_GAP`` apart.
+
+    Errors without a time belong to the last incident.
+    """
     found: list[list[Sighting]] = []
     last: datetime | None = None
     for sighting in sightings:

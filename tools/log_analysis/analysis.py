@@ -122,7 +122,7 @@ class LogAnalysis(RequestTotals):
         if handler is not None:
             handler(self, event)
         if not self.events and event.name != "server_start":
-            self.runs += 1  # the log starts within a run
+            self.runs += 1  # the first run started before this log
         _count(self.events, event.name)
         self.first_time = event.time if self.first_time is None else min(self.first_time, event.time)
         self.last_time = event.time if self.last_time is None else max(self.last_time, event.time)
@@ -177,13 +177,16 @@ class LogAnalysis(RequestTotals):
             heapq.heappushpop(self._slowest, entry)
 
     def _lines_suppressed(self, event: LogEvent) -> None:
-        """Counts refusals whose lines the server did not write, because there were too many in a second."""
+        """Counts refusals that the server did not log one by one, because there were too many in a second."""
         number = event.fields.get("lines")
         if event.fields.get("of") == "request_refused" and isinstance(number, int):
             self.refused += max(0, number)
 
     def _request_refused(self, event: LogEvent) -> None:
-        """Counts a rejected HTTP request and closes its sequences. Their ids are the request's id with a number."""
+        """Counts a rejected HTTP request, and removes its sequences from the open requests.
+
+        The id of a sequence is the id of the request, followed by a number.
+        """
         self.refused += 1
         request_id = str(event.fields.get("request_id"))
         self._open.discard(request_id)

@@ -1,7 +1,8 @@
 """Compares the server's log with the JSON of a load test, for the requests that are in both.
 
-The log has the request ids of the load test, so requests of other clients are left out. The difference of a request's
-times is the time between client and engine: HTTP, tokenizer and the event loops of both.
+The log has the request ids of the load test, so requests of other clients are left out. For each request, the latency
+at the client is longer than the latency in the log. The difference is the time that HTTP, the tokenizer and the event
+loops of client and server take.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ClientResults(msgspec.Struct):
 
 @dataclass(slots=True)
 class TransferTime:
-    """Latencies that the client measured (since it sent a request) minus those in the log, in milliseconds."""
+    """Latencies that the client measured (since it sent a request) minus latencies in the log, in milliseconds."""
 
     ttft: Distribution = field(default_factory=Distribution)
     e2e: Distribution = field(default_factory=Distribution)

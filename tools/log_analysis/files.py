@@ -15,7 +15,7 @@ STANDARD_INPUT = Path("-")
 
 
 class _Joined:
-    """Reads several sources one after the other. A last line without an end gets one."""
+    """Reads several sources one after the other. If the last line of a source has no newline, one is inserted."""
 
     def __init__(self, sources: Sequence[LineSource]) -> None:
         self._sources = list(sources)

@@ -42,7 +42,7 @@ class Point:
 class Timeline:
     """Named values in time buckets. A bucket is one second wide at first; if there are too many, the width doubles.
 
-    The origin is the first time. Earlier times belong to the first bucket.
+    The origin is the time of the first value that is added. A value with an earlier time belongs to the first bucket.
     """
 
     def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:

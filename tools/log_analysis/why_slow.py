@@ -1,7 +1,8 @@
 """Explains slow requests: the parts of their time compared with a typical request, and the requests that blocked them.
 
-Slow requests are the slowest 1 % of the completed ones (at least 5, at most half of all). Typical ones are between the
-40th and the 60th percentile. Means are over complete requests, so the parts add up to the total times.
+Slow requests are the slowest 1 % of the completed requests (at least 5 requests, at most half of all). Typical requests
+have a total time between the 40th and the 60th percentile. A request's time is divided into parts, such as queue and
+decode. The means of the parts add up to the mean total time, because all means are over the same requests.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _COLUMNS = ("e2e", *PARTS, "output_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Mean times of the slow requests or of the typical ones, in milliseconds. ``parts`` add up to ``e2e``."""
+    """Mean times of the slow requests or of the typical requests, in milliseconds. ``parts`` add up to ``e2e``."""
 
     count: int
     e2e: float
@@ -146,7 +147,7 @@ def _blocked(slow: Sequence[RequestEnd]) -> dict[str, float]:
 
 
 def _blockers(slow: Sequence[RequestEnd]) -> list[Blocker]:
-    """Returns the requests that blocked most of the slow requests. Equal counts are sorted by id."""
+    """Returns the requests that blocked the largest numbers of slow requests. Equal numbers are sorted by id."""
     seen = Counter(request_id for end in slow for request_id in dict.fromkeys(end.blocked_by))
     ranked = sorted(seen.items(), key=lambda entry: (-entry[1], entry[0]))
     return [Blocker(request_id, requests) for request_id, requests in ranked[:TOP_BLOCKERS]]

@@ -124,7 +124,10 @@ def _parts(result: SlowRequests) -> list[str]:
 
 
 def _lengths(result: SlowRequests) -> str:
-    """Returns a sentence if slow requests have long outputs, and whether their tokens also took longer."""
+    """Returns a sentence if slow requests have longer outputs than typical requests, otherwise an empty text.
+
+    The sentence also states whether each of their tokens took longer.
+    """
     slow, typical = result.slow, result.typical
     if not typical.output_tokens or slow.output_tokens < SAME * typical.output_tokens:
         return ""

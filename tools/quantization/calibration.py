@@ -38,10 +38,10 @@ def calibration_tokens(folder: Path, source: str, sequences: int, length: int) -
 
 
 def builtin_documents(tokenizer: Tokenizer, seed: int = BUILTIN_SEED, *, held_out: bool = False) -> Iterator[list[int]]:
-    """Yields documents of the tiny Llama's generated text without end, as token ids.
+    """Yields an endless stream of documents, as token ids, from the generator of the tiny Llama's training text.
 
-    They are documents for training, or with ``held_out`` those that are never used for training. If the vocabulary has
-    no tokens for roles, the roles are left out.
+    With ``held_out``, these are the documents that are never used for training, otherwise the training documents. If
+    the vocabulary has no tokens for the roles of a conversation (user, assistant), the roles are left out.
     """
     has_roles = len(tokenizer.encode("".join(ROLE_TOKENS.values()), False)) == len(ROLE_TOKENS)
     for document in training_documents(seed):

@@ -41,10 +41,12 @@ _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "
 def quantise_folder(
     folder: Path, out: Path, settings: Settings, report: Report, *, calibration: NDArray[np.int32] | None = None
 ) -> None:
-    """Writes the folder ``out``, which must not exist. It gets its name only when it is complete.
+    """Writes a quantised copy of the model ``folder`` to the new folder ``out``.
 
-    The linear layers become integers: by GPTQ if there are ``calibration`` tokens [sequences, length], otherwise each
-    weight separately. Embedding, norms and output layer stay as they are. Raises CheckpointError.
+    The weights of linear layers become integers. With ``calibration`` tokens [sequences, length] they are rounded by
+    GPTQ, otherwise each element is rounded to the nearest integer. Embedding, norms and output layer keep their type.
+    The copy is written under another name, and renamed when it is complete. Raises CheckpointError if ``out`` exists or
+    if the model cannot be quantised.
     """
     shape = ModelShape.from_hf_folder(folder)
     if checkpoint_quantization(folder) is not None:
@@ -93,7 +95,7 @@ class _Conversion:
         self._writer = FolderWriter(out)
 
     def run(self, calibration: NDArray[np.int32] | None) -> None:
-        """Writes all tensors of the new folder. With ``calibration`` tokens [sequences, length] it uses GPTQ."""
+        """Writes all tensors of the new folder. Uses GPTQ if there are ``calibration`` tokens [sequences, length]."""
         forward = None if calibration is None else _Forward(self, self._shape, calibration)
         layer, quantised = -1, dict[str, Quantised]()
         for done, name in enumerate(self._names):
@@ -138,7 +140,10 @@ class _Forward:
         self._hidden = weights.floats("model.embed_tokens.weight")[tokens]
 
     def next_layer(self, index: int, settings: Settings) -> dict[str, Quantised]:
-        """Quantises the linear layers of a decoder layer, each for the inputs that it gets in the quantised model."""
+        """Quantises the linear layers of a decoder layer by GPTQ. Returns them by name.
+
+        The inputs of a linear layer are calculated with the weights that are already quantised.
+        """
         prefix, quantised = f"model.layers.{index}.", dict[str, Quantised]()
         norms = {
             name: self._weights.floats(f"{prefix}{name}.weight")

@@ -16,7 +16,10 @@ MAX_SHARD_BYTES = 1024**3
 
 
 class FolderWriter:
-    """Collects tensors and writes them as shards. ``close`` renames the files, because names contain their number."""
+    """Collects tensors and writes them as shards.
+
+    The name of a shard contains the number of all shards, which is known only at the end. So ``close`` renames them.
+    """
 
     def __init__(self, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         self._folder = folder

@@ -1,8 +1,9 @@
 """GPTQ (Frantar et al. 2023): rounds a weight matrix column by column, and corrects each column's error in later ones.
 
-A layer has the inputs X [samples, in]. The output error of a changed row is (w - q) H (w - q)^T, where H = X^T X.
-Columns are processed in the order of their diagonal in H, the largest first. Groups still consist of consecutive
-inputs, with scales that are known beforehand, so no permutation is needed at run time (GPTQ's ``static_groups``).
+A linear layer has the inputs X [samples, in]. H is X^T X. If a row w of the weight is rounded to q, the squared error
+of the outputs is (w - q) H (w - q)^T. Columns are processed in the order of their values on the diagonal of H, the
+largest first. A quantisation group still consists of consecutive inputs, and its scales are calculated before the
+rounding. So the served model needs no permutation of the inputs (GPTQ's ``static_groups``).
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class Hessian:
 
 
 def gptq(weight: Float32Array, hessian: Float64Array, settings: Settings) -> Quantised:
-    """Rounds ``weight`` [out, in] so that its outputs on the inputs of ``hessian`` [in, in] change little."""
+    """Rounds ``weight`` [out, in] so that the outputs of the linear layer change little.
+
+    ``hessian`` [in, in] is the sum X^T X over the layer's calibration inputs.
+    """
     rows, depth = weight.shape
     group = settings.group_of(depth)
     diagonal = hessian.diagonal()
@@ -68,8 +72,9 @@ def _inverse_factor(hessian: Float64Array) -> Float32Array:
 def _search(groups: Float32Array, diagonal: Float64Array, settings: Settings) -> tuple[Float32Array, Float32Array]:
     """Returns scales and zero points of ``groups`` [out, groups, g].
 
-    For each group of g weights, it takes the range of ``_SHRINKS`` with the smallest squared error, weighted by
-    ``diagonal`` [groups, g]. A smaller range clips the largest weights, but can improve all others.
+    Each group has g weights. The function tries the ranges of ``_SHRINKS`` and chooses the range with the smallest
+    squared error, weighted by ``diagonal`` [groups, g]. A smaller range clips the largest weights of the group, but can
+    represent the other weights more exactly.
     """
     weights = diagonal.astype(np.float32)[None]
     best = np.full(groups.shape[:2], np.inf, np.float32)

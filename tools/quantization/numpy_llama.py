@@ -18,7 +18,7 @@ Observe = Callable[[tuple[str, ...], Float32Array], None]
 
 
 class NumpyLlama:
-    """Runs one decoder layer at a time. The caller passes its weights, so that only one layer must be in memory."""
+    """Runs one decoder layer at a time. The caller passes the layer's weights, so only one layer must be in memory."""
 
     def __init__(self, shape: ModelShape, length: int) -> None:
         self._shape = shape
@@ -28,9 +28,11 @@ class NumpyLlama:
     def layer(
         self, hidden: Float32Array, weights: Mapping[str, Float32Array], apply: Apply, observe: Observe
     ) -> Float32Array:
-        """Returns the output of a decoder layer [sequences, length, hidden]. ``weights`` has only the norms.
+        """Returns the output of a decoder layer for ``hidden``, both [sequences, length, hidden].
 
-        ``observe`` is called with the inputs of each linear layer before ``apply`` multiplies by its weight.
+        ``weights`` has the weights of the norms. ``apply(name, x)`` multiplies the inputs x of a linear layer by its
+        weight. Before that, ``observe(names, x)`` gets the same inputs and the names of all linear layers that use
+        them.
         """
         sequences, length, width = hidden.shape
         flat = hidden.reshape(-1, width)
@@ -58,7 +60,10 @@ class NumpyLlama:
         return (x / np.sqrt(mean + np.float32(self._shape.rms_norm_eps)) * gamma).astype(np.float32)
 
     def _attention(self, q: Float32Array, k: Float32Array, v: Float32Array) -> Float32Array:
-        """Returns attention of one sequence: q [length, heads * D], k and v [length, kv heads * D]."""
+        """Returns the attention output of one sequence, shaped like ``q``.
+
+        ``q`` is [length, heads * head size]; ``k`` and ``v`` are [length, kv heads * head size].
+        """
         shape, length = self._shape, len(q)
         size, group = shape.head_dim, shape.num_attention_heads // shape.num_key_value_heads
         query = self._rotate(q.reshape(length, -1, size).swapaxes(0, 1)) * np.float32(size**-0.5)
@@ -70,7 +75,7 @@ class NumpyLlama:
         return np.ascontiguousarray((weights @ value).swapaxes(0, 1)).reshape(length, -1)
 
     def _rotate(self, x: Float32Array) -> Float32Array:
-        """Rotates [heads, length, D] by the rotary embedding, which pairs the two halves of a head."""
+        """Applies the rotary embedding (rotate-half) to ``x`` [heads, length, head size]."""
         half, length = x.shape[2] // 2, x.shape[1]
         turned = np.concatenate([-x[:, :, half:], x[:, :, :half]], axis=2)
         return x * self._cos[:length] + turned * self._sin[:length]

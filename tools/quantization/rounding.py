@@ -1,7 +1,8 @@
 """Rounds weights to integers: scales and zero points of groups, and the two layouts of compressed-tensors.
 
-A weight is [out, in] float32. With a group of g inputs there are in / g scales per row; g = in gives one scale per row.
-Integers are unsigned, 0 to 2^bits - 1, with a zero point. Without zero points it is 2^(bits - 1).
+A weight is [out, in] float32. A group is g consecutive inputs of a row. It has one scale, so a row has in / g scales.
+The integers are unsigned, from 0 to 2^bits - 1. The zero point of a group is the integer that stands for 0. If the
+format stores no zero points, every zero point is 2^(bits - 1).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Settings:
     """Type in which scales are stored. Weights are rounded with scales that already have this type."""
 
     def __post_init__(self) -> None:
-        stored_format(self.bits)  # raises for a number of bits that no format has
+        stored_format(self.bits)  # raises an error if no format has this number of bits
 
     @property
     def layout(self) -> str:
@@ -75,7 +76,8 @@ class Quantised:
 def fit(groups: Float32Array, settings: Settings) -> tuple[Float32Array, Float32Array]:
     """Returns scales and zero points of ``groups`` [..., g], which cover the range of each group.
 
-    The range is symmetric around 0, or with zero points from the minimum to the maximum.
+    If the format has zero points, the range is from the minimum to the maximum of the group, otherwise it is symmetric
+    around 0.
     """
     if not settings.asymmetric:
         scales = np.abs(groups).max(axis=-1) / np.float32(settings.middle - 1)
@@ -120,7 +122,10 @@ def stored_arrays(stem: str, weight: Quantised, settings: Settings) -> Mapping[s
 
 
 def pack_words(values: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
-    """Packs [n, m] into words [n, ceil(m / per word)]: the first integer in the lowest bits, zeros at the end."""
+    """Packs integers [rows, columns] of ``bits`` bits into 32-bit words, separately for each row.
+
+    The first integer of a word is in its lowest bits. The last word of a row is filled with zeros.
+    """
     per_word = 32 // bits
     padded = np.pad(values, ((0, 0), (0, -values.shape[1] % per_word))).astype(np.uint32)
     words = np.zeros((len(padded), padded.shape[1] // per_word), np.uint32)

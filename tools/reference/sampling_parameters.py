@@ -38,7 +38,7 @@ def _type_name(hint: typing.Any) -> str:
 
 
 def _default(parameter: SamplingParameter) -> str:
-    if parameter.name in ("seed", "max_tokens"):  # the server chooses a seed and a maximum number of tokens
+    if parameter.name in ("seed", "max_tokens"):  # the server chooses their defaults for each request
         return {"seed": "random", "max_tokens": "see the endpoint"}[parameter.name]
     return "none" if parameter.max_items else f"`{str(parameter.default).lower()}`"
 

@@ -1,1 +1,1 @@
-"""The sixty checks of reliability and security: what each promises, and how its figure is found."""
+"""The sixty checks of reliability and security. Each has a promise, and a test or program that measures a figure."""

@@ -1,7 +1,8 @@
-"""A check, the ways to find its figure, and the run of many checks.
+"""Defines a check and the three ways to measure its figure, and runs checks.
 
-Most checks are the verdict of tests that exist. All tests of the chosen checks run in one pytest process, so that they
-share their servers. A program prints JSON lines. A scan is a function that reads the source.
+Most checks run tests of this project and count the tests that fail (``Verdict``). All tests of the chosen checks run in
+one pytest process, so that they share their servers. Other checks run a program that prints its figures as JSON lines
+(``Program``), or a function that searches the source code (``Scan``).
 """
 
 from __future__ import annotations
@@ -30,12 +31,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of tests. ``places`` are files or tests for pytest. The figure is the number that did not pass."""
+    """A check that runs tests. ``places`` are files or tests, as pytest names them.
+
+    The figure is the number of tests that did not pass.
+    """
 
     places: tuple[str, ...]
 
     def outcome(self, results: dict[str, dict[str, str]]) -> Outcome:
-        """Judge the tests at each place, by name and problem. A place without a test that ran is a failure."""
+        """Return the outcome of the tests. ``results`` has, for each place, the problem of each test by its name.
+
+        An empty problem means that the test passed. A place at which no test ran counts as a failed test.
+        """
         problems = [f"{place}: no test ran" for place in self.places if not results.get(place)]
         for place in self.places:
             problems += [f"{name}: {text}" for name, text in results.get(place, {}).items() if text]
@@ -44,10 +51,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Program:
-    """A program of this project that prints JSON lines. ``figure`` is a key of the lines; the worst value counts.
+    """A check that runs a program of this project. The program prints JSON lines, or writes one JSON object to a file.
 
-    ``file_option`` is the option of a program that writes one JSON object to a file instead. ``is_minimum``: the figure
-    must be at least the limit, otherwise at most.
+    ``file_option`` is the program's option for the name of this file, or empty. ``figure`` is the key of the figure in
+    the JSON; the worst value counts. If ``is_minimum``, the figure must be at least ``limit``, otherwise at most.
     """
 
     arguments: tuple[str, ...]
@@ -84,7 +91,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Scan:
-    """A function that reads the source and yields its findings. The figure is their number."""
+    """A check that runs a function on the source code. The figure is the number of findings that it yields."""
 
     find: Callable[[], Iterable[str]]
 
@@ -95,7 +102,7 @@ class Scan:
 
 @dataclass(frozen=True)
 class Check:
-    """One of the sixty checks. ``promise`` is a sentence, ``unit`` and ``limit`` belong to the figure."""
+    """One of the sixty checks. ``promise`` states in one sentence what is checked. ``limit`` applies to the figure."""
 
     id: str
     promise: str
@@ -116,7 +123,7 @@ class Check:
 
 
 def tests(*places: str) -> Verdict:
-    """Return the verdict of tests. Each place is a file in ``tests/`` without ``tests/``, or a test in it."""
+    """Return a check that runs tests. A place is a file or a test, as a path below ``tests/``."""
     return Verdict(tuple(f"tests/{place}" for place in places))
 
 
@@ -131,7 +138,10 @@ def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, Outcome]]:
 
 
 def run_tests(places: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Run the tests at these places. Returns, for each place, its tests with their problem or an empty text."""
+    """Run the tests at these places. Returns, for each place, the problem of each test by its name.
+
+    The problem of a test that passed is an empty text.
+    """
     if not places:
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -149,7 +159,9 @@ def run_tests(places: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def read_report(report: Path) -> dict[str, str]:
-    """Return the problem of each test in a JUnit report, or an empty text. A skipped test is a problem."""
+    """Return the problem of each test in a JUnit report, by its name. A skipped test has a problem, a passed test has
+    "".
+    """
     found: dict[str, str] = {}
     for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 - pytest has just written the file
         name = f"{case.get('file')}::{case.get('name')}"
@@ -160,7 +172,7 @@ def read_report(report: Path) -> dict[str, str]:
 
 
 def _belongs(name: str, place: str) -> bool:
-    """Return True if the test is in the file, or is the test or one of its parametrised cases."""
+    """Return True if the test ``name`` is at ``place``: in this file, or the test itself or one of its cases."""
     return name == place or name.startswith((f"{place}::", f"{place}["))
 
 

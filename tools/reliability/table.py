@@ -14,7 +14,7 @@ _MAX_REASON_CHARS = 100
 
 
 def row(check: Check, outcome: Outcome, stamp: str) -> str:
-    """Return the row of a check. A check that did not pass has its reason."""
+    """Return the row of a check. If the check did not pass, the row states the reason."""
     figure = "-" if outcome.figure is None else f"{outcome.figure:g} {check.unit}"
     reason = " ".join(outcome.reason.replace("|", "/").split())[:_MAX_REASON_CHARS]
     verdict = "yes" if outcome.passed else f"no: {reason or 'over the limit'}"

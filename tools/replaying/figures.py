@@ -22,7 +22,8 @@ _PREEMPTIONS, _SWAPS = STATE_NAMES.index("preemptions"), STATE_NAMES.index("swap
 
 @dataclass(frozen=True, slots=True)
 class StretchFigures:
-    """The summary of a part of a recording. Times are seconds. A token's time is that of the step result with it."""
+    """The summary of a part of a recording, in seconds. A token's time is the time at which its step's result arrived.
+    """
 
     requests: int
     refused: int

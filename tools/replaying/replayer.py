@@ -307,7 +307,7 @@ class _Replayer:
 
 
 def _as_read(record: list[Any]) -> list[Any]:
-    """Copies the lists of a step's record, because the scheduler changes them later."""
+    """Returns a step's record with copies of its lists, because the scheduler changes the original lists later."""
     return [list(part) if isinstance(part, list) else part for part in record]
 
 

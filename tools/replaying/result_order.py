@@ -34,7 +34,8 @@ class ResultOrder:
     def completed(self, seq: int, *, ran: bool) -> int | None:
         """Removes a completed step. Returns an earlier step that should have run first, or None.
 
-        ``ran`` is False for a step that was dropped, or that failed before it was sent: its result has no order.
+        ``ran`` is False for a step that was dropped, or that failed before it was sent. Its result may come at any
+        time.
         """
         kind = self._sent.pop(seq, None)
         if kind is None or not ran:

@@ -1,8 +1,8 @@
 """Serves recorded requests again under other settings, with the real scheduler on a virtual clock.
 
-Requests arrive at their recorded times. A request that ended by itself ends after the same number of tokens. A client
-that disconnected does so again after the same number of tokens. Step times come from a fit to the recorded steps
-(``performance.simulation.fit``). The run is recorded, so all tools for recordings can show it.
+Requests arrive at their recorded times. A request that was completed ends after its recorded number of tokens. A client
+that disconnected disconnects again after the same number of tokens. Step times come from a fit to the recorded steps
+(``performance.simulation.fit``). The simulated run is recorded, too, so all tools for recordings can show it.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class _VirtualRun:
     def _add(self, arrival: Arrival) -> None:
         try:
             request = make_request(arrival.facts, arrival.prompt)
-            # The request may have run on another replica before, and then has the times of that run.
+            # If the request ran on another replica before, the recording has its times there. They are removed.
             request.first_scheduled_time = request.first_token_time = None
             request.num_losses = request.alone_until = 0
             self._recorder.add_request(request)

@@ -68,7 +68,10 @@ def follow_up(rng: random.Random) -> list[Pair]:
 
 
 def same_form(fact: Fact) -> str:
-    """Returns words that two questions must share, so that the second can be shortened ("And of Spain?")."""
+    """Returns a key for the form of a question. If two questions have the same key, the second can be shortened.
+
+    For example, "What is the capital of Spain?" becomes "And of Spain?".
+    """
     words = fact.question.replace("color", "colour").split()
     return " ".join(words[:2]) + (
         " " + fact.again.split()[1] if fact.again.startswith(("And of", "And after", "And before")) else words[-1]

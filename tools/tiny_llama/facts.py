@@ -36,14 +36,17 @@ def first_upper(text: str) -> str:
 
 
 def fill(line: str, slots: dict[str, object]) -> Fact:
-    """Makes a fact from a line ``question | answer | short answer | follow-up``, whose slots it fills in."""
+    """Makes a fact from a line ``question | answer | short answer | follow-up``. Fills in the slots of the line."""
     words = {key: str(value) for key, value in slots.items()}
     words |= {first_upper(key): first_upper(word) for key, word in words.items()}
     return Fact(*line.format(**words).split(" | "))
 
 
 def make_fact(rng: random.Random, section: str, **slots: object) -> Fact:
-    """Makes a fact from a section of ``text/wordings.txt``: a random question of the section, and its last line."""
+    """Makes a fact from a section of ``text/wordings.txt``.
+
+    Takes a random question of the section, and the answers in its last line.
+    """
     *questions, answers = WORDINGS[section]
     question = rng.choice(questions) if len(questions) > 1 else questions[0]
     return fill(f"{question} | {answers}", slots)

@@ -27,8 +27,9 @@ MATCH_GAIN = 2.0
 class Circuit:
     """The vectors that the heads of the circuit share.
 
-    ``constant`` is a part of every embedding. ``code`` [head_dim, hidden] maps a token to its code. ``place`` [hidden,
-    head_dim] are the directions of the hidden state to which the previous-token head writes the code.
+    ``constant`` is a part of every embedding. ``code`` [head_dim, hidden] is a random projection; it maps a token's
+    embedding to a shorter vector, the token's code. ``place`` [hidden, head_dim] has the directions of the hidden state
+    to which the previous-token head writes the code.
     """
 
     def __init__(
