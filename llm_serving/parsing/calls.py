@@ -1,4 +1,7 @@
-"""The ways in which models write tool calls. Each function reads the text after the reasoning to its end."""
+"""The parsers of tool calls: one function for each way in which models write calls.
+
+Each function reads the text from the end of the reasoning to the end of the output.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _FUNCTIONS = "functions."
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """The tools of a request, as far as a parser must know them."""
+    """The facts about a request's tools that a parser needs."""
 
     types: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
     """The JSON types of each tool's parameters, by the names of tool and parameter."""
@@ -42,12 +45,15 @@ def plain(reader: Reader, options: CallOptions) -> Steps[None]:
 
 
 def hermes(reader: Reader, options: CallOptions) -> Steps[None]:
-    """Read ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. One pair of tags may hold a list."""
+    """Read ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+
+    A pair of tags may also have a list of calls.
+    """
     while (yield from pass_until(reader, (CALL,), reader.content)) is not None:
         reader.record = [CALL]
         yield from skip(reader)
         if (yield from read_calls(reader)):
-            yield from skip(reader, SPACE + "}")  # some models write one brace too much
+            yield from skip(reader, SPACE + "}")  # some models write one closing brace too many
             yield from expect(reader, CALL_CLOSE)
 
 
@@ -123,7 +129,7 @@ def _call_with_arguments(reader: Reader, name: str) -> Steps[bool]:
 
 
 def deepseek(reader: Reader, options: CallOptions) -> Steps[None]:
-    """Read DeepSeek's calls: V3 writes the arguments as a block of Markdown, V3.1 directly after the name."""
+    """Read DeepSeek's calls. V3 writes the arguments as a Markdown code block, V3.1 directly after the tool's name."""
     marker = yield from pass_until(reader, (DEEPSEEK_CALLS, DEEPSEEK_CALL), reader.content)
     while marker is not None:
         if marker == DEEPSEEK_CALLS:
@@ -160,7 +166,7 @@ def _deepseek_call(reader: Reader) -> Steps[None]:
 def qwen3_coder(reader: Reader, options: CallOptions) -> Steps[None]:
     """Read ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``.
 
-    The values have no quotes. The tool's schema says which of them are text.
+    The values have no quotes, so the tool's schema decides which values are text.
     """
     marker = yield from pass_until(reader, (CALL, "<function="), reader.content)
     while marker is not None:
@@ -208,7 +214,10 @@ def _function(reader: Reader, options: CallOptions) -> Steps[None]:
 
 
 def _parameter(reader: Reader, types: frozenset[str]) -> Steps[bool]:
-    """Read the value of a parameter. One newline at its start and one at its end are no part of it."""
+    """Read the value of a parameter, and return whether it is complete. ``types`` are the JSON types of the parameter.
+
+    One newline at the start of the value and one at its end do not belong to the value.
+    """
     yield from expect(reader, "\n")
     if not is_text(types):
         value: list[str] = []
@@ -225,7 +234,10 @@ def _parameter(reader: Reader, types: frozenset[str]) -> Steps[bool]:
 
 
 class _Quoted:
-    """Passes text on as the inside of a JSON string. A newline at its end is left out."""
+    """Adds text to the arguments of the newest call, escaped as the inside of a JSON string.
+
+    A newline at the end of the text is left out.
+    """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -238,9 +250,10 @@ class _Quoted:
 
 
 def harmony(reader: Reader, options: CallOptions) -> Steps[None]:
-    """Read the messages of gpt-oss. The header names the channel, or the tool that gets the message.
+    """Read the messages of gpt-oss. The header of a message names its channel, or the tool that gets the message.
 
-    ``analysis`` is reasoning. Other channels are content. The text begins within the header of the first message.
+    The channel ``analysis`` is reasoning, and other channels are content. The text begins within the header of the
+    first message, because the prompt has the start of this header.
     """
     while True:
         reader.record = []
@@ -275,4 +288,4 @@ def _message(reader: Reader, options: CallOptions) -> Steps[str | None]:
 
 
 def _ignore(text: str) -> None:
-    """Leave a text out."""
+    """A sink that drops its text."""

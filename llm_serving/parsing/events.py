@@ -1,4 +1,4 @@
-"""The parts of an answer, in the order in which the model writes them."""
+"""The events of a parser: parts of an answer, in the order in which the model writes them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Event = Content | Reasoning | CallBegin | Arguments | CallEnd
 
 @dataclass(slots=True)
 class ToolCall:
-    """One tool call. ``arguments`` is JSON as the model has written it."""
+    """One complete tool call. ``arguments`` is the JSON text that the model has written."""
 
     name: str
     arguments: str = ""
@@ -57,7 +57,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ParsedAnswer:
-    """A whole answer."""
+    """A complete answer: content, reasoning and tool calls."""
 
     content: str = ""
     reasoning: str = ""

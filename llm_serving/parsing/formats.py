@@ -1,7 +1,7 @@
-"""The formats of tool calls and of reasoning, and how a chat template shows which of them a model uses.
+"""The formats of tool calls and of reasoning. The chat template of a model shows which formats it uses.
 
-To add a format, write a function in ``calls`` and an entry here. The entry also says how the grammar of a call is
-written, see ``llm_serving.constraints.calls``.
+To add a format, write a function in ``calls`` and an entry here. ``llm_serving.constraints.calls`` makes the grammar of
+a call from this entry.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ NAME = "{name}"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes tool calls: ``open``, then calls with ``between`` between them, then ``close``.
+    """How a model writes tool calls: the text ``open``, then the calls, then the text ``close``.
 
-    A call is ``begin`` with the tool's name, the arguments, and ``end``.
+    Each call consists of ``begin`` with the tool's name, the arguments, and ``end``. The text ``between`` separates two
+    calls.
     """
 
     name: str
@@ -129,7 +130,7 @@ DEFAULT_TOOL_FORMAT = _HERMES
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """How one model writes reasoning and tool calls, and what its chat template can render."""
+    """How one model writes reasoning and tool calls, and which parts of a request its chat template can render."""
 
     tools: ToolFormat | None
     """None if tools are turned off."""
@@ -144,7 +145,10 @@ class OutputFormat:
 
     @classmethod
     def of_template(cls, source: str | None, tools: str = AUTO, reasoning: str = AUTO) -> OutputFormat:
-        """Return the format of a model with this chat template. ``tools`` and ``reasoning`` may name other formats."""
+        """Return the format of a model whose chat template is ``source``.
+
+        Unless they are ``auto``, ``tools`` and ``reasoning`` name the formats to use instead.
+        """
         text = source or ""
         has_tools = re.search(r"\btools\b", text) is not None
         tool_format = _tool_format(text) if tools == AUTO else TOOL_FORMATS.get(tools)
@@ -166,7 +170,10 @@ EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
 
 
 def _tool_format(template: str) -> ToolFormat | None:
-    """Return the format that a template describes, or writes for earlier calls."""
+    """Return the format of tool calls in a chat template, or None if the template has no known format.
+
+    A template describes the format to the model, or writes earlier calls in it.
+    """
     if calls.CHANNEL in template:
         return _GPT_OSS
     if calls.DEEPSEEK_CALL in template:

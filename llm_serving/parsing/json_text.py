@@ -1,4 +1,4 @@
-"""Reads JSON from a text that arrives in pieces, and passes it on as the model has written it."""
+"""Reads JSON from a text that arrives in pieces, and passes it on unchanged, as the model has written it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 def pass_value(reader: Reader, sink: Sink) -> Steps[bool]:
-    """Pass one JSON value to ``sink``. Returns whether it is complete.
+    """Pass one JSON value to ``sink``. Returns False if the text ends before the value is complete.
 
-    Only brackets and quotes are checked: they decide where an object, a list or a string ends.
+    Only brackets and quotes are read: they decide where an object, a list or a string ends.
     """
     first = yield from peek(reader)
     if first not in ("{", "[", '"'):
@@ -31,7 +31,7 @@ def pass_value(reader: Reader, sink: Sink) -> Steps[bool]:
                 break
             position, char = match.end(), match[0]
             if char == "\\":
-                if position == len(text):  # the character after the backslash has not arrived
+                if position == len(text):  # the escaped character has not arrived yet
                     position -= 1
                     break
                 position += 1
@@ -79,8 +79,8 @@ def read_string(reader: Reader) -> Steps[str | None]:
 def read_calls(reader: Reader, names: Collection[str] | None = None) -> Steps[bool]:
     """Read one object with the name and the arguments of a call, or a list of these objects.
 
-    The caller has started to record. If the first object is no call, the recorded text becomes content and the result
-    is False. With ``names``, calls of other tools are no calls.
+    The caller must have started to record. If the first object is not a call, the recorded text becomes content, and
+    the result is False. If ``names`` is given, only calls of tools with these names count as calls.
     """
     if (yield from peek(reader)) != "[":
         return (yield from _read_call(reader, names))
@@ -103,7 +103,7 @@ def read_calls(reader: Reader, names: Collection[str] | None = None) -> Steps[bo
 
 
 def _read_call(reader: Reader, names: Collection[str] | None) -> Steps[bool]:
-    """Read one object of ``read_calls``."""
+    """Read one object. If it is not a call, the recorded text becomes content, and the result is False."""
     is_call = False
     if (yield from expect(reader, "{")) is not None:
         is_call = yield from _read_members(reader, names)
@@ -115,7 +115,7 @@ def _read_call(reader: Reader, names: Collection[str] | None) -> Steps[bool]:
 def _read_members(reader: Reader, names: Collection[str] | None) -> Steps[bool]:
     """Read the members of an object after its opening brace. Returns whether a call has begun.
 
-    The arguments may come before the name. They are then kept until the name is known.
+    If the arguments come before the tool's name, they are kept until the name is known.
     """
     has_begun = has_arguments = False
     early: list[str] = []
@@ -154,7 +154,10 @@ def _read_members(reader: Reader, names: Collection[str] | None) -> Steps[bool]:
 
 
 def _pass_arguments(reader: Reader, sink: Sink) -> Steps[bool]:
-    """Pass the value of ``arguments``. Some models write the object as a string, and ``null`` for no arguments."""
+    """Pass the arguments of a call to ``sink``, always as an object. Returns whether they are complete.
+
+    Some models write the object within a string, or ``null`` instead of an empty object.
+    """
     char = yield from peek(reader)
     if char == "{":
         return (yield from pass_value(reader, sink))
@@ -168,4 +171,4 @@ def _pass_arguments(reader: Reader, sink: Sink) -> Steps[bool]:
 
 
 def _ignore(text: str) -> None:
-    """Leave a text out."""
+    """A sink that drops its text."""

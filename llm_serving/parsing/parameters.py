@@ -10,7 +10,7 @@ STRING = "string"
 
 
 def json_types(schema: object) -> frozenset[str]:
-    """Return the JSON types that a schema allows. Empty if the schema does not say."""
+    """Return the JSON types that a schema allows. Empty if the schema does not state any type."""
     if not isinstance(schema, Mapping):
         return frozenset()
     kind = schema.get("type")
@@ -30,12 +30,15 @@ def json_types(schema: object) -> frozenset[str]:
 
 
 def is_text(types: frozenset[str]) -> bool:
-    """Return whether a parameter of these types is always text, or of an unknown type."""
+    """Return whether the value of a parameter is read as text: its only type is string, or its type is unknown."""
     return not types or types == {STRING}
 
 
 def as_json(value: str, types: frozenset[str]) -> str:
-    """Return the value of a parameter as JSON: as the model has written it if that is JSON of an allowed type."""
+    """Return the value of a parameter as JSON text.
+
+    If the model has written JSON of an allowed type, it stays unchanged. Otherwise the value becomes a JSON string.
+    """
     try:
         parsed = json.loads(value)
     except ValueError:

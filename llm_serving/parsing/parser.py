@@ -1,4 +1,5 @@
-"""Reads the text of one sequence, piece by piece, and returns its parts."""
+"""Reads the output text of one sequence, piece by piece, and returns the events of reasoning, content and tool calls.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from llm_serving.parsing.reader import Reader, Steps, expect, pass_until, skip
 
 
 class OutputParser:
-    """The parser of one sequence. All events together do not depend on how the text is split into pieces."""
+    """The parser of one sequence's output.
+
+    The joined events do not depend on how the text is split into pieces.
+    """
 
     def __init__(
         self,
@@ -20,7 +24,10 @@ class OutputParser:
         is_thinking: bool = False,
         max_calls: int | None = None,
     ) -> None:
-        """``is_thinking``: the prompt ends within the reasoning. Without ``tools``, calls stay in the content."""
+        """``is_thinking`` is True if the prompt ends within the reasoning.
+
+        If ``tools`` is None, calls stay in the content.
+        """
         options = options or CallOptions()
         self._reader = Reader(max_calls)
         # the generator refers to the reader and not to this object, so there is no reference cycle
@@ -34,14 +41,14 @@ class OutputParser:
         return self._reader.num_calls > 0
 
     def feed(self, text: str) -> list[Event]:
-        """Return the events that the next piece of text makes."""
+        """Return the events that follow from the next piece of the text."""
         if text:
             self._reader.text += text
             self._advance()
         return self._taken()
 
     def finish(self) -> list[Event]:
-        """Return the last events. No more text follows."""
+        """End the text, and return its last events."""
         self._reader.is_closed = True
         self._advance()
         self._reader.finish()

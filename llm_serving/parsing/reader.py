@@ -1,7 +1,7 @@
-"""The input and output of a parser: text that arrives in pieces, and the events that the text makes.
+"""The input and output of a parser: text that arrives in pieces, and the events that follow from the text.
 
-A parser is a generator over a ``Reader``. It yields when it needs more text. All decisions depend only on characters
-that have arrived and on the end of the text, never on the borders of pieces.
+A parser is a generator over a ``Reader``. It yields when it needs more text. Its decisions depend on the characters and
+on the end of the text, never on the boundaries of the pieces.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SPACE = " \t\r\n"
 
 
 class Reader:
-    """The text that was not read yet, and the events that were not taken yet."""
+    """The text that the parser has not read yet, and the events that its caller has not taken yet."""
 
     __slots__ = ("_gap", "_has_reasoning", "_max_calls", "_reasoning_space", "_space", "events", "is_closed",
                  "num_calls", "record", "text")  # fmt: skip
 
     def __init__(self, max_calls: int | None = None) -> None:
-        """Further calls than ``max_calls`` are left out."""
+        """``max_calls`` is the maximum number of calls in the events. Further calls are left out."""
         self.text = ""
         self.is_closed = False
         self.events: list[Event] = []
@@ -86,7 +86,10 @@ class Reader:
             self._add(Reasoning(body))
 
     def end_reasoning(self) -> None:
-        """End a part of the reasoning. Content may follow. Another part begins on a new line."""
+        """End a part of the reasoning. Content or another part of the reasoning may follow.
+
+        A newline separates two parts of the reasoning.
+        """
         self._reasoning_space = "\n"
         self._gap = "\n"
 
@@ -110,7 +113,7 @@ class Reader:
             self._add(CallEnd(self.num_calls - 1))
 
     def finish(self) -> None:
-        """Add the white space at the end of an answer that ends with content."""
+        """Add the white space at the end of the text, if the answer ends with content."""
         if self._space:
             self._add(Content(self._space))
             self._space = ""
@@ -120,7 +123,7 @@ class Reader:
         return self._max_calls is None or self.num_calls <= self._max_calls
 
     def _add(self, event: Event) -> None:
-        """Add an event, joined with the last one if both are parts of the same text."""
+        """Add an event. If it continues the text of the last event, both are joined into one."""
         last = self.events[-1] if self.events else None
         if isinstance(event, Content) and isinstance(last, Content):
             self.events[-1] = Content(last.text + event.text)
@@ -135,7 +138,7 @@ class Reader:
 def pass_until(reader: Reader, markers: tuple[str, ...], sink: Sink) -> Steps[str | None]:
     """Pass the text before the first marker to ``sink``. Returns the marker, or None if the text has ended.
 
-    No marker may be the start of another one.
+    No marker may begin with the text of another marker.
     """
     pattern = _pattern(markers)
     while True:
@@ -164,7 +167,7 @@ def expect(reader: Reader, *texts: str) -> Steps[str | None]:
 
 
 def skip(reader: Reader, chars: str = SPACE) -> Steps[str]:
-    """Read a run of the given characters. Returns it."""
+    """Read all following characters that are in ``chars``, and return them."""
     skipped = ""
     while True:
         rest = reader.text.lstrip(chars)
@@ -187,7 +190,10 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _start_of_partial(text: str, markers: tuple[str, ...]) -> int:
-    """Return the first position from which the rest of ``text`` is the start of a marker, else the length."""
+    """Return the position at the end of ``text`` where an incomplete marker begins.
+
+    If ``text`` does not end with the start of a marker, return its length.
+    """
     longest = max(map(len, markers), default=1)
     for position in range(max(0, len(text) - longest + 1), len(text)):
         if any(marker.startswith(text[position:]) for marker in markers):
