@@ -75,7 +75,7 @@ class Paged(nn.Cell):
 
 
 class Write(nn.Cell):
-    """Writes keys and values to its own caches, as the models do."""
+    """Writes keys and values to the caches, which are parameters of this Cell, as in the models."""
 
     def __init__(self, kv_heads: int, dim: int, block_size: int, dtype: str) -> None:
         super().__init__()
@@ -106,7 +106,10 @@ def ints(numbers: Any, dtype: Any = np.int32) -> Tensor:
 
 
 def assert_rounded(tensor: Tensor, wanted: np.ndarray, dtype: str, *, slack: float) -> None:
-    """Checks that ``out`` is the exact result rounded once, up to ``slack`` times the largest value."""
+    """Checks that ``tensor`` is the exact result ``wanted`` rounded once.
+
+    In addition, each element may differ by ``slack`` times the largest value.
+    """
     limit = EPSILON[dtype] * np.abs(wanted) + slack * (np.abs(wanted).max(initial=0) + 1e-6)
     assert tuple(tensor.shape) == wanted.shape
     assert (np.abs(exact(tensor) - wanted) <= limit).all(), np.abs(exact(tensor) - wanted).max()
@@ -124,7 +127,9 @@ def norm_graphs(dtype: str) -> tuple[nn.Cell, nn.Cell]:
 @examples
 @given(any_dtype, seeds, st.integers(1, 9), st.integers(1, 200))
 def test_rms_norm(dtype: str, seed: int, rows: int, width: int) -> None:
-    """The results are y = x / sqrt(mean(x^2) + epsilon) * gamma, and rstd [rows, 1] in float32."""
+    """The results are y = x / sqrt(mean(x^2) + epsilon) * gamma, and the reciprocal of the square root [rows, 1] in
+    float32.
+    """
     rng = np.random.default_rng(seed)
     (x, x_exact), (gamma, gamma_exact) = values(rng, rows, width, dtype=dtype), values(rng, width, dtype=dtype)
     y, rstd = norm_graphs(dtype)[0](x, gamma)
@@ -137,7 +142,7 @@ def test_rms_norm(dtype: str, seed: int, rows: int, width: int) -> None:
 @examples
 @given(any_dtype, seeds, st.integers(1, 9), st.integers(1, 200))
 def test_add_rms_norm(dtype: str, seed: int, rows: int, width: int) -> None:
-    """The results are y, rstd and x1 + x2. The sum is rounded first, and the norm is that of the rounded sum."""
+    """The results are y, the reciprocal root, and the sum x1 + x2. The norm y is computed from the rounded sum."""
     rng = np.random.default_rng(seed)
     (a, a_exact), (b, b_exact) = (values(rng, rows, width, dtype=dtype) for _ in range(2))
     gamma, gamma_exact = values(rng, width, dtype=dtype)
@@ -166,7 +171,7 @@ def test_swiglu(dtype: str, seed: int, rows: int, half: int) -> None:
 
 
 class MindFormersExtras(nn.Cell):
-    """SiLU with MindFormers' arguments, and its copy of lengths to the host."""
+    """Two operators with MindFormers' arguments: SiLU, and the copy of sequence lengths to the host."""
 
     def construct(self, x: Any, lengths: Any) -> Any:
         return mint.nn.functional.silu(x), ops.move_to(lengths, "CPU")
@@ -192,7 +197,10 @@ def test_silu_and_move_to(dtype: str, seed: int, rows: int, width: int) -> None:
 
 
 class MindFormersExperts(nn.Cell):
-    """The primitives of MindFormers' router and dispatcher with its arguments, except the grouped products."""
+    """The primitives of MindFormers' expert router and dispatcher, with its arguments.
+
+    The grouped products are left out.
+    """
 
     def __init__(self, k: int, dtype: str) -> None:
         super().__init__()
@@ -215,9 +223,10 @@ def experts_graph(k: int, dtype: str) -> nn.Cell:
 @examples
 @given(any_dtype, seeds, st.integers(1, 9), st.integers(8, 130), st.sampled_from([1, 3, 8]))
 def test_primitives_of_mindformers_experts(dtype: str, seed: int, rows: int, width: int, k: int) -> None:
-    """Four primitives: top-k, replacement of NaN and infinities by zeros, a mask that sets zeros, and a row of a table.
+    """Compares four primitives with NumPy.
 
-    If elements are equal, top-k takes the first of them.
+    They are top-k, replacement of NaN and infinities by zeros, a mask that sets zeros, and one row of a table. If
+    elements are equal, top-k takes the first of them.
     """
     rng = np.random.default_rng(seed)
     scores = rng.integers(-4, 5, (rows, width)).astype(np.float32)  # few values, so that many are equal
@@ -240,7 +249,7 @@ def test_primitives_of_mindformers_experts(dtype: str, seed: int, rows: int, wid
 
 
 class Routing(nn.Cell):
-    """Computes the weights of the chosen experts as MindFormers does, mostly with MindSpore's own operators."""
+    """Computes the weights of the chosen experts with MindFormers' operators, most of which are MindSpore's own."""
 
     def construct(self, logits: Any) -> Any:
         shares, experts = mint.topk(mint.softmax(logits, dim=-1, dtype=ms.float32), k=4, dim=-1)
@@ -249,7 +258,8 @@ class Routing(nn.Cell):
 
 @pytest.mark.parametrize("experts", [4, 5, 8, 60, 64, 128, 200])
 def test_a_tokens_shares_do_not_depend_on_the_others(experts: int) -> None:
-    """The bits are equal alone and among few or many tokens. The values are right."""
+    """The weights of a token's experts have the same bits alone and among few or many tokens, and equal NumPy's values.
+    """
     graph = Routing()
     graph.set_inputs(dynamic(None, None, dtype=ms.float32))
     logits = np.random.default_rng(experts).standard_normal((300, experts)).astype(np.float32) * 3
@@ -299,9 +309,10 @@ def rotary_graph(dtype: str, cos_format: int) -> nn.Cell:
 def test_rotary_with_a_row_of_cosines_a_token(
     dtype: str, seed: int, geometry: tuple[int, int, int], cos_format: int, lengths: list[int]
 ) -> None:
-    """cos and sin are [tokens, dim]. With cos_format 2, an element is rotated with the element half a head away.
+    """``cos`` and ``sin`` have the shape [tokens, dim].
 
-    With cos_format 3, it is rotated with its neighbour.
+    With ``cos_format`` 2, an element is rotated together with the element half a head away. With 3, it is rotated
+    together with its neighbour.
     """
     heads, kv_heads, dim = geometry
     tokens, rng = sum(lengths) + 1, np.random.default_rng(seed)
@@ -329,9 +340,9 @@ def write_graph(kv_heads: int, dim: int, block_size: int, dtype: str) -> Write:
 @examples
 @given(any_dtype, seeds, any_geometry, st.integers(1, 12), st.sampled_from([1, 3, 16]))
 def test_reshape_and_cache(dtype: str, seed: int, geometry: tuple[int, int, int], tokens: int, block_size: int) -> None:
-    """The slot is block * block_size + offset, each only once.
+    """Each token is written to its slot, which is block * block_size + offset. A negative slot is padding.
 
-    A negative slot is padding. Other memory stays unchanged.
+    Each slot is used only once, and all other memory stays unchanged.
     """
     _, kv_heads, dim = geometry
     rng, graph = np.random.default_rng(seed), write_graph(kv_heads, dim, block_size, dtype)
@@ -357,9 +368,9 @@ def flash_graph(geometry: tuple[int, int, int], dtype: str) -> nn.Cell:
 @examples
 @given(any_dtype, seeds, any_geometry, st.lists(st.integers(0, 40), min_size=1, max_size=MAX_PROMPTS))
 def test_flash_attention(dtype: str, seed: int, geometry: tuple[int, int, int], lengths: list[int]) -> None:
-    """Layout TH: prompts one after the other, each causal.
+    """With the layout TH, the prompts of a step lie one after the other, and each prompt is causal.
 
-    Inputs have the lengths of the sequences; unused ones are 0.
+    An input has the length of each prompt. The lengths of unused places are 0.
     """
     heads, kv_heads, dim = geometry
     lengths = lengths if sum(lengths) else [1]
@@ -389,9 +400,10 @@ def paged_graph(geometry: tuple[int, int, int], dtype: str) -> nn.Cell:
 def test_paged_attention(
     dtype: str, seed: int, geometry: tuple[int, int, int], block_size: int, steps: list[tuple[int, int]], decode: bool
 ) -> None:
-    """Computes the last q_seq_lens tokens of each sequence over its blocks, which are in any order.
+    """Computes the last ``q_seq_lens`` tokens of each sequence over its blocks, which are in random order.
 
-    The steps are chunks, decodes and mixtures. The mask [tokens, positions] hides later positions; a decode has none.
+    The steps are chunks, decodes and mixed steps. A mask [tokens, positions] hides later positions. Decode steps have
+    no mask.
     """
     heads, kv_heads, dim = geometry
     queries = [1 if decode else query for query, _ in steps]
@@ -445,7 +457,7 @@ def split_graph() -> nn.Cell:
 @examples
 @given(seeds, st.integers(1, 300))
 def test_split_with_size(seed: int, rows: int) -> None:
-    """The pieces along the axis have the bits of the input."""
+    """The pieces of a tensor that is split along the last axis have the bits of the input."""
     x, x_exact = values(np.random.default_rng(seed), rows, 16, dtype="float16")
     for piece, wanted in zip(split_graph()(x), np.split(x_exact, [3, 8], -1), strict=True):
         np.testing.assert_array_equal(exact(piece), wanted)
@@ -458,7 +470,8 @@ def test_rows_of_no_sequence_are_refused(dtype: str, capfd: pytest.CaptureFixtur
     q, _ = values(rng, 3, 64, dtype=dtype)
     cached, _ = values(rng, 2, 16, 4, 16, dtype=dtype)
     graph = Paged(4, 4, 16)
-    hold_failures(True)  # MindSpore would wait 3 seconds for other failures
+    # The plugin holds the error back, because MindSpore would wait 3 seconds before it reports a failed operator.
+    hold_failures(True)
     try:
         graph(q, cached, cached, ints([[1]]), ints([20]), Tensor(np.zeros((1, 1)), DTYPES[dtype]), ints([2])).asnumpy()
     finally:

@@ -1,7 +1,7 @@
 """Tests the attention of the native primitives.
 
-Results are compared with float64. Bits are equal for paged and contiguous keys, for chunks and whole prompts, alone and
-in a batch.
+Results are compared with float64. A row has equal bits for paged and contiguous keys, for chunks and whole prompts, and
+alone and in a batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TOLERANCE = {"float32": 3e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}
 """Maximum absolute error, for values of standard deviation 1."""
 
 CASES = [
-    # heads, kv_heads, dim, block_size, query_lens, context_lens
+    # each case: heads, kv_heads, dim, block_size, query length and context length of each sequence
     (1, 1, 2, 1, [1], [1]),
     (1, 1, 16, 16, [3], [3]),
     (4, 2, 16, 4, [5, 0, 2], [5, 0, 9]),

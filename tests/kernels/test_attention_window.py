@@ -11,7 +11,7 @@ from support.kernel_calls import PagedKeys, attention_rendering, page, random_te
 
 TOLERANCE = {"float32": 3e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}
 CASES = [
-    # heads, kv_heads, dim, block_size, query_lens, context_lens
+    # each case: heads, kv_heads, dim, block_size, query length and context length of each sequence
     (4, 2, 16, 4, [5, 0, 2], [5, 0, 9]),
     (8, 2, 32, 7, [70, 1], [70, 130]),
     (8, 1, 64, 3, [1, 66], [191, 67]),

@@ -1,4 +1,7 @@
-"""Sampling from candidates chooses the token that whole logits give, or asks for whole logits."""
+"""Tests sampling from the device's best candidates.
+
+The sampler chooses the same token as from whole logits, or reports that it needs whole logits.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ ROWS = 50
 
 
 def as_bfloat16(values: Array) -> Array:
-    """Rounds towards zero to bfloat16, which makes many logits equal."""
+    """Rounds logits towards zero to bfloat16, so that many of them are equal."""
     return (values.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
 
 
 def candidates_of(logits: Array, temperature: Array, parts: int = 1, rng: np.random.Generator | None = None) -> Any:
-    """Returns best ids, best values and the candidates, as a device computes them.
+    """Returns the best ids, the best values and the candidates of each row, as a device computes them.
 
-    Equal logits come in the order of their ids, or in any order if ``rng`` is given.
+    Candidates with equal logits are in the order of their ids. If ``rng`` is given, they are in random order.
     """
     rows, vocab = logits.shape
     size = -(-vocab // parts)
@@ -100,7 +103,8 @@ def make(seed: int, vocab: int, spread: float, rounding: Callable[[Array], Array
     rng = np.random.default_rng([seed, vocab, int(spread * 100)])
     logits = rounding((rng.standard_normal((ROWS, vocab)) * spread).astype(np.float32))
     histories = [rng.integers(0, vocab, rng.integers(1, 30)).astype(np.int32) for _ in range(ROWS)]
-    for index, history in enumerate(histories):  # likely tokens are the ones that penalties change
+    # Half of each history are likely tokens, so that penalties change the result.
+    for index, history in enumerate(histories):
         likely = logits[index].argsort()[::-1][: len(history) // 2]
         history[: len(likely)] = likely
     prompts = [int(rng.integers(0, len(history) + 1)) for history in histories]
@@ -158,7 +162,10 @@ def test_rows_that_depend_on_other_tokens_need_whole_logits(settings: dict[str, 
 
 
 def test_a_draw_beyond_the_candidates_needs_whole_logits() -> None:
-    """All logits are equal. So 64 of 16003 candidates have a small part of the mass, and no rank is certain."""
+    """All logits are equal, so the 64 candidates of 16003 tokens have only a small part of the probability.
+
+    The sampler needs whole logits, because the drawn token may be none of the candidates.
+    """
     sampling = Sampling(np.zeros((20, 16003)), {"temperature": np.float32(1), "seed": np.arange(20)}, [], [])
     sampling.histories = {}
     assert sampling.of_candidates()[1].all()
@@ -176,7 +183,7 @@ def test_without_candidates_only_plain_greedy_rows_are_sampled() -> None:
 
 
 def test_a_sum_of_the_device_with_a_small_error_changes_no_token() -> None:
-    """The bound of the error is stated in ops/candidates.cc."""
+    """The device's sum of exponentials may have a small error, whose bound is stated in ops/candidates.cc."""
     for seed, error in enumerate((-1e-5, -1e-6, 1e-6, 1e-5)):
         sampling = make(20 + seed, 5000, 2.0, np.float32, **(OFF | {"top_k": 0}))
         best, values, candidates = candidates_of(sampling.logits, sampling.inputs["temperature"])
@@ -198,7 +205,10 @@ def test_candidates_that_are_not_numbers_need_whole_logits() -> None:
 
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 1, "top_k": 5}, {"num_top_logits": 2}])
 def test_rows_whose_logits_are_not_finite_are_marked(settings: dict[str, Any]) -> None:
-    """The largest logit decides. If only the sum is NaN, the sampler needs the whole row."""
+    """A row is marked if its largest logit is not finite.
+
+    If only the device's sum is NaN, the sampler needs whole logits.
+    """
     sampling = make(3, 1000, 1.0, np.float32, **(OFF | settings))
     best, values, candidates = candidates_of(sampling.logits, sampling.inputs["temperature"])
     values[[4, 5, 6]] = np.nan, np.inf, -np.inf

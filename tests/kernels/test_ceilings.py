@@ -23,7 +23,7 @@ MULTIPLICATIONS = {
 
 @cache
 def functions() -> dict[str, list[tuple[int, str]]]:
-    """Disassembles the program: the address and text of every instruction of the loops, by name."""
+    """Disassembles the program. Returns for each loop function the address and text of every instruction."""
     command = ["objdump", "-d", "-C", "--no-show-raw-insn", str(PROGRAM)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found: dict[str, list[tuple[int, str]]] = {}
@@ -37,7 +37,10 @@ def functions() -> dict[str, list[tuple[int, str]]]:
 
 
 def loop_bodies(instructions: list[tuple[int, str]]) -> list[list[str]]:
-    """Returns every part of a function from the target of a backward jump to the jump."""
+    """Returns the loops of a function.
+
+    Each loop is the list of instructions from the target of a backward jump to the jump.
+    """
     bodies = []
     for address, text in instructions:
         if (jump := re.match(r"j\w+ +([0-9a-f]+)", text)) and int(jump[1], 16) < address:

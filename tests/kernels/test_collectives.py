@@ -116,7 +116,10 @@ def test_a_group_that_goes_down_frees_its_waiting_agents_at_once() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_fast_sum_is_the_plain_one(dtype: str) -> None:
-    """Uses every 16-bit pattern, including infinities and NaNs of either sign, and odd lengths."""
+    """The fast sum of two agents has the same bits as a plain sum.
+
+    The test adds every 16-bit pattern, including infinities and NaNs of either sign, in arrays of several lengths.
+    """
     storage = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[dtype]
     patterns = np.arange(1 << 16, dtype=np.uint16)
     first = patterns.view(storage) if dtype != "float32" else (patterns.astype(np.uint32) << 16).view(np.float32)

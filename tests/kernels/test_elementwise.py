@@ -12,7 +12,10 @@ from support.kernel_threads import threads_as_before
 
 
 def assert_rounded(stored: Array, exact: Array, dtype: str, slack: float = 1e-6) -> None:
-    """Checks that ``stored`` is ``exact`` rounded once, up to ``slack`` (relative) for the float32 arithmetic."""
+    """Checks that ``stored`` is ``exact`` rounded once.
+
+    ``slack`` is the relative error allowed for float32 arithmetic.
+    """
     smallest = {"float32": 1e-38, "float16": 2.0**-25, "bfloat16": 1e-38}[dtype]
     error = np.abs(load(stored, dtype) - exact)
     assert (error <= (EPSILON[dtype] + slack) * np.abs(exact) * 1.001 + smallest).all(), error.max()
@@ -87,7 +90,7 @@ def tables(positions: int, dim: int, *, interleaved: bool = False) -> tuple[Arra
 
 
 def rotated(x: Array, cos: Array, sin: Array, *, interleaved: bool = False) -> Array:
-    """Rotates [tokens, heads, dim] in the precision of its arguments."""
+    """Applies the rotary embedding to x [tokens, heads, dim], in the precision of the arguments."""
     other = np.empty_like(x)
     if interleaved:
         other[..., ::2], other[..., 1::2] = -x[..., 1::2], x[..., ::2]

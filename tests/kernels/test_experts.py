@@ -84,9 +84,10 @@ class Experts:
         return out
 
     def run(self, rows: list[int], *, choice: list[int] | None = None, spare: int = 2) -> tuple[int, Array, Array]:
-        """Runs some rows.
+        """Runs the operator for some rows.
 
-        Returns the entry's code, the experts' output and the sum. Arrays are ``spare`` rows longer.
+        Returns its status code (0 if it accepts its inputs), the experts' output, and the sum of hidden state and
+        residual. The arrays have ``spare`` rows more than the step.
         """
         hidden = np.concatenate([self.hidden[rows], self.hidden[:spare]])
         residual = np.concatenate([self.residual[rows], self.residual[:spare]])
@@ -102,7 +103,7 @@ class Experts:
         return EntryCall(tensors).run(load_library().ExpertMlp), out, total
 
     def exact(self) -> npt.NDArray[np.float64]:
-        """Computes in float64, except for the rounding of the sum and of the normed row."""
+        """Returns the experts' output, computed in float64. Only the sum and the normed row are rounded to the type."""
         total = load(store(load(self.hidden, self.dtype) + load(self.residual, self.dtype), self.dtype), self.dtype)
         normed = total / np.sqrt((total * total).mean(-1, keepdims=True) + EPSILON) * load(self.gamma, self.dtype)
         normed = load(store(normed, self.dtype), self.dtype)
@@ -143,7 +144,9 @@ def test_quantised_experts_are_near(fmt: str, limit: float) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("fmt", ["float", "int8", "int4"])
 def test_a_row_does_not_depend_on_the_others(dtype: str, fmt: str) -> None:
-    """Bits are equal for a row alone, in another order, among more rows than a piece holds, and with other threads."""
+    """A row has equal bits alone, in another order, in a large step that runs in several pieces, and with other
+    threads.
+    """
     made = Experts(dtype, fmt, experts=8, chosen=3, normalised=True, rows=600)
     _, whole, _ = made.run(list(range(600)))
     with threads_as_before():

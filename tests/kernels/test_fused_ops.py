@@ -1,4 +1,4 @@
-"""The fused custom operators except attention, in a static graph whose steps are smaller than the graph."""
+"""Tests the fused custom operators, except attention, in a static graph whose steps are smaller than its arrays."""
 
 from __future__ import annotations
 

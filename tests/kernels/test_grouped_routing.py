@@ -1,4 +1,7 @@
-"""ExpertMlp with DeepSeek's routers, shared experts and a part of the experts, compared with float64."""
+"""Compares ExpertMlp with float64.
+
+The cases have DeepSeek's expert routers, shared experts, and only a part of the experts.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ ROUTERS = {
 
 
 class Model:
-    """Random weights and rows, and what the operator computes for them."""
+    """Random weights and input rows. Runs the operator on them, and computes the exact result."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(11)
@@ -53,7 +56,10 @@ class Model:
         self.shared = normal(2 * SHARED, WIDTH, scale=0.15), normal(WIDTH, SHARED, scale=0.2)
 
     def run(self, router: Router, first: int = 0, held: int = EXPERTS, *, shared: bool = True) -> tuple[int, Array]:
-        """Returns the entry's code and the output. The weights have experts [first, first + held) only."""
+        """Returns the status code of the operator and its output.
+
+        The weights contain only ``held`` experts, beginning with expert ``first``.
+        """
         out, total = (np.full_like(self.hidden, 77) for _ in range(2))
         correction = self.correction if router.corrected else np.zeros(EXPERTS, np.float32)
         groups = [int(router.sigmoid), router.groups, router.chosen_groups, int(router.corrected)]
@@ -69,7 +75,10 @@ class Model:
         return code, out
 
     def exact(self, router: Router, first: int = 0, held: int = EXPERTS, *, shared: bool = True) -> Float64:
-        """Computes the output in float64. No two scores are equal, so the order of equal scores does not matter."""
+        """Returns the output, computed in float64.
+
+        No two scores are equal, so an order of equal scores is not tested.
+        """
         total = self.hidden.astype(np.float64) + self.residual
         x = total / np.sqrt((total * total).mean(1, keepdims=True) + EPSILON) * self.gamma
         logits = x @ self.router.T
@@ -118,7 +127,7 @@ def test_equals_float64(name: str, shared: bool) -> None:
 
 
 def test_every_router_chooses_differently() -> None:
-    """If two routers chose the same experts, the test above could not distinguish them."""
+    """The three expert routers choose different experts. Otherwise the test above could not distinguish them."""
     made = Model()
     outs = [made.run(router, shared=False)[1] for router in ROUTERS.values()]
     assert all(np.abs(a - b).max() > 0.1 for a, b in ((outs[0], outs[1]), (outs[1], outs[2])))

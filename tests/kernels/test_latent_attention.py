@@ -1,4 +1,7 @@
-"""The custom op LatentAttention, compared with float64 without absorption. Chunks and threads change no bit."""
+"""Tests the custom operator LatentAttention.
+
+The reference in float64 expands the keys and values of every head. Chunks and threads must change no bit.
+"""
 
 from __future__ import annotations
 
@@ -148,9 +151,9 @@ def test_equals_float64(dtype: str, sizes: Sizes) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(query_rank=0), DEEPSEEK_V3], ids=["rank", "plain", "deepseek_v3"])
 def test_chunks_and_threads_change_no_bit(dtype: str, sizes: Sizes) -> None:
-    """Computes a prompt in one step, in chunks and token by token.
+    """A prompt gives the same bits in one step, in chunks and token by token.
 
-    The last tokens read more than one partition of keys.
+    Its last tokens read more than one partition of keys.
     """
     _, whole = Latent(sizes, dtype).run(0, sizes.tokens)
     ends = [1, 2, 7, sizes.tokens - 3, sizes.tokens - 2, sizes.tokens - 1, sizes.tokens]

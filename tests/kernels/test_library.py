@@ -40,7 +40,10 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def offered_instruction_sets() -> list[str]:
-    """Returns the instruction sets of this build on this processor, best first. The library lists them in its error."""
+    """Returns the instruction sets that this build has and this processor supports, best first.
+
+    The library lists them in the error about an unknown instruction set.
+    """
     process = run_python("from agent.kernels import kernel_isa; kernel_isa()", LLM_KERNELS_ISA="nonsense")
     assert process.returncode == 2
     match = re.search(r'LLM_KERNELS_ISA is "nonsense"; this build on this processor offers: (.*)', process.stderr)
@@ -154,9 +157,9 @@ def test_the_testing_library_adds_entries_to_those_of_the_product() -> None:
 
 
 def test_no_instance_is_shared_between_instruction_sets() -> None:
-    """The linker merges weak symbols of two object files.
+    """Every vectorised function has the namespace of its instruction set in its name.
 
-    So their names must contain the instruction set's namespace.
+    Otherwise the linker would merge functions with equal names that were compiled for different instruction sets.
     """
     process = subprocess.run(
         ["nm", "-C", "--defined-only", str(library_path())], capture_output=True, text=True, check=True

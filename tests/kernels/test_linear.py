@@ -1,7 +1,9 @@
-"""Linear layers over packed weights, compared with the scalar reference, with NumPy and with themselves in other
-batches.
+"""Tests linear layers over packed weights.
 
-test_library.py runs these tests again for every instruction set; test_linear_formats.py compares their bits.
+Results are compared with the scalar reference, with NumPy, and with the same row in other batches.
+
+The program test_library.py runs these tests again for every instruction set. The program test_linear_formats.py
+compares the bits of the instruction sets.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ INTEGERS = ("int8", "int8_weight_only", "int4", "int4_weight_only")
 FORMATS = [*((dtype, dtype) for dtype in DTYPES), *((fmt, dtype) for fmt in INTEGERS for dtype in DTYPES)]
 """Weight format and type of the activations."""
 
-# rows, columns, depth, group (of integer formats), gated, asymmetric
+# each case: rows, columns, depth, group size (of integer formats), gated, asymmetric
 SHAPES = [
     (1, 1, 1, 0, False, False),
     (1, 64, 64, 64, False, False),
@@ -95,7 +97,7 @@ def test_quantised_formats_are_near_float64(fmt: str, relative: float, group: in
 def test_integers_and_zero_points_are_taken_as_they_are() -> None:
     rng = np.random.default_rng(6)
     x = np.float32(rng.integers(-127, 128, (5, 96)))
-    x[:, 0] = 127  # the scale of every row is 1
+    x[:, 0] = 127  # the largest input is 127, so the scale of every row is 1
     scales = np.float32(2.0 ** rng.integers(-3, 3, (40, 3)))
     for fmt in ("int8", "int4", "int4_weight_only"):
         low, high, stored = (-128, 128, np.int8) if fmt == "int8" else (0, 16, np.uint8)
@@ -112,14 +114,18 @@ def test_integers_and_zero_points_are_taken_as_they_are() -> None:
 def test_a_row_does_not_depend_on_the_batch(fmt: str, dtype: str, depth: int) -> None:
     x, _, blob = operands(fmt, dtype, (71, 70, depth, 32 if depth == 48 else 0, False, False))
     whole = linear(x, blob, dtype)
-    for begin, end in [(70, 71), (7, 24), (1, 66), *((9, 9 + rows) for rows in range(1, 18))]:  # tiles of all heights
+    # The last steps have 1 to 17 rows, so tiles of all heights occur.
+    for begin, end in [(70, 71), (7, 24), (1, 66), *((9, 9 + rows) for rows in range(1, 18))]:
         np.testing.assert_array_equal(linear(x[begin:end].copy(), blob, dtype), whole[begin:end])
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), [("bfloat16", "bfloat16"), ("int8", "float32"), ("int4", "bfloat16")])
 @pytest.mark.parametrize("depth", [12800, 13000])
 def test_pieces_of_the_depth_change_no_bit(fmt: str, dtype: str, depth: int) -> None:
-    """The depth is so large that the sums wait in memory between pieces."""
+    """The depth is larger than one piece of it, so the sums wait in memory until the next piece.
+
+    This changes no bit.
+    """
     x, _, blob = operands(fmt, dtype, (27, 64, depth, 64 if fmt == "int4" else 0, False, False))
     whole = linear(x, blob, dtype)
     reference = load(linear(x[:2], blob, dtype, mode="reference"), dtype)
@@ -131,7 +137,7 @@ def test_pieces_of_the_depth_change_no_bit(fmt: str, dtype: str, depth: int) -> 
 @pytest.mark.parametrize(("fmt", "dtype"), [(fmt, "bfloat16") for fmt in ("bfloat16", *INTEGERS)])
 @pytest.mark.parametrize("depth", [768, 3072])
 def test_blocks_of_rows_change_no_bit(fmt: str, dtype: str, depth: int) -> None:
-    """With AMX tiles, a row is in one of many blocks, and its sums come from one chunk of the depth or from several."""
+    """With AMX tiles, a row may be in any block of rows, and the depth may have several chunks. This changes no bit."""
     x, _, blob = operands(fmt, dtype, (530, 134, depth, 64 if fmt.startswith("int4") else 0, True, False))
     for epilogue in ("store", "swiglu"):
         whole = linear(x, blob, dtype, epilogue=epilogue)
@@ -147,7 +153,11 @@ def test_blocks_of_rows_change_no_bit(fmt: str, dtype: str, depth: int) -> None:
 )
 @pytest.mark.parametrize("fmt", ["int8_weight_only", "int4_weight_only"])
 def test_groups_of_weights_alone(fmt: str, depth: int, group: int, asymmetric: bool, dtype: str) -> None:
-    """Groups are smaller or larger than the part that is unpacked at a time. The last is short. Some fit no tile."""
+    """Tests weight-only formats with different sizes of quantisation groups.
+
+    Groups are smaller or larger than the part that the kernel unpacks at a time. The last group may be short. Some
+    sizes are no multiple of a tile.
+    """
     x, w, blob = operands(fmt, dtype, (53, 150, depth, group, False, asymmetric))
     result = linear(x, blob, dtype, epilogue="store_float")
     reference = linear(x, blob, dtype, epilogue="store_float", mode="reference")
@@ -163,7 +173,10 @@ def test_groups_of_weights_alone(fmt: str, depth: int, group: int, asymmetric: b
     ("fmt", "group"), [("int8_weight_only", 0), ("int8_weight_only", 64), ("int4_weight_only", 64)]
 )
 def test_denormal_sums_are_the_same_in_every_batch(fmt: str, group: int, asymmetric: bool) -> None:
-    """Sums of bfloat16 products nearly cancel. The matrix unit treats these sums as zeros. Scales make them visible."""
+    """The sums of nearly cancelling bfloat16 products are denormal, and the matrix unit replaces them by zeros.
+
+    Large scales make this visible in the result. The bits must not depend on the batch.
+    """
     rng = np.random.default_rng(group)
     x = store(3e-38 * rng.standard_normal((19, 256)).astype(np.float32), "bfloat16")
     w = np.float32(1e30) * random_tensor(rng, (130, 256), "float32")
@@ -195,7 +208,7 @@ def test_strided_rows_in_and_out(fmt: str, dtype: str, depth: int) -> None:
 @pytest.mark.parametrize(("fmt", "dtype"), FORMATS)
 def test_the_largest_of_each_row_is_found(fmt: str, dtype: str) -> None:
     x, w, _ = operands(fmt, dtype, (37, 200, 48, 0, False, False))
-    w[150:180] = w[20:50]  # ties, of which the lowest index must win
+    w[150:180] = w[20:50]  # equal columns give ties, and the lowest index must win
     blob = packed(fmt, w, source_dtype=dtype)
     for mode in ("kernel", "reference"):
         out, ids, values = linear_best(x, blob, dtype, mode=mode)
@@ -214,13 +227,16 @@ def test_the_largest_takes_zeros_as_equal() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("column", [0, 15, 16, 63, 64, 199])
 def test_a_row_with_a_value_that_is_not_finite_has_no_largest(bad: float, column: int) -> None:
-    """The id is -1 and the value is NaN, wherever the value that is not finite is. Other rows are not affected."""
+    """If a row's product has a value that is not finite, its best id is -1 and its best value is NaN.
+
+    The column of this value does not matter, and other rows are not affected.
+    """
     w = np.random.default_rng(5).standard_normal((200, 2)).astype(np.float32)
     w[column, 1] = bad
     blob = packed("float32", w)
     x = np.float32([[1, 0], [0, 1], [2, 0], [0, -1]])
     x[:, 1] = [0, 1, 0, 1]
-    w[column, 1] = 0  # 0 * infinity is NaN, so rows 0 and 2 get another weight
+    w[column, 1] = 0  # rows 0 and 2 get this weight, because their input 0 times infinity would be NaN
     clean = packed("float32", w)
     for mode in ("kernel", "reference"):
         _, ids, values = linear_best(x[1::2], blob, "float32", mode=mode)

@@ -1,4 +1,4 @@
-"""The bias of a packed linear layer, which is added last in every format and epilogue."""
+"""Tests the bias of a packed linear layer. It is added last, in every weight format and with every epilogue."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_packing_refuses_what_does_not_fit() -> None:
 
 
 def is_accepted(blob: np.ndarray) -> bool:
-    """Returns whether PackedLinear accepts the blob for a step of no rows. The blob should have 64 columns."""
+    """Returns whether the operator PackedLinear accepts the packed weight ``blob`` for a step without rows."""
     columns, depth = blob[16:32].view(np.int64)
     x, out = np.zeros((1, depth), np.float32), np.zeros((1, columns), np.float32)
     tensors = [(x, None), (blob, None), (np.zeros(4, np.int32), None), (out, None)]
@@ -146,7 +146,10 @@ def test_the_kernel_refuses_what_does_not_go_together() -> None:
 
 
 def parts_of(*shapes: tuple[int, int]) -> np.ndarray:
-    """Makes a blob of several parts: memory for a header, followed by float32 weights of (columns, depth) each."""
+    """Returns a packed weight of several parts.
+
+    Memory for a header comes first, then the float32 weights of each part. ``shapes`` are the parts' (columns, depth).
+    """
     sizes = [-(-packed_weight_bytes("float32", *shape) // 64) * 64 for shape in shapes]
     blob, begin = weight_blob(64 + sum(sizes)), 64
     for size, shape in zip(sizes, shapes, strict=True):
@@ -160,7 +163,7 @@ def test_parts_of_a_weight_are_joined() -> None:
     join_weight_parts(blob, 3)
     assert is_accepted(blob)
     assert not is_accepted(blob[:-64]), "the last part is cut off"
-    for place, value in ((24, 73), (48, 4)):  # offsets of the depth and of the number of parts
+    for place, value in ((24, 73), (48, 4)):  # byte offsets of the depth and of the number of parts in the header
         damaged = weight_blob(blob.size)
         damaged[:] = blob
         damaged[place] = value

@@ -1,4 +1,7 @@
-"""RotaryAttention: compared with float64, and equal bits for every cache layout, batch and number of threads."""
+"""Tests RotaryAttention. Results are compared with float64.
+
+A row has equal bits for every cache layout, batch and number of threads.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from support.kernel_threads import check_threads_change_no_bit
 """Absolute, for values of standard deviation 1; with an int8 cache, of what the float32 weights of 15 bits give."""
 
 CASES = [
-    # heads, kv_heads, dim, block_size; (begin, end) of each sequence in the step
+    # each case: shape (heads, kv_heads, dim, block_size), and (begin, end) of each sequence in the step
     (Shape(1, 1, 2, 1), [(0, 1)]),
     (Shape(1, 1, 16, 16), [(0, 3)]),
     (Shape(4, 2, 6, 4), [(0, 5), (3, 3), (7, 9)]),
@@ -28,7 +31,8 @@ CASES = [
     (Shape(7, 1, 66, 64), [(0, 33)]),
     (Shape(2, 1, 16, 16), [(1999, 2000)]),
     (Shape(3, 3, 34, 100), [(600, 700), (511, 513)]),
-    # several heads together: a third of a block of rows is not a multiple of four groups
+    # The kernel computes several heads together. With three threads, a thread's part of the rows is no multiple of four
+    # key-value groups.
     (Shape(30, 3, 64, 16), [(500, 501), (270, 271), (0, 1)]),
     (Shape(32, 2, 64, 16), [(500, 501), (270, 271)]),
     (Shape(32, 4, 64, 16), [(500, 501), (255, 256), (66, 67)]),
@@ -58,7 +62,7 @@ def test_the_reference_writes_the_same_cache(formats: tuple[str, str], shape: Sh
     caches, copies = made.new_caches(), made.new_caches()
     made.whole(caches)
     made.run([(0, 0, 39)], copies, reference=True)
-    # A value half way between two numbers may be rounded to either. The largest value is below 4.
+    # Rounding may go either way if a value is halfway between two numbers. The largest value is below 4.
     unit = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2, "int8": 4 / 127}[formats[1]]
     for cache, copy, keys in zip(caches, copies, (True, False), strict=True):
         held = [written(which, formats[1], keys=keys) for which in (cache, copy)]
@@ -145,7 +149,10 @@ def test_threads_change_no_bit(formats: tuple[str, str], parts: list[tuple[int, 
 
 @pytest.mark.parametrize("formats", FORMATS)
 def test_blocks_of_another_sequence_of_the_same_step_are_read_as_written(formats: tuple[str, str]) -> None:
-    """With the prefix cache, a sequence may share blocks that another sequence fills in the same step."""
+    """A sequence may read prefix blocks that another sequence writes in the same step.
+
+    It must read the written values.
+    """
     made = Sequences(Shape(4, 2, 16, 4), [8, 9], formats)
     made.qkv[1][:8] = made.qkv[0]
     [_, wanted] = made.whole()

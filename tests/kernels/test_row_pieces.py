@@ -18,7 +18,7 @@ MANY_ROWS = 777
 
 
 class Layer:
-    """Rows, gammas and packed weights of the operators."""
+    """Input rows, norm weights (gamma) and packed weights for the operators."""
 
     def __init__(self, fmt: str) -> None:
         rng = np.random.default_rng(7)

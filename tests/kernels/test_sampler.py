@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Given:
-    """The inputs of a draw: the arrays of the prepared call and the values of each run."""
+    """The inputs of a draw. ``inputs`` are the arrays of the prepared call, and ``run`` has the values of each run."""
 
     inputs: SampleInputs
     run: dict[str, Any]
@@ -53,7 +53,7 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
-    [  # kat_vectors of the authors' Random123, philox4x32 10
+    [  # test vectors of philox4x32 with 10 rounds, from the file kat_vectors of the authors' library Random123
         ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
         ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
         (
@@ -73,7 +73,11 @@ def uniform(seed: int, position: int) -> float:
 
 
 def rendering(logits: Array, row: dict[str, Any], history: list[int], prompt_len: int) -> tuple[int, float]:
-    """Returns the token, and how far the draw is from a boundary between tokens, relative to the mass."""
+    """Returns the token that the sampler's rules choose, computed in float64.
+
+    Also returns the distance of the random number from the nearest boundary between tokens, as a fraction of the total
+    mass.
+    """
     z = logits.astype(np.float64)
     output = history[prompt_len:]
     for token in set(history):
@@ -170,7 +174,10 @@ def test_masked_tokens_are_never_drawn() -> None:
 
 
 def test_logits_that_are_not_finite_are_marked_and_change_no_other_row() -> None:
-    """An impossible token has the logit -infinity. This is accepted if another logit of the row is finite."""
+    """Rows whose logits are not finite are marked, and other rows do not change.
+
+    The logit -infinity is accepted for an impossible token if another logit of the row is finite.
+    """
     clean = np.random.default_rng(4).standard_normal((6, 40)).astype(np.float32)
     logits = clean.copy()
     logits[0], logits[1], logits[2, 7], logits[3, 39], logits[5, 3] = np.nan, -np.inf, np.inf, np.nan, -np.inf
@@ -193,7 +200,8 @@ def test_the_draw_follows_the_distribution() -> None:
     got = draw(logits, inputs(count, seed=1234, sample_position=np.arange(count)))
     seen = np.bincount(got.sampled_ids, minlength=6)
     chi_square = ((seen - count * probabilities) ** 2 / (count * probabilities)).sum()
-    assert chi_square < 20.5  # the limit of 0.1 % probability for five degrees of freedom
+    # A correct sampler exceeds this limit with a probability of 0.1 % (five degrees of freedom).
+    assert chi_square < 20.5
 
 
 def test_a_row_depends_on_nothing_but_itself() -> None:
@@ -362,7 +370,10 @@ def test_penalties_are_seen_of_rows_that_sample(name: str) -> None:
 
 
 def masks_of(rng: np.random.Generator, rows: int, vocab_size: int) -> tuple[Array, Array]:
-    """Returns random masks as words, and which tokens they allow [rows, vocabulary]. Each allows a token."""
+    """Returns random masks as words of 32 bits, and whether they allow each token [rows, vocabulary].
+
+    Each mask allows at least one token.
+    """
     allowed = rng.random((rows, vocab_size)) < rng.choice([0.001, 0.1, 0.9], (rows, 1))
     allowed[np.arange(rows), rng.integers(0, vocab_size, rows)] = True
     padded = np.zeros((rows, -(-vocab_size // 32) * 32), np.uint8)
@@ -376,7 +387,7 @@ def test_a_mask_is_like_logits_of_minus_infinity_but_logprobs_stay_raw(vocab_siz
     rng, rows = np.random.default_rng(vocab_size), 60
     logits = (rng.standard_normal((rows, vocab_size)) * 4).astype(np.float32)
     masks, allowed = masks_of(rng, rows, vocab_size)
-    number = rng.permutation(rows).astype(np.int32)  # 0 is a row without a mask
+    number = rng.permutation(rows).astype(np.int32)  # the number of each row's mask; 0 stands for no mask
     allowed = np.vstack([np.ones(vocab_size, np.bool_), allowed])[number]
     settings: dict[str, Any] = {
         "temperature": rng.choice(np.array([0, 0.5, 1.5], np.float32), rows),

@@ -1,4 +1,7 @@
-"""int8 layers with static inputs: the bits of the scheme's integer arithmetic in NumPy, on every instruction set."""
+"""Tests int8 layers with static quantisation of their inputs.
+
+The bits must equal those of the scheme's integer arithmetic in NumPy, on every instruction set.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def made(columns: int, depth: int, rows: int, dtype: str, *, bias: bool = False, gated: bool = False):
     rng = np.random.default_rng(columns * depth + rows)
     x = store(rng.standard_normal((rows, depth)) * 3, dtype)
-    x[0, 0] = store(np.array([6e4], np.float32), dtype)[0]  # far outside of the calibrated range
+    x[0, 0] = store(np.array([6e4], np.float32), dtype)[0]  # this input lies far outside of the calibrated range
     values = rng.integers(-128, 128, (columns, depth)).astype(np.int8)
     scales = rng.uniform(1e-4, 1e-3, (columns, 1)).astype(np.float32)
     inputs = StaticInputs(
@@ -37,8 +40,11 @@ def made(columns: int, depth: int, rows: int, dtype: str, *, bias: bool = False,
 
 
 def expected(x: np.ndarray, values: np.ndarray, scales: np.ndarray, inputs: StaticInputs, bias: np.ndarray | None):
-    """Returns (sum of q * weight + sum offset) * scale (+ bias), with q = round(x * inverse + offset)."""
-    x = x.astype(np.float32)  # product and sum are rounded to float32, as in the kernel
+    """Returns (q * weight summed over the depth + sum offset) * scale, plus the bias if it is given.
+
+    The quantised input is q = round(x * inverse + offset), within -128 to 127.
+    """
+    x = x.astype(np.float32)  # products and sums below are rounded to float32, as in the kernel
     q = np.clip(np.rint(x * inputs.inverses + inputs.offsets), -128, 127).astype(np.int64)
     out = (q @ values.T.astype(np.int64) + inputs.sum_offsets).astype(np.float32) * scales[:, 0]
     return out if bias is None else out + bias

@@ -15,7 +15,7 @@ from support.kernel_threads import check_threads_change_no_bit
 
 WINDOWS = [1, 5, 64, 100, 256, 300, 511]
 CASES = [
-    # heads, kv_heads, dim, block_size; (begin, end) of each sequence in the step
+    # each case: shape (heads, kv_heads, dim, block_size), and (begin, end) of each sequence in the step
     (Shape(4, 2, 6, 4), [(0, 5), (3, 3), (7, 9)]),
     (Shape(8, 2, 32, 7), [(0, 70), (129, 130)]),
     (Shape(8, 1, 64, 48), [(190, 191), (1, 367)]),
@@ -34,7 +34,10 @@ def test_equals_float64(formats: tuple[str, str], window: int, case: tuple[Shape
 
 
 def test_the_reference_is_a_plain_rendering() -> None:
-    """The reference agrees with NumPy in float64: norm, rotation, the last keys of the window, softmax."""
+    """The kernel's reference agrees with NumPy in float64.
+
+    NumPy computes norm, rotation, the keys of the sliding window, and softmax.
+    """
     shape, length, window = Shape(4, 2, 16, 8), 40, 7
     made = Sequences(shape, [length], ("float32", "float32"), window=window, norms=True)
     [out] = made.run([(0, 0, length)], made.new_caches(), reference=True)
