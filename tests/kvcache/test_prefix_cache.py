@@ -25,7 +25,7 @@ def start(manager: KVCacheManager, tokens: list[int], salt: bytes = b"") -> tupl
 
 
 def serve(manager: KVCacheManager, tokens: list[int], salt: bytes = b"") -> list[int]:
-    """Computes a sequence to its end and takes its blocks back. Returns its block table."""
+    """Computes all tokens of a sequence, then frees its blocks, which stay cached. Returns its block table."""
     table, chain, adoption = start(manager, tokens, salt)
     manager.end_copies(adoption.copies)
     manager.prefixes.commit(table, chain, len(tokens))
@@ -239,7 +239,10 @@ def test_a_planted_hash_collision_is_a_miss(salt: bytes) -> None:
 
 
 def test_equal_tokens_after_colliding_prefixes_are_different() -> None:
-    """The second block has the same tokens and the same hash of its parent, but another prefix."""
+    """The hashes of two first blocks collide.
+
+    The second blocks have equal tokens, but must not match, as their prefixes differ.
+    """
 
     def collides(data: bytes) -> bytes:
         return b"first" if b"\xc8\0\0\0" in data or b"\xc9\0\0\0" in data else blake2b_128(data)

@@ -42,7 +42,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), own=st.lists(TOKENS, min_size=1, max_size=6), salt=st.sampled_from([b"", b"", b"salt"]))
     def add(self, data: st.DataObject, own: list[int], salt: bytes) -> None:
-        """Adds a prompt that begins like another sequence. It waits for its first lookup."""
+        """Adds a sequence whose prompt begins like another sequence, and looks up its cached prefix."""
         other = self.pick(data, self.model.sequences)
         known = other.tokens if other is not None else []
         prefix = known[: data.draw(st.integers(0, len(known)))]
@@ -51,7 +51,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), own=st.lists(TOKENS, min_size=1, max_size=9), salt=st.sampled_from([b"", b"", b"", b"salt"]))
     def serve(self, data: st.DataObject, own: list[int], salt: bytes) -> None:
-        """Runs a sequence from its first lookup to its end, if there is enough capacity. Its blocks stay cached."""
+        """Runs a whole sequence, from its first lookup to its end, if it can start. Its blocks stay cached."""
         other = self.pick(data, self.model.sequences)
         known = other.tokens if other is not None else []
         sequence = self.model.add([*known[: data.draw(st.integers(0, len(known)))], *own], salt)
@@ -135,7 +135,10 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 
 class WatchedMachine(KVCacheMachine):
-    """Looks up every waiting sequence after every step. The model checks the contents of each match."""
+    """Looks up the cached prefix of every waiting sequence after every step.
+
+    The model checks the contents of each match.
+    """
 
     @invariant()
     def promises(self) -> None:
