@@ -1,4 +1,4 @@
-"""EventLog: the lines that it writes. No event and no failure of the disk stops the server."""
+"""Tests the lines that EventLog writes. No event and no failure of the disk may stop the server."""
 
 import contextlib
 import enum

@@ -57,7 +57,7 @@ def test_the_next_line_after_a_rename_goes_to_the_new_file(tmp_path: Path, is_re
 
 
 def test_a_deleted_folder_loses_nothing_until_the_file_is_closed(tmp_path: Path) -> None:
-    """The lines go to the open file until the path can be opened again."""
+    """The lines go to the open file until a file can be created again at the path."""
     folder = tmp_path / "folder"
     file = LogFile(folder / "log", LOSSES)
     (folder / "log").unlink()

@@ -1,4 +1,4 @@
-"""The definitions of the figures, checked to the last digit."""
+"""Tests that each figure follows its definition exactly."""
 
 import random
 
