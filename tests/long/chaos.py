@@ -42,7 +42,7 @@ OVERRIDES = (
     "model_config.cpu_threads=1",
     "serving_config.agent_restart_limit=1000",
     "serving_config.step_timeout_s=3",
-    "serving_config.confine_agents=off",  # a confined agent cannot read the orders of the fault module
+    "serving_config.confine_agents=off",  # a confined agent cannot read the files with fault orders
 )
 WARM_UP_S = 8.0
 SAMPLE_S = 1.0
@@ -116,7 +116,7 @@ def inject_faults(rig: FaultRig, load: ChaosLoad, minutes: float, faults: Iterat
 
 
 def holdings(server: ServerProcess, load: ChaosLoad) -> Holdings:
-    """Pause the load and count what the idle server holds."""
+    """Pauses the load, and returns the processes, descriptors, threads and segments that the idle server has."""
     assert load.pause(timeout_s=240.0), "a client waits for its response without end"
     server.wait_until_idle()
     found = Holdings.of(server)

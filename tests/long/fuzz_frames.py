@@ -1,4 +1,4 @@
-"""Sends damaged messages, in both directions, to the frame decoder and to the code that handles messages first.
+"""Sends damaged messages, in both directions, to the frame decoder and to the code that first handles a message.
 
     python tests/long/fuzz_frames.py --frames 100000 [--seed N]
 

@@ -2,9 +2,14 @@
 
     python tests/long/fuzz_http.py --requests 20000 [--seed N] [--show NUMBER]
 
-Prints one JSON line. Exits with 1 if a response had status 500 or more, or if a whole request got no response. A stall
-of the event loop above 100 ms is a failure, too. The delay that the machine itself imposes does not count. So are a
-growth of the server after the warm-up and a changed text. ``--show`` prints the bytes of one request.
+Prints one JSON line. Exits with 1 after any of these failures:
+
+- A response had status 500 or more, or a whole request got no response.
+- The event loop stalled for more than 100 ms. The delay that the machine itself imposes does not count.
+- The server's memory grew after the warm-up.
+- A text changed.
+
+``--show`` prints the bytes of one request.
 """
 
 from __future__ import annotations

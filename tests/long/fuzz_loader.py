@@ -4,8 +4,8 @@
 
 ``--cases`` counts for each format. A reader must accept a folder or refuse it with an error of the project. Each format
 runs in a child process with limited memory, so the death of the process counts as a crash. Prints one JSON line for
-each format, and exits with 1 after a crash, a hang, or a growth of memory above the limit. ``--keep`` writes the folder
-of the case ``--seed`` instead.
+each format, and exits with 1 after a crash, a hang, or a growth of memory above the limit. With ``--keep``, the program
+runs no case, but writes the damaged folder of the case ``--seed``.
 """
 
 from __future__ import annotations

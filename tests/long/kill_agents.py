@@ -3,8 +3,8 @@
     python tests/long/kill_agents.py --kills 20 [--set parallel_config.tensor_parallel=2 ...]
 
 Each kill sends SIGKILL to the next rank, while clients request texts with known tokens. One line for each kill shows
-when it was noticed, when the group served again, and how long the pause before the restart was. The pause grows with
-each loss.
+when it was noticed, when the group served again, and how long the pause before the restart was. The pause before a
+restart grows with each loss.
 
 The exit code is 1 in three cases:
 
@@ -33,7 +33,7 @@ START_FACTOR = 3.0
 
 
 def main() -> int:
-    """The exit code."""
+    """Runs the program. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--config", default="llama_tiny_cpu.yaml")

@@ -2,9 +2,10 @@
 
     python tests/long/large_inputs.py [--set KEY=VALUE]
 
-The texts are a letter, white space, combining marks and rare characters, of the largest size that the server reads and
-of 50 MB. Prints a line for each input and one JSON line. Exits with 1 if an input stalls the loop for more than 100 ms
-or gets a 5xx. The time for which the server waits for a processor is measured and subtracted.
+Each text repeats one kind of character: a letter, white space, combining marks or rare characters. Each has two sizes:
+the largest that the server reads, and 50 MB. Prints a line for each input and one JSON line. Exits with 1 if an input
+stalls the loop for more than 100 ms or gets a 5xx. The time for which the server waits for a processor is measured and
+subtracted.
 """
 
 from __future__ import annotations

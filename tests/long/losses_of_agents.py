@@ -1,8 +1,8 @@
 """Measures how long the loss of an agent lasts: ``python tests/long/losses_of_agents.py [--times N]``.
 
-A real server with the embedded model has 16 streams. Its agent is killed, or stopped with SIGSTOP, several times. Each
-line of the output is a JSON object. It has the fault, the seconds until the server noticed it, and the seconds until a
-new agent was ready. All requests must complete with the tokens of an undisturbed run.
+A real server with the embedded model serves 16 streams. Its agent is killed, or stopped with SIGSTOP, several times.
+Each line of the output is a JSON object. The object has the fault, the seconds until the server noticed the fault, and
+the seconds until a new agent was ready. All requests must complete with the tokens of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def tokens(server: ServerProcess, index: int) -> list[int]:
 
 
 def wait_for(server: ServerProcess, event: str, count: int) -> float:
-    """Waits until the log has this number of events. Returns the time."""
+    """Waits until the log has ``count`` events of this name. Returns the time (``time.monotonic``)."""
     while len(server.events(event)) < count:
         time.sleep(0.005)
     return time.monotonic()
@@ -60,7 +60,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         lines = []
         for fault in FAULTS:
-            for turn in range(times):  # a new server each time, so that no pause of an earlier restart counts
+            # Each loss has a new server, because the pause before a restart grows with each loss.
+            for turn in range(times):
                 with running_server(
                     Path(folder, f"{fault}{turn}"), ["model_config.decode_batch_size=[16]", "pa_config.num_blocks=512"]
                 ) as server:

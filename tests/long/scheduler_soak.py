@@ -57,7 +57,7 @@ class Report:
 
 
 def play_seeds(seeds: Iterable[int]) -> Report:
-    """Run the scripts of these seeds, up to the first that fails."""
+    """Run the scripts of these seeds until one fails. Returns what occurred in them."""
     report = Report()
     for seed in seeds:
         script = draw_script(seed)
@@ -91,9 +91,9 @@ def _batches(seed: int) -> Iterator[range]:
 
 
 def failure_of(script: Script) -> str | None:
-    """Returns the last line of the script's traceback and the line of code that raised it.
+    """Returns the error type and the function that raised it if the script fails.
 
-    None if the script succeeds.
+    Returns None if the script succeeds.
     """
     try:
         play(script)
@@ -116,7 +116,7 @@ def explain(script: Script) -> None:
 
 
 def summarise(total: Report) -> list[str]:
-    """Print the configurations and events that occurred, and those that are missing."""
+    """Print the configurations and events that occurred. Returns the expected events that did not occur."""
     print(f"configurations {' x '.join(_CROSSED)}: {len(total.configurations)} different ones")
     for place, name in enumerate(_CROSSED):
         scripts: Counter[str] = Counter()
