@@ -1,6 +1,6 @@
-"""Passes a step's inputs and forms to recorders in the place of MindFormers' classes, and prints JSON.
+"""Passes the inputs of a step and the layouts of weights to objects that record them, and prints JSON.
 
-test_mapping.py starts it in its own process.
+The recorders replace MindFormers' classes. test_mapping.py starts this program in its own process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from support.step_config import make_config  # noqa: E402
 
 
 class Gpt:
-    """A recorder that replaces ``GPTModel`` and keeps its arguments. Each hidden state is the number of its row."""
+    """A recorder that replaces ``GPTModel`` and keeps its arguments.
+
+    It returns hidden states whose elements are the number of their row.
+    """
 
     def __init__(self) -> None:
         self.call: dict[str, Any] = {}

@@ -1,4 +1,7 @@
-"""MindFormers' models through ``start_server.py``. Tokens never depend on the batch; those of Qwen3 equal ours."""
+"""Tests MindFormers' models through ``start_server.py``.
+
+Tokens never depend on the batch. The tokens of Qwen3 equal those of this project's model.
+"""
 
 from __future__ import annotations
 
@@ -56,13 +59,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder for the logs of the server of ``alone``."""
+    """The folder of the server that ``alone`` starts, with its logs."""
     return tmp_path_factory.mktemp("alone")
 
 
 @pytest.fixture(scope="module")
 def alone(model: Path, folder: Path) -> Any:
-    """MindFormers' response to every request when it runs alone."""
+    """The responses of MindFormers' model to all requests, each of which runs alone."""
     overrides = serve(model, "model_config.model_type=mindformers")
     with running_server(folder, overrides) as server:
         assert server.get("/server_info")["model"]["op_table"] == "native"
@@ -71,10 +74,10 @@ def alone(model: Path, folder: Path) -> Any:
 
 @pytest.mark.parametrize("model", ["qwen3_tied"], indirect=True)
 def test_tokens_equal_those_of_this_project(model: Path, alone: Any, tmp_path: Path) -> None:
-    """Tokens are equal until two log-probabilities tie; after this the texts may differ.
+    """Greedy tokens equal those of this project's model up to the first tie of log-probabilities.
 
-    With experts, texts may differ without a tie, because a rounding can send a token to another expert. test_tokens.py
-    tests these models.
+    After a tie, the texts may differ. With experts, texts may differ without a tie, because a rounding can send a token
+    to another expert. test_tokens.py tests models with experts.
     """
     with running_server(tmp_path, serve(model, "model_config.op_table=native")) as server:
         ours = asyncio.run(run_alone(server.url, bodies()))

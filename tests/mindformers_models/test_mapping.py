@@ -1,4 +1,7 @@
-"""How a step, the parameters and the settings are passed to MindFormers. These tests do not need the package itself."""
+"""Tests how a step, the parameters and the settings are passed to MindFormers.
+
+These tests do not need the package MindFormers.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +178,7 @@ def config_of(tmp_path: Path, model: str, *overrides: str, **changes: object) ->
 
 @pytest.mark.parametrize(("model", "coefficient"), [("qwen3_yarn", 0.1), ("qwen2_yarn_scaled", 0.4 / math.log(6))])
 def test_yarn_of_the_newer_models(tmp_path: Path, model: str, coefficient: float) -> None:
-    """If the settings state the trained context, the longest text is computed from it."""
+    """MindFormers' newer models get the YaRN settings, with ``coeff`` = (attention factor - 1) / ln(factor)."""
     scaling = gpt_settings(config_of(tmp_path, model))["rope_scaling"]
     stated = VARIANTS[model].config["rope_scaling"]
     assert scaling == {
@@ -196,7 +199,7 @@ def test_linear_scaling_of_the_llama_of_mindformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("trained", "positions"), [(64, 128), (127, 128), (128, 129), (8192, 8193)])
 def test_llama3_scaling_of_the_llama_of_mindformers(tmp_path: Path, trained: int, positions: int) -> None:
-    """MindFormers requires tables that are longer than the trained context."""
+    """The rotary tables are longer than the trained context, because MindFormers requires this."""
     stated = {**VARIANTS["llama_llama3"].config["rope_scaling"], "original_max_position_embeddings": trained}
     settings = llama_settings(config_of(tmp_path, "llama_llama3", rope_scaling=stated))
     assert (settings["extend_method"], settings["max_position_embedding"]) == ("LLAMA3", positions)
@@ -209,7 +212,10 @@ def test_llama3_scaling_of_the_llama_of_mindformers(tmp_path: Path, trained: int
 
 
 def test_yarn_of_the_llama_of_mindformers(tmp_path: Path) -> None:
-    """MindFormers' attention factor is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
+    """``mscale`` is chosen so that MindFormers computes the attention factor of the settings.
+
+    Its formula is (0.1 * mscale * ln(factor) + 1) / (0.1 * mscale_all_dim * ln(factor) + 1).
+    """
     settings = llama_settings(config_of(tmp_path, "llama_yarn_scaled"))
     assert (settings["extend_method"], settings["max_position_embedding"]) == ("YARN", 128)
     assert settings["scaling_factor"] == {

@@ -1,6 +1,6 @@
 """Compares MindFormers' Qwen3, Qwen2 and Llama with this project's models over the same primitives.
 
-Tokens are equal except for counted ties, and a position gives the same bits in every kind of step.
+Tokens are equal except for ties, whose number is limited. A position gives the same bits in every kind of step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("model", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_equal_those_of_this_project(results: Any, dtype: str, model: str) -> None:
-    """MindFormers gets our tokens and chooses the same tokens, or tokens whose logits are within the margin."""
+    """MindFormers' model gets our model's tokens as input, and must choose the same tokens, or tokens at a near tie."""
     result, margins = results(dtype)[model], []
     limit = TIE_MARGIN[dtype] * VARIANTS[model].logit_scale
     assert result["num_routes"][0] == result["num_routes"][1]
@@ -72,7 +72,10 @@ def test_a_position_gives_the_same_bits_in_every_kind_of_step(results: Any, dtyp
 @pytest.mark.parametrize("model", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotary_tables_equal_those_of_this_project(results: Any, dtype: str, model: str) -> None:
-    """The tables are equal after rounding, except for the error of float32 angles of some hundred radians."""
+    """MindFormers' rotary tables equal ours after rounding.
+
+    A small difference is allowed, because float32 angles of some hundred radians are inexact.
+    """
     scaling, largest = VARIANTS[model].config.get("rope_scaling", {}), 1.0
     if "yarn" in (scaling.get("type"), scaling.get("rope_type")):
         largest = scaling.get("attention_factor", 0.1 * math.log(scaling["factor"]) + 1.0)

@@ -33,7 +33,7 @@ NUM_TOKENS = 64
 
 
 def prompts(vocab_size: int) -> list[dict[str, Any]]:
-    """Returns cases as ``runner_worker`` takes them, without known tokens."""
+    """Returns cases in the format of ``runner_worker``: each has a prompt, and zeros instead of known tokens."""
     return [
         {"prompt": [(7 + 31 * i * (length + i)) % vocab_size for i in range(length)], "tokens": [0] * NUM_TOKENS}
         for length in PROMPT_LENS
@@ -41,7 +41,7 @@ def prompts(vocab_size: int) -> list[dict[str, Any]]:
 
 
 def tokens(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> list[list[Any]]:
-    """Returns token, best ids and their logits for each case and step."""
+    """Returns (token, best ids, logits of the best ids) for each case and each step."""
     steps = generate(driver, cases, forced=forced)
     return [[(step[i].token, step[i].top_ids, step[i].top_logits) for step in steps] for i in range(len(cases))]
 
@@ -73,7 +73,8 @@ def main() -> None:
         ours = tokens(driver, cases, forced=False)
         for case, steps in zip(cases, ours, strict=True):
             case["tokens"] = [token for token, _, _ in steps]
-        with recorded_routes() as our_routes:  # not the first run, whose first steps run twice to confirm a replay
+        # Experts are recorded only in the second run; in the first, some steps run twice to confirm a replay.
+        with recorded_routes() as our_routes:
             tokens(driver, cases, forced=True)
         theirs = {"model_config.model_type": "mindformers"}
         driver = StepDriver(make_config(scratch / name, dtype, "native", extra=theirs))
