@@ -37,7 +37,7 @@ def server(engine: FakeEngine) -> Iterator[HttpServer]:
 
 @pytest.fixture
 def page(browser: Browser, server: HttpServer, engine: FakeEngine) -> Iterator[ChatPage]:
-    """The chat page of a new user. After the test, the console must be free of errors that the test did not expect."""
+    """The chat page of a new user. After the test, the browser console must have no errors except expected ones."""
     engine.reset()
     engine.tokens_per_piece = 16
     page = ChatPage(browser, server, engine)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.page
 
 @pytest.fixture
 def operator(page: ChatPage) -> ChatPage:
-    """The page for operators, after two requests."""
+    """The page for operators, opened after two requests."""
     blocks = {"total_blocks": 100, "free_blocks": 75, "prefix_hit_tokens": 30, "prefix_query_tokens": 40}
     page.engine.current = make_status(figures=Figures(running=3, waiting=2, swapped=1, preemptions=4, **blocks))
     for _ in range(2):
@@ -48,7 +48,10 @@ def test_new_values_appear_without_a_reload(operator: ChatPage) -> None:
 
 
 def test_percentiles_are_those_of_prometheus(operator: ChatPage) -> None:
-    """Ten observations in (0.1, 0.2] and ten in (0.2, 0.4]: linear inside a bucket."""
+    """Ten observations are in (0.1, 0.2] and ten in (0.2, 0.4].
+
+    Percentiles are interpolated linearly inside a bucket, as Prometheus does.
+    """
     found = operator.run(
         "return import('/static/js/operator/prometheus.js').then(({ parseMetrics, histogram, quantile, total }) => {"
         ' const text = [\'x_bucket{kind="a",le="0.1"} 0\', \'x_bucket{kind="a",le="0.2"} 10\','

@@ -60,7 +60,7 @@ def test_a_question_is_shown_as_it_was_typed(page: ChatPage) -> None:
 
 
 def test_the_policy_stops_what_the_page_itself_would_do(page: ChatPage) -> None:
-    """Trusted Types and the Content-Security-Policy hold even if the code of the page had a mistake."""
+    """Trusted Types and the Content-Security-Policy block dangerous actions even of the page's own scripts."""
     page.expected = ("TrustedHTML", "TrustedScript", "Content Security Policy", "example.invalid")
     script = (
         "const problems = [];"
