@@ -24,7 +24,7 @@ Path(sys.argv[-1]).write_text(json.dumps({{"rows": rows}}))
 
 
 def trees(folder: Path) -> tuple[Path, Path]:
-    """Returns two trees. In run n, their stub benchmarks take n and 2 n us."""
+    """Returns two trees with stub benchmarks. In run n, the first reports n us and the second 2 n us."""
     for name, factor in (("this", 1.0), ("other", 2.0)):
         (folder / name).mkdir()
         script = SCRIPT.format(record=str(folder / "record"), name=name, factor=factor)

@@ -46,9 +46,9 @@ def test_one_agent_and_two_agents_generate_the_same_texts(tmp_path: Path) -> Non
 
 
 def text(tokens: dict[int, int], best: float) -> dict[str, list[Any]]:
-    """Returns zeros, except for ``tokens`` at their positions.
+    """Returns a generated text of zeros, except for ``tokens`` at their positions.
 
-    Each token is the best by a logit of more than ``best``.
+    ``best`` is the logit of the best token at each position. The second-best logit is 1.
     """
     return {"tokens": [tokens.get(i, 0) for i in range(TEXT_TOKENS)], "logits": [[best, 1.0]] * TEXT_TOKENS}
 

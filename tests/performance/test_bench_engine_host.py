@@ -1,4 +1,4 @@
-"""The benchmark of the engine's host time: its parts add up to the total, and its fit is a line."""
+"""Tests the benchmark of the engine's host time: its parts add up to the total, and its fit is a straight line."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The kernel benchmark: its cases, its calls and its rows."""
+"""Tests the kernel benchmark: its cases, its kernel calls, and the rows of its table."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The comparison with other engines: a scripted peer, the definitions of the rates, the table."""
+"""Tests the comparison with other engines: a scripted engine, the definitions of the rates, and the table."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The comparison of values of a setting, with a scripted server that is slower with fcfs."""
+"""Tests the comparison of several values of a setting. The scripted server is slower with policy ``fcfs``."""
 
 import json
 import textwrap

@@ -17,9 +17,9 @@ CONFIG = load_config("llama_160m_cpu.yaml", ["serving_config.agent_ports=[0]"])
 
 
 def two_requests() -> Times:
-    """Returns two requests of four tokens each.
+    """Returns the times of two requests of four tokens each.
 
-    First tokens are at 0.5 and 1 s; the others follow every half second.
+    The first tokens arrive at 0.5 s and 1 s. Each request then gets a token every half second.
     """
     return Times(
         first_tokens=[0.5, 1.0],
@@ -91,7 +91,10 @@ def test_options_become_keys_of_the_config() -> None:
 
 
 def test_the_ceiling_of_int4_depends_on_its_operators() -> None:
-    """Native operators multiply floats by int4, with either name of the format."""
+    """Native operators multiply floats by int4 for both ``int4`` and ``int4_weight_only``.
+
+    Fused ones multiply integers.
+    """
     for op_table, weights, products in (
         ("fused", "int4", "int4"),
         ("native", "int4", "int4_weight_only"),

@@ -1,4 +1,4 @@
-"""Stored load tests can be read again."""
+"""Tests that stored results of load tests can be read again."""
 
 from __future__ import annotations
 

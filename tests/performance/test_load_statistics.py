@@ -1,4 +1,4 @@
-"""Exact figures of invented runs."""
+"""Tests the exact figures of load tests with made-up times."""
 
 from array import array
 from pathlib import Path

@@ -17,7 +17,7 @@ SMALL = ["--batch", "2", "--prompt", "8", "--new", "4", "--prefill", "16", "--re
 
 @pytest.fixture(autouse=True)
 def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the measurement of the ceilings, which takes seconds and has other tests."""
+    """Replaces the measurement of the machine's ceilings, which takes seconds and is tested elsewhere."""
     monkeypatch.setattr(op_tables_main, "measure_ceilings", lambda threads: CEILINGS)
 
 
@@ -53,9 +53,9 @@ def test_a_ratio_above_the_limit_sets_the_exit_code(
 def test_native_int4_is_compared_with_fused_weight_only_int4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fused int4 quantises activations too, so no limit applies.
+    """Native int4 has no limit relative to fused int4, because fused int4 also quantises activations.
 
-    The times are planted; other tests run these engines.
+    The measured times are replaced by fixed values. Other tests run these engines.
     """
     planted = dict.fromkeys(op_tables_main.FIGURES, 1.5)
     monkeypatch.setattr(op_tables_main, "offline_engine", nullcontext)

@@ -16,7 +16,10 @@ class GoneError(Exception):
 
 
 def machine(user: float, steal: float, idle: float, own: list[float | None]) -> Any:
-    """Returns a ``psutil`` with these seconds for this process and its children. None means that a child has ended."""
+    """Returns a fake ``psutil`` module for a machine with these processor seconds.
+
+    ``own`` has the seconds of this process and of its children. None means that the child has ended.
+    """
 
     def process(seconds: float | None) -> Any:
         def cpu_times() -> Any:
@@ -40,10 +43,11 @@ def machine(user: float, steal: float, idle: float, own: list[float | None]) -> 
     ("user", "steal", "own", "share"),
     [
         (109.0, 1.0, [3.0, 8.0], 0.0),  # 9 s of our own
-        (112.0, 1.0, [3.0, 8.0], 0.15),  # 3 s of another process
-        (109.0, 3.0, [3.0, 8.0], 0.1),  # 2 s of a hypervisor
+        (112.0, 1.0, [3.0, 8.0], 0.15),  # 3 s of a process of another program
+        (109.0, 3.0, [3.0, 8.0], 0.1),  # 2 s that a hypervisor took away
         (109.0, 1.0, [2.0, 6.0, None], 0.15),
-        (100.0, 1.0, [3.0, 8.0], 0.0),  # ticks are rounded
+        # Processor times are rounded, so the time of other programs may be negative, which becomes 0.
+        (100.0, 1.0, [3.0, 8.0], 0.0),
     ],
 )
 def test_the_fraction_of_other_processes(

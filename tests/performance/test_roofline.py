@@ -1,4 +1,4 @@
-"""The minimum time of a step, compared with arithmetic by hand."""
+"""Compares the computed minimum time of a step with values calculated by hand."""
 
 from dataclasses import replace
 

@@ -63,15 +63,17 @@ def prefill(*chunks: tuple[int, int, bool]) -> ScheduledStep:
 
 def test_the_counts_of_a_step() -> None:
     assert work_of(decode(4, 9)) == StepWork(StepKind.DECODE, 2, 2, 2, context=15, pairs=15)
-    # 0..2: 1 + 2 + 3 pairs; 10..13: 11 + 12 + 13 + 14
+    # A pair is a query and a key that it sees. Positions 0 to 2 see 1 + 2 + 3 keys, and positions 10 to 13 see 11 + 12
+    # + 13 + 14.
     assert work_of(prefill((0, 3, True), (10, 4, False))) == StepWork(StepKind.PREFILL, 7, 2, 1, context=17, pairs=56)
     assert work_of(prefill((0, 1, True))).pairs == 1
 
 
 def test_a_small_decode_step_is_bound_by_reading_and_a_large_one_by_computing() -> None:
-    # weights 4 s, head 1 s, 5 keys 5 s, activations and logits 0.5 s, a row 0.25 s; launching 8 kernels takes 4 s
+    # One row: 1 s for the step, 4 s for weights, 1 s for the output layer, 5 s for 5 keys. Activations and logits take
+    # 0.5 s, and the row 0.25 s. Launching 8 kernels takes 4 s, which is less.
     assert DEVICE.seconds(decode(4)) == pytest.approx(1.0 + 4.0 + 1.0 + 5.0 + 0.5 + 0.25)
-    # ten rows: 5 s of products are longer than 4 s of weights, 10 s of the head are longer than 1 s
+    # Ten rows: the products take 5 s and reading the weights 4 s, so 5 s count. In the output layer, 10 s and 1 s.
     assert DEVICE.seconds(decode(*[0] * 10)) == pytest.approx(1.0 + 5.0 + 10.0 + 10.0 + 5.0 + 2.5)
 
 
@@ -87,7 +89,8 @@ def test_a_step_takes_at_least_as_long_as_its_kernel_launches() -> None:
 
 
 def test_reading_and_computing_can_overlap_partially() -> None:
-    # linear layers: products 2.5 s, reads 4 s; head: 5 s and 1 s; attention: 2.5 s and 5 s
+    # Seconds for products and for reads: 2.5 and 4 in linear layers, 5 and 1 in the output layer, 2.5 and 5 in
+    # attention.
     rest = 1.0 + 5 * 0.1 + 5 * 0.4 + 5 * 0.25
     for overlap, seconds in (
         (math.inf, 4.0 + 5.0 + 5.0),

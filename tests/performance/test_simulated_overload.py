@@ -28,7 +28,10 @@ def test_slo_keeps_its_goodput_under_overload() -> None:
 
 
 def test_slo_keeps_its_goodput_when_objectives_limit_the_rows() -> None:
-    """About a hundred of 256 rows keep 50 ms between tokens. An additional request would be late and delay another."""
+    """About a hundred of 256 batch rows keep 50 ms between tokens.
+
+    An additional request would be late itself and would delay another request.
+    """
     settings = [
         "model_config.weight_format=int8",
         "model_config.kv_format=int8",

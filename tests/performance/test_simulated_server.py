@@ -35,14 +35,18 @@ def test_an_output_ends_where_the_workload_specifies() -> None:
 def test_host_time_matters_only_while_the_device_waits() -> None:
     host = replace(NO_TIME, accept_s=0.25, to_agent_s=0.125, from_agent_s=0.125, deliver_s=0.5)
     outcome = VirtualServer(limits(), FlatDevice(), OpenLoop([ask(5, 4)], [0.0]), host).run()
-    # times: accepted, sent, prefilled, completed, delivered; the next step was already in the queue
+    # The first times: request accepted, step sent, prefill completed, result received, piece delivered. Later steps are
+    # already in the queue.
     assert list(outcome.records[0].piece_times) == [3.0, 4.0, 5.0, 6.0]
     alone = VirtualServer(limits(decode_steps_ahead=0), FlatDevice(), OpenLoop([ask(5, 4)], [0.0]), host).run()
     assert list(alone.records[0].piece_times) == [3.0, 4.25, 5.5, 6.75]
 
 
 def test_an_arriving_request_delays_the_running_step() -> None:
-    """Accepting the request takes 0.25 s. The device runs one decode step from 2 to 3, and the next from 3 on."""
+    """The host needs 0.25 s to accept a request, and this delays the running step.
+
+    A decode step runs from second 2 to 3, and the next one starts at 3.
+    """
     host = replace(NO_TIME, interrupt_s=0.25)
     requests, first = [ask(5, 4), ask(5, 1)], {}
     for due in (-1.0, 2.5, 3.5, 20.0):
@@ -52,12 +56,16 @@ def test_an_arriving_request_delays_the_running_step() -> None:
         busy = PREFILL_S + 3 * DECODE_S + (PREFILL_S if due > 0.0 else 0.0)
         assert outcome.device_busy_s == busy + (0.25 if 0.0 < due < 20.0 else 0.0)
     assert first[-1.0] == first[20.0] == [2.0, 3.0, 4.0, 5.0]
-    assert first[2.5] == [2.0, 3.25, 4.25, 7.25]  # its prefill was sent before the last decode step
+    # The last decode step is delayed, because the prefill of the second request was sent before it.
+    assert first[2.5] == [2.0, 3.25, 4.25, 7.25]
     assert first[3.5] == [2.0, 3.0, 4.25, 5.25]
 
 
 def test_a_request_delays_the_step_that_started_before_the_last_result_arrived() -> None:
-    """At 3.05, the result of the first decode step is in transfer. The queued next step has started and is delayed."""
+    """At 3.05 s, the result of the first decode step is still in transfer to the engine.
+
+    The next step was queued and has started, so the arriving request delays it.
+    """
     host = replace(NO_TIME, interrupt_s=0.25, from_agent_s=0.125)
     outcome = VirtualServer(
         limits(policy=Policy.FCFS), FlatDevice(), OpenLoop([ask(5, 4), ask(5, 1)], [0.0, 3.05]), host
@@ -84,7 +92,7 @@ def test_a_prompt_overtakes_a_queued_decode_under_prefill_first_only() -> None:
     requests, arrivals = [ask(4, 6), ask(4, 2)], [0.0, 3.5]
     first = run(OpenLoop(requests, arrivals), policy=Policy.PREFILL_FIRST)
     queued = run(OpenLoop(requests, arrivals), policy=Policy.FCFS)
-    # the decode step that ends at 4 is running, and the next one is queued
+    # when the second request arrives, a decode step runs until 4 and the next one is queued
     assert first.records[1].piece_times[0] == 6.0
     assert queued.records[1].piece_times[0] == 7.0
 
@@ -112,7 +120,7 @@ def test_rejected_requests_have_failed() -> None:
 
 
 def test_kv_waste_is_the_empty_part_of_the_last_blocks() -> None:
-    # every eighth decode step is sampled, in this run one with 16 tokens
+    # The figure is sampled at every eighth decode step. Here, the sampled step has a sequence of 16 tokens.
     outcome = run(OpenLoop([ask(8, 9)], [0.0]), block_size=16, num_blocks=8)
     assert outcome.kv_waste == 0.0
     outcome = run(OpenLoop([ask(8, 9)], [0.0]), block_size=32, num_blocks=4)
@@ -154,7 +162,10 @@ def test_a_stuck_scheduler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_result_arrives_at_its_announced_time_despite_rounding() -> None:
-    """The sum of a time and the transfer can be rounded up. The engine must not wake repeatedly for this result."""
+    """The end time of a step plus the transfer time may be rounded up.
+
+    The engine must still wake exactly once for the result.
+    """
 
     class Sevenths:
         name = "sevenths"

@@ -1,4 +1,4 @@
-"""The fit of step times: exact if its terms describe the truth, and otherwise with a bounded error."""
+"""Tests the fit of step times. It is exact if its terms describe the device, and its error is bounded otherwise."""
 
 import json
 import random
@@ -61,7 +61,10 @@ def test_the_fit_finds_the_delay_by_arriving_requests() -> None:
 
 
 def test_a_slower_machine_is_measured_and_the_fit_adapts() -> None:
-    """Decode steps of few rows are slowed most and steps with prompts least, as if other programs used the memory."""
+    """The planted slowdown is largest for decode steps of few rows and smallest for steps with prompts.
+
+    Other programs that use the memory bandwidth cause this pattern.
+    """
     fit = fit_steps(some_steps(400, noise=0.1))
     planted = Slowdown(1.0, 1.4, 1.25, 1.1)
     slow = [replace(step, seconds=planted.of(step.work) * step.seconds) for step in some_steps(900, noise=0.1)]
@@ -109,7 +112,7 @@ def test_the_fit_finds_the_coefficients_of_steps_without_noise() -> None:
 
 
 def test_the_fit_follows_a_curve_of_tiles() -> None:
-    """Milliseconds by decode rows, with tiles of 6 and of 13 rows on two cores of Zen 4."""
+    """The measured times are in milliseconds, by number of decode rows. The kernel has tiles of 6 and of 13 rows."""
     curve = {6: 12.6, 8: 12.9, 9: 13.4, 10: 13.4, 11: 14.0, 12: 14.3, 13: 15.5, 14: 16.6, 15: 17.1, 16: 18.3, 20: 23.1}
     steps = [
         MeasuredStep(StepWork(StepKind.DECODE, rows, rows, rows, 0, 0), milliseconds / 1e3)
@@ -180,7 +183,7 @@ def test_a_fit_is_written_and_read(tmp_path: Path) -> None:
 
 
 def test_runs_of_a_load_are_scaled_to_one_speed() -> None:
-    """The machine had half of its speed in one run of three. The fit is that of a constant speed."""
+    """In one of three runs, the machine had half of its speed. The scaled times are those of one constant speed."""
     steps = some_steps(120)
     slow = [replace(step, seconds=2.0 * step.seconds) for step in steps]
     runs = [steps[:60], steps[:60], slow[:60]]

@@ -1,4 +1,4 @@
-"""The fit of a flight recording finds the simulated device."""
+"""Tests that a fit to a flight recording finds the parameters of the simulated device."""
 
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_the_fit_finds_the_time_to_accept_a_request(tmp_path: Path) -> None:
     recorded(tmp_path / "flight", [ask(3, 9)] * 9, [0.2 * index for index in range(9)], host)
     fit = fit_recording(tmp_path / "flight", CONFIG)
     assert fit.host.accept_s == pytest.approx(0.002, abs=1e-5)
-    # half of the sum of both transfers
+    # Each transfer gets half of the sum, because a recording shows only the sum of both transfers.
     assert fit.host.deliver_s == fit.host.from_agent_s == pytest.approx(0.00025, abs=3e-5)
 
 
@@ -166,7 +166,7 @@ def test_the_fit_finds_how_long_slow_periods_last(tmp_path: Path, share: float, 
 
 
 def test_only_steps_within_the_repeated_loads_are_fitted(folder: Path) -> None:
-    """Tests of the fit cover the scaling. This test checks that only steps within the spans are fitted."""
+    """Only steps within the given spans of time are fitted. Other tests cover how repeated loads are scaled."""
     whole = fit_recording(folder, CONFIG)
     spans = [(0.0, 1.5), (1.5, 3.0), (3.0, 4.5)]
     fit = fit_recording(folder, CONFIG, [spans])

@@ -1,4 +1,4 @@
-"""The spread of simulated steps: slow periods are as frequent and as long as in the measurement."""
+"""Tests the random spread of simulated step times. Slow periods are as frequent and as long as in the measurement."""
 
 import math
 import random
@@ -41,7 +41,10 @@ def test_the_lasting_part_is_found(share: float, seconds: float) -> None:
 
 
 def test_slow_steps_come_together() -> None:
-    """Means over a second vary with the state. The noise of single steps averages out."""
+    """Slow steps come in periods, so means over a second vary.
+
+    Without periods, the noise of single steps averages out.
+    """
     together, alone = drawn(Spread(QUANTILES, 0.6, 0.3), 60_000), drawn(Spread(QUANTILES), 60_000)
     per_second = round(1.0 / STEP_S)
 
@@ -54,7 +57,10 @@ def test_slow_steps_come_together() -> None:
 
 
 def test_a_draw_for_an_earlier_time_keeps_the_state() -> None:
-    """If two steps are sent together, the later one may be drawn first."""
+    """If two steps are sent together, the time of the later step may be drawn first.
+
+    Both are in the same slow period.
+    """
     spread = Spread(QUANTILES, 1.0, 10.0)
     draws = spread.draws(random.Random(1))
     first = draws.draw(5.0)
@@ -74,7 +80,7 @@ def test_single_extremes_do_not_hide_the_lasting_part() -> None:
 
 
 def test_steps_of_different_runs_are_not_compared() -> None:
-    """A slow run and a fast one follow each other. The runs have no lasting state."""
+    """A slow run of a server and a fast one follow each other. The difference does not count as a slow period."""
     generator = random.Random(4)
     ratios = [generator.gauss(1.0, 0.02) for _ in range(4000)]
     begins = [STEP_S * number for number in range(2000)] + [9000.0 + STEP_S * number for number in range(2000)]

@@ -1,4 +1,7 @@
-"""Loads between two probes, with planted speeds: tries, and joined parts."""
+"""Tests loads that are measured between two probes of the machine's speed, with planted speeds.
+
+A load is tried again if the speed changed. Its parts are joined.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def a_run(start: float) -> LoadRun:
 
 
 def planted(slowdowns: list[float], most: int, others: Sequence[float] = ()) -> list[Try]:
-    """Returns the tries of a load on a machine with these probe results and these fractions of other processes."""
+    """Returns the tries of a load on a machine with planted speeds.
+
+    ``slowdowns`` are the results of the speed probes. ``others`` are the fractions of processor time of other programs.
+    """
     speeds: Iterator[float] = iter(slowdowns)
 
     def probe() -> Probe:

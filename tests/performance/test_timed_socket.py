@@ -1,4 +1,4 @@
-"""The load client's socket: the arrival time is when the kernel has the bytes."""
+"""Tests the load client's socket: a piece's arrival time is when the kernel received its bytes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ async def _connected() -> tuple[TimedSocket, Recorder, socket.socket]:
 def test_a_busy_event_loop_does_not_delay_arrival() -> None:
     async def run() -> None:
         timed, user, peer = await _connected()
-        await asyncio.sleep(0.1)  # the kernel starts to stamp shortly after the first socket requests it
+        # The kernel adds receive times to packets shortly after the first socket has requested them.
+        await asyncio.sleep(0.1)
         with peer:
             before = perf_counter()
             peer.sendall(b"a token")

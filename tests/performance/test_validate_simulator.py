@@ -1,4 +1,7 @@
-"""The simulator compared with real runs: several servers, a fit of all calibrations, a comparison per load."""
+"""Tests the comparison of the simulator with real runs.
+
+It runs several servers, fits one model to all calibration runs, and compares each load.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def test_a_real_server_is_fitted_and_compared(
     monkeypatch.setattr(reality, "VALIDATION", (Load("others", 20, 1, (4, 16), (8, 16), 1, parts=2),))
     fit, result, kept = tmp_path / "fit.json", tmp_path / "result.json", tmp_path / "kept"
     tiny = ["--config", "llama_tiny_cpu.yaml", "--tries", "2"]
-    monkeypatch.setattr(steadiness, "TOLERANCE", 1e-12)  # no machine keeps this tolerance
+    monkeypatch.setattr(steadiness, "TOLERANCE", 1e-12)  # no machine is this steady, so every load is tried again
     assert main([*tiny, "--save-fit", str(fit), "--json", str(result), "--keep", str(kept)]) == 3
     assert read_fit(fit).provenance["model"] == "llama_tiny"
     others = json.loads(result.read_text())["loads"]["others"]
