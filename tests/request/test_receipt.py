@@ -110,7 +110,7 @@ def test_the_most_frequent_blockers_are_kept() -> None:
 
 
 def test_all_waiting_requests_have_the_block_reason_of_the_first() -> None:
-    """Times are in seconds. The second request arrives while the first is blocked. Both start at 6."""
+    """The second request arrives while the first is blocked, so both have the same reasons. Both start at second 6."""
     line = WaitingLine()
     first, second, third = Receipt(0.0), Receipt(2.0), Receipt(7.0)
     first.join(line)

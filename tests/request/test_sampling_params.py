@@ -1,4 +1,4 @@
-"""The table of sampling parameters: HTTP, the step slot and the sampler in C++ agree with it."""
+"""Tests the table of sampling parameters: HTTP, the step slot and the sampler in C++ agree with it."""
 
 from __future__ import annotations
 
