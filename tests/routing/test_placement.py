@@ -24,7 +24,7 @@ def replica(index: int, load: int, cached: int = 0, *, fits: bool = True, is_ope
         ([replica(0, 0, 16), replica(1, 101, 64)], (0, Placed.LOAD)),
         ([replica(0, 1000, 16), replica(1, 1500, 64)], (1, Placed.PREFIX)),
         ([replica(0, 1000), replica(1, 1501, 64)], (0, Placed.LOAD)),
-        # The second longest prefix, if the load of the first is out of balance.
+        # The second longest prefix, if the replica with the longest prefix has too much load.
         ([replica(0, 0), replica(1, 101, 64), replica(2, 50, 32)], (2, Placed.PREFIX)),
         # Equal prefixes: the least load.
         ([replica(0, 70, 64), replica(1, 50, 64)], (1, Placed.LOAD)),

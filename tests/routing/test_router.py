@@ -110,7 +110,7 @@ def test_priority_counts_for_all_replicas() -> None:
 
 
 def test_a_tenant_is_charged_for_service_on_all_replicas() -> None:
-    """One tenant keeps both replicas busy with long outputs. The next start goes to the other tenant."""
+    """One tenant keeps both replicas busy with long outputs. The next request that starts is another tenant's."""
     simulation = routed(max_num_seqs=2)
     greedy = [ask(f"greedy{number}", 5, 20, tenant="greedy") for number in range(12)]
     simulation.add(*greedy)
@@ -153,7 +153,10 @@ def test_a_prompt_goes_to_the_replica_that_computes_its_prefix() -> None:
 
 
 def test_an_unbalanced_load_outweighs_a_prefix() -> None:
-    """A cache has 256 tokens. The loads may differ by an eighth of this, 32 tokens, but they differ by 40."""
+    """A cache has 256 tokens. Loads may differ by an eighth of the cache, which is 32 tokens.
+
+    Here they differ by 40 tokens, so the request goes to the replica with the smaller load.
+    """
     simulation = routed(2, prefix_cache=True, num_blocks=65)
     simulation.add(ask("first", [*SHARED[0][:24], 3], 40))
     simulation.schedule()
@@ -229,9 +232,9 @@ def test_no_request_starves(
     max_num_seqs: int,
     asked: list[tuple[int, int, int, int]],
 ) -> None:
-    """Equal requests leave the queue in order of arrival, whatever the caches contain.
+    """Requests of equal priority leave the queue in order of arrival, whatever the caches contain.
 
-    Each request is in exactly one place, and all of them end.
+    Each request is always either in the queue or on one replica, and all requests end.
     """
     limits = make_limits(policy=policy, prefix_cache=prefix_cache, max_num_seqs=max_num_seqs, ttft_objective=1e6)
     simulation = RoutedSimulation(limits, num_replicas)
@@ -245,12 +248,16 @@ def test_no_request_starves(
 
 
 def test_requests_that_wait_at_a_replica_count_for_the_admission_limit() -> None:
-    """All replicas have free batch rows, but no free blocks."""
+    """All replicas have free batch rows, but no free blocks.
+
+    Requests that wait at a replica fill the queue's limit, too.
+    """
     simulation = routed(max_num_seqs=16, max_waiting_requests=2, num_blocks=16, block_size=4)
     for number in range(40):
         if simulation.router.queue_full() is None:
             simulation.add(ask(f"r{number}", 12, 8))
         simulation.schedule()
     waiting = [name for name in simulation.requests if name not in started(simulation)]
-    assert len(waiting) <= 4  # two in the queue, and for each replica one that did not fit into a step
+    # Two requests in the queue, and on each replica one that was placed but found no free blocks.
+    assert len(waiting) <= 4
     simulation.finish()
