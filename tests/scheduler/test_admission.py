@@ -126,7 +126,10 @@ def test_limits_compare_by_value() -> None:
 
 
 def test_the_admission_limit_does_not_count_batch_rows_without_blocks() -> None:
-    """A request needs 3 of 15 blocks, and each running one keeps a block free. Many batch rows are free."""
+    """Each request needs 3 of 15 blocks, and one more block is kept free for each running request.
+
+    Many batch rows are free, but they have no blocks, so the queue counts as full.
+    """
     limits = make_limits(
         max_num_seqs=16, max_waiting_requests=2, num_blocks=16, block_size=4, prefill_batch_size=8, decode_batch_size=16
     )

@@ -1,4 +1,4 @@
-"""Admission control: the estimate of the largest number of tokens, its limit, and a limit that is learnt."""
+"""Tests admission control: the estimate of the largest number of tokens, its limit, and a limit that is learnt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def make_sequence(prompt: int, generated: int, max_tokens: int, *, inflight: int
 
 
 def simulated_peak(entries: list[tuple[int, int]], block_size: int = 1) -> int:
-    """Returns the peak of a simulation that adds a token to each sequence per step and removes finished sequences."""
+    """Returns the largest number of tokens, in whole blocks, of a simulated batch.
+
+    Each step adds a token to every sequence. ``entries`` are (present tokens, remaining tokens) of each sequence.
+    """
     peak, alive = 0, entries
     while alive:
         peak = max(peak, sum(-(-current // block_size) * block_size for current, _ in alive))
@@ -54,8 +57,8 @@ def test_no_admission_control_admits_every_request() -> None:
 
 def test_the_router_counts_tokens_in_flight() -> None:
     running = [make_sequence(10, 3, 20, inflight=2)]
-    # First case: 15 tokens now and 15 later. Second: 5 now and 10 later. At the end of the first there are 30 tokens,
-    # before it 15 + 10 + 5 + 10.
+    # The running sequence has 15 tokens and may get 15 more. The new one has 5 and may get 10. When the new one ends,
+    # both have 15 + 10 + 5 + 10 = 40 tokens. The first alone ends with 30.
     assert RouterAdmission(40).may_start(make_sequence(5, 0, 10), running, 0.5)
     assert not RouterAdmission(39).may_start(make_sequence(5, 0, 10), running, 0.5)
 
@@ -94,14 +97,16 @@ def test_the_router_expects_the_lengths_of_recent_outputs() -> None:
         admission.finished(make_sequence(5, length, 30))
     assert admission.may_start(candidate, running, 0.5)  # 2 * (10 + 20)
     assert not admission.may_start(make_sequence(11, 0, 30), running, 0.5)
-    # An output that is longer than all recent ones is expected to reach its limit. So 31 + 9 tokens, and 10 + 9 for the
-    # other.
+    # The running output is longer than all recent outputs, so it is expected to reach its limit of 30. The peak is 31 +
+    # 9 tokens of this sequence plus 10 + 9 of the new one.
     assert admission.may_start(candidate, [make_sequence(10, 21, 30)], 0.5)
     assert not admission.may_start(make_sequence(12, 0, 30), [make_sequence(10, 21, 30)], 0.5)
 
 
 def crowded(admission: AimdAdmission, page_use: float) -> bool:
-    """Returns a request that exceeds every limit of these tests."""
+    """Returns whether ``admission`` starts a request above every token limit, while this fraction of the blocks is in
+    use.
+    """
     return admission.may_start(make_sequence(10**6, 0, 10), [make_sequence(10, 0, 10)], page_use)
 
 

@@ -1,4 +1,4 @@
-"""The learnt cost of a step: exact for steps that follow the model, and plausible for others."""
+"""Tests the learnt cost of a step. It is exact for steps that follow the model, and plausible for other steps."""
 
 from __future__ import annotations
 
@@ -99,7 +99,10 @@ def test_the_same_steps_give_the_same_coefficients() -> None:
 
 
 def test_the_drift_follows_a_slower_device_quickly() -> None:
-    """Without the drift, hundreds of earlier steps would outweigh the new ones for many seconds."""
+    """After 20 slower steps, the predictions follow the slower device.
+
+    Without the drift term, hundreds of earlier steps would outweigh the new ones for many seconds.
+    """
     model, rng = trained(random.Random(7), 400), random.Random(7)
     for _ in range(20):
         rows = [rng.randrange(1, 3000) for _ in range(rng.randrange(1, 64))]

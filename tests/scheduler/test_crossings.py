@@ -1,8 +1,9 @@
-"""Combinations of preemption, prefix hits, block borders and aborts: each pair and each triple, by name.
+"""Tests each pair and each triple of these: preemption, prefix hits, block borders and aborts.
 
-Two requests share a pool that is too small for both. ``young`` may begin like ``old``: it hits full blocks, or a part
-of a block. Its prompt ends directly before, at or after a block border. It is recomputed or swapped, and one of the two
-is aborted at a chosen time. The tests compare the exact blocks of all steps. ``Simulation.finish`` checks the texts.
+Two requests share a pool that is too small for both. ``young`` may begin like ``old``, so that it hits full cached
+blocks, or a part of a block. Its prompt ends directly before, at or after a block border. ``young`` is preempted by
+recompute or swap, and one of the two requests is aborted at a chosen time. The tests compare the exact blocks of all
+steps. ``Simulation.finish`` checks the texts.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def crossing(preemption: str, hit: str, border: str, ahead: int = 0) -> tuple[Si
 
 
 def trace(simulation: Simulation) -> list[str]:
-    """Returns the steps that change blocks.
+    """Returns a line of text for each step that changes blocks.
 
-    ``D4 old 12+1 1 2 5 3`` is decode step 4 with one token of ``old`` at position 12 and a new block table. ``copy
-    2>3``, ``out 3>0`` and ``in 0>1`` are moves.
+    Example: ``D4 old 12+1 1 2 5 3`` is decode step 4. It computes one token of ``old`` at position 12, and the new
+    block table is 1, 2, 5, 3. Block moves are written as ``copy 2>3``, ``out 3>0`` and ``in 0>1``.
     """
     lines: list[str] = []
     tables: dict[str, list[int]] = {}
@@ -73,7 +74,10 @@ def trace(simulation: Simulation) -> list[str]:
 
 
 def run_until(simulation: Simulation, request: Request, moment: str) -> None:
-    """Runs until a preempted request reaches this state."""
+    """Runs until ``request`` has been preempted and is in the state that ``moment`` names.
+
+    The states are draining (leaves the batch), away (waits or is swapped) and back (runs again).
+    """
     for _ in range(200):
         simulation.schedule()
         preempted, status = request.num_preemptions > 0, request.status
@@ -89,7 +93,7 @@ def run_until(simulation: Simulation, request: Request, moment: str) -> None:
 
 
 def _running(simulation: Simulation) -> list[Request]:
-    """Returns the running requests, except leaving ones."""
+    """Returns the running requests, without preempted or ended ones that still leave the batch."""
     return [sequence.request for sequence in simulation.scheduler._running]
 
 
@@ -102,7 +106,7 @@ def test_preemption_x_block_border(preemption: str, border: str) -> None:
 @pytest.mark.parametrize("hit", ["full", "tail"])
 @pytest.mark.parametrize("border", BORDERS)
 def test_prefix_hit_x_block_border(hit: str, border: str) -> None:
-    """Runs up to the step in which ``young`` starts, before any preemption."""
+    """Compares the first two steps for each prefix hit and block border, before any preemption."""
     simulation, _, young = crossing("recompute", hit, border)
     while young.first_scheduled_time is None:
         simulation.schedule()
@@ -171,7 +175,10 @@ def test_preemption_x_prefix_hit_x_block_border_x_abort(
 
 
 def check_abort(preemption: str, hit: str, border: str, moment: str, who: str) -> None:
-    """The other request continues undisturbed. A third request finds only the cached blocks."""
+    """Aborts one of two requests. The other one continues undisturbed.
+
+    A third request with the prompt of ``young`` then hits only the blocks that are still cached.
+    """
     simulation, old, young = crossing(preemption, hit, border, ahead=2)
     run_until(simulation, young, moment)
     gone, stays = (old, young) if who == "old" else (young, old)
@@ -188,9 +195,10 @@ def check_abort(preemption: str, hit: str, border: str, moment: str, who: str) -
 
 
 def found_after(preemption: str, hit: str, border: str, moment: str, who: str) -> int:
-    """Returns the number of cached tokens that a third request finds: the prompt of ``young`` without its last token.
+    """Returns how many cached tokens a third request should find, whose prompt is that of ``young``.
 
-    While the blocks of ``young`` return from the host, only the cached blocks of ``old`` count.
+    Usually, these are all tokens except the last one. While the blocks of ``young`` return from the host, only the
+    cached blocks of ``old`` count.
     """
     if hit == "none":
         return 0
@@ -203,7 +211,10 @@ def found_after(preemption: str, hit: str, border: str, moment: str, who: str) -
 @pytest.mark.parametrize("border", BORDERS)
 @pytest.mark.parametrize("moment", ["before the border", "at the border", "behind the border"])
 def test_block_border_x_abort(border: str, moment: str, who: str) -> None:
-    """A sequence ends with one free position in its last block, with a full block, and with a new block."""
+    """Aborts a sequence with one free position in its last block, with a full last block, and with a new block.
+
+    All its blocks become free.
+    """
     simulation, old, young = crossing("recompute", "none", border)
     filled = {"before the border": 11, "at the border": 12, "behind the border": 13}[moment]
     request = old if who == "old" else young
@@ -233,7 +244,10 @@ def test_prefix_hit_x_block_border_x_abort(hit: str, border: str, when: str) -> 
 
 
 def check_abort_of_hit(hit: str, border: str, when: str) -> None:
-    """A third request waits for the tokens that ``young`` computes only if they add a whole block."""
+    """Aborts requests while ``young`` waits for its prefix or copies it.
+
+    A third request waits for the tokens that ``young`` computes only if they add a whole block to its prefix.
+    """
     simulation, _, young = crossing("recompute", hit, border)
     simulation.schedule()
     assert young.first_scheduled_time is None

@@ -66,7 +66,10 @@ def test_abort_during_the_only_prefill_makes_its_steps_void() -> None:
 
 
 def test_a_step_is_not_dropped_if_a_later_step_needs_its_state() -> None:
-    """The decode step has another sequence too. It would read the batch row that the dropped prefill did not fill."""
+    """The prefill of an aborted request is not dropped, because a later decode step contains its batch row.
+
+    Without the prefill, the decode step would read a batch row that was never filled.
+    """
     simulation = Simulation(make_limits(decode_steps_ahead=1, prefill_batch_size=1))
     simulation.add(make_request("a"), make_request("b"))
     simulation.schedule()

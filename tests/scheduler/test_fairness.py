@@ -107,13 +107,13 @@ BOUND = 2 * max(INPUT_WEIGHT * LONGEST_PROMPT, OUTPUT_WEIGHT * POOL)
 
 
 def backlogged_run(seed: int, fairness: bool) -> list[int]:
-    """Returns the lead of tenant a over b after each step.
+    """Returns how much more service tenant a has received than tenant b, after each step.
 
-    Both tenants always have waiting requests; c is idle at times.
+    Tenants a and b always have waiting requests. Tenant c sometimes has none.
     """
     rng, new, order = random.Random(seed), Arrivals(), QueueOrder(fairness=fairness)
     server = SmallServer(order, POOL)
-    # The requests of a and b differ as much as possible: a few long prompts and many short ones.
+    # The requests of tenants a and b differ as much as possible: few long prompts, and many short ones.
     sizes = {"a": (LONGEST_PROMPT, rng.choice([1, 40])), "b": (rng.choice([1, 5]), rng.choice([2, 30])), "c": (9, 9)}
     waiting = dict.fromkeys(sizes, 0)
     ahead = []
@@ -169,7 +169,10 @@ def test_an_idle_tenant_saves_no_credit() -> None:
 
 
 def test_no_tenant_gets_twice_the_bound_more_than_a_waiting_one() -> None:
-    """If other tenants are idle at times, the paper's bound for a backlogged tenant is twice as large."""
+    """Tests the bound of the VTC paper for a tenant with waiting requests.
+
+    The bound is twice as large here, because other tenants are idle at times.
+    """
     for seed in range(8):
         rng, new, order = random.Random(seed), Arrivals(), QueueOrder()
         server = SmallServer(order, POOL)

@@ -1,4 +1,7 @@
-"""The intake: the order of the queue, admission limits, deadlines, and the time after which a client may retry."""
+"""Tests the intake of requests.
+
+This is the order of the queue, admission limits, deadlines, and the delay before a client may retry.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +127,7 @@ def test_the_time_to_retry_follows_from_the_requests_that_leave_the_queue() -> N
     put(intake, *(new.next(5, arrival=0.0) for _ in range(6)))
     assert refused(intake, 5) == 1.0, "no request has left yet"
     pop(intake, 10.0)
-    assert refused(intake, 5) == pytest.approx(30.0)  # 3 requests must leave
+    assert refused(intake, 5) == pytest.approx(30.0)  # three requests must leave the queue, one in 10 seconds
     pop(intake, 20.0)
     assert refused(intake, 5) == pytest.approx(20.0, rel=0.01)
 
@@ -133,7 +136,8 @@ def test_the_time_to_retry_follows_from_the_tokens_that_leave_the_queue() -> Non
     intake, new = make_intake(100, 100), Arrivals()
     put(intake, *(new.next(10, arrival=5.0) for _ in range(11)))
     pop(intake, 9.0)
-    assert refused(intake, 30) == pytest.approx(12.0)  # 30 tokens are needed, and 10 become free in 4 seconds
+    # 30 tokens must leave the queue, and 10 tokens leave in 4 seconds.
+    assert refused(intake, 30) == pytest.approx(12.0)
 
 
 def test_the_time_for_which_the_queue_is_empty_does_not_count() -> None:
@@ -187,7 +191,7 @@ def test_a_light_tenant_enters_a_queue_that_others_have_filled() -> None:
     intake, new = make_intake(6), Arrivals()
     put(intake, *(new.next(tenant="heavy") for _ in range(6)))
     assert intake.queue_full(0, "heavy") is not None
-    for _ in range(3):  # half of the limit for each of two tenants
+    for _ in range(3):  # with two tenants, each may have half of the queue's limit
         assert intake.queue_full(0, "light") is None
         put(intake, new.next(tenant="light"))
     assert intake.queue_full(0, "light") is not None

@@ -1,4 +1,4 @@
-"""The intake's queue compared with a list that is sorted again for every question."""
+"""Compares the intake's queue with a list that is sorted again for every query."""
 
 from __future__ import annotations
 

@@ -45,7 +45,10 @@ def test_prefill_and_decode_alternate_under_fcfs() -> None:
 @pytest.mark.parametrize("policy", Policy)
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 def test_the_batch_does_not_split_into_alternating_groups(policy: Policy, ahead: int) -> None:
-    """Soon after the last prefill, every decode step contains all running sequences."""
+    """The batch must not split into groups that decode alternately.
+
+    Soon after the last prefill, every decode step contains all running sequences.
+    """
     for seed in range(5):
         rng = random.Random(seed)
         limits = make_limits(policy=policy, decode_steps_ahead=ahead, num_blocks=500, max_model_len=200)
@@ -55,7 +58,7 @@ def test_the_batch_does_not_split_into_alternating_groups(policy: Policy, ahead:
             if rng.random() < 0.3:
                 simulation.add(waiting.pop())
             simulation.step() if rng.random() < 0.9 and simulation.requests else simulation.schedule()
-        while simulation.scheduler.figures.waiting:  # under decode_first, prompts wait for many steps
+        while simulation.scheduler.figures.waiting:  # with policy ``decode_first``, prompts wait for many steps
             simulation.step()
         for _ in range(8):
             simulation.step()
@@ -70,7 +73,7 @@ def test_the_batch_does_not_split_into_alternating_groups(policy: Policy, ahead:
 @pytest.mark.parametrize("policy", [policy for policy in Policy if policy is not Policy.DECODE_FIRST])
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 def test_prefills_do_not_leave_decoding_sequences_behind(policy: Policy, ahead: int) -> None:
-    """With steady arrivals, almost every decode step contains almost all sequences."""
+    """While requests arrive steadily, almost every decode step contains almost all sequences."""
     simulation = Simulation(make_limits(policy=policy, decode_steps_ahead=ahead, num_blocks=400, prefill_batch_size=1))
     for index in range(60):
         simulation.add(make_request(f"r{index}", 5, 20))
@@ -79,7 +82,8 @@ def test_prefills_do_not_leave_decoding_sequences_behind(policy: Policy, ahead: 
     simulation.finish()
     rows = [sum(start >= 5 for start in step.starts) for step in simulation.steps if step.kind is not StepKind.PREFILL]
     assert sum(rows) == 60 * 19
-    num_steps_of_arrivals = 60 * 4  # mixed steps also have prompts
+    # A mixed step has prompts and decodes, so each step while requests arrive may be one.
+    num_steps_of_arrivals = 60 * 4
     assert len(rows) < (num_steps_of_arrivals + 20 if policy in (Policy.CHUNKED, Policy.SLO) else 200)
 
 

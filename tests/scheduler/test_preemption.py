@@ -138,12 +138,15 @@ def test_preemption_and_abort(who: str, when: str, ahead: int, prompt: int) -> N
     simulation.finish()
     expected = {"old": FinishReason.LENGTH, "young": FinishReason.LENGTH, who: FinishReason.ABORT}
     if when == "running again" and who == "old":
-        del expected["old"], simulation.ended["old"]  # it may have ended earlier
+        del expected["old"], simulation.ended["old"]  # the request may have ended before the abort
     assert simulation.ended == expected
 
 
 def test_a_victim_that_ends_while_it_leaves_does_not_restart() -> None:
-    """Steps in flight sample the victim's last tokens. These end it, so it is not recomputed."""
+    """Steps in flight sample the last tokens of the preempted sequence.
+
+    If the sequence ends with these tokens, it is not recomputed.
+    """
     for max_tokens in range(3, 25):
         simulation = crowded(8, ahead=3)
         old, young = make_request("old", 9, 22), make_request("young", 9, max_tokens)
@@ -184,7 +187,10 @@ def test_a_victim_longer_than_a_step_is_recomputed_in_chunks() -> None:
 
 
 def test_a_sequence_is_preempted_between_its_chunks() -> None:
-    """The oldest sequence needs a block while the latest is in prefill. The latest must compute its chunks again."""
+    """The oldest sequence needs a block while the latest is in prefill, which is preempted between two chunks.
+
+    The preempted sequence must compute its chunks again.
+    """
     simulation = crowded(10, ahead=0, max_num_batched_tokens=4, policy=Policy.FCFS, prefill_batch_size=1)
     old, young = make_request("old", 4, 30), make_request("young", 22, 6)
     simulation.add(old)
@@ -198,7 +204,10 @@ def test_a_sequence_is_preempted_between_its_chunks() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 def test_the_blocks_of_a_victim_go_to_the_oldest(ahead: int) -> None:
-    """Neither the victim nor a new request may take the blocks. The oldest needs them for its next token."""
+    """The blocks of a preempted sequence go to the oldest sequence, which needs them for its next token.
+
+    Neither the preempted sequence nor a new request may take these blocks.
+    """
     simulation = crowded(8, ahead=ahead)
     old, young = make_request("old", 9, 22), make_request("young", 9, 22)
     simulation.add(old, young)
@@ -212,7 +221,10 @@ def test_the_blocks_of_a_victim_go_to_the_oldest(ahead: int) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_several_victims_are_preempted_in_one_step_if_necessary(ahead: int) -> None:
-    """Six sequences reach a block border and no block is free. Two are preempted for the other four."""
+    """Six sequences need a new block, and no block is free.
+
+    Two sequences are preempted, so that the other four continue.
+    """
     simulation = crowded(18, ahead=ahead, max_num_seqs=6, prefill_batch_size=6)
     requests = [make_request(name, 5, 20) for name in "abcdef"]
     simulation.add(*requests)
@@ -224,7 +236,10 @@ def test_several_victims_are_preempted_in_one_step_if_necessary(ahead: int) -> N
 
 
 def test_the_other_sequences_decode_if_the_chosen_one_is_preempted() -> None:
-    """A decode step has one sequence. If this is the latest and no block is free, the others continue."""
+    """Each decode step has one sequence.
+
+    If this is the latest sequence and no block is free, it is preempted and another sequence decodes.
+    """
     for num_blocks in range(8, 16):
         simulation = crowded(num_blocks, ahead=0, decode_batch_size=1)
         simulation.add(*(make_request(name, 7, 22) for name in "abc"))
@@ -250,7 +265,8 @@ def test_the_least_important_is_preempted_first_but_never_the_oldest() -> None:
     requests = [make_request(name, 5, 28) for name in "abcd"]
     for request, priority in zip(requests, (9, 5, 0, 0), strict=True):
         request.priority = priority
-    for request in requests:  # one after the other, because the queue would otherwise order them by priority
+    # The requests arrive one after the other, because the queue orders waiting requests by priority.
+    for request in requests:
         simulation.add(request)
         simulation.schedule()
     while simulation.scheduler.figures.preemptions == 0:
@@ -276,7 +292,10 @@ def test_tenants_alternate_by_their_service() -> None:
 
 
 def test_clients_without_a_key_are_charged_like_clients_with_one() -> None:
-    """Prompts have one token and outputs seven. If only prompts counted, clients without a key would start first."""
+    """Each prompt has one token and each output has seven.
+
+    If only prompts counted, requests without a key would start first more often.
+    """
     simulation = Simulation(make_limits(max_num_seqs=1, decode_steps_ahead=0, policy=Policy.FCFS))
     for turn in range(8):
         keyed = make_request(f"keyed {turn}", 1, 7)

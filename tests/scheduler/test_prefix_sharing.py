@@ -164,7 +164,8 @@ def test_the_next_turn_of_a_conversation_finds_the_output() -> None:
     turn = make_request("b", [*first.prompt_token_ids, *first.output_token_ids, 40], 2)
     simulation.add(turn)
     simulation.finish()
-    assert turn.num_cached_tokens == 17 + 7  # the last output token was never computed
+    # The cache never contains the last output token, because no step has computed its keys and values.
+    assert turn.num_cached_tokens == 17 + 7
     assert computed_tokens(simulation, turn) == 2
 
 
@@ -194,7 +195,7 @@ def test_histories_beyond_the_capacity_of_a_step_go_into_several_steps() -> None
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("abort", ["", "old", "young"])
 def test_preemption_with_a_prefix_hit_a_block_border_and_an_abort(prompt: int, ahead: int, abort: str) -> None:
-    """The victim restarts with the blocks that are still cached, its own or shared ones."""
+    """After a preemption, a sequence restarts with its prefix blocks that are still cached, its own or shared ones."""
     simulation = sharing(num_blocks=10, max_model_len=37, max_prompt_len=36, decode_steps_ahead=ahead)
     tokens = [*SYSTEM_PROMPT, 9][:prompt]
     old, young = make_request("old", tokens, 14), make_request("young", tokens, 14, seed=5)
@@ -220,7 +221,10 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
 
 
 def test_no_sequence_is_preempted_for_a_block_that_a_copy_holds() -> None:
-    """The second request needs the whole pool. One block is for a short time the source of its own copy."""
+    """The second request needs the whole pool.
+
+    For a short time, one block is held as the source of a copy. No sequence is preempted for this block.
+    """
     simulation = sharing(num_blocks=11, block_size=2, max_model_len=20, decode_steps_ahead=1, policy=Policy.FCFS)
     first, second = make_request("a", SYSTEM_PROMPT[:7], 2), make_request("b", [*SYSTEM_PROMPT, 30, 31], 2)
     simulation.add(first, second)

@@ -39,7 +39,8 @@ def test_a_level_of_priority_is_worth_the_ageing_time() -> None:
     new = Arrivals()
     sequences = [new.next(priority=2, arrival=0.0), new.next(priority=1, arrival=10.5)]
     sequences += [new.next(arrival=at) for at in (19.0, 20.0, 20.25, 20.75)]
-    # The priority of the first two outweighs 20 and 20.5 seconds of waiting. In a tie, the smaller priority is first.
+    # Each level of priority counts as 10 seconds of waiting, so the first two requests come at 20 and 20.5. In a tie,
+    # the smaller priority number is first.
     assert start_all(order_of(sequences)) == [2, 3, 0, 4, 1, 5]
 
 
@@ -57,7 +58,7 @@ def test_output_tokens_count_twice() -> None:
     order = order_of(sequences)
     for sequence in sequences[:2]:
         order.start(sequence)
-    order.charge_output(sequences[0], 4)  # 18 for a, 16 for b
+    order.charge_output(sequences[0], 4)  # the counters are now 18 for tenant a and 16 for tenant b
     assert start_all(order) == [3, 2]
 
 
@@ -74,7 +75,7 @@ def test_counters_survive_an_empty_queue() -> None:
     for tenant in "ba":
         order.add(new.next(20, tenant=tenant))
         order.add(new.next(20, tenant=tenant))
-    assert start_all(order) == [2, 3, 4, 5]  # tenant b at times 1 and 21, before tenant a at 50
+    assert start_all(order) == [2, 3, 4, 5]  # tenant b starts at counters 1 and 21, before tenant a at 50
 
 
 def test_the_number_of_classes_is_limited() -> None:
@@ -84,7 +85,8 @@ def test_the_number_of_classes_is_limited() -> None:
         order.start(order.first(0.0))
     assert len(order._idle) == MAX_IDLE_CLASSES
     assert not order._classes
-    order.charge_output(new.next(priority=0), 1)  # the queue has forgotten this class, so no counter changes
+    # The queue has forgotten the idle class of this request, so no counter changes.
+    order.charge_output(new.next(priority=0), 1)
 
 
 @given(
@@ -105,7 +107,7 @@ def test_with_one_tenant_the_order_is_by_arrival_and_priority_in_seconds(
 
 
 def urgent_load(seed: int, order: QueueOrder) -> Iterator[tuple[Sequence, list[Sequence]]]:
-    """Returns the starts until a request of priority 3 starts, with the requests that waited at each start.
+    """Yields each start until a request of priority 3 starts, together with the requests that waited then.
 
     More urgent requests arrive twice as fast as requests can start.
     """

@@ -1,4 +1,4 @@
-"""Policy ``slo`` on a device with known step times: which requests keep their objectives."""
+"""Tests which requests keep their objectives under policy ``slo``, on a device with known step times."""
 
 from __future__ import annotations
 
@@ -109,14 +109,20 @@ def test_an_almost_late_prompt_gets_the_lead_of_decoding_sequences() -> None:
 
 
 def test_prompts_get_only_the_tokens_that_they_need() -> None:
-    """The objectives allow steps of 900 tokens, but the prompt is on time with the steps of ``chunked``."""
+    """The objectives would allow steps of 900 tokens.
+
+    The prompt gets only the smaller steps of policy ``chunked``, because it is on time with them.
+    """
     simulation = timed(tbt_objective=0.2, ttft_objective=5.0)
     row, _ = row_and_long_prompt(simulation)
     assert max(gaps(simulation, row)) == BASE + ROW + 255 * PROMPT
 
 
 def test_no_step_is_longer_than_twice_the_objective() -> None:
-    """The sequence is seconds ahead of its pace, so its mean would allow a step of 0.3 s."""
+    """A step is at most twice as long as the objective.
+
+    The sequence is seconds ahead of its pace, so its mean time between tokens alone would allow a step of 0.3 s.
+    """
     simulation = timed(tbt_objective=0.03, ttft_objective=0.34)
     row, long = row_and_long_prompt(simulation, steps_ahead=200)
     assert 0.03 < max(gaps(simulation, row)) <= LONGEST_STEP * 0.03
@@ -125,14 +131,19 @@ def test_no_step_is_longer_than_twice_the_objective() -> None:
 
 
 def test_sequences_behind_their_pace_still_decode() -> None:
-    """All requests miss their objectives in any case, so the steps are those of ``chunked``."""
+    """If all requests miss their objectives in any case, sequences still decode, in the same steps as policy
+    ``chunked``.
+    """
     simulation = timed(tbt_objective=0.001, ttft_objective=0.01)
     row, _ = row_and_long_prompt(simulation)
     assert max(gaps(simulation, row)) == BASE + ROW + 255 * PROMPT
 
 
 def test_small_steps_do_not_predict_large_ones() -> None:
-    """Up to 240 prompt tokens cost almost nothing, because the device reads the weights at the same time."""
+    """Small steps must not predict the cost of large steps.
+
+    Here, 240 prompt tokens cost almost nothing, because the device reads the weights at the same time.
+    """
     simulation = timed(tbt_objective=0.1, ttft_objective=0.3)
     simulation.free_prompt_tokens = 240
     row, _ = row_and_long_prompt(simulation)
@@ -143,7 +154,10 @@ def test_small_steps_do_not_predict_large_ones() -> None:
 
 
 def row_and_long_prompt(simulation: TimedSimulation, steps_ahead: int = 3) -> tuple[Request, Request]:
-    """Runs a decoding sequence, and a prompt of 1500 tokens that arrives later, to their ends."""
+    """Runs a decoding sequence, and a prompt of 1500 tokens that arrives later, until both end.
+
+    Returns both requests.
+    """
     learn(simulation)
     row = make_request("row", 5, 400, arrival=simulation.now)
     simulation.add(row)
@@ -156,7 +170,10 @@ def row_and_long_prompt(simulation: TimedSimulation, steps_ahead: int = 3) -> tu
 
 
 def test_only_requests_that_keep_their_pace_start() -> None:
-    """A sequence costs 0.1 ms. A step of 6.4 ms has 0.64 ms margin and 4 ms base cost, which leaves 17 sequences."""
+    """Each sequence adds 0.1 ms to a step, and the base cost of a step is 4 ms.
+
+    The objective of 6.4 ms, with a margin of 0.64 ms, leaves time for 17 sequences.
+    """
     simulation = timed(tbt_objective=0.0064, ttft_objective=60.0)
     learn(simulation)
     simulation.add(*(make_request(f"r{index}", 4, 40, arrival=simulation.now) for index in range(40)))
@@ -212,7 +229,10 @@ def test_impossible_objectives_stop_no_request() -> None:
 
 
 def taken_at_the_door(simulation: TimedSimulation, seconds: float, every_s: float, prompt: int = 4) -> int:
-    """Returns the maximum number of waiting requests while requests arrive regularly and some are refused."""
+    """Returns the maximum number of waiting requests over some seconds.
+
+    Requests arrive regularly, and are refused while the queue is full.
+    """
     most, end, due, number = 0, simulation.now + seconds, simulation.now, 0
     while simulation.now < end:
         while due <= simulation.now:
@@ -227,14 +247,18 @@ def taken_at_the_door(simulation: TimedSimulation, seconds: float, every_s: floa
 
 
 def test_the_admission_limit_counts_batch_rows_that_keep_their_pace() -> None:
-    """About 17 of 64 batch rows keep their pace. The queue accepts 8 requests in addition to these 17, not to 64."""
+    """Only about 17 of 64 batch rows can keep their pace.
+
+    The queue accepts 8 requests in addition to these 17, and not in addition to 64.
+    """
     simulation = timed(tbt_objective=0.0064, ttft_objective=0.1, max_waiting_requests=8)
     learn(simulation)
     assert taken_at_the_door(simulation, 2.0, 0.0005) <= 8 + 18
 
 
 def test_the_admission_limit_counts_requests_that_can_start_in_time() -> None:
-    """A prompt of 100 tokens takes at least 20 ms. So fewer than ten start in 0.2 s."""
+    """A prompt of 100 tokens takes at least 20 ms, so fewer than ten requests can start within the objective of 0.2 s.
+    """
     simulation = timed(ttft_objective=0.2, tbt_objective=1.0, max_waiting_requests=8)
     learn(simulation)
     assert taken_at_the_door(simulation, 2.0, 0.002, prompt=100) <= 8 + 10

@@ -1,4 +1,4 @@
-"""The order of policy ``slo``: requests on time, late requests, and the starts of late ones."""
+"""Tests the order of requests under policy ``slo``: first requests on time, and how often a late request starts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_the_latest_start_leaves_time_for_the_prefill_and_the_margin() -> None:
 def test_late_requests_come_after_those_on_time() -> None:
     new = Arrivals()
     long, short = new.next(300, ttft_objective=4.0), new.next(100, ttft_objective=5.0)
-    order = fill(make_order(per_token=0.01), [long, short])  # latest starts 1.0 and 4.0
+    # To be on time, the first must start before 1.0, the second before 4.0.
+    order = fill(make_order(per_token=0.01), [long, short])
     assert order.first(1.0) is long
     assert (order.first(1.5), order.num_late) == (short, 1)
     assert start_all(order, 1.5) == [1, 0]
@@ -106,7 +107,10 @@ def test_late_requests_get_their_fraction_of_the_starts() -> None:
 
 
 def test_a_late_request_waits_for_a_limited_number_of_starts() -> None:
-    """Ten requests arrive per start. The first late request waits for at most LATE_SHARE starts."""
+    """More requests arrive than can start.
+
+    The first late request waits for at most LATE_SHARE starts of other requests.
+    """
     for seed in range(5):
         rng, new, order = random.Random(seed), Arrivals(), make_order()
         waited = 0

@@ -1,4 +1,7 @@
-"""The starts of policy ``slo``: late requests do not start in waves while requests on time arrive."""
+"""Tests when late requests start under policy ``slo``.
+
+They must not start in waves while requests on time arrive.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ OBJECTIVE_S = 10.0
 
 
 class Line:
-    """A scheduler with running sequences and waiting requests. The first ``num_late`` of these are late."""
+    """A scheduler with running sequences and waiting requests. The first ``num_late`` waiting requests are late."""
 
     def __init__(self, num_late: int, *, running: int = 8, rows: int = 10) -> None:
         self._new = Arrivals()
@@ -36,7 +39,7 @@ class Line:
         self.order.add(self._new.next())
 
     def started_in(self, steps: int, *, ending: int = 0) -> int:
-        """Returns the number of starts in ``steps`` steps, if ``ending`` requests end before each step."""
+        """Returns how many requests start in ``steps`` steps. Before each step, ``ending`` running requests end."""
         started = 0
         for _ in range(steps):
             self.state.num_started -= ending
@@ -72,7 +75,8 @@ def test_requests_on_time_always_start_and_are_counted() -> None:
     for _ in range(4):
         line.add_on_time()
     assert line.started_in(1) == 5
-    assert line.started_in(3, ending=1) == 0  # five have started and three have ended
+    # Late requests wait, because five requests have started and only three have ended.
+    assert line.started_in(3, ending=1) == 0
 
 
 def test_late_requests_start_without_limit_with_free_capacity_or_without_arrivals() -> None:
@@ -103,7 +107,7 @@ def test_the_pace_of_decoding_sequences_limits_all_starts() -> None:
 
 
 def test_free_capacity_counts_batch_rows_that_keep_their_pace() -> None:
-    """Four of ten batch rows are in use, but their pace allows only two more."""
+    """Four of ten batch rows are in use. The pace of the running sequences permits only two more."""
     line = Line(5, running=4)
     line.starts.begin_step(2, line.now)
     first_late = line.late[0]

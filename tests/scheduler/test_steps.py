@@ -218,7 +218,7 @@ def test_penalties_send_the_history_with_the_step_that_samples_first() -> None:
     (decode,) = simulation.schedule()
     assert decode.histories == []
     simulation.lose_agent()
-    while not (again := simulation.schedule()[0]).histories:  # each sequence runs alone after the loss
+    while not (again := simulation.schedule()[0]).histories:  # after the loss, each sequence first runs alone
         simulation.answer()
     assert again.histories == [History(0, [5, 6, 7, *penal.output_token_ids], 3)]
     assert again.sample_positions == [1]

@@ -190,7 +190,7 @@ def test_a_sequence_that_is_swapped_between_its_chunks_continues_after_them() ->
 
 
 def test_a_sequence_that_is_swapped_during_recompute_continues_it() -> None:
-    """The sequence has output tokens, but it cannot decode yet."""
+    """The sequence has output tokens, but recompute has not reached them, so the sequence cannot decode yet."""
     simulation = swapping(
         num_blocks=13, max_num_batched_tokens=2, policy=Policy.FCFS, prefill_batch_size=1, decode_steps_ahead=0
     )
@@ -223,21 +223,24 @@ def test_auto_chooses_the_faster_kind() -> None:
     choice = PreemptionChoice(PreemptionKind.AUTO, block_size=4)
     sequence = Sequence(make_request("a", 40), 0, 8)
     sequence.request.num_computed_tokens = 40
-    assert choice.prefers_swap(sequence)  # without measurements, the choice is swap
+    assert choice.prefers_swap(sequence)  # without measured costs, preemption swaps
     simulation = swapping(preemption=PreemptionKind.AUTO)
     crowd(simulation)
     simulation.finish()
     prefill = next(step for step in simulation.steps if step.kind is StepKind.PREFILL)  # 18 tokens
     move = next(step for step in simulation.steps if step.kind is StepKind.MOVE)  # 4 blocks
-    choice.step_completed(prefill, StepResult(0, graph_us=18_000))  # 1 ms per token: 40 ms
-    choice.step_completed(move, StepResult(0, graph_us=4_000))  # 1 ms per block: 20 ms out and in
+    # Recompute costs 1 ms per token, so 40 ms for 40 tokens.
+    choice.step_completed(prefill, StepResult(0, graph_us=18_000))
+    # Swap costs 1 ms per block, so 20 ms for 10 blocks out and in.
+    choice.step_completed(move, StepResult(0, graph_us=4_000))
     assert choice.prefers_swap(sequence)
-    choice.step_completed(move, StepResult(0, graph_us=20_000))  # 3 ms per block: 60 ms
+    # Swap now costs 3 ms per block, so 60 ms for 10 blocks out and in.
+    choice.step_completed(move, StepResult(0, graph_us=20_000))
     assert not choice.prefers_swap(sequence)
 
 
 def preempted_on_its_way_back() -> tuple[Simulation, Request]:
-    """Returns a simulation in which the blocks of ``c`` are needed again while moves bring it back."""
+    """Returns a simulation and its request ``c``, which is preempted again while its blocks return from the host."""
     simulation = swapping(
         num_blocks=14, block_size=1, max_model_len=13, max_num_batched_tokens=100, prefill_batch_size=4
     )
@@ -271,7 +274,8 @@ def test_a_sequence_preempted_while_it_returns_ends_or_restarts(how: str) -> Non
     assert len(simulation.scheduler._kv_cache.host_pool._free) == 32 - 5
     if how == "aborted":
         simulation.end("c")
-        assert len(simulation.scheduler._kv_cache.host_pool._free) == 32 - 5  # moves in flight read these blocks
+        # The 5 blocks are not free, because moves in flight read them.
+        assert len(simulation.scheduler._kv_cache.host_pool._free) == 32 - 5
     elif how == "failed":
         assert simulation.device.queue[0].moves
         simulation.fail_step("the moves failed")
@@ -284,7 +288,10 @@ def test_a_sequence_preempted_while_it_returns_ends_or_restarts(how: str) -> Non
 
 
 def test_one_of_two_victims_ends_before_its_blocks_move() -> None:
-    """The last steps of both have completed, but their moves to the host are not scheduled yet."""
+    """Two sequences are preempted, and one of them ends.
+
+    The last steps of both have completed, but the moves to the host are not scheduled yet.
+    """
     simulation = swapping(num_blocks=19, max_num_seqs=6, prefill_batch_size=6, decode_steps_ahead=1)
     requests = [make_request(name, 5, 20) for name in "abcdef"]
     simulation.add(*requests)
