@@ -327,7 +327,10 @@ def test_the_docs_list_every_endpoint(server):
 
 
 def test_the_fake_engine_and_the_contract_agree(tokenizer):
-    """The fake's stream joins to the detokenizer's text. Otherwise the tests above would prove nothing."""
+    """The pieces of the fake engine, joined, equal the detokenizer's text.
+
+    Otherwise the tests above would prove nothing about the real engine.
+    """
     engine = FakeEngine(tokenizer)
     engine.say("hello to the bird")
 

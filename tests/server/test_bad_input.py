@@ -34,9 +34,9 @@ def dialect(**fields: Any) -> tuple[str, dict[str, Any]]:
     return "/chat", {"query": "a", **fields}
 
 
-# (path, body), param, phrase of the message
+# each case: (path, body), expected param, phrase of the expected message
 BAD_REQUESTS = [
-    # missing and unknown
+    # missing and unknown fields
     ((COMPLETIONS, {}), "prompt", "Missing required parameter: 'prompt'."),
     ((CHAT, {"model": "fake-llama"}), "messages", "Missing required parameter: 'messages'."),
     (completion(temprature=1), "temprature", "Unrecognized request argument supplied: temprature"),
@@ -90,7 +90,7 @@ BAD_REQUESTS = [
     (completion(stream_options={"include_usage": True}), "stream_options", "only allowed when 'stream' is true."),
     (chat(top_logprobs=2), "top_logprobs", "only allowed when 'logprobs' is true."),
     (chat(max_tokens=4, max_completion_tokens=5), "max_tokens", "is 4 and 'max_completion_tokens' is 5; give one."),
-    # features we lack
+    # features that this server does not support
     (completion(suffix="z"), "suffix", "'suffix' is not supported by this server; leave it out (got \"z\")."),
     (completion(logit_bias={"5": 1}), "logit_bias", "'logit_bias' is not supported"),
     (chat(tools=[{"type": "function"}]), "tools", "'tools' is not supported"),
@@ -116,7 +116,7 @@ BAD_REQUESTS = [
         "messages[0].tool_calls",
         "'messages[0].tool_calls' is not supported",
     ),
-    # the published dialects
+    # requests to the published server's routes /generate and /chat
     (("/generate", {"inputs": ["a"]}), "inputs", "should be a valid string"),
     (generate(max_new_tokens="many"), "parameters.max_new_tokens", "should be a valid integer"),
     (generate(top_p="nan"), "parameters.top_p", "should be a finite number"),
@@ -154,7 +154,7 @@ def test_a_bad_request(server, request_, param, phrase):
     assert server.engine.submitted == []
 
 
-# path, body, param, phrase
+# each case: path, body, expected param, phrase of the expected message
 TOO_LONG = [
     (
         *completion(max_tokens=127),
@@ -180,7 +180,7 @@ def test_prompts_longer_than_the_context_are_refused(server, path, body, param, 
     assert server.engine.submitted == []
 
 
-# body, status, code, phrase
+# each case: body, expected status, expected code, phrase of the expected message
 BAD_BODIES = [
     (b"", 400, "invalid_json", "is not valid JSON"),
     (b"{", 400, "invalid_json", "is not valid JSON"),
@@ -223,7 +223,7 @@ def test_brackets_in_strings_are_not_nesting(server):
     assert server.post(COMPLETIONS, {"prompt": prompt}).status_code == 200
 
 
-# headers, status, phrase
+# each case: header, expected status, phrase of the expected message
 BAD_HEADERS = [
     ("Content-Type: text/plain", 415, "The content type is 'text/plain'; send 'Content-Type: application/json'."),
     ("Content-Type: application/x-www-form-urlencoded", 415, "send 'Content-Type: application/json'."),
@@ -282,7 +282,7 @@ def test_a_charset_of_utf_8_is_fine(server):
         assert read_response(connection)[0] == 200
 
 
-# method, path, status, phrase, code
+# each case: method, path, expected status, phrase of the expected message, expected code
 BAD_URLS = [
     ("GET", "/nowhere", 404, "Unknown URL: GET /nowhere", None),
     ("POST", "/v1/embeddings", 404, "Unknown URL: POST /v1/embeddings", None),

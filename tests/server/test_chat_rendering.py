@@ -18,7 +18,10 @@ LOOP = "{% for i in range(COUNT) %}{% endfor %}{% for m in messages %}{{ m.conte
 
 @pytest.fixture
 def rendered(tokenizer, monkeypatch):
-    """Provides a server, and the list of (thread is the event loop's, allowance) of each rendering."""
+    """Provides a server, and a list with two values for each rendering of a template.
+
+    They are whether the event loop's thread renders, and the allowance of steps and characters.
+    """
     calls = []
     original = ChatTemplate.render
 

@@ -1,4 +1,7 @@
-"""Web pages of other origins: allowed ones can use the server, also for streams and errors, and others cannot."""
+"""Tests web pages of other origins.
+
+Allowed origins can use the server, also for streams and errors. All other origins cannot.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def test_a_page_can_read_responses(served: HttpServer, stream: bool) -> None:
     assert response.headers["access-control-allow-origin"] == PAGE
     assert response.headers["vary"] == "origin"
     assert "access-control-allow-credentials" not in response.headers
-    again = served.http.post("/v1/completions", json=body)  # the same connection, without an origin
+    again = served.http.post("/v1/completions", json=body)  # the same connection sends a request without an origin
     assert "access-control-allow-origin" not in again.headers
 
 

@@ -1,4 +1,7 @@
-"""The HTTP server reports output as delivered when it writes it, or later when a slow client has read it."""
+"""Tests when the HTTP server reports output as delivered.
+
+This is when the server writes the output. For a slow client, it is when the client has read enough for the write.
+"""
 
 import asyncio
 import json
@@ -48,7 +51,7 @@ def test_head_and_first_event_are_one_write_and_so_are_last_event_and_end(server
 
 
 def test_delivery_to_a_slow_client_is_when_it_reads(server, engine, monkeypatch):
-    """The pieces of a slow client wait and are merged. The delivery time is the write of the last byte."""
+    """The pieces of a slow client wait and are merged. They count as delivered when their last byte is written."""
     engine.script = lambda prompt, sampling: [300] * 100
     step = engine._step
     monkeypatch.setattr(engine, "_step", lambda *args: _longer(step(*args)))
@@ -80,7 +83,7 @@ def _longer(piece):
 
 
 def read_all(connection):
-    """Reads the response up to its last chunk. Returns it with the frames of the chunks."""
+    """Reads a response up to its last chunk. Returns its head, None, and its body with the chunk frames."""
     data = b""
     while not data.endswith(b"\r\n0\r\n\r\n"):
         chunk = connection.recv(1 << 20)
@@ -151,7 +154,7 @@ class SlowChannel:
 
 
 class TextOnly:
-    """Events that are the text of a piece."""
+    """Formats each piece as its plain text, without an event around it."""
 
     def events(self, choice, piece):
         return piece.text.encode()
@@ -161,7 +164,10 @@ class TextOnly:
 
 
 def test_kept_pieces_are_written_in_order_and_in_parts():
-    """The event loop runs other tasks while the pieces of a slow reader are written."""
+    """A slow client's pieces that wait are written in order.
+
+    The event loop runs other tasks in between.
+    """
     logits = TokenLogits(300, -1.0, 2.0, tuple((i, 0.0) for i in range(20)))
     count = 20 * MERGE_AT
 
@@ -180,7 +186,7 @@ def test_kept_pieces_are_written_in_order_and_in_parts():
         channel.is_full = False
         stream.drained()
         assert MERGE_AT <= len(channel.written) <= 2 * INLINE_ITEMS // 20
-        stream.push(0, piece(count, FinishReason.LENGTH))  # must not overtake
+        stream.push(0, piece(count, FinishReason.LENGTH))  # the last piece must not overtake the pieces that wait
         rounds = 0
         while not stream._over.done():
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The published dialects: /generate, /generate_stream, /chat, /stream_chat_post."""
+"""Tests the routes of the published server: /generate, /generate_stream, /chat and /stream_chat_post."""
 
 import pytest
 

@@ -200,7 +200,7 @@ def test_a_message_that_does_not_end_is_cut_off(server, monkeypatch):
     head = CHUNKED.replace(b"POST /v1/completions", b"GET /health/live")
     with server.raw(head + b"1\r\nx\r\n") as connection:
         assert read_response(connection)[0] == 200
-        assert connection.recv(1) == b""  # the server closes, although the client would continue to send
+        assert connection.recv(1) == b""  # the server closes the connection, although the body is not complete
 
 
 def test_requests_on_one_connection(server, engine):

@@ -1,4 +1,7 @@
-"""A finished request leaves no reference cycles, because the garbage collector would pause the server."""
+"""Tests that a finished request leaves no reference cycles.
+
+Collecting cycles would pause the server.
+"""
 
 import gc
 import json
@@ -19,7 +22,7 @@ def refused_at_the_door(engine, monkeypatch):
 
     def queue_full(tenant):
         full = scheduler.queue_full(tenant)
-        assert full is not None  # this frame holds the error for a short time, like the engine's frame
+        assert full is not None  # this frame refers to the error for a short time, as a frame of the engine does
         return full
 
     monkeypatch.setattr(engine, "queue_full", queue_full)

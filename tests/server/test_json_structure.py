@@ -1,4 +1,7 @@
-"""Values, keys and brackets of a JSON text are counted as the parser counts them, wherever a slice of the text ends."""
+"""Tests the count of values, keys and brackets in a JSON text.
+
+It agrees with the parser, wherever the slices of the text end.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def text_of(file) -> str:
 
 
 def named_in(text: str) -> set[str]:
-    """The keys of texts that a page or a script uses."""
+    """Returns the keys of translated texts that a page or a script uses."""
     return set(re.findall(r'data-i18n(?:-\w+)?="(\w+)"', text)) | set(re.findall(r'\bt\("(\w+)"', text))
 
 

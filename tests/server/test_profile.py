@@ -1,4 +1,7 @@
-"""``/profile/start`` and ``/profile/stop`` over a scripted engine: bodies, conflicts, failures and the time limit."""
+"""Tests ``/profile/start`` and ``/profile/stop`` over a scripted engine.
+
+The cases are request bodies, conflicts, failures and the time limit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ AGENT = {"rank": 0, "error": "", "steps": 3}
 
 @pytest.fixture
 def calls(server, engine, monkeypatch):
-    """The folders that the engine received for profiles. None stands for a stop."""
+    """Provides a list of the folders that the engine received to profile into. None stands for the end of a profile."""
     server.app.state.profile = RunningProfile()
     made = []
 

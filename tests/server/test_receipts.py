@@ -1,4 +1,7 @@
-"""The receipt of a request: in its response if requested, or by its id, and only for its own user."""
+"""Tests the receipt of a request.
+
+It is in the response if requested, or available by the request's id, but only to the user that sent the request.
+"""
 
 from __future__ import annotations
 

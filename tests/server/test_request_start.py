@@ -1,4 +1,4 @@
-"""The start time that a request states: which values are accepted, and that the request's times count from it."""
+"""Tests the start time that a request may state: which values are accepted, and that all its times count from it."""
 
 from __future__ import annotations
 

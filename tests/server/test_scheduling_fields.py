@@ -1,4 +1,7 @@
-"""Priority, objectives, deadline, tenant and cache salt: by field and by header, in every dialect."""
+"""Tests priority, objectives, deadline, tenant and cache salt.
+
+Each can be a field of the body or a header, on every route.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``chat_template_kwargs``: the template sees the values, which are bounded and cannot replace the server's."""
+"""Tests ``chat_template_kwargs``.
+
+The template sees these values. Their size is limited, and they cannot replace the server's own values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The worst case of a request is limited before anything is allocated, and long work does not block the event loop."""
+"""Tests that the work of a request is limited before memory is allocated.
+
+Long work must not block the event loop.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,7 @@ def test_many_log_probabilities_are_encoded_in_another_thread(server, engine, to
 
 
 def test_other_requests_are_served_while_many_sequences_are_opened(server, engine, monkeypatch):
-    """Opening 64 sequences of 90 tokens lets other tasks run more than once."""
+    """While one request opens 64 sequences of 90 tokens, other tasks of the event loop run more than once."""
     turns = []
     opened = engine.open
 
