@@ -53,8 +53,8 @@ def run_group(
 ) -> list[dict[str, Any]]:
     """Runs a group of agents with these models. Returns the output of each rank.
 
-    If an agent fails, the test fails with the messages of all agents. With ``routes``, the agents record the experts of
-    each token. If ``routes`` names experts for a model, its tokens use them.
+    If an agent fails, the test fails with the messages of all agents. If ``routes`` is given, the agents record the
+    experts of each token. If ``routes`` names the experts for a model, its tokens are sent to these experts.
     """
     with ExitStack() as stack:
         models = []

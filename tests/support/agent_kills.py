@@ -21,7 +21,7 @@ REQUEST_TIMEOUT_S = 600.0
 
 @dataclass
 class Kill:
-    """One kill. Seconds count from the signal."""
+    """One kill of an agent. All times are in seconds since the signal was sent."""
 
     rank: int
     noticed_s: float
@@ -30,7 +30,7 @@ class Kill:
 
     @property
     def start_s(self) -> float:
-        """Time of the start, without the pause before it."""
+        """The time from the end of the pause before the restart until the group serves again."""
         return self.ready_s - self.backoff_s
 
 
@@ -67,7 +67,7 @@ class Load:
             thread.join()
 
     def wait_for_more(self, timeout_s: float = 30.0) -> None:
-        """Waits until each client has received another answer. The next kill then affects other requests.
+        """Waits until each client has received another answer, so that the next kill affects other requests.
 
         A request that loses its agent twice at the same position would fail.
         """
@@ -83,7 +83,7 @@ class Load:
             turn += 1
             try:
                 answer = self._ask(prompt, length)
-            except OSError as error:  # a request without an answer counts as a wrong answer
+            except OSError as error:  # a request without a response counts as a wrong answer
                 answer = {"no answer": repr(error)}
             with self._lock:
                 self._judge(answer, (prompt, length))

@@ -61,7 +61,10 @@ class Sequences:
         self.cos, self.sin = np.cos(angles), np.sin(angles)
 
     def new_caches(self) -> tuple[Array, Array]:
-        """Returns key and value caches that are full of NaN, because unwritten slots must not change a result."""
+        """Returns key and value caches that are full of NaN.
+
+        A read of a slot that was never written then shows in the result.
+        """
         return self._nan_cache(), self._nan_cache()
 
     def _nan_cache(self) -> Array:
@@ -80,7 +83,10 @@ class Sequences:
         return (block * self.shape.block_size + positions % self.shape.block_size).astype(np.int32)
 
     def step(self, parts: list[tuple[int, int, int]]) -> AttentionStep:
-        """Makes a step that computes ``parts``: (sequence, begin, end) each."""
+        """Makes a step that computes ``parts``.
+
+        Each part is (sequence, begin, end), with the positions from begin to end.
+        """
         none = [np.zeros(0, np.int32)]
         return AttentionStep(
             qkv=np.concatenate([np.zeros((0, self.shape.width), self.qkv[0].dtype)]
@@ -103,7 +109,7 @@ class Sequences:
     ) -> list[Array]:  # fmt: skip
         """Runs a step and returns the output rows of each part.
 
-        If ``write`` is false, the caches must already contain the step's keys and values.
+        If ``write`` is false, the step writes no keys and values, so the caches must already contain them.
         """
         step = self.step(parts)
         if not write:

@@ -12,7 +12,7 @@ AXE = REPOSITORY / "tests/page/vendor/axe.min.js"
 
 
 def findings(page: ChatPage) -> list[Any]:
-    """Serious and critical findings, each with the elements."""
+    """Returns the serious and critical findings of axe-core, each with the HTML of the elements that it concerns."""
     page.run(AXE.read_text("utf-8") + "; window.axe = axe;")
     options = "{resultTypes: ['violations']}"
     result = page.run(f"return axe.run(document, {options}).then((found) => JSON.stringify(found.violations))")

@@ -44,7 +44,7 @@ LATENT: dict[str, object] = {
 }  # fmt: skip
 
 CASES = [
-    # DeepSeek's models.
+    # DeepSeek models.
     Case(
         "latent attention with the native operators",
         in_model("model_dtype: float16, op_table: native"),
@@ -82,7 +82,7 @@ CASES = [
         f"{FILE}: model_config.weight_group = 32: must be 32, 64 or 128 and divide the model's q_lora_rank of 48",
         folder=LATENT,
     ),
-    # Formats of weights and KV cache.
+    # Formats of weights and of the KV cache.
     Case(
         "bf16 weights in another type",
         in_model("model_dtype: float16, weight_format: bf16"),

@@ -13,7 +13,7 @@ from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, Ste
 
 @dataclass
 class _Touches:
-    """The blocks that a step reads and writes, with their batch rows. A sequence may build on its own earlier steps."""
+    """The blocks that a step reads and writes, each with the batch rows of the sequences that use it."""
 
     kind: StepKind
     writes: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class BlockWatch:
         self._unanswered.clear()
 
     def answered(self, seq: int) -> None:
-        """Removes step ``seq`` from the steps in flight, because the scheduler has processed its result."""
+        """Removes step ``seq`` from the steps in flight. The caller has processed its result."""
         self._unanswered.pop(seq, None)
 
     def submit(self, step: ScheduledStep) -> None:
@@ -99,7 +99,10 @@ class BlockWatch:
 
 
 def _check_alone(touches: _Touches) -> None:
-    """Checks one step without the others: a written block has one sequence, and no token writes a copied block."""
+    """Checks one step without regard to other steps.
+
+    Only one sequence may use a block that is written, and no token may be written to a block that the step copies.
+    """
     for block, row in touches.written_blocks.items():
         rows = {reader for reader, _ in touches.reads.get(block, [])} - {row}
         assert not rows, f"row {row} writes block {block}, which rows {rows} read in the same step"
@@ -112,8 +115,11 @@ def _check_alone(touches: _Touches) -> None:
 
 
 def _check_tokens(new: _Touches, earlier: _Touches, when: str) -> None:
-    """Checks the tokens of a new step. A batch row may build on its own steps in flight and on MOVE steps, which run
-    first."""
+    """Checks the tokens of a new step against an earlier step in flight.
+
+    A batch row may read what its own earlier steps write, and what earlier MOVE steps write, because MOVE steps run
+    first.
+    """
     written, read_by = earlier.written_blocks, earlier.reads
     for block, row in new.written_blocks.items():
         assert written.get(block, row) == row, f"{when} row {row} writes block {block} of row {written[block]}"
@@ -133,7 +139,7 @@ def _check_tokens(new: _Touches, earlier: _Touches, when: str) -> None:
 
 
 def _check_moves(new: _Touches, earlier: _Touches, when: str) -> None:
-    """Checks the moves of a new step, which may run before or after the earlier step."""
+    """Checks the moves of a new step against an earlier step in flight. The moves may run before or after that step."""
     for block, used in new.copied.items():
         assert block not in earlier.moved_to, f"{when} a move reads block {block}, which a move writes"
         assert not any((block, offset) in earlier.writes for offset in range(used)), (

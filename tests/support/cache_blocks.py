@@ -12,7 +12,10 @@ Arrays = list[np.ndarray]
 
 
 def make_caches(num_arrays: int, dtype: str, tail: tuple[int, ...], seed: int = 0) -> tuple[Arrays, Arrays]:
-    """Returns a cache of 9 blocks and a host pool of 4 blocks, with random bytes."""
+    """Returns a cache of 9 blocks and a host pool of 4 blocks, with random bytes.
+
+    Each is a list of ``num_arrays`` arrays [blocks, *tail].
+    """
     rng = np.random.default_rng(seed)
     size = int(np.prod(tail)) * np.dtype(dtype).itemsize
 

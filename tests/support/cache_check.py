@@ -7,7 +7,10 @@ from llm_serving.kvcache.prefix_index import PrefixIndex
 
 
 def check_cache(manager: KVCacheManager) -> None:
-    """Checks that each free block is in the right queue, and that hashes, children and entries of blocks agree."""
+    """Checks that each free block is in the right queue.
+
+    Also checks that the index of cached blocks is consistent: hashes, entries, and the children of each entry.
+    """
     pool = manager._pool
     entries = pool.index.entries
     free = sorted([*pool._free, *pool._free_cached])

@@ -1,6 +1,6 @@
-"""Records which functions of the project one request passes through, in the server and in its agent.
+"""Records which functions of this project one request calls, in the server and in its agent.
 
-Run as ``python -m support.call_trace`` it is the real agent, which writes its record when it ends.
+The command ``python -m support.call_trace`` runs the real agent, which writes its record when it ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Call:
 
 
 class CallRecorder:
-    """Takes the calls of the threads that run with it as their profile function."""
+    """Records the calls of every thread whose profile function (``sys.setprofile``) is this object."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -71,10 +71,10 @@ def read_calls(path: Path) -> list[Call]:
 
 
 def named_calls(calls: Iterable[Call], points: Sequence[str]) -> list[str]:
-    """The functions on the way to each of ``points``, in order, each function once.
+    """Returns the functions on the call path to each of ``points``, in order, each function once.
 
-    Contains, for the first call of each point, the point and the public functions on its call stack that were called
-    within ``calls``. A loop that started earlier and private helpers are not part of the path.
+    The path to a point has the point itself and the public functions on the call stack of its first call. A function
+    that was called before the recording began, for example a loop, is not part of the path.
     """
     ordered = sorted(calls, key=lambda call: call.at)
     called = {call.name for call in ordered}

@@ -77,7 +77,10 @@ KINDS = ("kill", "stop", "delay", "corrupt", "disconnect", "flood", "descriptors
 
 
 def schedule(seed: int, num_agents: int, kinds: tuple[str, ...] = KINDS) -> Iterator[Injection]:
-    """Yield faults without end. Each round has every kind once, in random order. A seed repeats the schedule."""
+    """Yields faults without end. Each round has every kind of fault once, in random order.
+
+    The same seed gives the same faults.
+    """
     rng = random.Random(f"schedule {seed}")
     while True:
         for kind in rng.sample(kinds, len(kinds)):
@@ -86,7 +89,7 @@ def schedule(seed: int, num_agents: int, kinds: tuple[str, ...] = KINDS) -> Iter
 
 
 class FaultRig:
-    """Injects faults into a server under a load. ``folder`` is the folder for the orders of the fault module."""
+    """Injects faults into a server under a load. The fault module in the agents reads its orders from ``folder``."""
 
     def __init__(self, server: ServerProcess, folder: Path, load: ChaosLoad) -> None:
         self._server, self._folder, self._load = server, folder, load
@@ -124,11 +127,16 @@ class FaultRig:
         return [agent["restarts"] for agent in self.agents()]
 
     def _detection_limit_s(self, kind: str) -> float:
-        """Return the limit of a kind of fault on this machine, with its present load."""
+        """Return the maximum seconds until a fault of this kind must be detected, on this machine with its present
+        load.
+        """
         return time_limit(DETECTION_LIMIT_S.get(kind, 0.0) + DETECTION_STEPS * self._load.step_s)
 
     def _pause_s(self, num_before: int) -> float:
-        """Return the pauses that the log states for the groups lost since then: the longest sum of a replica."""
+        """Return the longest sum of a replica's pauses before restarts, in seconds.
+
+        The log states the pause of each loss. The first ``num_before`` losses do not count.
+        """
         pauses: dict[int, float] = defaultdict(float)
         for event in self._server.events("agent_lost")[num_before:]:
             match = re.search(r"in ([0-9.]+) s$", event["message"])
@@ -196,7 +204,7 @@ class FaultRig:
         self.extra_answers.append(ask(self._server.url, number))
 
     def _descriptors(self, injection: Injection) -> None:
-        """Leave the server three descriptors and connect to it many times."""
+        """Limit the server to three more file descriptors and connect to it many times."""
         soft = psutil.Process(self._server.pid).num_fds() + 3
         with self._limited(resource.RLIMIT_NOFILE, soft), contextlib.ExitStack() as held:
             for _ in range(50):
@@ -214,7 +222,10 @@ class FaultRig:
             time.sleep(_HELD_S / 2)
 
     def send_large_bodies(self) -> None:
-        """Send large bodies, which are refused. The first ones make the server keep memory for the next ones."""
+        """Send three large bodies, which the server refuses.
+
+        The server keeps the memory of the first bodies for later ones, so this memory does not count as a leak.
+        """
         body = b'{"prompt": "' + b"a " * 3_000_000 + b'"}'
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         for _ in range(3):
@@ -238,7 +249,10 @@ class FaultRig:
             resource.prlimit(self._server.pid, kind, before)
 
     def _query(self, injection: Injection) -> None:
-        """Send a request that kills its agent each time (a query of death). It must be the one that fails."""
+        """Send a request that kills its agent each time (a query of death).
+
+        The server must end this request with an error.
+        """
         body = {"prompt": [1, *DEADLY], "max_tokens": 4}
         answer = self._server.post("/v1/completions", body, timeout_s=RECOVERY_LIMIT_S)
         assert answer.get("error", {}).get("code") == "agent_lost_twice", f"the request got {answer!r:.200}"

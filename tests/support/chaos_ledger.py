@@ -47,7 +47,7 @@ class Holdings:
         return cls(len(server.agents()), process.num_fds(), process.num_threads(), len(shm_entries(server.pid)))
 
     def leaks(self, later: Holdings) -> list[str]:
-        """Return the names and numbers of everything that ``later`` has more of."""
+        """Return the name and the two numbers of each resource of which ``later`` has more than is allowed."""
         allowed = {**asdict(self), "threads": self.threads + POOL_THREADS}
         pairs = ((name, value, getattr(later, name)) for name, value in asdict(self).items())
         return [
@@ -70,12 +70,12 @@ class MemoryWatch:
     def add(self, server: ServerProcess) -> None:
         """Take a sample of each process that runs now."""
         self.samples.append(_sample(psutil.Process(server.pid)))
-        with contextlib.suppress(psutil.Error):  # an agent has just ended
+        with contextlib.suppress(psutil.Error):  # an agent may end between the listing and the sample
             for agent in server.agents():
                 self.agents.setdefault(agent.pid, []).append(_sample(agent))
 
     def counted(self) -> Samples:
-        """Return the samples after the warm-up."""
+        """Return the samples of the server's memory after the warm-up."""
         return self.samples[int(len(self.samples) * WARM_UP) :]
 
     def slope_mib(self) -> float:
@@ -87,11 +87,15 @@ class MemoryWatch:
         return [_after_loading(life) for life in self.agents.values()]
 
     def agents_slope_mib(self) -> float:
-        """Return the growth of an agent in 10 minutes, over the lives of all agents."""
+        """Return the growth of an agent's memory in MiB in 10 minutes, over the lifetimes of all agents."""
         return _slope_mib(self.agents_counted())
 
     def leak(self) -> str:
-        """Return a text if the memory grew faster than allowed, and by more than the noise of a short run."""
+        """Return a description of the leak if memory grew faster than allowed, and by more than the noise of a short
+        run.
+
+        Return an empty text if there is no leak.
+        """
         server = _too_much("memory", [self.counted()])
         return server or _too_much("memory of an agent", self.agents_counted())
 
@@ -106,7 +110,10 @@ def _after_loading(life: Samples) -> Samples:
 
 
 def _slope_mib(lives: Iterable[Samples]) -> float:
-    """Return the growth in 10 minutes: least-squares lines with one slope, but a different start for each process."""
+    """Return the growth of the memory in MiB in 10 minutes, by a least-squares fit of straight lines.
+
+    All processes share one slope, but each process has its own start value.
+    """
     product = spread = 0.0
     for samples in lives:
         if len(samples) >= 3:
@@ -118,7 +125,10 @@ def _slope_mib(lives: Iterable[Samples]) -> float:
 
 
 def _too_much(what: str, lives: list[Samples]) -> str:
-    """Return a text if the longest life, at the common slope, grows by more than is allowed."""
+    """Return a description of the growth if it exceeds the limit, and otherwise an empty text.
+
+    The growth is the common slope of all processes times the duration of the longest process.
+    """
     tens = max((life[-1][0] - life[0][0] for life in lives if life), default=0.0) / 600.0
     growth, allowed = _slope_mib(lives) * tens, MAX_SLOPE_MIB * tens + NOISE_MIB
     return f"{what}: {growth:.1f} MiB more, {allowed:.1f} MiB are allowed" if growth > allowed else ""
@@ -126,7 +136,7 @@ def _too_much(what: str, lives: list[Samples]) -> str:
 
 @dataclass
 class Row:
-    """The faults of one kind."""
+    """The figures of all faults of one kind."""
 
     count: int = 0
     detected_s: list[float] = field(default_factory=list)
@@ -153,7 +163,7 @@ HEADINGS = (
 
 
 class Ledger:
-    """Attributes every answer to the fault during which it ended, and judges it."""
+    """Assigns every answer to the fault during which it ended, and checks whether that fault explains it."""
 
     def __init__(self, load: ChaosLoad, outcomes: list[Outcome]) -> None:
         self.rows = {kind: Row() for kind in (*KINDS, "no fault")}

@@ -1,4 +1,7 @@
-"""A mixed load for chaos runs: every answer is compared with the text that the same request got undisturbed."""
+"""A mixed load for chaos runs.
+
+Every answer is compared with the text that the same request got when no fault was active.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def ask(url: str, number: int, timeout_s: float = REQUEST_TIMEOUT_S) -> Answer:
             return Answer(number, began, time.monotonic(), (), _message(problem.read()), problem.code)
     except (OSError, ValueError) as problem:
         return Answer(number, began, time.monotonic(), (), f"no response: {problem!r}", 0)
-    except Exception as problem:  # http.client has errors of its own for a response that ends early
+    except Exception as problem:  # http.client raises exceptions of its own if a response ends early
         return Answer(number, began, time.monotonic(), (), f"broken response: {problem!r}", 0)
 
 
@@ -98,7 +101,10 @@ def _message(data: bytes) -> str:
 
 @dataclass
 class ChaosLoad:
-    """Clients that send requests without a pause until the end. ``pause`` lets them wait after their request."""
+    """Clients that send one request after another until the end.
+
+    ``pause`` lets each client finish its request and wait.
+    """
 
     url: str
     seed: int

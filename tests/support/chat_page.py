@@ -1,4 +1,4 @@
-"""The chat page in a browser, with the actions of a user and the questions of a test."""
+"""The chat page in a browser, with methods for a user's actions and for the checks of a test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ChatPage:
         """Parts of messages in the console that the test expects."""
 
     def forget(self) -> None:
-        """Remove all that the browser keeps, and every simulation of another device."""
+        """Remove everything that the browser has stored, and stop simulating another device."""
         for command in ("Emulation.clearDeviceMetricsOverride", "Network.enable"):
             self.browser.command(command)
         self.browser.command("Emulation.setEmulatedMedia", features=[])
@@ -79,7 +79,7 @@ class ChatPage:
         return self.run(script)  # type: ignore[no-any-return]
 
     def shown(self, text: str) -> None:
-        """Show a text as the answer of the model."""
+        """Make the page show a text as the answer of the model."""
         self.ask("show", says=text)
 
     def count(self, selector: str) -> int:

@@ -63,7 +63,7 @@ class ChatTerminal:
 
 _RUN = (
     "import fcntl, sys, termios\n"
-    "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"  # so that Ctrl-C in this terminal is a signal
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"  # makes Ctrl-C in this terminal send a signal
     "from llm_serving.commands.main import main\n"
     "sys.exit(main(['chat', *sys.argv[1:]]))\n"
 )
@@ -71,7 +71,7 @@ _RUN = (
 
 @contextmanager
 def chat_terminal(*arguments: str) -> Iterator[ChatTerminal]:
-    """A chat that is ended with its servers, whatever happens."""
+    """Provides a chat in a terminal. The chat and its servers are always ended, also after an exception."""
     terminal = ChatTerminal(arguments)
     try:
         yield terminal

@@ -30,7 +30,10 @@ async def complete(session: aiohttp.ClientSession, url: str, body: dict[str, Any
 async def stream(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], leave_after: int | None = None
 ) -> tuple[Any, ...] | None:
-    """Joins the pieces of a streamed answer. Returns None if the client leaves early."""
+    """Sends a streamed request and joins its pieces.
+
+    Returns None if the client disconnects after ``leave_after`` pieces.
+    """
     text, ids, logprobs, tops, reason, pieces = "", [], [], [], None, 0
     async with session.post(f"{url}/v1/completions", json={**body, "stream": True}) as response:
         assert response.status == 200, await response.text()
@@ -59,9 +62,10 @@ async def run_alone(url: str, bodies: list[dict[str, Any]]) -> list[tuple[Any, .
 async def run_together(
     url: str, bodies: list[dict[str, Any]], seed: int, *, leave: float = 0.1
 ) -> list[tuple[Any, ...] | None]:
-    """Sends all requests in random order and small waves.
+    """Sends all requests in random order, a few at a time.
 
-    Half of them stream. A fraction ``leave`` of the clients leaves early."""
+    Half of the requests stream. A fraction ``leave`` of the clients disconnects before the end.
+    """
     draw = random.Random(seed)
     kinds = [draw.choice(["stream", "plain"]) if draw.random() >= leave else "leave" for _ in bodies]
     answers: list[tuple[Any, ...] | None] = [None] * len(bodies)

@@ -2,8 +2,8 @@
 
     python confined_program.py SETTING FOLDER MODEL PORT SEGMENT
 
-``FOLDER`` has the log. ``PORT`` is a TCP port where another process listens. ``SEGMENT`` is a file in /dev/shm. The
-program prints the outcome of each operation as JSON.
+``FOLDER`` is the folder of the server's log. ``PORT`` is a TCP port where another process listens. ``SEGMENT`` is a
+file in /dev/shm. The program prints the outcome of each operation as JSON.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def map_segment(path: str) -> None:
 
 
 def read_memory() -> None:
-    """Read nothing from the memory of this process, with the call that reads the memory of other processes."""
+    """Read zero bytes of this process with the system call that can read the memory of other processes."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.process_vm_readv(os.getpid(), None, 0, None, 0, 0) < 0:
         code = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""The traces that ``test_crossings`` expects. Its function ``trace`` describes their form."""
+"""The traces that ``test_crossings`` expects. Its function ``trace`` describes the format of a line."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from support.fakes import (
 
 
 class Engine:
-    """An EngineCore between fakes, with a clock that advances by a millisecond for each step."""
+    """An EngineCore with a fake executor, log and metrics. Its clock advances by a millisecond in each step."""
 
     def __init__(self, *, ready: bool = True, state_interval_s: float = 1000.0, **limits: object) -> None:
         self.limits = make_limits(**limits)
@@ -42,7 +42,7 @@ class Engine:
         )
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """Delivers outputs like the event loop, to a client that receives each output in one piece."""
+        """Delivers outputs as the event loop does, to a client that receives each output immediately."""
         self.deliveries.append(outputs)
         for output in outputs:
             if isinstance(output, RequestOutput) and output.timings is not None:

@@ -1,8 +1,8 @@
 """A fake device that runs steps over a cache of token ids.
 
-The fake model's next token is a hash of the whole history, *as read through block table and slot mapping*. A block that
-is allocated twice, freed too early or mapped wrongly always changes the text. ``expected_tokens`` computes the same
-text from the tokens alone, one request after the other.
+The fake model's next token is a hash of all tokens of the sequence, *as read through its block table*. A block that is
+allocated twice, freed too early or mapped wrongly always changes the text. ``expected_tokens`` computes the same text
+from the tokens alone, one request after the other.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A copy of a step, as the executor writes it into a step slot. It shares no object with the scheduler."""
+    """A copy of a step, like the one in a step slot. The copy shares no object with the scheduler."""
 
     seq: int
     kind: StepKind
@@ -95,7 +95,7 @@ BROKEN_SEED = 404
 
 @dataclass
 class FakeDevice:
-    """Runs steps one at a time, in the order of the policy, over a KV cache with one token in each slot.
+    """Runs steps one at a time, in the order of the policy. The KV cache has one token id in each position of a block.
 
     The caller must call ``answered`` when the scheduler has processed the result of a step.
     """
@@ -114,7 +114,7 @@ class FakeDevice:
         self.reset()
 
     def reset(self) -> None:
-        """Acts as a new agent: the queue and the batch rows are empty, cache and host memory contain garbage."""
+        """Acts as a new agent. Queue and batch rows are empty, and cache and host memory contain random numbers."""
         self.cache = self._memory(self.limits.num_blocks)
         self.host = self._memory(self.limits.num_host_blocks)
         self.rows: dict[int, _Row] = {}
@@ -147,14 +147,14 @@ class FakeDevice:
         return self._run(self._take_next())
 
     def fail_next(self) -> int:
-        """Lets the next step fail halfway. Returns its number."""
+        """Runs the next step and then overwrites what it wrote, as if it failed halfway. Returns the step's number."""
         slot = self._take_next()
         self._run(slot)
         self._spoil(slot)
         return slot.seq
 
     def begin(self) -> None:
-        """Starts the next step. It ends with the next call of ``run_next``."""
+        """Starts the next step, which no later step can overtake. ``run_next`` completes it."""
         if self.queue:
             self.begun = self._next().seq
 
@@ -173,7 +173,7 @@ class FakeDevice:
         return slot
 
     def _spoil(self, slot: _Slot) -> None:
-        """Overwrites every slot that the step had to write with garbage."""
+        """Overwrites with random numbers every position of a block that the step had to write."""
         size = self.limits.block_size
         for move in slot.moves:
             memory = self.host if move.kind is MoveKind.SWAP_OUT else self.cache
@@ -269,7 +269,10 @@ class FakeDevice:
             assert step.num_tokens <= limits.max_num_batched_tokens
 
     def _check_restarts(self, step: ScheduledStep) -> None:
-        """Checks that a position 0 always restarts its batch row, and that a restarted row has no last token."""
+        """Checks that a position 0 always restarts its batch row.
+
+        The input of a restarted batch row must not be LAST_TOKEN, because the device does not know that token.
+        """
         restarts, offset = step.restarts or [False] * step.num_seqs, 0
         for start, query_len, restart in zip(step.starts, step.query_lens, restarts, strict=True):
             assert restart or start > 0, f"step {step.seq} starts at position 0 without a restart"

@@ -49,7 +49,7 @@ def make_status(**changes: Any) -> EngineStatus:
 
 @dataclass
 class Submitted:
-    """A request that the engine received, and its outcome."""
+    """A request that the engine received, and what the engine has done with it."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -87,7 +87,7 @@ FAKE_TIMINGS = RequestTimings(
 
 
 class FakeOpenRequest:
-    """The result of ``FakeEngine.open``. It records all calls in its ``Submitted``."""
+    """The result of ``FakeEngine.open``. It records all calls in the ``Submitted`` of its request."""
 
     def __init__(self, record: Submitted, task: asyncio.Task[None]) -> None:
         self._record = record
@@ -114,7 +114,9 @@ class FakeOpenRequest:
 
 
 class FakeEngine:
-    """Streams the script's tokens. ``tokens_per_piece`` tokens follow each other after every ``delay_s``."""
+    """Streams the tokens that the script determines, in pieces of ``tokens_per_piece`` tokens, one piece every
+    ``delay_s``.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -123,7 +125,7 @@ class FakeEngine:
         self.reset()
 
     def reset(self) -> None:
-        """Restores the initial settings: every prompt gets the same sentence."""
+        """Restores the initial settings. The script then returns the same sentence for every prompt."""
         reply = [*self.tokenizer.encode(" hello to the bird", add_special_tokens=False), *self.tokenizer.eos_token_ids]
         self.script: Script = lambda prompt, sampling: reply
         self.delay_s = 0.0
@@ -153,11 +155,11 @@ class FakeEngine:
 
     @property
     def num_open(self) -> int:
-        """Number of requests whose reader has not finished."""
+        """The number of requests that are not closed yet."""
         return sum(not opened.is_closed for opened in self.opened)
 
     def say(self, text: str) -> None:
-        """Lets every request return ``text``, as if the model had ended it."""
+        """Lets every later request return ``text``, followed by the end token."""
         tokens = [*self.tokenizer.encode(text, add_special_tokens=False), *self.tokenizer.eos_token_ids]
         self.script = lambda prompt, sampling: tokens
 

@@ -1,4 +1,7 @@
-"""A tiny OpenAI-compatible server with scripted responses: it streams given tokens at given times, or misbehaves."""
+"""A tiny OpenAI-compatible server with scripted responses.
+
+It streams given tokens at given times, or fails in a chosen way.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,15 @@ from typing import Any
 class Reply:
     """The response to one request.
 
-    ``kind`` is ok, status (an HTTP error), drop (close after ``tokens`` tokens), error (in the stream) or hang. It can
-    also be no_finish (the response has no finish reason) or garbage (a data line that is not JSON).
+    ``kind`` is one of these:
+
+    - ok: a correct response.
+    - status: an HTTP error.
+    - drop: the server closes the connection after ``tokens`` tokens.
+    - error: an error event in the stream.
+    - hang: no response.
+    - no_finish: the response has no finish reason.
+    - garbage: a data line that is not JSON.
     """
 
     kind: str = "ok"

@@ -57,7 +57,7 @@ def make_request(
     deadline: float | None = None,
     **sampling: Any,
 ) -> Request:
-    """Makes a request. ``prompt`` is a list of tokens, or the number of tokens to derive from the request's name."""
+    """Makes a request. ``prompt`` is a list of tokens or a number of tokens, which are then derived from ``name``."""
     if isinstance(prompt, int):
         seed = sum(ord(letter) * 31**place for place, letter in enumerate(name))
         prompt = [2 + (seed + 7 * place) % (VOCABULARY - 2) for place in range(prompt)]
@@ -69,7 +69,7 @@ def make_request(
 class FakeExecutor:
     """Implements the Executor protocol over a FakeDevice: ``poll`` runs a step in the caller's thread.
 
-    While ``hold`` is set, no result is returned. Any thread may call any method.
+    While ``hold`` is set, ``poll`` returns no result. Any thread may call any method.
     """
 
     def __init__(self, limits: SchedulerLimits, *, num_slots: int = 8, ready: bool = True) -> None:
@@ -100,7 +100,7 @@ class FakeExecutor:
         with self._changed:
             self.steps.append(step)
             if not any(isinstance(event, AgentLost) for event in self._events):
-                self.device.submit(step)  # otherwise the agent is lost, and the step with it
+                self.device.submit(step)  # if the agent is lost, the step is lost, too
 
     def abort(self, seq: int) -> None:
         with self._changed:
@@ -166,7 +166,7 @@ class FakeExecutor:
             self._changed.notify_all()
 
     def lose_agent(self, *, final: bool = False, ready: bool = True, loss: AgentLost | None = None) -> None:
-        """Kills the agent. A new one is ready immediately, except with ``final`` or without ``ready``."""
+        """Kills the agent. A new agent is ready immediately, except if ``final`` is true or ``ready`` is false."""
         with self._changed:
             self._events = deque(event for event in self._events if not isinstance(event, StepResult))
             self.device.reset()
@@ -180,9 +180,9 @@ class FakeExecutor:
 
 
 class FakeDetokenizer:
-    """A detokenizer with one letter for each token and the API of the incremental detokenizer.
+    """A fake of the incremental detokenizer, whose text has one letter for each token.
 
-    It handles stop strings. It holds back only text that may become a stop string.
+    It finds stop strings. It holds back only text that may become a stop string.
     """
 
     def __init__(self, request: Request) -> None:

@@ -1,8 +1,11 @@
 """A server with one failing part: ``python -m support.faulty_server PART FILE [arguments of the server]``.
 
-The part fails as soon as the file exists. ``engine``: an exception in the engine thread. ``thread``: the engine thread
-ends without an error. ``http``: an exception in the HTTP server. ``poison``: a prompt with ``POISON`` tokens kills the
-agent (``support.poisoned_agent``); this part ignores the file.
+The part fails as soon as the file exists. PART is one of these:
+
+- ``engine``: an exception in the engine thread.
+- ``thread``: the engine thread ends without an error.
+- ``http``: an exception in the HTTP server.
+- ``poison``: a prompt with ``POISON`` tokens kills the agent (``support.poisoned_agent``). FILE has no effect.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from llm_serving.server import run
 
 
 def failing(method: Callable[..., Any], file: Path, error: type[BaseException]) -> Callable[..., Any]:
-    """Returns ``method``, which raises ``error`` once ``file`` exists."""
+    """Returns a function that calls ``method``, or raises ``error`` once ``file`` exists."""
 
     def call(*arguments: Any) -> Any:
         if file.exists():

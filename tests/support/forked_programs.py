@@ -1,7 +1,8 @@
-"""Runs programs of the tests in processes that are forked from one server, which has MindSpore imported.
+"""Runs programs of the tests in processes that are forked from one server process, which has imported MindSpore.
 
-The import costs 2 s of CPU time, a fork only some milliseconds. The programs share no state. A program whose settings
-must be set before MindSpore's import has to run through ``json_program.run_program`` instead.
+The import costs 2 s of CPU time, and a fork costs only some milliseconds. The programs share no state. Some settings
+must be made before the import of MindSpore. A program with these settings has to run through
+``json_program.run_program``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ForkedProgram:
     """A program that runs with ``folder`` as its working directory. The end of a ``with`` block kills it."""
 
     def __init__(self, program: Path, *arguments: str, folder: Path | None = None, **variables: str | None) -> None:
-        """``variables`` are added to the environment of this process; None removes one."""
+        """``variables`` change environment variables of the program. None removes a variable."""
         self._command = [str(program), *arguments]
         self._outputs = tempfile.TemporaryDirectory(prefix="forked-program-")
         self._out, self._err = (Path(self._outputs.name) / name for name in ("out", "err"))
@@ -74,14 +75,17 @@ def run_forked(
 
 
 def _start_server() -> None:
-    """The server must find the preloaded module by ``PYTHONPATH``; it ignores modules that it cannot import."""
+    """Starts the fork server with a ``PYTHONPATH`` on which it finds the module to preload.
+
+    Without it, the fork server would ignore the module, because it ignores modules that it cannot import.
+    """
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     with mock.patch.dict(os.environ, {"PYTHONPATH": path}):
         multiprocessing.forkserver.ensure_running()
 
 
 def _run(command: list[str], folder: str, environment: dict[str, str | None], out: str, err: str) -> None:
-    """Turns the forked process into the program."""
+    """Makes a forked process run the program: redirects its output, sets folder and environment, and executes it."""
     assert _PRELOAD in sys.modules
     for stream, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -60,7 +60,8 @@ def fuzz_frames(cases: int, seed: int) -> dict[str, Findings]:
     found = {}
     for direction, receive in (("to_agent", _agent_receives), ("to_server", _server_receives)):
         findings = found[direction] = Findings()
-        run_case(direction, seed, Findings(), receive)  # creates the objects that only the first case creates
+        # A first run creates the objects that later runs reuse, so that they do not count as growth.
+        run_case(direction, seed, Findings(), receive)
         before = peak_mib()
         for number in range(cases):
             run_case(direction, seed + number, findings, receive)
@@ -103,7 +104,10 @@ def _wrong_length(rng: random.Random, payload: bytes) -> bytes:
 
 
 def _payloads(rng: random.Random, stream: bytes) -> list[bytes]:
-    """Give the stream to a frame buffer in random pieces. The buffer must never keep more than one frame."""
+    """Gives the stream to a frame buffer in pieces and returns the decoded frames.
+
+    The buffer must never keep more bytes than one frame has.
+    """
     buffer, found, piece = FrameBuffer(), [], rng.choice((1, 7, 64, 4096, 65536))
     for start in range(0, len(stream), piece):
         found += list(buffer.feed(stream[start : start + piece]))
@@ -112,7 +116,7 @@ def _payloads(rng: random.Random, stream: bytes) -> list[bytes]:
 
 
 def _agent_receives(rng: random.Random, stream: bytes) -> None:
-    """The agent's part after the handshake: decode, then queue what the worker would run."""
+    """Decodes the stream and queues the messages, as an agent does after the handshake."""
     queue = TaskQueue("prefill_first", NUM_SLOTS)
     for payload in _payloads(rng, stream):
         message = messages.decode_server_message(payload)
@@ -125,7 +129,7 @@ def _agent_receives(rng: random.Random, stream: bytes) -> None:
 
 
 def _server_receives(rng: random.Random, stream: bytes) -> None:
-    """The server's part: decode, then take replies to steps of which some are in flight."""
+    """Decodes the stream and takes replies to steps, as the server does. Some of these steps are in flight."""
     slots = StepSlots(_CONFIG.slot_limits(), _CONFIG.pa_config.block_size, range(1), _SLOTS)
     for seq in range(4):
         slots.write(prefill(seq, 5, row=seq))

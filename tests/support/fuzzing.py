@@ -19,12 +19,18 @@ MAX_GROWTH_MIB = 256.0
 
 
 class HangError(BaseException):
-    """A case took more processor time than ``MAX_CASE_S``. No code catches it, as it is no Exception."""
+    """A case took more processor time than ``MAX_CASE_S``.
+
+    It is a BaseException, so that no code under test catches it.
+    """
 
 
 @dataclass
 class Findings:
-    """The outcomes of the cases so far. ``crashes`` has each different crash once, with the seed of its first case."""
+    """Counts the outcomes of the cases so far.
+
+    ``crashes`` has each distinct crash once, with the seed of its first case.
+    """
 
     cases: int = 0
     accepted: int = 0
@@ -40,7 +46,7 @@ class Findings:
         return not self.crashed and not self.hangs and self.growth_mib <= MAX_GROWTH_MIB
 
     def run(self, name: str, case: Callable[[], None], refusals: tuple[type[Exception], ...]) -> None:
-        """Run one case. It may return or raise one of ``refusals``; every other exception is a finding."""
+        """Run one case. The case may return, or raise one of ``refusals``. Every other exception counts as a crash."""
         began = time.process_time()
         self.cases += 1
         try:
@@ -55,7 +61,7 @@ class Findings:
             self.hangs += 1
             frame = traceback.extract_tb(error.__traceback__)[-2]
             self.crashes.setdefault(f"hang in {Path(frame.filename).name}, {frame.name}", name)
-        except BaseException as error:  # a panic of a Rust library is not an Exception
+        except BaseException as error:  # a panic of a Rust library is a BaseException, but not an Exception
             self.crashed += 1
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}, {frame.name}"

@@ -44,7 +44,7 @@ def text(value: str) -> bytes:
 
 
 def write_gguf(path: Path, tensors: Tensors, metadata: dict[str, Any]) -> None:
-    """Writes a GGUF file of tensors (type, shape, data). The file stores shapes in reverse."""
+    """Writes a GGUF file with these tensors (type, shape, data) and metadata. The file format reverses the shapes."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     for key, value in metadata.items():
         is_text = isinstance(value, str)
@@ -105,7 +105,10 @@ ENCODERS: dict[int, Callable[[str, tuple[int, ...]], tuple[bytes, np.ndarray]]] 
 
 
 def llama_cpp_rows(heads: int) -> np.ndarray:
-    """Returns the Hugging Face row of each row of the file: llama.cpp interleaves the two halves of a head."""
+    """Returns for each row of the GGUF file its row in Hugging Face's weight.
+
+    llama.cpp interleaves the rows of the two halves of a head.
+    """
     half = HEAD_DIM // 2
     return np.array([h * HEAD_DIM + part * half + i for h in range(heads) for i in range(half) for part in range(2)])
 
@@ -113,7 +116,7 @@ def llama_cpp_rows(heads: int) -> np.ndarray:
 def make(
     kind: int, embedding: int = F32
 ) -> tuple[dict[str, tuple[int, tuple[int, ...], bytes]], dict[str, np.ndarray]]:
-    """Returns the tensors of the file and the values of our parameters."""
+    """Returns the tensors of a GGUF file, and the values that a reader should find in them."""
     shapes = {
         "token_embd.weight": (embedding, (VOCAB, HIDDEN)),
         "blk.0.attn_q.weight": (kind, (HEADS * HEAD_DIM, HIDDEN)),

@@ -24,7 +24,7 @@ _ARCHITECTURES = {
 
 
 def _without(name: str, *keys: str) -> Variant:
-    """Returns a variant without the keys that a GGUF file cannot state."""
+    """Returns the variant without these keys of its ``config.json``, which a GGUF file cannot state."""
     variant = FAMILY_VARIANTS[name]
     config = {key: value for key, value in variant.config.items() if key not in keys}
     return replace(variant, dtype="float32", config=config)

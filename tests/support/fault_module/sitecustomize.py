@@ -1,8 +1,9 @@
 """Faults inside server and agents for tests. Python imports this module at its start if its folder is on PYTHONPATH.
 
-``CHAOS_FOLDER`` is a folder for orders. A file named after the process id of an agent has an order for its next frames.
-The order ``delay SECONDS`` is in force until the file is deleted. The orders ``flip``, ``truncate``, ``duplicate`` and
-``huge`` damage one frame. A step whose prompts contain the tokens ``DEADLY`` one after the other kills its agent.
+``CHAOS_FOLDER`` is a folder for orders. A file whose name is the process id of an agent has an order for the next
+frames that the agent sends. The order ``delay SECONDS`` is in force until the file is deleted. The orders ``flip``,
+``truncate``, ``duplicate`` and ``huge`` damage one frame. A step whose prompts contain the tokens ``DEADLY`` one after
+the other kills its agent.
 
 ``AUDIT_FILE`` is a file to which every process writes its connections, and the classes that it unpickles.
 
@@ -66,7 +67,7 @@ def _patch_runner(module: ModuleType) -> None:
 
 
 def damaged(order: str, frame: bytes) -> bytes:
-    """Return the bytes to send instead of a frame."""
+    """Return the bytes that are sent instead of ``frame``, damaged as the order demands."""
     if order == "flip":
         return frame[:4] + bytes([frame[4] ^ 0x40]) + frame[5:]
     if order == "truncate":

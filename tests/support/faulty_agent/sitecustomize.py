@@ -1,7 +1,7 @@
 """Makes the graphs of agents compute wrong logits. Python imports this file if its folder is in PYTHONPATH.
 
-While the file ``FAULTY_AGENT_FILE`` exists, steps with one sequence have one wrong bit in a logit. If ``FAULTY_AGENT``
-is ``other_tokens``, these steps have other best tokens instead.
+The environment variable ``FAULTY_AGENT_FILE`` names a file. While the file exists, steps with one sequence have one
+wrong bit in a logit. If the variable ``FAULTY_AGENT`` is ``other_tokens``, these steps have wrong best tokens instead.
 """
 
 from __future__ import annotations
