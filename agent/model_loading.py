@@ -39,7 +39,7 @@ class LoadedModel:
 def load_model(
     config: Config, part: ModelPart, report: Callable[[int, int], None], cache: WeightCache | None = None
 ) -> LoadedModel:
-    """Builds one part of the model, loads its weights and allocates its KV cache.
+    """Builds the part of the model that this agent has, loads its weights and allocates its KV cache.
 
     ``config`` has the sizes of the part. ``report`` is called with the number of loaded tensors and the total number.
     ``cache`` is the cache of converted weights. Imports mindspore. Raises CheckpointError or AgentStartError.
@@ -59,7 +59,8 @@ def load_model(
         ops = select_op_table(config, part, forms=forms)
         packs = ops.traits.packs_weights
         own = shard_specs(specs, part, equal_vocabularies=not packs)
-        if cache is not None and cache.has_entry:  # allocate the KV cache while a thread reads the weights
+        if cache is not None and cache.has_entry:
+            # A thread is reading the weights from the cache, so this thread allocates the KV cache meanwhile.
             kv_cache = KVCache(config, ops)
         weights = None if cache is None else cache.load()
         if weights is None:
@@ -96,7 +97,7 @@ def load_without_network(config: Config, part: ModelPart, cache: WeightCache) ->
     from agent.backends.selector import select_op_table
 
     ops = select_op_table(config, part)
-    kv_cache = KVCache(config, ops)  # while a thread reads the weights
+    kv_cache = KVCache(config, ops)  # allocated here, while another thread still reads the weights
     weights = cache.load()
     if weights is None:
         return None
@@ -116,10 +117,10 @@ def with_network(config: Config, part: ModelPart, model: LoadedModel) -> LoadedM
 
 
 def _bind_weights(parameters: dict[str, Any], weights: dict[str, Array], device: str | None) -> None:
-    """Lets the parameters use the memory of the arrays. Replaces an array in ``weights`` if MindSpore had to copy it.
+    """Lets the model's parameters use the memory of the arrays in ``weights``. Both have the same names.
 
-    If ``device`` is given, copies each array to that device and removes the array from ``weights``, so that its host
-    memory is free before the next one is copied.
+    If MindSpore must copy an array, ``weights`` gets the copy. If ``device`` is given, copies each array to that device
+    instead, and removes the array from ``weights``. Then its host memory is free before the next array is copied.
     """
     from agent.layers.parameter import bind, move_to_device
 
@@ -135,7 +136,7 @@ def _packing(config: Config) -> Packing:
 
 
 def _forms(config: Config, specs: Sequence[WeightSpec], part: ModelPart, source: WeightSource) -> LinearForms | None:
-    """Returns the forms that native op tables take weights in, or None if weights are packed."""
+    """Returns the forms in which the native op table takes weights, or None if another table takes packed weights."""
     return part_forms(specs, part, source, _packing(config)) if config.op_table == "native" else None
 
 

@@ -46,7 +46,7 @@ StartReport = Callable[[str, int, int], None]
 
 
 class RowCheckError(AgentError):
-    """A sequence has other logits in a batch than in a step of its own.
+    """A check failed: a sequence's logits in a batch differ from those of a step with this sequence alone.
 
     The agent computes wrong results and must be restarted.
     """
@@ -55,8 +55,9 @@ class RowCheckError(AgentError):
 class ModelRunner:
     """Runs the steps of an agent. Owns its weights, its KV cache and the state of its batch rows.
 
-    Call ``load``, ``compile`` and ``warm_up`` once, in this order. Then call ``run_step`` and ``run_moves`` for each
-    step. Imports mindspore when it is constructed, unless there is a stored program.
+    Call ``load``, ``compile`` and ``warm_up`` once, in this order. Then call ``run_step`` or ``run_moves`` for each
+    step. The constructor imports mindspore, unless an earlier start has stored the launches of the graph
+    (``agent.stored_program``).
     """
 
     def __init__(
@@ -129,7 +130,10 @@ class ModelRunner:
         self._seconds["load"] = time.perf_counter() - start
 
     def _load_stored(self) -> LoadedModel | None:
-        """Loads the model without MindSpore. Returns None if there is no stored program with valid weights."""
+        """Loads the weights from the cache without MindSpore, for a graph whose launches an earlier start has stored.
+
+        Returns None if no launches are stored or the cache has no valid weights.
+        """
         if not self._starts_stored:
             return None
         assert self._weight_cache is not None
@@ -141,7 +145,7 @@ class ModelRunner:
         return model
 
     def compile(self) -> None:
-        """Compiles the graphs, or makes the launches of the stored program again."""
+        """Compiles the graphs. If an earlier start has stored the graph's launches, restores these launches instead."""
         start = time.perf_counter()
         self._report("compile", 0, 1)
         if self._starts_stored:
@@ -155,11 +159,12 @@ class ModelRunner:
         self._seconds["compile"] = time.perf_counter() - start
 
     def warm_up(self) -> None:
-        """Runs the largest steps that the config allows, to prove that they fit into the memory. Then clears the state
-        of all batch rows.
+        """Runs the largest steps that the config allows, which proves that they fit into the memory. Then clears the
+        state of all batch rows.
 
-        A stored program has run them in an earlier start, so that only its proof runs. All agents of a group warm up
-        together. Raises GroupDownError if one of them does not arrive.
+        If the launches come from a stored program, the largest steps ran in an earlier start. Then only a short proof
+        of the stored program runs. All agents of a group warm up together. Raises GroupDownError if another agent does
+        not begin its warm-up in time.
         """
         start = time.perf_counter()
         if self._exchange is not None:
@@ -172,11 +177,14 @@ class ModelRunner:
         self.reset()
         self._model.kv_cache.pages.allocate_rest()
         gc.collect()
-        gc.freeze()  # objects made during the start are permanent, so the garbage collector need not visit them again
+        gc.freeze()  # excludes objects made during the start from garbage collection, because they stay until the end
         self._seconds["warm_up"] = time.perf_counter() - start
 
     def _is_proved(self, model: LoadedModel) -> bool:
-        """Runs the proof of the stored program. If it fails, compiles the graph."""
+        """Returns True if the stored program computes the same bits as MindSpore's graph in a short proof.
+
+        If the proof fails, deletes the stored program and compiles the graph.
+        """
         assert self._stored is not None
         self._report("warm up", 0, 1)
         try:
@@ -243,11 +251,12 @@ class ModelRunner:
         return {"graph_kernel_fusion": state, **{f"fusion_{kind}": str(each) for kind, each in operators.items()}}
 
     def run_step(self, slot: StepSlot, *, is_decode: bool) -> StepCost:
-        """Runs one step.
+        """Runs one step: copies blocks, runs the graph, samples, and writes the results into ``slot``.
 
-        A decode has exactly one token for each sequence. Any other step may have prompts, chunks and single tokens.
-        If the slot does not hold a valid step, nothing is moved or computed, and ProtocolError is raised. AgentError
-        means that an operator failed and the next step may run. GroupBrokenError means that the agent must end.
+        If ``is_decode``, the step has exactly one token for each sequence. Any other step may have prompts, chunks and
+        single tokens. If the slot does not hold a valid step, nothing is copied or computed, and ProtocolError is
+        raised. AgentError means that an operator failed and the next step may run. GroupBrokenError means that the
+        agent must end.
         """
         if self.ahead is not None:
             self.ahead.finish_all()
@@ -295,7 +304,7 @@ class ModelRunner:
         self._graph.set_replaying(replaying)
 
     def step_graph(self) -> StepGraph:
-        """Returns the graph that runs all steps. It is another object after a failure."""
+        """Returns the graph that runs all steps. Do not keep it: a failed graph is replaced by a new object."""
         assert self._graph is not None, "compile() must come before any step"
         return self._graph
 
@@ -305,10 +314,11 @@ class ModelRunner:
         self._model.moves.run(moves)
 
     def after_failure(self, error: RuntimeError) -> AgentError:
-        """Recovers from a failed graph. Returns the error for this step. No graph may be running.
+        """Recovers from a failed graph, and returns the error for the step. No graph may be running.
 
-        MindSpore does not run a failed graph again, so the graphs are compiled again. If MindSpore has captured
-        launches of the failed graph, it would replay them, so compiling again does not help.
+        MindSpore does not run a failed graph again, so the graphs are compiled again. This does not help if MindSpore
+        has captured the launches of the failed graph, because MindSpore would replay these launches. The returned
+        GroupBrokenError then means that the agent must end.
         """
         text = f"the graph failed: {_first_line(error)}"
         if isinstance(error, OperatorRefusedError):
@@ -322,9 +332,10 @@ class ModelRunner:
         return AgentError(text)
 
     def _run_in_group(self, slot: StepSlot, inputs: StepInputs, start: int) -> StepCost:
-        """Runs a step that all agents of the group have accepted. From here on no agent may skip the step.
+        """Runs a step that all agents of the group have accepted. From here on, no agent may skip the step.
 
-        Therefore a failure in the graph ends this agent and its group: the other agents wait for its activations.
+        The other agents wait for this agent's activations. Therefore a failure in the graph ends this agent and its
+        group.
         """
         exchange, last_tokens, graph = self._exchange, self._last_tokens, self._graph
         assert exchange is not None
@@ -361,10 +372,10 @@ class ModelRunner:
         return None
 
     def _check_row(self, slot: StepSlot, scores: StepLogits | DeviceScores | None) -> None:
-        """Computes one sequence of the decode step again, alone. All agents of a group do this for the same steps.
+        """Checks a decode step: computes one of its sequences again, alone, and compares the logits.
 
-        The sequence's keys and values are written to the same places again. Raises RowCheckError unless the logits
-        have the same bits.
+        The second computation writes the sequence's keys and values to the same places. All agents of a group do this
+        for the same steps. Raises RowCheckError unless the logits have the same bits.
         """
         index = slot.checked_row - 1
         whole = not self._part.is_split
@@ -384,8 +395,10 @@ class ModelRunner:
                 )
 
     def _entry(self, inputs: StepInputs) -> Array:
-        """Returns the first input of the graph: token ids [T] in the first stage, else the residual stream of the
-        previous stage.
+        """Returns the first input of the graph.
+
+        In the first stage, it is the token ids [tokens]. In later stages, it is the residual stream [tokens,
+        hidden_size], which this method receives from the previous stage.
         """
         assert self._exchange is not None
         assert self._last_tokens is not None

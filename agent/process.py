@@ -26,7 +26,7 @@ that its group shares."""
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parses the two inherited file descriptors."""
+    """Parses the command line: the numbers of the two file descriptors that the launcher passes to the agent."""
     parser = argparse.ArgumentParser(prog="python -m agent", description="An agent. Only the launcher starts it.")
     parser.add_argument("--bootstrap-fd", type=int, required=True, help="pipe with the launch secret and the config")
     parser.add_argument("--socket-fd", type=int, required=True, help="socket that is connected to the server")
@@ -42,16 +42,20 @@ class _OneLineFormatter(logging.Formatter):
 
 
 def _log_to_stderr() -> None:
-    """Writes log records to standard error. The server escapes other control characters and writes the file."""
+    """Writes log records to standard error, which the server copies to the log file.
+
+    Line breaks in messages are escaped here. The server escapes all other control characters.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def run_agent(make_runner: MakeRunner) -> int:
-    """Runs an agent process until it ends. Does not return after its threads have started.
+    """Runs an agent process until its end. Returns an exit code only if the start fails early.
 
-    The socket thread serves the server before ``make_runner`` is called, because importing and loading take long.
+    After the threads have started, this function ends the process itself. ``make_runner`` takes long, because it
+    imports MindSpore. The socket thread starts before and replies to the server meanwhile.
     """
     arguments = parse_arguments()
     _log_to_stderr()
@@ -71,15 +75,16 @@ def run_agent(make_runner: MakeRunner) -> int:
     pipe.exit_when_launcher_goes()
     code = _run_threads(make_runner, bootstrap, config, arguments.socket_fd, {"confinement": confinement})
     logging.shutdown()
-    os._exit(code)  # do not wait for the device's own threads
+    os._exit(code)  # a usual exit would wait for threads of the device
 
 
 def _run_threads(
     make_runner: MakeRunner, bootstrap: Bootstrap, config: Config, socket_fd: int, facts: dict[str, str]
 ) -> int:
-    """Runs the agent's threads until it ends, and returns the exit code. ``facts`` extend the report of the start.
+    """Runs the socket thread and the device thread until the agent ends, and returns the exit code.
 
-    NumPy is imported here, because it starts threads: a thread that runs before ``confine`` would not be confined.
+    ``facts`` are added to the summary that the agent sends when it is ready. The imports in this function load NumPy,
+    which starts threads. A thread that starts before ``confine`` would not be confined, so the imports come after.
     """
     from agent.server import AgentServer
     from agent.task_queue import TaskQueue

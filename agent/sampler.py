@@ -1,7 +1,8 @@
 """Samples tokens, and keeps for each batch row its last token and, for penalties, all of its tokens.
 
-If the logits are on a device (``DeviceScores``), the sampler fetches the best tokens first. It fetches the candidates
-if a sequence is not greedy, and whole rows only for the sequences that the candidates do not decide.
+If the logits are on a device (``DeviceScores``), the sampler fetches as little as possible. First it fetches the best
+token of each sequence. If a sequence is not greedy, it also fetches the candidates. It fetches all logits of a sequence
+only if the sampled token may not be one of the candidates.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _NO_TOKEN = -1
 
 
 class RowTable:
-    """The state of each batch row. The server gives a batch row to one sequence at a time.
+    """Keeps the sampled tokens of the sequence in each batch row. A batch row has one sequence at a time.
 
-    Every row keeps its last token. Batch rows with penalties also keep their history: the prompt and the output. The
-    step that starts a row with penalties sends the known tokens, and every sampled token is appended.
+    Every batch row has the last sampled token. If its sequence has penalties, it also has the history: prompt and
+    output. The server sends the known tokens with the first step of the sequence, and the sampler appends every token.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, vocab_size: int) -> None:
@@ -44,7 +45,7 @@ class RowTable:
         self.history_len.fill(0)
 
     def start_rows(self, slot: StepSlot) -> None:
-        """Copies the histories that a step sends. Raises ProtocolError if they are not valid."""
+        """Copies the histories that the server has sent with a step. Raises ProtocolError if they are not valid."""
         if slot.history_len == 0:
             return
         seqs, tokens = slot.num_seqs, slot.history[: slot.history_len]
@@ -61,18 +62,24 @@ class RowTable:
             start += length
 
     def append(self, rows: Int32Array, sampled_ids: Int32Array) -> None:
-        """Appends the sampled tokens to the histories of ``rows``, all of which have penalties."""
+        """Appends one sampled token to the history of each batch row in ``rows``. These rows must have penalties."""
         self.history[rows, self.history_len[rows]] = sampled_ids
         self.history_len[rows] += 1
 
 
 class Sampler:
-    """Chooses tokens from scores according to a slot's parameters, and writes the tokens into the slot."""
+    """Chooses the next token of each sequence from the scores, and writes the tokens into the step slot.
+
+    The step slot also has the sampling parameters.
+    """
 
     def __init__(
         self, num_rows: int, max_model_len: int, vocab_size: int, wait_for_masks: Callable[[int], None] | None = None
     ) -> None:
-        """``wait_for_masks`` returns when the slot of a step has its masks. Without it, no step may have masks."""
+        """``wait_for_masks`` takes the number of a step, and returns when the step's slot has its token masks.
+
+        If it is None, a step with masks is refused.
+        """
         self.rows = RowTable(num_rows, max_model_len, vocab_size)
         self._wait_for_masks = wait_for_masks
 
@@ -89,7 +96,8 @@ class Sampler:
             return
         rows, penalised = slot.rows[:seqs], _has_penalties(slot, seqs) & (slot.do_sample[:seqs] != 0)
         self._run(call, scores, slot, self._histories(slot, penalised), self.rows.prompt_len[rows])
-        # The last token of a row whose logits are not finite is 0. A step that was sent ahead may compute with it.
+        # If a sequence's logits are not finite, its sampled id is negative and the history gets token 0 instead. A step
+        # that was sent ahead may compute with this token, but no client sees the result.
         self.rows.append(rows[penalised], np.maximum(slot.sampled_ids[:seqs][penalised], 0))
 
     def _await_masks(self, slot: StepSlot) -> None:
@@ -123,7 +131,7 @@ class Sampler:
             call.run_rows(logits, places, histories, prompt_lens)
 
     def _call_of(self, slot: StepSlot) -> SampleCall:
-        """Returns the prepared call for this slot and prepares it first if necessary."""
+        """Returns the kernel call that samples for this slot. Prepares the call when a slot is used the first time."""
         call: SampleCall | None = slot.prepared.get(self)
         if call is None:
             inputs = {name: slot.arrays[name] for name in SAMPLE_INPUTS}
@@ -150,11 +158,10 @@ class Sampler:
 
 
 def find_candidates(scores: DeviceScores, slot: StepSlot) -> bool:
-    """Lets the device find candidates if a sequence of the step needs them. Returns whether the device found
-    candidates.
+    """Makes the device find the candidates of a step if a sequence needs them. Returns whether a sequence needs them.
 
-    Greedy sequences without penalties and masks that report no logits do not need them. Agents that share a vocabulary
-    all call this, because they find the candidates together.
+    A sequence needs no candidates if it is greedy, has no penalties and no mask, and reports no log-probabilities. If
+    agents share the vocabulary, all of them must call this function, because they find the candidates together.
     """
     seqs = slot.num_seqs
     temperatures, samples = slot.arrays["temperature"][:seqs], slot.do_sample[:seqs] != 0
@@ -166,8 +173,10 @@ def find_candidates(scores: DeviceScores, slot: StepSlot) -> bool:
 
 
 def decided_by_best(slot: StepSlot) -> npt.NDArray[np.bool_]:
-    """Returns which sequences sample the token with the largest logit [S]: those that are greedy, without penalties and
-    mask."""
+    """Returns, for each sequence, whether it samples the token with the largest logit: bool [sequences].
+
+    This is so for greedy sequences without penalties and without a mask.
+    """
     seqs = slot.num_seqs
     is_greedy = (slot.do_sample[:seqs] != 0) & (slot.arrays["temperature"][:seqs] == 0)
     decided: npt.NDArray[np.bool_] = is_greedy & ~_has_penalties(slot, seqs) & ~_has_mask(slot, seqs)

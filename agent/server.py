@@ -71,7 +71,7 @@ class AgentServer:
         os._exit(1)
 
     def wait_until_connected(self) -> SlotMemory:
-        """Waits until the server has proved the secret and the step slots are mapped."""
+        """Waits until the server has proved that it knows the launch secret. Returns the mapped step slots."""
         self._connected.wait()
         assert self.memory is not None
         return self.memory

@@ -1,4 +1,4 @@
-"""The cost of a step for the agent."""
+"""The cost of a step: the agent's times, and the bytes that were fetched from the device."""
 
 from __future__ import annotations
 

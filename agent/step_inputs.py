@@ -19,26 +19,26 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's inputs: T tokens, S sequences, table width W. Views that are valid until the next step is read."""
+    """The inputs of one step. All arrays are views of the step reader's memory, valid until it reads the next step."""
 
     token_ids: Int32Array
-    """[T]. Contains LAST_TOKEN only if the reader does not know the rows' last tokens."""
+    """[tokens]. Contains LAST_TOKEN only if the reader does not know the last tokens of the batch rows."""
     positions: Int32Array
-    """[T]"""
+    """[tokens]"""
     slot_mapping: Int32Array
-    """[T]"""
+    """[tokens]"""
     block_tables: Int32Array
-    """[S, W]"""
+    """[sequences, blocks]"""
     context_lens: Int32Array
-    """[S]"""
+    """[sequences]"""
     query_lens: Int32Array
-    """[S]"""
+    """[sequences]"""
     rows: Int32Array
-    """[S]"""
+    """[sequences]"""
     last_tokens: Int32Array
-    """[S]: the index of each sequence's last token in T."""
+    """[sequences]: the index of each sequence's last token in ``token_ids``."""
     sampled_tokens: Int32Array
-    """[S]: the index of each sequence's last token in T if the sequence samples, else -1."""
+    """[sequences]: the index of each sequence's last token in ``token_ids`` if the sequence samples, else -1."""
     whole_prompts: bool
     """Whether every sequence starts at position 0."""
 
@@ -49,12 +49,13 @@ class StepInputs:
 
 
 class StepReader:
-    """Reads steps into its own memory and checks them against the limits of model, cache and row table."""
+    """Copies steps into its own memory and checks them against the limits of the model, the KV cache and batch rows."""
 
     def __init__(self, config: Config, num_rows: int, row_last_tokens: Int32Array | None = None) -> None:
-        """``row_last_tokens`` [num_rows] replace LAST_TOKEN; a negative number means that the row has none.
+        """``row_last_tokens`` [num_rows] has the last token of each batch row, by which the reader replaces LAST_TOKEN.
 
-        If ``row_last_tokens`` is None, the reader leaves LAST_TOKEN in place for the caller.
+        A negative number means that no token was sampled for the batch row. If ``row_last_tokens`` is None, the reader
+        does not replace LAST_TOKEN.
         """
         self._vocab_size = config.shape.vocab_size
         self._max_model_len = config.max_model_len
@@ -88,9 +89,9 @@ class StepReader:
         return self._inputs
 
     def keep_only(self, index: int) -> StepInputs:
-        """Changes the inputs of the decode step that was read last: only sequence ``index`` stays, as the first one.
+        """Removes all sequences except ``index`` from the decode step that was read last. Returns the new inputs.
 
-        Views of the whole step become invalid. LAST_TOKEN must have been replaced.
+        The ``StepInputs`` of the whole step become invalid. LAST_TOKEN must have been replaced before.
         """
         buffers, width = self.buffers, self._sizes[2]
         for array in (
@@ -139,8 +140,9 @@ class StepReader:
         return copy
 
     def read_moves(self, slot: StepSlot) -> Int32Array:
-        """Returns the block moves [M, 3] of any step: ``MoveKind``, source, destination. Raises ProtocolError if a move
-        is not valid.
+        """Returns the block moves of a step, int32 [moves, 3]: ``MoveKind``, source block, destination block.
+
+        Any step may have block moves. Raises ProtocolError if a move is not valid.
         """
         num_moves = slot.num_moves
         moves = slot.moves[: num_moves * MOVE_WIDTH].reshape(num_moves, MOVE_WIDTH)
@@ -152,14 +154,18 @@ class StepReader:
         return moves
 
     def _check_blocks(self, name: str, blocks: Int32Array, on_host: npt.NDArray[np.bool_]) -> None:
-        """Checks that blocks exist. The null block of the cache is not allowed. The host pool has no null block, so all
-        its blocks are allowed.
+        """Raises ProtocolError if a block does not exist, or if it is the null block of the cache.
+
+        ``on_host`` is True for blocks of the host pool, which has no null block.
         """
         check_range(f"{name} in the cache", blocks[~on_host], 1, self._num_blocks)
         check_range(f"{name} on the host", blocks[on_host], 0, self._num_host_blocks)
 
     def _refuse(self, slot: StepSlot, *, is_decode: bool) -> NoReturn:
-        """Raises the ProtocolError for a step that ``StepCopy`` refused, by checking the same rules one by one."""
+        """Raises a ProtocolError that names the reason why ``StepCopy`` refused a step.
+
+        ``StepCopy`` returns no reason, so this method checks the same rules again, one by one.
+        """
         tokens, seqs, width = slot.num_tokens, slot.num_seqs, slot.table_width
         query_lens, context_lens, positions = slot.query_lens[:seqs], slot.context_lens[:seqs], slot.positions[:tokens]
         check_range("query_lens", query_lens, 1, tokens + 1)
@@ -196,12 +202,12 @@ def rows_of_last_tokens(token_ids: Int32Array, rows: Int32Array, query_lens: Int
 
 
 def no_last_token(row: int) -> ProtocolError:
-    """Returns the error for a step that needs the last token of a row that has sampled none."""
+    """Makes the error for a step that needs the last token of batch row ``row``, for which no token was sampled."""
     return ProtocolError(f"a step asks for the last token of row {row}, which has not sampled one")
 
 
 def check_range(name: str, values: npt.NDArray[np.int32], low: int, high: int) -> None:
-    """Raises ProtocolError unless low <= values < high."""
+    """Raises ProtocolError unless low <= value < high for all values. ``name`` is their name in the error."""
     if values.size == 0:
         return
     smallest, largest = int(values.min()), int(values.max())

@@ -36,7 +36,7 @@ decode steps in the order of their numbers.
 class TaskQueue:
     """A bounded, thread-safe priority queue. The socket thread puts messages, the device thread takes them.
 
-    ``in_order``: every message except ``Shutdown`` waits for all earlier messages.
+    With ``in_order``, messages keep the server's order. Only ``Shutdown`` overtakes earlier messages.
     """
 
     def __init__(self, policy: str, max_steps: int, *, in_order: bool = False) -> None:
@@ -44,7 +44,9 @@ class TaskQueue:
         self._last_class = _LAST_CLASS.get(policy)
         self._max_steps = max_steps
         self._heap: list[tuple[tuple[int, bool], int, int, QueuedMessage, int]] = []
-        self._arrivals = itertools.count()  # orders control messages with equal numbers, so that none are compared
+        # Heap entries contain an arrival number before the message. Therefore the heap never compares two messages,
+        # which have no order.
+        self._arrivals = itertools.count()
         self._num_steps = 0
         self._last_step = -1
         self._changed = threading.Condition()
@@ -72,8 +74,8 @@ class TaskQueue:
     def get(self) -> tuple[QueuedMessage | StepComputed, int]:
         """Waits for a message. Returns the message to run next and the microseconds that it waited.
 
-        If there is none, but the device has computed a step, returns StepComputed. Messages come first, because the
-        device would wait for the next step.
+        If no message waits but the device has computed a step, returns StepComputed and 0. Waiting messages come first,
+        because the device would be idle until the next step is launched.
         """
         with self._changed:
             while not self._heap:
@@ -88,8 +90,9 @@ class TaskQueue:
             return message, (time.monotonic_ns() - queued_at) // 1000
 
     def remove_step(self, seq: int) -> Step | None:
-        """Removes a waiting step and returns it. Returns None if the step has started or ended, or never was in the
-        queue.
+        """Removes step ``seq`` from the queue and returns it. Returns None if the step is not in the queue.
+
+        A step that has started is not in the queue any more.
         """
         with self._changed:
             for index, (_, _, _, message, _) in enumerate(self._heap):

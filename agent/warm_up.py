@@ -1,6 +1,7 @@
-"""Makes the largest steps that the config allows. Running them proves that they fit into the memory.
+"""Makes the largest steps that the config allows. The agent runs them at the start, which proves that they fit into the
+memory.
 
-The steps read the null block. They write only zeros, and only into blocks that are not in use.
+The steps read the null block and write no keys or values. The block copies use blocks that are not in use yet.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from llm_serving.sampling_params import SAMPLER_PARAMETERS
 
 
 def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
-    """Returns the query lengths and context lengths of each largest step.
+    """Returns, for each kind of step, the query lengths and context lengths of the largest step.
 
-    The steps are: whole prompts, prompts with earlier context, and a decode with full contexts. A mixed step is not
-    larger: it has at most the tokens of the prompts and the sequences of the decode. With fused operators, one graph
-    runs all steps. Prompts with earlier context then need at least the memory of whole prompts, which are left out: on
-    a CPU, a largest step of a 7B model takes seconds.
+    The kinds are whole prompts, prompts with earlier context, and a decode with full contexts. A mixed step is not
+    larger, because it has at most the tokens of the prompts and the sequences of the decode.
+
+    With fused operators, one graph runs all kinds. Prompts with earlier context then need at least as much memory as
+    whole prompts. Therefore whole prompts are left out, which saves seconds with a 7B model on a CPU.
     """
     longest = config.max_model_len
     prompts = _prompt_lens(config.max_num_batched_tokens, config.max_prefill_seqs, longest)
@@ -36,7 +38,7 @@ def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
 def captured_steps(config: Config) -> list[tuple[list[int], list[int]]]:
     """Returns the query lengths and context lengths of the decodes that MindSpore captures, the largest first.
 
-    Each size comes twice, because MindSpore captures a step whose shapes equal those of the step before.
+    Each size comes twice, because MindSpore captures a step only if the previous step had the same shapes.
     """
     sizes = reversed(config.captured_batch_sizes)
     return [([1] * size, [config.max_model_len] * size) for size in sizes for _ in range(2)]

@@ -118,10 +118,16 @@ class Worker:
     def _finish(
         self, step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner, outcome: StepCost | Exception
     ) -> None:
-        """Reports the end of a step to the server. Every error but GroupDownError fails this step only."""
+        """Reports the end of a step to the server: its cost, or its error.
+
+        After a GroupDownError the agent ends. After a RowCheckError the agent reports that it is unhealthy. Any other
+        error only fails this step.
+        """
         if isinstance(outcome, GroupDownError):
             logger.error("step %d: %s; this agent ends with its group", step.seq, outcome)
-            if isinstance(outcome, GroupBrokenError):  # any other error was not caused by the step, which may run again
+            # GroupBrokenError means that the step failed here. Otherwise another agent failed, and the server may send
+            # the step again.
+            if isinstance(outcome, GroupBrokenError):
                 self._server.send(_failure(step, str(outcome)))
             self._is_down = True
         elif isinstance(outcome, RowCheckError):

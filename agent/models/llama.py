@@ -59,9 +59,9 @@ class Llama(nn.Cell):
         """Returns the output of ``OpTable.lm_head`` with the logits. If another stage follows, returns the output of
         ``OpTable.hand_over`` instead.
 
-        ``entry`` has token ids [T], or the residual stream [T, hidden_size] of the previous stage. ``positions`` [T]
-        are the tokens' positions, and ``last_tokens`` [S] the indices in T of each sequence's last token. ``OpTable``
-        describes ``step`` and ``whole_prompts``.
+        In the first stage, ``entry`` is the token ids [tokens]. In later stages, ``entry`` is the residual stream
+        [tokens, hidden_size] of the previous stage. ``positions`` [tokens] are the tokens' positions. ``last_tokens``
+        [sequences] is the index of each sequence's last token. ``OpTable`` describes ``step`` and ``whole_prompts``.
         """
         rotary = self.rotary(positions)
         hidden = self.embedding(entry, step) if self.is_first_stage else entry
@@ -119,7 +119,9 @@ class DecoderLayer(nn.Cell):
         step: tuple[Tensor, ...],
         whole_prompts: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the output of the MLP and the residual stream to which it must be added, both [T, hidden_size].
+        """Returns the output of the MLP and the residual stream to which the next layer adds this output.
+
+        Both are [tokens, hidden_size].
 
         ``hidden`` and ``residual`` are the two results of the previous layer.
         """

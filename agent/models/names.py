@@ -13,7 +13,7 @@ from llm_serving.model.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """A family's names, in checkpoints, of the expert block and of the three matrices of each expert."""
+    """The names that a model family's checkpoints use for the expert block and for the three matrices of an expert."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -27,7 +27,7 @@ _EXPERT_NAMES = {"MixtralForCausalLM": ExpertNames("block_sparse_moe", gate="w1"
 
 
 def weight_specs(shape: ModelShape) -> list[WeightSpec]:
-    """Returns the parameters to load, in the order of the layers. They have the names of ``Llama``'s parameters."""
+    """Returns all parameters to load, in the order of the layers, with the names that they have in ``Llama``."""
     experts = _EXPERT_NAMES.get(shape.architecture, _USUAL)
     hidden, vocab = shape.hidden_size, shape.vocab_size
     specs = [_plain("embedding.weight", "model.embed_tokens.weight", vocab, hidden)]
@@ -49,17 +49,17 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
 
 
 def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
-    """Returns the endings of the names of tensors that a checkpoint may contain although the model does not need them.
+    """Returns endings of tensor names. A checkpoint may contain tensors with these endings, but they are not loaded.
 
-    Rotary frequencies follow from ``config.json``. A model that uses its embedding as output weight needs no other
-    output weight.
+    Rotary frequencies are computed from ``config.json``. If the embedding is also the output weight, a stored output
+    weight is not needed. Layers that predict further tokens are not used.
     """
     names = ("rotary_emb.inv_freq", *_extra_names(shape))
     return (*names, "lm_head.weight") if shape.tie_word_embeddings else names
 
 
 def _extra_names(shape: ModelShape) -> tuple[str, ...]:
-    """Returns the names of all tensors of the layers that predict further tokens (DeepSeek-V3, section 2.2)."""
+    """Returns the names of all tensors of DeepSeek-V3's layers for multi-token prediction, which are not loaded."""
     if shape.num_extra_layers == 0:
         return ()
     last = shape.num_layers - 1
@@ -140,7 +140,7 @@ def _expert_specs(shape: ModelShape, ours: str, theirs: str, names: ExpertNames)
 def _gated_parts(
     theirs: str, hidden: int, inner: int, names: ExpertNames
 ) -> tuple[tuple[WeightPart, ...], tuple[WeightPart, ...]]:
-    """Returns the checkpoint tensors of an MLP: those of the joined gate and up weight, and that of the down weight."""
+    """Returns the checkpoint tensors of a gated MLP: first (gate, up), which become one weight, then (down,)."""
     gate, up = (WeightPart(f"{theirs}.{name}.weight", (inner, hidden)) for name in (names.gate, names.up))
     return (gate, up), (WeightPart(f"{theirs}.{names.down}.weight", (hidden, inner)),)
 

@@ -1,8 +1,8 @@
 """Starts and stops a profile of an agent's steps, and writes its files.
 
-On a CPU, MindSpore's profiler writes the time of every operator. On an Ascend, it only collects msprof's data, because
-their analysis takes minutes. The user starts it later, with the command in the reply. On both devices, ``steps.json``
-has a line for each of the first ``MAX_STEPS`` steps.
+On a CPU, MindSpore's profiler writes the time of every operator. On an Ascend, the profiler only collects msprof's
+data, because their analysis takes minutes. The user starts the analysis later, with the command in the reply. On both
+devices, ``steps.json`` has a line for each of the first ``MAX_STEPS`` steps.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ _ASCEND_HINT = 'python -c "from mindspore.profiler.profiler import analyse; anal
 
 
 class Profiling:
-    """The profiles of one agent, one after the other. Only the device thread may use the object."""
+    """Makes profiles of one agent. Only one profile runs at a time. Only the device thread may use the object."""
 
     def __init__(self, device: str, rank: int, set_replaying: Callable[[bool], None]) -> None:
-        """``set_replaying`` turns replays of recorded launches on and off, because MindSpore does not see a replay."""
+        """``set_replaying`` turns replays of recorded launches on and off.
+
+        They are off during a profile, because MindSpore's profiler does not see a replay.
+        """
         self._device = device
         self._rank = rank
         self._set_replaying = set_replaying
@@ -41,13 +44,17 @@ class Profiling:
         self._began = 0.0
 
     def start(self, seq: int, folder: str) -> ProfileReply:
-        """Starts a profile in the subfolder ``agent_RANK`` of ``folder``. A failure is in the reply's ``error``."""
+        """Starts a profile in the subfolder ``agent_RANK`` of ``folder``.
+
+        Does not raise if this fails: the reply's ``error`` then has the reason.
+        """
         if self._folder is not None:
             return ProfileReply(seq=seq, error=f"agent {self._rank} is being profiled already; stop that profile first")
         own = Path(folder) / f"agent_{self._rank}"
         try:
             own.mkdir(parents=True, exist_ok=True)
-            self._set_replaying(False)  # comes first, because it may import and set up MindSpore
+            # Turning replays off may import MindSpore and set it up, so it comes before MindSpore's profiler.
+            self._set_replaying(False)
             self._profile = _start_mindspore_profile(self._device, own)
         except (OSError, RuntimeError, ValueError) as error:
             self._set_replaying(True)
@@ -57,7 +64,10 @@ class Profiling:
         return ProfileReply(seq=seq)
 
     def add_step(self, kind: str, num_tokens: int, num_seqs: int, times_us: tuple[int, int, int]) -> None:
-        """Notes a step that has just run. ``times_us``: microseconds in the queue, the graph and the sampler."""
+        """Adds a step that has just run to the profile.
+
+        ``times_us`` has three numbers of microseconds: in the queue, in the graph and in the sampler.
+        """
         if self._folder is None:
             return
         queue_us, graph_us, sample_us = times_us

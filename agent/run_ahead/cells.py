@@ -6,10 +6,11 @@ from mindspore import Tensor, nn, ops
 
 
 class InsertIds(nn.Cell):
-    """(token_ids [T], earlier_ids [N], places [T], inserted [T]) -> token ids [T], all int32.
+    """Returns the input token ids of a step, with tokens that the earlier step has sampled. All arrays are int32.
 
-    Where ``inserted`` is 1, ``token_ids`` is 0 and the result is ``earlier_ids[places]``. Elsewhere ``inserted`` and
-    ``places`` are 0, and the result is ``token_ids``.
+    ``token_ids``, ``places``, ``inserted`` and the result are [tokens]. ``earlier_ids`` are the tokens that the earlier
+    step sampled. Where ``inserted`` is 1, the result is ``earlier_ids[places]``, and ``token_ids`` must be 0. Where
+    ``inserted`` is 0, the result is ``token_ids``, and ``places`` must be 0.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The token ids of a step that are still on the device, because the step before has just sampled them."""
+"""Describes which input tokens of a step are still on the device, because the previous step has sampled them there."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from agent.step_inputs import Int32Array
 
 @dataclass(frozen=True, slots=True)
 class InsertedIds:
-    """Says which token ids of a step are best tokens of an earlier step. ``agent.run_ahead.cells`` inserts them."""
+    """For each input token of a step, whether it is a best token of the earlier step, and of which sequence.
+
+    ``agent.run_ahead.cells.InsertIds`` inserts these tokens on the device.
+    """
 
     earlier: DeviceScores
     """The scores of the earlier step."""
     places: Int32Array
-    """[T]: the place of each inserted token among the best tokens, else 0."""
+    """[tokens]: the index of each inserted token among the earlier step's best tokens. 0 for all other tokens."""
     mask: Int32Array
-    """[T]: 1 for each inserted token, else 0."""
+    """[tokens]: 1 for each inserted token, else 0."""

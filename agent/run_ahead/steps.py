@@ -1,11 +1,12 @@
 """Launches steps, and samples each of them when the device has computed it.
 
-Only the device thread uses this. At most ``MAX_UNSAMPLED`` steps are launched and not sampled: the device computes one
-and has the next. A step waits for the host only if it must:
+Only the device thread uses this module. At most ``MAX_UNSAMPLED`` steps are launched but not sampled: while the device
+computes one step, the next step is already queued. The launch of a step waits only in these cases, until earlier steps
+are sampled:
 
-- If it needs a token that the host has still to choose (not greedy, or with penalties), it waits for that step only.
-- If it moves blocks or sends histories, it waits for all steps.
-- If it would overwrite logits that the host may need, it waits for their step.
+- The step needs a token that the host must still choose, because the sequence is not greedy or has penalties.
+- The step moves blocks or sends histories.
+- The step would overwrite logits of an earlier step that the host may still fetch.
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ class Graph(Protocol):
         """Launches a step."""
 
     def inserts(self, inputs: StepInputs, num_ids: int) -> bool:
-        """Returns whether the step can take ``num_ids`` ids that are on the device."""
+        """Returns whether the graph of this step can insert some of ``num_ids`` token ids that are on the device."""
 
 
 class Device(Protocol):
     """The part of the model runner that this module uses."""
 
     def step_graph(self) -> Graph:
-        """Returns the graph. It is another object after a failure."""
+        """Returns the graph. Do not keep it: a failed graph is replaced by a new object."""
 
     def move_blocks(self, moves: Int32Array) -> None:
         """Runs block moves. No graph may be running."""
 
     def after_failure(self, error: RuntimeError) -> Exception:
-        """Recovers from a failed graph. Returns the error for its step. No graph may be running."""
+        """Recovers from a failed graph, and returns the error for the step. No graph may be running."""
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class _Launched:
     scores: DeviceScores
     done: Done
     kept: tuple[StepInputs, InsertedIds | None]
-    """The device may still read them."""
+    """The step's inputs, which must stay in memory while the device may read them."""
     needs_logits: bool
     start: int
     computed: int = 0
@@ -84,7 +85,7 @@ class StepsAhead:
     """The steps that were launched and that the host has not sampled, oldest first."""
 
     def __init__(self, device: Device, reader: StepReader, sampler: Sampler) -> None:
-        """``reader`` leaves LAST_TOKEN in place."""
+        """``reader`` must not replace LAST_TOKEN in the inputs. ``StepsAhead`` does this."""
         self._device, self._reader, self._sampler = device, reader, sampler
         self._launched: deque[_Launched] = deque()
         self._place_of_row = np.full(sampler.rows.last_token.size, _NOT_SAMPLED, np.int32)
@@ -94,9 +95,10 @@ class StepsAhead:
         """Called in any thread when the device has computed a step. ``finish_computed`` then samples it."""
 
     def start(self, slot: StepSlot, *, is_decode: bool, done: Done) -> None:
-        """Launches a step. ``done`` is called later, in this thread, by one of the methods of this class.
+        """Launches a step. When the step has been sampled, ``done`` is called with its cost or its error.
 
-        Raises like ``ModelRunner.run_step``; then ``done`` is not called.
+        A later call of a method of this class calls ``done``, in the same thread. If this method raises, ``done`` is
+        not called. It raises the errors of ``ModelRunner.run_step``.
         """
         start = time.perf_counter_ns()
         while len(self._launched) >= MAX_UNSAMPLED:
@@ -128,18 +130,23 @@ class StepsAhead:
         scores.when_computed(note_computed)
 
     def finish_computed(self) -> None:
-        """Samples the oldest step if the device has computed it. A waiting step can then be launched before the next
-        one is sampled."""
+        """Samples the oldest launched step if the device has computed it.
+
+        Samples only one step, so that the caller can launch a waiting step before the next one is sampled.
+        """
         if self._launched and self._launched[0].is_computed.is_set():
             self._finish_oldest()
 
     def finish_all(self) -> None:
-        """Waits for all steps and samples them."""
+        """Waits for all launched steps and samples them."""
         while self._launched:
             self._finish_oldest()
 
     def _resolve(self, inputs: StepInputs) -> InsertedIds | None:
-        """Replaces each LAST_TOKEN by the row's token, or says where the device has it."""
+        """Replaces each LAST_TOKEN in the inputs by the last token of its batch row, if the host has this token.
+
+        Returns where the other tokens are on the device, or None if the host has all tokens.
+        """
         unknown = inputs.token_ids == LAST_TOKEN
         rows = rows_of_last_tokens(inputs.token_ids, inputs.rows, inputs.query_lens)
         if not rows.size:
@@ -156,9 +163,10 @@ class StepsAhead:
         return InsertedIds(self._launched[-1].scores, place, mask)
 
     def _places(self, inputs: StepInputs, rows: Int32Array) -> Int32Array:
-        """Returns the place of each row's token on the device, or _NOT_SAMPLED if the host has it.
+        """Returns, for each batch row in ``rows``, the index of its last token among the best tokens on the device.
 
-        First waits for the newest step if the host chooses one of these tokens.
+        The index is _NOT_SAMPLED if the host has the token. If the host must still choose one of the tokens, or if the
+        graph cannot insert them, first waits for all launched steps. Then the host has all tokens.
         """
         places: Int32Array = self._place_of_row[rows]
         if self._launched and (places != _NOT_SAMPLED).any():
@@ -189,6 +197,6 @@ class StepsAhead:
                 other.is_computed.wait()
             outcome = self._device.after_failure(error)
         except Exception as error:
-            outcome = error  # ``done`` reports it, as the caller of ``start`` reports an error of ``start``
+            outcome = error  # passed to ``done``, which reports the error to the server
         self._last_computed = step.computed
         step.done(outcome)

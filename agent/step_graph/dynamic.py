@@ -1,6 +1,6 @@
-"""The dynamic graphs of the native operators: chooses the graph of a step, pads the inputs and runs the graph.
+"""Runs steps with the dynamic graphs of the native operators: chooses the graph, pads the inputs and runs the graph.
 
-``dynamic_cell`` has the Cells of the graphs. ``agent.step_graph.replay.native`` runs steps without MindSpore.
+``dynamic_cell`` has the Cells of the graphs. ``agent.step_graph.replay.native`` runs their steps without MindSpore.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from llm_serving.ipc.shm import PADDING_SLOT, SlotLimits
 
 @runtime_checkable
 class TakesForms(Protocol):
-    """A model of MindFormers, which must know the kind of the next graph before that graph is compiled."""
+    """A model of MindFormers. Before a graph is compiled, ``take_form`` must set the graph's kind of attention."""
 
     def take_form(self, *, whole_prompts: bool) -> None:
         """Prepares the model for a graph of whole prompts, or for any other graph."""
 
 
 class DynamicStepGraph(StepGraph):
-    """Owns one graph of each ``GraphKind``.
+    """Owns one dynamic graph of each ``GraphKind``.
 
-    The graph for whole prompts takes at most ``max_whole_prompts`` prompts. If ``decode_sizes`` (ascending) is not
-    empty, decodes are padded to one of these sizes, so that MindSpore finds the shapes that it captured. If it is empty
-    and the device replays steps, steps of all kinds are replayed. With ``fuses``, replays fuse operators.
+    The graph for whole prompts takes at most ``max_whole_prompts`` prompts. ``decode_sizes`` are the numbers of
+    sequences, ascending, for which MindSpore captures the launches of a decode step. Decode steps are padded to one of
+    them. If ``decode_sizes`` is empty and the device can replay steps, our own replays run the steps of all graphs.
+    With ``fuses``, these replays fuse operators.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class DynamicStepGraph(StepGraph):
         self._max_whole_prompts = max_whole_prompts
         self._pads_prompts = ops.traits.pads_whole_prompts
         self._decode_sizes = tuple(decode_sizes)
-        self.keeps_logits = not decode_sizes  # captured launches write into the same memory each time
+        # Captured launches write the logits of every step into the same memory.
+        self.keeps_logits = not decode_sizes
         self.replays: dict[GraphKind, NativeReplays] = {}
         if ops.traits.replays_steps and not decode_sizes and not isinstance(model, TakesForms):
             self.replays = {kind: self._replays_of(kind, graph, limits) for kind, graph in self._graphs.items()}
@@ -103,7 +105,7 @@ class DynamicStepGraph(StepGraph):
         return found
 
     def compile(self) -> None:
-        """Compiles every graph with one padding token. Records the graphs whose steps are replayed."""
+        """Compiles every graph with a step of one padding token. Records the launches of graphs that are replayed."""
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         inputs = StepInputs(
             zero, zero, zero + PADDING_SLOT, zero.reshape(1, 1), one, one, zero, zero, zero, whole_prompts=False
@@ -131,14 +133,17 @@ class DynamicStepGraph(StepGraph):
         return as_array(self._results(inputs, entry)[0])
 
     def inserts(self, inputs: StepInputs, num_ids: int) -> bool:
-        """The launches of a padded decode were captured with as many ids as the decode has rows."""
+        """Returns whether the graph of this step can insert some of ``num_ids`` token ids that are on the device.
+
+        A captured decode can do so only if ``num_ids`` is the number of sequences of the padded step.
+        """
         return self._inserts_ids and (not self._is_padded(inputs) or num_ids == self._num_ids(inputs))
 
     def _is_padded(self, inputs: StepInputs) -> bool:
         return bool(self._decode_sizes) and self.kind_of(inputs) == GraphKind.DECODE
 
     def _num_ids(self, inputs: StepInputs) -> int:
-        """Returns the number of best tokens of the step: its sequences, and the rows that pad them."""
+        """Returns the number of best tokens that the graph computes: one for each sequence, with padding sequences."""
         seqs = inputs.query_lens.size
         return next(size for size in self._decode_sizes if size >= seqs) if self._is_padded(inputs) else seqs
 
@@ -181,9 +186,9 @@ class DynamicStepGraph(StepGraph):
         return (*map(as_tensor, arrays), *self._inserted_tensors(len(entry), inserted, self._num_ids(inputs)))
 
     def _inserted_tensors(self, tokens: int, inserted: InsertedIds | None, num_ids: int) -> tuple[Tensor, ...]:
-        """Returns the inputs of ``InsertIds``. Without inserted ids, these are ``num_ids`` zeros and nothing to insert.
+        """Returns the inputs of ``InsertIds``, or () if the graph has no ``InsertIds``.
 
-        Empty if the graph does not insert ids.
+        If ``inserted`` is None, the inputs are zeros for ``num_ids`` earlier ids, and no token is inserted.
         """
         if not self._inserts_ids:
             return ()
@@ -193,7 +198,10 @@ class DynamicStepGraph(StepGraph):
         return as_device(inserted.earlier.best_ids()), as_tensor(inserted.places), as_tensor(inserted.mask)
 
     def _tables(self, kind: GraphKind, tables: Int32Array) -> Int32Array:
-        """Pads the block tables of a chunked step to the width of its mask: a kernel of the Ascend compares the two."""
+        """Returns the block tables. For a step with chunks, pads them to the width of the attention mask.
+
+        A kernel of the Ascend requires that both widths are equal.
+        """
         missing = self._max_table_width - tables.shape[1]
         return np.pad(tables, ((0, 0), (0, missing))) if kind == GraphKind.CHUNKED and missing else tables
 
@@ -201,8 +209,9 @@ class DynamicStepGraph(StepGraph):
 def _padded_decode(
     inputs: StepInputs, entry: Array, inserted: InsertedIds | None, size: int, table_width: int
 ) -> tuple[StepInputs, Array, InsertedIds | None]:
-    """Extends the inputs of a decode step to ``size`` sequences. The additional sequences read the null block and write
-    nothing.
+    """Pads the inputs of a decode step to ``size`` sequences.
+
+    The padding sequences read the null block and write no keys or values.
     """
     rows = size - inputs.query_lens.size
 

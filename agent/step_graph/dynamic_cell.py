@@ -1,4 +1,4 @@
-"""A dynamic graph as MindSpore sees it: the kinds of graphs, their outermost Cell, and the names and types of inputs.
+"""Defines the dynamic graphs that MindSpore compiles: their kinds, their outermost Cell, and their inputs.
 
 ``tools/check_ascend_graph.py`` compiles exactly this Cell for an Ascend, without a device.
 """
@@ -20,7 +20,7 @@ _MATRIX = (None, None)
 
 
 class GraphKind(enum.Enum):
-    """The kinds of dynamic graphs. The attention primitives have a different form for each of them."""
+    """The kinds of dynamic graphs. Each kind uses the attention primitives in a different way."""
 
     PREFILL = "prefill"
     """Whole prompts: attention among the tokens of the step."""
@@ -33,10 +33,11 @@ class GraphKind(enum.Enum):
 def dynamic_step(
     model: nn.Cell, ops: OpTable, kind: GraphKind, max_whole_prompts: int, vocab_size: int, *, captures: bool = False
 ) -> nn.Cell:
-    """Makes the outermost Cell of a graph and declares its inputs. ``captures``: MindSpore captures decodes.
+    """Makes the outermost Cell of a graph and declares the types of its inputs.
 
-    The graph of a last stage returns the agent's logits and the results of ``BestTokens``, the graph of another stage
-    the residual stream. If the agent has the whole model, the inputs of ``InsertIds`` come last.
+    In the last pipeline stage, the graph returns the agent's logits and the results of ``BestTokens``. In any other
+    stage, the graph returns the residual stream. If the agent has the whole model, the inputs of ``InsertIds`` come
+    after the other inputs. ``captures`` means that MindSpore captures the launches of decode steps.
     """
     best_tokens = BestTokens(vocab_size, ops.part) if ops.is_last_stage else None
     cell = _DynamicStep(model, ops, kind, best_tokens, captures=captures)
@@ -53,15 +54,15 @@ def dynamic_step(
 
 
 class _DynamicStep(nn.Cell):
-    """The outermost Cell of a graph. Its arguments are the graph's inputs.
+    """The outermost Cell of a graph. The arguments of ``construct`` are the graph's inputs.
 
-    Two names are part of MindSpore's interface. On an Ascend, the attention kernels take the lengths of sequences from
-    the graph inputs named ``batch_valid_length`` and ``q_seq_lens`` (MindSpore's "LLMManager"). The layout of weights
-    may depend on whether the phase is named ``prefill`` or ``increment``.
+    Some names here must not change, because MindSpore reads them. On an Ascend, the attention kernels take the lengths
+    of sequences from the graph inputs named ``batch_valid_length`` and ``q_seq_lens`` (MindSpore's "LLMManager"). The
+    layout of weights may depend on the name of the phase, which is ``prefill`` or ``increment``.
 
-    MindSpore captures the launches of every ``increment`` graph and identifies them by the shapes of the inputs alone.
-    Therefore, if MindSpore captures, only one graph may have that name. In a later stage, ``token_ids`` is the residual
-    stream of the stage before.
+    MindSpore can capture the launches of graphs whose phase is ``increment``. It then finds captured launches only by
+    the shapes of the inputs. Therefore only one graph may be named ``increment`` if MindSpore captures launches. In a
+    later pipeline stage, ``token_ids`` is the residual stream of the previous stage.
     """
 
     def __init__(

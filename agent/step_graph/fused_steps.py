@@ -19,10 +19,12 @@ _MAX_STEP_NUMBER = 2**31 - 1
 
 
 class FusedStepGraph(StepGraph):
-    """Reads its inputs from the step reader's buffers, which the step reader has checked. ``run`` copies nothing."""
+    """Runs steps of the fused operators. The step reader fills and checks buffers, and the graph reads these buffers
+    directly, so ``run`` copies no inputs.
+    """
 
     def __init__(self, ops: FusedCpuOps, buffers: StepBuffers) -> None:
-        """``buffers`` are the buffers that the step reader fills for every step."""
+        """``buffers`` are the buffers into which the step reader copies the inputs of every step."""
         self._buffers = buffers
         self._logits, self._best_ids, self._stream = ops.logits, ops.best_ids, ops.stream
         self._result = StepLogits(self._logits[:0], self._best_ids[:0])
@@ -33,7 +35,7 @@ class FusedStepGraph(StepGraph):
 
     @abstractmethod
     def _compute(self, results: tuple[Array, ...], num_tokens: int) -> None:
-        """Runs a step of ``num_tokens`` tokens, whose inputs are in place. ``results`` are the arrays that it fills."""
+        """Runs a step of ``num_tokens`` tokens with the inputs in the buffers, and fills the arrays ``results``."""
 
     def run(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> StepLogits:
         assert inserted is None, "a fused step does not run ahead"

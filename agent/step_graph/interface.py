@@ -1,4 +1,4 @@
-"""The interface of all graphs, which the model runner uses."""
+"""The interface through which the model runner compiles and runs graphs. All kinds of graphs implement it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from agent.weights.storage import STORAGE_DTYPES, Array
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """The operators that a graph launches in a step."""
+    """Counts the operators that a graph launches in a step, without and with fusion."""
 
     before: int
-    """Their number without fusion."""
+    """The number of operators without fusion."""
     fusions: tuple[str, ...] = ()
     """One name for each fusion: the operators that it replaces, joined by ``+``."""
 
     @property
     def after(self) -> int:
-        """Their number with fusion."""
+        """The number of operators with fusion."""
         return self.before - sum(name.count("+") for name in self.fusions)
 
     def __str__(self) -> str:
@@ -49,42 +49,46 @@ class StepGraph(ABC):
 
     @abstractmethod
     def set_replaying(self, replaying: bool) -> None:
-        """Turns replays of recorded launches on or off. A profile needs the launches that MindSpore makes.
+        """Turns replays of recorded launches on or off. They are off while MindSpore's profiler observes the launches.
 
-        Steps have the same bits with and without replays. A graph without replays ignores the call.
+        The results of a step have the same bits with and without replays. A graph without replays ignores the call.
         """
 
     @abstractmethod
     def run(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> StepLogits | DeviceScores:
-        """Runs a step of the last stage. Returns its scores, on the host or on the device.
+        """Runs a step of the last stage. Returns its scores, which are on the host or on the device.
 
-        ``entry`` is the first input of the graph. In the first stage, it has the token ids [T] without LAST_TOKEN. In a
-        later stage, ``entry`` is the residual stream [T, hidden_size] of the stage before. ``inserted`` completes the
-        token ids on the device, if the graph ``inserts`` them. Raises RuntimeError if an operator refuses its inputs.
+        ``entry`` is the first input of the graph. In the first stage, it is the token ids [tokens] without LAST_TOKEN.
+        In a later stage, it is the residual stream [tokens, hidden_size] of the previous stage. ``inserted`` states
+        which token ids the graph takes from the previous step's results on the device. It must be None unless
+        ``inserts`` returned True. Raises RuntimeError if an operator refuses its inputs.
 
-        If the device runs ahead, the call returns early. All arrays must then keep their values until the scores are
-        computed.
+        If the device runs ahead, this method may return before the step is computed. The arguments' arrays must then
+        keep their values until the scores are computed.
         """
 
     def inserts(self, inputs: StepInputs, num_ids: int) -> bool:
-        """Returns whether the graph of this step can insert some of ``num_ids`` token ids on the device."""
+        """Returns whether the graph of this step can insert some of ``num_ids`` token ids that are on the device."""
         del inputs, num_ids
         return False
 
     @abstractmethod
     def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
-        """Runs a step of a stage that is not the last, and returns the residual stream [T, hidden_size].
+        """Runs a step of a stage that is not the last. Returns the residual stream [tokens, hidden_size].
 
-        The result is valid until the next run. Otherwise like ``run``.
+        The result is valid until the next run. ``run`` describes the arguments and errors.
         """
 
     def operators(self) -> Mapping[str, Operators]:
-        """Returns the operators of each kind of graph, by its name. A graph that is not replayed is left out."""
+        """Returns the counts of operators by the name of the graph's kind. Leaves out graphs that are not replayed."""
         return {}
 
 
 def empty_entry(ops: OpTable, tokens: int) -> Array:
-    """Returns zeros in the form of ``StepGraph.run``'s ``entry``, for the given number of tokens."""
+    """Returns an array of zeros with the shape and type that ``StepGraph.run`` expects for its argument ``entry``.
+
+    ``tokens`` is the number of tokens of the step.
+    """
     if ops.part is None or ops.is_first_stage:
         return np.zeros(tokens, np.int32)
     return np.zeros((tokens, ops.part.whole.hidden_size), STORAGE_DTYPES[ops.dtype])

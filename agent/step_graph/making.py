@@ -26,10 +26,11 @@ def make_step_graph(
     *,
     fuses: bool = False,
 ) -> StepGraph:
-    """Makes the kind of graph that the op table needs. The caller compiles it.
+    """Makes the kind of graph that the op table needs: static for fused operators, otherwise dynamic.
 
-    A static graph reads the inputs of every step from ``buffers``. A dynamic graph pads the number of sequences of a
-    decode step to one of ``decode_sizes``. With ``fuses``, replays of a dynamic graph fuse operators.
+    The caller compiles the graph. A static graph reads the inputs of every step from ``buffers``. A dynamic graph pads
+    the number of sequences of a decode step to one of ``decode_sizes``. With ``fuses``, replays of a dynamic graph fuse
+    operators.
     """
     if isinstance(ops, FusedCpuOps):
         return StaticStepGraph(model, ops, buffers)

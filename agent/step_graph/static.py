@@ -17,7 +17,7 @@ from agent.weights.storage import Array
 
 
 class StaticStepGraph(FusedStepGraph):
-    """One graph of the largest step's size. ``run`` creates no tensor."""
+    """One graph whose tensors have the size of the largest step. ``run`` uses them for every step."""
 
     def __init__(self, model: nn.Cell, ops: FusedCpuOps, buffers: StepBuffers) -> None:
         super().__init__(ops, buffers)
@@ -50,7 +50,7 @@ class StaticStepGraph(FusedStepGraph):
             yield parameter.name, parameter.data_ptr(), as_storage(parameter)
 
     def traceable(self) -> tuple[nn.Cell, tuple[Tensor, ...]]:
-        """Returns the outermost Cell and its inputs."""
+        """Returns the outermost Cell and its inputs, for ``agent.stored_program.trace``."""
         return self._graph.cell, self._tensors
 
     def _compute(self, results: tuple[Array, ...], num_tokens: int) -> None:
@@ -58,7 +58,10 @@ class StaticStepGraph(FusedStepGraph):
 
 
 class _StaticStep(nn.Cell):
-    """The outermost Cell. Its inputs are those of a dynamic graph and ``counts``, which has the step's sizes."""
+    """The outermost Cell of the static graph. ``counts`` has the numbers of tokens and sequences of a step.
+
+    All other inputs have the size of the largest step.
+    """
 
     def __init__(self, model: nn.Cell) -> None:
         super().__init__(auto_prefix=False)

@@ -20,7 +20,7 @@ class StoredStepGraph(FusedStepGraph):
         launches: RecordedLaunches,
         make_graph: Callable[[], FusedStepGraph],
     ) -> None:
-        """``make_graph`` compiles the graph with MindSpore, over the same memory."""
+        """``launches`` are the restored launches. ``make_graph`` compiles MindSpore's graph over the same memory."""
         super().__init__(ops, buffers)
         self._launches = launches
         self._make_graph = make_graph
@@ -28,7 +28,7 @@ class StoredStepGraph(FusedStepGraph):
         self._is_paused = False
 
     def compile(self) -> None:
-        """Does nothing, because the launches are known."""
+        """Does nothing, because stored launches need no compilation."""
 
     def set_replaying(self, replaying: bool) -> None:
         if not replaying:

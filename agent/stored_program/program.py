@@ -1,4 +1,7 @@
-"""Recorded launches without addresses: each argument is in named memory, or is the output of a launch."""
+"""Recorded launches in a form that another process can run.
+
+A launch stores no addresses: each argument is in memory with a name, or is the output of a launch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1, "int
 
 
 class ProgramError(Exception):
-    """Launches cannot be stored, or stored launches cannot be used. The text gives the reason."""
+    """Raised if launches cannot be stored, or if stored launches cannot be used. The text gives the reason."""
 
 
 class StoredArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,9 +49,10 @@ class StoredProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make_launches(launches: tuple[StoredLaunch, ...], memory: Mapping[str, Array]) -> RecordedLaunches:
-    """Makes stored launches in this process, over its ``memory``, and returns the recording.
+    """Restores stored launches in this process: calls each operator once, and returns the recorded calls for replays.
 
-    The step in ``memory`` must have no tokens. Raises ProgramError if the operators refuse their arguments.
+    ``memory`` maps the names of memory to this process's arrays. Its inputs must be a step without tokens. Raises
+    ProgramError if the operators refuse their arguments.
     """
     outputs: dict[tuple[int, int], Array] = {}
 

@@ -1,4 +1,4 @@
-"""The proof of a stored program: a short prompt and one more token must have the bits of MindSpore's graph."""
+"""The proof of a stored program: a short prompt and one decode step must give the same bits as MindSpore's graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _MOST_TOKENS = 8
 
 
 def proof_steps(config: Config) -> list[StepSlot]:
-    """Returns the steps of the proof: a prompt of several different tokens, and a decode. They write to one block."""
+    """Returns the steps of the proof: a prompt of several different tokens, then one decode step.
+
+    Both steps write to the same block.
+    """
     block_size = config.pa_config.block_size
     tokens = min(_MOST_TOKENS, block_size - 1, config.max_model_len - 1, config.max_num_batched_tokens)
     steps = []

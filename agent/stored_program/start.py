@@ -1,4 +1,4 @@
-"""The start of an agent with a stored program, and the storing of the program at the end of a usual start."""
+"""Starts an agent with a stored program. After a start without one, stores the program for the next start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("agent.stored_program")
 
 
 class StoredStart:
-    """Finds, uses and keeps the stored program of one agent. A failure never fails a start."""
+    """Finds, uses and stores the program of one agent. If this fails, the agent starts without a stored program."""
 
     def __init__(self, config: Config, rank: int) -> None:
         """``rank`` is the agent's number among all agents."""
@@ -38,9 +38,9 @@ class StoredStart:
     def make_graph(
         self, model: LoadedModel, buffers: StepBuffers, compile_graph: Callable[[], StepGraph]
     ) -> StepGraph | None:
-        """Returns the graph of the program that ``find`` has read, or None if the program cannot be used.
+        """Returns a graph that runs the program that ``find`` has read, or None if the program cannot be used.
 
-        ``compile_graph`` compiles the graph with MindSpore. It is called if a profile needs MindSpore's launches.
+        ``compile_graph`` compiles MindSpore's graph. It is called only if a profile needs the launches of MindSpore.
         """
         assert self._found is not None, "find() has found a program"
         assert isinstance(model.ops, FusedCpuOps), "only fused operators are stored"
@@ -51,7 +51,7 @@ class StoredStart:
         except ProgramError as problem:
             self.drop(str(problem))
             return None
-        self._constants = constants  # the launches read this memory
+        self._constants = constants  # keeps these arrays alive, because the launches read their memory
 
         def compiled() -> FusedStepGraph:
             graph = compile_graph()
@@ -61,7 +61,10 @@ class StoredStart:
         return StoredStepGraph(model.ops, buffers, launches, compiled)
 
     def is_proved(self, model: LoadedModel, run_step: Callable[[StepSlot], object]) -> bool:
-        """Runs the proof and returns whether it has the bits of MindSpore's graph."""
+        """Runs the proof. Returns whether its results have the bits that MindSpore's graph gave in an earlier start.
+
+        If not, deletes the stored program.
+        """
         assert self._found is not None, "find() has found a program"
         assert isinstance(model.ops, FusedCpuOps), "only fused operators are stored"
         if proof_digest(self._config, model.ops, run_step) == self._found[0].proof:
@@ -72,14 +75,18 @@ class StoredStart:
     def keep(
         self, model: LoadedModel, buffers: StepBuffers, graph: StepGraph, run_step: Callable[[StepSlot], object]
     ) -> None:
-        """Stores the launches of MindSpore's graph if replays of them have its bits. Runs the proof."""
+        """Stores the launches of MindSpore's graph, if a replay of the proof gives the same bits as the graph.
+
+        Otherwise logs the reason and stores nothing.
+        """
         from agent.step_graph.static import StaticStepGraph  # imports mindspore
         from agent.stored_program.trace import stored_launches, trace_launches
 
         ops = model.ops
         if not isinstance(graph, StaticStepGraph) or not isinstance(ops, FusedCpuOps) or not proof_steps(self._config):
             return
-        proof_digest(self._config, ops, run_step)  # the first small steps record the launches and confirm them
+        # The first small steps of a graph record its launches and compare them with the graph. Run them now.
+        proof_digest(self._config, ops, run_step)
         replayed = proof_digest(self._config, ops, run_step)
         graph.set_replaying(False)
         proof = proof_digest(self._config, ops, run_step)
@@ -107,7 +114,7 @@ class StoredStart:
 
 
 def _memory(model: LoadedModel, ops: FusedCpuOps, buffers: StepBuffers) -> dict[str, Array]:
-    """Returns the memory of a graph by its name, without constants."""
+    """Returns the arrays that the launches of a graph use, without constants, by the names that a program stores."""
     steps = ("token_ids", "positions", "slot_mapping", "query_lens", "context_lens", "block_tables", "sampled_tokens")
     return {
         **{f"step/{name}": getattr(buffers, name) for name in (*steps, "counts")},

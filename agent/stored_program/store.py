@@ -34,12 +34,15 @@ class ProgramStore(ArrayCache):
 
     @staticmethod
     def fits(config: Config) -> bool:
-        """Returns whether programs of this config can be stored: fused operators, and agents without a group."""
+        """Returns whether programs of this config can be stored.
+
+        The config must have fused operators and groups of one agent, and must not save graphs.
+        """
         is_alone = config.parallel_config.group_size == 1
         return config.op_table == "fused" and is_alone and not config.context.save_graphs
 
     def find(self) -> tuple[StoredProgram, dict[str, Array]] | None:
-        """Returns the program and the constants, by the names of their memory. None if there is no valid file."""
+        """Returns the stored program, and the graph's constants by name. None if there is no valid file."""
         arrays = self.load()
         if arrays is None:
             return None
@@ -62,12 +65,15 @@ class ProgramStore(ArrayCache):
 
 
 def constant_name(parameter: str) -> str:
-    """Returns the name of the memory of a constant."""
+    """Returns the name under which a program stores a constant. ``parameter`` is MindSpore's name of the constant."""
     return _CONSTANT + parameter
 
 
 def _fingerprint(config: Config, rank: int) -> str:
-    """Returns a digest of everything that decides the launches and the bits of the proof."""
+    """Returns a digest of everything on which the launches and the bits of the proof depend.
+
+    A stored program is used only if this digest has not changed.
+    """
     return digest_of(
         {
             "weights": fingerprint(config, rank),

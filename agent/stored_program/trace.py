@@ -1,6 +1,6 @@
-"""Finds the launches of a fused graph: runs its Cells in Python, with operators that only note their arguments.
+"""Finds the launches of a fused graph: runs its Cells in Python with operators that only record their arguments.
 
-MindSpore compiles the same Cells, so that its graph launches the same operators. Imports mindspore.
+MindSpore compiles the same Cells, so its graph launches the same operators. Imports mindspore.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from agent.weights.storage import Array
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output of a launch."""
+    """One output of a launch, which a later launch may take as an input."""
 
     launch: int
     argument: int
-    """The number of the argument: outputs follow the inputs."""
+    """The index among the launch's arguments: the inputs come first, then the outputs."""
     shape: tuple[int, ...]
     type: str
 
 
 @dataclass(frozen=True, slots=True)
 class TracedLaunch:
-    """A call of a custom operator."""
+    """One call of a custom operator, with its inputs and outputs."""
 
     operator: str
     inputs: tuple[Tensor | Output, ...]
@@ -37,7 +37,10 @@ class TracedLaunch:
 
 
 def trace_launches(cell: nn.Cell, inputs: Sequence[Tensor]) -> list[TracedLaunch]:
-    """Returns the launches of a graph, whose operators are ``custom_operator``s, in their order."""
+    """Runs ``cell`` with ``inputs``, without computing anything. Returns the operator calls, in their order.
+
+    All operators of the cell must come from ``agent.backends.cpu.ops.custom_operator``.
+    """
     found: list[TracedLaunch] = []
 
     def note(operator: Any, *arguments: Tensor | Output) -> Output | tuple[Output, ...]:
@@ -60,7 +63,10 @@ def trace_launches(cell: nn.Cell, inputs: Sequence[Tensor]) -> list[TracedLaunch
 
 
 def stored_launches(traced: Sequence[TracedLaunch], memory: Mapping[str, Array]) -> tuple[StoredLaunch, ...]:
-    """Returns traced launches with the names of their memory. Raises ProgramError if an input has no name."""
+    """Converts traced launches to the stored form: replaces each input tensor by the name of its memory.
+
+    ``memory`` maps names to arrays. Raises ProgramError if an input is not in one of these arrays.
+    """
     names = {array.ctypes.data: name for name, array in memory.items() if array.nbytes}
 
     def named(argument: Tensor | Output, operator: str) -> StoredArgument:
@@ -80,13 +86,13 @@ def stored_launches(traced: Sequence[TracedLaunch], memory: Mapping[str, Array])
 
 
 def type_name(dtype: Any) -> str:
-    """Returns the name of a type as operators get it, such as ``float32``."""
+    """Returns the name of a MindSpore type in the form in which operators take it, such as ``float32``."""
     return str(dtype).lower()
 
 
 @contextmanager
 def _replaced_call(kind: type, call: Any) -> Iterator[None]:
-    """Replaces ``__call__`` of a class."""
+    """Replaces the method ``__call__`` of the class ``kind`` by ``call`` until the end of the ``with`` block."""
     own = vars(kind).get("__call__")
     kind.__call__ = call  # type: ignore[method-assign]
     try:

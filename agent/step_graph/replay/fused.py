@@ -4,11 +4,12 @@ The graph's shapes never change, and its inputs, weights, caches and results sta
 recording serves all steps, and MindSpore need not prepare every parameter in every step.
 
 The first small step runs the graph, records the launches (``agent.kernels.launches``) and replays them. The second
-small step runs the graph and the replay. Both times the results must agree in every bit. All later steps are replays.
-If the results differ, or if kernels of another library run in the graph, all later steps run the graph.
+small step runs the graph and the replay. In both steps, the graph and the replay must give the same bits. Then all
+later steps are replays. If the results differ, or if kernels of another library run in the graph, all later steps run
+the graph.
 
-Agents that share layers compute sums over the agents inside the launches. Therefore either all of them replay or none
-does, and they vote on every finding.
+If agents share layers, the launches add arrays of all these agents. Therefore either all of them replay or none does.
+Each agent votes on whether its replay agrees, and all of them replay only if all votes are yes.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ class FusedReplays:
     """Runs the steps of one graph, either with MindSpore or by replaying its recorded launches."""
 
     def __init__(self, run_graph: Callable[[], Tensor], tensors: Iterable[Tensor], all_agree: AllAgree) -> None:
-        """``tensors`` are all inputs, parameters and constants of the graph; the addresses of their memory must not
-        change.
+        """``tensors`` are all inputs, parameters and constants of the graph. Their addresses must not change.
 
         ``all_agree`` takes this agent's vote and returns whether all agents that share the layers voted True.
         """
@@ -53,7 +53,7 @@ class FusedReplays:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether replays gave the same bits as the graph often enough, so that all further steps are replays."""
+        """Whether two replays have given the same bits as the graph. If so, all further steps are replays."""
         return self._confirmed
 
     @property
@@ -62,10 +62,10 @@ class FusedReplays:
         return self._problem
 
     def run(self, results: Sequence[Array], num_tokens: int) -> None:
-        """Runs a step of ``num_tokens`` tokens, whose inputs are in place.
+        """Runs a step of ``num_tokens`` tokens, whose inputs are already in the memory of the graph's inputs.
 
-        ``results`` are the parts of the graph's memory that the step fills. Raises RuntimeError if an operator refuses
-        its inputs (OperatorRefusedError from a replay), and whatever ``all_agree`` raises.
+        ``results`` are the arrays that the step fills. Raises RuntimeError if an operator refuses its inputs; a replay
+        then raises its subclass OperatorRefusedError. Exceptions of ``all_agree`` are passed on.
         """
         if self._confirmed and self.is_paused:
             self._graph_result()
@@ -101,8 +101,10 @@ class FusedReplays:
             self._give_up("a replay gives another result")
 
     def _confirm(self, launches: RecordedLaunches, results: Sequence[Array]) -> None:
-        """Runs the graph and the replay with a second step and compares the results. Its different inputs reveal a
-        value that was wrongly recorded as a constant.
+        """Runs a second step with the graph and with the replay, and compares the results.
+
+        The second step has other inputs than the recorded step. The comparison therefore fails if the recording has
+        taken a value for a constant that depends on the inputs.
         """
         expected: list[Array] = []
         self._run_and_copy(results, expected)
@@ -115,7 +117,7 @@ class FusedReplays:
             self._give_up("a replay with other inputs gives another result")
 
     def _run_and_copy(self, results: Sequence[Array], expected: list[Array]) -> tuple[Results, tuple[int, ...]]:
-        """Fills ``results`` with NaN, runs the graph and copies its results to ``expected``."""
+        """Runs the graph and copies the results to ``expected``. Before, fills ``results`` with NaN."""
         _spoil(results)
         number = self._graph_result()
         expected[:] = [result.copy() for result in results]

@@ -1,16 +1,17 @@
 """Replays steps of a dynamic graph, of any size, from two recordings of its kernel launches.
 
-The graph makes the same launches every time. Inputs, weights and caches stay in the same memory. The lengths of the
-launches' arguments depend only on the numbers of tokens and sequences. Therefore two steps of padding are recorded
-after compilation (``agent.kernels.launches``), as an Ascend captures the launches of a stream. A length that differs
-between the two is a multiple of the tokens or of the sequences.
+The graph makes the same launches in every step, and inputs, weights and caches stay in the same memory. Only the sizes
+of the launches' arguments change, with the numbers of tokens and sequences. Therefore two padding steps of different
+size are recorded after compilation (``agent.kernels.launches``). If a size differs between the two recordings, it is a
+multiple of the number of tokens or of sequences. A replay computes this size for any step.
 
-The first small steps run the graph and the replay, and both must agree in every bit. All later steps are replays. A
-replay may fuse launches; the comparison then proves that fused and unfused operators give the same bits. If the results
-differ, or if kernels of another library run in the graph, all later steps run the graph.
+The first small steps run the graph and the replay, and both must give the same bits. Then all later steps are replays.
+A replay may fuse launches, but the graph does not. The comparison then also proves that fused and unfused operators
+give the same bits. If the results differ, or if kernels of another library run in the graph, all later steps run the
+graph.
 
-Agents that share layers launch sums and gathers together and run the same steps in the same order. Therefore either all
-of them replay a graph or none does, and they vote on every finding.
+If agents share layers, their launches add and gather arrays of all these agents. Therefore either all of them replay a
+graph or none does. Each agent votes on whether its replay agrees, and all of them replay only if all votes are yes.
 """
 
 from __future__ import annotations
@@ -66,14 +67,15 @@ class NativeReplays:
         inserts_ids: bool = False,
         fuses: bool = False,
     ) -> None:
-        """``name`` is for the log. ``tensors`` are all parameters and constants of the graph; the addresses of their
-        memory must not change.
+        """Allocates the memory of the inputs. Call ``record`` next.
 
-        ``all_agree`` takes this agent's vote and returns whether all agents that share the layers voted True. If
-        ``max_prompts`` is not 0, the graph takes that number of int64 query lengths, with zeros after the last
-        sequence. If it is 0, the graph takes one int32 length for each sequence. ``inserts_ids`` means that the graph
-        takes the inputs of ``InsertIds``. With ``fuses``, replays fuse launches (``context.enable_graph_kernel``); the
-        graph itself, which confirms them, does not.
+        - ``name``: the name of the graph in the log.
+        - ``tensors``: all parameters and constants of the graph. Their addresses must not change.
+        - ``all_agree``: takes this agent's vote. Returns whether all agents that share the layers voted True.
+        - ``max_prompts``: if not 0, the graph takes this number of int64 query lengths, with zeros after the last
+          sequence. If 0, the graph takes one int32 query length for each sequence.
+        - ``inserts_ids``: whether the graph takes the inputs of ``InsertIds``.
+        - ``fuses``: whether replays fuse launches (``context.enable_graph_kernel``). The graph never does.
         """
         self._name, self._run_graph, self._tensors, self._all_agree = name, run_graph, tuple(tensors), all_agree
         self.max_tokens = most_replayed_tokens(limits.max_tokens, limits.max_seqs)
@@ -97,24 +99,27 @@ class NativeReplays:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether replays gave the same bits as the graph often enough, so that all further steps are replays."""
+        """Whether ``CONFIRMATIONS`` replays gave the same bits as the graph. If so, all further steps are replays."""
         return self._agreed >= CONFIRMATIONS
 
     @property
     def problem(self) -> str:
-        """The reason why the graph's launches cannot be replayed. Empty if they can."""
+        """The reason why the graph's launches cannot be replayed. Empty if they can be replayed."""
         return self._problem
 
     @property
     def operators(self) -> tuple[int, list[str]]:
-        """The number of operators of a step without fusion, and the fusions. (0, []) if the graph runs every time."""
+        """The number of operators of a step without fusion, and the names of the fusions.
+
+        (0, []) if the launches cannot be replayed.
+        """
         return (0, []) if self._launches is None else (self._launches.num_launches, self._launches.fusions)
 
     def record(self, entry: Array, *, is_decode: bool) -> None:
-        """Runs the graph twice with padding and records the launches. Must come before any ``run``.
+        """Runs the graph with two steps of padding and records the launches. Call this before ``run``.
 
-        ``entry`` is an entry of one token (see ``StepGraph.run``). Exceptions of the graph and of ``all_agree`` are
-        passed on.
+        ``entry`` is an entry of one token, as ``StepGraph.run`` describes it. Exceptions of the graph and of
+        ``all_agree`` are passed on.
         """
         self._entry = np.zeros((self.max_tokens, *entry.shape[1:]), entry.dtype)
         all_seqs = (1, min(2, self._max_seqs))
@@ -147,8 +152,10 @@ class NativeReplays:
         return self._launches.run() if self.is_confirmed else self._confirm(self._launches, arrays)
 
     def _confirm(self, launches: RecordedLaunches, arrays: tuple[Array, ...]) -> Results:
-        """Runs the graph and the replay and compares the results. Different inputs and sizes reveal a value that was
-        wrongly recorded as a constant. Returns the results.
+        """Runs a step with the graph and with the replay, compares the results, and returns them.
+
+        The step has other inputs and sizes than the recorded steps. The comparison therefore fails if the recording has
+        taken a value for a constant that depends on them.
         """
         results, _ = self._graph_result(arrays)
         if has_failed():  # a primitive refused these inputs, so the results are undefined
@@ -173,9 +180,9 @@ class NativeReplays:
         return (self._entry, *vectors, *inserted)
 
     def _padding(self, sizes: StepSizes) -> tuple[Array, ...]:
-        """Returns the inputs of a step that reads only the null block and writes nothing.
+        """Returns the inputs of a padding step, which reads only the null block and writes no keys or values.
 
-        Every sequence but the first has one token.
+        The first sequence has all tokens that are left when every other sequence has one token.
         """
         query_lens = np.ones(sizes.seqs, np.int32)
         query_lens[0] += sizes.tokens - sizes.seqs
@@ -220,10 +227,13 @@ class NativeReplays:
         return (self._entry[:tokens], *vectors, tables, self._contexts[:seqs], queries, *ids)
 
     def _copy_inserted(self, tokens: int, inserted: InsertedIds | None) -> tuple[Array, ...]:
-        """Copies the inputs of ``InsertIds``. Their number of ids is always the same, so that it is not a new shape."""
+        """Copies the inputs of ``InsertIds`` into this object's memory, and returns the copies.
+
+        The array of earlier ids always has its maximum length, so that MindSpore need not compute shapes again.
+        """
         places, mask = self._places[:tokens], self._mask[:tokens]
         if inserted is None:
-            mask.fill(0)  # the places may stay as they are
+            mask.fill(0)  # where the mask is 0, InsertIds ignores the places, so old places do not matter
         else:
             ids = as_array(inserted.earlier.best_ids())
             self._earlier_ids[: len(ids)] = ids
