@@ -84,7 +84,7 @@ def _write_metadata(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) 
 
 
 def _joined_experts(folder: Path) -> list[tuple[str, np.ndarray]]:
-    """Returns the tensors of the folder as float32, the experts' matrices of a layer joined to one tensor."""
+    """Returns the tensors of the folder as float32. The matrices of a layer's experts are stacked to one tensor."""
     found: dict[str, np.ndarray] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "numpy") as opened:
@@ -100,7 +100,7 @@ def _joined_experts(folder: Path) -> list[tuple[str, np.ndarray]]:
 
 
 def _heads(name: str, config: dict[str, Any]) -> int | None:
-    """Returns the heads of a tensor whose rows llama.cpp permutes, otherwise None."""
+    """Returns the number of heads of a tensor whose rows llama.cpp permutes. Returns None for other tensors."""
     if ".q_proj." in name:
         return int(config["num_attention_heads"])
     return int(config["num_key_value_heads"]) if ".k_proj." in name else None

@@ -13,7 +13,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def write_sentencepiece_gguf(vocabulary: Path, path: Path, **entries: Any) -> Path:
-    """Writes the pieces of a ``tokenizer.model`` with their scores. ``entries`` replace entries of the tokenizer."""
+    """Writes the pieces of a ``tokenizer.model`` and their scores to a GGUF file.
+
+    ``entries`` replace entries of its metadata.
+    """
     model = sentencepiece.SentencePieceProcessor(model_file=str(vocabulary))
     ids = range(model.get_piece_size())
     added = json.loads(vocabulary.with_name("tokenizer_config.json").read_text())["added_tokens_decoder"]
@@ -39,7 +42,10 @@ def write_sentencepiece_gguf(vocabulary: Path, path: Path, **entries: Any) -> Pa
 
 
 def write_byte_level_gguf(vocabulary: Path, path: Path, pre: str, **entries: Any) -> Path:
-    """Writes tokens and merges of a ``tokenizer.json``. ``entries`` replace entries of the tokenizer."""
+    """Writes the tokens and merges of a ``tokenizer.json`` to a GGUF file.
+
+    ``entries`` replace entries of its metadata.
+    """
     content = json.loads(vocabulary.read_text())
     added = {each["id"]: each for each in content["added_tokens"]}
     tokens = {number: token for token, number in content["model"]["vocab"].items()}
@@ -57,7 +63,10 @@ def write_byte_level_gguf(vocabulary: Path, path: Path, pre: str, **entries: Any
 
 
 def write_entries(path: Path, entries: dict[str, Any], template: str | None = None) -> Path:
-    """Writes a GGUF file without tensors, with entries of the tokenizer. Entries that are None are left out."""
+    """Writes a GGUF file that has no tensors, only metadata of a tokenizer.
+
+    Entries whose value is None are left out.
+    """
     writer = gguf.GGUFWriter(str(path), "llama")
     for key, value in entries.items():
         name = f"tokenizer.ggml.{key}"

@@ -16,7 +16,10 @@ FAMILIES = LLAMAS / "families"
 
 @cache
 def golden_of(model: str) -> dict[str, Any]:
-    """Returns the golden file of a name: that of a Llama or, if there is none, that of another family's model."""
+    """Returns the content of the golden file of this model.
+
+    The file is in the folder of the Llamas or in that of the other families.
+    """
     path = LLAMAS / f"{model}.json"
     path = path if path.is_file() else FAMILIES / f"{model}.json"
     document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

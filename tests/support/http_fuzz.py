@@ -25,9 +25,9 @@ _EXPECTED_ERRORS = ("deadline_exceeded", "queue_full")
 
 @dataclass(frozen=True)
 class FuzzRequest:
-    """The bytes of one connection, and a short name of the place they come from.
+    """The bytes that a client sends on one connection. ``place`` is a short description of where they come from.
 
-    ``is_whole``: the server can see where the request ends, so it must respond and close the connection.
+    If ``is_whole`` is true, the server can see where the request ends. It must then respond and close the connection.
     """
 
     place: str
@@ -44,12 +44,13 @@ class FuzzAnswer:
 
     @property
     def is_failure(self) -> bool:
-        """True for a status of 500 or more, except for the two errors that a request can ask for."""
+        """True for a status of 500 or more, except for a full queue and a missed deadline, which a request can cause.
+        """
         return self.status >= 500 and not any(code.encode() in self.body for code in _EXPECTED_ERRORS)
 
 
 class RequestDrawing:
-    """Draws requests for every operation of an OpenAPI document. A seed repeats a request."""
+    """Draws requests for every operation of an OpenAPI document. The same seed gives the same request."""
 
     def __init__(self, document: dict[str, Any], model: str) -> None:
         self._schemas = document["components"]["schemas"]
@@ -62,7 +63,11 @@ class RequestDrawing:
         """All operations as method, path and description."""
 
     def draw(self, seed: int) -> FuzzRequest:
-        """Return the request of a seed: half from the schemas, a third with changed values, the rest changed bytes."""
+        """Return the request of a seed.
+
+        Half of the bodies fit the schemas. The other half has changed values, and many of these have changed bytes,
+        too.
+        """
         rng = random.Random(f"http {seed}")
         method, path, operation = rng.choice(self.operations)
         kind = rng.random()
@@ -104,7 +109,7 @@ class RequestDrawing:
         return head.encode("utf-8", "surrogatepass") + content
 
     def _bound(self, body: Any, schema: dict[str, Any]) -> None:
-        """Limit the number and the length of outputs, also in the nested settings of the dialects."""
+        """Limit the number and the length of outputs, also in the nested settings of the published server's routes."""
         if not isinstance(body, dict):
             return
         known = self._schemas[schema["$ref"].removeprefix(_REF)].get("properties", {}) if "$ref" in schema else {}
@@ -160,12 +165,13 @@ class RequestDrawing:
 
 
 def exchange(port: int, request: FuzzRequest, timeout_s: float) -> FuzzAnswer:
-    """Send a request and read the response to its end. Raises TimeoutError if a whole request gets none in time.
+    """Send a request and read the response to its end. Raises TimeoutError if a whole request gets no response in time.
 
-    A request that is not whole gets ``PATIENCE_S``. Then the client closes its sending side and reads what comes.
+    If the request is not whole, the client reads for ``PATIENCE_S``. Then it closes its sending side and reads the
+    rest.
     """
     data = bytearray()
-    # the server may refuse the request before it has read the rest
+    # the server may refuse the request before it has read all of it
     broken = contextlib.suppress(ConnectionResetError, BrokenPipeError)
     with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as client, broken:
         client.sendall(request.data)

@@ -27,7 +27,7 @@ _CHECK = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "ret
 
 @dataclass
 class HttpFindings:
-    """The outcome of a run. ``failures`` and ``hangs`` name requests by their seeds."""
+    """The outcome of a run. ``failures`` and ``hangs`` contain the seeds of the requests."""
 
     requests: int = 0
     statuses: Counter[int] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""The HTTP edge on a loopback port, in a thread, with a fake engine behind it."""
+"""An HTTP server of this project on a loopback port, in a thread, with a fake engine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MemoryLog:
 
 
 class HttpServer:
-    """A running server. Tests change the engine's script from their own thread."""
+    """A running server. A test may change the engine's script while the server runs in its own thread."""
 
     def __init__(self, engine: FakeEngine, access: AccessControl | None = None, **settings: Any) -> None:
         self.engine = engine
@@ -128,7 +128,7 @@ def running(engine: FakeEngine, access: AccessControl | None = None, **settings:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 3) -> float:
-    """Waits until ``condition`` is true. Returns the seconds this took."""
+    """Waits until ``condition`` is true. Returns the waiting time in seconds."""
     start, limit = time.monotonic(), time_limit(timeout_s)
     while not condition():
         assert time.monotonic() - start < limit, "did not come true"

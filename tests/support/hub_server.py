@@ -1,4 +1,4 @@
-"""A hub of models on loopback that speaks as Hugging Face and as ModelScope do, and can misbehave."""
+"""A hub of models on loopback with the routes of Hugging Face and of ModelScope. It can fail in chosen ways."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class HubServer:
-    """One repository. ``cut`` has the number of bytes after which the next download of a file breaks off."""
+    """One repository of a hub.
+
+    ``cut`` has for each file the numbers of bytes after which its next downloads break off.
+    """
 
     files: dict[str, bytes]
     url: str = ""
@@ -35,7 +38,7 @@ class HubServer:
         return sorted({path for path, _ in self.downloads})
 
     def content(self, path: str) -> bytes:
-        """The bytes that are sent: the file, or the same number of wrong bytes."""
+        """Returns the bytes that the hub sends for a file. For a corrupt file, the first byte is wrong."""
         data = self.files[path]
         return bytes(255 - data[0] for _ in data[:1]) + data[1:] if path in self.corrupt else data
 
@@ -62,7 +65,7 @@ def hub_server(files: dict[str, bytes]) -> Iterator[HubServer]:
 
 
 def folder_files(folder: Path) -> dict[str, bytes]:
-    """All files of a model folder, as a repository has them."""
+    """Returns the content of every file of a model folder, by its path in the repository."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

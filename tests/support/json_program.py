@@ -1,6 +1,6 @@
 """Test programs that run in their own process and print their result as JSON.
 
-They need a process because MindSpore, its plugin and a device's settings belong to a whole process.
+They need their own process, because MindSpore, its plugin and the settings of a device apply to a whole process.
 """
 
 from __future__ import annotations

@@ -20,7 +20,11 @@ def random_tensor(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) 
 def attention_rendering(
     query: Array, keys: Array, values: Array, query_lens: list[int], context_lens: list[int], window: int = 10**9
 ) -> npt.NDArray[np.float64]:
-    """Computes attention in float64 over contiguous keys and values [sum of context_lens, kv_heads, dim]."""
+    """Returns attention [query rows, heads, dim], computed in float64.
+
+    Keys and values are contiguous: [sum of context_lens, kv_heads, dim]. Each query row sees the keys before it, and at
+    most the last ``window`` of them.
+    """
     out = np.zeros(query.shape)
     group = query.shape[1] // keys.shape[1]
     row = start = 0
@@ -49,7 +53,10 @@ class PagedKeys:
 def page(
     rng: np.random.Generator, keys: Array, values: Array, context_lens: list[int], block_size: int, dtype: str
 ) -> PagedKeys:
-    """Writes contiguous keys and values [sum of context_lens, kv_heads, dim] to blocks in random order."""
+    """Writes keys and values to cache blocks in random order. Returns the caches and block tables.
+
+    Keys and values are contiguous: [sum of context_lens, kv_heads, dim].
+    """
     counts = [-(-n // block_size) for n in context_lens]
     num_blocks = sum(counts) + 2
     shape = (num_blocks, block_size, *keys.shape[1:])

@@ -1,4 +1,4 @@
-"""Helpers that change the number of kernel threads, which belongs to the whole process, and restore it."""
+"""Helpers that change the number of kernel threads and restore it. The number applies to the whole process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Sequences over a ``KVCacheManager`` and a modelled memory. A test may run their operations in any order.
 
-A token's keys and values depend on all tokens before it. Therefore the memory holds a prefix number for each slot of
-each block: the prefix whose keys and values were written there. Each read is compared with the prefix that the sequence
-would have computed without other sequences.
+A token's keys and values depend on all tokens before it. Therefore the modelled memory holds a prefix number for each
+slot of each block. The number stands for the token and all tokens before it, whose keys and values were written there.
+Each read is compared with the prefix that the sequence would have computed without other sequences.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class KVCacheModel:
         return sequence
 
     def look(self, sequence: ModelSequence) -> None:
-        """Looks up the cached prefix of a waiting sequence, and checks that the memory contains it."""
+        """Looks up the cached prefix of a waiting sequence. Checks that the memory contains this prefix."""
         match = sequence.match = self.manager.prefixes.match(sequence.chain)
         assert match.num_tokens < len(sequence.tokens)
         assert match.num_pending_tokens % self.block_size == 0
@@ -93,7 +93,7 @@ class KVCacheModel:
         self._check_slots(sequence, table, match.num_tokens)
 
     def start(self, sequence: ModelSequence) -> bool:
-        """Starts a waiting sequence with its latest match, however old.
+        """Starts a waiting sequence with the result of its latest lookup, which may be outdated.
 
         The start must succeed if no other sequence runs.
         """
@@ -110,7 +110,10 @@ class KVCacheModel:
         return True
 
     def compute(self, sequence: ModelSequence, count: int) -> bool:
-        """Submits a step for the next ``count`` tokens of a running sequence, as far as they are known."""
+        """Submits a step for the next ``count`` known tokens of a running sequence.
+
+        Returns whether there was a step to submit.
+        """
         end = min(sequence.num_scheduled + count, len(sequence.tokens))
         if end == sequence.num_scheduled or not self.manager.grow(sequence.table, end):
             return False
@@ -150,7 +153,7 @@ class KVCacheModel:
         return True
 
     def answer(self, outcome: Outcome) -> None:
-        """Completes the first step in flight. ``outcome`` determines whether the step ran."""
+        """Completes the first step in flight. ``outcome`` states whether the step ran."""
         step = self.steps.pop(0)
         sequence = step.sequence
         if outcome is Outcome.ANSWERED and not sequence.broken:
@@ -169,7 +172,7 @@ class KVCacheModel:
         self._settle(sequence)
 
     def lose_device(self) -> None:
-        """Loses all steps and both memories. All sequences wait again."""
+        """Loses the device: the steps in flight and both memories. All sequences wait again."""
         for step in self.steps:
             self.manager.end_copies(step.copies)
             step.sequence.num_inflight = 0
@@ -207,7 +210,7 @@ class KVCacheModel:
         assert self.manager.num_reserved_tokens == 0
 
     def check(self) -> None:
-        """Checks that no block is lost, and that every sequence finds its own keys and values."""
+        """Checks that no block is lost, and that the memory has the right keys and values for every sequence."""
         tables = [sequence.table for sequence in self.sequences]
         self.manager.check_integrity(tables, [sequence.host_table for sequence in self.sequences])
         check_cache(self.manager)
@@ -227,7 +230,7 @@ class KVCacheModel:
         self.steps.append(step)
 
     def _run(self, step: ModelStep) -> None:
-        """Runs a step: first its moves, then its tokens. Each read must find the sequence's own prefix."""
+        """Runs a step: first its moves, then its tokens. Each read must find the sequence's own prefix numbers."""
         sequence, size = step.sequence, self.block_size
         for copy in step.copies:
             self.memory[copy.destination] = list(self.memory[copy.source])
@@ -243,7 +246,10 @@ class KVCacheModel:
             self.memory[sequence.table[position // size]][position % size] = numbers[position]
 
     def _break(self, step: ModelStep, outcome: Outcome) -> None:
-        """Makes the step's results void, and those of later steps of its sequence, whatever they write."""
+        """Fails a step. Its results, and those of later steps of its sequence, become void.
+
+        If the step ran, the blocks that it should write get garbage.
+        """
         sequence, size = step.sequence, self.block_size
         if not sequence.broken:
             sequence.broken = True
@@ -277,7 +283,7 @@ class KVCacheModel:
         sequence.chain.extend(sequence.tokens[sequence.chain.num_tokens :])
 
     def _numbers(self, sequence: ModelSequence) -> list[int]:
-        """Returns the prefix number of each position."""
+        """Returns for each position the number of its prefix. Equal tokens after equal prefixes have equal numbers."""
         before: int | bytes = sequence.salt
         numbers = []
         for token in sequence.tokens:

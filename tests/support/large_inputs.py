@@ -1,4 +1,4 @@
-"""Large texts, token lists and bodies for a real server, and what each of them does to its event loop."""
+"""Sends large texts, token lists and bodies to a real server, and measures how long each stalls its event loop."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LargeInput:
 
     @property
     def own_s(self) -> float:
-        """The part of the stall that the machine does not explain."""
+        """The seconds of the stall, without the time for which the machine made the server wait for a processor."""
         return max(0.0, self.stall_s - self.waited_s)
 
     def text(self) -> str:
@@ -51,7 +51,7 @@ class LargeInput:
 
 
 def large_requests(sizes: Iterable[int] = SIZES, counts: Iterable[int] = COUNTS) -> Iterator[FuzzRequest]:
-    """Yield the requests. The place of each names its input."""
+    """Yield the requests. The ``place`` of each request describes its input."""
     for name, unit in UNITS.items():
         for size in sizes:
             text, what = unit * (size // len(unit.encode())), f"{size} bytes of {name}"
@@ -65,7 +65,7 @@ def large_requests(sizes: Iterable[int] = SIZES, counts: Iterable[int] = COUNTS)
 
 
 def send_large(server: ServerProcess, requests: Iterable[FuzzRequest]) -> Iterator[LargeInput]:
-    """Send the requests one after the other, and yield what each did."""
+    """Send the requests one after the other, and yield the outcome of each."""
     port = int(server.url.rsplit(":", 1)[1])
     with StallWatch(server) as watch:
         for request in requests:

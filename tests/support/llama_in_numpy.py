@@ -1,7 +1,7 @@
 """A Llama in NumPy, which computes whole sequences.
 
-Its linear layers are int8. The arithmetic between them is exact, or rounds to a type after each operator. It shares no
-code with the operators of the op tables.
+Its linear layers may be int8. The arithmetic between them is exact, or its results are rounded to a type after each
+operator. It shares no code with the operators of the op tables.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 class NumpyLlama:
     """The model of a folder.
 
-    ``dtype`` is the type of the weights that stay floats. ``weights`` is ``float``, ``int8`` (activations are quantised
-    token by token) or ``int8_weight_only``. Each output of an int8 layer has one scale, of type ``scale_dtype``. With
-    ``float_tied``, an embedding that is also the output layer stays a float there too.
+    ``weights`` states the format of the linear layers: ``float``, ``int8`` (activations are quantised token by token)
+    or ``int8_weight_only``. Each output of an int8 layer has one scale, of type ``scale_dtype``. All other weights are
+    floats of type ``dtype``. With ``float_tied``, an embedding that is also the output layer stays a float as output
+    layer.
     """
 
     def __init__(
@@ -46,9 +47,9 @@ class NumpyLlama:
                 self._weights[name], self._scales[name] = _quantised(values, scale_dtype)
 
     def logits(self, tokens: list[int], between: str = "float32", logits_type: str = "float32") -> Floats:
-        """Returns the logits [T, vocabulary] after each token.
+        """Returns the logits [tokens, vocabulary] after each token.
 
-        Results of operators are rounded to the type ``between``, those of the last operator to ``logits_type``.
+        The results of operators are rounded to the type ``between``. The logits are rounded to ``logits_type``.
         """
         shape, length = self._shape, len(tokens)
         residual = self._weights[_EMBEDDING][tokens]
@@ -90,7 +91,7 @@ def rounded(values: Floats, dtype: str) -> Floats:
 
 
 def _quantised(values: Floats, scale_dtype: str) -> tuple[Floats, Floats]:
-    """Returns quantised weights: integers [out, in] as floats, and scales [out]."""
+    """Returns quantised weights as integers [outputs, inputs] in float type, and their scales [outputs]."""
     scales = rounded(np.abs(values).max(axis=1) / np.float32(127), scale_dtype)
     return np.clip(np.rint(values * (1 / scales)[:, None]), -127, 127), scales
 
@@ -101,7 +102,10 @@ def _rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:
 
 
 def _attention(query: Floats, key: Floats, value: Floats, between: str) -> Floats:
-    """[T, H, D], [T, K, D] -> [T, H, D]."""
+    """Returns causal attention [tokens, heads, head dim].
+
+    The query is [tokens, heads, head dim]. Key and value are [tokens, key-value heads, head dim].
+    """
     times = query.shape[1] // key.shape[1]
     keys, values = (np.repeat(x, times, axis=1).transpose(1, 0, 2) for x in (key, value))
     scores = query.transpose(1, 0, 2) @ keys.transpose(0, 2, 1) / np.float32(np.sqrt(query.shape[2]))
@@ -113,7 +117,7 @@ def _attention(query: Floats, key: Floats, value: Floats, between: str) -> Float
 
 
 def _stored(folder: Path) -> dict[str, Floats]:
-    """Returns all tensors of the folder as they are stored."""
+    """Returns all tensors of the folder, converted to float32 without rounding."""
     files = TensorFiles(folder)
     stored = {name: to_float32(*files.read(name)).copy() for name in files.names()}
     files.close()

@@ -42,7 +42,10 @@ _HEADER_BYTES = 700
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of model folder: how tests write it, which files a case damages, and how a reader opens it."""
+    """A kind of model folder.
+
+    ``write`` creates the folder, ``files`` are the files that a case may damage, and ``open`` reads the folder.
+    """
 
     write: Callable[[Path], object]
     files: tuple[str, ...]
@@ -160,7 +163,7 @@ FORMATS: dict[str, Format] = {
 
 
 class LoaderFuzz:
-    """Damages and opens folders of one format. ``folder`` is empty and belongs to the object."""
+    """Damages and opens folders of one format. ``folder`` must be empty, and no other object may use it."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name, self._format, self._folder = name, FORMATS[name], folder
@@ -188,7 +191,7 @@ class LoaderFuzz:
         (place / file).write_bytes(damaged(rng, file, self._originals[file]))
 
     def _replace(self, file: str, content: bytes) -> None:
-        (self._folder / file).unlink()  # a new file: an earlier mapping keeps the old one
+        (self._folder / file).unlink()  # write a new file, because an earlier case may still map the old one
         (self._folder / file).write_bytes(content)
 
 

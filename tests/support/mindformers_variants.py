@@ -1,4 +1,4 @@
-"""Small seeded models that both MindFormers' classes and ours can serve."""
+"""Small seeded models that both MindFormers' classes and this project's models can serve."""
 
 from __future__ import annotations
 

@@ -7,10 +7,11 @@ import os
 
 from agent.kernels.library import library_path
 
-# MindSpore reads its log level during the import. ``agent.backends.runtime`` refuses another plugin path afterwards.
+# MindSpore reads its log level during the import. After the import, ``agent.backends.runtime`` refuses to set another
+# plugin path.
 VARIABLES = {"GLOG_v": "3", "MS_OP_PLUGIN_PATH": str(library_path())}
 os.environ.update(VARIABLES)
 
 import mindspore  # noqa: E402, F401
 
-gc.freeze()  # the forked programs do not walk MindSpore's objects at each compilation
+gc.freeze()  # the garbage collector of forked programs then skips MindSpore's objects, also during compilation

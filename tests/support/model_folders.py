@@ -32,7 +32,10 @@ def write_model_folder(
     remove: tuple[str, ...] = (),
     **changes: object,
 ) -> Path:
-    """Writes a folder with ``config.json`` and empty ``files``. ``config.json`` may have changed or removed keys."""
+    """Writes a folder with ``config.json`` and empty ``files``. Returns the folder.
+
+    ``changes`` and ``remove`` change or remove keys of ``config.json``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     values = {key: value for key, value in (SMALL_LLAMA | changes).items() if key not in remove}
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")

@@ -26,7 +26,7 @@ def mutate_bytes(rng: random.Random, data: bytes, *, until: int | None = None) -
 
 
 def mutate_value(rng: random.Random, value: Any) -> Any:
-    """Return a copy of a JSON value in which one place is another value, has another key, or is deleted."""
+    """Return a copy of a JSON value with one change: a place gets another value or another key, or is deleted."""
     if not isinstance(value, dict | list) or not value or rng.random() < 0.05:
         return rng.choice(VALUES) if rng.random() < 0.7 else _near(rng, value)
     changed = copy.deepcopy(value)
@@ -72,7 +72,7 @@ def _nested(rng: random.Random, depth: int) -> Any:
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Return each place inside a value as its container and its key or index."""
+    """Return each place inside a JSON value as a pair: the dict or list, and the key or index in it."""
     places: list[tuple[Any, Any]] = []
     waiting = [value]
     while waiting:

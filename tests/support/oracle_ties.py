@@ -1,4 +1,7 @@
-"""Compares greedy tokens with an oracle's. Where two logits are nearly equal (a tie), rounding may choose the other."""
+"""Compares greedy tokens with an oracle's tokens.
+
+Where two logits are nearly equal (a tie), rounding may make either token the best.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ RELATIVE_TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
 def check_forced(
     cases: list[dict[str, Any]], forced: list[list[int]], dtype: str, most_ties: float, label: str
 ) -> None:
-    """Checks the arg-max at every position of a model that gets the oracle's tokens.
+    """Checks the greedy token at every position of a model that gets the oracle's tokens as input.
 
-    It must be the oracle's token, or a tie: a token whose logit is within the margin. At most a fraction ``most_ties``
-    of the positions may be ties."""
+    The token must be the oracle's, or be at a tie: its logit is within the margin of the oracle's best logit. At most a
+    fraction ``most_ties`` of the positions may be ties.
+    """
     margins = []
     for case, tokens in zip(cases, forced, strict=True):
         limit = RELATIVE_TIE_MARGIN[dtype] * case["logit_std"]
@@ -49,7 +53,8 @@ def complete(server: ServerProcess, prompt: list[int], count: int, **sampling: A
 def find_ties(server: ServerProcess, case: dict[str, Any], margin: float) -> list[tuple[int, float]]:
     """Returns every position where the server's token differs from the oracle's, with the difference of their logits.
 
-    Each difference must be less than ``margin``. After a tie, the next request continues from the oracle's tokens.
+    The logits are the oracle's, and their difference must be less than ``margin``. After a tie, the next request
+    continues from the oracle's tokens.
     """
     ties, done = [], 0
     while done < NUM_TOKENS:

@@ -1,7 +1,7 @@
 """Checks that a position of a sequence always has the same bits.
 
-The position may be computed alone, in a batch, in chunks, as prompt or as decode, over shared, copied and swapped
-blocks.
+The position may be computed alone, in a batch, in chunks, as a part of a prompt or as a decode. Its blocks may be
+shared, copied or swapped.
 
 ``agent/runner_worker.py`` and ``agent/block_sharing.py`` compute the positions in their own process. This module
 compares them.
@@ -24,9 +24,10 @@ def check_position_bits(digests: Mapping[str, Sequence[str]]) -> None:
 
     A digest covers the sampled token, its logit, the logsumexp and the 32 best logits. ``digests`` has these keys:
 
-    - ``alone``, ``batched``: of every position, in order;
-    - ``together``: of the prompt's last position, computed as a decode together with another prompt;
-    - ``chunked``, ``prefilled``: of some positions, as "step digest", in which 0 is the prompt's last position.
+    - ``alone`` and ``batched`` have the digest of every position, in order.
+    - ``together`` has the digest of the prompt's last position, computed as a decode together with another prompt.
+    - ``chunked`` and ``prefilled`` have the digests of some positions, each written as "step digest".
+      Step 0 is the prompt's last position.
     """
     alone = list(digests["alone"])
     assert len(set(alone)) == len(alone) == FORCED_STEPS + 1, "positions that are all different, or bits prove nothing"
@@ -39,13 +40,14 @@ def check_position_bits(digests: Mapping[str, Sequence[str]]) -> None:
 
 
 def check_sharing_bits(digests: Mapping[str, Sequence[str]]) -> None:
-    """Compares digests of output tokens by the way in which blocks were shared. ``plain`` shares no block.
+    """Compares the digests of output tokens for each kind of block sharing with ``plain``, which shares no block.
 
-    A digest of a token is written as "number digest".
+    Each digest is written as "number of the output token, digest".
     """
     plain = list(digests["plain"])
     assert len(set(plain)) == len(plain) == SHARED_TOKENS, "tokens that are all different, or bits prove nothing"
     assert len(digests) == WAYS_TO_SHARE + 1
     for way, found in digests.items():
-        both = way in ("prefix of another row", "copied tail")  # the row, and the row that it shares blocks with
+        # These kinds have the digests of two batch rows that share blocks.
+        both = way in ("prefix of another row", "copied tail")
         assert found == (plain * 2 if both else plain), way

@@ -159,7 +159,7 @@ def compressed_config(layout: str, *, bits: int, group: int, asymmetric: bool, a
 
 
 def model_slim(name: str, plain: Plain, *, bits: int, packed: str) -> Tensors:
-    """Returns the tensors of a weight in msModelSlim's form."""
+    """Returns the tensors of a weight as msModelSlim stores them."""
     stem, zero, (rows, depth) = name.removesuffix(".weight"), 1 << (bits - 1), plain.q.shape
     signed = plain.q - zero
     if packed == "out":
@@ -213,7 +213,7 @@ def slim_description(scheme: str, tensors: Tensors, group: int) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Case:
-    """A quantised format with its settings."""
+    """A quantised format of a model folder, with its settings."""
 
     layout: str
     bits: int
@@ -291,9 +291,10 @@ def write_case(
     case: Case,
     change: Callable[[Tensors, dict[str, Any]], object] = lambda tensors, config: None,
 ) -> Path:
-    """Writes the folder of a case.
+    """Writes the folder of a case and returns it.
 
-    ``change`` may alter the tensors and the ``quantization_config`` or description file.
+    ``change`` may alter two dictionaries before they are written: the tensors, and the ``quantization_config`` or the
+    description file.
     """
     folder.mkdir(exist_ok=True)
     tensors = float_tensors()

@@ -1,7 +1,7 @@
 """Checks that the order in which requests start obeys the queue's bounds, so that no request starves.
 
-The watch only sees events that a client could see: arrivals, starts and tokens. It does not share data structures with
-the queue, so it may be slow, but its result is independent of the queue.
+The watch uses only events that a client could see: arrivals, starts and tokens. It shares no data structure with the
+queue, so its result is independent of the queue.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class QueueWatch:
         self._forget(request.request_id)
 
     def scheduled(self, step: ScheduledStep, now: float) -> None:
-        """Notes that the requests in their first step have started, in the order of the step."""
+        """Checks the start of each request that is in a step for the first time, in the order of the step."""
         self._drop_finished()
         for request in step.requests:
             if request.request_id in self._started:
@@ -73,8 +73,11 @@ class QueueWatch:
         return request.tenant if self._limits.fairness else ""
 
     def _check_order(self, started: Request) -> None:
-        """Checks that ``started`` belongs to the class with the oldest request, where a level of priority counts as
-        some seconds. Within the class, the requests of a tenant start in the order of their arrival."""
+        """Checks that ``started`` belongs to the priority whose oldest request should come first.
+
+        For this order, each level of priority counts as ``DEFAULT_AGEING_S`` seconds. Within a priority, the requests
+        of a tenant start in order of arrival.
+        """
         oldest: dict[int, Request] = {}
         for request in self._waiting.values():
             oldest.setdefault(request.priority, request)
@@ -89,7 +92,11 @@ class QueueWatch:
         assert before is started, f"{started.request_id} starts before {before.request_id}, which came earlier"
 
     def _check_late_share(self, started: Request, now: float) -> None:
-        """Checks that late requests of one priority and tenant start in order, once in ``LATE_SHARE`` starts."""
+        """Checks that no late request waits for too many starts of other requests.
+
+        At place n of the queue, counted from 1, it may wait for n * ``LATE_SHARE`` starts. The check applies while all
+        waiting requests have one priority and tenant.
+        """
         if len({(r.priority, self._tenant(r)) for r in self._waiting.values()}) > 1:
             self._starts_left.clear()
             return
@@ -102,11 +109,15 @@ class QueueWatch:
             self._starts_left[name] = left - 1
 
     def _charge(self, request: Request, service: int) -> None:
-        """Checks that no tenant gets more service than a waiting tenant of the same class plus the bound."""
+        """Adds ``service`` to the service of the request's tenant, and checks the fairness bound.
+
+        No tenant may get more service than a waiting tenant of the same priority plus the bound.
+        """
         services, tenant = self._services(request.priority), self._tenant(request)
         services[tenant] += service
         if self._limits.policy is Policy.SLO:
-            return  # late requests follow all others, see _check_late_share
+            # Policy ``slo`` has no fairness bound, because late requests follow all others; see _check_late_share.
+            return
         for name, before in self._service_before.items():
             waiting = self._waiting[name]
             own = self._tenant(waiting)

@@ -1,4 +1,4 @@
-"""An engine core over several replicas that a test calls step by step, with fakes of everything else."""
+"""An engine core over several replicas that a test calls step by step. All objects around the engine are fakes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.fakes import FakeDetokenizer, FakeExecutor, RecordingLog, Recording
 
 
 class ReplicatedEngine:
-    """Runs an engine with several replicas. Each loop iteration polls one executor, which the seed draws."""
+    """Runs an engine with several replicas. Each loop iteration polls one executor, which is drawn at random."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class ReplicatedEngine:
             if self.router.is_idle:
                 break
         assert self.router.is_idle
-        self.step(4)  # completes void steps that are still in flight
+        self.step(4)  # completes the void steps that are still in flight
         self.router.check_integrity()
         assert self.log.named("error") == []
         assert self.router.figures.free_blocks == self.router.figures.total_blocks

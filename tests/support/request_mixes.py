@@ -8,8 +8,9 @@ from typing import Any
 
 
 def mixed_body(draw: random.Random, index: int, prompt: object, max_tokens: Sequence[int]) -> dict[str, Any]:
-    """Returns a body: greedy or sampled, with or without penalties and log-probabilities, ending at an end token or
-    later.
+    """Returns a body with a random combination of sampling parameters.
+
+    It is greedy or random, with or without penalties, log-probabilities and the end at an end token.
     """
     body: dict[str, Any] = {
         "prompt": prompt,

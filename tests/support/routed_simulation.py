@@ -1,7 +1,7 @@
 """Drives a Router over several schedulers, each with a FakeDevice, in random order. Checks every operation.
 
-The operations are those of ``simulation.Simulation``. The seed determines which replica's device runs a step, returns a
-result or dies.
+The class has the same operations as ``simulation.Simulation``. The seed determines which replica's device runs a step,
+returns a result or dies.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FakeReplica:
 
 
 class RoutedSimulation(SimulatedClients):
-    """Several replicas behind one router. ``record`` may put a flight recorder before each scheduler."""
+    """Several replicas behind one router. If ``record`` is given, it wraps each scheduler with a flight recorder."""
 
     def __init__(
         self,
@@ -77,7 +77,10 @@ class RoutedSimulation(SimulatedClients):
         self.served_by.update((request.request_id, set()) for request in requests)
 
     def schedule(self) -> int:
-        """Schedules all possible steps, as the engine does. Checks that no replica idles while a request waits."""
+        """Schedules all possible steps, as the engine does. Returns their number.
+
+        Checks that no replica is idle while a request waits.
+        """
         number = sum(self._schedule(index) for index in range(len(self.replicas)))
         while placed := self.router.take_placed():
             number += sum(self._schedule(index) for index in placed)
@@ -101,7 +104,7 @@ class RoutedSimulation(SimulatedClients):
         return number
 
     def _check_busy(self) -> None:
-        """Checks that every replica that serves has work while a request waits for a replica."""
+        """Checks that every ready replica has work while a request waits for a replica."""
         if self.router.num_unplaced:
             for index, replica in enumerate(self.replicas):
                 assert not (replica.is_ready and replica.inner.is_idle), f"replica {index} idles"
@@ -189,7 +192,7 @@ class RoutedSimulation(SimulatedClients):
                 self.update(replica, result)
 
     def lose(self, index: int, *, blameless: bool = False) -> None:
-        """A replica's agents die, and stay away until ``revive``."""
+        """The agents of a replica die. The replica is not ready until ``revive``."""
         replica = self.replicas[index]
         self.seen["agents lost"] += 1
         self.seen["requests that lost their replica"] += len(self.router.replicas[index].entries)
@@ -226,7 +229,10 @@ class RoutedSimulation(SimulatedClients):
 
 
 class RoutedPlayer(Player):
-    """Runs scripts for one scheduler on several replicas. A loss affects one replica, which returns later."""
+    """Runs a script that was drawn for one scheduler on several replicas.
+
+    If the script loses the agents, only one replica is lost, and it returns later.
+    """
 
     def __init__(self, limits: dict[str, Any], num_replicas: int, seed: int, routing: Routing = Routing.PREFIX) -> None:
         self.routed = RoutedSimulation(make_script_limits(limits), num_replicas, seed, routing)

@@ -8,7 +8,7 @@ from llm_serving.scheduler.output import MoveKind, ScheduledStep
 class SaltWatch:
     """Remembers the salt of the last write to each block, in the cache and in the host pool.
 
-    The same prompt has the same text under any salt, so a comparison of texts would not detect a wrongly shared block.
+    Texts do not depend on the salt. Therefore a comparison of texts would not detect a block shared between salts.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -17,7 +17,7 @@ class SaltWatch:
         self._host: dict[int, bytes] = {}
 
     def scheduled(self, step: ScheduledStep) -> None:
-        """Checks a step when it is sent. Blocks are also allocated in this order."""
+        """Checks a step when the scheduler sends it. The scheduler allocates blocks in the same order."""
         for move in step.moves:
             source = self._host if move.kind is MoveKind.SWAP_IN else self._cache
             destination = self._host if move.kind is MoveKind.SWAP_OUT else self._cache

@@ -1,7 +1,7 @@
 """Scripts for the scheduler: limits, and a list of operations, as plain data.
 
 Tests draw a script at random, run it, and reduce it while it still fails. An impossible operation does nothing: for
-example, ``answer`` without a result. Any part of a script is therefore a script too.
+example, ``answer`` without a result. Therefore a script is still valid if operations are removed from it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _ENUMS = {
 
 @dataclass(frozen=True)
 class Script:
-    """Limits and operations. ``limits`` are the arguments of SchedulerLimits, enums by their values."""
+    """Limits and operations.
+
+    ``limits`` are the arguments of SchedulerLimits. An enum is stored as its value.
+    """
 
     limits: dict[str, Any]
     operations: list[Operation]
@@ -97,7 +100,7 @@ class Player:
             self.simulation.run()
 
     def begin(self) -> None:
-        """Lets the device begin a step. Later steps cannot overtake it."""
+        """Makes the device begin a step, which later steps cannot overtake."""
         self.simulation.device.begin()
 
     def answer(self, times: int) -> None:
@@ -105,7 +108,7 @@ class Player:
             self.simulation.answer()
 
     def rounds(self, number: int) -> None:
-        """Schedules all possible steps, then runs and completes all of them, before it schedules further steps."""
+        """Repeats ``number`` times: schedules all possible steps, then runs and completes them."""
         simulation = self.simulation
         for _ in range(number):
             simulation.schedule()
@@ -123,7 +126,7 @@ class Player:
         self.simulation.now += seconds
 
     def end(self, name: str, reason: str, drop: bool) -> None:
-        """Ends a request on behalf of its client. ``drop``: also drops the steps that have become void."""
+        """Ends a request on behalf of its client. With ``drop``, also drops the steps that have become void."""
         if name in self.simulation.requests:
             self.simulation.end(name, FinishReason(reason))
         if drop:
@@ -172,9 +175,10 @@ def play(script: Script) -> Simulation:
 
 
 def minimise(script: Script, fails: Callable[[Script], bool]) -> Script:
-    """Returns a script that still fails and from which no operation can be removed.
+    """Returns a small script that still fails (delta debugging, Zeller and Hildebrandt 2002).
 
-    Then simplifies its requests and limits one by one (delta debugging, Zeller and Hildebrandt 2002)."""
+    No operation can be removed from this script. Its requests and limits are as simple as possible.
+    """
     while True:
         smaller = _leave_out(script, fails)
         for candidate in _plainer(smaller):

@@ -17,7 +17,7 @@ _FAMILIES = [[2 + (7 * place + 11 * family) % (VOCABULARY - 2) for place in rang
 
 
 def draw_limits(rng: random.Random) -> dict[str, Any]:
-    """Draws limits. Every other script has limits under which running requests compete for blocks."""
+    """Draws limits for the scheduler. Under every second set of limits, running requests compete for blocks."""
     limits = _any_limits(rng)
     if rng.random() < 0.5:
         block_size, usable = rng.choice([1, 1, 2, 3, 4, 8]), rng.choice([39, 40, 40, 41, 44, 52])
@@ -44,7 +44,8 @@ def draw_limits(rng: random.Random) -> dict[str, Any]:
 def _any_limits(rng: random.Random) -> dict[str, Any]:
     """Draws limits from very tight to generous.
 
-    The pool may be too small for the longest sequence, which is then refused. Mostly it holds a little more than one.
+    The pool may be too small for the longest sequence, which is then refused. Usually the pool has a few more blocks
+    than the longest sequence needs.
     """
     max_model_len = rng.choice([4, 17, 40, 40, 64, 64, 100])
     block_size = rng.choice(BLOCK_SIZES)

@@ -39,7 +39,8 @@ class ServerProcess:
         config: str = "llama_tiny_cpu.yaml",
         program: Sequence[str] = (str(REPOSITORY / "start_server.py"),),
     ) -> None:
-        """``program``: the arguments of Python before those of the server."""
+        """``program`` are the arguments of Python before those of the server, for example the path of start_server.py.
+        """
         self.folder = folder
         self.log = folder / "server.log"
         self._stderr = (folder / "stderr.txt").open("wb")
@@ -83,7 +84,10 @@ class ServerProcess:
             return response.read().decode()
 
     def post(self, path: str, body: object, timeout_s: float = 120.0, headers: Mapping[str, str] | None = None) -> Any:
-        """Sends JSON by POST. Returns the JSON of the response; that of an error also has its ``status``."""
+        """Sends JSON by POST.
+
+        Returns the JSON of the response. If the response is an error, its ``status`` is added.
+        """
         all_headers = {"content-type": "application/json", **(headers or {})}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), all_headers, method="POST")
         try:

@@ -52,7 +52,9 @@ class SimulatedClients:
         self.check()
 
     def take_ended(self) -> None:
-        """Takes the requests whose deadline has passed, and the suspects that have lost their agent again."""
+        """Takes the requests that the scheduler has ended: their deadline has passed, or they have lost their agent
+        twice.
+        """
         updates = self.scheduler.take_ended()
         for update in updates:
             assert update.error is not None

@@ -40,7 +40,7 @@ class Simulation(SimulatedClients):
         self._idle_until = None
 
     def schedule(self) -> list[ScheduledStep]:
-        """Schedules all possible steps. Checks that the device does not idle while requests wait."""
+        """Schedules all possible steps and returns them. Checks that the device is not idle while requests wait."""
         steps: list[ScheduledStep] = []
         while (step := self._next_step()) is not None:
             assert step.seq == len(self.steps)
@@ -55,7 +55,7 @@ class Simulation(SimulatedClients):
         return steps
 
     def _next_step(self) -> ScheduledStep | None:
-        """Returns the scheduler's next step. Checks that the oldest running sequence was not preempted for it."""
+        """Returns the scheduler's next step. Checks that the oldest running sequence is not preempted for this step."""
         oldest = min(self.scheduler._running, key=lambda sequence: sequence.arrival_index, default=None)
         before = oldest.request.num_preemptions if oldest is not None else 0
         coming_back = [sequence for sequence in self.scheduler._running if sequence.on_host]
@@ -80,7 +80,7 @@ class Simulation(SimulatedClients):
         )
 
     def _check_busy(self) -> None:
-        """Checks that the scheduler is busy: without a step in flight, it must be idle or a batch must wait."""
+        """Checks that a step is in flight, that there are no requests, or that a batch waits for more requests."""
         scheduler, limits = self.scheduler, self.limits
         if scheduler.figures.steps_in_flight or scheduler.is_idle:
             self._idle_until = None
@@ -126,7 +126,7 @@ class Simulation(SimulatedClients):
         return self.answer()
 
     def finish(self, max_steps: int = 100_000) -> None:
-        """Runs until the scheduler is idle. Checks that the device never idles while requests wait."""
+        """Runs until the scheduler is idle. Checks that the device is never idle while requests wait."""
         for _ in range(max_steps):
             self.schedule()
             if self.answers or self.device.queue:
@@ -144,7 +144,10 @@ class Simulation(SimulatedClients):
         self._idle_until = None
 
     def fail_step(self, error: str) -> list[RequestUpdate]:
-        """Fails the next step halfway, so that its blocks have unknown content."""
+        """Makes the next step fail halfway, so that its blocks have unknown content.
+
+        Returns the updates of the scheduler.
+        """
         seq = self.device.fail_next()
         updates = self.update(StepResult(seq, error=error))
         self.cut.update(update.request.request_id for update in updates)
@@ -160,7 +163,7 @@ class Simulation(SimulatedClients):
                 self.seen["void steps"] += 1
 
     def skip_step(self) -> None:
-        """Aborts the latest step unless it has begun."""
+        """Aborts the latest step in the queue, if the device has not begun it."""
         result = self.device.abort(max(slot.seq for slot in self.device.queue))
         if result is not None:
             self.update(result)
@@ -206,7 +209,9 @@ class Simulation(SimulatedClients):
         return kv_cache._pool.ref_count(block) > 0 if contiguous is None else bool(contiguous._taken[block])
 
     def check_quiet(self) -> None:
-        """Checks an idle scheduler: everything is free, and every request ended with the text it has when it runs
+        """Checks an idle scheduler.
+
+        All blocks and batch rows must be free. Every request must have ended with the text that it has when it runs
         alone.
         """
         scheduler, figures = self.scheduler, self.scheduler.figures
@@ -221,7 +226,9 @@ class Simulation(SimulatedClients):
 
 
 def names(step: ScheduledStep) -> str:
-    """Returns a name like ``p:ab``, a prefill of the requests a and b."""
+    """Returns the first letter of the kind of step and the names of its requests, for example ``p:ab`` for a prefill of
+    a and b.
+    """
     return step.kind.value[0] + ":" + "".join(request.request_id for request in step.requests)
 
 

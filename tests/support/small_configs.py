@@ -23,7 +23,8 @@ def small_overrides(folder: Path, overrides: Sequence[str] = ()) -> list[str]:
         "serving_config.agent_ports=[0]",
         "model_config.decode_batch_size=[8]",
         "pa_config.num_blocks=160",
-        "serving_config.canary_interval_s=0",  # tests count requests and steps, and a canary would add some
+        # No canary, because it would change the requests and steps that tests count.
+        "serving_config.canary_interval_s=0",
         f"log_config.path={folder / 'server.log'}",
         *overrides,
     ]

@@ -33,7 +33,10 @@ CHAT_TEMPLATE = (
 
 @functools.cache
 def sentencepiece_model(*, dummy_prefix: bool = True) -> bytes:
-    """Returns a BPE model with byte fallback. Ids: <unk> 0, <s> 1, </s> 2, the roles 3 to 5, the bytes 6 to 261."""
+    """Returns a BPE model with byte fallback.
+
+    Its ids are <unk> 0, <s> 1, </s> 2, the roles 3 to 5, and the bytes 6 to 261.
+    """
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.replace(". ", ".\n").split("\n") * 4),
@@ -74,7 +77,10 @@ def write_sentencepiece_folder(folder: Path, *, dummy_prefix: bool = True, **cha
 
 
 def write_llama2_folder(folder: Path) -> Path:
-    """Writes the same model as a ``tokenizer.json`` in the form of Llama 2: word mark first, byte fallback, strip."""
+    """Writes the same model as a ``tokenizer.json`` in the form of Llama 2.
+
+    This form puts a word mark before the text, encodes unknown characters as bytes, and strips a space when it decodes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     model = sentencepiece.SentencePieceProcessor()
     model.LoadFromSerializedProto(sentencepiece_model())
@@ -168,10 +174,12 @@ QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def write_qwen_folder(folder: Path, *, as_json: bool = True) -> Path:
-    """Writes a byte-level BPE tokenizer like Qwen2's: single digits, NFC, ChatML, no first token.
+    """Writes a byte-level BPE tokenizer like Qwen2's.
 
-    The files are ``tokenizer.json``, or ``vocab.json`` and ``merges.txt`` with special tokens in
-    ``tokenizer_config.json``."""
+    It splits numbers into single digits, normalises to NFC, has the tokens of ChatML, and puts no token before a text.
+    The files are ``tokenizer.json``, or else ``vocab.json`` and ``merges.txt``, with special tokens in
+    ``tokenizer_config.json``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()

@@ -1,4 +1,4 @@
-"""A machine with round ceilings, and a model shape, for tests of the benchmarks."""
+"""A machine whose measured limits (ceilings) are round numbers, and a model shape, for tests of the benchmarks."""
 
 from __future__ import annotations
 

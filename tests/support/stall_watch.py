@@ -21,7 +21,7 @@ _BUSY = re.compile(r"^llm_serving_event_loop_longest_busy_seconds (\S+)", re.M)
 
 @dataclass(frozen=True)
 class Stall:
-    """The longest stall of the event loop in a period, and what the machine contributed."""
+    """The longest stall of the event loop in a period, and the delays that the machine caused."""
 
     loop_s: float
     machine_s: float
@@ -33,12 +33,15 @@ class Stall:
 
     @property
     def own_s(self) -> float:
-        """The part of the stall that the machine does not explain."""
+        """The part of the stall that the machine's delays do not explain."""
         return min(self.busy_s, max(0.0, self.loop_s - self.machine_s))
 
 
 class StallWatch:
-    """Measures the stalls of a server. While the context lasts, a thread measures the machine."""
+    """Measures the stalls of a server's event loop.
+
+    A thread measures the machine's own delays until the context ends.
+    """
 
     def __init__(self, server: ServerProcess) -> None:
         self._server = server
@@ -75,7 +78,7 @@ class StallWatch:
         """Return the time for which the server's threads have waited for a processor, from the kernel."""
         waited = 0
         for file in Path(f"/proc/{self._server.pid}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):  # the thread has just ended
+            with contextlib.suppress(OSError):  # a thread may end before its file is read
                 waited += int(file.read_text().split()[1])
         return waited
 

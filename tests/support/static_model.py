@@ -25,7 +25,11 @@ NORMS = {
 
 
 class StaticLlama(NumpyLlama):
-    """Quantises the linear layers of a float folder, except the output layer, by the inputs of one calibration."""
+    """A Llama whose linear layers, except the output layer, have static W8A8 quantisation.
+
+    The weights come from a float folder. The ranges of the layers' inputs come from one calibration run over
+    ``tokens``.
+    """
 
     def __init__(self, folder: Path, tokens: list[int], *, norm_biases: bool = False) -> None:
         super().__init__(folder, "float", "float32")
@@ -57,7 +61,7 @@ class StaticLlama(NumpyLlama):
         return sums.astype(np.float32) * layer["deq_scale"]
 
     def write(self, folder: Path, source: Path) -> None:
-        """Writes the folder. ``source`` is the float folder, whose other files are copied."""
+        """Writes the quantised folder. ``source`` is the float folder, whose config and tokenizer are copied."""
         folder.mkdir()
         for name in ("config.json", "tokenizer.json"):
             (folder / name).write_bytes((source / name).read_bytes())
@@ -76,7 +80,10 @@ class StaticLlama(NumpyLlama):
 
 
 def _static_tensors(weight: Floats, low: float, high: float) -> dict[str, np.ndarray]:
-    """Returns the tensors of scheme W8A8 for a weight whose inputs are from ``low`` to ``high``."""
+    """Returns the tensors of scheme W8A8 for a weight.
+
+    The calibrated range of its inputs is from ``low`` to ``high``.
+    """
     scales = np.abs(weight).max(axis=1) / np.float32(127)
     integers = np.rint(weight / scales[:, None]).astype(np.int8)
     input_scale = np.float32((high - low) / 255)

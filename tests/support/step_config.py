@@ -23,7 +23,7 @@ def make_config(
     kv: str = "auto",
     extra: dict[str, Any] | None = None,
 ) -> Config:
-    """Returns a config with small limits and a model that fits one thread."""
+    """Returns a config with small limits, for a model that runs on one thread."""
     overrides = {
         "model_config.model_path": folder,
         "model_config.model_dtype": dtype,

@@ -1,9 +1,9 @@
 """An agent process without a device: the real socket thread, queue and worker over arithmetic instead of a model.
 
-The token sampled for a sequence is ``(context length * 31 + row * 7) % 251``. Some prompt tokens
-and some model names make it misbehave. Tests run it as ``python -m support.stub_agent`` instead of ``python -m agent``.
-In a group, all agents run the step, and one of them writes the sampled tokens. With the model ``bad-last-agent`` only
-the last agent misbehaves.
+The token sampled for a sequence is ``(context length * 31 + row * 7) % 251``. Some prompt tokens and some model names
+make it fail in different ways. Tests run it as ``python -m support.stub_agent`` instead of ``python -m agent``. In a
+group, all agents run the step, and one of them writes the sampled tokens. With the model ``bad-last-agent`` only the
+last agent fails in these ways.
 """
 
 from __future__ import annotations

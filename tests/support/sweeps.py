@@ -16,5 +16,5 @@ def with_sweeps(cases: Iterable[tuple[Any, ...]], is_swept: Callable[..., bool])
 
 
 def case_id(case: object) -> str:
-    """Joins the parts of a case, and the parts of nested tuples, by hyphens."""
+    """Returns a name for a case: its parts, and those of nested tuples, joined by hyphens."""
     return "-".join(map(case_id, case)) if isinstance(case, tuple) else str(case)

@@ -44,7 +44,7 @@ SLOW_TEMPLATE = (
 
 @dataclass(frozen=True)
 class WorstRequest:
-    """A request that the server accepts. ``read`` receives the response."""
+    """A request that the server accepts. ``read`` is the function that reads the response."""
 
     name: str
     path: str
@@ -75,7 +75,7 @@ def slow_model(folder: Path) -> Path:
 
 
 def worst_requests(max_tokens: int) -> list[WorstRequest]:
-    """Return the requests. The server needs ``OVERRIDES``. ``max_tokens`` limits the length of outputs."""
+    """Return the requests. The server must run with ``OVERRIDES``. ``max_tokens`` limits the length of outputs."""
     return [*_bodies(), *_texts(), *_outputs(max_tokens)]
 
 
@@ -95,7 +95,7 @@ def _bodies() -> list[WorstRequest]:
 
 
 def _texts() -> list[WorstRequest]:
-    """Prompts as long as the context, of texts that tokenizers are slow with, and conversations."""
+    """Prompts as long as the context that tokenizers encode slowly, and long conversations."""
     requests = []
     for name, text in {"letters": "a" * 2900, "words": "word " * 580, "marks": "e\u0302\u0323" * 960}.items():
         requests += [
@@ -161,6 +161,6 @@ def _read_all(response: http.client.HTTPResponse) -> None:
 
 
 def _read_late(response: http.client.HTTPResponse) -> None:
-    """Read after a pause, in which the server keeps the pieces of the stream."""
+    """Read the response after a pause of 5 s, in which the server must keep the pieces of the stream."""
     time.sleep(5.0)
     _read_all(response)
