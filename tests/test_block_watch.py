@@ -1,4 +1,4 @@
-"""The block watch detects each misuse of blocks, and accepts everything that is right in any order."""
+"""Tests that the block watch detects each misuse of blocks, and accepts correct steps in any order."""
 
 from __future__ import annotations
 
