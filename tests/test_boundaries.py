@@ -41,7 +41,10 @@ def imports_of(path):
 
 
 def imported_files(path):
-    """Returns the project's files that a file imports. ``from package import module`` counts as the module's file."""
+    """Returns the project's files that a file imports.
+
+    ``from package import module`` counts as an import of the module's file.
+    """
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -99,7 +102,10 @@ def test_the_agent_imports_no_http_and_only_allowed_packages(path):
 
 @pytest.mark.parametrize("package", ["scheduler", "kvcache", "routing"])
 def test_packages_that_decide_have_no_clock_and_no_io(package):
-    """Only then can a run be simulated, and replayed bit for bit."""
+    """The packages that make decisions use no clock and no input or output.
+
+    Only then can a run be simulated, and replayed bit for bit.
+    """
     for path in python_files(f"llm_serving/{package}"):
         assert [name for name in imports_of(path) if inside(name, (*CLOCKS_AND_IO, *HTTP))] == [], path
 
@@ -180,7 +186,7 @@ def test_every_file_in_the_architecture_exists():
 
 
 def test_places_for_changes_in_the_architecture_exist():
-    """Each row of the table says "to change X, open file Y, look for Z"."""
+    """Each row of the table has the form "to change X, open file Y, look for Z". Both Y and Z must exist."""
     section = (REPOSITORY / "docs/architecture.md").read_text().partition("## Where to change what")[2]
     rows = [row.split("|")[2:4] for row in section.partition("\n## ")[0].splitlines() if "`" in row and row[0] == "|"]
     places = [(file, look.strip(" `")) for files, look in rows for file in re.findall(r"`([^`]+)`", files)]
