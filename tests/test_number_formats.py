@@ -1,4 +1,7 @@
-"""The registry of weight and KV cache formats: the kernels agree with it, and every edge refuses an unknown format."""
+"""Tests the registry of weight and KV cache formats.
+
+The kernels agree with the registry. Every place that takes a format from outside refuses an unknown one.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def config(tmp_path):
 
 
 def with_format(config: Config, **formats: str) -> Config:
-    """Returns a config whose format has not been checked."""
+    """Returns the config with other formats, without a check that they exist."""
     return replace(config, model_config=replace(config.model_config, **formats))
 
 
