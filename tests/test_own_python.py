@@ -1,4 +1,4 @@
-"""A program that lacks its packages reports it instead of failing with a traceback."""
+"""Tests that a program reports missing packages instead of failing with a traceback."""
 
 from __future__ import annotations
 
