@@ -1,4 +1,4 @@
-"""The comparison of positions detects every planted difference."""
+"""Tests the comparison of the bits of positions. It must detect every planted difference."""
 
 from __future__ import annotations
 
