@@ -1,4 +1,7 @@
-"""The lock files pin every package with hashes and agree with pyproject.toml; make help lists every target."""
+"""Tests that the lock files pin every package with hashes and agree with pyproject.toml.
+
+Also tests that ``make help`` lists every target.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def test_every_package_has_an_exact_version_and_hashes(name: str) -> None:
 
 
 def declared(name: str) -> set[str]:
-    """Return the packages of a list in pyproject.toml, with their versions."""
+    """Return the packages with their versions in the list ``name`` of pyproject.toml."""
     body = re.search(rf"^{name} = \[(.*?)\]$", PROJECT, re.MULTILINE | re.DOTALL)
     assert body is not None
     return {each.lower() for each in re.findall(r'"([\w.-]+==[\w.]+)"', body[1])}
