@@ -1,4 +1,7 @@
-"""The build of the kernels makes only what has changed. The tests run setup.py in a tree of small source files."""
+"""Tests that a build of the kernels makes only the files that need it.
+
+The tests run setup.py in a tree of small source files.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ EVERYTHING = OBJECTS | LINKED
 
 
 class Tree:
-    """A source tree with a compiler that reports the version in the file next to it."""
+    """A source tree with a fake compiler. The file next to the compiler has the version that it reports."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -157,7 +160,7 @@ def test_an_install_has_the_product_library_alone(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets are those of x86-64")
 def test_the_build_variable_chooses_instruction_sets(tmp_path: Path) -> None:
-    """A build with more sets compiles only what is missing, and the file that lists the sets."""
+    """A build with more instruction sets compiles only the new ones, and the file that lists the sets."""
     tree = Tree(tmp_path)
     sets = ["avx2", "avx512", "avx512_vnni"]
     for name in sets:
