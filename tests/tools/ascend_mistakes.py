@@ -94,7 +94,7 @@ def with_sizes(head_dim: int, block_size: int) -> Any:
 
 
 class Attention(native_attention.Attention):
-    """An attention like that of the op table. Tests change it."""
+    """An attention like the op table's. Its flags, which tests change, plant mistakes."""
 
     def construct(self, qkv: Any, head_norms: Any, rotary: Any, caches: Any, step: Any, whole_prompts: Any) -> Any:
         slot_mapping, tables, context_lens, query_lens = step[:4]
@@ -113,7 +113,7 @@ class Attention(native_attention.Attention):
 
 
 def attention(**flags: bool) -> Callable[..., nn.Cell]:
-    """Creates the attention with some wrong flags."""
+    """Returns a function that creates the attention with some flags set to wrong values."""
 
     def make(*arguments: Any) -> nn.Cell:
         cell = Attention(*arguments)
@@ -230,7 +230,7 @@ def other_expert_parameters(change: Callable[[dict[str, Any]], dict[str, Any]]) 
 
 
 def turned_scales(found: dict[str, Any]) -> dict[str, Any]:
-    """[experts, out, groups]"""
+    """Changes the scales of experts to the wrong shape [experts, outputs, groups]."""
     (experts, groups, columns), dtype = found["scale"]
     return found | {"scale": ((experts, columns, groups), dtype)}
 
@@ -249,7 +249,7 @@ def in_linear(name: str, replacement: Any) -> Any:
 
 
 def other_type(name: str, dtype: str) -> Any:
-    """Gives one parameter of linear layers another type."""
+    """Gives the parameter ``name`` of linear layers another type."""
     return other_parameters(lambda found: found | {name: (found[name][0], dtype)} if name in found else found)
 
 
@@ -265,7 +265,7 @@ def short_scales(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def scales_of_all(found: dict[str, Any]) -> dict[str, Any]:
-    """Passes the scales of all inputs, although the agent has half of them."""
+    """Creates scales for the inputs of both agents, although an agent has only half of the inputs."""
     (groups, columns), dtype = found["scale"][0], found["scale"][1]
     return found | {"scale": ((2 * groups, columns), dtype)}
 
@@ -290,7 +290,7 @@ class OnlyLogits(dynamic_cell._DynamicStep):
 
 
 class WideBest(sampling_cells.BestTokens):
-    """Leaves the tokens in the type that ArgMaxWithValue returns."""
+    """Returns the tokens in the type of ArgMaxWithValue, without a conversion."""
 
     def construct(self, logits: Any) -> Any:
         return self.pick(logits)
@@ -356,7 +356,7 @@ def plain_linear() -> Any:
 
 
 def inputs(position: int, tensor: Tensor) -> Any:
-    """Gives one of the graph's inputs another type or rank."""
+    """Replaces the graph's input at ``position`` by a tensor of another type or rank."""
     real = dynamic_cell._DynamicStep.set_inputs
 
     def set_inputs(cell: nn.Cell, *given: Tensor) -> None:
@@ -407,7 +407,7 @@ def paged(**settings: Any) -> Any:
 
 
 def unlimited() -> Any:
-    """Leaves out the check of limits at the start."""
+    """Removes the check of the device's limits from the start of the agent."""
     return mock.patch.object(ascend_ops, "check_limits")
 
 
@@ -419,7 +419,7 @@ class HalfMask(native.ChunkMask):
 
 
 def fused(flags: str) -> Any:
-    """Returns CONFIG with graph-kernel fusion."""
+    """Returns ``CONFIG`` with graph-kernel fusion and these flags."""
     return replace(CONFIG, context=replace(CONFIG.context, enable_graph_kernel=True, graph_kernel_flags=flags))
 
 
@@ -555,7 +555,7 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
 
 
 def findings(kind: str, config: Any) -> list[str]:
-    """Returns the errors that the rules or the front end find in one graph."""
+    """Returns the errors that the rules find in a graph, or the error of MindSpore if the graph does not compile."""
     try:
         graph = dict(compile_graphs(config, [kind], forms_for(config)))[kind]
     except (RuntimeError, TypeError, ValueError) as error:
@@ -570,7 +570,7 @@ def planted(name: str) -> list[str]:
 
 
 class Turned(nn.Cell):
-    """Exchanges keys and values. Every shape matches, and no rule finds it."""
+    """Exchanges keys and values. No rule finds this mistake, because all shapes match."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -582,7 +582,7 @@ class Turned(nn.Cell):
 
 
 def only_on_one_device(kind: str) -> list[str]:
-    """Returns lines of the listing that only one of the two tables has: the CPU's native one or the Ascend's."""
+    """Returns the lines of the graph's listing that differ between the Ascend and a CPU with native operators."""
     on_cpu = replace(CONFIG, model_config=replace(CONFIG.model_config, device_target="CPU"))
     ascend, cpu = (list_graph(dict(compile_graphs(config, [kind]))[kind]) for config in (CONFIG, on_cpu))
     return [
@@ -623,7 +623,7 @@ def right(kinds: Sequence[str], configs: Sequence[Any]) -> list[str]:
 
 
 def main() -> None:
-    """Prints the findings of the mistakes that the arguments name. The other arguments name groups of checks."""
+    """Prints the findings as JSON. Each argument names a planted mistake or a group of checks."""
     set_up()
     checks: dict[str, Callable[[], list[str]]] = {
         "right": lambda: (

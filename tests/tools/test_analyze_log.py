@@ -260,9 +260,9 @@ def test_a_file_that_cannot_be_read_is_exit_code_2(
 
 
 def test_rotated_files_are_read_in_the_order_of_time(maker: LogMaker, tmp_path: Path) -> None:
-    """The files are in any order on the command line, also compressed.
+    """Log files are read in the order of time, also if they are compressed or in another order on the command line.
 
-    A request may begin in one and end in the next.
+    A request may begin in one file and end in the next.
     """
     for number in range(9):
         maker.request(number, number, 0.1, 0.1, 1.5, 5)
@@ -290,7 +290,7 @@ def test_two_runs_in_one_file(maker: LogMaker, capsys: pytest.CaptureFixture[str
     whole, last = analyzed(maker.path), analyzed(maker.path, "--last-run")
     assert (whole["runs"], whole["earlier_runs"], whole["requests"]) == (2, 0, 6)
     assert whole["unfinished_requests"] == 1
-    assert whole["total_time_s"] == 7.0  # the time between the runs does not count
+    assert whole["total_time_s"] == 7.0  # the time between the two runs of the server does not count
     assert (last["runs"], last["earlier_runs"], last["requests"], last["total_time_s"]) == (1, 1, 1, 2.0)
     out = capsys.readouterr().out
     assert "6 requests ended in 2 server runs and 7.00 s" in out
@@ -436,7 +436,7 @@ def test_the_html_is_well_formed_self_contained_and_escaped(maker: LogMaker, tmp
 
 
 def test_the_comparison_with_the_load_test(maker: LogMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only the two requests of the load test, and the time of their transfer, count."""
+    """The comparison counts only the two requests that both programs know, and the time of their transfer."""
     write_small_log(maker)
     client = tmp_path / "load.json"
     per_request = [
@@ -533,7 +533,7 @@ def test_a_timeline_doubles_its_buckets_and_keeps_all_values() -> None:
         (6.0, 4, 5.5, 7.0),
         (10.0, 2, 8.5, 9.0),
     ]
-    timeline.add(50.0, "n", 99.0)  # the clock was set back
+    timeline.add(50.0, "n", 99.0)  # this event has an earlier time, as after the clock was set back
     assert timeline.points("n")[0].cell.max == 99.0
     assert timeline.rate("other") == [(2.0, 0.0), (6.0, 0.0), (10.0, 0.0)]
 

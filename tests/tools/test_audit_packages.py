@@ -19,7 +19,7 @@ SKIPPED = {"name": "numpy", "skip_reason": "Dependency not found on PyPI and cou
 
 
 def audit_of(tmp_path, output, error=""):
-    """Returns the result of a program that prints the output of pip-audit."""
+    """Returns the result of an audit in which ``output`` replaces the output of pip-audit."""
     program = f"import sys; sys.stdout.write({output!r}); sys.stderr.write({error!r})"
     return audit(tmp_path / "some.lock", (sys.executable, "-c", program))
 

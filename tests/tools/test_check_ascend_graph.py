@@ -185,9 +185,9 @@ def test_a_planted_mistake_is_found(findings: Findings, mistake: str) -> None:
 
 
 def test_fusion_changes_no_inference_primitive(findings: Findings) -> None:
-    """The fused graph passes all rules. Only two chains are fused.
+    """The graph with fusion passes all rules. Only two chains of operators are fused.
 
-    One inserts the sampled ids of the step before, and one makes the chunk mask.
+    One chain inserts the sampled ids of the previous step, and the other makes the chunk mask.
     """
     assert findings("fusions") == ["Mul+Add", "Greater+Cast+Mul"]
 
@@ -202,7 +202,10 @@ def test_the_cpu_runs_the_same_graph_as_ascend(findings: Findings, kind: str) ->
 
 
 def test_only_the_lengths_of_whole_prompts_differ(findings: Findings) -> None:
-    """The CPU takes a fixed number of lengths of 64 bits."""
+    """The graphs of both devices differ only in the lengths of whole prompts.
+
+    On a CPU, the lengths are a fixed number of 64-bit integers.
+    """
     different = findings("devices, prefill")
     assert {"Ascend:   q_seq_lens i32[-1]", "CPU:   q_seq_lens i64[16]"} <= set(different)
     others = [line.split(" = ")[1].split("(")[0] for line in different if " = " in line]
@@ -210,7 +213,7 @@ def test_only_the_lengths_of_whole_prompts_differ(findings: Findings) -> None:
 
 
 def test_a_mistake_without_a_rule_changes_the_listing(findings: Findings) -> None:
-    """The mistake exchanges keys and values of equal size."""
+    """The planted mistake exchanges keys and values. No rule finds it, but the listing of the graph changes."""
     plain, turned = findings("listing"), findings("turned listing")
     changed = [line.split(" = ")[1].split("(")[0] for line in turned if line not in plain]
     assert changed == 2 * ["ApplyRotaryPosEmb", "ReshapeAndCache"]

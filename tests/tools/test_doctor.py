@@ -1,4 +1,4 @@
-"""The doctor as a program: its output, its exit code, and its behaviour if something is broken."""
+"""Tests the doctor as a program: its output, its exit code, and its behaviour if a check itself fails."""
 
 import json
 import os

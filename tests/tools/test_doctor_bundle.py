@@ -1,4 +1,4 @@
-"""``doctor.py bundle``: which files it packs, and that no secret, prompt or output is in any of them."""
+"""Tests ``doctor.py bundle``: the files that it packs. None of them may contain a secret, a prompt or an output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first failure in the logs of several ranks, the project's own logs, and the list of known errors."""
+"""Tests the doctor's search in logs: the first failure of several ranks, this project's logs, and known errors."""
 
 import json
 import re

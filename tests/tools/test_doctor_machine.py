@@ -1,4 +1,7 @@
-"""The checks on simulated machines, which consist of a folder, an environment and the output of commands."""
+"""Tests the checks of the doctor on simulated machines.
+
+A simulated machine is a folder of files, an environment, and the outputs of commands.
+"""
 
 import json
 import platform
@@ -342,7 +345,7 @@ def test_more_threads_than_the_quota_is_a_warning(tmp_path):
 
 
 def test_agents_share_cores_and_memory(tmp_path):
-    """Two replicas of two agents run on eight cores, of which the control group grants two."""
+    """Two replicas of two agents run on eight cores. The control group permits the use of only two cores."""
     parallel = ["parallel_config.tensor_parallel=2", "parallel_config.data_parallel=2"]
     config = small_config(tmp_path, parallel)
     (finding,) = deployment.check_agents(config)

@@ -1,4 +1,7 @@
-"""The doctor on public log lines: their errors, ranks and times. Lines are shortened; each names its thread."""
+"""Tests the doctor on log lines that were published: their errors, ranks and times.
+
+The lines are shortened. Each case names the public thread from which its line comes.
+"""
 
 from datetime import datetime
 from typing import NamedTuple

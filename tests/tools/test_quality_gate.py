@@ -1,4 +1,4 @@
-"""tools/quality_gate.py: its verdicts, and a small run with the served graph in a separate process."""
+"""Tests tools/quality_gate.py: its verdicts, and a small run whose model is served in a separate process."""
 
 from __future__ import annotations
 

@@ -68,7 +68,10 @@ def read(folder: Path, name: str) -> dict[str, Array]:
 
 
 def nearest(weight: np.ndarray, settings: Settings, dtype: str) -> np.ndarray:
-    """Quantises by the definition: each group's scale of the file times the nearest integers."""
+    """Returns the quantised weight by the definition: the nearest integers times the scale of their group.
+
+    Each scale is rounded to the type of the file.
+    """
     out = np.empty_like(weight)
     group = settings.group or weight.shape[1]
     for row in range(weight.shape[0]):
@@ -151,9 +154,9 @@ def correlated(rng: np.random.Generator, samples: int, depth: int) -> np.ndarray
 
 
 def gptq_by_definition(weight: np.ndarray, hessian: np.ndarray, settings: Settings, scales: np.ndarray) -> np.ndarray:
-    """Optimal brain quantisation of one column after another, with a new inverse for each column.
+    """Quantises one column after another by optimal brain quantisation, with a new inverse for each column.
 
-    Returns the values that the integers stand for.
+    Returns the dequantised values.
     """
     work, depth = weight.astype(np.float64), weight.shape[1]
     damped = hessian + np.eye(depth) * DAMPING * hessian.diagonal().mean()
@@ -179,7 +182,8 @@ def test_gptq_matches_its_definition(bits: int, group: int) -> None:
     result = gptq(weight, hessian, settings)
     expected = gptq_by_definition(weight, hessian, settings, result.scales)
     same = np.abs(result.values() - expected) < 1e-4
-    assert same.mean() > 0.97  # a value between two integers can be rounded either way, which changes later values
+    # Where a value lies between two integers, rounding may go either way and change later columns.
+    assert same.mean() > 0.97
 
 
 @pytest.mark.parametrize("asymmetric", [False, True])

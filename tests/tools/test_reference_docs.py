@@ -66,7 +66,7 @@ def test_every_program_is_on_the_page_of_commands() -> None:
 
 
 def logged_events() -> Iterator[tuple[str, frozenset[str]]]:
-    """Yields name and literal field names of every event that the server logs."""
+    """Yields the name and the fields of every event that the server logs. Only fields with literal names are found."""
     for path in sorted((REPOSITORY / "llm_serving").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call):

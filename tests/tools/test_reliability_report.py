@@ -1,4 +1,4 @@
-"""The report of the sixty checks: its ids, its verdicts, and its table."""
+"""Tests the reliability report, which has sixty checks: their ids, their verdicts, and the table."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def test_a_fit_finds_the_times_of_a_steady_device(steady):
 
 
 def _with_times(stretch):
-    """Returns the recorded results with the times of ``SteadyDevice``."""
+    """Returns the recorded results with the step times that ``SteadyDevice`` needs."""
     sizes = {}
     for segment in stretch.segments:
         for record_ in segment.records:

@@ -53,13 +53,13 @@ def some_documents(count: int, seed: int = 5) -> list[list[tuple[str, str]]]:
 
 
 def test_corpus_is_deterministic_under_a_seed() -> None:
-    """Two streams of one seed are equal; those of two seeds differ."""
+    """Two corpus streams with one seed are equal. Two streams with different seeds differ."""
     assert some_documents(300) == some_documents(300)
     assert some_documents(300) != some_documents(300, seed=6)
 
 
 def test_corpus_has_no_open_slots_and_ends_with_an_answer() -> None:
-    """No template slot remains in a text, and a conversation ends with the assistant."""
+    """No placeholder of a template remains in a text, and each conversation ends with the assistant."""
     for document in some_documents(2000):
         assert all(text.strip() == text and text and "{" not in text for _, text in document)
         assert document[-1][0] in ("text", "assistant")
@@ -68,7 +68,7 @@ def test_corpus_has_no_open_slots_and_ends_with_an_answer() -> None:
 def test_both_tokenizer_files_give_the_same_ids_and_decode_exactly(
     processor: spm.SentencePieceProcessor, fast_tokenizer: tokenizers.Tokenizer
 ) -> None:
-    """The documents include odd Unicode and special tokens."""
+    """The texts include unusual Unicode characters and special tokens."""
     for text in (*ODD_TEXTS, *(render(document) for document in some_documents(1500))):
         ids = processor.Encode(text)
         assert fast_tokenizer.encode(text, add_special_tokens=False).ids == ids
@@ -103,7 +103,10 @@ def test_rows_are_full_and_begin_with_a_document(processor: spm.SentencePiecePro
 
 
 def test_held_out_documents_are_never_trained_on(processor: spm.SentencePieceProcessor) -> None:
-    """Both sides of the split end each document with EOS and have no common document."""
+    """The training documents and the held-out documents have no document in common.
+
+    On both sides, each document ends with EOS.
+    """
     sides = [list(itertools.islice(encoded_documents(processor, 1, side), 60)) for side in (False, True)]
     assert all(ids[0] == BOS_ID and ids[-1] == EOS_ID for side in sides for ids in side)
     for side, held_out in zip(sides, (False, True), strict=True):
@@ -111,14 +114,14 @@ def test_held_out_documents_are_never_trained_on(processor: spm.SentencePiecePro
 
 
 def test_tokenizer_does_not_depend_on_the_drills(processor: spm.SentencePieceProcessor) -> None:
-    """The training text is the corpus with exercises in between. The documents of the corpus keep their order."""
+    """The training text is the corpus with additional exercises between its documents, which keep their order."""
     corpus = some_documents(200, seed=1)
     training = iter(itertools.islice(training_documents(1), 600))
     assert all(document in training for document in corpus)
 
 
 def rotated(vectors: Matrix, theta: float) -> Matrix:
-    """Applies the rotate-half rotary embedding of position ``t`` to row ``t``, as in the model."""
+    """Applies the rotary embedding (rotate-half form) as in the model. The row index is the position."""
     half = vectors.shape[1] // 2
     angles = np.outer(np.arange(len(vectors)), theta ** (-np.arange(half) / half))
     cos, sin = np.cos(angles), np.sin(angles)
@@ -153,7 +156,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_short_run_lowers_the_loss(trained: Path) -> None:
-    """The loss is below that of equal guesses, also after rounding to bfloat16."""
+    """The loss is lower than that of a uniform guess, also after the weights are rounded to bfloat16."""
     report = json.loads((trained / "training.json").read_text(encoding="utf-8"))
     assert report["steps"] == 40
     assert report["held_out_loss"] < math.log(600) - 0.5

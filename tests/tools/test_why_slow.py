@@ -1,4 +1,7 @@
-"""The explanation of slow requests: parts that add up, sentences that match the figures, and bounded memory."""
+"""Tests the explanation of slow requests.
+
+Its parts add up, its sentences match the figures, and its memory is bounded.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "analyze_log.py"
 
 
 def end(number: int, *, tokens: int = 10, **parts: float) -> RequestEnd:
-    """Returns a completed request. ``parts`` are in milliseconds; the others are 0."""
+    """Returns a completed request. ``parts`` are its times in milliseconds. All parts that are not given are 0."""
     more = {name: parts.pop(name) for name in ("preemptions", "swaps", "blocked_ms", "blocked_by") if name in parts}
     times = {f"{part}_ms": float(parts.get(part, 0.0)) for part in PARTS}
     assert set(parts) <= set(PARTS)
@@ -41,7 +44,7 @@ def collected(*ends: RequestEnd) -> WhySlow:
 
 
 def with_slow(count: int, **slow: Any) -> WhySlow:
-    """Returns a thousand requests, ``count`` of them slow."""
+    """Returns statistics of a thousand requests. ``count`` of them are slow, with the times ``slow``."""
     return collected(*(usual(i) for i in range(1000 - count)), *(end(1000 + i, **slow) for i in range(count)))
 
 
