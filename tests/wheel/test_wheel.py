@@ -27,7 +27,7 @@ SETTINGS = ("serving_config.server_port=0", "pa_config.num_blocks=257")
 
 
 class Installation:
-    """A virtual environment with the wheel, and empty folders for all that its programs may write."""
+    """A virtual environment with the wheel, and empty folders for all files that its programs may write."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.bin = folder, folder / "venv" / "bin"
@@ -52,7 +52,7 @@ class Installation:
         )  # fmt: skip
 
     def written(self) -> set[str]:
-        """Returns the files outside the environment."""
+        """Returns the files that programs have written outside of the virtual environment."""
         files = (file for file in self.folder.rglob("*") if file.is_file())
         return {str(name) for file in files if (name := file.relative_to(self.folder)).parts[0] != "venv"}
 
