@@ -52,7 +52,11 @@ class BlockCopies:
         )
 
     def run(self, moves: Int32Array) -> None:
-        """`normed`, converted to float32"""
+        """Runs the copies in ``moves``, in their order.
+
+        ``moves`` is a contiguous int32 array [copies, 3]. A row is a ``MoveKind``, the source block and the destination
+        block. If a kind or a block does not exist, copies nothing and raises KernelError.
+        """
         if moves.dtype != np.int32 or moves.ndim != 2 or moves.shape[1] != _MOVE_WIDTH or not moves.flags.c_contiguous:
             raise ValueError(f"moves are {moves.dtype} {moves.shape}; they must be contiguous int32 [moves, 3]")
         self._args.moves, self._args.num_moves = moves.ctypes.data, moves.shape[0]

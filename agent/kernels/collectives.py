@@ -1,4 +1,4 @@
-"""Sums and gathers arrays over the agents of a pipeline stage, through shared memory with flag lines."""
+"""Adds and gathers arrays over the agents of a pipeline stage, through shared memory with flag lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Times = structure("ExchangeTimes", "int64: total_ns waiting_ns pieces")
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTimes:
-    """The time that sums and gathers took in this process."""
+    """The time that this process spent in sums and gathers."""
 
     total_ns: int
     waiting_ns: int
@@ -98,7 +98,7 @@ def gather_rows_to_first(own: npt.NDArray[Any], out: npt.NDArray[Any] | None, st
 
 
 def exchange_times() -> ExchangeTimes:
-    """Returns the time that sums and gathers have taken since this process started."""
+    """Returns the time that this process has spent in sums and gathers since its start."""
     times = _Times()
     load_library().llmk_exchange_times(ctypes.byref(times))
     return ExchangeTimes(times.total_ns, times.waiting_ns, times.pieces)

@@ -1,8 +1,8 @@
 // The custom operators of the fused graph as C++ functions, so that custom_ops_layer.cc can run several of them in one
 // operator.
 //
-// Each takes the tensors of the graph, inputs before outputs. It returns 0, or an error code after one line on standard
-// error.
+// The argument of each function is the tensors of the operator, inputs before outputs. Each function returns 0, or an
+// error code after one line on standard error.
 #pragma once
 #include <vector>
 

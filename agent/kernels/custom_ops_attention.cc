@@ -31,7 +31,7 @@ enum Argument {
   kWindow, kQueryGamma, kKeyGamma, kEpsilon
 };
 
-// Returns the index of the output, the last tensor. It depends on the number of optional inputs.
+// Returns the index of the output, which is the last tensor. The index depends on the number of optional inputs.
 int out_of(const Tensors& t) { return t.count - 1; }
 bool has_window(const Tensors& t) { return t.count > kWindow + 1; }
 bool has_norms(const Tensors& t) { return t.count > kEpsilon + 1; }

@@ -14,8 +14,8 @@
 //   factor float32 [1]   correction float32 [experts]
 //   shared_gate_up, shared_down: packed weights of one more gated MLP for every token
 //
-// With these inputs, the router chooses as ops/grouped_routing.h describes. gate_up and down contain `number of
-// experts` experts, beginning with `first expert`. Chosen experts outside this range add nothing to the output. The
+// With the first three inputs, the router chooses as ops/grouped_routing.h describes. gate_up and down contain `number
+// of experts` experts, beginning with `first expert`. Chosen experts outside this range add nothing to the output. The
 // output of the shared MLP is added to the output of the experts.
 //
 // The result of the norm is rounded to the type of the activations, as the native primitives round it. The router reads
@@ -38,13 +38,14 @@ enum Argument {
   kSharedGateUp, kSharedDown
 };
 
-// range of units in the depth
+// Returns the index of the first of the two outputs, which are the last tensors. The index depends on the number of
+// optional inputs. The function sum_of() returns the index of the second output.
 int out_of(const Tensors& t) { return t.count - 2; }
 int sum_of(const Tensors& t) { return t.count - 1; }
 bool has_routing(const Tensors& t) { return t.count > kRouting + 2; }
 bool has_shared(const Tensors& t) { return t.count > kSharedGateUp + 2; }
 
-// Maximum number of rows that are computed together. It limits the memory, because each row is copied once for every
+// Maximum number of rows that are computed together. This limits the memory, because each row is copied once for every
 // expert that it chose.
 constexpr int64_t kPieceRows = 256;
 
@@ -66,8 +67,8 @@ struct ExpertJob {
 
 // Buffers for the rows that run_piece() computes together.
 struct PieceMemory {
-  char* normed;    // [rows, width] of dtype
-  float* floats;   // `normed` as float32
+  char* normed;    // results of the norm: [rows, width] of dtype
+  float* floats;   // `normed`, converted to float32
   float* logits;   // [rows, experts]
   float* weights;  // [rows, chosen]
   int32_t* ids;

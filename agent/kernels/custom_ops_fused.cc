@@ -320,7 +320,7 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
   NormInput in{t.as<char>(at.hidden), t.as<char>(at.residual), nullptr, t.data[at.gamma], *t.as<float>(at.epsilon),
                width, dtype};
   in.sum = static_cast<char*>(thread_scratch(kScratchInner, tokens * row_bytes(dtype, width)));
-  // one linear layer for each run of consecutive sequences that sample
+  // Computes one linear layer for each run of consecutive sequences that sample.
   for (int64_t begin = 0, end; begin < seqs; begin = end) {
     end = begin + 1;
     if (last[begin] < 0) continue;

@@ -79,8 +79,8 @@ int out_of(const Tensors& t) { return t.count - 1; }
 struct LatentMemory {
   char* normed;    // [T, query_rank]; null if query_rank is 0
   char* queries;   // [T, heads * head_dim]; null if the queries are in `joined`
-  char* absorbed;  // [T, heads * cache_dim]
-  char* attended;  // [T, heads * cache_dim]
+  char* absorbed;  // queries in the form of cache rows: [T, heads * cache_dim]
+  char* attended;  // results of the attention: [T, heads * cache_dim]
 };
 
 LatentMemory latent_memory(const LatentJob& job) {
@@ -248,7 +248,7 @@ void rotate(const LatentJob& job, int64_t token, const char* x, int64_t stride, 
   kernels().rotary(args);
 }
 
-// Writes the row of a token to the KV cache. A token with a negative slot is not written.
+// Writes the cache row of a token to the KV cache. If the slot of the token is negative, writes nothing.
 void write_cache(const LatentJob& job, int64_t token, const int32_t* zeros) {
   const int64_t slot = job.t.as<int32_t>(kSlots)[token], element = job.element();
   if (slot < 0) return;
@@ -258,7 +258,7 @@ void write_cache(const LatentJob& job, int64_t token, const int32_t* zeros) {
   rotate(job, token, latent + job.rank * element, job.rope, 1, zeros, row + job.rank * element, job.rope);
 }
 
-// The input and output rows of a matrix product. Strides count elements.
+// The input and output rows of a matrix product. Strides are in elements.
 struct Rows {
   const char* x;
   int64_t x_stride;

@@ -40,8 +40,8 @@ struct Between {
   int64_t bytes() const { return shape[0] * shape[1] * size_of(parse_dtype(dtype)); }
 };
 
-// Calls an inner operator such as PackedLinear. Its arguments are arguments of the outer operator, or matrices of type
-// Between.
+// Calls an inner operator such as PackedLinear. The arguments of the inner operator are arguments of the outer
+// operator, or matrices of type Between.
 class Call {
  public:
   Call(const char* op, const Tensors& layer) : op_(op), layer_(layer) {}
@@ -74,7 +74,7 @@ class Call {
 };
 
 // Runs one layer. The first layer reads the inputs of the operator. Every layer writes its result to the outputs of the
-// operator. A later layer reads the result of the previous layer there and then overwrites it.
+// operator. Later layers read the result of the previous layer from these outputs and then overwrite it.
 class Layer {
  public:
   Layer(const Tensors& t, int64_t layer, int64_t rows, bool first, bool sharded)

@@ -216,8 +216,8 @@ def record_any_size(
 
 
 def _recorded(run: Run, memory: list[Memory]) -> tuple[Results, RecordedLaunches | None, str]:
-    """Runs a graph and records its launches. Returns its results and the recording, or None and the reason why there is
-    no recording.
+    """Runs a graph and records its launches. Returns the results of the graph, the recording or None, and the reason
+    why there is no recording, or an empty text.
     """
     library = load_library()
     library.llmk_begin_recording()

@@ -162,7 +162,9 @@ def has_failed() -> bool:
 
 
 def take_failure() -> str | None:
-    """Returns the primitive that refused its inputs since the last call, or None. The reason is on standard error."""
+    """Returns the name of a primitive that refused its inputs since the last call of this function, or None. The reason
+    is on standard error.
+    """
     name: bytes | None = load_library().llmk_take_failure()
     return None if name is None else name.decode()
 

@@ -23,7 +23,7 @@ class Argument:
 
 
 def call_operator(name: str, arguments: Sequence[Argument]) -> None:
-    """Calls an operator, its inputs before its outputs.
+    """Calls the operator ``name``. ``arguments`` are its inputs, then its outputs.
 
     Raises KernelError if the operator does not exist or if it refuses its arguments.
     """

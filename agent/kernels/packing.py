@@ -148,10 +148,11 @@ def pack_weight(
 
 
 def join_weight_parts(blob: Blob, parts: int) -> None:
-    """Joins ``parts`` packed weights of consecutive inputs to one weight, whose product is their sum in float32.
+    """Joins ``parts`` packed weights to one weight. The parts are for consecutive ranges of the inputs. The product
+    with the joined weight is the sum of the products with the parts, added in float32.
 
-    The packed weights follow the first 64 bytes of ``blob``, each aligned to 64 bytes. Raises KernelError if the parts
-    do not fit each other.
+    The packed parts follow the first 64 bytes of ``blob``, each aligned to 64 bytes. Raises KernelError if the parts do
+    not fit each other.
     """
     if load_library().llmk_join_weight_parts(blob.ctypes.data, blob.size, parts) != 0:
         raise KernelError(f"{parts} parts of a weight could not be joined; the reason is on standard error")

@@ -1,8 +1,8 @@
-"""Packs the weights of native primitives on a CPU. The kernels find a packed weight by the original's address.
+"""Packs the weights of native primitives on a CPU. The kernels find a packed weight by the address of the original.
 
 MindSpore passes the original weight to a primitive, in the layout of the primitive's documentation. The kernels
-multiply by a packed copy (ops/linear.h) and do not read the original again. Its memory is returned to the system. Any
-later access to it ends the process, instead of reading wrong numbers.
+multiply by a packed copy (ops/linear.h) and do not read the original again. The memory of the original is returned to
+the system. Any later access to this memory ends the process, instead of reading wrong numbers.
 """
 
 from __future__ import annotations

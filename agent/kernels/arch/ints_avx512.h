@@ -33,16 +33,16 @@ LLMK_INLINE Vec low_bfloats(Ints a) { return {_mm512_castsi512_ps(_mm512_slli_ep
 LLMK_INLINE Vec high_bfloats(Ints a) {
   return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))))};
 }
-// Converts a and b to bfloat16 and joins lane i of both to a pair, a in the lower half. Drops the lower 16 bits, so it
-// is exact only if the floats are bfloat16 values.
+// Converts a and b to bfloat16 and interleaves them. The lower half of lane i comes from lane i of a, the upper half
+// from lane i of b. Drops the lower 16 bits of each float, so the conversion is exact only for bfloat16 values.
 LLMK_INLINE Ints pair_bfloats(Vec a, Vec b) {
   const __m512i high = _mm512_and_si512(_mm512_castps_si512(b.v), _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)));
   return {_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a.v), 16), high)};
 }
 
 #ifdef LLMK_VNNI
-using Quads = Ints;          // weights: 4 uint8 in each lane
-using BroadcastQuad = Ints;  // activations: the same 4 int8 in every lane
+using Quads = Ints;          // 4 uint8 weights in each lane
+using BroadcastQuad = Ints;  // 4 int8 activations, the same in every lane
 LLMK_INLINE Quads quads(Ints a) { return a; }
 LLMK_INLINE BroadcastQuad broadcast_quad(const int8_t* p) {
   int32_t bits;

@@ -4,7 +4,7 @@
 
 namespace llmk::LLMK_ARCH {
 
-// 16 integers. A struct, because Ints must be a different type from IntVec, the result of comparing two Vec.
+// Holds 16 integers. It is a struct, so that Ints is a different type from IntVec, the result of comparing two Vec.
 struct Ints {
   IntVec v;
 };
@@ -77,4 +77,4 @@ LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) {
 
 LLMK_INLINE Vec bits_below(uint32_t bits, Vec v) { return (Vec)(bits - (UnsignedVec)v); }
 
-}  // 
+}  // namespace llmk::LLMK_ARCH

@@ -14,8 +14,8 @@
 namespace llmk {
 
 #ifdef LLMK_HAVE_AVX512_AMX
-// Returns true if this process may use the tile registers of AMX, and asks Linux for the permission. The permission is
-// for the whole process and permanent (arch_prctl(2)).
+// Asks Linux for the permission to use the tile registers of AMX. Returns true if this process has the permission,
+// which is then permanent and for the whole process (arch_prctl(2)).
 inline bool may_use_tiles() {
   constexpr unsigned kBFloat16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kWanted = kBFloat16 | kTile | kInt8;
   constexpr int kRequestPermission = 0x1023, kTileData = 18;

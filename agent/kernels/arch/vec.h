@@ -48,7 +48,8 @@ namespace llmk::LLMK_ARCH {
 
 constexpr int kLanes = 16;
 
-// Load or store the first n elements of a vector, for any n >= 0. The usual case n >= 16 needs no mask.
+// Loads the first n elements of a vector, for any n >= 0. The function store_part() stores them. The usual case n >= 16
+// needs no mask.
 template <class T>
 LLMK_INLINE Vec load_part(const T* p, int64_t n) {
   return n >= kLanes ? load(p) : load_n(p, n);
@@ -84,9 +85,11 @@ LLMK_INLINE Vec exponential(Vec x) {
 // Returns 1 / (1 + exp(-x)) with a relative error of 3e-7. Clamps x to the range from -86 to 86. The result for a NaN
 // is undefined.
 //
-// There is no division, because it is slow. exp(-x) = 2^n * 2^-r with |r| <= 1/2, by a minimax polynomial. The first
-// guess of 1 / d comes from the bits of d and is within 5.1 %. A refinement of third order reduces the error to 1.3e-4,
-// a refinement of second order to 1.7e-8. The approximate reciprocals of processors are not used, because they differ.
+// The function computes exp(-x) as 2^n * 2^-r with |r| <= 1/2, where a minimax polynomial gives 2^-r. Then it computes
+// 1 / d for d = 1 + exp(-x) without a division, because divisions are slow. The first guess comes from the bits of d
+// and has an error of up to 5.1 %. A refinement of third order reduces the error to 1.3e-4, a refinement of second
+// order to 1.7e-8. The instructions for approximate reciprocals are not used, because their results differ between
+// processors.
 LLMK_INLINE Vec sigmoid(Vec x) {
   constexpr float kLimit = 86.0f, kLog2E = 1.44269504088896341f, kRest = 1.92596299e-8f;  // log2(e) - kLog2E
   constexpr uint32_t kGuess = 0xFEF311C3u;

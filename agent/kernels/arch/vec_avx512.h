@@ -24,8 +24,8 @@ LLMK_INLINE __m256i narrow(__m512 v, half_t*) {
 }
 LLMK_INLINE __m256i narrow(__m512 v, bfloat_t*) {
 #ifdef LLMK_BF16_DOT
-  // The instruction VCVTNEPS2BF16 turns subnormal numbers into zeros. Otherwise it rounds as the code below, so it is
-  // used if there are none.
+  // The instruction VCVTNEPS2BF16 turns subnormal numbers into zeros. All other numbers are rounded as in the code
+  // below. So the instruction is used if no number is subnormal.
   constexpr int kDenormal = 0x20;
   if (__builtin_expect(_mm512_fpclass_ps_mask(v, kDenormal) == 0, 1)) {
     return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
@@ -114,7 +114,7 @@ LLMK_INLINE void sums(const Vec (&v)[4], float* out) {
 }
 LLMK_INLINE float largest(Vec v) { return _mm512_reduce_max_ps(v.v); }
 
-// Returns the first lane that equals x, or 16.
+// Returns the first lane that equals x, or 16 if no lane does.
 LLMK_INLINE int first_lane_equal(Vec v, float x) {
   return __builtin_ctz(_mm512_cmp_ps_mask(v.v, _mm512_set1_ps(x), _CMP_EQ_OQ) | 1u << 16);
 }

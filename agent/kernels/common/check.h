@@ -1,5 +1,5 @@
-// Functions that report a bad argument. Each writes one line to standard error, which names the operator, the argument,
-// its value and the limit. It returns the error code that the caller must return.
+// Functions that report a bad argument. Each function writes one line to standard error: the operator, the argument,
+// its value and the limit. The function returns the error code that its caller must return.
 #pragma once
 #include <cstdint>
 

@@ -21,7 +21,7 @@ class StandardFloatingPoint {
   }
 
  private:
-  static constexpr uint32_t kModeBits = 0xE040;  // rounding control, flush to zero, denormals are zero
+  static constexpr uint32_t kModeBits = 0xE040;  // mode bits: rounding control, flush to zero, denormals are zero
   uint32_t saved_;
 #else
   StandardFloatingPoint() {}

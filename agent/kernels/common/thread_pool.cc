@@ -201,7 +201,8 @@ class alignas(64) Stretch {
   void set(int64_t begin, int64_t end) {
     left_.store(static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end), std::memory_order_relaxed);
   }
-  // Removes and returns the first or the last index of the range. Returns -1 if the range is empty.
+  // Removes an index from the range and returns it: the first index if `front`, otherwise the last. Returns -1 if the
+  // range is empty.
   int64_t take(bool front) {
     uint64_t left = left_.load(std::memory_order_relaxed);
     for (;;) {
@@ -218,8 +219,8 @@ class alignas(64) Stretch {
   std::atomic<uint64_t> left_;  // undefined until set() is called
 };
 
-// scratch memory of all threads in bytes; index 1: results that one operator passes to the next; index 0: all other
-// memory
+// Scratch memory of all threads in bytes. Index 1 counts the buffers kScratchLayer and kScratchExperts, index 0 all
+// others.
 std::atomic<int64_t> scratch_total[2];
 
 std::atomic<int64_t>& total_of(int slot) { return scratch_total[slot == kScratchLayer || slot == kScratchExperts]; }
@@ -244,7 +245,7 @@ struct Scratch {
 void run_parallel(int64_t count, TaskFunction function, void* context) { pool().run(count, function, context); }
 
 void run_stretches(int64_t count, TaskFunction function, void* context) {
-  if (inside_task) return run_parallel(count, function, context);  // called by a task: its thread runs the whole loop
+  if (inside_task) return run_parallel(count, function, context);  // a task runs the whole loop in its own thread
   const int64_t threads = count < num_threads() ? count : num_threads();
   Stretch stretches[kMaxThreads];
   for (int64_t i = 0; i < threads; ++i) stretches[i].set(count * i / threads, count * (i + 1) / threads);

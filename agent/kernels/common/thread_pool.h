@@ -9,8 +9,8 @@ namespace llmk {
 using TaskFunction = void (*)(void* context, int64_t index);
 
 // Calls function(context, i) once for each i in [0, count) and returns when all calls have returned. The threads take
-// the indices from a shared counter. Any thread may call this. If the pool is busy, or the calling thread already runs
-// a task of the pool, the calling thread makes all calls alone.
+// the indices from a shared counter. Any thread may call run_parallel(). If the pool is busy, or the calling thread
+// already runs a task of the pool, the calling thread makes all calls alone.
 void run_parallel(int64_t count, TaskFunction function, void* context);
 
 // Makes the same calls as run_parallel(), but gives each thread a range of consecutive indices. Therefore a call can
@@ -27,8 +27,8 @@ int num_threads();
 // false, so that other processes get the processors.
 void set_attentive(bool attentive);
 
-// Returns scratch buffer number `slot` of this thread, aligned to 64 bytes, with undefined contents. It stays valid
-// until the thread requests more bytes for the same `slot`.
+// Returns scratch buffer number `slot` of this thread, aligned to 64 bytes, with undefined contents. The buffer stays
+// valid until the thread requests more bytes for the same `slot`.
 void* thread_scratch(int slot, int64_t bytes);
 
 // Returns the bytes of scratch memory of all threads. If `between_operators`, counts only the buffers kScratchLayer and
@@ -38,7 +38,7 @@ int64_t scratch_bytes(bool between_operators);
 // memory.
 void count_scratch(int64_t bytes);
 
-// parallel_for() calls a C++ function for each index with run_parallel(); parallel_stretches() does the same with
+// Calls a C++ function for each index with run_parallel(). The function parallel_stretches() does the same with
 // run_stretches(). Both are `static`, so that the object file of each instruction set has its own copy.
 template <class Function>
 static void parallel_for(int64_t count, const Function& function) {
@@ -59,26 +59,25 @@ static void parallel_stretches(int64_t count, const Function& function) {
 }
 
 // The numbers of a thread's scratch buffers, for thread_scratch(). Buffers that a thread uses at the same time have
-// different numbers. "Calling thread" means that only the thread that calls the
-// kernel uses the buffer.
+// different numbers. "The calling thread" is the thread that calls the kernel.
 enum ScratchSlot : int {
   kScratchDriver = 0,
   kScratchTile = 1,
   kScratchRows = 2,
   kScratchHistory = 3,
-  kScratchLinearRows = 4,  // linear layer: converted or quantised activations (calling thread)
-  kScratchLinearTile = 5,  // linear layer: sums of a panel (each thread)
-  kScratchLinearBest = 6,  // linear layer: largest output of each row (calling thread)
-  kScratchNormed = 7,      // results of a norm (calling thread or each thread)
-  kScratchQuantized = 8,   // results of a norm, quantised (calling thread)
-  kScratchInner = 9,       // data between the linear layers of an operator (calling thread)
-  kScratchBest = 10,       // largest logit of each row (calling thread)
-  kScratchLayer = 11,      // data between the operators of a layer (calling thread)
-  kScratchExperts = 12,    // activations sorted by expert (calling thread)
-  kScratchParts = 13,      // products with the parts of a weight (calling thread)
-  kScratchLaidOut = 14,    // keys and values of a sequence in the layout of the cache (calling thread)
-  kScratchLengths = 15,    // lengths of sequences (calling thread)
-  kScratchStatic = 16,     // scales and offsets of static inputs, and scales of rows (calling thread)
+  kScratchLinearRows = 4,  // linear layer: converted or quantised activations (used by the calling thread)
+  kScratchLinearTile = 5,  // linear layer: sums of a panel (used by each thread)
+  kScratchLinearBest = 6,  // linear layer: largest output of each row (used by the calling thread)
+  kScratchNormed = 7,      // results of a norm (used by the calling thread or by each thread)
+  kScratchQuantized = 8,   // results of a norm, quantised (used by the calling thread)
+  kScratchInner = 9,       // data between the linear layers of an operator (used by the calling thread)
+  kScratchBest = 10,       // largest logit of each row (used by the calling thread)
+  kScratchLayer = 11,      // data between the operators of a layer (used by the calling thread)
+  kScratchExperts = 12,    // activations sorted by expert (used by the calling thread)
+  kScratchParts = 13,      // products with the parts of a weight (used by the calling thread)
+  kScratchLaidOut = 14,    // keys and values of a sequence in the layout of the cache (used by the calling thread)
+  kScratchLengths = 15,    // lengths of sequences (used by the calling thread)
+  kScratchStatic = 16,     // scales and offsets of static inputs, and scales of rows (used by the calling thread)
   kScratchSlots = 17
 };
 

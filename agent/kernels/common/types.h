@@ -67,9 +67,10 @@ static inline half_t to_half(float value) {
   const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return {static_cast<uint16_t>(sign | 0x7E00u | (magnitude >> 13 & 0x3FFu))};
-  if (magnitude >= 0x477FF000u) return {static_cast<uint16_t>(sign | 0x7C00u)};  // 65520 and above round to infinity
+  if (magnitude >= 0x477FF000u) return {static_cast<uint16_t>(sign | 0x7C00u)};  // 65520 and above become infinity
   if (magnitude < 0x38800000u) {
-    // Subnormal: after adding 0.5 the last bit has the value 2^-24, and the addition rounds to nearest even.
+    // A subnormal result. After adding 0.5, the last bit of the float32 has the value 2^-24, as in a subnormal float16.
+    // So the addition rounds to nearest even.
     const float shifted = bits_to_float(magnitude) + 0.5f;
     return {static_cast<uint16_t>(sign | (float_to_bits(shifted) - 0x3F000000u))};
   }

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kBuffers = 2;
 constexpr int kMostAgents = 256;
-constexpr int64_t kElementBytes = 4;  // size of an element in gather_rows_to_first
+constexpr int64_t kElementBytes = 4;  // bytes of an element in gather_rows_to_first()
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())

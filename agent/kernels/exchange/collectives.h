@@ -35,13 +35,13 @@ int open_exchange(const ExchangeArgs& args);
 int exchange_size();
 int exchange_index();
 
-// Writes to `out` the sum of `in` over the agents of the stage. `out` has the type of `in`. Only if `in` is float32,
-// `out` may have another type. If the types are equal, `in` and `out` may be the same memory. Returns 0, or an error
-// code after one line on standard error.
+// Writes to `out` the sum of `in` over the agents of the stage. The sum has the type of `in`, but a float32 sum may be
+// stored in another type. If the types are equal, `in` and `out` may be the same memory. Returns 0, or an error code
+// after one line on standard error.
 int all_reduce(const char* op, DType dtype, const void* in, DType out_dtype, void* out, int64_t count);
 
-// Collects the arrays `in`, of `bytes` bytes, of all agents of the stage in `out` [size, bytes], in the order of the
-// ranks. Returns 0 or an error code.
+// Collects the arrays `in` of all agents of the stage in `out` [size, bytes], in the order of the ranks. Each array has
+// `bytes` bytes. Returns 0 or an error code.
 int all_gather(const char* op, const void* in, void* out, int64_t bytes);
 
 // The arguments of gather_rows_to_first(), which collects matrices of 4-byte elements in the first agent. The matrix

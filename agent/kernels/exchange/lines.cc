@@ -16,10 +16,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr auto kSpinTime = std::chrono::microseconds(50);
-constexpr long kSleepNanoseconds = 20'000'000;  // the interval of checks whether the group is down
+constexpr long kSleepNanoseconds = 20'000'000;  // how often a sleeping process checks whether the group is down
 
-// Sleeps until publish() wakes this word or a timeout, if `*word` is still `expected`. Not FUTEX_PRIVATE, because
-// several processes share the word.
+// Sleeps if `*word` is still `expected`, until publish() wakes this word or the timeout expires. The futex is not
+// private, because several processes share the word.
 void sleep_on(std::atomic<uint32_t>* word, uint32_t expected) {
   const timespec timeout{0, kSleepNanoseconds};
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, expected, &timeout, nullptr, 0);

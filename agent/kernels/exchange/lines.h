@@ -1,5 +1,5 @@
-// Flag lines of an exchange (llm_serving/ipc/exchange.py). A flag line is a counter that one process raises and others
-// wait for.
+// Flag lines of an exchange (llm_serving/ipc/exchange.py). A flag line is a counter that one process raises and other
+// processes wait for.
 #pragma once
 #include <atomic>
 #include <cstdint>

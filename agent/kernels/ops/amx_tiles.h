@@ -39,8 +39,8 @@ static inline void configure_tiles(int64_t upper, int64_t lower) {
 // Releases the tiles. Otherwise every context switch must save them, and the core cannot enter deep sleep states.
 static inline void release_tiles() { __asm__ volatile("tilerelease"); }
 
-// Loads a tile. This is assembly, because the macros of GCC 12 accept only digits and do not declare that they access
-// memory.
+// Loads a tile. This function is assembly, because the AMX macros of GCC 12 accept only digits and do not declare that
+// they access memory.
 template <int T>
 LLMK_INLINE void load_tile(const void* from, int64_t row_stride) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_stride), "i"(T) : "memory");

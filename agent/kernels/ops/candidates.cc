@@ -25,14 +25,14 @@ struct Token {
   int32_t id;
 };
 
-// The candidates of one row of logits, and bounds for the other tokens.
+// The candidates of one row of logits, and bounds for the logits of all other tokens.
 struct Row {
   ScratchVector<Token> tokens;
   ScratchVector<Candidate> sorted;
   ScratchVector<float> weights;
   ScratchVector<double> running;
-  bool is_complete;  // true if all other tokens have the logit -inf
-  float threshold;   // maximum logit of the tokens that are not candidates
+  bool is_complete;  // true if all tokens that are not candidates have the logit -inf
+  float threshold;   // upper bound of the logits of tokens that are not candidates
   float top;         // the largest raw logit
 };
 
@@ -136,9 +136,8 @@ bool penalize(const SampleArgs& args, int64_t row, Row* found) {
   return true;
 }
 
-// Draws a token of the row with the random number `u`, or returns -1 if the drawn token is not certain. The token is
-// not always certain: only the first `certain` ranks are known exactly, and the sum `whole` over the row only within an
-// error.
+// Draws a token of the row with the random number `u`, or returns -1 if the drawn token is not certain. Only the first
+// `certain` ranks are known exactly. The sum `whole` over the row is known only within an error.
 int32_t draw_of_all(const SampleArgs& args, int64_t row, double whole, double u, size_t certain, Row* found) {
   const float top = found->sorted[0].logit;
   found->weights.resize(certain);
@@ -257,7 +256,7 @@ int sample_candidates(const SampleArgs& args, const CandidateArgs& candidates, i
     if (is_skipped(args, row)) skip_row(args, row);
     undecided[row] = is_skipped(args, row) || decide(args, candidates, row) ? 0 : 1;
   };
-  // Sampling a row from few candidates takes less time than waking a thread, so a task has several rows.
+  // A task samples several rows, because sampling a row from few candidates takes less time than waking a thread.
   constexpr int64_t kRowsPerTask = 16;
   parallel_for(ceil_div(args.rows, kRowsPerTask), [&](int64_t task) {
     for (int64_t row = task * kRowsPerTask; row < smaller(args.rows, (task + 1) * kRowsPerTask); ++row) run(row);

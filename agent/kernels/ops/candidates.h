@@ -1,5 +1,5 @@
-// Samples from the tokens with the largest logits of each row, which a device has found, instead of all logits of the
-// row.
+// Samples from candidates: the tokens with the largest logits of each row, which a device has found. Thus the sampler
+// does not read all logits of the row.
 #pragma once
 #include <cstdint>
 
@@ -12,7 +12,7 @@ namespace llmk {
 // has the parts one after another.
 struct CandidateArgs {
   const float* values;       // [parts, part_rows, count]: the largest raw logits of the part; equal logits in any order
-  const int64_t* ids;        // [parts, part_rows, count]: the tokens of `values`
+  const int64_t* ids;        // [parts, part_rows, count]: the ids of the tokens with these logits
   const float* sums;         // [parts, part_rows]: the sum of e^(x - largest x) over all logits x of the part
   const float* scaled_sums;  // like `sums`, but all x are divided by the temperature of the row
   const float* best_values;  // [rows]: the raw logit of SampleArgs::best_ids; NaN if the row has a NaN

@@ -61,9 +61,9 @@ LLMK_INLINE void copy_step(bfloat_t* to, const bfloat_t* from, int64_t n) {
 }
 #endif
 
-// ColumnPointers and PackedColumns return the address of element k of column c. With ColumnPointers, each column is a
-// separate array. PackedColumns has kStep elements of each column, then the next kStep elements of each column, and so
-// on. Zeros fill the last step.
+// The function at() returns the address of element k of column c. ColumnPointers is for columns that are separate
+// arrays. PackedColumns is for columns that were packed together: kStep elements of each column, then the next kStep
+// elements of each column, and so on. Zeros fill the last step.
 template <int C, class W>
 struct ColumnPointers {
   const W* column[C];

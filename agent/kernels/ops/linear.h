@@ -18,7 +18,7 @@
 //   int8, int8_weight_only [panels][groups]{[2][steps / T][2][T][16][4 depths] bytes w + 128, [64] float scales}
 //   int4, int4_weight_only [panels][groups]{[2][steps / T][2][T][16][4] bytes, [64] float scales, [64] uint8 zeros}
 //
-// An int4 byte has two weights: from depths 0 to 3 of a step in the low nibble, from 4 to 7 in the high nibble. The
+// An int4 byte has two weights. Depths 0 to 3 of a step are in the low nibbles, depths 4 to 7 in the high nibbles. The
 // zeros exist only if the weight is asymmetric. Without groups, one group spans the depth. The last tiles of a group or
 // of the depth have only the remaining steps (step_offset() below). Missing columns and depths are zeros.
 //
@@ -192,8 +192,8 @@ struct LinearArgs {
   int64_t rows, x_stride, out_stride;  // strides in elements
   void* out;                           // may be null if best_ids is set: then only the arg-max is computed
   Epilogue epilogue;
-  // Index of the largest output of each row: the lowest index on a tie, -1 if the row has a NaN or an infinity. Null
-  // except with kStoreFloat.
+  // Receives the index of the largest output of each row, the lowest index on a tie. The index is -1 if the row has a
+  // NaN or an infinity. Must be null unless the epilogue is kStoreFloat.
   int32_t* best_ids;
   float* best_values;  // may be null
 };
@@ -241,7 +241,7 @@ static inline WeightShape weight_shape(const PackedWeightHeader& header) {
                       header.asymmetric != 0);
 }
 
-// Returns the bytes of all panels. A bias follows them in the blob.
+// Returns the size of all panels in bytes. In the blob, a bias follows the panels.
 static inline int64_t panels_bytes(const WeightShape& shape) { return shape.panels * shape.panel_bytes; }
 static inline int64_t bias_bytes(const WeightShape& shape) { return shape.panels * kPanelColumns * 4; }
 
@@ -263,7 +263,7 @@ static inline int64_t blob_bytes(const PackedWeightHeader& header) {
          (header.static_inputs != 0 ? static_bytes(shape, header.depth) : 0);
 }
 
-// first_part() returns the first part of a weight in parts. next_part() returns the part that follows `part`. A part
+// Returns the first part of a weight in parts. The function next_part() returns the part that follows `part`. A part
 // occupies packed_weight_bytes(), rounded up to a multiple of 64.
 static inline const void* first_part(const void* blob) {
   return static_cast<const char*>(blob) + sizeof(PackedWeightHeader);
@@ -283,9 +283,9 @@ static inline const float* bias_of(const void* blob) {
   return reinterpret_cast<const float*>(panels + panels_bytes(weight_shape(header)));
 }
 
-// The static inputs of a blob. All are null if it has none.
+// The static inputs of a blob. All pointers are null if the blob has no static inputs.
 struct StaticInputs {
-  const float *inverses = nullptr, *offsets = nullptr;  // [static_stride(depth)]
+  const float *inverses = nullptr, *offsets = nullptr;  // [static_stride(depth)] floats each
   const int32_t* sum_offsets = nullptr;                 // [panels][64]
 };
 

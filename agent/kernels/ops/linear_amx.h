@@ -89,7 +89,8 @@ class Finishing {
     sums_ = sums;
   }
 
-  // Finishes up to `count` rows. Not inlined, because it would take registers from the tile products around it.
+  // Finishes up to `count` rows. The function is not inlined, because it would take registers from the tile products
+  // around it.
   __attribute__((noinline)) void some(int64_t count) {
     if (rows_ == 0) return;
     count = smaller(count, rows_);
@@ -158,7 +159,7 @@ struct TiledForm {
   struct Chunk {
     const uint8_t* weights;  // tiles of the first and the second vector alternate
     int half;
-    int64_t begin, end;  // units
+    int64_t begin, end;  // range of units in the depth
     bool first, last;
   };
 

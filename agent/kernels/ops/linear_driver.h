@@ -1,9 +1,9 @@
 // Divides a linear layer (linear.h) into threads, panels, pieces of the depth and tiles of rows.
 //
 // A task is a panel and a block of rows. It processes the depth in pieces. The weights of a piece stay in the L2 cache
-// while all tiles of rows use them. Between pieces the sums are kept in memory as floats, so the results have the same
-// bits as without pieces. During the computation of a piece, the next piece is prefetched, half by half. The next piece
-// may belong to the next panel.
+// while all tiles of rows use them. Between pieces the sums are kept in memory without rounding, so the results have
+// the same bits as without pieces. During the computation of a piece, the next piece is prefetched, half by half. The
+// next piece may belong to the next panel.
 #pragma once
 #include <cmath>
 
@@ -223,8 +223,8 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
       any_tile<Form, 4>(job, piece, first, count, tile_sums, nullptr);
     } else if (fetching == 2 && !tall) {
       any_tile<Form, 2>(job, piece, first, count, tile_sums, next);
-    // With four or more tiles, each tile has one line to prefetch per step. So have two tall tiles, because a tall tile
-    // reads a panel in halves and takes twice as many steps.
+    // Four or more tiles need one line each per step. Two tall tiles also need only one, because a tall tile reads a
+    // panel in halves and takes twice as many steps.
     } else {
       any_tile<Form, 1>(job, piece, first, count, tile_sums, next);
     }

@@ -84,7 +84,7 @@ LLMK_INLINE Vec scaled(const float* sum, Vec row_scale, Ints excess, const float
 
 // Half of a panel: the scales of its columns and their places in the output.
 struct HalfPanel {
-  const float* scales;  // used only without groups
+  const float* scales;  // scales of the columns; used only without groups
   const float* bias;    // or null
   const int32_t* sum_offsets;  // or null
   int64_t first;        // number of the half's first column, in the order of the panels

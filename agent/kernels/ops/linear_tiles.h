@@ -48,7 +48,7 @@ struct FloatStep : WideTiles {
   LLMK_INLINE Sum step(Sum total, Weight w, Vec x) { return fma(x, w, total); }
 };
 
-// Multiplies pairs of bfloat16 with float32 multiply-adds, the even k first.
+// Multiplies pairs of bfloat16 with float32 multiply-adds. The product at the even k of a pair is added first.
 struct BFloatStep : NarrowTiles {
   using X = float;
   using Sum = Vec;
@@ -145,7 +145,7 @@ LLMK_INLINE void store_sum(float* p, Ints total) { store_ints(p, total); }
 template <class Step, int R, int C, int kLines, int64_t kTile>
 LLMK_INLINE void sum_steps(const uint8_t* w, int64_t half_bytes, int v, const typename Step::X* x, int64_t x_stride,
                            int64_t steps, const uint8_t* next, typename Step::Sum (&total)[R][C]) {
-  constexpr bool kOneStep = kTile == 1;  // then the steps of a vector are equally far apart
+  constexpr bool kOneStep = kTile == 1;  // true: the steps of a vector are equally far apart
   constexpr int64_t kStride = kOneStep ? 2 * Step::kVectorBytes : Step::kVectorBytes;
   const int64_t run = kOneStep ? steps : kTile;
   for (int64_t first = 0; first < steps; first += run) {

@@ -133,7 +133,8 @@ class TiledWeightOnly {
     store_tile<2 * H + 1>(last_.sums + kLanes, kPanelColumns * 4);
   }
 
-  // Computes total = fma(sum, scale, total) for the stored step, then marks the previous step as stored.
+  // Adds the scaled sums of the stored step to the totals: total = fma(sum, scale, total). Then marks the previous step
+  // as stored.
   void fold() {
     if (stored_.rows > 0) fold_group<2>(stored_.sums, stored_.scales, stored_.rows, stored_.first, stored_.totals);
     stored_ = last_;

@@ -125,8 +125,8 @@ class SingleRow {
     for (int v = 0; v < kVectors; ++v) sums[v] = fma(activation, numbers_at<i>(Weights(), step[v], shifts[v]), sums[v]);
   }
 
-  // Computes total = fma(sum, scale, total) in the order of the groups. The totals overwrite the sums of the first
-  // group.
+  // Adds up the scaled sums of all groups, in the order of the groups: total = fma(sum, scale, total). The totals
+  // overwrite the sums of the first group.
   static void fold_groups(const WeightShape& shape, const uint8_t* group, float* sums) {
     Sums total = {zero(), zero(), zero(), zero()};
     for (int64_t g = 0; g < shape.groups; ++g) {

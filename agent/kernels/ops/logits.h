@@ -11,7 +11,7 @@ struct LogitsPasses {
   float (*largest)(const float* row, int64_t size);
   float (*sum_exp)(const float* row, int64_t size, float top);                   // returns the sum of e^(x - top)
   void (*divide)(const float* row, int64_t size, float divisor, float* out);
-  // returns the number of tokens with low < x <= high and writes them to ids
+  // writes the tokens with low < x <= high to ids and returns their number
   int64_t (*collect)(const float* row, int64_t size, float low, float high, int32_t* ids);
   int64_t (*first_equal)(const float* row, int64_t size, float value);                      // -1: not found
   void (*weights)(const float* values, int64_t size, float top, float* out);     // e^(x - top)

@@ -20,7 +20,7 @@ struct PagedTask {
   int64_t head, heads;               // kv heads [head, head + heads)
   int64_t first_part, end_part;      // partitions of this task
   int64_t seen, parts;               // the rows see the partitions [seen, parts)
-  int64_t join;                      // index of the PagedJoin, or -1 if this task covers all partitions
+  int64_t join;                      // index of the PagedJoin; -1 if this task covers all partitions
 };
 
 // The shared state of tasks that divide the context of the same rows. `waiting` counts unfinished tasks. The last task
@@ -202,8 +202,8 @@ static inline int blocks_together(const PagedTask& task) {
 #endif
 }
 
-// Prefetches the first keys of `task` in the partition at `begin`, for heads from `head`. If the task `writes` into
-// this partition, also prefetches the lines that it writes.
+// Prefetches the first keys of `task` in the partition at `begin`, for the heads from number `head` on. If the task
+// `writes` into this partition, also prefetches the cache lines that it writes.
 static inline void fetch_keys(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin, int64_t head,
                               bool writes, TileFetch* fetch) {
   const int64_t heads = smaller(heads_together(task), task.heads - head);
@@ -278,7 +278,7 @@ struct TaskMemory {
   PanelMemory panels;
   BlockMemory block[2];     // attend_blocks() uses both, other functions the first
   float* buffer;            // for write_tokens() and load_rotated()
-  int64_t *visible, *first;  // [rows]: a row sees keys [first, visible); first is null if all are 0
+  int64_t *visible, *first;  // [rows]: a row sees keys [first, visible); null `first`: 0
 };
 
 // Provides the keys and values of a block of rows. Prefetches them ahead. Unpacks scales and values after their cache
@@ -309,7 +309,7 @@ struct BlockSource {
                  blocks_together(task));
   }
 
-  // Unpacks the scales of `groups` for all heads. A single head unpacks all its scales in one call.
+  // Unpacks the scales of `groups` for all heads. If there is only one head, unpacks the scales of all groups.
   void place_scales(bool keys, GroupRange groups) const {
     if (sizeof(C) > 1 || !first) return;
     if (heads == 1) groups = {0, kPartGroups, true};
@@ -321,7 +321,7 @@ struct BlockSource {
     }
   }
 
-  // Unpacks the values of head h. A single head unpacks all its values in one call.
+  // Unpacks the values of `groups` for head h. If there is only one head, unpacks the values of all groups.
   void place_values(int64_t h, GroupRange groups) const {
     if (!first) return;
     if (heads == 1) groups = {0, panels->groups, true};

@@ -12,7 +12,7 @@ class TileFetch {
  public:
   // Begins to prefetch the keys or values of positions [begin, end) of a sequence, for kv heads [head, head + heads).
   //
-  // If the range consists of whole blocks, prefetches `together` blocks at the same time, with all heads of each block.
+  // If the range consists of whole blocks, prefetches `together` blocks alternately, with all heads of each block.
   // Otherwise prefetches one head after the other. If the cache holds units of 4 bytes, always prefetches whole groups
   // of 16 keys.
   void start(const RotaryAttentionArgs& args, bool keys, int64_t seq, int64_t begin, int64_t end, int64_t head,
@@ -34,7 +34,7 @@ class TileFetch {
       for (int64_t j = begin; j < end; row = 0, ++block) {
         const int64_t rows = smaller(args.block_size - row, end - j);
         const int64_t offset = (*block * args.kv_heads + head + h) * chunk + row * row_bytes;
-        const bool whole = rows == args.block_size;  // then the prefetch includes the scales
+        const bool whole = rows == args.block_size;  // the prefetch of a whole block includes its scales
         add(base + static_cast<uintptr_t>(offset), whole ? chunk : rows * row_bytes);
         // The scales of all values are needed first, before the values themselves are read, to compute the weights of
         // the keys.
@@ -129,7 +129,7 @@ class TileFetch {
     const char* at;
     int64_t lines;
 
-    // Prefetches at most `most` lines. Returns their number.
+    // Prefetches at most `most` lines. Returns the number of prefetched lines.
     __attribute__((always_inline)) int64_t fetch(int64_t most) {
       const int64_t n = smaller(most, lines);
       for (int64_t i = 0; i < n; ++i) __builtin_prefetch(at + 64 * i, 0, 2);

@@ -178,7 +178,7 @@ struct TilePanels {
   // Each entry points to [unit of dims][kGroupKeys]. Entries after number `groups` equal the first entry.
   const Unit* keys[kPartGroups];
   const Unit* values[kPartGroups];  // each entry points to [unit of keys][dim]
-  float* key_scales;                // [kPartition] for int8 caches, or null
+  float* key_scales;                // scales of the keys [kPartition] for int8 caches, or null
   float* value_scales;
   float largest_value_scale;        // largest value scale of the whole partition
 };
@@ -189,7 +189,8 @@ static inline bool reads_cache(const RotaryAttentionArgs& args) {
   return F::kPerUnit > 1 && F::kPerUnit * sizeof(C) == 4 && cache_has_units(args);
 }
 
-// key_panel_units() and value_panel_units() return the sizes of a head's panels of keys and of values, in units.
+// Returns the size of a head's panel of keys, in units. The function value_panel_units() returns the size of a head's
+// panel of values.
 static inline int64_t key_panel_units(int64_t query_units) { return query_units * kPartition; }
 static inline int64_t value_panel_units(int64_t padded_dim) { return kPartition * padded_dim; }
 

@@ -47,7 +47,7 @@ LLMK_INLINE int64_t chunk_groups(int64_t heads) { return smaller(kPartGroups, la
 struct SoftmaxState {
   float* best;  // [rows], largest score * factor: the exponent m
   float* mass;  // [rows]
-  float* sums;  // [rows][padded_dim]
+  float* sums;  // [rows][padded_dim]: weighted sums of values
 };
 
 // The rows of a task. Row r of head h has number h * rows + r.
@@ -81,7 +81,7 @@ struct GroupRange {
 // Memory of a block of rows. The row with number h * rows + r is row r of head h of the block.
 struct BlockMemory {
   float* scores;      // [rows][kScoreStride]; kPartition entries are used
-  Unit* weights;      // [rows][kWeightStride]: a row has [passes][units of a partition]
+  Unit* weights;      // [rows][kWeightStride]: a row begins with [passes][units of a partition]
   float* steps;       // [rows]: factor by which sums of weight * value are multiplied
   SoftmaxState part;  // softmax of this partition
 };
@@ -284,8 +284,8 @@ LLMK_INLINE float weigh_row(const RowView& view, const TilePanels& panels, float
   return sum(out.mass());
 }
 
-// Computes the softmax of a partition for a block of rows. Turns its scores into weights, and stores the largest score
-// (`best`) and the sum (`mass`). Calls meanwhile() after each row.
+// Computes the softmax of a partition for a block of rows. Turns the scores of each row into weights, and stores the
+// largest score (`best`) and the sum of the weights (`mass`). Calls meanwhile() after each row.
 template <class F, class Meanwhile>
 static inline void soften_block(const TaskRows& all, const TilePanels* panels, const RowBlock& block, int64_t groups,
                                 const BlockMemory& memory, const Meanwhile& meanwhile) {

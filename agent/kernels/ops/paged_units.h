@@ -60,7 +60,7 @@ LLMK_INLINE Vec coarse_power_of_two(Vec x) {
     p = fma(p, r, broadcast(0.693003834f));
     p = fma(p, r, broadcast(1.00000259f));
   }
-  return {_mm512_scalef_ps(p.v, clamped)};  // times 2^floor(x)
+  return {_mm512_scalef_ps(p.v, clamped)};  // multiplies by 2^floor(x)
 }
 #endif
 

@@ -140,7 +140,7 @@ struct Int8Form {
       _mm512_storeu_si512(low + key, in_order(_mm512_and_si512(words, byte), _mm512_and_si512(mixed, byte)));
       _mm512_storeu_si512(high + key, in_order(_mm512_srli_epi16(words, 8), _mm512_srli_epi16(mixed, 8)));
     }
-    // Returns the bytes of four groups, group after group.
+    // Returns the low (or high) bytes of the weights of four groups, group after group.
     static LLMK_MEMBER __m512i in_order(__m512i words, __m512i more_words) {
       const __m512i quads = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
       return _mm512_permutexvar_epi32(quads, _mm512_packus_epi16(words, more_words));

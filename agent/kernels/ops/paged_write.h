@@ -144,7 +144,7 @@ static inline void load_head(const RotaryAttentionArgs& args, int64_t token, int
 // Memory for writing to the cache: one head as floats, and some rows in the type of the cache.
 struct WriteBuffer {
   float* head;  // [dim]
-  char* rows;   // [kGroupKeys][dim] in the type of the cache
+  char* rows;   // rows of the cache: [kGroupKeys][dim] in the type of the cache
 };
 static inline int64_t write_buffer_floats(const RotaryAttentionArgs& args) {
   return args.dim + kLanes + kGroupKeys * args.dim;

@@ -60,7 +60,7 @@ int stored_integer(const PrimitiveWeight& weight, int64_t index) {
 
 constexpr int64_t kTile = 64;
 
-// Transposes [depth, columns] elements, tile by tile.
+// Transposes a matrix [depth, columns], tile by tile.
 template <class T>
 void turn(const T* from, int64_t depth, int64_t columns, T* to) {
   parallel_for(ceil_div(columns, kTile), [&](int64_t tile) {

@@ -29,7 +29,7 @@ struct PrimitiveWeight {
   const int32_t* sum_offsets;  // [columns], added to the integer sums after QuantV2; null: all 0
   ValueType type;
   int32_t scale_type;      // a DType
-  // 1: [columns, depth] with scales [columns, groups]; 0: [depth, columns] with scales [groups, columns]
+  // 1: values are [columns, depth], scales [columns, groups]. 0: values are [depth, columns], scales [groups, columns].
   int32_t transposed;
   int32_t float_products;  // int8: 1 if activations stay floats (WeightQuantBatchMatmul)
   int64_t columns, depth, group;  // group: depths that share a scale; 0: one scale per column

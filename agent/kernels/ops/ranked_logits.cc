@@ -86,7 +86,7 @@ const ScratchVector<RankedRow::Ranked>& RankedRow::sorted(int bin) {
   tokens.clear();
   Buffers& work = buffers();
   work.ids.resize(static_cast<size_t>(size_) + 16);
-  const float margin = 1e-5f * std::max(1.0f, std::fabs(top_));  // a margin above the rounding error of top - logit
+  const float margin = 1e-5f * std::max(1.0f, std::fabs(top_));  // larger than the rounding error of top - logit
   const float low = bin == kBins - 1 ? -kInfinity : top_ - static_cast<float>(bin + 1) / kBinsPerUnit - margin;
   const float high = top_ - static_cast<float>(bin) / kBinsPerUnit + margin;
   const int64_t found = kernels().logits.collect(row_, size_, low, high, work.ids.data());

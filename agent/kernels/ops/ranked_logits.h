@@ -17,11 +17,11 @@ struct Candidate {
 // Writes the `count` tokens with the largest logits to `best`, largest first. Writes fewer tokens if the row has fewer
 // finite logits.
 //
-// Searches the tokens in a band below the largest logit and doubles the band until it holds enough tokens. This usually
-// takes one or two passes. Then sorts these tokens.
+// Collects the tokens in a band of logits below the largest logit, and doubles the width of the band until it has
+// enough tokens. This usually takes one or two passes. Then sorts these tokens.
 void best_tokens(const float* row, int64_t size, float top, int64_t count, ScratchVector<Candidate>* best);
 
-// A prefix of the ranking: its number of tokens and their mass.
+// A prefix of the ranking: the number of its tokens and their mass.
 struct Prefix {
   int64_t count;
   double mass;
@@ -37,7 +37,7 @@ class RankedRow {
   RankedRow(const float* row, int64_t size, float top);
 
   Prefix all() const { return {count_, mass_}; }
-  Prefix best(int64_t count);                    // returns the first `count` tokens
+  Prefix best(int64_t count);                    // returns the `count` best tokens
   // Returns the shortest prefix whose mass is at least `mass`, but at least one token.
   Prefix reaching(double mass);
   Prefix at_least(float weight);                 // returns the tokens with at least this weight; at least one token

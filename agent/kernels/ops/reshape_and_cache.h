@@ -1,4 +1,5 @@
-// ReshapeAndCache: copies rows [tokens, row_bytes] to cache [slots, row_bytes] at slots[token]. Skips negative slots.
+// ReshapeAndCache: copies row t of `rows` [tokens, row_bytes] to row slots[t] of `cache` [slots, row_bytes]. Rows with
+// a negative slot are skipped.
 #pragma once
 #include <cstdint>
 

@@ -1,9 +1,9 @@
 // RmsNorm and AddRmsNorm (Zhang and Sennrich 2019).
 //
-//   x, residual [rows, width]   gamma [width]   ->   y [rows, width], rstd [rows] float, and for AddRmsNorm the sum
-//   s = round(x + residual);  rstd = 1 / sqrt(mean(s^2) + epsilon);  y = round(s * rstd * gamma)
+//  x, residual [rows, width]   gamma [width]   ->   y [rows, width], rstd [rows] float, and for AddRmsNorm the sum
+//  s = round(x + residual);  rstd = 1 / sqrt(mean(s^2) + epsilon);  y = round(s * rstd * gamma)
 //
-// The sum of squares has 16 lanes over the width, which the tree of arch/vec.h reduces.
+// For RmsNorm, s is x. Squares are added up in 16 lanes over the width. Then sum() of arch/vec.h adds the lanes.
 #pragma once
 #include <cmath>
 
@@ -48,8 +48,7 @@ static inline void rms_norm_row(const RmsNormArgs& args, int64_t row) {
   T* y = static_cast<T*>(args.y) + row * width;
   const Vec scale = broadcast(rstd);
   for (int64_t i = 0; i < full; i += kLanes) {
-    // Prefetches the next row, because this thread probably computes it next and it is farthest away in the memory
-    // hierarchy.
+    // Prefetches the next row. This thread probably computes that row next, and it comes from the most distant memory.
     __builtin_prefetch(x + width + i);
     if (args.residual != nullptr) __builtin_prefetch(static_cast<const T*>(args.residual) + (row + 1) * width + i);
     store(y + i, mul(mul(load(source + i), scale), load(gamma + i)));

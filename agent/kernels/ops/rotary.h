@@ -30,7 +30,7 @@ struct RotaryArgs {
 #ifdef LLMK_ARCH
 namespace LLMK_ARCH {
 
-// Rotates the halves of a head. `out` may be `x`.
+// Rotates the pairs (i, i + dim/2) of a head. `out` may be `x`.
 template <class T, class Out, class C>
 LLMK_INLINE void rotate_half_head(const T* x, Out* out, const C* cos, const C* sin, int64_t dim) {
   const int64_t half = dim / 2;

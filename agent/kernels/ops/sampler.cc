@@ -131,7 +131,7 @@ bool is_usable(const float* row, int64_t size) {
   return broken == 0 && finite != 0;
 }
 
-// Returns the first id whose logit is `value`, or 0 if no logit is.
+// Returns the first id whose logit is `value`. Returns 0 if there is none, because penalties may leave no finite logit.
 int32_t first_equal(const float* row, int64_t size, float value) {
   return static_cast<int32_t>(std::max<int64_t>(kernels().logits.first_equal(row, size, value), 0));
 }
@@ -141,7 +141,7 @@ const float* apply_penalties(const SampleArgs& args, int64_t row, const float* l
   const int32_t* history = args.history[row];
   const int32_t total = args.history_lens[row], prompt = args.history_prompt_lens[row];
   work->penalized.assign(logits, logits + args.vocab_size);
-  work->counts.resize(static_cast<size_t>(args.vocab_size), -1);  // -1: not seen; otherwise the count in the output
+  work->counts.resize(static_cast<size_t>(args.vocab_size), -1);  // -1: not in the history; else count in the output
   for (int32_t i = 0; i < total; ++i) {
     int32_t& count = work->counts[static_cast<size_t>(history[i])];
     if (count < 0) count = 0;
@@ -253,8 +253,9 @@ void sample_row(const SampleArgs& args, int64_t row) {
 // Returns true if this call must not change the results of the row.
 bool is_left(const SampleArgs& args, int64_t row) { return args.logits_rows != nullptr && args.logits_rows[row] < 0; }
 
-// Returns true if the row needs no sampling: it is skipped, or it is greedy and its best token is known. Finishing the
-// row takes less time than waking a thread.
+// Returns true if the row needs no sampling, because it is skipped, or because it is greedy and its best token is
+// known. If the first rows are known, the calling thread finishes these rows itself. This takes less time than waking
+// another thread.
 bool is_known(const SampleArgs& args, int64_t row) {
   if (is_skipped(args, row)) return true;
   return args.best_ids != nullptr && args.best_ids[row] >= 0 && args.temperature[row] == 0.0f &&

@@ -48,7 +48,8 @@ struct SampleArgs {
 // Returns true if a row that samples has penalties and therefore needs its history.
 bool has_penalties(const SampleArgs& args);
 
-// Returns 0, or an error code of common/check.h after one line on standard error. Nothing is written on error.
+// Samples all rows. Returns 0, or an error code of common/check.h after one line on standard error. After an error,
+// nothing has been written.
 int sample(const SampleArgs& args);
 
 // Philox4x32-10 (Salmon et al., SC 2011).

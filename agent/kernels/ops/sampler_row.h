@@ -12,7 +12,7 @@ namespace llmk {
 constexpr float kInfinity = std::numeric_limits<float>::infinity(), kLowest = std::numeric_limits<float>::lowest();
 constexpr int64_t kFewTokens = 4096;  // maximum top_k for which the sampler sorts the best tokens directly
 
-// Returns the random number of a row, at least 0 and below 1.
+// Returns a random number that depends only on the arguments. It is at least 0 and below 1.
 double uniform(uint64_t seed, int32_t position);
 
 bool is_skipped(const SampleArgs& args, int64_t row);
@@ -28,7 +28,7 @@ inline bool is_allowed(const uint32_t* mask, int32_t id) {
 // Returns 0, or an error code after one line on standard error if the parameters, the history or the mask are invalid.
 int check_row(const SampleArgs& args, int64_t row);
 
-// Returns the logit of a token of the history that occurs `count` times in the output, after the penalties.
+// Returns the logit after the penalties, for a token of the history that occurs `count` times in the output.
 float penalized_logit(const SampleArgs& args, int64_t row, float logit, int32_t count);
 
 // Draws one of the `count` best tokens of a row, after the filters top-k, top-p and min-p. `best` has these tokens in

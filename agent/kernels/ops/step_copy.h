@@ -1,5 +1,5 @@
-// Copies the inputs of a step out of its step slot and checks the copies. Every number is checked, because graph and
-// sampler use them as indices. Later changes of the step slot do not affect the copies.
+// Copies the inputs of a step out of its step slot and checks the copies. Every number is checked, because the graph
+// and the sampler use the numbers as indices. Later changes of the step slot do not affect the copies.
 #pragma once
 #include <cstdint>
 

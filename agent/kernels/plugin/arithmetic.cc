@@ -71,7 +71,8 @@ auto widened(T value) {
   }
 }
 
-// Converts a float to an integer, towards zero. A value outside the range gives the nearest integer of the type.
+// Converts a float to an integer, towards zero. A value outside the range gives the largest or smallest integer of the
+// type.
 template <class T, class Wide>
 T truncated(Wide value) {
   constexpr int kBits = sizeof(T) * 8 - (std::is_signed_v<T> ? 1 : 0);
@@ -241,8 +242,8 @@ void run_pairs(const Call& call, const Broadcast& broadcast, const Function& fun
 
 enum class Result { kSame, kSameFloats, kFlags };
 
-// Runs an operator with two inputs: calls `function` for all pairs of elements, converted to the type of the
-// computation.
+// Runs an operator with two inputs: calls `function` for each pair of corresponding elements, converted to the type of
+// the computation.
 template <Result result, class Function>
 int pairs(const Call& call, const Function& function) {
   const int out = call.count - 1;
@@ -279,7 +280,7 @@ auto bits(T value) {
   }
 }
 
-// Returns a if `takes_a`, else b; or a NaN if one of them is a NaN.
+// Returns a if `takes_a`, otherwise b. If one of them is a NaN, returns a NaN.
 template <class T>
 T chosen(T a, T b, bool takes_a) {
   if (a != a) return a;
@@ -324,8 +325,8 @@ struct Axes {
 
 constexpr int64_t kLongSum = 128;  // from this number of elements on, a sum of float32 is computed in float64
 
-// Sums consecutive elements in eight float64 lanes, then the lanes in order. A long sum in float32 would lose bits that
-// the sampler needs.
+// Sums consecutive elements in eight float64 lanes, then adds the lanes in order. A long sum in float32 would lose bits
+// that the sampler needs.
 float long_sum(const float* from, int64_t count) {
   constexpr int kLanes = 8;
   double lanes[kLanes] = {};

@@ -51,8 +51,8 @@ bool long_top_k_row(const float* values, int64_t count, int64_t k, float* best, 
   return true;
 }
 
-// Finds the k largest (or smallest) of `count` values, in this order. The first of equal values comes first. A NaN
-// comes after all numbers.
+// Finds the k largest of `count` values, or the k smallest if not `largest`, and sorts them. On a tie, the first value
+// comes first. A NaN comes after all numbers.
 template <class T>
 void top_k_row(const T* values, int64_t count, int64_t k, bool largest, std::vector<int64_t>* order, T* best,
                int64_t* indices) {
@@ -107,15 +107,14 @@ int plugin_top_k(const Call& call) {
   return 0;
 }
 
-// The inputs and outputs of MoeInitRoutingV2:
-//  x [rows, width], expert_idx int32 [rows, k], active_num, expert_capacity, expert_num, drop_pad_mode,
-//  count_or_cumsum, before_capacity
+// The inputs and outputs of MoeInitRoutingV2: x [rows, width], expert_idx int32 [rows, k], active_num, expert_capacity,
+// expert_num, drop_pad_mode, count_or_cumsum, before_capacity
 //  -> expanded_x [rows * k, width], expanded_row_idx int32 [rows * k], expert_tokens_count_or_cumsum int32
 //     [expert_num], and an output that is only used if rows are dropped
 //
 // The output expanded_x has one copy of a row for each expert that the row chose. The copies are ordered by expert. The
-// copies for one expert keep the order of the rows. The copy for choice row * k + i is in row expanded_row_idx[row * k
-// + i]. No row is dropped.
+// copies for one expert keep the order of the rows. The copy for expert i of a row is in row expanded_row_idx[row * k +
+// i]. No row is dropped.
 int plugin_moe_init_routing(const Call& call) {
   enum { kX, kExpertIdx, kActiveNum, kCapacity, kExpertNum, kDropPadMode, kCountOrCumsum, kBeforeCapacity, kExpandedX,
          kExpandedRowIdx, kTokens };

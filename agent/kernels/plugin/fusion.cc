@@ -13,8 +13,8 @@ namespace {
 
 bool is(const Launch& launch, const char* op) { return std::strcmp(launch.op, op) == 0; }
 
-// Runs the launches of a fusion one after the other, because the fused function does not support the sizes of this
-// step.
+// Runs the launches of a fusion one after the other. This is necessary if the fused function does not support the sizes
+// of this step.
 int run_apart(Launch* const* parts, int count) {
   for (int i = 0; i < count; ++i) {
     const int error = parts[i]->run();
@@ -146,8 +146,8 @@ int chunk_mask(Launch* const* parts, const Fusion& fusion) {
   return product.dtype(factor) == DType::kUnsupported ? run_apart(parts, fusion.count) : 0;
 }
 
-// Fuses a function of rows with DynamicQuantExt: computes each row and quantises it while it is in the processor's
-// cache.
+// Fuses an operator that works row by row with DynamicQuantExt: computes each row and quantises it while it is in the
+// processor's cache.
 enum { kQuantX, kSmoothScales, kQuantY, kQuantScale, kQuantCount };
 
 template <class RowFunction>
@@ -207,7 +207,7 @@ int swiglu_quant(Launch* const* parts, const Fusion& fusion) {
   const int out = swiglu.count - 1;
   const int64_t inner = swiglu.dim(out, -1), rows = inner == 0 ? 0 : swiglu.size(out) / inner;
   const int64_t axis = swiglu.integer(1) < 0 ? swiglu.integer(1) + swiglu.ndims[0] : swiglu.integer(1);
-  // With fewer rows than threads, the fusion does not apply: Swiglu alone divides a row among several threads.
+  // With fewer rows than threads, the fusion does not apply, because Swiglu alone divides a row among several threads.
   const bool applies = axis == swiglu.ndims[0] - 1 && rows >= num_threads() && swiglu.dim(0, -1) == 2 * inner &&
                        swiglu.size(0) == 2 * rows * inner && quantises_rows_of(quant, rows, inner) &&
                        swiglu.dtype(0) == quant.dtype(kQuantX);
@@ -231,7 +231,7 @@ class Finder {
  public:
   explicit Finder(Recording* recording) : recording_(recording), launches_(recording->launches) {}
 
-  // Returns the fusion that begins at launch `first`. Its count is 0 if there is none.
+  // Returns the fusion that begins at launch `first`. If no fusion begins there, the returned count is 0.
   Fusion at(int first) const {
     const Launch& launch = of(first);
     if (is(launch, "SplitWithSize") && launch.values.size() == kSplitCount) return rotary_at(first);
@@ -247,7 +247,7 @@ class Finder {
     return {};
   }
 
-  // Extends the lifetimes of all values of a fusion, from its first to its last launch.
+  // Makes each value of a fusion live from the first to the last launch of the fusion.
   void extend(const Fusion& fusion) const {
     for (int part = 0; part < fusion.count; ++part) {
       for (const int index : of(fusion.parts[part]).values) {
@@ -275,7 +275,7 @@ class Finder {
     return -1;
   }
 
-  // Returns whether a value is read after launch `last`.
+  // Returns whether a launch after number `last` reads the value.
   bool outlives(int writer, size_t output, int last) const {
     const int value = of(writer).values[output];
     const auto is_value = [value](const Result& result) { return result.value == value; };

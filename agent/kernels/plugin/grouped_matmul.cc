@@ -188,7 +188,7 @@ int group_product(const Call& call, const PrimitiveWeight& weight, const Quantiz
 
 }  // namespace
 
-// Runs the primitive. Rows after the last group become zero.
+// Runs GroupedMatmulV4. Output rows after the last group become zero.
 int plugin_grouped_matmul(const Call& call) {
   GroupedWeight all{};
   int error = check_call(call);

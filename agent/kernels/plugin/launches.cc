@@ -100,7 +100,7 @@ bool replay(Recording* recording, bool keeps_pace) {
     if (has_failed() && !(keeps_pace && launch.is_shared)) continue;
     const int error = fusion == nullptr ? launch.run() : run_fusion(recording, *fusion);
     if (report_error(launch.op, error) != 0) return false;
-    if (error != 0 && launch.is_shared) return true;  // a collective only fails if the group is down
+    if (error != 0 && launch.is_shared) return true;  // a failed collective means that the group is down
   }
   return true;
 }
@@ -148,10 +148,11 @@ LLMK_ENTRY void llmk_begin_recording() {
   delete llmk::current.exchange(new llmk::Recording);
 }
 
-// Ends recording and returns the recording, which llmk_forget_recording frees. If it cannot be replayed, returns null
-// and sets `problem` to the reason, which is valid until the next call. The `count` ranges of sizes[i] bytes at
-// starts[i] are memory whose addresses must not change while the recording exists. `results` are the addresses of the
-// graph's results.
+// Ends recording. Returns the recording, which llmk_forget_recording() frees. If the launches cannot be replayed,
+// returns null and sets `problem` to the reason, which is valid until the next call.
+//
+// The caller names `count` ranges of memory whose addresses must not change while the recording exists. Range i has
+// sizes[i] bytes and begins at starts[i]. `results` are the addresses of the graph's results.
 LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* sizes, int64_t count,
                                     const void* const* results, int64_t num_results, const char** problem) {
   static std::string reason;
@@ -174,9 +175,10 @@ LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* si
 }
 
 // Generalizes the recording of one step to steps of any size. `other` is a recording of the same graph for another
-// step. `sizes`: tokens and sequences of the recorded step, of the other step, and of the largest step. With `fuses`,
-// launches are fused (fusion.h). Returns 1, or 0 with a `problem` that is valid until the next call; then the recording
-// must not be replayed.
+// step. `sizes` [6] are the tokens and sequences of the recorded step, of the other step, and of the largest step. With
+// `fuses`, launches are fused (fusion.h).
+//
+// Returns 1, or 0 with a `problem` that is valid until the next call. After a 0, the recording must not be replayed.
 LLMK_ENTRY int llmk_generalise_recording(void* recording, const void* other, const int64_t* sizes, int fuses,
                                          const char** problem) {
   static std::string reason;

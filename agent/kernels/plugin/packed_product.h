@@ -1,5 +1,5 @@
-// Common parts of the primitives of matrix products: the packed form of a weight, and quantized rows. kernels().linear
-// computes the product (ops/linear.h).
+// Common parts of the primitives for matrix products: the packed form of a weight, and quantised rows. The product
+// itself is computed by kernels().linear (ops/linear.h).
 #pragma once
 #include <vector>
 

@@ -47,7 +47,7 @@ struct Launch {
   }
 };
 
-// The memory of an output of a launch. It ends when another launch writes to the same memory of MindSpore.
+// An output of a launch. It is valid until another launch writes to the same memory of MindSpore.
 struct Value {
   const char* start;  // the output's memory in MindSpore's run
   const char* end;
@@ -86,7 +86,7 @@ struct Recording {
   std::string problem;
   std::vector<Value> values;
   std::vector<int64_t> buffers;  // byte offset of each buffer in `memory`, then the end of the last buffer
-  std::vector<Result> results;   // the results of the graph, in its order
+  std::vector<Result> results;   // results of the graph, in the graph's order
   int64_t held = 0;        // approximate bytes of the recording itself
   char* memory = nullptr;  // the library's memory to which the addresses in `placed` point
 

@@ -18,9 +18,9 @@ struct Range {
   const char* end;
 };
 
-// Reads numbers and lists from MindSpore while a launch is recorded, and returns copies of them at a replay. They are
-// constants of the graph. The copies are needed because MindSpore's own object may not exist any more at a replay, or
-// may describe another call.
+// Reads numbers and lists from MindSpore while a launch is recorded, and stores copies. A replay reads the copies,
+// because these numbers and lists are constants of the graph. MindSpore's own object may not exist any more at a
+// replay, or may describe another call.
 class ScalarInputs : public KernelInputInfo {
  public:
   explicit ScalarInputs(KernelInputInfo* source) : source_(source), inputs_(source->GetInputSize()) {
