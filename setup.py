@@ -169,7 +169,8 @@ class Compiler:
         begun.write_text(text)
         recipe.unlink(missing_ok=True)
         if not self._quiet:
-            print(" ".join(command) + "\n", end="", flush=True)  # one write, so threads do not mix lines
+            # One write for the whole line, so that threads do not mix their lines.
+            print(" ".join(command) + "\n", end="", flush=True)
         if subprocess.run(command, check=False).returncode != 0:
             raise CompileError(f"command failed: {' '.join(command)}")
         os.replace(begun, recipe)

@@ -56,7 +56,10 @@ _POLL_START_S = 0.02
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server and return the exit code: 2 for wrong usage or a wrong config, 1 if the start or a part failed."""
+    """Run the server and return the exit code.
+
+    The code is 2 for wrong usage or a wrong config, and 1 if the start or a part of the server failed.
+    """
     launch = launch_from_command_line(argv)
     import uvloop  # imported late, so that a wrong command line is reported without delay
 

@@ -1,4 +1,4 @@
-"""A server that a chat starts for itself and stops at its end."""
+"""The server that a chat starts, and stops when the chat ends."""
 
 from __future__ import annotations
 

@@ -151,8 +151,8 @@ def _memory(fields: TypedFields, key: str) -> int | None:
 def _shape(fields: TypedFields, arch: TypedFields) -> ModelShape | None:
     """Return the model's sizes, or None if ``model.model_config`` does not state them.
 
-    In that case, the sizes are in the model folder, for example for Qwen2. The YAML uses the keys of MindFormers' Llama
-    or, for other models, the keys of ``config.json``.
+    Without stated sizes, the model folder has the sizes, for example for Qwen2. The YAML uses the keys of MindFormers'
+    Llama or, for other models, the keys of ``config.json``.
     """
     if "num_hidden_layers" in fields or "num_attention_heads" in fields:
         return _shape_in_hugging_face_names(fields)

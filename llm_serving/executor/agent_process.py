@@ -36,8 +36,9 @@ def bind_agent_ports(ip: str, ports: Sequence[int]) -> Iterator[list[socket.sock
 def connected_pair(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
     """Return both ends of a new connection through an agent's port. The server keeps the first, the agent the second.
 
-    So an agent never accepts a connection, and no other local program can connect to it. If other programs connect to
-    the port, this function closes their connections. Later ones are never accepted. Raises OSError.
+    So an agent never accepts a connection, and no other local program can connect to it. If other programs have
+    connected to the port, this function closes their connections. Connections that come later are never accepted.
+    Raises OSError.
     """
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     listener.settimeout(0.0)

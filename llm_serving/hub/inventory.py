@@ -69,7 +69,7 @@ def packaged_models() -> Iterator[FoundModel]:
 
 
 def _models_of(name: str, folder: Path) -> Iterator[FoundModel]:
-    """Yield the folder if it has safetensors, else each GGUF file in it, else nothing."""
+    """Yield the models of a folder: the folder itself if it has safetensors, otherwise each of its GGUF files."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     if any(path.suffix == ".safetensors" and path.parent == folder for path in files):
         yield _folder_model(name, folder, sum(path.stat().st_size for path in files))

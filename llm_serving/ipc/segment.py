@@ -76,7 +76,7 @@ def remove_leftovers() -> list[str]:
         owner, _, digits = name.removeprefix(SHM_PREFIX).partition("x")
         if not name.startswith(SHM_PREFIX) or not (owner.isdecimal() and digits.isalnum()):
             continue
-        if os.path.exists(f"/proc/{owner}"):  # this process may have created the file and not locked it yet
+        if os.path.exists(f"/proc/{owner}"):  # the owner may have created the file and not locked it yet
             continue
         with contextlib.suppress(OSError):
             if _remove_if_unlocked(os.path.join(SHM_DIRECTORY, name)):
@@ -98,9 +98,9 @@ def _remove_if_unlocked(path: str) -> bool:
 
 
 def map_segment(name: str, num_bytes: int, kind: str) -> mmap.mmap:
-    """Map a segment that the server created. ``kind`` is its name in error messages.
+    """Map a segment that the server created. ``kind`` describes the segment in error messages.
 
-    Raises ProtocolError if its name or size is wrong.
+    Raises ProtocolError if ``name`` cannot be the name of a segment, or if the segment's size is wrong.
     """
     if not name.startswith(SHM_PREFIX) or not name.removeprefix(SHM_PREFIX).isalnum():
         article = "an" if kind[0] in "aeiou" else "a"

@@ -168,7 +168,7 @@ def split_heads(num_query: int, num_key_value: int, parts: int, index: int) -> t
 def shard_of(shape: ModelShape, where: RankPlace, parallel: ParallelConfig, weight_group: int = 1) -> Shard:
     """Return the part of a model that the rank at ``where`` holds.
 
-    ``weight_group`` is the number of inputs that share a scale; 1 if all inputs of an output share one.
+    ``weight_group`` is the number of inputs that share a scale; 1 if all inputs of an output share one scale.
     """
     parts, index = parallel.tensor_parallel, where.tp_index
     query, key_value = split_heads(shape.num_attention_heads, shape.num_key_value_heads, parts, index)

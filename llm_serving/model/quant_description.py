@@ -97,10 +97,12 @@ def _description(fields: TypedFields, folder: Path, *, sums_hold_bias: bool) -> 
 
 
 def _stored_group(folder: Path, weight: str) -> int:
-    """Return the group size of a folder whose description lacks it (older programs), from the shapes of one weight.
+    """Return the group size of a quantized folder, found from the shapes of one weight. Older descriptions do not state
+    it.
 
-    A weight with groups is [out, in], or [out / 2, in] if two outputs share a byte. Its scales are [out, groups].
-    Returns 0 if the shapes do not fit. The reader of weights then refuses the folder.
+    A weight with groups has the shape [outputs, inputs], or [outputs / 2, inputs] if two outputs share a byte. Its
+    scales have the shape [outputs, groups]. Returns 0 if the shapes do not fit each other. The reader of weights then
+    refuses the folder.
     """
     shapes = tensor_shapes(folder, (weight, f"{weight}_scale"))
     stored, scales = shapes.get(weight, ()), shapes.get(f"{weight}_scale", ())

@@ -52,7 +52,7 @@ class Quantization:
 
     @property
     def format(self) -> WeightFormat:
-        """The weight format that ``model_config.weight_format: auto`` means with this checkpoint."""
+        """The weight format that is used for this checkpoint if ``model_config.weight_format`` is ``auto``."""
         return stored_format(self.bits)
 
 

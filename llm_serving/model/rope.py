@@ -18,8 +18,8 @@ class RopeScaling:
 
     ``linear`` divides every frequency by ``factor`` (Chen et al. 2023). ``dynamic`` raises the base of positions after
     the trained context (NTK-aware scaling, bloc97 and emozilla 2023). ``llama3`` divides low frequencies by ``factor``,
-    keeps high ones, and interpolates between. ``yarn`` does the same with other limits, and also scales cosines and
-    sines (Peng et al. 2023). A rule ignores the fields of other rules.
+    keeps high frequencies, and interpolates between the two. ``yarn`` does the same with other limits, and also scales
+    cosines and sines (Peng et al. 2023). A rule ignores the fields of other rules.
     """
 
     type: str

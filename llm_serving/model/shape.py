@@ -259,6 +259,9 @@ def _refuse_unsupported(fields: TypedFields) -> None:
 
 
 def _pad_token_id(fields: TypedFields, vocab_size: int) -> int | None:
-    """Return the padding token, or None. Some files have -1 or an id outside the vocabulary, which means None."""
+    """Return the padding token, or None.
+
+    Some files state -1 or an id outside the vocabulary. They count as files without a padding token.
+    """
     pad = fields.integer("pad_token_id", -1, -1, MAX_VOCAB_SIZE)
     return pad if 0 <= pad < vocab_size else None

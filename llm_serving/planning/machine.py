@@ -23,7 +23,10 @@ class Machine:
 
     @classmethod
     def detect(cls) -> Machine:
-        """Return this machine, with the smaller of free memory and the memory that its control group still permits."""
+        """Return the cores and the available memory of this machine.
+
+        The memory is the smaller of two numbers: the free memory, and the memory that the control group still permits.
+        """
         import psutil  # imported here, because checking a config does not need psutil
 
         cores = len(os.sched_getaffinity(0))

@@ -89,7 +89,7 @@ class MemoryPlan:
     """Items in host memory at the time of the highest need. Empty on a CPU, where ``items`` has them."""
 
     def bytes_of(self, name: str) -> int:
-        """Return the bytes of the item with this name, or 0 without one."""
+        """Return the bytes of the item with this name, or 0 if the plan has no item with this name."""
         return sum(each.num_bytes for each in self.items if each.name == name)
 
     @property

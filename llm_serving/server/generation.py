@@ -167,7 +167,8 @@ class Generation:
         self._log_arrival(replace(choice, request_id=name))
         self._searches.append(name)
         prompt = choice.prompt.token_ids
-        num_output_tokens = params.width * params.max_tokens  # the number that counts if the search is aborted
+        # The number that counts against the quota if the search is aborted.
+        num_output_tokens = params.width * params.max_tokens
         try:
             result = await self.state.engine.search(name, prompt, params, self._received_at, scheduling=self.scheduling)
             num_output_tokens = sum(len(beam.token_ids) for beam in result.beams)

@@ -1,4 +1,4 @@
-"""The parts of the OpenAPI document about access: how a client authenticates, and the errors of a refusal."""
+"""The parts of the OpenAPI document about access: how a client authenticates, and the responses to refused requests."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class StreamOptions(StrictModel):
 
 
 class SamplingFields(SchedulingFields, StructuredFields, StrictModel):
-    """Fields of both OpenAI endpoints: OpenAI's sampling parameters, and further ones with vLLM's names."""
+    """Fields of both OpenAI endpoints: OpenAI's sampling parameters, and further parameters with vLLM's names."""
 
     model: Name = Field(default=None, description="Name of the served model; may be left out.")
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="Number of choices for each prompt.")

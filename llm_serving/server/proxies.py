@@ -23,7 +23,8 @@ class TrustedProxies:
         if client is None:
             return False
         try:
-            address = ipaddress.ip_address(client[0].partition("%")[0])  # removes the zone of an IPv6 address
+            # Without the zone of an IPv6 address, such as ``%eth0``.
+            address = ipaddress.ip_address(client[0].partition("%")[0])
         except ValueError:
             return False
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:

@@ -162,4 +162,4 @@ class _Server(uvicorn.Server):
     def _cut_off(self) -> None:
         for connection in list(self.server_state.connections):
             if isinstance(connection, BoundedHttpProtocol):
-                connection.transport.abort()  # discards the data that was not sent
+                connection.transport.abort()  # also discards data that the client has not received

@@ -72,7 +72,7 @@ class _Backlog:
 
 
 class EventStream:
-    """A streamed response. The engine calls it with each piece of text, and it writes the piece to the socket.
+    """A streamed response. The engine passes each piece of text to ``push``, which writes the piece to the socket.
 
     Nothing is sent before the first event, so an early error still gets its own HTTP status. A later error becomes an
     event. While a client does not read, ``MERGE_AT`` pieces of a choice are merged into one.

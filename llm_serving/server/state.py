@@ -169,7 +169,7 @@ class ServerState:
             try:
                 raise full
             finally:
-                del full  # breaks a reference cycle: its traceback refers to this frame
+                del full  # breaks a reference cycle: the error's traceback refers to this frame
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFoundError unless ``name`` is the name of the served model or None."""
