@@ -77,10 +77,9 @@ class Canary:
             self._engine.distrust(replica, reason)
 
     async def _tokens(self) -> tuple[tuple[int, ...] | None, int]:
-        """Run the prompt once. Returns its output tokens, or None if the logits are not finite, and the replica of the
-        run.
+        """Run the prompt once. Returns its output tokens and the number of the replica that ran it.
 
-        Raises LLMServingError if the run was refused or failed.
+        The tokens are None if the logits are not finite. Raises LLMServingError if the run was refused or failed.
         """
         name = f"canary-{uuid.uuid4().hex}"
         sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)

@@ -1,7 +1,7 @@
 """Access for web pages of other origins (CORS). ``serving_config.cors_origins`` lists these origins.
 
-A browser asks with a preflight request (OPTIONS) before it sends JSON or an API key. It shows a page the response only
-if the response names the page's origin. Cookies are never used, so credentials are not allowed.
+A browser asks with a preflight request (OPTIONS) before it sends JSON or an API key. The browser shows a page the
+response only if the response names the page's origin. Cookies are never used, so credentials are not allowed.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def visit_of(request: Request) -> Visit | None:
 def tenant_of(request: Request) -> str:
     """Return the tenant of a request: the name of its API key.
 
-    If the server has no keys, the tenant is a short hash of the bearer token, or an empty text if the request has no
-    token. The hash separates the requests of different tokens and does not reveal the token.
+    If the server has no keys, the tenant is a short hash of the bearer token. Without a token, it is an empty text. The
+    hash separates the requests of different tokens and does not reveal the token.
     """
     visit = visit_of(request)
     return visit.name if visit is not None and visit.name else _tenant(_api_key(request.headers))
