@@ -155,7 +155,7 @@ class SampleCall:
             self._args.last_tokens_size = outputs.last_token.size
 
     def has_penalties(self, num_rows: int) -> bool:
-        """Returns whether any of the first ``num_rows`` rows samples with penalties. ``run`` then needs histories."""
+        """Returns whether any of the first ``num_rows`` rows samples with penalties. If so, ``run`` needs histories."""
         self._args.rows = min(num_rows, self._max_rows)
         return bool(self._has_penalties(self._pointer))
 

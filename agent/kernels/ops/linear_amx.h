@@ -57,7 +57,7 @@ class Fetch {
   Fetch(const uint8_t* begin, int64_t bytes)
       : next_(begin), stream_bytes_(bytes / kStreams), left_(stream_bytes_ / 64) {}
 
-  // Prefetches `count` lines of each stream.
+  // Prefetches the next `count` cache lines of each of the kStreams pages.
   void lines(int64_t count) {
     count = smaller(count, left_);
     left_ -= count;

@@ -241,7 +241,8 @@ int pack_weight(const PackSource& source, void* blob) {
   return 0;
 }
 
-// Checks each part of a weight in parts, and whether format, columns and total depth agree with the header.
+// Checks each part of a weight in parts. Also checks that the formats, columns and total depth of the parts agree with
+// the header.
 static int check_parts(const char* op, const void* blob, int64_t bytes) {
   const PackedWeightHeader& whole = header_of(blob);
   const char *part = static_cast<const char*>(first_part(blob)), *end = static_cast<const char*>(blob) + bytes;

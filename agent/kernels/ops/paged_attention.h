@@ -396,7 +396,7 @@ static inline void walk_partitions(const RotaryAttentionArgs& args, const PagedP
                                    TileFetch* fetch) {
   const TaskRows& all = memory.all;
   const int64_t end = task_end(args, task);
-  // The task writes its keys and values just before it reads them, because their cache lines are prefetched by then.
+  // The task writes its keys and values just before it reads them. By then, their cache lines have been prefetched.
   bool writes = plan.writes && task.end_part == task.parts;
   const int64_t written = args.context_lens[task.seq] - args.query_lens[task.seq];
   int64_t configured = 0, skip = 0;
