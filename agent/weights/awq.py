@@ -1,7 +1,8 @@
 """Reads AWQ folders in the gemm layout (Lin et al. 2024; written by AutoAWQ).
 
-qweight  int32 [in, out / 8]      a word holds the outputs 8j + 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first
-qzeros   int32 [groups, out / 8]  in the same order
+qweight  int32 [in, out / 8]      Column j has outputs 8j to 8j + 7, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the
+                                  lowest bits.
+qzeros   int32 [groups, out / 8]  Zero points, in the same order.
 scales   float [groups, out]
 """
 
@@ -49,7 +50,10 @@ class AWQDecoder(Decoder):
 
 
 def _outputs_first(words: Array) -> npt.NDArray[np.uint8]:
-    """Unpacks int32 [n, out / 8] to uint8 [out, n]. First transposes the words, which are fewer than the integers."""
+    """Unpacks 4-bit integers from int32 [rows, out / 8] to uint8 [out, rows].
+
+    Transposes before unpacking, because there are fewer words than integers.
+    """
     four = bytes_of(words.T).reshape(words.shape[1], len(words), 4)
     values = np.empty((words.shape[1], 8, len(words)), np.uint8)
     for byte in range(4):

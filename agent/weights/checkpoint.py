@@ -36,7 +36,10 @@ class Checkpoint:
     def __init__(
         self, folder: Path, quantization: Quantization | None = None, float8: Float8Blocks | None = None
     ) -> None:
-        """``quantization`` describes stored integers, and ``float8`` stored 8-bit floats. A folder has one of them."""
+        """``quantization`` describes how integers are stored, and ``float8`` describes how 8-bit floats are stored.
+
+        At most one of the two is not None.
+        """
         self.folder = folder
         self._decoder = None if quantization is None else _DECODERS[quantization.layout](quantization)
         self._files = TensorFiles(folder)
@@ -81,7 +84,7 @@ class Checkpoint:
         return self._files.names()
 
     def scheme(self, part: WeightPart) -> Scheme | None:
-        """Returns the format and groups of a quantised tensor, or None for a tensor of floats."""
+        """Returns the integer format and the groups of a quantised tensor, or None for a tensor of floats."""
         quantised = self._decoder is not None and self._is_quantised(part.name)
         return self._decoder.scheme_of(part.name) if self._decoder is not None and quantised else None
 
@@ -149,7 +152,10 @@ class Checkpoint:
         self._files.close()
 
     def _read_unless_bias(self, name: str) -> tuple[Array, str] | None:
-        """Reads a stored tensor, or returns None if it does not exist or is a bias that the model loads separately."""
+        """Returns a stored tensor and its type, or None if the folder does not have the tensor.
+
+        Also returns None for a bias that the model loads as a tensor of its own.
+        """
         return None if name in self._parts and name.endswith(".bias") else self._files.read_optional(name)
 
     def _is_quantised(self, name: str) -> bool:
@@ -166,7 +172,10 @@ class Checkpoint:
         return (StoredTensor(part.name, (), (part.shape,)),)
 
     def _hint(self) -> str:
-        """Returns advice if the folder seems to be quantised, but its config.json has no ``quantization_config``."""
+        """Returns a hint for an error message if tensors are quantised but config.json has no ``quantization_config``.
+
+        Otherwise returns an empty text.
+        """
         quantised = any(name.endswith((".qweight", ".weight_packed")) for name in self._files.names())
         return (
             "; the tensors are quantised, but config.json has no quantization_config"

@@ -2,7 +2,8 @@
 
 int-quantized:   weight            int8 [out, in]
                  weight_scale      float [out, groups]
-pack-quantized:  weight_packed     int32 [out, in * bits / 32]   consecutive inputs, lowest bits first; q + 2^(bits-1)
+pack-quantized:  weight_packed     int32 [out, in * bits / 32]   Consecutive inputs from the lowest bits. An integer q
+                                                                 is stored as q + 2^(bits-1).
                  weight_scale      float [out, groups]
                  weight_zero_point int32 [out * bits / 32, groups] (packed along the outputs) or int8 [out, groups]
                  weight_shape      int [2]: out, in

@@ -37,8 +37,9 @@ class TensorCut:
         return part if self.columns is None else part[:, self.columns.slice]
 
     def of_quantised(self, tensor: QuantizedTensor) -> QuantizedTensor:
-        """Copies the part of a whole quantised tensor. Raises CheckpointError if the part begins or ends inside of a
-        group of inputs.
+        """Returns a copy of this part of a whole quantised tensor.
+
+        Raises CheckpointError if the part begins or ends inside of a group of inputs (which share a scale).
         """
         groups = slice(None) if self.columns is None else self.groups(tensor.scheme)
         if self.columns is not None and tensor.group_of_input is not None:
@@ -52,10 +53,10 @@ class TensorCut:
         )
 
     def _of_inputs(self, inputs: StaticInputs) -> StaticInputs:
-        """Returns the agent's part of the calibrated scales and offsets with which W8A8 quantises the inputs of a
-        layer.
+        """Returns this part of the calibrated scales and offsets with which W8A8 quantises the inputs of a layer.
 
-        The correction of the integer sums is kept only by the agent with the first column, so that it is added once.
+        The sum offsets are added to the integer sums. Only the agent with the first column keeps them, because the
+        agents' results are added.
         """
         columns = slice(None) if self.columns is None else self.columns.slice
         offsets = np.array(inputs.sum_offsets[self.rows.slice])

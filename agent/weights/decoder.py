@@ -57,7 +57,7 @@ class StoredTensors:
         """Shape of the whole weight if only a part of it is read, otherwise None."""
 
     def of(self, stem: str) -> StoredTensors:
-        """Returns a reader of the tensors of another layer."""
+        """Returns a reader for the tensors of another weight, whose names begin with ``stem``."""
         return StoredTensors(stem, self._read)
 
     def array(self, end: str) -> Array:
@@ -116,7 +116,10 @@ class CutTensors(StoredTensors):
         return array, found[1]
 
     def _range(self, kind: Axis, size: int, name: str) -> slice:
-        """Returns the range of a stored tensor's axis that belongs to the part. An axis of size 1 is never divided."""
+        """Returns the range of one axis of a stored tensor that belongs to the part of the weight.
+
+        ``kind`` is the meaning of the axis, and ``size`` its length. An axis of size 1 is never divided.
+        """
         if size == 1:
             return slice(None)
         if kind == "group":
@@ -156,7 +159,9 @@ class Decoder(ABC):
         return 32 // self.quantization.bits
 
     def is_quantised(self, name: str, exists: Callable[[str], bool]) -> bool:
-        """Returns True if the weight ``name`` is quantised. ``exists`` returns whether a tensor is in the checkpoint.
+        """Returns True if the weight ``name`` is quantised.
+
+        ``exists`` takes the name of a tensor and returns whether the checkpoint has it.
         """
         return exists(f"{stem_of(name)}.{self.marker}")
 
@@ -169,14 +174,20 @@ class Decoder(ABC):
         return self.scheme()
 
     def groups(self, part: WeightPart) -> int:
-        """Returns the number of scales of a row. Raises CheckpointError if groups do not divide the row."""
+        """Returns the number of groups in a row of a weight. Each group of inputs has a scale.
+
+        Raises CheckpointError if the row does not consist of whole groups.
+        """
         depth, group = part.shape[1], self.quantization.group or part.shape[1]
         if depth % group:
             raise CheckpointError(f"tensor {part.name}: its {depth} inputs are not whole groups of {group}")
         return depth // group
 
     def words(self, part: WeightPart, count: int) -> int:
-        """Returns the number of words that ``count`` integers fill. Raises CheckpointError for a partial word."""
+        """Returns the number of words that ``count`` integers fill.
+
+        Raises CheckpointError if the integers do not fill the last word.
+        """
         per_word = self.per_word
         if count % per_word:
             raise CheckpointError(f"tensor {part.name}: {count} values do not fill words of {per_word}")
@@ -185,9 +196,10 @@ class Decoder(ABC):
     def other_tensors(
         self, names: Iterable[str], parts: Mapping[str, WeightPart], read: Callable[[str], tuple[Array, str] | None]
     ) -> set[str]:
-        """Returns the subset of ``names`` that a checkpoint may contain in addition to weights. Reads and checks them.
+        """Returns the names in ``names`` that this format allows in addition to the model's tensors.
 
-        ``parts`` has all expected tensors by name. Raises CheckpointError if a tensor's values cannot be used.
+        ``parts`` maps names to the model's tensors. Reads and checks the additional tensors, and raises CheckpointError
+        if their values cannot be used.
         """
         return set()
 
@@ -206,7 +218,10 @@ def stem_of(name: str) -> str:
 
 
 def check_stored(stored: StoredTensor, found_type: str, found_shape: tuple[int, ...]) -> None:
-    """Raises CheckpointError, with the tensor's name, unless type and shape fit the format."""
+    """Raises CheckpointError unless the type and shape of a tensor in a checkpoint are among those that are allowed.
+
+    ``stored`` has the allowed types and shapes.
+    """
     if found_type not in stored.types:
         raise CheckpointError(
             f"tensor {stored.name} has type {found_type}; in this format it must be one of {', '.join(stored.types)}"
@@ -217,17 +232,17 @@ def check_stored(stored: StoredTensor, found_type: str, found_shape: tuple[int, 
 
 
 def check_zero(tensors: StoredTensors, end: str) -> None:
-    """Raises CheckpointError if an optional tensor, such as a bias, exists and is not zero."""
+    """Raises CheckpointError if the optional tensor ``end``, such as a bias, exists and has a value other than zero."""
     array = tensors.optional(end)
     if array is not None and bool((array != 0).any()):
         raise tensors.fail(end, "is not zero, and linear layers of this model have no such tensor")
 
 
 def uneven_groups(part: WeightPart, groups: int, tensors: StoredTensors, end: str) -> npt.NDArray[np.int32] | None:
-    """Reads the group of each input (int32 [in]) from the tensor ``end``. Returns None if groups are consecutive.
+    """Returns the group of each input, int32 [in], if groups are not consecutive inputs. Otherwise returns None.
 
-    Some quantisation tools write -1 for a weight without groups. Raises CheckpointError if a number is not a valid
-    group.
+    The tensor ``end`` stores these numbers. Some quantisation tools write -1 for a weight without groups. Raises
+    CheckpointError if a number is not a valid group.
     """
     stored, depth = tensors.optional(end), part.shape[1]
     if stored is None or bool((stored == -1).all()):

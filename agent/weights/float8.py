@@ -3,10 +3,10 @@
 weight            F8_E4M3 [out, in]
 weight_scale_inv  float [blocks of out, blocks of in]
 
-value = weight * weight_scale_inv of its block, in float32, rounded once. The name says "inverse" because the scale is
-the inverse of the factor by which the weights were multiplied when they were rounded. Blocks at the end may be smaller.
-An e4m3 float has 1 bit of sign, 4 of exponent (bias 7) and 3 of mantissa. It has no infinity, and only 0x7F and 0xFF
-are no numbers.
+value = weight * weight_scale_inv of the weight's block, computed in float32 and rounded once. The name says "inverse",
+because the checkpoint's author multiplied the weights by 1 / weight_scale_inv before rounding them to 8 bits. Blocks at
+the end of a row or column may be smaller. An e4m3 float has 1 sign bit, 4 exponent bits (bias 7) and 3 mantissa bits.
+It has no infinity, and only the codes 0x7F and 0xFF are NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PIECE_ELEMENTS = 1 << 18
 
 
 def _values() -> npt.NDArray[np.float32]:
-    """Returns the value of each of the 256 codes."""
+    """Returns the float32 value of each of the 256 e4m3 codes."""
     codes = np.arange(256)
     exponents, mantissas = codes >> 3 & 15, codes & 7
     sizes = np.where(exponents == 0, np.ldexp(mantissas, -9), np.ldexp(8 + mantissas, exponents - 10))
@@ -53,12 +53,12 @@ class Float8Reader:
         self._blocks = blocks
 
     def holds(self, name: str) -> bool:
-        """Returns True if the weight ``name`` is stored as 8-bit floats, or has scales of them."""
+        """Returns True if the weight ``name`` is stored as 8-bit floats or has a tensor of scales."""
         is_float8 = name in self._files and self._files.info(name).dtype == "F8_E4M3"
         return is_float8 or name + _SCALES in self._files
 
     def stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:
-        """Returns the tensors that the folder must contain for a weight."""
+        """Returns the tensors that the folder must contain for a weight: the 8-bit floats and their scales."""
         rows, columns = part.shape
         blocks = (-(-rows // self._blocks.rows), -(-columns // self._blocks.columns))
         return (
@@ -69,8 +69,8 @@ class Float8Reader:
     def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None) -> None:
         """Writes a weight, or one part of the weight, to ``out`` as elements of ``dtype``.
 
-        Raises CheckpointError for a number that is not finite, OverflowError if a value does not fit ``dtype``, and
-        FloatingPointError if it does not fit float32.
+        Raises CheckpointError for a stored NaN or a scale that is not finite. Raises OverflowError if a value does not
+        fit ``dtype``, and FloatingPointError if a value does not fit float32.
         """
         codes, scales = self._codes(name), self._scales(name)
         cut = cut or TensorCut(codes.shape, Span(0, len(codes)))

@@ -8,11 +8,13 @@
                                                                                          [out, groups]
     int4_weight_only  WeightQuantBatchMatmul              int4 [in, out], two in a byte  model_dtype [groups, out]
 
-A form has the name of the format that the primitives compute: ``int4`` becomes ``int4_weight_only``.
+A form has the name of the weight format in which the primitives compute: ``int4`` becomes ``int4_weight_only``.
 
-A static form has more parameters: input_scale and input_offset, model_dtype [in], with which QuantV2 quantises x to
-round(x * input_scale + input_offset), and sum_offset, int32 [out], the bias of QuantBatchMatmul. It is added to the
-integer sums before they are scaled, and removes the input offsets from them.
+A static form has three more parameters:
+
+- input_scale and input_offset, model_dtype [in]: QuantV2 quantises x to round(x * input_scale + input_offset).
+- sum_offset, int32 [out], the bias of QuantBatchMatmul: the primitive adds it to the integer sums before it scales
+  them. This removes the contribution of input_offset from the sums.
 
 The weights of all experts of a layer are one weight [experts, in, out] of GroupedMatmulV4:
 
@@ -22,8 +24,8 @@ The weights of all experts of a layer are one weight [experts, in, out] of Group
     int8_weight_only  int8                 model_dtype [experts, out]
     int4_weight_only  int4, two in a byte  model_dtype [experts, groups, out]
 
-The last two always have offsets, because the primitive requires them. Offsets are zero except for whole rows with zero
-points.
+The two weight-only forms always have offsets, because GroupedMatmulV4 requires them. Offsets are zero, unless the
+checkpoint has zero points and one scale for each whole row.
 
 Sources and limits: docs/ascend.md.
 """
@@ -68,12 +70,15 @@ class LinearForm:
 
     @property
     def weights(self) -> WeightFormat:
-        """The entry of the format in the registry of weight formats. Raises UnknownFormatError for floats."""
+        """The description of this form's integer format (``llm_serving.model.number_formats``).
+
+        Raises UnknownFormatError if the weight consists of floats.
+        """
         return weight_format(self.format)
 
     @property
     def quantises_activations(self) -> bool:
-        """True if the primitive quantises the activations, too, and multiplies integers by integers."""
+        """True if the activations are quantised as well, so that integers are multiplied by integers."""
         return not self.is_float and self.weights.quantises_activations
 
     @property
@@ -89,8 +94,7 @@ class LinearForm:
 
 @dataclass(frozen=True, slots=True)
 class LinearForms:
-    """The forms of a model's linear layers, of its output layer and of its experts. All decoder layers have the same
-    forms.
+    """The forms of the weights of a model: one form for all linear layers, one for the output layer, one for experts.
     """
 
     layers: LinearForm = LinearForm()
@@ -100,8 +104,9 @@ class LinearForms:
     def check_type(self, dtype: str) -> None:
         """Raises ConfigError if the primitives of a form do not support activations of type ``dtype``.
 
-        QuantBatchMatmul with float32 scales, a bias and no scales of tokens gives bfloat16 only. For float16 it takes
-        scales in a packed form of 64 bits with fewer digits (aclnnTransQuantParamV2), which nothing here can check.
+        Static forms need bfloat16. With float32 scales, a bias and no scales of tokens, QuantBatchMatmul returns only
+        bfloat16. For float16 it requires scales in a packed 64-bit form with fewer digits (aclnnTransQuantParamV2).
+        Nothing in this project can check that form, so it is not supported.
         """
         if dtype != "bfloat16" and (self.layers.is_static or self.output.is_static):
             raise ConfigError(
@@ -122,9 +127,9 @@ def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Pac
 
     Reads only the types of the stored tensors.
 
-    An output layer that is the embedding stays floats. So does an output layer whose vocabulary is larger than the
-    primitive's limit ``MAX_WEIGHT_ONLY_SIZE`` or does not fill whole bytes. Raises ConfigError if the primitives do not
-    support a format.
+    The output layer keeps floats if its weight is the embedding. It also keeps floats if the vocabulary exceeds the
+    primitive's limit ``MAX_WEIGHT_ONLY_SIZE``, or if the vocabulary's 4-bit integers do not fill whole bytes. Raises
+    ConfigError if the primitives do not support a format.
     """
     if packing.weight_format == AUTO or packing.keeps_floats:
         return LinearForms()
@@ -151,7 +156,8 @@ def _wanted(packing: Packing) -> WeightFormat:
 def _stored(spec: WeightSpec, source: WeightSource, packing: Packing) -> Scheme | None:
     """Returns the integer format and groups of a stored weight, or None if it is stored as floats.
 
-    Raises ConfigError if its parts differ, or if the primitives cannot use the stored integers.
+    Raises ConfigError if the tensors of the weight are stored in different formats, or if the primitives cannot use the
+    stored integers.
     """
     schemes = {source.scheme(part) for part in spec.parts}
     if len(schemes) > 1:

@@ -1,9 +1,10 @@
 """Reads GPTQ folders (Frantar et al. 2023; written by AutoGPTQ and GPTQModel).
 
-qweight  int32 [in * bits / 32, out]      a word holds consecutive inputs of one output, the lowest bits first
-qzeros   int32 [groups, out * bits / 32]  a word holds consecutive outputs; format "gptq" stores zero - 1
+qweight  int32 [in * bits / 32, out]      A word has consecutive inputs of one output, from the lowest bits.
+qzeros   int32 [groups, out * bits / 32]  A word has consecutive outputs. The format "gptq" stores zero point - 1.
 scales   float [groups, out]
-g_idx    int32 [in]                       the group of each input; i // group_size without ``desc_act``
+g_idx    int32 [in]                       The group of each input. Without ``desc_act``, that of input i is
+                                          i // group_size.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class GPTQDecoder(Decoder):
             StoredTensor(f"{stem}.qzeros", ("I32",), ((groups, self.words(part, rows)),)),
             StoredTensor(f"{stem}.scales", FLOAT_TYPES, ((groups, rows),)),
             StoredTensor(f"{stem}.g_idx", ("I32",), ((depth,),), optional=True),
-            StoredTensor(f"{stem}.bias", FLOAT_TYPES, ((rows,),), optional=True),  # AutoGPTQ writes zeros
+            # AutoGPTQ writes a bias of zeros for layers that have none.
+            StoredTensor(f"{stem}.bias", FLOAT_TYPES, ((rows,),), optional=True),
         )
 
     def decode(self, part: WeightPart, tensors: StoredTensors) -> QuantizedTensor:
@@ -55,7 +57,8 @@ class GPTQDecoder(Decoder):
         zeros = unpacked(tensors.array("qzeros"), bits)
         if self.quantization.zeros_minus_one:
             zeros += np.uint8(1)
-            zeros &= np.uint8(2**bits - 1)  # format "gptq" stores the zero point minus 1, modulo 2^bits: 15 means 0
+            # The format "gptq" stores the zero point minus 1, modulo 2^bits. With 4 bits, 15 means zero point 0.
+            zeros &= np.uint8(2**bits - 1)
         scales = np.ascontiguousarray(tensors.floats("scales").T)
         group_of_input = uneven_groups(part, self.groups(part), tensors, "g_idx")
         scheme = self.scheme()

@@ -1,4 +1,4 @@
-"""Describes the parameters of a model and the checkpoint tensors that they consist of."""
+"""Describes the parameters of a model, and the checkpoint tensors from which each parameter is made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ gated linear layer, the first half of the rows is the gate and the second half i
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """A tensor of the checkpoint, with its Hugging Face name."""
+    """The Hugging Face name and the shape of a checkpoint tensor, which is a part of a model's parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -23,9 +23,10 @@ class WeightPart:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """The rows of each head that a weight takes from a tensor. Every head then has its own weight.
+    """Selects some rows of each head from a checkpoint tensor. The parameter then has a separate weight for each head.
 
-    A tensor with keys and values of latent attention has ``stride`` rows for each head, of which ``rows`` are taken.
+    Latent attention needs this, because one checkpoint tensor has the rows for keys and values of all heads. The tensor
+    has ``stride`` rows for each head, and the parameter takes ``rows`` of them.
     """
 
     heads: int
@@ -37,8 +38,9 @@ class HeadRows:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """A parameter of the model. It consists of one or several checkpoint tensors, joined along the first axis, for
-    example q, k and v to one qkv.
+    """Describes a parameter of the model and the checkpoint tensors that it consists of.
+
+    Several tensors are joined along the first axis, for example q, k and v to one parameter qkv.
     """
 
     parameter: str
@@ -65,7 +67,7 @@ class WeightSpec:
 
     @property
     def tensors(self) -> tuple[WeightPart, ...]:
-        """All tensors that the checkpoint must contain."""
+        """All checkpoint tensors of this parameter: those of the weight, then those of the bias."""
         return self.parts + self.bias
 
     @property

@@ -29,8 +29,8 @@ def open_weights(
 ) -> WeightSource:
     """Opens the source of a model's weights: random numbers if there is a ``seed``, else the model at ``path``.
 
-    ``path`` is a model folder or a GGUF file. Raises CheckpointError, before it reads any values, if its tensors do not
-    fit ``specs``.
+    ``path`` is a model folder or a GGUF file. Raises CheckpointError if its tensors do not have the names and shapes in
+    ``specs``. This check reads no values.
     """
     if seed is not None:
         return SeededWeights(seed)
@@ -53,18 +53,18 @@ def load_weights(
     forms: LinearForms | None = None,
     keep: Callable[[str, Array], None] | None = None,
 ) -> dict[str, Array]:
-    """Returns every parameter by its name.
+    """Loads all parameters in ``specs``. Returns them by name.
 
-    With ``packing``, each weight of a linear layer is a blob for the kernels. Without ``packing``, each has the form in
-    ``forms`` that a native primitive takes. Then scales, offsets and biases are parameters of their own, and the weight
-    of an expert is [in, out], for grouped matrix products.
+    With ``packing``, each weight of a linear layer is packed into a blob for the kernels. Without ``packing``, each
+    weight has the form in ``forms`` that a native primitive takes. Scales, offsets and biases are then separate
+    parameters, and the weight of an expert is [in, out], for grouped matrix products.
 
-    All other parameters are floats of ``dtype``, dequantised if necessary. Routers of experts stay float32. ``report``
-    is called with the number of loaded parameters and the total. ``keep`` is called with each parameter as soon as it
-    is loaded. Several threads read and convert; the result does not depend on their number.
+    All other parameters are floats of ``dtype``, dequantised if necessary. Weights of expert routers are float32.
+    ``report`` is called with the number of loaded parameters and the total. ``keep`` is called with the name and array
+    of each parameter. Several threads read and convert, but the result does not depend on their number.
 
-    Raises CheckpointError. With ``packing``, raises ConfigError if stored integers cannot have the format
-    ``packing.weight_format``, or cannot be divided for ``parallel_config.sum_parts``.
+    Raises CheckpointError if a stored value is not valid. With ``packing``, raises ConfigError if stored integers
+    cannot be packed to ``packing.weight_format``, or cannot be divided for ``parallel_config.sum_parts``.
     """
     holds_bias = forms is not None and forms.layers.holds_bias
     specs = list(specs) if packing is not None else _unpacked(specs, holds_bias=holds_bias)
@@ -77,7 +77,8 @@ def load_weights(
     def load(spec: WeightSpec) -> dict[str, Array]:
         form = _form_of(spec, forms)
         if packing is not None and spec.kind != "plain":
-            if not hasattr(own, "packer"):  # a packer reuses its memory, so each thread has one
+            # A packer reuses its scratch memory, so threads cannot share a packer.
+            if not hasattr(own, "packer"):
                 own.packer = LinearPacker(packing, source, dtype)
             return {spec.parameter: own.packer.pack(spec)}
         if not form.is_float:
@@ -100,8 +101,9 @@ def load_weights(
 
 
 def _unpacked(specs: Sequence[WeightSpec], *, holds_bias: bool) -> list[WeightSpec]:
-    """Returns the parameters that a model without packed weights has. Biases have their own parameters, unless
-    ``holds_bias``: then other parameters of the weights include them.
+    """Returns the parameters of a model whose weights are not packed.
+
+    Each bias is a parameter of its own, unless ``holds_bias``: the sum offsets of the weights then include the biases.
     """
     kept = [spec for spec in specs if not spec.packed_only]
     return [each for spec in kept for each in ((spec, spec.bias_spec()) if spec.bias and not holds_bias else (spec,))]

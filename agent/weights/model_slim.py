@@ -13,17 +13,17 @@ W4A16:                weight         int8 [out / 2, in], [out, in / 2] or [out, 
                       weight_scale   float [out, groups]
                       weight_offset  float [out, groups]
 
-In W8A8, the inputs are quantised with scales and offsets from a calibration (static): q = round(x / input_scale +
-input_offset), and the output is (sum of q * weight + quant_bias) * deq_scale, where deq_scale = input_scale *
-weight_scale. ``quant_bias`` removes ``input_offset`` from the sum. It contains the layer's bias if msModelSlim wrote
-the folder, and does not if golden-stick did.
+In W8A8, the inputs x are quantised with scales and offsets from a calibration (static inputs):
+q = round(x / input_scale + input_offset). The output is (sum of q * weight + quant_bias) * deq_scale, where
+deq_scale = input_scale * weight_scale. ``quant_bias`` removes the contribution of ``input_offset`` from the sum. If
+msModelSlim wrote the folder, ``quant_bias`` also contains the layer's bias. If golden-stick wrote it, it does not.
 
-Some methods of msModelSlim against outliers give norms a bias: the input of the layers behind a norm is x + bias. In
-W8A8, round((x + bias) / input_scale + input_offset) is computed with input_offset + bias / input_scale as the offset.
+Some of msModelSlim's methods against outliers give norms a bias: the inputs of the layers after a norm are x + bias. In
+W8A8, this bias becomes a part of the input offset, which is then input_offset + bias / input_scale.
 
-In other schemes, value = (integer - offset) * scale, with integers from -8 to 7 in W4A16. A byte of a packed weight
-holds two outputs or two inputs, the even one in the low bits. msModelSlim packs outputs if inputs have groups, and
-inputs if not. Its older format does not pack.
+In other schemes, value = (integer - offset) * scale. In W4A16, the integers are from -8 to 7. A byte of a packed weight
+has two outputs or two inputs. The one with the even number is in the low bits. If inputs have groups, the newer format
+of msModelSlim packs outputs, otherwise inputs. The older format does not pack.
 
 Sources: msModelSlim, ``ComplexQuantifier`` and ``AscendV1Saver``; vllm-mindspore, ``A8W8LinearMethod``.
 """
@@ -49,7 +49,7 @@ _PER_BYTE = 2
 
 
 class ModelSlimDecoder(Decoder):
-    """Decodes weights by the scheme that the folder's description gives each of them."""
+    """Decodes the weights of a folder. The folder's description file states the scheme of each weight."""
 
     marker = "weight_scale"
     axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
@@ -93,7 +93,10 @@ class ModelSlimDecoder(Decoder):
     def other_tensors(
         self, names: Iterable[str], parts: Mapping[str, WeightPart], read: Callable[[str], tuple[Array, str] | None]
     ) -> set[str]:
-        """Accepts the biases of norms. One that is not zero needs static layers behind its norm."""
+        """Allows biases of norms in addition to the model's tensors.
+
+        Raises CheckpointError if a bias is not zero, unless all layers after its norm have static inputs (W8A8).
+        """
         found = {name: parts[_norm_weight(name)] for name in names if _norm_weight(name) in parts}
         for name, norm in found.items():
             self._check_norm_bias(name, norm, read)
@@ -145,7 +148,7 @@ class ModelSlimDecoder(Decoder):
         return QuantizedTensor(scheme, values.view(np.uint8), scales, own)
 
     def _offsets(self, shape: tuple[int, int], tensors: StoredTensors) -> npt.NDArray[np.float32]:
-        """Returns the offsets [out, groups], or zeros if the folder has none."""
+        """Returns the offsets of a weight's integers, [out, groups]. They are zeros if the folder has no offsets."""
         stored = tensors.optional("weight_offset")
         if stored is None:
             return np.zeros(shape, np.float32)
@@ -163,12 +166,12 @@ _NORM_OF = {
 
 
 def _norm_weight(bias: str) -> str:
-    """Returns the name of the weight of a norm, for the name of its bias. Other names give no name of a tensor."""
+    """Returns the name of a norm's weight for the name of the norm's bias. Returns "" for any other name."""
     return f"{bias.removesuffix('.bias')}.weight" if bias.endswith("norm.bias") else ""
 
 
 def _norm_bias(part: WeightPart, tensors: StoredTensors) -> npt.NDArray[np.float32] | None:
-    """Returns the bias [in] of the norm before a weight, or None if there is none or it is zero."""
+    """Returns the bias [in] of the norm before a linear layer, or None if the norm has no bias or only zeros."""
     for stem, norm in _NORM_OF.items():
         if tensors.stem.endswith(f".{stem}"):
             layer = tensors.of(f"{tensors.stem.removesuffix(stem)}{norm}")
@@ -190,7 +193,7 @@ def _static_tensors(part: WeightPart) -> tuple[StoredTensor, ...]:
         StoredTensor(f"{stem}.quant_bias", ("I32",), per_row),
         StoredTensor(f"{stem}.input_scale", FLOAT_TYPES, per_input),
         StoredTensor(f"{stem}.input_offset", (*FLOAT_TYPES, "I8", "I32"), per_input),
-        # not needed, because deq_scale includes it
+        # weight_scale is optional and not read, because deq_scale = input_scale * weight_scale
         StoredTensor(f"{stem}.weight_scale", FLOAT_TYPES, per_row, optional=True),
         StoredTensor(f"{stem}.weight_offset", (*FLOAT_TYPES, "I8", "I32"), per_row, optional=True),
     )
@@ -203,7 +206,8 @@ def _decode_static(part: WeightPart, scheme: Scheme, tensors: StoredTensors) -> 
     if input_scale.min() <= 0:
         raise tensors.fail("input_scale", "must be above 0")
     sum_offsets = np.zeros(rows, np.int32)
-    if tensors.has_first_column:  # only one agent may add the offsets, because the outputs of the agents are summed
+    # The agents' results are added. Therefore only the agent with the first column adds the sum offsets.
+    if tensors.has_first_column:
         sum_offsets[:] = tensors.array("quant_bias").reshape(rows)
     inverses, offsets = np.float32(1) / input_scale, np.array(np.broadcast_to(_numbers("input_offset", tensors), depth))
     norm_bias = _norm_bias(part, tensors)
@@ -222,7 +226,7 @@ def _decode_static(part: WeightPart, scheme: Scheme, tensors: StoredTensors) -> 
 
 
 def _deq_scale(tensors: StoredTensors) -> npt.NDArray[np.float32]:
-    """Returns ``deq_scale`` as float32. Folders for float16 store the bits of each float32 in an int64."""
+    """Returns ``deq_scale`` as float32. If a folder is for float16 models, each int64 has the bits of a float32."""
     stored = tensors.array("deq_scale")
     if stored.dtype != np.int64:
         return tensors.floats("deq_scale")
@@ -232,7 +236,7 @@ def _deq_scale(tensors: StoredTensors) -> npt.NDArray[np.float32]:
 
 
 def _numbers(end: str, tensors: StoredTensors) -> npt.NDArray[np.float32]:
-    """Returns a tensor of floats or small integers as float32."""
+    """Returns the tensor ``end``, which has floats or integers, as float32."""
     stored = tensors.array(end)
     return stored.astype(np.float32) if stored.dtype in (np.int8, np.int32) else tensors.floats(end)
 
@@ -243,7 +247,10 @@ def _per_group(part: WeightPart, groups: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _unpacked(stored: Array, shape: tuple[int, ...]) -> npt.NDArray[np.int8]:
-    """Returns integers of 4 bits, one in each byte: int8 [out, in] in new memory."""
+    """Unpacks integers of 4 bits to int8 ``shape`` [out, in], in new memory.
+
+    If ``stored`` has this shape, it is only copied, because it has one integer in each byte already.
+    """
     if stored.shape == shape:
         return np.array(stored, np.int8)
     values = np.empty(shape, np.int8)

@@ -1,10 +1,14 @@
 """Packs the weights of linear layers for the kernels: one blob of bytes for each parameter (``agent.kernels.packing``).
 
-The result depends on the stored form of a weight and on ``weight_format``:
+The format of a packed weight depends on the checkpoint and on the setting ``weight_format``:
 
-    stored as    auto         a float type                        a format of these integers  one of other integers
-    floats       model_dtype  model_dtype                         quantised here              quantised here
-    integers     as stored    dequantised, rounded to nearest     the same integers           refused
+    checkpoint  weight_format                        packed format
+    floats      auto or a float type                 model_dtype
+    floats      an integer format                    weight_format; the floats are quantised here
+    integers    auto                                 the stored format
+    integers    a float type                         model_dtype; the integers are dequantised and rounded to nearest
+    integers    a format for the stored integers     weight_format, with the stored integers
+    integers    a format for other integers          none: ConfigError
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ OUTPUT_LAYER = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The settings of ``model_config`` for the weights of linear layers."""
+    """Settings that decide the format of the packed weights of linear layers, from ``model_config``."""
 
     weight_format: str
     """``auto``, or a name of the registry (``llm_serving.model.number_formats``)."""
@@ -58,7 +62,7 @@ class Packing:
 
     @property
     def keeps_floats(self) -> bool:
-        """True if all weights are used as floats, including those that are stored as integers."""
+        """True if all packed weights are floats. Stored integers are then dequantised."""
         return self.weight_format != AUTO and weight_format(self.weight_format).is_float
 
     def zero_points(self, fmt: str) -> bool:
@@ -89,7 +93,7 @@ class _Plan:
 
 
 def pack_weight(fmt: str, values: Array, blob: npt.NDArray[np.uint8], **options: Any) -> None:
-    """Calls the kernel of the same name. Only one thread at a time packs."""
+    """Packs ``values`` into ``blob`` with the kernel of the same name. A lock lets only one thread pack at a time."""
     with _packing_lock:
         kernels.pack_weight(fmt, values, blob, **options)
 
@@ -104,13 +108,16 @@ class LinearPacker:
         self._scratch = np.empty(0, np.uint8)
 
     def check(self, spec: WeightSpec) -> None:
-        """Raises ConfigError or CheckpointError if ``spec`` cannot be packed. Reads no values."""
+        """Raises ConfigError or CheckpointError if the parameter ``spec`` cannot be packed. Reads no values."""
         if spec.kind != "plain":
             for each in _each_weight(spec):
                 self._plan(each)
 
     def pack(self, spec: WeightSpec) -> Array:
-        """Returns a packed parameter, uint8 [bytes]. Packed experts follow each other, equally long and aligned."""
+        """Returns a packed parameter, uint8 [bytes].
+
+        A parameter of several experts has the packed weights of all experts, equally long and aligned.
+        """
         if spec.input_spans:
             return self._pack_parts(spec)
         if spec.head_rows is not None:
@@ -124,8 +131,9 @@ class LinearPacker:
         return blob
 
     def _pack_parts(self, spec: WeightSpec) -> Array:
-        """Packs a weight in parts: each range of ``input_spans`` becomes a packed weight, the same that an agent with
-        only these inputs would have.
+        """Packs a weight in parts, one for each range of inputs in ``input_spans``. Only the first part has the bias.
+
+        Each part equals the packed weight of an agent that has only these inputs.
         """
         plan, bias = self._plan(spec), self._bias(spec)
         values, dtype = self._floats(spec, plan)
@@ -149,7 +157,7 @@ class LinearPacker:
         return blob
 
     def _pack_heads(self, spec: WeightSpec, heads: HeadRows) -> Array:
-        """Packs the weight of each head as floats. The blobs follow each other, equally long and aligned."""
+        """Packs a separate weight of floats for each head. The packed weights are equally long and aligned."""
         plan = self._plan(spec)
         values, dtype = self._floats(spec, plan)
         stacked = values.reshape(heads.heads, heads.stride, -1)[:, heads.rows.slice]
@@ -214,7 +222,8 @@ class LinearPacker:
         if spec.float32:
             return _Plan("float32", 0, None)
         if spec.head_rows is not None:
-            return _Plan(self._dtype, 0, None)  # these weights are small, and rounding them costs much quality
+            # Weights of single heads stay floats: they are small, and quantising them would cost much quality.
+            return _Plan(self._dtype, 0, None)
         if self._packing.keeps_floats or (stored is None and wanted == AUTO):
             return _Plan(self._dtype, 0, None)
         if stored is not None and spec.input_spans:
@@ -233,7 +242,10 @@ class LinearPacker:
         return _Plan(stored.format if wanted == AUTO else wanted, stored.group, stored)
 
     def _stored_scheme(self, spec: WeightSpec) -> Scheme | None:
-        """Returns how all tensors of a parameter are quantised, or None. Raises CheckpointError if they differ."""
+        """Returns the format of the stored integers of a parameter, or None if floats are stored.
+
+        Raises CheckpointError if the tensors of the parameter have different formats.
+        """
         schemes = [self._source.scheme(part) for part in spec.parts]
         for part, scheme in zip(spec.parts, schemes, strict=True):
             if scheme != schemes[0]:
@@ -244,10 +256,9 @@ class LinearPacker:
         return schemes[0]
 
     def _floats(self, spec: WeightSpec, plan: _Plan) -> tuple[Array, str]:
-        """Reads all rows of a parameter as floats. Returns them and their type.
+        """Reads all rows of a parameter as floats. Returns the floats and the name of their type.
 
-        If the weight is quantised here, the floats keep the type that the checkpoint has, so that they are rounded only
-        once.
+        If the weight will be quantised, the floats have the type of the checkpoint. They are then rounded only once.
         """
         kept = {self._source.float_dtype(part.name) for part in spec.parts}
         quantised_here = not weight_format(plan.format).is_float
@@ -279,7 +290,10 @@ class LinearPacker:
         return QuantizedTensor(plan.stored, values, scales, _joined_zeros(tensors), inputs=inputs)
 
     def _memory(self, shape: tuple[int, ...], storage: Any) -> Array:
-        """Returns uninitialised memory that the next parameter reuses, because new pages would cost much time."""
+        """Returns uninitialised scratch memory, valid until the next call.
+
+        All parameters use the same memory, because the system takes long to allocate new pages.
+        """
         num_bytes = int(np.prod(shape)) * np.dtype(storage).itemsize
         if self._scratch.size < num_bytes:
             self._scratch = np.empty(0, np.uint8)
@@ -294,10 +308,11 @@ def _each_weight(spec: WeightSpec) -> list[WeightSpec]:
 
 
 def without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
-    """Returns a tensor without static inputs, whose scales are those of the weights alone. A format with float inputs
-    needs it.
+    """Converts a tensor with static inputs (W8A8) for a format that does not quantise inputs.
 
-    Raises CheckpointError if the inputs have different scales, which a scale for each output cannot express.
+    The scales of a static tensor include the scale of the inputs, and this function removes it from them. Returns any
+    other tensor unchanged. Raises CheckpointError if the inputs have different scales, because the result has only one
+    scale for each output.
     """
     if tensor.inputs is None:
         return tensor
@@ -311,8 +326,9 @@ def without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
 
 
 def joined_inputs(found: Sequence[StaticInputs], spec: WeightSpec) -> StaticInputs:
-    """Joins the static inputs of the tensors of ``spec`` along their rows. Raises CheckpointError if the tensors have
-    different scales or offsets for the same inputs.
+    """Joins the input scales, input offsets and sum offsets of the tensors of one parameter, such as q, k and v.
+
+    The tensors have the same inputs. Raises CheckpointError if their scales or offsets of these inputs differ.
     """
     first = found[0]
     for part, each in zip(spec.parts, found, strict=True):
@@ -325,7 +341,7 @@ def joined_inputs(found: Sequence[StaticInputs], spec: WeightSpec) -> StaticInpu
 
 
 def _joined_zeros(tensors: Sequence[QuantizedTensor]) -> npt.NDArray[np.uint8] | None:
-    """Joins the zero points of tensors along their rows. Returns None if no tensor has zero points."""
+    """Joins the zero points of tensors along the rows. Returns None if no tensor has its own zero points."""
     if all(each.zeros is None for each in tensors):
         return None
     zeros: list[npt.NDArray[np.uint8]] = [

@@ -24,11 +24,14 @@ _PIECE_ROWS = 256
 
 
 def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str) -> dict[str, Array]:
-    """Returns the parameters of one linear layer by name: ``weight``, ``scale``, and the others that the form has.
+    """Loads the weight ``spec`` in the form that a native primitive takes. Returns the parameters by name.
 
-    Padding rows of the vocabulary have integers and scales of 0. Raises CheckpointError if the groups of stored
-    integers are not consecutive inputs, if the primitive for experts does not support their zero points, or if parts
-    of a layer have different static inputs.
+    The parameters are ``weight``, ``scale`` and, depending on ``form``, offsets and static inputs. Padding rows of the
+    vocabulary have integers and scales of 0.
+
+    Raises CheckpointError if the primitive does not support the stored integers. This happens with groups that are not
+    consecutive inputs, and with zero points of experts' groups. It also happens if tensors of one layer have different
+    static inputs.
     """
     if spec.experts:
         return _load_experts(spec, form, source, dtype)
@@ -55,7 +58,7 @@ def _static_parameters(spec: WeightSpec, inputs: StaticInputs, dtype: str) -> di
 
 
 def _load_experts(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str) -> dict[str, Array]:
-    """Loads the weights of all experts of a layer: [experts, in, out], with scales and offsets for each expert."""
+    """Loads one linear weight of all experts of a layer: [experts, in, out], with scales and offsets of each expert."""
     kind, per_byte = scale_type(form, dtype, of_experts=True), form.weights.values_per_byte
     columns, depth = spec.expert(0).shape
     weight = allocate((spec.experts, depth, columns // per_byte), "int8")
@@ -77,7 +80,7 @@ def _load_experts(spec: WeightSpec, form: LinearForm, source: WeightSource, dtyp
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Integers [out, in], scales and offsets [out, groups]: value = (integer + offset) * scale."""
+    """A quantised weight: integers [out, in], scales and offsets [out, groups]. value = (integer + offset) * scale."""
 
     integers: Array
     scales: npt.NDArray[np.float32]
@@ -87,7 +90,10 @@ class _Numbers:
 
 
 def _read(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str, kind: str) -> _Numbers:
-    """Reads or quantises one weight of a native primitive. ``kind`` is the type of the returned scales."""
+    """Reads the stored integers of one weight, or reads floats and quantises them.
+
+    ``kind`` is the type to which the scales will be rounded.
+    """
     columns, depth = spec.shape
     groups = -(-depth // form.group) if form.group else 1
     integers = allocate((columns, depth), "int8")
@@ -123,9 +129,9 @@ def _quantise(
     integers: Array,
     scales: npt.NDArray[np.float32],
 ) -> None:
-    """Reads a tensor of floats and quantises it to ``integers`` and ``scales``.
+    """Reads a tensor of floats, quantises it, and writes the result to ``integers`` and ``scales``.
 
-    ``types`` are the type of the activations and the final type of the scales.
+    ``types`` has two names: the type of the activations, and the type to which the scales will be rounded.
     """
     (dtype, kind), (rows, depth) = types, part.shape
     kept = source.float_dtype(part.name) or dtype
@@ -152,8 +158,9 @@ def _take(
     scales: npt.NDArray[np.float32],
     offsets: npt.NDArray[np.float32],
 ) -> None:
-    """Copies the integers, scales and offsets of a stored quantised tensor. The copied integers are signed: value =
-    (integer + offset) * scale.
+    """Copies a stored quantised tensor to ``integers``, ``scales`` and ``offsets``.
+
+    The copied integers are signed, with value = (integer + offset) * scale.
     """
     if tensor.group_of_input is not None:
         raise CheckpointError(

@@ -30,7 +30,10 @@ class Scheme:
 
     @property
     def weights(self) -> WeightFormat:
-        """The format's entry in the registry of weight formats. Raises UnknownFormatError."""
+        """The description of the integer format (``llm_serving.model.number_formats``).
+
+        Raises UnknownFormatError if there is no weight format of this name.
+        """
         return weight_format(self.format)
 
     def __str__(self) -> str:
@@ -40,7 +43,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
-    """A quantised weight. Scale i of a row belongs to the inputs ``group * i`` to ``group * (i + 1) - 1``."""
+    """A quantised weight. With g = ``scheme.group``, scale i of a row belongs to inputs g * i to g * (i + 1) - 1."""
 
     scheme: Scheme
     values: Array
@@ -60,7 +63,10 @@ class QuantizedTensor:
     """True if ``inputs`` contain the bias of the norm before the layer. Without ``inputs``, the bias would be lost."""
 
     def check_describes_layer(self, name: str) -> None:
-        """Raises CheckpointError if a layer with these weights and float inputs would be another layer."""
+        """Raises CheckpointError if a layer with these weights and float inputs would compute another result.
+
+        This is so if only ``inputs`` contains the bias of the norm before the layer.
+        """
         if self.has_norm_bias:
             raise CheckpointError(
                 f"tensor {name}: the norm before it has a bias, which only static inputs can contain; use "
@@ -68,7 +74,10 @@ class QuantizedTensor:
             )
 
     def dequantise_rows(self, begin: int, end: int) -> npt.NDArray[np.float32]:
-        """Returns the values of rows as float32 [end - begin, in]: (integer - zero) * scale, rounded once."""
+        """Returns the values of rows ``begin`` to ``end`` - 1 as float32 [end - begin, in].
+
+        value = (integer - zero) * scale, rounded once.
+        """
         scales, zeros = self.scales[begin:end], None if self.zeros is None else self.zeros[begin:end]
         rows, zero = self.values[begin:end].astype(np.float32), np.float32(self.scheme.weights.zero)
         if self.group_of_input is not None:
@@ -96,7 +105,7 @@ class QuantizedTensor:
 
 
 def nibbles(words: Array) -> npt.NDArray[np.uint8]:
-    """Unpacks int32 [..., n] to integers of 4 bits, uint8 [..., 8 n]. The lowest bits of a word come first."""
+    """Unpacks 4-bit integers: int32 [..., words] -> uint8 [..., 8 * words]. The lowest bits of a word come first."""
     pairs = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
     values = np.empty((*pairs.shape[:-1], 2 * pairs.shape[-1]), np.uint8)
     np.bitwise_and(pairs, 15, out=values[..., 0::2])
@@ -105,14 +114,17 @@ def nibbles(words: Array) -> npt.NDArray[np.uint8]:
 
 
 def bytes_of(words: Array) -> npt.NDArray[np.uint8]:
-    """Unpacks int32 [..., n] to its bytes, uint8 [..., 4 n], in a copy. The lowest bits of a word come first."""
+    """Unpacks 8-bit integers: int32 [..., words] -> uint8 [..., 4 * words]. The lowest bits of a word come first.
+
+    The result is a copy.
+    """
     return np.array(words, "<i4", order="C").view(np.uint8)
 
 
 def unpacked(words: Array, bits: int) -> npt.NDArray[np.uint8]:
-    """Unpacks int32 [..., n] to integers of ``bits`` bits, uint8 [..., 32 / bits * n].
+    """Unpacks integers of ``bits`` bits: int32 [..., words] -> uint8 [..., 32 / bits * words].
 
-    Raises CheckpointError for an unsupported number of bits.
+    Raises CheckpointError unless ``bits`` is 4 or 8.
     """
     if bits not in _UNPACKERS:
         raise CheckpointError(f"integers of {bits} bits cannot be unpacked; only {sorted(_UNPACKERS)}")
@@ -123,11 +135,14 @@ _UNPACKERS = {4: nibbles, 8: bytes_of}
 
 
 def without_usual_zeros(zeros: npt.NDArray[np.uint8], scheme: Scheme) -> npt.NDArray[np.uint8] | None:
-    """Returns ``zeros``, or None if every zero point is the format's usual one."""
+    """Returns None if all ``zeros`` are the zero point of the symmetric format, otherwise ``zeros``.
+
+    For example, the zero point of symmetric 4-bit integers is 8.
+    """
     return None if bool((zeros == scheme.weights.zero).all()) else zeros
 
 
 def signed(values: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int8]:
-    """Subtracts the zero point of symmetric integers of ``bits`` bits, in place."""
+    """Converts unsigned symmetric integers to signed: subtracts the zero point 2^(bits-1) in place."""
     values -= np.uint8(1 << (bits - 1))
     return values.view(np.int8)

@@ -79,8 +79,9 @@ class SafetensorsFile:
         return np.frombuffer(self._mapping, storage, count=math.prod(info.shape), offset=offset).reshape(info.shape)
 
     def release(self, name: str) -> None:
-        """Removes the pages of a tensor from memory, so that the file's pages and the loaded weights are not in memory
-        together.
+        """Frees the memory pages into which a tensor was read.
+
+        Call this after the tensor has been converted. Then memory need not hold the file and the loaded weights.
         """
         info = self.tensors[name]
         begin = (self._data_start + info.begin) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -76,7 +76,10 @@ def fill_seeded_cut(name: str, out: Array, dtype: str, cut: TensorCut, *, seed: 
 
 
 class _DrawnChunk:
-    """Generates parts of a random tensor. Keeps the last chunk, because the next part often needs the same one."""
+    """Generates ranges of elements of a random tensor.
+
+    Keeps the last generated chunk, because the next range often needs the same chunk.
+    """
 
     def __init__(self, table: Array, key: str, total: int) -> None:
         self._table = table
@@ -130,7 +133,7 @@ class SeededWeights:
         return None
 
     def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
-        """Raises AssertionError. It must not be called, because random weights are never quantised."""
+        """Must not be called, because random weights are never quantised. Raises AssertionError."""
         raise AssertionError(f"{part.name} is not quantised")
 
     def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:

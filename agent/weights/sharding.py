@@ -1,10 +1,10 @@
 """Decides which part of each tensor an agent loads, for the parameters of a decoder (``agent.models.names``).
 
 The split follows Megatron-LM (Shoeybi et al. 2019). The layers of queries, keys, values, gate and up are split by their
-outputs. The layers after them (attention output, down) are split by their inputs. Therefore an agent's output of the
-first layer is its input of the second. Embedding and output layer are split by the vocabulary. Every agent has all
-norms and routers. The bias of a layer that is split by inputs belongs to the first agent only, so
-that the sum over the agents contains the bias once.
+outputs. The layers after them (attention output, down) are split by their inputs. Therefore the outputs that an agent
+computes in the first layer are the inputs that it needs in the second layer. Embedding and output layer are split by
+the vocabulary. Every agent has all norms and expert routers. If a layer is split by inputs, only the first agent has
+the bias. The sum over the agents then contains the bias once.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ _EMBEDDING, _OUTPUT, _NORM = "embedding.weight", "lm_head.weight", "norm.weight"
 
 @dataclass(frozen=True, slots=True)
 class ShardedSpecs:
-    """The parameters of an agent, and the part of each tensor to read. Tensors without a cut are read whole."""
+    """The parameters that an agent loads. ``cuts`` maps tensor names to the part that is read.
+
+    Tensors that are not in ``cuts`` are read whole.
+    """
 
     specs: tuple[WeightSpec, ...]
     cuts: dict[str, TensorCut]
 
 
 def shard_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabularies: bool) -> ShardedSpecs:
-    """Returns the parameters that one agent loads, with its layers counted from 0.
+    """Returns the parameters that one agent loads. The layers of the agent's stage are counted from 0.
 
-    ``specs`` are the parameters of the whole model, and ``part`` is the agent's part of it. With
-    ``equal_vocabularies``, each agent has the same number of vocabulary rows, and zeros fill those of the last agent.
-    Raises AgentStartError for a parameter whose name has no rule for its split.
+    ``specs`` are the parameters of the whole model, and ``part`` is the agent's part of the model. With
+    ``equal_vocabularies``, each agent has the same number of vocabulary rows. The last agent's missing rows are zeros.
+    Raises AgentStartError if there is no rule for splitting a parameter.
     """
     split = _split_specs(specs, part, equal_vocabularies=equal_vocabularies)
     kept = []
@@ -53,8 +56,8 @@ def shard_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabular
 def part_forms(specs: Sequence[WeightSpec], part: ModelPart, source: WeightSource, packing: Packing) -> LinearForms:
     """Returns the forms in which the native primitives take the weights of ``part``.
 
-    ``specs`` are those of the whole model. The layers of all stages count, so that all stages have the same forms as
-    one agent with all layers. Raises ConfigError if the primitives do not support a format.
+    ``specs`` are the parameters of the whole model. The forms depend on the layers of all stages, so all stages get the
+    same forms. Raises ConfigError if the primitives do not support a format.
     """
     split = _split_specs(specs, part, equal_vocabularies=True)
     return linear_forms(split.specs, CutSource(source, split.cuts), packing)
@@ -99,8 +102,9 @@ def _split(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut], *, equ
 
 
 def _input_spans(spec: WeightSpec, part: ModelPart) -> tuple[Span, ...]:
-    """Returns the ranges of inputs whose products are added separately. A single agent then adds in the same order as a
-    group of agents (``parallel_config.sum_parts``).
+    """Returns the ranges of inputs that a layer multiplies separately before it adds the products.
+
+    With these ranges, a single agent adds in the same order as a group of agents (``parallel_config.sum_parts``).
     """
     name = _end_of(spec.parameter)
     if name == "attention.output.weight":
@@ -133,7 +137,7 @@ def _heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> Wei
 
 
 def _joined(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Cuts the rows of the queries. Latent vectors of queries, keys and values stay whole."""
+    """Takes the rows of the agent's heads from the weight of the queries. Weights of latent vectors are read whole."""
     latent = part.whole.latent
     assert latent is not None, "only latent attention has this parameter"
     if latent.query_rank:
@@ -147,7 +151,7 @@ def _queries(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> W
 
 
 def _head_rows(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Cuts the rows of the agent's heads from a tensor that has keys and values of all heads."""
+    """Takes the rows of the agent's heads from a tensor that has the rows for keys and values of all heads."""
     rows, heads = spec.head_rows, part.shard.query_heads
     assert rows is not None, "the weight consists of heads"
     span = Span(heads.start * rows.stride, heads.stop * rows.stride)
@@ -161,8 +165,9 @@ def _from_heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -
 
 
 def _to_intermediate(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Takes the agent's rows of gate and up, of every expert. If the agents divide whole experts, takes the agent's
-    experts.
+    """Takes the agent's rows of the weights gate and up. With experts, takes these rows of every expert.
+
+    If each agent has whole experts instead, takes all rows of the agent's experts.
     """
     if spec.experts and part.shard.experts is not None:
         return _own_experts(spec, part.shard.experts)
@@ -222,7 +227,7 @@ def _of_heads(span: Span, part: ModelPart) -> Span:
 
 
 def _of_query_heads(part: ModelPart) -> Span:
-    """Returns the rows of the agent's query heads."""
+    """Returns the range of rows of the agent's query heads in the weight of the queries."""
     return _of_heads(part.shard.query_heads, part)
 
 

@@ -1,7 +1,7 @@
-"""Stores weights in NumPy arrays. NumPy has no bfloat16, so its bits are stored as uint16.
+"""Stores weights in NumPy arrays. NumPy has no bfloat16, so an array of uint16 stores the bits of bfloat16 values.
 
-Conversions round to nearest, ties to even. If the target type cannot hold a value, they raise an error instead of
-storing infinity.
+Conversions round to nearest, ties to even. If a value is too large for the target type, a conversion raises an error
+instead of storing infinity.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def allocate(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def zeros(shape: tuple[int, ...], dtype: str) -> Array:
-    """Returns an array of zeros. The system allocates the pages immediately, so that a lack of memory fails the start
-    and not a later step.
+    """Returns an array of zeros whose pages are allocated when this function returns.
 
-    A large array has its own mapping with huge pages, which the system clears only once. Releases the GIL meanwhile.
+    Therefore a lack of memory fails the start and not a later step. A large array has its own mapping with huge pages.
+    Releases the GIL while the system allocates pages.
     """
     array = future_zeros(shape, dtype)
     make_resident(array)
@@ -56,12 +56,12 @@ def zeros(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def future_zeros(shape: tuple[int, ...], dtype: str) -> Array:
-    """Returns an array of zeros, whose pages the system allocates when they are used, or by ``make_resident``."""
+    """Returns an array of zeros. The system allocates each page at its first use, or in ``make_resident``."""
     storage = np.dtype(STORAGE_DTYPES[dtype])
     num_bytes = int(np.prod(shape)) * storage.itemsize
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if num_bytes >= _HUGE_PAGE:
-        with contextlib.suppress(OSError):  # a kernel without huge pages
+        with contextlib.suppress(OSError):  # Linux without huge pages refuses this advice
             memory.madvise(mmap.MADV_HUGEPAGE)
     raw = np.frombuffer(memory, np.uint8)
     start = -raw.ctypes.data % _HUGE_PAGE
@@ -69,11 +69,12 @@ def future_zeros(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def make_resident(array: Array) -> None:
-    """Allocates all pages of ``future_zeros`` and leaves their contents. The GIL is released meanwhile.
+    """Allocates all pages of an array of ``future_zeros``, without changing their contents. Releases the GIL meanwhile.
 
     No other thread may write to the array at the same time.
     """
-    if array.size and not populate(array, write=True):  # Linux before 5.14
+    # Linux before 5.14 cannot populate pages. Writing to each page then allocates it.
+    if array.size and not populate(array, write=True):
         pages = array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]
         np.bitwise_or(pages, np.uint8(0), out=pages)
 
@@ -95,7 +96,7 @@ def _libc() -> ctypes.CDLL:
 def huge_page_bytes() -> int:
     """Returns the bytes of this process's memory in huge pages, or 0 if the system does not report them.
 
-    With pages of 4 KiB, attention reads 10 % slower.
+    The figure is for the status page: with pages of 4 KiB instead of huge pages, attention reads memory 10 % slower.
     """
     return _memory_bytes("AnonHugePages:") + file_huge_page_bytes()
 
@@ -143,7 +144,7 @@ def from_float32(array: npt.NDArray[np.float32], dtype: str) -> Array:
         return array
     with np.errstate(over="ignore"):
         rounded = _round_to_bfloat16(array) if dtype == "bfloat16" else array.astype(np.float16)
-    # These are the bits of infinity. Only infinity and NaN have bits that are as large (without the sign).
+    # These are the bits of infinity. Without the sign, only infinity and NaN have bits at least as large.
     largest = 0x7F80 if dtype == "bfloat16" else 0x7C00
     if int((rounded.view(np.uint16) & np.uint16(0x7FFF)).max(initial=0)) >= largest:
         overflow = np.isinf(to_float32(rounded, dtype)) & np.isfinite(array)

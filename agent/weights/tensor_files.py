@@ -51,7 +51,7 @@ class TensorFiles:
         return self._file_of[name].path if name in self._file_of else self.folder
 
     def read(self, name: str) -> tuple[Array, str]:
-        """Returns a tensor of floats and its type. Raises CheckpointError for any other tensor."""
+        """Returns a tensor of floats and the name of its type. Raises CheckpointError if it does not have floats."""
         return self._file_of[name].read(name)
 
     def float_dtype(self, name: str) -> str:
@@ -69,7 +69,7 @@ class TensorFiles:
         self.bytes_read += num_bytes
 
     def release(self, name: str) -> None:
-        """Removes the pages of a tensor from memory. The file still has them."""
+        """Frees the memory pages into which a tensor was read. A later read reads the file again."""
         self._file_of[name].release(name)
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class TensorFiles:
             )
 
     def _find(self) -> tuple[Path | None, Path | None]:
-        """Returns the single file and the index, of which at least one is None."""
+        """Returns the path of the single file, and the path of the index of shards. At least one of them is None."""
         if (self.folder / SINGLE_FILE).exists():
             return self.folder / SINGLE_FILE, None
         if (self.folder / INDEX_FILE).exists():

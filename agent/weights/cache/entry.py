@@ -4,9 +4,9 @@ The file begins with ``MAGIC``, then the position, the length and the CRC-32 of 
 multiple of ``ALIGNMENT``. The header is JSON at the end of the file, because a writer adds arrays one by one. It has a
 CRC-32 for every ``CHUNK_BYTES`` of each array, so that several threads can read and check.
 
-A reader maps the file if the system maps it in huge pages. Weights in the system's cache are then not copied. Otherwise
-a reader copies the file to huge pages, because kernels read small pages slower. Nothing writes to a complete file: a
-new entry replaces the old one, whose memory stays.
+A reader maps the file if the system can map it in huge pages. Then weights in the system's page cache are not copied.
+Otherwise the reader copies the file into memory with huge pages, because kernels are slower with small pages. A
+complete file never changes. A new entry replaces the file, and processes that have mapped the old file keep it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DTYPES = ("|i1", "|u1", "<u2", "<i2", "<f2", "<i4", "<f4", "<i8", "<u8")
 
 
 class EntryError(Exception):
-    """A file cannot be used. The text gives the reason."""
+    """Raised if a file of the cache cannot be used. The text gives the reason."""
 
 
 class EntryWriter:
@@ -61,7 +61,7 @@ class EntryWriter:
         self._checksums: list[Future[list[int]]] = []
 
     def add(self, name: str, array: Array) -> None:
-        """Writes an array, which must not change before ``finish``."""
+        """Begins to write an array and returns. The array must not change before ``finish`` has returned."""
         begin, self._end = self._end, _aligned(self._end + array.nbytes)
         self._described.append({"name": name, "dtype": array.dtype.str, "shape": array.shape, "begin": begin})
         self._checksums.append(self._pool.submit(self._write, _bytes_of(array), begin))
@@ -78,11 +78,14 @@ class EntryWriter:
         return self._end + len(header)
 
     def close(self) -> None:
-        """Ends the thread. Parts that have not been written are dropped. Call this method in any case."""
+        """Ends the writing thread, and drops arrays that it has not written. Call this also after an error."""
         self._pool.shutdown(cancel_futures=True)
 
     def _write(self, data: Array, begin: int) -> list[int]:
-        """Writes the bytes of an array to position ``begin``, where the array before has ended. Returns checksums."""
+        """Writes the bytes of an array at position ``begin`` of the file, after the previous array.
+
+        Returns the checksum of each chunk.
+        """
         chunks = [data[at : at + CHUNK_BYTES] for at in range(0, data.size, CHUNK_BYTES)]
         at = 0
         while at < data.size:
@@ -113,11 +116,11 @@ class _Chunk:
 
 
 def read_entry(path: Path, fingerprint: str, threads: int) -> dict[str, Array]:
-    """Maps or reads the arrays of an entry and checks all of their bytes.
+    """Maps or reads the arrays of the file ``path``, and compares the checksums of all bytes.
 
-    The arrays can be written to, which does not change the file. Raises EntryError if the file was made of another
-    source or with other settings, or if it is damaged. Raises FileNotFoundError if there is no file, and OSError if it
-    cannot be read.
+    The caller may write to the arrays, and this does not change the file. Raises EntryError if the file is damaged, or
+    if it was made from another checkpoint or with other settings (``fingerprint``). Raises FileNotFoundError if there
+    is no file, and OSError if the file cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -135,7 +138,10 @@ def read_entry(path: Path, fingerprint: str, threads: int) -> dict[str, Array]:
 def _read_arrays(
     descriptor: int, described: list[dict[str, Any]], end: int, pool: ThreadPoolExecutor
 ) -> dict[str, Array]:
-    """Maps or reads all arrays, which are in the first ``end`` bytes of the file, and compares their checksums."""
+    """Maps or reads all arrays and compares their checksums. ``described`` are the header's entries of the arrays.
+
+    The arrays are in the first ``end`` bytes of the file.
+    """
     for each in described:
         _check_place(each, end)
     arrays = _map_arrays(descriptor, described, end, pool)
@@ -151,15 +157,19 @@ def _read_arrays(
 def _map_arrays(
     descriptor: int, described: list[dict[str, Any]], end: int, pool: ThreadPoolExecutor
 ) -> dict[str, Array] | None:
-    """Maps the file's arrays to private memory. Returns None if the system cannot map enough of it in huge pages."""
+    """Maps the file as private memory and returns its arrays by name.
+
+    Returns None if the system does not map at least half of the file in huge pages.
+    """
     before = file_huge_page_bytes()
     memory = mmap.mmap(descriptor, end, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    with contextlib.suppress(OSError):  # Linux without huge pages refuses this advice
         memory.madvise(mmap.MADV_HUGEPAGE)
     raw = np.frombuffer(memory, np.uint8)
     pieces = [raw[at : at + _MAP_BYTES] for at in range(0, end, _MAP_BYTES)]
     if not all(pool.map(lambda piece: populate(piece, write=False), pieces)):
-        return None  # an old kernel, or the disk fails: then the copy raises OSError
+        # Linux is too old, or the disk fails. The caller then copies the file, and raises OSError if the disk fails.
+        return None
     if file_huge_page_bytes() - before < LEAST_HUGE * end:
         return None
     return {str(each["name"]): _view(raw[int(each["begin"]) :], each) for each in described}
@@ -173,7 +183,7 @@ def _chunks(described: list[dict[str, Any]], arrays: dict[str, Array]) -> Iterat
 
 
 def _check_place(described: dict[str, Any], end: int) -> None:
-    """Raises EntryError, before memory is allocated, if the file cannot hold a described array."""
+    """Raises EntryError if the header's entry of an array cannot be right. Called before memory is allocated."""
     begin, shape = int(described["begin"]), _shape_of(described)
     if described["dtype"] not in _DTYPES or min(shape, default=1) < 0:
         raise EntryError(f"its header describes the array {described['name']!r} wrongly")
@@ -185,12 +195,12 @@ def _check_place(described: dict[str, Any], end: int) -> None:
 
 
 def _allocate(described: dict[str, Any]) -> Array:
-    """Returns memory for an array."""
+    """Returns uninitialised memory with the shape and type of an array that the header describes."""
     return _view(weight_blob(math.prod(_shape_of(described)) * np.dtype(described["dtype"]).itemsize), described)
 
 
 def _view(memory: Array, described: dict[str, Any]) -> Array:
-    """Returns the described array in the beginning of ``memory``, which has bytes."""
+    """Returns the array that the header describes as a view of the first bytes of ``memory``."""
     shape, dtype = _shape_of(described), np.dtype(described["dtype"])
     array: Array = memory[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
     return array
@@ -201,7 +211,10 @@ def _shape_of(described: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _read_header(descriptor: int) -> tuple[dict[str, Any], int]:
-    """Returns the header and its position, at which the arrays have ended."""
+    """Returns the header and its position in the file. The arrays are before this position.
+
+    Raises EntryError if the file is damaged or of another version.
+    """
     prefix = os.pread(descriptor, _PREFIX.size, 0)
     if len(prefix) < _PREFIX.size:
         raise EntryError(f"it has only {len(prefix)} bytes")

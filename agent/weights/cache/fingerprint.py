@@ -25,16 +25,19 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def slot_name(config: Config, rank: int) -> str:
-    """Returns the name of the entry for a deployment and an agent.
+    """Returns the file name of an agent's cached weights.
 
-    The name has the model and the settings, but not the contents of the checkpoint. If only the checkpoint changes, the
-    new entry therefore replaces the old one.
+    The name depends on the model and the settings, but not on the contents of the checkpoint. If only the checkpoint
+    changes, the new file therefore replaces the old one.
     """
     return f"{config.model_name[:64]}-{digest_of(_settings(config, rank))[:20]}.weights"
 
 
 def fingerprint(config: Config, rank: int) -> str:
-    """Returns a digest of all that decides the converted weights of an agent. Reads a little of each source file."""
+    """Returns a digest of everything on which an agent's converted weights depend.
+
+    Does not read the whole checkpoint, only the beginning and the end of each file.
+    """
     return digest_of({"settings": _settings(config, rank), "source": _source(config), "program": _program()})
 
 
@@ -59,7 +62,10 @@ def _settings(config: Config, rank: int) -> dict[str, object]:
 
 
 def _source(config: Config) -> list[object]:
-    """Returns name, size, time and a digest of the first and last megabyte of each file of the model."""
+    """Returns the name, size, time and a digest of each file of the model.
+
+    The digest covers the first and the last megabyte of the file.
+    """
     path = config.model_config.model_path
     if config.model_config.load_format == "dummy" or path is None:
         return []

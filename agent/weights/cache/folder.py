@@ -33,14 +33,16 @@ FREE_DISK_BYTES = 2 * GIB
 
 
 class ArrayCache:
-    """One entry, with arrays that an agent can make again, in the folder that all agents of this user share.
+    """One cache file with arrays that an agent can also compute itself.
 
-    A failure of the cache is written to the log. It never fails a start.
+    All agents of a user share the folder of these files. If the cache fails, the reason is logged and the agent starts
+    without it.
     """
 
     def __init__(self, config: Config, what: str, name: str, make_fingerprint: Callable[[], str]) -> None:
-        """``what`` describes the arrays in the log. ``name`` is the file's name, and ``make_fingerprint`` returns a
-        digest of all that decides the contents.
+        """``what`` describes the arrays in the log. ``name`` is the name of the file.
+
+        ``make_fingerprint`` returns a digest of everything on which the arrays depend.
         """
         model = config.model_config
         self._limit = model.weight_cache_gib * GIB
@@ -52,9 +54,9 @@ class ArrayCache:
         self._fingerprint = make_fingerprint
 
     def begin_load(self) -> None:
-        """Starts ``load`` in a thread, so that MindSpore can be imported meanwhile. ``load`` then waits for the result.
+        """Begins to read the file in a thread, while the caller imports MindSpore. ``load`` later returns the arrays.
 
-        Without an entry, this method does nothing.
+        Does nothing if there is no file.
         """
         if self.has_entry:
             pool = ThreadPoolExecutor(1, thread_name_prefix="weight-cache")
@@ -63,7 +65,7 @@ class ArrayCache:
 
     @property
     def has_entry(self) -> bool:
-        """Whether there is a file for this agent. Its contents may turn out to be wrong."""
+        """Whether there is a file for this agent. The file may still be damaged or outdated."""
         return self.is_on and self._path.is_file()
 
     @property
@@ -72,9 +74,9 @@ class ArrayCache:
         return self._limit > 0
 
     def load(self) -> dict[str, Array] | None:
-        """Returns the arrays of the entry in new memory, or None if there is no valid entry.
+        """Returns the arrays of the file in new memory, or None if there is no valid file.
 
-        Damaged and outdated entries are deleted, with a line in the log.
+        A damaged or outdated file is deleted, and the reason is logged.
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None
@@ -86,7 +88,8 @@ class ArrayCache:
         try:
             _check_private(self._folder)
             arrays = read_entry(path, self._fingerprint(), self._threads)
-            os.utime(path)  # marks the entry as used: the least recently used entries are deleted first
+            # The file's time is the time of its last use. The least recently used files are deleted first.
+            os.utime(path)
         except FileNotFoundError:
             return None
         except EntryError as problem:
@@ -101,16 +104,16 @@ class ArrayCache:
         return arrays
 
     def delete(self) -> None:
-        """Deletes the entry, which turned out to be wrong."""
+        """Deletes the file, because its contents cannot be used."""
         with contextlib.suppress(OSError):
             self._path.unlink()
 
     @contextlib.contextmanager
     def keeping(self, size: int) -> Iterator[Callable[[str, Array], None]]:
-        """Writes the entry while the arrays are made. Yields a function that takes each array with its name.
+        """Writes the file while the ``with`` block computes the arrays. Yields a function (name, array) that keeps one.
 
-        ``size`` estimates the bytes of all arrays. The least recently used entries are deleted to make space. If the
-        body raises, nothing is kept. The arrays must not change before the body ends.
+        ``size`` estimates the bytes of all arrays. The least recently used files are deleted to make space. If the
+        ``with`` block raises, no file is kept. The arrays must not change before the block ends.
         """
         if not self.is_on:
             yield _drop
@@ -133,14 +136,18 @@ class ArrayCache:
             path.unlink(missing_ok=True)
 
     def _open_new(self, size: int) -> tuple[int, Path | None]:
-        """Opens and locks a new file in the folder. The path is None if the entry would not fit."""
+        """Opens and locks a new file in the folder. Returns its descriptor and its path.
+
+        The path is None if there is no space for a file of ``size`` bytes.
+        """
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_private(self._folder)
         with self._locked():
             if not self._make_space(size):
                 return -1, None
             descriptor, name = tempfile.mkstemp(prefix="new-", suffix=".tmp", dir=self._folder)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # while the lock is held, no other agent deletes the file
+            # Other agents delete unfinished files, but not while a file is locked (``_delete_unless_locked``).
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         return descriptor, Path(name)
 
     def _complete(self, writer: EntryWriter, path: Path) -> None:
@@ -166,7 +173,10 @@ class ArrayCache:
             os.close(descriptor)
 
     def _make_space(self, size: int) -> bool:
-        """Deletes old entries until the new one fits the limit and the disk. Returns False if it cannot fit."""
+        """Deletes old files until a new file of ``size`` bytes fits the configured limit and the disk.
+
+        Returns False if the new file cannot fit.
+        """
         entries = self._entries()
         if size > self._limit:
             logger.warning(
@@ -191,7 +201,10 @@ class ArrayCache:
         return False
 
     def _entries(self) -> list[tuple[Path, int]]:
-        """Returns the entries with their sizes, the least recently used first. Deletes leftovers of ended agents."""
+        """Returns the paths and sizes of all files, the least recently used first.
+
+        Also deletes unfinished files of agents that have ended.
+        """
         for path in self._folder.glob("new-*.tmp"):
             _delete_unless_locked(path)
         found = []
@@ -216,7 +229,7 @@ class WeightCache(ArrayCache):
 
     @contextlib.contextmanager
     def keeping(self, size: int | None = None) -> Iterator[Callable[[str, Array], None]]:
-        """Writes the entry, as ``ArrayCache.keeping`` does. The memory plan estimates the bytes of all weights."""
+        """Like ``ArrayCache.keeping``. If ``size`` is None, the memory plan estimates the bytes of all weights."""
         if size is None:
             size = estimate_rank_memory(self._config, self._rank, Machine(0, "")).bytes_of(WEIGHTS)
         with super().keeping(size) as keep:
@@ -224,7 +237,7 @@ class WeightCache(ArrayCache):
 
 
 def _drop(name: str, array: Array) -> None:
-    """Ignores an array, if the cache is off or has no space."""
+    """Does not keep an array. ``keeping`` yields this function if the cache is off or has no space."""
 
 
 def _check_private(folder: Path) -> None:
@@ -235,7 +248,7 @@ def _check_private(folder: Path) -> None:
 
 
 def _delete_unless_locked(path: Path) -> None:
-    """Deletes a file of an agent that ended while it wrote. A file that is being written is locked and stays."""
+    """Deletes an unfinished file whose writer has ended. A running writer holds a lock on its file."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:

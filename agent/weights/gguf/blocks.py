@@ -4,9 +4,9 @@ Q8_0 is int8 and Q4_0 is int4, both with groups of 32 inputs, bit for bit. A blo
 integers of 32 consecutive inputs of one output. The value is d * q for Q8_0 and d * (q - 8) for Q4_0. Byte i of Q4_0
 has input i in its low four bits and input i + 16 in its high four bits.
 
-All other types have finer scales, minima or code books, which the kernels do not read. The ``gguf`` library dequantises
-them, and they are rounded to int8 with groups of 32: scale = max|w| / 127. No weight changes by more than max|w| / 254
-of its group.
+All other types have finer scales, minima or code books, which the kernels do not support. The ``gguf`` library
+dequantises weights of these types. Then they are rounded to int8 in groups of 32, with scale = max|w| / 127 of the
+group. No weight w changes by more than max|w| / 254 of its group.
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def scheme_of(types: set[str]) -> Scheme | None:
-    """Return how a weight is read whose tensors have these types, or None if it is read as floats."""
+    """Returns the integer format in which a weight is read, or None if it is read as floats.
+
+    ``types`` are the GGUF types of the tensors that form the weight.
+    """
     if types <= GGUF_FLOATS.keys():
         return None
     return _EXACT.get(next(iter(types)), _ROUNDED) if len(types) == 1 else _ROUNDED
 
 
 def to_integers(blocks: Bytes, kind: TensorType, scheme: Scheme) -> QuantizedTensor:
-    """Return the integers and scales of a tensor, bytes [rows, bytes of a row].
+    """Returns the integers and scales of a tensor in the format ``scheme``. If necessary, dequantises and rounds it.
 
-    Raises CheckpointError if a scale is not finite.
+    ``blocks`` are the tensor's bytes, uint8 [rows, bytes of a row]. Raises CheckpointError if a scale is not finite.
     """
     if _EXACT.get(kind.name) == scheme:
         return _unpacked(blocks, kind, scheme)
@@ -54,7 +57,7 @@ def to_integers(blocks: Bytes, kind: TensorType, scheme: Scheme) -> QuantizedTen
 
 
 def to_floats(blocks: Bytes, kind: TensorType) -> npt.NDArray[np.float32]:
-    """Return the values of a tensor, bytes [rows, bytes of a row], as float32 [rows, depth].
+    """Dequantises a tensor: uint8 [rows, bytes of a row] -> float32 [rows, depth].
 
     Raises CheckpointError if a value is not finite.
     """
@@ -69,7 +72,10 @@ def to_floats(blocks: Bytes, kind: TensorType) -> npt.NDArray[np.float32]:
 
 
 def _round(groups: npt.NDArray[np.float32], values: npt.NDArray[np.int8], scales: npt.NDArray[np.float32]) -> None:
-    """Writes the nearest int8 and the scales of float32 [rows, groups, 32]. Overwrites ``groups``."""
+    """Quantises ``groups``, float32 [rows, groups, 32], to int8. Writes the integers to ``values``.
+
+    Writes the scale of each group to ``scales`` [rows, groups]. Overwrites ``groups``.
+    """
     np.divide(np.abs(groups).max(axis=2), np.float32(127), out=scales)
     divisors = np.where(scales > 0, scales, np.float32(1))
     np.divide(groups, divisors[:, :, None], out=groups)

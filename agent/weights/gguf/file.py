@@ -1,4 +1,4 @@
-"""A source of weights that reads one GGUF file (llama.cpp's format). ``blocks`` states which type becomes what."""
+"""A source of weights that reads one GGUF file (llama.cpp's format). ``blocks`` converts GGUF's quantised types."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PIECE_ELEMENTS = 1 << 20
 
 
 class GGUFFile:
-    """A WeightSource for one GGUF file, which it maps. Tensors have their Hugging Face names."""
+    """A WeightSource that maps one GGUF file. Callers name tensors by their Hugging Face names."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,9 +48,9 @@ class GGUFFile:
             row_heads(self._header, part)
 
     def scheme(self, part: WeightPart) -> Scheme | None:
-        """Returns how a tensor is quantised, or None if it is read as floats.
+        """Returns the integer format in which a tensor is read, or None if the tensor is read as floats.
 
-        Tensors that are joined to one weight have one scheme.
+        Tensors that this project joins to one weight, such as q, k and v, get the same format.
         """
         tensors = self._header.tensors
         names = joined_with(self._place(part.name).name)
@@ -61,7 +61,10 @@ class GGUFFile:
         return GGUF_FLOATS.get(self._entry(name).type.name, "float32")
 
     def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
-        """Reads a tensor with a scheme, or one part of it. Raises CheckpointError if a scale is not finite."""
+        """Reads a tensor that has a ``scheme``, or one part of the tensor, into new memory.
+
+        Raises CheckpointError if a scale is not finite.
+        """
         if cut is not None:
             return cut.of_quantised(self.read_quantised(WeightPart(part.name, cut.whole)))
         entry, scheme = self._entry(part.name), self.scheme(part)
@@ -87,20 +90,20 @@ class GGUFFile:
             raise CheckpointError(f"{self.path}: tensor {entry.name}: {reason}{advice}") from reason
 
     def close(self) -> None:
-        """Forgets the map of the file. The file stays mapped until the last view of a tensor is deleted."""
+        """Releases the file. The file stays mapped until the last view of a tensor is deleted."""
         self._data = np.empty(0, np.uint8)
 
     def _entry(self, name: str) -> TensorEntry:
         return self._header.tensors[self._place(name).name]
 
     def _bytes(self, part: WeightPart) -> npt.NDArray[np.uint8]:
-        """Returns the stored bytes of a tensor, or of one expert of it."""
+        """Returns the stored bytes of a tensor. For an expert's tensor, these are a part of the file's joint tensor."""
         entry, expert = self._entry(part.name), self._place(part.name).expert
         data = self._data[entry.begin : entry.begin + entry.size]
         return data if expert is None else data.reshape(entry.shape[0], -1)[expert]
 
     def _rows(self, part: WeightPart) -> npt.NDArray[np.uint8]:
-        """Returns the stored bytes of a matrix, [rows, bytes of a row]."""
+        """Returns the stored bytes of a matrix, uint8 [rows, bytes of a row]."""
         return self._bytes(part).reshape(part.shape[0], -1)
 
     def _row_order(self, part: WeightPart) -> Any:
@@ -120,7 +123,7 @@ class GGUFFile:
             copy_cut(floats, stored, cut, out, dtype)
 
     def _dequantise(self, part: WeightPart, entry: TensorEntry, out: Array, dtype: str, cut: TensorCut | None) -> None:
-        """Writes the values of a quantised matrix to ``out``, some of its rows at a time."""
+        """Dequantises a matrix into ``out`` as elements of ``dtype``, in pieces of several rows to save memory."""
         first = 0 if cut is None else cut.rows.start
         columns = slice(None) if cut is None or cut.columns is None else cut.columns.slice
         stored, order = self._rows(part), self._row_order(part)

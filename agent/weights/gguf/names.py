@@ -22,16 +22,20 @@ _JOINED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_ex
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a Hugging Face tensor is: the file's tensor, and for an expert its index in that tensor."""
+    """The place of a Hugging Face tensor in a GGUF file.
+
+    ``name`` is the file's tensor. One tensor of the file has all experts, and ``expert`` is the index of the expert.
+    """
 
     name: str
     expert: int | None = None
 
 
 def name_table(header: Header) -> Callable[[str], Place]:
-    """Return a function from a Hugging Face name to its place. Unknown names are returned as they are.
+    """Returns a function that maps a Hugging Face name to the tensor's place in the file.
 
-    Raises CheckpointError if the architecture is not supported.
+    The function does not change the name of a tensor that it does not know. Raises CheckpointError if the architecture
+    is not supported.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -48,13 +52,16 @@ def name_table(header: Header) -> Callable[[str], Place]:
 
 
 def _num_blocks(header: Header) -> int:
-    """Return the number of layers that have tensors."""
+    """Returns the number of layers for which the file has tensors."""
     numbers = (re.match(r"blk\.(\d{1,5})\.", name) for name in header.tensors)
     return max((int(number[1]) + 1 for number in numbers if number is not None), default=0)
 
 
 def joined_with(name: str) -> tuple[str, ...]:
-    """Return the tensors of the file that become one weight together with tensor ``name``, with itself."""
+    """Returns the names of the file's tensors that this project joins to one weight, such as q, k and v.
+
+    ``name`` is one of them. If this project does not join ``name``, returns only ``name``.
+    """
     block, _, kind = name.removesuffix(".weight").rpartition(".")
     for group in _JOINED:
         if kind in group:
@@ -63,11 +70,11 @@ def joined_with(name: str) -> tuple[str, ...]:
 
 
 def row_heads(header: Header, part: WeightPart) -> int | None:
-    """Return the number of heads whose rows the file has in llama.cpp's order, or None for Hugging Face's order.
+    """Returns the number of heads in a weight whose rows are in llama.cpp's order. None means Hugging Face's order.
 
     llama.cpp rotates pairs of neighbouring elements of queries and keys. Hugging Face rotates pairs of elements that
-    are half a head apart. Therefore llama.cpp's converter permutes the rows of both within each head, for the
-    architecture ``llama`` only. Raises CheckpointError if the heads do not fit the rows.
+    are half a head apart. Therefore llama.cpp's converter permutes the rows of the query and key weights within each
+    head, for the architecture ``llama`` only. Raises CheckpointError if the heads do not fit the rows.
     """
     keys = {"q_proj": "llama.attention.head_count", "k_proj": "llama.attention.head_count_kv"}
     kind = part.name.rpartition(".")[0].rpartition(".")[2]
