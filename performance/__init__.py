@@ -1,1 +1,1 @@
-"""Contains the programs that measure: load test, benchmarks and simulator."""
+"""Programs that measure or simulate the server: load test, benchmarks and simulator."""

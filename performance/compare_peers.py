@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares this engine with others on the same machine: ``python performance/compare_peers.py --help``."""
+"""Compares this engine with other engines: ``python performance/compare_peers.py --help``."""
 
 from entry import run
 

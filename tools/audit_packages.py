@@ -38,11 +38,11 @@ class Audit:
 
 
 class AuditError(Exception):
-    """pip-audit gave no report."""
+    """Raised if pip-audit gave no report."""
 
 
 def audit(lock: Path, program: Sequence[str] = (sys.executable, "-m", "pip_audit")) -> Audit:
-    """Runs pip-audit on a lock file. Raises AuditError without a report."""
+    """Runs pip-audit on a lock file. Raises AuditError if pip-audit gives no report."""
     options = ["--require-hashes", "--disable-pip", "--format", "json", "--progress-spinner", "off", "--timeout", "20"]
     try:
         done = subprocess.run(

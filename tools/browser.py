@@ -58,7 +58,7 @@ class Browser:
         self._call("POST", "/url", {"url": url})
 
     def run(self, script: str, *values: object) -> Any:
-        """Run JavaScript with ``arguments`` and return its result. A promise is awaited."""
+        """Run JavaScript and return its result. The script reads ``values`` as ``arguments``. A promise is awaited."""
         return self._call("POST", "/execute/sync", {"script": script, "args": list(values)})
 
     def wait(self, condition: str, timeout_s: float = 30.0) -> Any:
@@ -79,7 +79,7 @@ class Browser:
         self._call("POST", f"/element/{self._find(selector)}/value", {"text": text})
 
     def press(self, *keys: str) -> None:
-        """Press keys together, by their names in ``KEYS`` or as characters, where the focus is."""
+        """Press keys together, in the element with the focus. A key is a name in ``KEYS`` or a character."""
         codes = [KEYS.get(key, key) for key in keys]
         actions = [{"type": "keyDown", "value": code} for code in codes]
         actions += [{"type": "keyUp", "value": code} for code in reversed(codes)]

@@ -88,8 +88,10 @@ def _fusion(graph: Graph, config: Config) -> str:
 
 
 def _is_mindformers(name: str) -> bool:
-    """Returns True for a MindFormers config. An unreadable file is left to ``ascend_config``, which has a better
-    error."""
+    """Returns True for a MindFormers config.
+
+    Returns False if the file cannot be read, because ``ascend_config`` then raises an error with the reason.
+    """
     try:
         section = read_yaml_mapping(find_config_file(name)).get("model_config")
     except LLMServingError:

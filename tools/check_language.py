@@ -48,7 +48,7 @@ _NO_PERSON = "".join(f"(?<!{person} )" for person in _PERSONS)
 
 # Each phrase is here because a reader had to guess its meaning. To reject another phrase, add a line.
 REJECTED = [
-    # Images that only this project uses. The field has a common word for each of them.
+    # Metaphors that only this project uses. The field has a common word for each of them.
     Rejected(r"\bin peace\b", "undisturbed"),
     Rejected(r"\bby turns\b", "alternately; in alternating runs"),
     Rejected(r"\bdoors?\b", "admission, admission limit"),

@@ -6,12 +6,12 @@
 
 All files come from one resolution, so that they can be installed together. Each package is in one file only:
 
-    requirements.lock               serving
-    requirements-test.lock          tools and tests, in addition
-    requirements-lint.lock          lint and types, in addition
-    requirements-docs.lock          the documentation site, in addition
-    requirements-audit.lock         audit and list of packages, in addition
-    requirements-mindformers.lock   MindFormers, in addition to serving
+    requirements.lock               packages for serving
+    requirements-test.lock          packages for tools and tests, in addition to serving
+    requirements-lint.lock          packages for `make lint`, in addition to serving and tests
+    requirements-docs.lock          packages for `make docs-site`, in addition to serving, tests and lint
+    requirements-audit.lock         packages for `make audit` and `make sbom`, in addition to serving, tests and lint
+    requirements-mindformers.lock   packages for MindFormers, in addition to serving
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def stamp() -> str:
 
 
 def select(only: str, *, quick: bool = False) -> list[Check]:
-    """Return the checks that ``only`` names, or all. Raises ValueError for an unknown id."""
+    """Return the checks that ``only`` names, or all checks. Raises ValueError for an unknown id."""
     wanted = {name.strip().upper() for name in only.split(",") if name.strip()}
     unknown = wanted - {check.id for check in CHECKS} - {check.id[0] for check in CHECKS}
     if unknown:

@@ -72,7 +72,7 @@ def measure(dtype: str) -> dict[str, Any]:
 
 
 def run_agent(name: str, index: int, dtype: str) -> dict[str, Any]:
-    """Measures round trips of a word, and all-reduces, in process ``index`` (0 or 1) of the two processes."""
+    """Runs process ``index`` (0 or 1) of the two processes. Measures round trips of a word, and all-reduces."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
         os.sched_setaffinity(0, {cores[index]})

@@ -70,7 +70,7 @@ def cases_of(parsed: argparse.Namespace, config: Config) -> list[Case]:
 
 
 def random_prompts(case: Case, vocab_size: int, seed: int) -> list[list[int]]:
-    """Returns the prompts of a seed. No two prompts are equal, so that a prefix cache finds nothing."""
+    """Returns random prompts for a case and a seed. No two prompts are equal, so that a prefix cache finds nothing."""
     generator = random.Random(f"bench/{case}/{seed}")
     return [[generator.randrange(FIRST_PLAIN_TOKEN, vocab_size) for _ in range(case.prompt)] for _ in range(case.batch)]
 

@@ -4,8 +4,8 @@ A row is the median of the passes that fit into --seconds, at least five. A pass
 weights or caches, which together exceed the last-level cache. "ceiling" is the minimum time divided by the measured
 time. The minimum time is the longer of two times: to read the data once, and to do the arithmetic. Data is read at full
 bandwidth, and the arithmetic has the peak rate of its number format (performance/bench/roofline.py). "bound" names the
-longer time.
-Norms, SwiGLU and sampling read data that is still in the caches, so they can exceed 100 % of the memory bandwidth.
+longer time. Norms, SwiGLU and sampling read data that is still in the caches, so they can exceed 100 % of the memory
+bandwidth.
 
 --against PATH names another build of the kernels: another tree, or its libllm_kernels_testing.so. Passes of both builds
 alternate on the same arrays, so that changes in the speed of the machine affect both. "ratio" is the other build's time

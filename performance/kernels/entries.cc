@@ -69,7 +69,7 @@ LLMK_ENTRY int llmk_test_attention(const llmk::RotaryAttentionArgs* given, int64
   return 0;
 }
 
-// Runs the reference of the custom op RotaryAttention, with the arguments of its entry.
+// Runs the scalar reference of the custom op RotaryAttention. The arguments are the same as for the custom op.
 LLMK_ENTRY int llmk_reference_rotary_attention(int nparam, void** params, int* ndims, int64_t** shapes,
                                                const char** dtypes) {
   const llmk::StandardFloatingPoint scope;

@@ -110,7 +110,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            # httptools wraps an exception of a callback; the original one is its context.
+            # If a callback raises, httptools raises another exception, whose context is the original exception.
             self._fail("bad http", str(error.__context__ or error))
             self.abandon()
             return

@@ -199,7 +199,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> LoadOptions:
 
 
 def options_of(parsed: argparse.Namespace) -> LoadOptions:
-    """Returns the options that ``build_parser`` parsed. Raises ``UsageError`` on a wrong combination."""
+    """Converts parsed arguments of ``build_parser`` to options. Raises ``UsageError`` on a wrong combination."""
     if request_count(parsed.rate, parsed.duration) < 1:
         raise UsageError(f"-X {parsed.rate:g} for -T {parsed.duration:g} seconds makes no request: raise one of them")
     if parsed.token_ids and parsed.vocab_size <= FIRST_PLAIN_TOKEN:
@@ -219,7 +219,10 @@ def options_of(parsed: argparse.Namespace) -> LoadOptions:
 
 
 def workload_options(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Returns the values of the options of ``add_workload_options``. Raises ``UsageError`` on a wrong combination."""
+    """Returns the fields of ``LoadOptions`` that the options of ``add_workload_options`` set, with their values.
+
+    Raises ``UsageError`` on a wrong combination.
+    """
     if parsed.dataset is not None and parsed.beginnings[0]:
         raise UsageError("--beginnings applies to generated prompts; a data set has its own prompts")
     return {field: getattr(parsed, field) for field in WORKLOAD_FIELDS}

@@ -7,9 +7,8 @@ overload. Four measurements follow each other:
   peak      the largest goodput, which is the number of requests per second that meet their objectives. The request rate
             doubles until the goodput is clearly below the rate. Then several rates around this goodput are measured
   overload  the goodput and the latencies while four heavy keys and the light keys send requests. Together the heavy
-  keys
-            send ``--factor`` times the rate of the peak for ``--duration`` seconds. Three of them exceed their quotas.
-            The fourth has no quota; its requests are refused when the queue is full
+            keys send ``--factor`` times the rate of the peak for ``--duration`` seconds. Three of them exceed their
+            quotas. The fourth has no quota; its requests are refused when the queue is full
   memory    the memory of all processes of the server, before and during the overload
 
 There are four goals. The exit code is 1 if one of them is missed:
@@ -137,7 +136,7 @@ class Study:
         self._num_loads = 0
 
     def run(self) -> dict[str, Any]:
-        """Measures, and returns the figures."""
+        """Runs all loads and returns the figures."""
         parsed = self._parsed
         self._load([self._keys.load("peak", parsed.warm_up_rate)], parsed.peak_duration / 2)
         rows = self._peak_rows()
@@ -279,7 +278,7 @@ def _counts(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _stolen_share(before: Any, after: Any) -> float:
-    """Returns the fraction of all cores' time that a hypervisor took between two ``psutil.cpu_times``."""
+    """Returns the fraction of all cores' time that a hypervisor took between two calls of ``psutil.cpu_times``."""
     spent = [later - earlier for earlier, later in zip(before, after, strict=True)]
     return float(after.steal - before.steal) / sum(spent) if sum(spent) > 0 else 0.0
 

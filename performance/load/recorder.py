@@ -2,7 +2,7 @@
 
 A number of clients send requests in a closed loop. From the server's metrics the program calculates the time from one
 step to the next, and how much of this time the recorder takes. It also calculates which fraction of the server
-process's time the recorder takes. The agents do not belong to this process. The recorder measures its own time, without
+process's processor time the recorder takes. The agents are other processes. The recorder measures its own time, without
 the time of the scheduler calls that it records.
 """
 

@@ -46,7 +46,7 @@ def configured_server(
 def running_server(
     name: str, arguments: Sequence[str], output: Path, timeout_s: float, program: Path = START_SERVER
 ) -> Iterator[str]:
-    """Starts ``program``, yields the URL that it prints after ``ready``, and stops it at the end.
+    """Starts the server ``program``, yields the URL that it prints when it is ready, and stops it at the end.
 
     The program's standard error goes to the file ``output``. Raises ``ServerStartError`` with its last lines.
     """

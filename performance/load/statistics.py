@@ -1,7 +1,7 @@
-"""Calculates the figures of a load test. ``llm_serving.telemetry.statistics`` defines the figures themselves.
+"""Calculates the figures of a load test, which ``llm_serving.telemetry.statistics`` defines.
 
-- A piece is a streamed event with output. The arrival of the first (last) piece counts as that of the first (last)
-  token.
+- A piece is a streamed event with output. The first piece stands for the first token, the last piece for the last
+token.
 - Latencies count from the time at which the request's first byte was written, as in the server's log.
 - If the client sends a request after its due time, the results must show this delay ("coordinated omission").
   ``lateness_ms`` is the delay. ``ttft_from_due_ms`` and ``e2e_from_due_s`` count from the due time and include it.
@@ -106,8 +106,9 @@ class LoadFigures:
 
     @property
     def sends_were_late(self) -> bool:
-        """True if requests were sent so late that the delay, which latencies do not include, is large compared with
-        TTFT.
+        """True if the mean delay of the requests is large compared with the mean TTFT.
+
+        The delay is the time from the due time to the write of a request. Latencies do not include it.
         """
         return (self.lateness_ms.mean or 0.0) > LATE_FRACTION * (self.ttft_ms.mean or float("inf"))
 

@@ -90,7 +90,7 @@ class StreamExchange:
             self.cancel("bad stream", f"an event of more than {MAX_EVENT_BYTES} bytes", now)
 
     def end(self, now: float) -> None:
-        """Decides whether the request succeeded when its HTTP response is complete."""
+        """Decides whether the request succeeded. Called when its HTTP response is complete."""
         record = self.record
         if record.http_status != 200:
             self.failed(f"http {record.http_status}", _error_body_text(self._error_body), now)

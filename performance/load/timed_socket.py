@@ -66,7 +66,10 @@ class TimedSocket:
         raise failure or OSError(f"{host} has no address")
 
     def write(self, data: bytes) -> None:
-        """Writes as much as the socket accepts, and the rest later. ``lost`` reports a broken connection."""
+        """Writes as many bytes as the socket accepts, and the remaining bytes when it accepts more.
+
+        A broken connection is reported by ``lost``.
+        """
         if self._unsent:
             self._unsent += data
             return

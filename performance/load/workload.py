@@ -42,7 +42,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
 
 
 class DatasetLine(msgspec.Struct):
-    """A line of a JSONL data set: ``prompt`` (text or token ids) or chat ``messages``, and the maximum output."""
+    """A line of a JSONL data set: ``prompt`` (text or token ids) or chat ``messages``, and perhaps ``max_tokens``."""
 
     prompt: str | tuple[int, ...] | None = None
     messages: tuple[dict[str, Any], ...] | None = None

@@ -105,7 +105,7 @@ def parse_named_file(text: str) -> tuple[str, Path]:
 
 
 def measure_peer(peer: Peer, parsed: argparse.Namespace) -> tuple[Rows, str | None]:
-    """Runs the driver program of another engine. Returns its measured rows, and the reason if it failed, or None."""
+    """Runs the driver program of another engine. Returns the measured rows, and the reason of a failure or None."""
     request = {
         "model": peer.model,
         "batch": parsed.batch,
@@ -132,9 +132,10 @@ def measure_peer(peer: Peer, parsed: argparse.Namespace) -> tuple[Rows, str | No
 
 
 def run_group(command: Sequence[str], environment: dict[str, str], output: IO[str], timeout_s: float) -> int | None:
-    """Returns the exit code of a program, or None if it took too long. Raises OSError if it cannot be started.
+    """Runs a program. Returns its exit code, or None if it took too long. Raises OSError if it cannot be started.
 
-    All processes that it started are ended, because some peers leave processes that would disturb the next measurement.
+    At the end, kills all processes that the program started. Some peers leave processes, which would disturb the next
+    measurement.
     """
     process = subprocess.Popen(
         command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -152,8 +153,8 @@ def run_group(command: Sequence[str], environment: dict[str, str], output: IO[st
 def peer_environment(threads: int) -> dict[str, str]:
     """Returns the environment of a peer: ``threads`` threads in every pool, no network, no telemetry.
 
-    vLLM runs in one process. Engine and worker in separate processes spin while they wait for each other; on two cores
-    this was several times slower.
+    With these variables, vLLM runs in one process. Its engine and worker in separate processes spin while they wait for
+    each other. On two cores this was several times slower.
     """
     return {
         **os.environ,
@@ -190,7 +191,7 @@ def rate(row: Mapping[str, Any] | None) -> float | None:
 
 
 def rates_of(ours: Mapping[str, Rows], peers: Mapping[str, Rows]) -> dict[str, dict[str, float | None]]:
-    """Returns the rate of each engine in each row. This engine is first, and decode rows are first."""
+    """Returns the rates by engine (outer key) and row (inner key). This engine and decode rows are first."""
     names = {name for rows in (*ours.values(), *peers.values()) for name in rows}
     ordered = sorted(names, key=lambda name: (name.split()[0], int(name.split()[1])))
     everyone = {**{f"ours {name}": rows for name, rows in ours.items()}, **peers}

@@ -49,7 +49,7 @@ def main(make_generate: MakeGenerate) -> None:
 
 @contextlib.contextmanager
 def _locked(path: str | None, kind: int) -> Iterator[None]:
-    """Holds the file lock at ``path``, by which the programs of a shared machine avoid to disturb each other.
+    """Holds the file lock at ``path``. With this lock, the programs of a machine do not disturb measurements.
 
     A driver takes the exclusive lock while it measures, and the shared lock while it loads the model.
     """

@@ -56,7 +56,10 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(weight: Any, heads: int) -> Any:
-    """Reorders the rows of q and k. llama.cpp rotates neighbouring rows, Hugging Face the two halves of a head."""
+    """Reorders the rows of the weight of q or k, because the two rotary embeddings pair different rows of a head.
+
+    llama.cpp pairs neighbouring rows. Hugging Face pairs a row of the first half with a row of the second half.
+    """
     rows, depth = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, depth).swapaxes(1, 2).reshape(rows, depth)
 

@@ -137,7 +137,7 @@ class VirtualAgent:
             if self._running is None and not self._begin(now):
                 break
             assert self._running is not None
-            # next_answer computes the same sum. A differently rounded sum could make the caller wait for this result.
+            # The same sum as in next_answer: with another rounding, the result might not be returned at that time.
             if self._free_at + self._answer_delay_s > now:
                 break
             answers.append((self._free_at, self._answer(self._running)))
@@ -156,8 +156,9 @@ class VirtualAgent:
         return True
 
     def _next_start(self) -> tuple[float, _Queued]:
-        """Returns the start time of the next step, and this step: the one with the smallest rank when the device is
-        free.
+        """Returns the start time of the step that runs next, and this step.
+
+        When the device becomes free, it runs the step with the smallest rank among the steps in the queue.
         """
         queue = self._queue
         if len(queue) == 1:

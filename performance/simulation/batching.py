@@ -4,7 +4,7 @@
     static       when the device is free, the waiting requests form a batch, which runs until its last request ends
     dynamic      a batch starts when it is full or has waited long enough; the next one waits until it has ended
     continuous   requests join and leave the batch at any step; each reserves memory for its maximum length
-    paged        as continuous, but blocks are allocated on demand (paged attention)
+    paged        like continuous, but blocks are allocated on demand (paged attention)
 
 Clients in a closed loop send prompts of 64 to 256 random tokens and ask for 64, 128 or 256 tokens; end tokens are
 ignored. The mean prompt has 160 tokens; in the ShareGPT conversations it has 161 (Kwon et al. 2023). Prompts and
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
 
 
 def _simulate(mode: str, requests: Sequence[LoadRequest], parsed: argparse.Namespace) -> Measured:
-    """Simulates the load in one mode. Raises ConfigError, or UsageError if the recording does not fit."""
+    """Simulates the load in one mode. Raises ConfigError, or UsageError if the recording is not of this model."""
     settings = [*mode_settings(mode, parsed.batch_size, parsed.batch_wait), *parsed.settings]
     fit = None
     if parsed.recording is not None:

@@ -134,7 +134,8 @@ def terms_of(work: StepWork, swapped: int = 0, copied: int = 0) -> list[float]:
 
 
 def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None = None) -> StepFit:
-    """Fits the coefficients to measured steps. Raises UsageError if there are too few steps."""
+    """Returns the coefficients that fit the measured times of steps best. Raises UsageError if there are too few steps.
+    """
     steps = [step for step in steps if step.seconds > 0.0]
     if len(steps) < MIN_STEPS:
         raise UsageError(f"{len(steps)} steps with a time are recorded; a fit needs at least {MIN_STEPS}")

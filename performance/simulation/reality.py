@@ -11,9 +11,9 @@ simulated figure is therefore the mean of several simulations with different noi
 standard deviation of a single simulation. The loads are long enough to make this deviation small for most figures.
 
 The machine's speed changes over time and from server to server, and these changes are larger than the simulator's
-errors. Therefore a load is divided into parts of some seconds. A short load, which is always the same, measures the
-machine's speed before and after each part: the probe. The mean slowdown of both probes is applied to the simulation of
-the part. Decode steps of few rows, decode steps of many rows and steps with prompts have separate factors, because
+errors. Therefore a load is divided into parts of some seconds. A probe, which is a short load that is always the same,
+measures the machine's speed before and after each part. The mean slowdown of both probes is applied to the simulation
+of the part. Decode steps of few rows, decode steps of many rows and steps with prompts have separate factors, because
 memory and arithmetic rarely become slow together. The simulation of a part never uses measured figures of the part.
 
 A part is not compared with its simulation if its two probes differ, or if other processes used the cores. It is then

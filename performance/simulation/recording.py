@@ -111,7 +111,7 @@ def fit_recording(path: Path, config: Config, repeated: Sequence[Sequence[Span]]
 
 
 def slowdown_within(fit: StepFit, path: Path, spans: Sequence[Span]) -> Slowdown:
-    """Compares the steps that were scheduled within ``spans`` with the times that the fit predicts for them."""
+    """Returns by which factors the steps that were scheduled within ``spans`` took longer than the fit predicts."""
     own_s = fit.provenance["agents_share_us"] * MICROSECOND
     steps = []
     for stretch in read_recording(path):

@@ -123,7 +123,7 @@ def stored_fit(config: Config) -> Path:
 
 
 def split_settings(settings: Sequence[str]) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """Separates the config's settings from the simulator's own, which are returned by section."""
+    """Returns the settings of the config, and the values of the simulator's own settings by section and name."""
     theirs: list[str] = []
     own: dict[str, dict[str, float]] = {section: {} for section in OWN_SECTIONS}
     for setting in settings:

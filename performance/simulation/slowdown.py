@@ -12,7 +12,7 @@ __all__ = ["FEW_ROWS", "MANY_ROWS", "Slowdown"]
 
 FEW_ROWS, MANY_ROWS = 4, 12
 """Numbers of sequences in a decode step. Up to FEW_ROWS sequences, reading the weights takes most of the time. From
-MANY_ROWS on, arithmetic does.
+MANY_ROWS sequences, arithmetic takes most of the time.
 """
 
 

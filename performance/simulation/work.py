@@ -27,7 +27,7 @@ class StepWork:
     context: int = 0
     """Number of keys that attention reads: the sum of the sequences' context lengths after the step."""
     pairs: int = 0
-    """Query-key pairs: for each query, the number of positions it attends to. A decode step has as many as
+    """Query-key pairs: the sum, over all queries, of the number of keys that the query sees. In a decode step, this is
     ``context``."""
 
 

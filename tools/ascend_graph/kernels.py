@@ -198,8 +198,8 @@ class KernelRules:
         if of_x is None or of_scale is None or of_offset is None:
             yield "scale and offset must be tensors"
             return
-        # There are two kernels. The internal kernel QuantPerChannel accepts only an int8 offset; its scale is the scale
-        # itself. The kernel aclnnAscendQuant takes a float offset and the inverse of the scale. Sources:
+        # There are two kernels. The internal kernel QuantPerChannel accepts only an int8 offset and divides by the
+        # scale. The kernel aclnnAscendQuant takes a float offset and multiplies by the inverse of the scale. Sources:
         # IsInternalKernelDtypesSupported in the x86-64 wheel, and MindFormers 1.9, golden_stick/a8w8.py.
         if of_offset.dtype == "i8":
             yield "the offset is i8, which selects the kernel that divides by the scale; the scale is an inverse"

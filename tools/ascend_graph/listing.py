@@ -76,7 +76,10 @@ def list_graph(graph: Graph) -> list[str]:
 
 
 class _Lister:
-    """Creates one listing. A value is named by its section and a number: ``%3``, ``step%1``, ``before%12``."""
+    """Creates one listing. Each value has a number, such as ``%3``.
+
+    A value of another section has a prefix: ``step%1``, ``layer0%7``, or ``before%12`` for the layer before.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self._wiring = Wiring(graph)

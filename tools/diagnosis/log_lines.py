@@ -99,7 +99,7 @@ def time_of(line: str) -> datetime | None:
 
 
 def entries_of(line: str) -> list[Entry]:
-    """Returns the known errors that a line names by code or describes in words. Lines below level error have none."""
+    """Returns the known errors that a line names by code or describes in words, or [] if its level is below error."""
     if _QUIET.match(line) or _ADVICE_TEXT.search(line):
         return []
     codes = [*_LETTER_CODE.findall(line), *_NUMBER_CODE.findall(line)]

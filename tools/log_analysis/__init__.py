@@ -1,7 +1,7 @@
 """Analyses a server's event log and reports the result to people and programs.
 
 reader       the lines of the log; broken lines are counted
-records      the events with figures, and their types
+records      the events whose fields are analysed
 timeline     values over time in bounded memory
 totals       sums and distributions over a log
 analysis     one pass over the events: counts, distributions, the slowest requests

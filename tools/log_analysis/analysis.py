@@ -122,7 +122,7 @@ class LogAnalysis(RequestTotals):
         if handler is not None:
             handler(self, event)
         if not self.events and event.name != "server_start":
-            self.runs += 1  # the first run started before this log
+            self.runs += 1  # the log begins in the middle of a run
         _count(self.events, event.name)
         self.first_time = event.time if self.first_time is None else min(self.first_time, event.time)
         self.last_time = event.time if self.last_time is None else max(self.last_time, event.time)

@@ -78,5 +78,5 @@ class EngineState(msgspec.Struct):
 
     @property
     def kv_use(self) -> float | None:
-        """Fraction of the KV blocks in use, or None if the line has no blocks."""
+        """Fraction of the KV blocks in use, or None if the log line does not state the number of blocks."""
         return self.blocks_used / self.blocks_total if self.blocks_total else None

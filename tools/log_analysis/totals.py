@@ -47,7 +47,9 @@ SUMS = ("steps", "prefill_steps", "decode_steps", "prefill_tokens", "decode_toke
 
 
 class EngineTotals:
-    """Sums over the periodic state lines of the engine. ``sums`` has an entry for each name of ``SUMS``."""
+    """Sums over the log lines in which the engine periodically reports its state. ``SUMS`` names the entries of
+    ``sums``.
+    """
 
     def __init__(self) -> None:
         self.lines = 0

@@ -106,7 +106,7 @@ def round_to_nearest(weight: Float32Array, settings: Settings) -> Quantised:
 
 
 def stored_arrays(stem: str, weight: Quantised, settings: Settings) -> Mapping[str, NDArray[Any]]:
-    """Returns the tensors that represent a weight in compressed-tensors, by name."""
+    """Returns the tensors, by name, in which the format compressed-tensors stores a weight."""
     scales = from_float32(weight.scales, settings.scale_dtype)
     if settings.layout == "int-quantized":
         signed = (weight.q.astype(np.int16) - settings.middle).astype(np.int8)

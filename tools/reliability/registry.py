@@ -159,8 +159,9 @@ def run_tests(places: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def read_report(report: Path) -> dict[str, str]:
-    """Return the problem of each test in a JUnit report, by its name. A skipped test has a problem, a passed test has
-    "".
+    """Return the problem of each test in a JUnit report, by the name of the test.
+
+    The problem of a test that passed is an empty text. A skipped test has a problem.
     """
     found: dict[str, str] = {}
     for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 - pytest has just written the file
@@ -172,7 +173,7 @@ def read_report(report: Path) -> dict[str, str]:
 
 
 def _belongs(name: str, place: str) -> bool:
-    """Return True if the test ``name`` is at ``place``: in this file, or the test itself or one of its cases."""
+    """Return True if ``place`` is the file of the test ``name``, or the test itself with or without its parameters."""
     return name == place or name.startswith((f"{place}::", f"{place}["))
 
 

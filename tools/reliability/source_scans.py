@@ -1,4 +1,4 @@
-"""Findings in the project's own source: calls and imports, by their names in the syntax tree."""
+"""Searches the syntax trees of the project's own source for calls and imports, by their names."""
 
 from __future__ import annotations
 

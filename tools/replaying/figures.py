@@ -22,8 +22,7 @@ _PREEMPTIONS, _SWAPS = STATE_NAMES.index("preemptions"), STATE_NAMES.index("swap
 
 @dataclass(frozen=True, slots=True)
 class StretchFigures:
-    """The summary of a part of a recording, in seconds. A token's time is the time at which its step's result arrived.
-    """
+    """The summary of a part of a recording, in seconds. A token arrives with the result of its step."""
 
     requests: int
     refused: int

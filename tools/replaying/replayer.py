@@ -266,7 +266,10 @@ class _Replayer:
         self._compare_state("update", event.state)
 
     def _let_end(self, event: Completed) -> None:
-        """Adds the tokens that ended requests in a step to the ending tokens of the requests, before the update."""
+        """Adds tokens that ended a request in this step to the request's ending tokens.
+
+        Must run before the scheduler gets the result of the step.
+        """
         requests = self._step_requests.pop(event.seq, [])
         if event.names is None:
             return

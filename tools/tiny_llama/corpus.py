@@ -189,7 +189,7 @@ def say_again(rng: random.Random) -> Document:
 
 
 def twice(rng: random.Random) -> Document:
-    """Returns the same words two to four times, one line each."""
+    """Returns a text that repeats a few words two to four times, each time on a new line."""
     return [("text", "\n".join([some_words(rng)] * rng.randint(2, 4)))]
 
 

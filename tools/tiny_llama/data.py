@@ -30,7 +30,7 @@ def encoded_documents(tokenizer: spm.SentencePieceProcessor, seed: int, held_out
 
 
 def take(buffer: list[list[int]], space: int) -> list[int]:
-    """Removes a document from ``buffer`` to fill the rest of a row, ``space`` tokens.
+    """Removes a document from ``buffer`` to fill the remaining ``space`` tokens of a row.
 
     Takes the oldest document if it fits, else the longest that fits, else the beginning of the shortest one.
     """

@@ -88,7 +88,8 @@ class Attention(nn.Cell):
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, batch: int) -> Tensor:
         """Returns the attention output of ``x``, both [batch * length, hidden].
 
-        ``mask`` [batch, 1, group * length, length] is added to the scores. ``group`` is query heads per key head.
+        ``mask`` [batch, 1, group * length, length] is added to the scores. ``group`` is the number of query heads per
+        key head.
         """
         query = ops.transpose(self.q_proj(x).reshape(batch, -1, self.heads, self.head_dim), (0, 2, 1, 3))
         key = ops.transpose(self.k_proj(x).reshape(batch, -1, self.kv_heads, self.head_dim), (0, 2, 1, 3))

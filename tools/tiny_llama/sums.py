@@ -10,7 +10,7 @@ OWNERS = ("Anna", "Tom", "Lily", "Max", "Sara", "Ben", "Mia", "Leo")
 
 
 def ask_sum(rng: random.Random, x: int, sign: str, y: int, operation: str, answer: int) -> Fact:
-    """Returns a question for a result in digits (``7 + 5``) or with the ``operation`` in words (``7 plus 5``)."""
+    """Returns a question for the result of a calculation, written as ``7 + 5`` or with a word (``7 plus 5``)."""
     expression, words = f"{x} {sign} {y}", f"{x} {operation} {y}"
     again = rng.choice((expression, words))
     return make_fact(rng, "sum", expression=expression, words=words, answer=answer, again=again)

@@ -1,4 +1,6 @@
-"""Reads the files of ``text/``. A file has sections of lines after a line ``[name]``. ``#`` begins a comment."""
+"""Reads the files of ``text/``. A file consists of sections. A section begins with a line ``[name]``. ``#`` begins a
+comment.
+"""
 
 import random
 from functools import cache

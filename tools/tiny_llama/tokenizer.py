@@ -19,7 +19,9 @@ UNK_ID, BOS_ID, EOS_ID, PAD_ID = 0, 1, 2, 3
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Returns the serialised sentencepiece model of ``texts``. Ids 0-6 are ``<unk>`` and special, 7-262 are bytes."""
+    """Returns the serialised sentencepiece model of ``texts``. Ids 0-6 are ``<unk>`` and special tokens, 7-262 are
+    bytes.
+    """
     model = io.BytesIO()
     spm.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
@@ -61,8 +63,9 @@ def render(document: Document) -> str:
 
 
 def merge_rules(tokenizer: spm.SentencePieceProcessor) -> list[tuple[str, str]]:
-    """Returns the merges of the model: all divisions of a piece into two pieces, in the order in which they were
-    learned.
+    """Returns the merges of the model, in the order in which the merged pieces were learned.
+
+    A piece can result from several merges: every division of the piece into two other pieces is a merge.
 
     sentencepiece gives the n-th learned piece the score -n, and applies the merge with the best score first.
     ``tokenizers`` does the same with the rank of a merge.

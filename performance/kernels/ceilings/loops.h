@@ -15,7 +15,7 @@ struct CeilingLoops {
   int64_t (*dot_bf16)(int64_t steps);  // products of bfloat16 pairs, as ops/dot.h computes them
   int64_t (*dot_int8)(int64_t steps);  // products of groups of four int8, as ops/linear.h computes them
   // Each loop reads `bytes` (a multiple of 1024) from one, two or four places simultaneously and returns a sum of the
-  // data. If `next` is not null, it also prefetches as many bytes from there into the second-level cache.
+  // data. If `next` is not null, it also prefetches `bytes` bytes from `next` into the second-level cache.
   int32_t (*read[kReadLoops])(const void* data, int64_t bytes, const void* next);
 };
 
@@ -62,7 +62,7 @@ LLMK_INLINE void hide(Ints& a) { __asm__ volatile("" : "+x"(a.low), "+x"(a.high)
 LLMK_INLINE void hide(BroadcastQuad& a) { __asm__ volatile("" : "+x"(a.even), "+x"(a.odd)); }
 #else
 template <class T>
-LLMK_INLINE void hide(T& a) {  // "m": these vectors are wider than a register and lie in memory
+LLMK_INLINE void hide(T& a) {  // "m": the vectors are wider than a register, so they are in memory
   __asm__ volatile("" : "+m"(a));
 }
 #endif
