@@ -1,4 +1,7 @@
-"""Asks a server for its liveness through its UNIX socket. Exit code 0: live. The container's health check runs it."""
+"""The health check of the container: asks the server for its liveness through its UNIX socket.
+
+Exit code 0 means live.
+"""
 
 from __future__ import annotations
 
