@@ -1,4 +1,4 @@
-"""A tokenizer for the servers of these tests."""
+"""Provides a tokenizer for the servers of the tests in this folder."""
 
 import pytest
 

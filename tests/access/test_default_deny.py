@@ -1,6 +1,6 @@
-"""Once one key is set, only ``/health/live`` and the files of the web pages are open.
+"""Tests that one key closes every route except ``/health/live`` and the files of the web pages.
 
-Tests every route, every spelling of it, and every way to send a key.
+The tests cover every route, every spelling of its path, and every way to send a key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The lines of a key file, the store that reloads them, and the command that writes them."""
+"""Tests the lines of a key file, the store that reloads the file, and the command that writes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quotas, priorities, models, tenants and the audit log of keys, over HTTP."""
+"""Tests over HTTP what a key limits: quotas, priorities, models and tenants. Also tests the audit log."""
 
 from __future__ import annotations
 

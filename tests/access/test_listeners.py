@@ -1,4 +1,4 @@
-"""The UNIX socket, the listener for administration, and the limit of connections that all listeners share."""
+"""Tests the UNIX socket, the port for administration, and the limit of connections over all listeners."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY = "serving_config.unix_socket"
 
 @pytest.fixture(scope="module")
 def split(tokenizer, tmp_path_factory):
-    """A server with keys, a UNIX socket, and a port for administration."""
+    """Provides a server with keys, a UNIX socket, and a separate port for administration."""
     folder = tmp_path_factory.mktemp("listeners")
     server = HttpServer(FakeEngine(tokenizer), access_for(folder, "alice", "root admin"))
     server.app, administration = split_administration(server.app)

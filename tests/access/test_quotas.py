@@ -1,4 +1,4 @@
-"""The quotas of a key. The test sets the clock."""
+"""Tests the quotas of a key. The tests set the clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encrypted connections: streams, slow clients, client certificates, renewed certificates, wrong files."""
+"""Tests encrypted connections: streams, slow clients, client certificates, renewed certificates, and wrong files."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_official_client_streams_over_tls(server, certificates):
     options = {"base_url": f"{url(server)}/v1", "max_retries": 0, "http_client": http}
     with openai.OpenAI(api_key=secret_of("alice"), **options) as api:
         whole = api.completions.create(model="fake-llama", prompt="a").choices[0].text
-        for _ in range(3):  # several streams on one connection
+        for _ in range(3):  # one connection serves several streams, one after the other
             chunks = list(api.completions.create(model="fake-llama", prompt="a", stream=True))
             assert "".join(chunk.choices[0].text for chunk in chunks) == whole
             assert len(chunks) > 3
