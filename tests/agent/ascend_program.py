@@ -202,7 +202,7 @@ def _phases(graph: Any) -> dict[str, str]:
 
 
 def run_capture() -> dict[str, Any]:
-    """Checks that the context sets MindSpore's option for the capture of launches."""
+    """Checks that setting up the context sets MindSpore's option for captured launches."""
     import mindspore as ms
     from mindspore._c_expression import RuntimeConf
 

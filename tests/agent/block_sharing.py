@@ -188,7 +188,10 @@ def _swapped_in_pieces(driver: StepDriver, prompt: list[int], tokens: list[int],
 
 
 def run_move_refusals(driver: StepDriver) -> dict[str, Any]:
-    """Runs steps with an invalid move after a valid one. Returns their errors and whether anything was moved."""
+    """Runs steps in which an invalid block move follows a valid one.
+
+    Returns the error of each step, and whether any block was moved.
+    """
     part, right, blocks = Part([5, 6, 7], 0, blocks_for(0), row=0), (COPY, 1, 2), driver.config.pa_config.num_blocks
     driver.runner.reset()
     driver.prefill(part)

@@ -1,4 +1,5 @@
-"""Runs every model of ``performance.models.variants`` in one type and op table, and prints JSON.
+"""Runs every model of ``performance.models.variants`` in one type and with one op table, and prints the results as
+JSON.
 
 python tests/agent/families_worker.py DTYPE OP_TABLE WEIGHT_FORMAT KV_FORMAT SCRATCH_FOLDER [MODEL ...]
 """

@@ -1,4 +1,7 @@
-"""Runs one agent of a group with replayed fused steps, and the same steps by the graph, in a separate process."""
+"""Runs one agent of a group in a separate process.
+
+The agent runs the same fused steps as replays of recorded launches and by the graph.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def run_planted(driver: StepDriver, usual: Any, plant: str, rank: int, prompts: 
 
     Returns the digests of the steps, and the reason that the agent reports for not replaying them.
     """
-    from agent.kernels.launches import RecordedLaunches  # imports MindSpore, which must be set up first
+    from agent.kernels.launches import RecordedLaunches  # this import loads MindSpore, which must be set up before
     from agent.step_graph.replay.fused import FusedReplays
 
     graph, asked = driver.runner._graph, [0]

@@ -1,6 +1,7 @@
-"""Runs one agent with fused replays of native steps, and the same steps by the graph, in a separate process.
+"""Runs one agent with graph-kernel fusion in a separate process.
 
-test_graph_kernel_fusion.py starts it.
+The agent runs the same native steps as replays of recorded launches and by the graph. test_graph_kernel_fusion.py
+starts this program.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 python tests/agent/PROGRAM RANK JSON
 
-JSON has ``setup``, the fields of ``agent_group.Setup``, and ``models``, each with name, folder and exchange (null for
-an agent without a group).
+The argument JSON has ``setup``, the fields of ``agent_group.Setup``, and ``models``. Each model has a name, a folder
+and the name of its exchange, which is null for an agent without a group.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Runs one agent of a group with replayed native steps, and the same steps by the graph, in a separate process.
+"""Runs one agent of a group in a separate process.
 
-Also plants faults that prevent one agent from replaying.
+The agent runs the same native steps as replays of recorded launches and by the graph. Also plants faults that prevent
+one agent from replaying.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def run_planted(driver: StepDriver, plant: str, rank: int, prompts: Any, tokens:
     """
     from agent.step_graph.dynamic_cell import GraphKind
     from agent.step_graph.replay.native import (
-        NativeReplays,  # imports MindSpore, which must be set up first
+        NativeReplays,  # this import loads MindSpore, which must be set up before
     )
 
     graph, asked = driver.runner._graph, [0]

@@ -36,7 +36,7 @@ ROWS, PROMPT, ROUNDS = 6, 9, 14
 
 
 class Step:
-    """One step of the plan."""
+    """One step of the plan: the parts of sequences that it computes, and its block moves."""
 
     def __init__(self, kind: Any, parts: list[Part], moves: tuple[Move, ...] = ()) -> None:
         self.kind, self.parts, self.moves = kind, parts, moves
@@ -53,7 +53,7 @@ def plan(sampling: Callable[[int], dict[str, float]], *, moves: bool = False) ->
     known = dict.fromkeys(range(ROWS), 0)
 
     def part(row: int, count: int | None = None) -> Part:
-        """Returns the sequence's next token, or the next ``count`` tokens of its prompt."""
+        """Returns the next part of a sequence: the next ``count`` tokens of its prompt, or its next output token."""
         start, prompt = known[row], prompts[row]
         tokens = prompt[start : start + (count or len(prompt))] if start < len(prompt) else [LAST_TOKEN]
         known[row] = start + len(tokens)

@@ -334,7 +334,7 @@ def _believing_in_more_blocks(driver: StepDriver) -> Iterator[None]:
 
 
 def _fail_in_graph(driver: StepDriver, good: Part) -> str:
-    """Runs a step with a block that does not exist."""
+    """Runs a step with a block that does not exist, so that an operator refuses its inputs. Returns the error."""
     slot = driver.fill([good])
     slot.block_tables[0] = slot.slot_mapping[1] = 2**27
     with _believing_in_more_blocks(driver):

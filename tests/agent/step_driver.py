@@ -130,6 +130,9 @@ class StepDriver:
 
 
 def blocks_for(index: int, length: int = MAX_MODEL_LEN) -> list[int]:
-    """Returns the blocks of the ``index``-th sequence, which has ``length`` tokens. Block 0 is for padding."""
+    """Returns block numbers for ``length`` tokens.
+
+    The blocks of two values of ``index`` are disjoint. Block 0 is for padding.
+    """
     count = -(-length // BLOCK_SIZE)
     return list(range(1 + index * count, 1 + (index + 1) * count))

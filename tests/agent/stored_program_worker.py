@@ -1,4 +1,4 @@
-"""Starts agents with stored programs, in a process of its own. Prints the results as JSON.
+"""Starts agents with stored programs in a separate process, and prints the results as JSON.
 
 python tests/agent/stored_program_worker.py first|later FOLDER
 """
@@ -101,7 +101,7 @@ def rewrite(config: Config, **changes: Any) -> None:
 
 
 def with_argument(program: StoredProgram, **changes: Any) -> tuple[Any, ...]:
-    """Returns the launches of a program with a changed first argument."""
+    """Returns the launches of a program, in which one argument of the first launch is changed."""
     first, *others = program.launches
     argument = msgspec.structs.replace(first.arguments[0], **changes)
     return (msgspec.structs.replace(first, arguments=(argument, *first.arguments[1:])), *others)

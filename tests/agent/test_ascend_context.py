@@ -1,4 +1,7 @@
-"""The settings of MindSpore for an Ascend. A recorder takes the calls, because no test machine has an Ascend."""
+"""Tests how MindSpore is set up for an Ascend.
+
+A recorder replaces MindSpore and notes the calls, because no test machine has an Ascend.
+"""
 
 from __future__ import annotations
 
@@ -295,7 +298,7 @@ def test_mindspore_without_ascend_is_refused_with_a_remedy() -> None:
 
 
 def test_this_machine_without_an_ascend_is_refused(tmp_path: Path) -> None:
-    """Uses the agent's real start on a machine with CANN's files but no device."""
+    """Starts the real runtime of an agent for an Ascend on this machine, which has none."""
     program = (
         "from llm_serving.config import load_config; from agent.backends.runtime import start_runtime\n"
         "start_runtime(load_config('llama_7b_kbk_pa_dyn.yaml', ['model_config.load_format=dummy', "
@@ -316,7 +319,10 @@ GIB = 1024**3
 
 
 def with_memory(total: int, free: int, refusal: str = "") -> Any:
-    """Replaces ``mindspore`` with an object that reports 0 bytes until an operator has opened the device."""
+    """Returns a replacement for ``mindspore`` with these amounts of device memory.
+
+    It reports 0 bytes until an operator has run, as a device does before it is opened.
+    """
     properties = SimpleNamespace(total_memory=0, free_memory=0)
 
     class Tensor:

@@ -1,4 +1,7 @@
-"""The cores and threads of agents on an Ascend, from a recorded table of ``npu-smi info`` and a tree like /sys."""
+"""Tests the cores and threads of agents on an Ascend.
+
+The input is a recorded table of ``npu-smi info`` and a folder with files like those of /sys.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def published(*overrides: str) -> Config:
 
 @pytest.fixture
 def allowed() -> Iterator[set[int]]:
-    """The cores of this process. The fixture restores them after the test."""
+    """The processor cores of this process. The fixture restores them after the test."""
     cores = os.sched_getaffinity(0)
     yield cores
     os.sched_setaffinity(0, cores)

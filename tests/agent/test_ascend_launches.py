@@ -1,4 +1,4 @@
-"""Launches of an Ascend. The test decides when the fake device has finished them."""
+"""Tests how an agent waits for launches on an Ascend. The test decides when the fake device has finished a launch."""
 
 from __future__ import annotations
 

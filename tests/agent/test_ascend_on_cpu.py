@@ -1,7 +1,7 @@
-"""The parts of the Ascend backend that also run on a CPU.
+"""Tests the parts of the Ascend backend that also run on a CPU.
 
-These are block moves by MindSpore's swap_cache, which also copies between CPU tensors, and decodes padded to the
-captured sizes.
+These parts are block moves by MindSpore's swap_cache, which also copies between CPU tensors, and decodes that are
+padded to the captured sizes.
 """
 
 from __future__ import annotations

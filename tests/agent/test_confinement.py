@@ -102,7 +102,10 @@ def test_auto_leaves_mindformers_unconfined(tmp_path):
 
 
 class FakeKernel:
-    """A kernel that records the system calls of Landlock. ``abi`` is its version, 0 for a kernel without Landlock."""
+    """A fake kernel that records the system calls of Landlock.
+
+    ``abi`` is its version of Landlock, or 0 for a kernel without Landlock.
+    """
 
     def __init__(self, abi: int) -> None:
         self.abi = abi
@@ -166,7 +169,7 @@ INSTRUCTION = struct.Struct("=HBBI")
 
 
 def verdict(program: bytes, arch: int, number: int, first_argument: int) -> int:
-    """Run a filter as the kernel does, and return its result for a system call."""
+    """Run a seccomp filter as the kernel does, and return the filter's result for a system call."""
     lines = [INSTRUCTION.unpack_from(program, at) for at in range(0, len(program), INSTRUCTION.size)]
     data = struct.pack("=IIQ6Q", number, arch, 0, first_argument, 0, 0, 0, 0, 0)
     accumulator, at = 0, 0

@@ -1,4 +1,7 @@
-"""Compares two agents that divide the heads, and the experts or their columns, with the tokens of transformers."""
+"""Compares the tokens of two agents that divide a mixture of experts with those of transformers.
+
+The agents divide the heads, and either whole experts or the columns of each expert.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compares every model family with Hugging Face transformers (tests/golden/families), one process for each setup."""
+"""Compares the tokens of every model family with those of Hugging Face transformers (tests/golden/families).
+
+Each setup runs in one process.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ def of_models(setups: Iterable[Setup]) -> list[Any]:
 
 
 def has_setup(setup: Setup, model: str) -> bool:
-    """Returns True if the model is tested with the setup."""
+    """Returns whether a model is tested with a setup."""
     return model not in LATENT_MODELS or (setup[1] == "fused" and setup[2] != "int4")
 
 

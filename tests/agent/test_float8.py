@@ -1,4 +1,7 @@
-"""Reads folders of 8-bit floats with a scale for each block: exact values, parts of weights, and refused folders."""
+"""Tests reading model folders whose weights are 8-bit floats with a scale for each block.
+
+The tests cover exact values, parts of weights, and folders that are refused.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def e4m3(code: int) -> Fraction:
-    """Returns the value of a code by the definition of the format (Micikevicius et al. 2022, table 1)."""
+    """Returns the exact value of an 8-bit float, by the definition of E4M3 (Micikevicius et al. 2022, table 1)."""
     sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
     size = Fraction(mantissa, 8) * Fraction(1, 64)
     if exponent:

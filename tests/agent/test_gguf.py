@@ -1,4 +1,4 @@
-"""Reads GGUF files that the tests write byte by byte: exact values, and errors that name the tensor."""
+"""Tests reading GGUF files, which the tests write byte by byte: exact values, and errors that name the tensor."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_integers_are_read_without_change(tmp_path: Path, kind: int, name: str) 
 
 
 def test_an_embedding_of_q6_k_is_dequantised(tmp_path: Path) -> None:
-    """A block of 256 values has 128 bytes of low bits, 64 of high bits, 16 scales and a float16 factor."""
+    """A Q6_K block of 256 values has 128 bytes of low bits, 64 bytes of high bits, 16 scales and a float16 factor."""
     tensors, _ = make(Q4_0)
     block = b"\x11" * 128 + b"\xaa" * 64 + struct.pack("<16b", *range(16)) + np.float16(0.5).tobytes()
     specs = (WeightSpec("embed", (WeightPart("model.embed_tokens.weight", (4, 256)),)),)

@@ -1,7 +1,7 @@
-"""Compares groups of agents that share a model with Hugging Face's tokens.
+"""Compares the tokens of agents that share a model with Hugging Face's tokens.
 
-The groups are tensor parallel, pipeline parallel, or both. Every setup is a group of real processes that runs all
-models of the golden files.
+The agents form a tensor parallel group, a pipeline parallel group, or both. Every setup is a group of real processes
+that runs all models of the golden files.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def is_swept(setup: Setup, model: str = "tiny_llama") -> bool:
 
 
 def pairs(setups: tuple[Setup, ...]) -> list[Any]:
-    """Returns each setup with each of its models."""
+    """Returns each pair of a setup and one of its models."""
     return with_sweeps([(setup, model) for setup in setups for model in models_of(setup)], is_swept)
 
 
@@ -96,7 +96,10 @@ Run = Callable[[Setup, str], list[Results]]
 
 @pytest.fixture(scope="session")
 def results(folders: dict[str, Path]) -> Run:
-    """Returns the output of each agent of a setup for a model. One group runs all models of ``make test``."""
+    """Returns a function that gives the output of each agent for a setup and a model.
+
+    One group runs all models of ``make test``.
+    """
     known: dict[tuple[str, bool], list[Results]] = {}
 
     def run(setup: Setup, model: str) -> list[Results]:

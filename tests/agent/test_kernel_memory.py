@@ -1,4 +1,4 @@
-"""Compares the memory that the kernels hold after the largest steps with the memory plan."""
+"""Compares the memory that the kernels keep after the largest steps with the memory plan."""
 
 from __future__ import annotations
 

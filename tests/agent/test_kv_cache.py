@@ -1,4 +1,4 @@
-"""The KV cache's memory and block moves, without a device."""
+"""Tests the memory of the KV cache and its block moves, without a device."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ LAST, ONE = np.full(1, LAST_TOKEN, np.int32), np.ones(1, np.int32)
 
 
 class Pair:
-    """An agent of the first stage and an agent of the last stage, which samples."""
+    """Two agents of a pipeline: one of the first stage, and one of the last stage, which samples."""
 
     def __init__(self) -> None:
         parallel = ParallelConfig(1, 2, 1)

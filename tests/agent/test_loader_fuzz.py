@@ -1,4 +1,4 @@
-"""Damaged model folders of every format. tests/long/fuzz_loader.py runs many more, each format in its own process."""
+"""Tests that damaged model folders of every format are refused. tests/long/fuzz_loader.py runs many more cases."""
 
 from __future__ import annotations
 

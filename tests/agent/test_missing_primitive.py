@@ -1,4 +1,4 @@
-"""A primitive without a kernel stops the start with an error that names the primitive."""
+"""Tests that an agent does not start if a primitive has no kernel. The error names the primitive."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def is_swept(setup: Setup, model: str = "gqa_tied") -> bool:
 
 
 def of_models(setups: Iterable[Setup]) -> list[Any]:
-    """Returns each setup with each model."""
+    """Returns each pair of setup and model."""
     return with_sweeps([(setup, model) for setup in setups for model in MODELS], is_swept)
 
 
@@ -138,7 +138,7 @@ def small_results(run: Run) -> SmallRun:
 
 @pytest.fixture(scope="session")
 def numpy_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Writes the folder of each model once, on first use."""
+    """Returns a function that writes the folder of a model on first use and returns its path."""
 
     @cache
     def folder_of(model: str) -> Path:

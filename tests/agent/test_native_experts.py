@@ -50,8 +50,9 @@ def same_values(variant: Variant) -> Variant:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Path]]:
-    """Returns a function that writes the folder of every model, with unchanged weights or with weights rounded to a
-    format.
+    """Returns a function that writes the folders of all models and returns them by name.
+
+    The weights are unchanged, or rounded to a format.
     """
 
     @cache

@@ -96,7 +96,7 @@ def write_floats(folder: Path) -> Path:
 
 
 def write_stored(folder: Path, case: Case) -> Path:
-    """Writes a folder with quantised linear layers; other tensors are floats."""
+    """Writes a folder whose linear layers are quantised. All other tensors are floats."""
     specs = weight_specs(SMALL)
     tensors = float_tensors(specs)
     for spec in specs:

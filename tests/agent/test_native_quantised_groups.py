@@ -75,14 +75,14 @@ Runs = Callable[[Setup, str, str], list[Results]]
 
 
 def params(*names: str) -> list[Any]:
-    """Returns the cases with these names, or all cases."""
+    """Returns the test parameters of the cases with these names, or of all cases."""
     cases = [case for case in (*CASES, *SWEPT_CASES) if not names or case[0] in names]
     return with_sweeps(cases, lambda *case: case in SWEPT_CASES)
 
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """Writes the folder of a case once, on first use."""
+    """Returns a function that writes the folder of a case on first use and returns its path."""
     scratch = tmp_path_factory.mktemp("native-quantised")
 
     @cache
@@ -104,7 +104,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
 
 @pytest.fixture(scope="module")
 def runs(folder_of: Callable[[str, str], Path]) -> Runs:
-    """Runs a group once, on first use. Returns the output of each agent."""
+    """Returns a function that runs a group on first use and returns the output of each agent."""
     known: dict[tuple[str, str, str], list[Results]] = {}
 
     def run(setup: Setup, name: str, model: str) -> list[Results]:

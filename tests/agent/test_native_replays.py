@@ -1,6 +1,6 @@
-"""Replays of native steps have the bits of the graph. Either all agents of a group replay a step, or none does.
+"""Replays of native steps give the same bits as the graph. Either all agents of a group replay a step, or none does.
 
-Tests groups and experts. test_model_runner.py tests one agent with dense models.
+These tests cover groups and experts. test_model_runner.py tests one agent with dense models.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SWEPT_CASES = [
 
 
 def params(*names: str) -> list[Any]:
-    """Returns the cases with these names, or all cases."""
+    """Returns the test parameters of the cases with these names, or of all cases."""
     cases = [case for case in (*CASES, *SWEPT_CASES) if not names or case[0] in names]
     return with_sweeps(cases, lambda *case: case in SWEPT_CASES)
 

@@ -1,4 +1,7 @@
-"""Packs linear layers for the kernels from floats and from stored integers, and refuses unsupported formats."""
+"""Tests packing linear layers for the kernels, from floats and from stored integers.
+
+Unsupported formats are refused.
+"""
 
 from __future__ import annotations
 

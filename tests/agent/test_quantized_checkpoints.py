@@ -1,4 +1,4 @@
-"""Reads folders of GPTQ, AWQ and compressed-tensors: exact values, and errors that name the tensor."""
+"""Tests reading folders of GPTQ, AWQ and compressed-tensors: exact values, and errors that name the tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares cosines and sines with their definitions in float64."""
+"""Compares the tables of rotary cosines and sines with their definitions in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent's state of batch rows, without a model."""
+"""Tests the state that an agent keeps for each batch row. The tests need no model."""
 
 from __future__ import annotations
 

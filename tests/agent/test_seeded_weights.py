@@ -1,4 +1,4 @@
-"""The generator of random weights: its numbers follow the documentation and must never change."""
+"""Tests the generator of random weights. Its numbers follow its documentation and must never change."""
 
 from __future__ import annotations
 

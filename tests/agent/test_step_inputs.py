@@ -26,7 +26,7 @@ FIELDS = (
 
 
 def step_slot(lens: list[tuple[int, int]]) -> StepSlot:
-    """Makes a step from pairs (tokens in this step, tokens before it)."""
+    """Makes a step slot. Each pair is a sequence: (tokens in this step, tokens computed before)."""
     slot = StepSlot(LAYOUT, bytearray(LAYOUT.slot_bytes))
     queries = [query for query, _ in lens]
     seqs, tokens = len(lens), sum(queries)

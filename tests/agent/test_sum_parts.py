@@ -42,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def answers(setup: Setup, folders: dict[str, Path]) -> dict[str, Any]:
-    """Returns the output of the agent that samples, by model."""
+    """Returns the output of the agent that samples, for each model."""
     return run_group(setup, folders)[(setup.pipeline_parallel - 1) * setup.tensor_parallel]
 
 

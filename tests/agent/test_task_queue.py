@@ -1,4 +1,4 @@
-"""The order in which an agent runs its messages."""
+"""Tests the order in which an agent handles its queued messages."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""The largest steps of a config, and the order of the agent's start."""
+"""Tests the start of an agent: the order of its stages, and the largest steps that it runs to warm up."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_what_was_stored_is_loaded(config: Config, way: str) -> None:
 
 
 def own_file_mappings(path: Path) -> int:
-    """Returns how many times this process has mapped a file."""
+    """Returns how many mappings of a file this process has."""
     return Path("/proc/self/maps").read_text(encoding="utf-8").count(str(path))
 
 
@@ -292,7 +292,7 @@ def test_the_entry_that_was_not_used_for_the_longest_time_makes_space(
     for number, each in enumerate(configs[:2]):
         store(cache_of(each))
         os.utime(next((tmp_path / "cache").glob(f"m{number}-*")), (number + 1, number + 1))
-    assert cache_of(configs[0]).load() is not None  # now the other entry is the older one
+    assert cache_of(configs[0]).load() is not None  # this use makes the other entry the least recently used one
     store(cache_of(configs[2]))
     assert [name[:2] for name in entries(tmp_path)] == ["m0", "m2"]
 
@@ -335,7 +335,7 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(
 
 
 def _store_and_load(config_json: str, number: int) -> None:
-    """Stores the same entry and loads it, several times. Several processes run this function at the same time."""
+    """Stores one cache entry and loads it, several times. Several processes call this function at the same time."""
     cache = cache_of(Config.from_json(config_json))
     for _ in range(5):
         store(cache)

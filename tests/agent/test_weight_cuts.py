@@ -81,7 +81,7 @@ def test_a_part_of_a_seeded_tensor_equals_the_slice_of_the_whole(name: str, dtyp
 
 
 class Model:
-    """A checkpoint of a small model in float32, and the parts of its agents."""
+    """A checkpoint of a small float32 model. Returns the part of each agent."""
 
     def __init__(self, folder: Path, shape: ModelShape, stored: str = "bfloat16") -> None:
         from agent.models.names import weight_specs
@@ -105,7 +105,7 @@ class Model:
         return weights
 
     def part(self, tp: int, pp: int, rank: int) -> tuple[ModelPart, dict[str, Any], int]:
-        """Returns the weights that a rank loads and the bytes that it reads."""
+        """Returns a rank's part of the model, the weights that it loads, and the number of bytes that it reads."""
         parallel = ParallelConfig(tp, pp, 1)
         where = place(rank, parallel)
         part = ModelPart(parallel, where, shard_of(self.shape, where, parallel), self.shape)

@@ -1,4 +1,4 @@
-"""Reads checkpoint folders: exact values, and errors that name the file, the tensor and the remedy."""
+"""Tests reading checkpoint folders: exact values, and errors that name the file, the tensor and the remedy."""
 
 from __future__ import annotations
 
