@@ -1,4 +1,4 @@
-"""The command ``llm-serving``: every sub-command has help with examples, and runs the program it names."""
+"""Tests the command ``llm-serving``. Every sub-command has help with examples and runs its program."""
 
 from __future__ import annotations
 
