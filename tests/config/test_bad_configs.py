@@ -1,4 +1,4 @@
-"""Mistakes in a config: each error names the file, the key, the value and the nearest valid value."""
+"""Tests mistakes in a config. Each error names the file, the key, the value and the nearest valid value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reads the sizes of a model from the metadata of GGUF files. Damaged metadata is refused before any tensor is read."""
+"""Tests the sizes of a model that are read from the metadata of GGUF files.
+
+Damaged metadata is refused before any tensor is read.
+"""
 
 from __future__ import annotations
 

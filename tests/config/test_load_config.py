@@ -1,4 +1,4 @@
-"""Loading of a config: lookup by name, overrides, values from the model folder, and the JSON for agents."""
+"""Tests loading a config: the search by name, overrides, values from the model folder, and the JSON for agents."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_config_is_frozen(folder: Path) -> None:
 
 
 class TestDevice:
-    """``device_target`` with and without an Ascend."""
+    """Tests the setting ``device_target`` on machines with and without an Ascend."""
 
     def load(self, folder: Path, ascend: bool, *overrides: str) -> Config:
         return load_config(TINY, [f"model_config.model_path={folder}", *overrides], ascend=ascend)

@@ -1,4 +1,4 @@
-"""The memory plan: each number is calculated by hand, and advice is given if memory is too small."""
+"""Tests the memory plan. The expected numbers are calculated by hand. Advice is given if memory is too small."""
 
 from __future__ import annotations
 
@@ -397,13 +397,19 @@ def test_table_of_a_group(tmp_path: Path) -> None:
 
 
 def test_agents_that_share_a_key_value_head_each_keep_its_cache(tmp_path: Path) -> None:
-    """Each of four agents holds one of two key-value heads, so the cache is twice as large as with one agent."""
+    """Two key-value heads are divided over four agents, so each head is in two agents.
+
+    Therefore the cache takes twice the memory of one agent's cache.
+    """
     plan = estimate_memory(small(tmp_path, "parallel_config.tensor_parallel=4"), PLENTY)
     assert plan.bytes_of("KV cache") == 2 * estimate_memory(small(tmp_path), PLENTY).bytes_of("KV cache")
 
 
 def test_both_stages_hold_a_tied_embedding(tmp_path: Path) -> None:
-    """The first and the last stage each need the embedding. A CPU always holds a packed copy too."""
+    """With a tied embedding, both the first and the last stage have the embedding.
+
+    A CPU always has a packed copy of it, too.
+    """
 
     def weights(tied: bool, *overrides: str, ascend: bool = True) -> int:
         folder = write_model_folder(tmp_path / f"{tied}", tie_word_embeddings=tied)

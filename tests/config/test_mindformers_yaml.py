@@ -1,4 +1,4 @@
-"""A MindFormers YAML: context and sizes are read and checked, and all other keys are listed with a reason."""
+"""Tests reading a MindFormers YAML. Context and sizes are read and checked. All other keys are listed with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of ``config.json`` that each family reads in addition to a Llama's sizes, and those it refuses."""
+"""Tests which keys of ``config.json`` each family reads in addition to a Llama's sizes, and which keys it refuses."""
 
 from __future__ import annotations
 

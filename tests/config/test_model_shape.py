@@ -1,4 +1,6 @@
-"""Sizes read from a Hugging Face folder: all spellings, all errors, and parameters counted by hand."""
+"""Tests the sizes that are read from a Hugging Face folder: all spellings, all errors, and counts of parameters by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def test_defaults_are_those_of_the_format(tmp_path: Path) -> None:
 
 def test_parameters_and_cache_by_hand(tmp_path: Path) -> None:
     shape = shape_of(tmp_path)
-    # A layer: q and o 64x64, k and v 64x32, gate, up and down 64x160, two norms of 64.
+    # One layer: q and o are 64x64, k and v are 64x32, gate, up and down are 64x160, and two norms have 64 weights.
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64
     assert shape.num_parameters == 2 * layer + 64 + 2 * 300 * 64
     tied = shape_of(tmp_path, tie_word_embeddings=True)

@@ -1,4 +1,4 @@
-"""The part of each rank: each part of a model belongs to one rank, and key-value heads to at least one rank."""
+"""Tests how a model is divided. Each part belongs to exactly one rank, but a key-value head may be on several ranks."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ NATIVE = ("model_config.op_table=native", "model_config.model_dtype=bfloat16")
 
 @pytest.mark.parametrize("fmt", ["int8", "int8_weight_only", "int4", "int4_weight_only"])
 def test_quantised_weights_of_native_operators_are_shared(tmp_path: Path, fmt: str) -> None:
-    """Native operators divide a model as the fused operators do."""
+    """With quantised weights, native operators divide a model in the same way as fused operators."""
     folder = write_model_folder(tmp_path / "model", head_dim=32)
     given = [f"model_config.weight_format={fmt}", "model_config.weight_group=32", "parallel_config.tensor_parallel=2"]
     native, fused = load(folder, *given, *NATIVE), load(folder, *given)

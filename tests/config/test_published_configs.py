@@ -1,4 +1,4 @@
-"""The configs of this repository: the published keys have the published values, and every file loads."""
+"""Tests the configs of this repository. Every file loads, and the keys of the published config have its values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ PUBLISHED_MODEL_CONFIG = {
 
 
 def test_the_file_has_the_published_keys_and_values() -> None:
-    """The published file also sets ``server_port`` to 8835, which is the default of this project."""
+    """The published file also sets ``server_port`` to 8835.
+
+    This server has the same default, so its file omits the key.
+    """
     document = read_yaml_mapping(CONFIGS / "llama_7b_kbk_pa_dyn.yaml")
     model = document.pop("model_config")
     assert isinstance(model, dict)

@@ -1,4 +1,4 @@
-"""Description files of msModelSlim and golden-stick: the detected format, and the schemes that are refused."""
+"""Tests the description files of msModelSlim and golden-stick: the detected format, and schemes that are refused."""
 
 from __future__ import annotations
 

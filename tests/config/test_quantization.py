@@ -1,4 +1,4 @@
-"""Quantised model folders in the config: the detected format, and the settings that are accepted for it."""
+"""Tests configs of quantised model folders: the detected format, and the settings that are accepted for it."""
 
 from __future__ import annotations
 

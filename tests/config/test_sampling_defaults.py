@@ -1,4 +1,4 @@
-"""``generation_config.json``: its values, their ranges, and the setting that ignores them."""
+"""Tests ``generation_config.json``: its values, their ranges, and the setting that ignores this file."""
 
 from __future__ import annotations
 
