@@ -1,4 +1,4 @@
-"""Distributes the tests over processes, scales their time limits, and selects every n-th case."""
+"""Distributes the tests over processes, scales their time limits, and selects every N-th case."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ They repeat a guarantee for another type or op table, so only ``make test-sweeps
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Agents keep files for their next start. Agents of tests keep them in a folder that is removed after the run.
+# Agents keep files, for example converted weights, for their next start. In tests, these files are in a folder that is
+# removed after the run.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _caches = tempfile.TemporaryDirectory(prefix="llm-serving-tests-")
     os.environ["XDG_CACHE_HOME"] = _caches.name
@@ -101,7 +102,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives whole files to a process, so that the setup of a file happens once."""
+    """Assigns whole test files to processes, so that the fixtures of a file are set up only once."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
