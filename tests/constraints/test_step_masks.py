@@ -1,4 +1,4 @@
-"""When the masks of a step are computed and published."""
+"""Tests when the masks of a step are computed and published."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TokensSoFar:
 
 
 class Published:
-    """Records the masks of each step."""
+    """Receives the published masks and records them for each step."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, list[int]] = {}
