@@ -1,4 +1,4 @@
-"""AsyncEngine over the fake device: the engine's thread and the asyncio side."""
+"""Tests AsyncEngine over the fake device: its thread and its asyncio methods."""
 
 from __future__ import annotations
 

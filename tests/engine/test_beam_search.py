@@ -1,4 +1,4 @@
-"""Beam search compared with brute force over small models, and in the engine with the fake device."""
+"""Compares beam search with brute force over small models, and runs it in the engine with the fake device."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Model:
 
 
 def plain_search(model: Model, params: BeamSearchParams) -> list[tuple[tuple[int, ...], float]]:
-    """A textbook beam search without early stop. Returns outputs and scores, best first."""
+    """Runs a textbook beam search without early stop. Returns (output, score) of each beam, best first."""
     live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     finished: list[tuple[tuple[int, ...], float]] = []
     for length in range(1, params.max_tokens + 1):

@@ -1,4 +1,4 @@
-"""The engine loop when agents, steps, detokenizers or the engine itself fail."""
+"""Tests the engine loop when agents, steps, detokenizers or the engine itself fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log events and metrics of a request, timed by when its bytes were written to the client."""
+"""Tests the log events and metrics of a request. Its times end when its bytes were written to the client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def last_piece(tokens: int = 5, reason: FinishReason = FinishReason.LENGTH) -> R
 
 
 class Recorded:
-    """An open request with the log events and metrics recorded for it."""
+    """An open request. Its log events and metrics are recorded."""
 
     def __init__(self, *, streamed: bool = True) -> None:
         self.log, self.metrics, self.closed = RecordingLog(), RecordingMetrics(), 0

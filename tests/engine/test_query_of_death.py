@@ -15,7 +15,7 @@ POLICIES = list(Policy)
 
 
 def in_flight(engine: Engine) -> set[str]:
-    """Returns the requests of the steps in flight."""
+    """Returns the ids of the requests whose steps are in flight."""
     return {request.request_id for step in engine.scheduler.steps_in_flight() for request in step.requests}
 
 
