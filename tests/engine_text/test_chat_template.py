@@ -1,4 +1,4 @@
-"""Chat templates give the same text as with transformers, and hostile templates are stopped."""
+"""Compares the texts of chat templates with those of transformers. Hostile templates must be stopped."""
 
 import tracemalloc
 from datetime import datetime

@@ -1,4 +1,4 @@
-"""Streamed text compared with the text of all tokens, for real tokenizers of every kind."""
+"""Compares streamed text with the text of all tokens, for real tokenizers of every kind."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

@@ -1,4 +1,4 @@
-"""Byte-level BPE of Qwen folders: ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``."""
+"""Tests the byte-level BPE of Qwen folders, stored as ``tokenizer.json`` or as ``vocab.json`` and ``merges.txt``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads tokenizer files, and compares this project's tokenizer with two libraries."""
+"""Compares this project's tokenizer with two libraries that read the same tokenizer files."""
 
 import json
 import shutil
