@@ -1,4 +1,7 @@
-"""A worker of a MindSpore cluster on the CPU: prints its rank, the cluster's size, and the sum of ranks + 1."""
+"""A worker of a MindSpore cluster on the CPU.
+
+It prints its rank, the size of the cluster, and the sum of rank + 1 over all workers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The executor with real processes, sockets and shared memory. Only the device is a stub."""
+"""Tests the executor with real processes, sockets and shared memory. Only the device is a stub."""
 
 import contextlib
 import errno

@@ -1,4 +1,7 @@
-"""A group of agents behind one executor, with real processes, sockets and shared memory. Only the device is a stub."""
+"""Tests a group of agents behind one executor, with real processes, sockets and shared memory.
+
+Only the device is a stub.
+"""
 
 import os
 import signal
@@ -64,7 +67,10 @@ def test_every_agent_is_reported(make_executor):
 
 
 def test_steps_run_in_the_order_they_were_sent(make_executor):
-    """Agents of a group must not choose their own order, whatever the policy."""
+    """The agents of a group run steps in the order of the server, whatever the policy.
+
+    They must not choose different orders.
+    """
     executor = make_executor(*PAIR, "scheduler_config.policy=prefill_first")
     events_until(executor, AgentReady)
     submit_decode_before_prefill(executor)

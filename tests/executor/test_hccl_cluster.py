@@ -1,4 +1,4 @@
-"""The cluster that connects agents on Ascends, in real processes. The CPU's communication replaces HCCL."""
+"""Tests the cluster that connects agents on Ascends, in real processes. The CPU's communication replaces HCCL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_agents_find_each_other_and_have_the_ranks_they_were_given(tmp_path):
     cluster = HcclCluster("localhost", 2, 120.0, tmp_path / "cluster_0.log")
     workers = []
     try:
-        for member in (1, 0):  # the first member to connect is not rank 0
+        for member in (1, 0):  # the first process that connects does not have rank 0
             environment = {**os.environ, **cluster.environment(member), "GLOG_v": "3"}
             workers.append(subprocess.Popen([sys.executable, str(WORKER)], env=environment, stdout=subprocess.PIPE))
         outputs = [worker.communicate(timeout=time_limit(200))[0].decode().split() for worker in workers]

@@ -1,4 +1,4 @@
-"""The log of a process: escaped text, private permissions, and no effect on the process."""
+"""Tests the log of a process: its text is escaped, its permissions are private, and it never disturbs the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The times of the restarts of a lost group, with a fake clock."""
+"""Tests when a lost group is restarted, with a fake clock."""
 
 from __future__ import annotations
 

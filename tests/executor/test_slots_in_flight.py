@@ -1,4 +1,4 @@
-"""The slot of each step, and when the slot becomes free. Needs no processes."""
+"""Tests which step slot each step gets, and when the slot becomes free. The tests need no processes."""
 
 from __future__ import annotations
 

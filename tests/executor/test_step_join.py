@@ -1,4 +1,4 @@
-"""The results of several agents are joined into one."""
+"""Tests how the results of several agents are joined into one result of the step."""
 
 import pytest
 

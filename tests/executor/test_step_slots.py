@@ -1,4 +1,4 @@
-"""The inputs that the executor writes into a step slot, column by column, and the results that it reads."""
+"""Tests the inputs that the executor writes into a step slot, and the results that it reads from the slot."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def new_slot():
 
 
 class SlotWriter:
-    """Writes steps into slots that the test chooses."""
+    """Writes steps into the step slots that the test chooses."""
 
     def __init__(self):
         self._slots = []

@@ -1,4 +1,7 @@
-"""One thread waits for several executors. It polls the ready executors and never blocks on one of them."""
+"""Tests one thread that waits for several executors.
+
+The thread polls only executors that are ready, and never blocks on one of them.
+"""
 
 from __future__ import annotations
 
