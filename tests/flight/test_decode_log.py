@@ -1,4 +1,4 @@
-"""The log of undisturbed decoding: what it accepts and what it refuses."""
+"""Tests the log of undisturbed decoding: the loop iterations that it accepts and those that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Undisturbed decoding is written as one record. The reader returns the same calls as for single records."""
+"""Tests that undisturbed decoding is written as one record.
+
+The reader returns the same calls as from one record for each call.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ ITERATION_S = WRITE_INTERVAL_S / 5
 
 
 def decode(folder, num_iterations, prompts=(5,), **limits):
-    """Records a simulation that decodes ``prompts`` for some iterations, with two steps in flight."""
+    """Records a simulation that decodes ``prompts`` for some loop iterations, with two steps in flight."""
     simulation, recorder = recorded_simulation(folder, block_size=4, **limits)
     for number, length in enumerate(prompts):
         simulation.add(make_request(f"r{number}", length, 40, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Frames, headers, and the readable part of a truncated file."""
+"""Tests the file format: frames, headers, and the readable part of a truncated file."""
 
 from __future__ import annotations
 

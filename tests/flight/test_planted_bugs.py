@@ -24,7 +24,7 @@ RUN = Path(__file__).with_name("planted_run.py")
 
 @pytest.fixture
 def record_run(tmp_path):
-    """Records a run of a copy of the tree with a patch, or of the tree without one."""
+    """Records a run of the scheduler, either of this tree or of a copy of it with a patch."""
 
     def record(policy, patch=None):
         tree, folder = tmp_path / "tree", tmp_path / "flight"

@@ -1,4 +1,4 @@
-"""The recorder forwards every call, records it, and never disturbs the engine."""
+"""Tests the flight recorder. It forwards every call, records it, and never disturbs the engine."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_a_killed_process_loses_only_its_last_iteration(tmp_path):
 
 
 def decoding(folder, **limits):
-    """Returns a recorded simulation with a decode step in flight, and its file."""
+    """Returns a recorded simulation with a decode step in flight, its recorder, and its file."""
     simulation, recorder = recorded_simulation(folder, **limits)
     simulation.now = 1.0
     simulation.add(make_request("a", 5, 40, arrival=1.0))

@@ -1,4 +1,4 @@
-"""The ring never exceeds its size and deletes the oldest segment first."""
+"""Tests the ring of segments. It never exceeds its size, and deletes the oldest segment first."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tools.replaying.replayer import replay
 def record_routed(
     folder: Path, seed: int, *, ring_bytes: int = RING_BYTES, count: int = 150, **limits: object
 ) -> RoutedSimulation:
-    """Runs random arrivals, steps, aborts and losses over three replicas, each with a recorder."""
+    """Records three replicas with random arrivals, steps, aborts and losses. Each replica has its own recorder."""
     recorders: list[FlightRecorder] = []
 
     def recorded(scheduler: Scheduler, index: int) -> Scheduler:

@@ -1,4 +1,4 @@
-"""The scheduler's snapshot: a restored scheduler makes the same decisions as the saved one."""
+"""Tests the scheduler's snapshot. A restored scheduler makes the same decisions as the saved one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of steps: the reader restores every column and every block table."""
+"""Tests the records of steps. The reader restores every column and every block table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.simulation import Simulation, random_run
 
 
 class Watched(Simulation):
-    """Writes and reads each step when it is scheduled, and follows the block tables in the records."""
+    """Writes each scheduled step to a record, reads it back, and compares both."""
 
     def __init__(self, limits):
         super().__init__(limits)
