@@ -1,4 +1,7 @@
-"""Downloads by name from a hub on loopback: complete, interrupted, corrupted, missing, offline, without a network."""
+"""Tests downloads by name from a hub on loopback.
+
+Downloads are complete, interrupted, corrupted or missing, or there is no network.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``llm-serving models`` and the models that it finds."""
+"""Tests ``llm-serving models`` and the inventory of models that it lists."""
 
 from __future__ import annotations
 

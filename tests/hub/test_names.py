@@ -1,4 +1,4 @@
-"""Names of models and the choice of their files."""
+"""Tests the names of models, and which files of a repository a name selects."""
 
 from __future__ import annotations
 
