@@ -69,7 +69,7 @@ async def ask(address: tuple[str, int]) -> bytes:
 
 
 async def calls_of_a_chat(folder: Path) -> list[Call]:
-    """Returns the server's calls while it serves one chat."""
+    """Returns the calls of the project's functions in the server while it serves one chat."""
     # The agent writes its record into the log folder, which confinement would not permit.
     config, recorder = small_config(folder, ["serving_config.confine_agents=off"]), CallRecorder()
     tokenizer = load_tokenizer(config)
@@ -108,7 +108,7 @@ async def calls_of_a_chat(folder: Path) -> list[Call]:
 
 
 def documented_calls() -> list[str]:
-    """Returns the rows of the table in docs/architecture.md."""
+    """Returns the functions in the table of calls in docs/architecture.md."""
     section = (REPOSITORY / "docs/architecture.md").read_text().partition("## The calls of one streamed chat")[2]
     return re.findall(r"^\| \d+ \| `([^`]+)` \|", section.partition("\n## ")[0], re.MULTILINE)
 

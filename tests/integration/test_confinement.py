@@ -1,4 +1,4 @@
-"""The kernel confines every thread of a real agent, and the server reports it."""
+"""Tests that the kernel confines every thread of a real agent, and that the server reports this."""
 
 from __future__ import annotations
 

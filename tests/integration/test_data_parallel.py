@@ -51,7 +51,7 @@ def expected(server: ServerProcess) -> dict[int, list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with two replicas. The tests of this file use it in order, and the last test stops it."""
+    """A server with two replicas. The tests of this file share it and run in order, and the last test stops it."""
     with running_server(tmp_path_factory.mktemp("replicas"), REPLICAS) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""The default model: a GGUF file in an installed package, compared with Hugging Face transformers."""
+"""Compares the default model, a GGUF file in an installed package, with Hugging Face transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model folders of other families through ``start_server.py``: the tokens equal those of transformers."""
+"""Serves model folders of other families with ``start_server.py``. The tokens equal those of transformers."""
 
 from __future__ import annotations
 

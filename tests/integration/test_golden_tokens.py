@@ -33,7 +33,7 @@ HALF = [(model, dtype, table) for model in MODELS for table in ("native", "fused
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory):
-    """Returns a function that returns a model's folder and the oracle's tokens for it."""
+    """Returns a function that gives the folder of a model and the oracle's tokens for it."""
 
     @cache
     def find(name):

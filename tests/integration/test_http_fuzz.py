@@ -1,4 +1,4 @@
-"""A few hundred fuzz requests to a real server; tests/long/fuzz_http.py sends many more."""
+"""Sends a few hundred fuzz requests to a real server. tests/long/fuzz_http.py sends many more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A server with a hostile model folder, audited from inside. It uses loopback only, and runs no code of the folder."""
+"""Tests a server with a hostile model folder.
+
+An audit inside the processes shows that they use only loopback connections and run no code of the folder.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from support.small_configs import TINY_LLAMA
 
 
 class _Canary:
-    """Creates a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -26,7 +29,10 @@ class _Canary:
 
 
 def write_hostile_folder(folder: Path, canary: Path) -> Path:
-    """Write the embedded model with added code: remote code, a pickle, and modules with names of libraries."""
+    """Writes the embedded model together with hostile code.
+
+    The code is remote code of the model, a pickle, and modules with the names of libraries.
+    """
     folder.mkdir()
     for file in TINY_LLAMA.iterdir():
         if file.name != "config.json":

@@ -1,4 +1,4 @@
-"""A part of the server is killed. The engine recovers, texts do not change, and no process or file is left."""
+"""Kills a part of the server. The engine recovers, texts do not change, and no process or file is left."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path):
         wait_for(lambda: server.events("server_stop"))
         os.kill(server.pid, signal.SIGTERM)
         assert server.wait_end() == 128 + signal.SIGINT
-        with pytest.raises((OSError, http.client.HTTPException)):  # the connection closed
+        with pytest.raises((OSError, http.client.HTTPException)):  # the server closed the connection
             answer.result()
     _, alive = psutil.wait_procs(agents, timeout=time_limit(5.0))
     assert alive == []

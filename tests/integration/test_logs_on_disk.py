@@ -1,4 +1,4 @@
-"""The log files of a real server: their permissions, rotation by another program, a full disk, many refusals."""
+"""Tests the log files of a real server: permissions, rotation by another program, a full disk, and many refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A model by its name, from the hub to the answer: with real processes, a hub on loopback, and Hugging Face's cache."""
+"""Tests a model that is given by its name, from the download to the answer.
+
+The processes are real, the hub is on loopback, and the files are in Hugging Face's cache.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of msModelSlim through ``start_server.py``: the tokens of the scheme in NumPy."""
+"""Serves folders of msModelSlim with ``start_server.py``. The tokens equal those of the same scheme in NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The official client with a real server, agent and model."""
+"""Tests the official OpenAI client with a real server, agent and model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Golden tokens through the whole server where agents share the model: tensor parallel, pipeline parallel and both."""
+"""Compares the tokens of agents that share a model with the oracle's, through the whole server.
+
+The agents are tensor parallel, pipeline parallel, or both.
+"""
 
 from __future__ import annotations
 

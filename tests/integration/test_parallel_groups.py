@@ -1,4 +1,7 @@
-"""Groups of real agents through HTTP: the texts of one agent, and service continues after an agent is killed."""
+"""Tests groups of real agents through HTTP.
+
+The texts equal those of one agent, and service continues after an agent is killed.
+"""
 
 from __future__ import annotations
 

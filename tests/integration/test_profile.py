@@ -1,4 +1,4 @@
-"""A profile of the real agent contains the operators of the steps, and profiling changes no token."""
+"""Tests the profile of a real agent. It contains the operators of the steps, and profiling changes no token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Self-checks of a real server whose agents or weights are wrong: only the affected requests fail."""
+"""Tests the self-checks of a real server whose agents or weights are wrong. Only the affected requests fail."""
 
 from __future__ import annotations
 

@@ -47,7 +47,9 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def requests(count: int) -> list[dict[str, Any]]:
-    """Completions of several kinds: constrained and free, greedy and random, with penalties and log-probabilities."""
+    """Returns random bodies of several kinds: constrained and free, greedy and random, with penalties and
+    log-probabilities.
+    """
     bodies = []
     for seed in range(count):
         body = {"prompt": [1, 310 + seed, 320], "max_tokens": 120, "seed": seed, "temperature": seed % 3 * 0.7}
