@@ -92,7 +92,10 @@ def test_a_segment_with_another_header_or_size_is_refused() -> None:
 
 
 def test_pages_of_the_exchange_are_reserved_at_the_start() -> None:
-    """A full /dev/shm is an error at the start of the group, and not during a step."""
+    """The memory of the exchange is reserved at the start of the group, so a full /dev/shm is an error then.
+
+    Otherwise it would be an error during a step.
+    """
     memory = ExchangeMemory.create(layout_of(2, 1))
     try:
         status = os.stat(Path("/dev/shm", memory.name))

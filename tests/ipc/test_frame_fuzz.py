@@ -1,4 +1,4 @@
-"""Damaged streams of messages in both directions; tests/long/fuzz_frames.py runs many more."""
+"""Tests damaged streams of messages in both directions. tests/long/fuzz_frames.py runs many more."""
 
 import random
 
