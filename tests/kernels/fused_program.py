@@ -42,7 +42,7 @@ def packed(weight: np.ndarray, weight_format: str, *, gated: bool = False) -> np
 
 
 def parameter(blob: np.ndarray) -> ms.Parameter:
-    """Makes a parameter over the blob's own memory, which is aligned as the operators require."""
+    """Makes a parameter that shares the memory of the packed weight, which is aligned as the operators require."""
     result = unbound_parameter(blob.shape, "uint8")
     bind(result, blob)
     return result

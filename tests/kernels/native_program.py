@@ -1,6 +1,6 @@
-"""Compares every native primitive of the plugin, in graph mode, with NumPy, and prints JSON.
+"""Compares every native primitive of the plugin with NumPy, in graph mode, and prints the results as JSON.
 
-test_op_plugin.py starts it in its own process, because MindSpore reads the plugin when it is imported.
+test_op_plugin.py starts this program in its own process, because MindSpore reads the plugin when it is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESULTS: dict[str, Any] = {}
 
 
 class Apply(nn.Cell):
-    """Calls a primitive with its inputs, followed by some constants."""
+    """Calls a primitive with its inputs, followed by the constants given at creation."""
 
     def __init__(self, primitive: Any, *constants: Any) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ def check_reshape() -> None:
 
 
 def check_dynamic_shapes() -> None:
-    """Runs one compiled graph with any number of tokens."""
+    """Checks that one compiled graph runs with any number of tokens."""
     net = NormThenMatMul()
     net.set_inputs(Tensor(shape=[None, 32], dtype=ms.bfloat16), Tensor(shape=[32], dtype=ms.bfloat16),
                    Tensor(shape=[8, 32], dtype=ms.bfloat16))  # fmt: skip

@@ -60,7 +60,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 class AllPairs(nn.Cell):
-    """Runs every primitive of ``PAIRS`` on two tensors of any shape. Compiled once per type."""
+    """Runs every primitive of ``PAIRS`` on two tensors of any shape. It is compiled once for each type."""
 
     def __init__(self, names: tuple[str, ...], kind: Any) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_they_are_the_plugins() -> None:
 @examples
 @given(seeds, st.sampled_from(SHAPES))
 def test_pairs_are_broadcast(kind: str, seed: int, shapes: tuple[Any, Any]) -> None:
-    """Half types are computed in float32 and rounded once. Integers wrap around."""
+    """Two inputs are broadcast. Half types are computed in float32 and rounded once. Integers wrap around."""
     rng = np.random.default_rng(seed)
     (a, x), (b, y) = (drawn(rng, shape, kind) for shape in shapes)
     names, graph = graph_of_pairs(kind)
@@ -177,9 +177,9 @@ def all_casts(source: str, x: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("source", CASTS)
 def test_casts(source: str) -> None:
-    """Floats become integers by truncation, and other floats by one rounding to nearest.
+    """Floats become integers by truncation. Floats become other floats by one rounding to the nearest value.
 
-    Nonzero numbers become true.
+    Numbers other than zero become true.
     """
     numbers = np.array([0, 1, 2, 3.75, 100.5, 0.0625] + ([] if source.startswith("u") else [-1, -3.75, -7]))
     if source in FLOATS:
@@ -255,7 +255,9 @@ def test_a_sum_is_of_its_own_row_alone() -> None:
 
 
 class Ranks(nn.Cell):
-    """Returns the largest element of each row, the 64 largest, the exponentials, and their sums."""
+    """Returns the largest element of each row and its index, the 64 largest with their indexes, the exponentials, and
+    their sums.
+    """
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
@@ -285,7 +287,7 @@ def test_ranks_and_exponentials_of_logits(kind: str, width: int) -> None:
     np.testing.assert_array_equal(values.astype(ms.float32).asnumpy(), np.take_along_axis(x, order, 1))
     exact = np.exp(x.astype(np.float64))
     spacing = {"float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}[kind]
-    finite = exact < 65504  # the largest float16
+    finite = exact < 65504  # 65504 is the largest float16
     np.testing.assert_allclose(exps.astype(ms.float32).asnumpy()[finite], exact[finite], rtol=spacing, atol=1e-7)
     if kind == "float32":
         np.testing.assert_allclose(sums.asnumpy(), exact.sum(1), rtol=1e-6 if width >= 128 else 4e-6)

@@ -56,7 +56,7 @@ class WeightQuantMatmul(nn.Cell):
 
 
 class Multiply(nn.Cell):
-    """Multiplies by a parameter that shares an array's memory, as in the models."""
+    """Multiplies by a weight that is a parameter and shares the memory of an array, as in the models."""
 
     def __init__(self, array: np.ndarray, dtype: str) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ def test_a_kept_int4_weight_is_the_same_weight(
     weight = PrimitiveWeight(graph.values, "int4", False, scale, offsets, dtype, group, float_products=True)
     kept.keep(weight, release=False)
     try:
-        graph.values[:] = 0  # only the packed copy has the values now
+        graph.values[:] = 0  # only the packed copy still has the values
         out = graph(x)
         spread = [np.repeat(a, group or depth, 0)[:depth] for a in (exact(as_tensor(scale)), offset)]
         assert_rounded(out, x_exact @ ((w + spread[1]) * spread[0]), dtype, slack=1e-5)

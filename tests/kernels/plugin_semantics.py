@@ -1,6 +1,6 @@
 """Compares each native primitive with a NumPy version of its documentation, on random shapes.
 
-docs/ascend.md names the pages of the documentation. Graphs have dynamic shapes, as in the models.
+docs/ascend.md lists the pages of that documentation. Graphs have dynamic shapes, as in the models.
 test_plugin_semantics.py runs this file under pytest in its own process, which has the op plugin.
 """
 
@@ -92,7 +92,7 @@ def dynamic(*shape: int | None, dtype: Any) -> Tensor:
 
 
 def values(rng: np.random.Generator, *shape: int, dtype: str) -> tuple[Tensor, np.ndarray]:
-    """Returns random numbers as the primitive's input, and their exact values."""
+    """Returns random numbers as an input of the primitive, and their exact values in NumPy."""
     tensor = Tensor(rng.standard_normal(shape).astype(np.float32)).astype(DTYPES[dtype])
     return tensor, exact(tensor)
 
@@ -229,7 +229,8 @@ def test_primitives_of_mindformers_experts(dtype: str, seed: int, rows: int, wid
     elements are equal, top-k takes the first of them.
     """
     rng = np.random.default_rng(seed)
-    scores = rng.integers(-4, 5, (rows, width)).astype(np.float32)  # few values, so that many are equal
+    # Only nine different values, so that many scores are equal.
+    scores = rng.integers(-4, 5, (rows, width)).astype(np.float32)
     _, exact_numbers = values(rng, rows, width, dtype=dtype)
     broken = exact_numbers.astype(np.float32)
     places = rng.random((3, rows, width)) < 0.1
@@ -273,7 +274,7 @@ def test_a_tokens_shares_do_not_depend_on_the_others(experts: int) -> None:
 
 
 class Extremes(nn.Cell):
-    """The smallest elements of a row instead of the largest, and columns of a table instead of rows."""
+    """Uses options that the models do not use: the smallest elements of a row, and columns of a table."""
 
     def construct(self, rows: Any, columns: Any) -> Any:
         smallest, places = mint.topk(rows, k=2, dim=1, largest=False)
@@ -282,7 +283,7 @@ class Extremes(nn.Cell):
 
 @pytest.mark.parametrize("dtype", ["float32", *DTYPES])
 def test_smallest_nan_and_columns(dtype: str) -> None:
-    """NaN comes after all numbers, both for the smallest and for the largest."""
+    """NaN comes after all numbers among the smallest elements, and also among the largest."""
     kind = {"float32": ms.float32, **DTYPES}[dtype]
     graph = Extremes()
     graph.set_inputs(dynamic(None, None, dtype=kind), dynamic(None, dtype=ms.int64))
@@ -465,7 +466,7 @@ def test_split_with_size(seed: int, rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_rows_of_no_sequence_are_refused(dtype: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """If there are more query rows than q_seq_lens states, the operator reports an error."""
+    """If there are more query rows than the sum of ``q_seq_lens``, the operator reports an error."""
     rng = np.random.default_rng(0)
     q, _ = values(rng, 3, 64, dtype=dtype)
     cached, _ = values(rng, 2, 16, 4, 16, dtype=dtype)

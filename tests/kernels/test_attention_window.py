@@ -1,4 +1,7 @@
-"""Tests the attention of the native primitives with a sliding window, against float64 and with equal bits in chunks."""
+"""Tests the attention of the native primitives with a sliding window.
+
+Results are compared with float64. Chunks give the same bits as whole prompts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of cache blocks compared with NumPy, for every type that a cache may have."""
+"""Compares copies of cache blocks with NumPy, for every type that a cache may have."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def random_settings(rng: np.random.Generator, rows: int) -> dict[str, Array]:
 
 
 class Sampling:
-    """Samples the same rows from whole logits and from candidates."""
+    """Random rows. Samples the same rows from whole logits and from the best candidates."""
 
     def __init__(self, logits: Array, settings: dict[str, Array], histories: list[Array], prompts: list[int]) -> None:
         fields: dict[str, Any] = {each.name: each.default for each in SAMPLER_PARAMETERS}

@@ -1,4 +1,7 @@
-"""Each loop of the ceilings program contains its multiplications: the compiler has not moved them out of the loop."""
+"""Tests the program that measures the processor's ceilings.
+
+Each loop still contains its multiplications, so the compiler has not moved them out of the loop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums and gathers between agents: real processes with a real exchange."""
+"""Tests sums and gathers between agents, with real processes and a real exchange."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start(memory: ExchangeMemory, index: int, what: str, timeout_s: float = 60.0
 
 
 def finish(agents: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """Returns the last line of each process. No process may outlive this call."""
+    """Waits for all processes. Returns the last line of each as JSON."""
     results = []
     try:
         for agent in agents:

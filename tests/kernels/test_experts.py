@@ -1,4 +1,7 @@
-"""Routing of tokens to experts, and the operator ExpertMlp: compared with float64, and equal bits for any rows."""
+"""Tests the operator ExpertMlp and how it routes tokens to experts.
+
+Results are compared with float64. A row has the same bits in any step.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ def route(logits: Array, chosen: int, *, normalised: bool) -> tuple[Array, Array
 
 
 def exact_route(logits: Array, chosen: int, *, normalised: bool) -> tuple[Array, Array]:
-    """Returns the experts of each row and their weights, in float64. The first of equal logits comes first."""
+    """Returns the chosen experts of each row and their weights, computed in float64.
+
+    If logits are equal, the first of them is chosen first.
+    """
     ids = np.argsort(-logits.astype(np.float32), axis=1, kind="stable")[:, :chosen]
     shares = np.exp(logits - logits.max(1, keepdims=True))
     weights = np.take_along_axis(shares / shares.sum(1, keepdims=True), ids, 1)
@@ -58,7 +64,7 @@ def test_of_equals_the_first_is_chosen_and_nan_never() -> None:
 
 
 class Experts:
-    """Random weights of experts, and rows that are sent to them."""
+    """Random weights of experts, and random input rows. Runs the operator, and computes the exact result."""
 
     def __init__(self, dtype: str, fmt: str, *, experts: int, chosen: int, normalised: bool, rows: int) -> None:
         rng = np.random.default_rng(3)

@@ -22,7 +22,7 @@ Float64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Router:
-    """The rules by which experts are chosen. The names are those of agent/kernels/ops/grouped_routing.h."""
+    """The rules by which experts are chosen. The fields have the names of agent/kernels/ops/grouped_routing.h."""
 
     sigmoid: bool = False
     groups: int = 1

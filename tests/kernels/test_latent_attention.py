@@ -48,7 +48,10 @@ DEEPSEEK_V3 = Sizes(heads=128, query_rank=0, nope=128, rope=64, value=128, rank=
 
 
 class Latent:
-    """Random weights, and a sequence of tokens."""
+    """Random weights of latent attention, and a random sequence of tokens.
+
+    Runs the operator, and computes the exact result.
+    """
 
     def __init__(self, sizes: Sizes, dtype: str) -> None:
         self.sizes, self.dtype = sizes, dtype
@@ -81,7 +84,10 @@ class Latent:
         return out
 
     def run(self, begin: int, end: int, *, form: list[int] | None = None) -> tuple[int, Array]:
-        """Computes tokens [begin, end) of the sequence. Earlier calls have computed the tokens before them."""
+        """Computes the tokens of the sequence from ``begin`` to ``end``.
+
+        Earlier calls must have computed the tokens before.
+        """
         s, count = self.sizes, end - begin
         positions = np.arange(begin, end, dtype=np.int32)
         slots = self.table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -103,7 +109,7 @@ class Latent:
         return code, out[:count]
 
     def _rotated(self, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Rotates x [tokens, ..., rope]."""
+        """Applies the rotary embedding to x [tokens, ..., rotary dim]."""
         half = x.shape[-1] // 2
         shape = (len(x), *[1] * (x.ndim - 2), half)
         pick = slice(0, None, 2) if self.sizes.interleaved else slice(0, half)
@@ -118,7 +124,7 @@ class Latent:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON) * load(gamma, self.dtype)
 
     def exact(self) -> npt.NDArray[np.float64]:
-        """Computes keys and values of every head as the model defines them, and attention over them."""
+        """Returns the attention over the keys and values of every head, as the model defines them, in float64."""
         s, joined = self.sizes, load(self.joined, self.dtype)
         queries = joined[:, : s.first]
         if s.query_rank:

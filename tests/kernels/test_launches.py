@@ -1,4 +1,4 @@
-"""Recording and replay of the launches of native primitives."""
+"""Tests recording and replaying the launches of native primitives."""
 
 from __future__ import annotations
 

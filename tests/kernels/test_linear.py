@@ -39,7 +39,7 @@ SHAPES = [
 
 
 def operands(fmt: str, dtype: str, shape: tuple[int, int, int, int, bool, bool]) -> tuple[Array, Array, Array]:
-    """Returns activations, weights and packed weights."""
+    """Returns random activations, weights and packed weights. SHAPES describes ``shape``."""
     rows, columns, depth, group, gated, asymmetric = shape
     rng = np.random.default_rng(depth)
     x, w = random_tensor(rng, (rows, depth), dtype), random_tensor(rng, (columns, depth), dtype)

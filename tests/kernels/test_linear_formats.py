@@ -1,4 +1,4 @@
-"""Blobs of packed weights: equal bits on every instruction set, their sizes, and which blobs are refused."""
+"""Tests packed weights (blobs): their sizes, equal bits on every instruction set, and which blobs are refused."""
 
 from __future__ import annotations
 

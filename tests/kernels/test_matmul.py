@@ -1,4 +1,4 @@
-"""MatMul compared with float64, and with itself for other numbers of rows and threads."""
+"""Compares MatMul with float64. A row has the same bits for other numbers of rows and threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native primitives in MindSpore graphs, in a process that has the plugin."""
+"""Tests the native primitives in MindSpore graphs. A separate process has the plugin."""
 
 from __future__ import annotations
 

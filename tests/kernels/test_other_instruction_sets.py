@@ -1,4 +1,7 @@
-"""Instruction sets that this build leaves out, because this processor does not run them, are valid C++ all the same."""
+"""Tests that the code for other instruction sets compiles.
+
+This build leaves these sets out, because this processor does not support them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native primitives compared with NumPy versions of their documentation, in a process that has the plugin."""
+"""Compares the native primitives with NumPy versions of their documentation. A separate process has the plugin."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_the_cache_holds_rotated_keys_and_plain_values(formats: tuple[str, str],
     [Shape(4, 4, 48, 16), Shape(8, 2, 64, 16), Shape(7, 1, 20, 5), Shape(12, 4, 128, 128), Shape(10, 10, 64, 32)],
 )
 def test_prefill_chunks_and_decode_agree_bit_for_bit(formats: tuple[str, str], shape: Shape) -> None:
-    length = 270  # more than a partition
+    length = 270  # the context is longer than one partition of 256 keys
     made = Sequences(shape, [length], formats)
     caches = made.new_caches()
     [whole] = made.whole(caches)
@@ -214,7 +214,7 @@ def test_large_scores_do_not_overflow(formats: tuple[str, str]) -> None:
 
 
 class TestRefusals:
-    """Each refusal prints one line on standard error and writes nothing."""
+    """If an operator refuses its inputs, it prints one line on standard error and writes no result."""
 
     made = Sequences(Shape(2, 1, 16, 4), [3], ("float32", "float32"))
 

@@ -1,4 +1,4 @@
-"""Operators on many rows, which are divided among threads, have the bits of few rows on one thread."""
+"""Tests operators on many rows, which are divided among threads. The bits equal those of few rows on one thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Layer:
         self.gate_up = weight(2 * INNER, WIDTH, gated=True)
 
     def run(self, entry: str, first: int, rows: int) -> list[Array]:
-        """Returns the results of rows [first, first + rows)."""
+        """Returns the operator's results for ``rows`` rows, beginning with row ``first``."""
         hidden, residual = (each[first : first + rows].copy() for each in (self.hidden, self.residual))
         epsilon, counts = np.array([1e-6], np.float32), np.array([rows, 1, 1, 0], np.int32)
         normed = [(hidden, "bfloat16"), (residual, "bfloat16"), (self.gamma, "bfloat16"), (epsilon, None)]

@@ -1,4 +1,4 @@
-"""The sampler compared with a NumPy version of its rules, and Philox compared with its authors' test vectors."""
+"""Compares the sampler with a NumPy version of its rules, and Philox with its authors' test vectors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Given:
 
 
 def inputs(num_rows: int, /, **changes: Any) -> Given:
-    """Returns the inputs of plain sampling for every row, with some fields changed. A scalar applies to every row."""
+    """Returns inputs for plain sampling of every row, with some fields changed. A scalar applies to all rows."""
     run = {name: changes.pop(name) for name in ("best_ids", "histories", "prompt_lens") if name in changes}
     fields: dict[str, Any] = {each.name: each.default for each in SAMPLER_PARAMETERS}
     arrays = {}

@@ -86,7 +86,7 @@ def test_a_row_that_is_not_finite_is_nan_and_changes_no_other(value: float) -> N
 
 
 def digest() -> str:
-    """Returns a digest of products of all types, for a comparison between instruction sets."""
+    """Returns a digest of products of all types. The caller compares the digests of different instruction sets."""
     found = hashlib.sha256()
     for dtype in ("float32", "float16", "bfloat16"):
         for columns, depth, rows in ((63, 72, 3), (130, 200, 33)):

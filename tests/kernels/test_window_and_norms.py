@@ -1,4 +1,7 @@
-"""RotaryAttention with a sliding window and with norms of queries and keys: the reference, and equal bits."""
+"""Tests RotaryAttention with a sliding window and with norms of queries and keys.
+
+Results are compared with the reference, and a row has equal bits in any step.
+"""
 
 from __future__ import annotations
 
