@@ -1,4 +1,4 @@
-"""Prefix hits, combined with eviction, copies, equal blocks, preemption, collisions and losses."""
+"""Tests prefix hits, combined with eviction, copies, equal blocks, preemption, hash collisions and lost agents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The KV cache manager with starts, steps, failures, preemptions and swaps in random order."""
+"""Tests the KV cache manager with starts, steps, failures, preemptions and swaps in random order."""
 
 from __future__ import annotations
 
