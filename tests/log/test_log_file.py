@@ -1,4 +1,7 @@
-"""Log files on a disk that other programs change: permissions, rotation, renames, a full disk, and floods of lines."""
+"""Tests log files on a disk that other programs change.
+
+The tests cover permissions, rotation, renames, a full disk, and floods of lines.
+"""
 
 from __future__ import annotations
 

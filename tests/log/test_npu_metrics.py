@@ -1,4 +1,4 @@
-"""Metrics of NPUs from recorded tables of ``npu-smi info``."""
+"""Tests the metrics of NPUs. The input is recorded tables of ``npu-smi info``."""
 
 from __future__ import annotations
 
