@@ -9,10 +9,10 @@ By default two replicas serve the tiny model, each with a group of two agents. T
 - Clients disconnect, or send floods of requests.
 - The server has no descriptors, memory or disk space left.
 
-Prints one JSON line and the ledger: for each kind of fault, the longest detection, the longest recovery, failed
-requests and equal texts. Exits with 1 after a loss that no fault explains, a wrong text, or a leak of processes,
-descriptors, threads, shared memory or memory. ``--plant`` plants a bug, which the run must find. The same seed repeats
-the schedule.
+Prints one JSON line and the ledger. For each kind of fault, the ledger has the longest detection, the longest recovery,
+and the numbers of failed requests and of equal texts. Exits with 1 after a loss that no fault explains, a wrong text,
+or a leak of processes, descriptors, threads, shared memory or memory. ``--plant`` plants a bug, which the run must
+find. The same seed repeats the schedule.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def run(server: ServerProcess, orders: Path, minutes: float, seed: int, kinds: tuple[str, ...]) -> int:
-    """Run the faults of a seed for some minutes and print the ledger. Returns the exit code."""
+    """Run the faults of a seed for ``minutes`` and print the ledger. Returns the exit code."""
     load, watch = ChaosLoad(server.url, seed), MemoryWatch()
     with load:
         rig = FaultRig(server, orders, load)
@@ -95,7 +95,10 @@ def run(server: ServerProcess, orders: Path, minutes: float, seed: int, kinds: t
 
 
 def inject_faults(rig: FaultRig, load: ChaosLoad, minutes: float, faults: Iterator[Injection]) -> list[Outcome]:
-    """Inject one fault after the other until the time is over, or until the server does not recover from one."""
+    """Inject one fault after the other until the time is over.
+
+    Stops early if the server does not recover from a fault. Returns the outcome of each fault.
+    """
     outcomes: list[Outcome] = []
     until = time.monotonic() + 60.0 * minutes
     for injection in faults:
@@ -126,7 +129,7 @@ def holdings(server: ServerProcess, load: ChaosLoad) -> Holdings:
 
 @contextmanager
 def watching(watch: MemoryWatch, server: ServerProcess) -> Iterator[None]:
-    """Sample the memory of the server and its agents in a thread."""
+    """Sample the memory of the server and its agents in a thread, until the context ends."""
     ended = threading.Event()
 
     def sample() -> None:

@@ -63,7 +63,7 @@ def find(bug: PlantedBug) -> str | None:
 
 
 def _run(arguments: list[str], folder: Path) -> str | None:
-    """Returns the last line of output of a failed command, or None if it succeeds."""
+    """Runs a command. Returns the last line of its output if it fails, and None if it succeeds."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(

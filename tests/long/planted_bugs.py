@@ -10,7 +10,7 @@ KVCACHE = "llm_serving/kvcache/"
 
 @dataclass(frozen=True)
 class PlantedBug:
-    """A bug made by replacing one text: ``old`` occurs once in ``file`` and becomes ``new``."""
+    """A bug that is made by replacing a text. The text ``old`` occurs once in ``file`` and becomes ``new``."""
 
     name: str
     file: str

@@ -104,7 +104,7 @@ def failure_of(script: Script) -> str | None:
 
 
 def explain(script: Script) -> None:
-    """Print the smallest script that fails in the same way, and its traceback."""
+    """Print the smallest script that fails in the same way as ``script``, and its traceback."""
     failure = failure_of(script)
     small = minimise(script, lambda candidate: failure_of(candidate) == failure)
     print(f"{failure}; {len(script.operations)} operations, {len(small.operations)} are enough:")
