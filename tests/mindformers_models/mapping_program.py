@@ -38,7 +38,7 @@ class Gpt:
 
 
 class Llama:
-    """A recorder that replaces ``LlamaModel`` of the older library. The hidden size is 64."""
+    """A recorder that replaces ``LlamaModel`` of MindFormers' older library. Its hidden size is 64."""
 
     def __init__(self) -> None:
         self.call: dict[str, Any] = {}

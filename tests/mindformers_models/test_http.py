@@ -33,7 +33,10 @@ PRESSED = [
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Returns greedy and sampled requests. Lengths are around the block size; some prompts have a common beginning."""
+    """Returns bodies of greedy and sampled requests.
+
+    Lengths are close to the block size. Some prompts have a common beginning.
+    """
     common = [(11 * i + 3) % 400 for i in range(40)]
     prompts = [[(7 * i * n + n) % 419 for i in range(n)] for n in (1, 2, 15, 16, 17, 50, 90)]
     prompts += [[*common, n] for n in range(5)]

@@ -169,7 +169,10 @@ def test_settings_of_the_llama_of_mindformers(tmp_path: Path) -> None:
 
 
 def config_of(tmp_path: Path, model: str, *overrides: str, **changes: object) -> Config:
-    """Returns the config of a variant with a changed ``config.json``, served by MindFormers with up to 128 tokens."""
+    """Returns the config of a variant with changed keys in ``config.json``.
+
+    MindFormers serves the model, with up to 128 tokens.
+    """
     write_model(replace(VARIANTS[model], config={**VARIANTS[model].config, **changes}), tmp_path)
     given = [f"model_config.model_path={tmp_path}", "model_config.model_dtype=float16", *overrides]
     config = load_config("llama_tiny_cpu.yaml", [*given, "pa_config.decode_seq_length=128"])

@@ -1,6 +1,6 @@
-"""Runs small seeded models through ModelRunner in one type, as our models (op_table native) and as MindFormers'.
+"""Runs small seeded models through ModelRunner in one type, and prints the results as JSON.
 
-Prints JSON:
+Each model runs as this project's model (op_table native) and as MindFormers' model.
 
     python tests/mindformers_models/worker.py DTYPE SCRATCH_FOLDER
 """
@@ -47,8 +47,8 @@ def tokens(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> 
 
 
 def rotary_error(driver: StepDriver) -> float:
-    """Returns the largest difference between MindFormers' cosines and sines and ours, over all served positions."""
-    from agent.layers.parameter import as_storage  # imports mindspore, which must be set up first
+    """Returns the largest difference between MindFormers' rotary tables and ours, over all served positions."""
+    from agent.layers.parameter import as_storage  # this import loads MindSpore, which must be set up before
 
     model, config = driver.runner._model.network, driver.config
     if hasattr(model, "gpt"):
