@@ -1,4 +1,4 @@
-"""A browser, and a server with a scripted engine, shared by all tests of the web pages."""
+"""Provides a browser, and a server with a scripted engine, for all tests of the web pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat page in a browser: what a user does with conversations, messages, files and settings."""
+"""Tests the chat page in a browser: a user's actions with conversations, messages, files and settings."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_export_as_markdown(page: ChatPage) -> None:
 
 
 def exported(**message: str) -> str:
-    """An exported conversation with one message."""
+    """Returns the text of an exported conversation with one message."""
     conversation = {"title": "x", "messages": [{"id": "1", "parent": "", "role": "user", "text": "y", **message}]}
     return json.dumps({"format": "llm-serving conversations 1", "conversations": [conversation]})
 

@@ -1,4 +1,4 @@
-"""The page for operators in a browser: figures, percentiles, requests, and why one of them was slow."""
+"""Tests the page for operators in a browser: figures, percentiles, requests, and why a request was slow."""
 
 from __future__ import annotations
 

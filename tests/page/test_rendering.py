@@ -1,4 +1,4 @@
-"""How the chat page renders a model's output: Markdown, code, tables, LaTeX. No output becomes active HTML."""
+"""Tests how the chat page renders Markdown, code, tables and LaTeX. No model output becomes active HTML."""
 
 from __future__ import annotations
 

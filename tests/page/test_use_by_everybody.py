@@ -1,4 +1,7 @@
-"""Keyboard, screen reader, phone, dark colours and Chinese; checked with axe-core."""
+"""Tests the use of the pages with a keyboard, a screen reader, a phone, dark colours and in Chinese.
+
+The library axe-core checks their accessibility.
+"""
 
 from __future__ import annotations
 
