@@ -1,4 +1,4 @@
-"""Comparison of two trees in alternating runs. A stub replaces the benchmark."""
+"""Tests the comparison of two source trees in alternating runs. A stub replaces the benchmark."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Arrival times: their number is exact, and they depend only on the seed."""
+"""Tests the arrival times of a load. Their number is exact, and they depend only on the seed."""
 
 import math
 from itertools import pairwise

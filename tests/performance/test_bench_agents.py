@@ -1,4 +1,4 @@
-"""The benchmarks of several agents, run as programs."""
+"""Tests the benchmarks of several agents, which run as programs."""
 
 from __future__ import annotations
 

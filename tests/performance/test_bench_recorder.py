@@ -1,4 +1,4 @@
-"""The flight recorder's cost in a busy server, calculated from the server's metrics."""
+"""Tests the benchmark of the flight recorder's cost in a busy server. It uses the server's metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The serving benchmark against a scripted server, and the processor time of each process."""
+"""Tests the serving benchmark against a scripted server, and its measurement of each process's processor time."""
 
 import json
 import os

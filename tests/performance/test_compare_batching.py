@@ -1,4 +1,4 @@
-"""The comparison of batching modes with a scripted server: closed loop, table, JSON, equal texts."""
+"""Tests the comparison of batching modes with a scripted server: closed loop, table, JSON, and equal texts."""
 
 import json
 from pathlib import Path

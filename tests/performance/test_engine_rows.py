@@ -1,4 +1,4 @@
-"""The figures of an engine benchmark, calculated from given times."""
+"""Tests the figures of an engine benchmark, calculated from given times."""
 
 import argparse
 import json

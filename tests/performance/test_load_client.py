@@ -1,4 +1,4 @@
-"""The client against a scripted server in this process: exact counts, and a kind for every failure."""
+"""Tests the load client against a scripted server in this process: exact counts, and a kind for every failure."""
 
 import json
 import socket
@@ -181,7 +181,7 @@ def test_a_missing_server_is_reported_immediately() -> None:
 
 
 def test_a_server_that_closes_connections_is_reported() -> None:
-    """The server accepts connections and closes them."""
+    """The server accepts connections and closes them without a response."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:

@@ -1,4 +1,4 @@
-"""The load test as a program: files, table and exit codes."""
+"""Tests the load test as a program: its files, its table and its exit codes."""
 
 import json
 import os

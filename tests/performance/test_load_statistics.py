@@ -41,7 +41,7 @@ def run_of(*records: RequestRecord, **options: object) -> LoadRun:
 
 
 def line_of(report: str, name: str) -> list[str]:
-    """Returns the figures of the row ``name``."""
+    """Returns the figures in the row ``name`` of a report."""
     (line,) = [line for line in report.splitlines() if line.startswith(f"  {name}  ")]
     return line.removeprefix(f"  {name}").split()
 

@@ -1,4 +1,4 @@
-"""The comparison of native and fused operators, with real agents of the embedded model."""
+"""Tests the comparison of native and fused operators, with real agents of the embedded model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processor time of other processes, calculated from planted times."""
+"""Tests the measured processor time of other programs. The times of all processes are planted."""
 
 from __future__ import annotations
 

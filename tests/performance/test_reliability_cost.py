@@ -1,4 +1,7 @@
-"""The comparison of servers with and without self-checks, keys and audit log, with a scripted server."""
+"""Tests the benchmark that compares servers with and without self-checks, keys and audit log.
+
+A scripted server replaces the real one.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The simulator as a program: table, JSON and errors."""
+"""Tests the simulator as a program: its table, its JSON and its errors."""
 
 import json
 from pathlib import Path

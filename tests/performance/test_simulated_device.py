@@ -1,4 +1,7 @@
-"""The time of simulated steps: counts, roofline, presets, and the order of the agent's queue."""
+"""Tests the simulated times of steps.
+
+The tests cover counts of tokens, the roofline, presets of devices, and the order of the agent's queue.
+"""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A load above the simulated device's capacity: the number of requests that ``slo`` serves on time."""
+"""Tests how many requests policy ``slo`` serves on time under a load above the simulated device's capacity."""
 
 from dataclasses import replace
 

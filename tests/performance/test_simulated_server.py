@@ -1,4 +1,4 @@
-"""The virtual server: times that can be calculated by hand, and repeatable runs."""
+"""Tests the virtual server: its times can be calculated by hand, and its runs are repeatable."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -189,7 +189,7 @@ def test_virtual_time_that_does_not_advance_is_an_error(monkeypatch: pytest.Monk
 
 
 def test_two_replicas_run_two_requests_in_parallel() -> None:
-    """With two requests, two replicas take half of the time. With one request there is no difference."""
+    """With two requests, two replicas take half of the time of one. With one request, there is no difference."""
     requests = [ask(5, 4), ask(5, 4)]
     alone = VirtualServer(limits(max_num_seqs=1), FlatDevice(), OpenLoop(requests, [0.0, 0.0]), NO_TIME).run()
     beside = VirtualServer(

@@ -1,4 +1,4 @@
-"""The pictures of docs/scheduling.md can be drawn; these tests use shorter runs."""
+"""Tests that the pictures of docs/scheduling.md can be drawn. The tests simulate shorter runs."""
 
 from dataclasses import replace
 from pathlib import Path

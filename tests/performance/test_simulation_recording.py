@@ -53,7 +53,7 @@ def recorded(
     host: HostModel = NO_TIME,
     spread: Spread | None = None,
 ) -> None:
-    """Returns the recording of a simulated run."""
+    """Records a simulated run with a flight recorder, and returns the recording."""
     server = VirtualServer(limits(), LinearDevice(), OpenLoop(requests, arrivals), host, spread)
     errors: list[str] = []
     recorder = server.put_before(lambda scheduler: record(scheduler, folder, 1 << 20, on_error=errors.append))
@@ -93,7 +93,7 @@ def test_the_transfer_time_is_the_mean_and_not_the_median(tmp_path: Path, monkey
     timed = recording.timed_steps
 
     def some_late(stretch: Stretch) -> list[TimedStep]:
-        """Delays every fourth result by 4 ms, as a busy core would."""
+        """Returns timed steps in which every fourth result is late by 4 ms, as from a busy processor core."""
         return [
             replace(each, completed_at=each.completed_at + 0.004 * (index % 4 == 0))
             for index, each in enumerate(timed(stretch))

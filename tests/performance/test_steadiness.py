@@ -34,7 +34,7 @@ OPTIONS = LoadOptions(NOWHERE, rate=1.0, duration=2.0)
 
 
 def a_run(start: float) -> LoadRun:
-    """Returns two requests of 2 s and 3 s, one second apart."""
+    """Returns the run of a load with two requests. They take 2 s and 3 s and arrive one second apart."""
     first = RequestRecord(0, start, start + 0.25, array("d", [start + 1.0, start + 2.0]), start + 2.0, 200, 7, 2, True)
     second = RequestRecord(1, start + 1.0, start + 1.0, array("d", [start + 3.0]), start + 4.0, 200, 7, 1, True)
     return LoadRun(OPTIONS, "model", [first, second], start, 1e9, 0.5, interrupted=False)

@@ -1,4 +1,4 @@
-"""Tables and progress bars: plain text if the output is not a terminal."""
+"""Tests tables and progress bars. They are plain text if the output is not a terminal."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Generated prompts with the requested lengths, and data sets."""
+"""Tests generated prompts, which have the requested lengths, and prompts from data sets."""
 
 from pathlib import Path
 
