@@ -1,4 +1,7 @@
-"""A receipt: its parts add up exactly to the total time, and it keeps the reasons for waiting in bounded memory."""
+"""Tests a receipt. Its parts add up exactly to the total time.
+
+It keeps the reasons for waiting in bounded memory.
+"""
 
 from __future__ import annotations
 
