@@ -1,4 +1,4 @@
-"""The choice of a replica for a request."""
+"""Tests the choice of a replica for a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router: the order of requests, their replicas, and their ends."""
+"""Tests the router: the order of requests, the replica of each request, and how requests end."""
 
 from __future__ import annotations
 
