@@ -1,4 +1,4 @@
-"""Admission of requests, and refusals that state the calculation."""
+"""Tests the admission of requests, and refusals that state the calculation of the limit."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def test_the_peak_equals_that_of_a_simulation(entries: list[tuple[int, int]], bl
 
 
 def test_the_peak_of_small_cases() -> None:
-    # The second sequence ends after 4 steps. Then there are 10 + 4 and 20 + 4 tokens. Alone, the first grows to 30.
+    # The second sequence ends after 4 steps. Then there are 10 + 4 and 20 + 4 tokens, together 38. Later, the first
+    # alone grows to 30.
     assert peak_tokens([(10, 20), (20, 4)]) == 38
     assert peak_tokens([(10, 40), (20, 4)]) == 50
 

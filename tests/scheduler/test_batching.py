@@ -1,4 +1,4 @@
-"""The requests that may start while others run, in each batching mode."""
+"""Tests which requests may start while others run, in each batching mode."""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ BASE, ROW, CONTEXT, PROMPT = 0.004, 0.0002, 1e-7, 0.00005
 
 
 def make_step(rows: list[int], prompt_tokens: int) -> ScheduledStep:
-    """Returns a step with a prompt, and with one decoding sequence for each context."""
+    """Returns a step with a prompt of ``prompt_tokens``, and with a decoding sequence for each context length in
+    ``rows``.
+    """
     kind = StepKind.DECODE if not prompt_tokens else StepKind.MIXED if rows else StepKind.PREFILL
     starts, lens = list(rows), [1] * len(rows)
     if prompt_tokens:

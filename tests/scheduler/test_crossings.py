@@ -29,7 +29,8 @@ PREEMPTIONS = ["recompute", "swap"]
 
 
 def crossing(preemption: str, hit: str, border: str, ahead: int = 0) -> tuple[Simulation, Request, Request]:
-    """Returns a simulation of ``old`` and ``young``, whose outputs do not both fit into the pool."""
+    """Returns a simulation with the requests ``old`` and ``young``, which do not both fit into the pool until they end.
+    """
     simulation = Simulation(
         make_limits(
             num_blocks=1 + USABLE_BLOCKS,

@@ -1,4 +1,7 @@
-"""Deadlines drop requests before their prefill. Receipts add up, and name the blocking requests."""
+"""Tests deadlines, which drop requests before their prefill.
+
+Also tests receipts, which add up and name the requests that blocked a request.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aborts, failed and dropped steps, lost agents, wrong results."""
+"""Tests aborts, failed and dropped steps, lost agents, and wrong results."""
 
 from __future__ import annotations
 

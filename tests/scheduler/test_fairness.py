@@ -1,4 +1,5 @@
-"""Virtual token counters: their arithmetic, and the bound of the VTC paper in a small simulation."""
+"""Tests the virtual token counters of fairness: their arithmetic, and the bound of the VTC paper in a small simulation.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_idle_tenants_with_the_least_counters_are_dropped() -> None:
 
 
 class SmallServer:
-    """A server with continuous batching over a pool of tokens. It counts the service of each tenant."""
+    """A simulated server with continuous batching over a pool of tokens. It counts the service of each tenant."""
 
     def __init__(self, order: QueueOrder, pool: int) -> None:
         self.order = order

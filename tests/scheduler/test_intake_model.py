@@ -12,7 +12,7 @@ from support.waiting_sequences import Arrivals, make_intake, pop, put
 
 
 class Model:
-    """Implements the documented order, with the counters of the VTC paper."""
+    """A queue that follows the documented order, with the counters of the VTC paper."""
 
     def __init__(self, ageing_s: float, fairness: bool) -> None:
         self.ageing_s = ageing_s

@@ -1,4 +1,4 @@
-"""The scheduler limits of a configuration."""
+"""Tests the scheduler limits that are derived from a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixed steps: their sequences, their token budget and their limits."""
+"""Tests mixed steps: their sequences, their token budget and their limits."""
 
 from __future__ import annotations
 

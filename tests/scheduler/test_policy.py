@@ -1,4 +1,4 @@
-"""The order of steps, the sequences of decode steps, and waiting times."""
+"""Tests the order of steps, the sequences of decode steps, and waiting times, for each policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preemption by recompute, combined with block borders, aborts, ends and steps in flight."""
+"""Tests preemption by recompute, combined with block borders, aborts, ends and steps in flight."""
 
 from __future__ import annotations
 

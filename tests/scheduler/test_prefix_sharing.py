@@ -1,4 +1,4 @@
-"""Prefix hits in the scheduler, combined with steps in flight, aborts and preemption."""
+"""Tests prefix hits in the scheduler, combined with steps in flight, aborts and preemption."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sharing(**changes: object) -> Simulation:
 
 
 def computed_tokens(simulation: Simulation, request: Request) -> int:
-    """Returns the number of prompt tokens that steps computed for a request."""
+    """Returns how many tokens of a request's prompt were computed by steps, without its prefix hits."""
     prompt = len(request.prompt_token_ids)
     return sum(
         max(0, min(start + query_len, prompt) - start)

@@ -1,4 +1,7 @@
-"""The order of the queue: priority and ageing between classes, exact orders in a class, and limits of waiting time."""
+"""Tests the order of the queue.
+
+The tests cover priority and ageing between classes, exact orders in a class, and limits of the waiting time.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def timed(**changes: object) -> TimedSimulation:
 
 
 def learn(simulation: TimedSimulation) -> None:
-    """Runs some requests, so that the model learns the costs."""
+    """Runs some requests, so that the scheduler's cost model learns the times of steps."""
     for index in range(12):
         simulation.add(make_request(f"t{index}", 20 * (index + 1), 3 * (index % 4 + 1), arrival=simulation.now))
         simulation.step()
@@ -66,7 +66,7 @@ def learn(simulation: TimedSimulation) -> None:
 
 
 def gaps(simulation: TimedSimulation, request: Request) -> list[float]:
-    """Returns the seconds of the steps in which ``request`` decodes."""
+    """Returns the duration in seconds of each step in which ``request`` decodes."""
     return [
         step_seconds(step)
         for step in simulation.steps
@@ -265,7 +265,7 @@ def test_the_admission_limit_counts_requests_that_can_start_in_time() -> None:
 
 
 class FreePrompts(Simulation):
-    """A device on which only decoding sequences take time. A prefill step takes none."""
+    """A simulation in which each decoding sequence of a step takes 100 us and prompts take no time."""
 
     def run(self) -> bool:
         if not self.device.queue:

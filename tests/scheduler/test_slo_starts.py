@@ -55,7 +55,7 @@ class Line:
 def test_about_one_late_request_starts_per_ended_request() -> None:
     line = Line(100)
     assert line.order.num_late == 100
-    assert line.started_in(1) == 1  # the request that is on time
+    assert line.started_in(1) == 1  # the started request is the one that is on time
     assert line.started_in(STEPS_FOR_ONE_MORE - 1) == 0
     assert line.started_in(12, ending=2) in (24, 25)
     assert line.started_in(10 * STEPS_FOR_ONE_MORE) in (9, 10)

@@ -28,7 +28,7 @@ SHARED_TEXT = [2 + (7 * place) % 50 for place in range(64)]
 
 @st.composite
 def limits(draw: st.DrawFn) -> dict[str, Any]:
-    """Draws limits, from the smallest legal ones to large ones."""
+    """Draws scheduler limits, from the smallest legal ones to large ones."""
     max_model_len = draw(st.sampled_from([4, 17, 40]))
     page_attention = draw(st.sampled_from([True, True, True, False]))
     block_size = draw(st.sampled_from(BLOCK_SIZES))
@@ -63,7 +63,7 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
-    """Draws requests with common prefixes and with all parameters for order, sampling and privacy."""
+    """Draws requests with common prefixes and with any priority, deadline, tenant, salt and sampling parameters."""
     length = draw(st.integers(1, 39))
     own = [draw(st.integers(2, 40))] * length
     return {
@@ -208,7 +208,7 @@ def test_every_policy_works_with_every_kind_of_preemption(policy: str, preemptio
 
 
 def test_a_failing_script_is_reduced() -> None:
-    """The long run prints a reduced script when it finds a failure."""
+    """A script that fails is reduced before it is printed, as in the long run."""
     script = draw_script(3)
     wanted = next(operation for operation in script.operations if operation[0] == "add")
 

@@ -1,4 +1,4 @@
-"""The exact steps of small cases: their columns, batch rows and blocks, and steps ahead."""
+"""Tests the exact steps of small cases: their columns, batch rows and blocks, and steps ahead."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_nothing_is_scheduled_past_the_context(ahead: int) -> None:
 
 
 def request_that_ends() -> tuple[Request, int]:
-    """Returns a request whose text has the end token early, and the number of tokens before it."""
+    """Returns a request whose output has an early end token, and the number of tokens before that token."""
     for seed in range(1000):
         request = make_request("ends", 5, 40, seed=seed, ignore_eos=False)
         tokens = list(request.prompt_token_ids)

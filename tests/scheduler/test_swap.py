@@ -1,4 +1,4 @@
-"""Preemption by swap, combined with steps in flight, aborts, failures and a small host pool."""
+"""Tests preemption by swap, combined with steps in flight, aborts, failures and a small host pool."""
 
 from __future__ import annotations
 
