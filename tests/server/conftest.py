@@ -1,4 +1,4 @@
-"""Provides one server for all tests of the HTTP edge. Its engine is reset for each test."""
+"""Provides one server for all tests of the HTTP server. Its engine is reset for each test."""
 
 from collections.abc import Iterator
 

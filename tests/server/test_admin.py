@@ -1,4 +1,4 @@
-"""Routes for health, metrics, server facts, the tokenizer, the pages and the log."""
+"""Tests the routes for health, metrics, server facts, the tokenizer, the web pages and the log."""
 
 import asyncio
 import re

@@ -1,4 +1,7 @@
-"""The table of bad input over HTTP: exact status, type and param, and a phrase. No bad request reaches the engine."""
+"""Tests a table of bad requests over HTTP.
+
+Each has an exact status, type and param, and a phrase of its message. No bad request reaches the engine.
+"""
 
 import json
 import socket

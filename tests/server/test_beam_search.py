@@ -1,4 +1,4 @@
-"""Beam search over HTTP: vLLM's fields, the responses, and the parameters that cannot be combined with it."""
+"""Tests beam search over HTTP: vLLM's fields, the responses, and parameters that cannot be combined with it."""
 
 from __future__ import annotations
 

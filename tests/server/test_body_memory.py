@@ -1,4 +1,4 @@
-"""If there is no memory for a large body, only its request fails, and the process continues."""
+"""Tests a large body for which there is no memory. Only its request fails, and the server continues."""
 
 from __future__ import annotations
 

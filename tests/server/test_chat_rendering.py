@@ -1,4 +1,4 @@
-"""Long conversations and expensive chat templates are rendered in another thread.
+"""Tests that long conversations and expensive chat templates are rendered in another thread.
 
 Hostile templates end with an error.
 """

@@ -1,4 +1,4 @@
-"""A client disconnects, on a raw socket: its request is aborted immediately, in every state."""
+"""Tests clients that disconnect, on a raw socket. Their request is aborted immediately, in every state."""
 
 import json
 import socket
@@ -142,7 +142,10 @@ CHUNKED = http_request("/v1/completions", b"", "Transfer-Encoding: chunked").rep
 
 
 def send_until_refused(connection: socket.socket, block: bytes) -> tuple[int, bytes]:
-    """Sends ``block`` until the server closes. Returns the number of accepted bytes and the response, if it arrived."""
+    """Sends ``block`` repeatedly until the server closes the connection.
+
+    Returns the number of bytes that were sent, and the response if it arrived.
+    """
     sent = 0
     answer = b""
     try:

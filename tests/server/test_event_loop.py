@@ -1,4 +1,4 @@
-"""Large inputs do not block the event loop, and the metric of its stalls shows a planted stall."""
+"""Tests that large inputs do not block the event loop, and that the metric of its stalls shows a planted stall."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of docs/http_api.md work, and every endpoint has an example."""
+"""Tests that the examples of docs/http_api.md work, and that every endpoint has an example."""
 
 import json
 import re

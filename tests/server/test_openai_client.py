@@ -1,4 +1,4 @@
-"""The official client with this server: every function of the client that the server supports."""
+"""Tests every function of the official OpenAI client that this server supports."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""The files of the web pages: what the server sends, what they may contain, and where the vendored ones come from."""
+"""Tests the files of the web pages: what the server sends, what they may contain, and the source of vendored files."""
 
 from __future__ import annotations
 

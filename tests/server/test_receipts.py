@@ -16,7 +16,7 @@ ALICE, BOB = {"Authorization": "Bearer alice"}, {"Authorization": "Bearer bob"}
 
 
 def sequence(request_id: str, **changes: object) -> dict[str, object]:
-    """Returns the JSON of a receipt of the fake engine."""
+    """Returns the JSON of the receipt that the fake engine gives each request."""
     return {
         "request_id": request_id, "state": "done", "finish_reason": "stop", "priority": 0, "replica": 0,
         "prompt_tokens": 2, "cached_tokens": 2, "output_tokens": 6,

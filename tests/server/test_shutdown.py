@@ -1,4 +1,4 @@
-"""The server stops within seconds, and waiting clients get an error."""
+"""Tests that the server stops within seconds, and that waiting clients get an error."""
 
 import json
 import time
@@ -102,5 +102,5 @@ def test_a_client_that_does_not_read_does_not_delay_it_for_long(tokenizer):
 
 
 def never_ending(step):
-    """Yields pieces of 50 kB, which is more than the socket buffers hold. No piece is the last one."""
+    """Returns a function that makes pieces of 50 kB, more than the socket buffers hold. No piece is the last one."""
     return lambda *args: replace(step(*args), finish_reason=None, text="x" * 50_000)
