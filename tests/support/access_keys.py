@@ -1,4 +1,4 @@
-"""API keys for tests: a key file, and the access control that reads it."""
+"""API keys for tests: writes a key file, and makes the access control that reads it."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def write_keys(path: Path, lines: Sequence[str]) -> Path:
 def access_for(
     folder: Path, *lines: str, audit: Path | None = None, refused: Callable[[str], None] = lambda reason: None
 ) -> AccessControl:
-    """Returns an access control that reads the file ``keys`` of a folder, with these ``lines``."""
+    """Writes ``lines`` to the file ``keys`` of a folder. Returns an access control that reads this file."""
     keys = KeyStore(str(write_keys(folder / "keys", lines)), "", SilentLog()) if lines else None
     return AccessControl(keys, None if audit is None else AuditLog(str(audit)), refused)

@@ -1,4 +1,7 @@
-"""Starts the agents of a group as processes. Each process has its own driver; all drivers run the same steps."""
+"""Starts the agents of a group as processes.
+
+Each process has its own StepDriver, and all drivers run the same steps.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Kill:
 
 @dataclass
 class Load:
-    """Clients that send one request after another until ``stop``."""
+    """Clients that send one request after another until ``stop`` is called."""
 
     server: ServerProcess
     num_clients: int = 4

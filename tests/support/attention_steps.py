@@ -1,4 +1,6 @@
-"""Random sequences for tests of RotaryAttention, and steps that compute chosen parts of them with a KV cache."""
+"""Random sequences for tests of RotaryAttention, and steps that compute chosen parts of these sequences with a KV
+cache.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class Shape:
 
 
 class Sequences:
-    """Random tokens of some sequences, with blocks of the cache in random order."""
+    """Random queries, keys and values of some sequences. Their cache blocks are in random order."""
 
     def __init__(
         self, shape: Shape, lengths: list[int], formats: tuple[str, str], *, seed: int = 5, window: int | None = None,

@@ -13,7 +13,7 @@ FILE = "<file>"
 class Case:
     """The text of a YAML file and the error that it must cause.
 
-    ``FILE`` stands for the path of the YAML file, ``<model>`` for that of the model folder.
+    ``FILE`` stands for the path of the YAML file, and ``<model>`` stands for the path of the model folder.
     """
 
     name: str
@@ -210,7 +210,7 @@ CASES = [
         "--set: pa_config.num_blocks = 'x': must be an integer or auto, not text",
         ("pa_config.num_blocks=x",),
     ),
-    # Values out of range or not known.
+    # Values that are unknown or out of range.
     Case(
         "too small",
         with_section("pa_config: {num_blocks: 0}"),

@@ -53,7 +53,7 @@ class BlockWatch:
         self._unanswered.pop(seq, None)
 
     def submit(self, step: ScheduledStep) -> None:
-        """Checks a step that is sent to the agent now."""
+        """Checks a step when it is sent to the agent."""
         touches = self._touches(step)
         _check_alone(touches)
         for seq, earlier in self._unanswered.items():
@@ -93,7 +93,7 @@ class BlockWatch:
             touches.moved_to[move.destination] = readers[0][0] if readers else None
 
     def _check_block(self, move: BlockMove, block: int, *, on_host: bool) -> None:
-        """Checks that a block is a host block, or a cache block other than the null block."""
+        """Checks that the block exists in host memory, or that it exists in the cache and is not the null block."""
         first, limit = (0, self._num_host_blocks) if on_host else (1, self._num_blocks)
         assert first <= block < limit, f"{move}: block {block} is not in {first} .. {limit - 1}"
 

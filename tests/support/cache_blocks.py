@@ -37,7 +37,7 @@ def random_moves(count: int, seed: int = 1) -> np.ndarray:
 
 
 def after_moves(device: Arrays, host: Arrays, moves: np.ndarray) -> tuple[Arrays, Arrays]:
-    """Returns copies of cache and pool after the moves, made one after the other."""
+    """Returns copies of cache and host pool in which the moves were made, one after the other."""
     device, host = [array.copy() for array in device], [array.copy() for array in host]
     for on_device, on_host in zip(device, host, strict=True):
         for kind, source, destination in moves.tolist():

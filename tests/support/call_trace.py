@@ -27,7 +27,10 @@ PACKAGES = tuple(f"{REPOSITORY / package}{os.sep}" for package in ("llm_serving"
 
 @dataclass(frozen=True)
 class Call:
-    """One call. A function's name is its file and its qualified name, as in ``agent/sampler.py:Sampler.sample``."""
+    """One call of a function.
+
+    Its name consists of file and qualified name, as in ``agent/sampler.py:Sampler.sample``.
+    """
 
     at: int
     """Nanoseconds of the machine's monotonic clock, which all processes share."""

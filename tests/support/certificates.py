@@ -10,13 +10,13 @@ _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days
 
 
 def make_authority(folder: Path, name: str) -> Path:
-    """Make ``NAME.pem`` and ``NAME.key`` of an authority. Returns the path of the certificate."""
+    """Make ``NAME.pem`` and ``NAME.key`` of a certificate authority. Returns the path of the certificate."""
     _openssl(folder, name, "-subj", f"/CN={name}", "-addext", "keyUsage=critical,keyCertSign")
     return folder / f"{name}.pem"
 
 
 def make_certificate(folder: Path, name: str, authority: Path) -> tuple[Path, Path]:
-    """Make a certificate for 127.0.0.1 and localhost. Returns the paths of certificate and key."""
+    """Make a certificate for 127.0.0.1 and localhost. Returns the paths of the certificate and of its key."""
     issuer = ("-CA", str(authority), "-CAkey", str(authority.with_suffix(".key")))
     names = ("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-addext", "basicConstraints=CA:FALSE")
     _openssl(folder, name, "-subj", f"/CN={name}", *issuer, *names)
@@ -24,7 +24,7 @@ def make_certificate(folder: Path, name: str, authority: Path) -> tuple[Path, Pa
 
 
 def client_context(authority: Path, certificate: tuple[Path, Path] | None = None) -> ssl.SSLContext:
-    """TLS settings of a client that trusts an authority, and may have a certificate."""
+    """Returns the TLS settings of a client that trusts an authority. The client may have a certificate of its own."""
     context = ssl.create_default_context(cafile=str(authority))
     if certificate is not None:
         context.load_cert_chain(*certificate)

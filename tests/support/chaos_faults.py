@@ -1,4 +1,7 @@
-"""The faults of a chaos run: each is injected into a real server, and the rig waits until the server has recovered."""
+"""The faults of a chaos run.
+
+The rig injects each fault into a real server and waits until the server has recovered.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,10 @@ _STREAM = b'{"prompt": "Once", "max_tokens": 400, "ignore_eos": true, "stream": 
 
 @dataclass(frozen=True)
 class Injection:
-    """One fault of the schedule. ``rank`` is the agent that it hits, ``order`` the variant, ``gap_s`` the pause after
-    it."""
+    """One fault of the schedule. It hits the agent ``rank``.
+
+    ``order`` is its variant, and ``gap_s`` is the pause after it in seconds.
+    """
 
     kind: str
     rank: int
@@ -49,7 +54,10 @@ class Injection:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The times of one fault, by ``time.monotonic``. ``detected_s`` is None if nothing had to be detected."""
+    """The times of one fault, as values of ``time.monotonic``.
+
+    ``detected_s`` is None if there was nothing to detect.
+    """
 
     injection: Injection
     began: float
@@ -144,7 +152,7 @@ class FaultRig:
         return max(pauses.values(), default=0.0)
 
     def _is_recovered(self) -> bool:
-        """Return True if all agents are ready and a request gets its text."""
+        """Return True if all agents are ready and a request gets its expected text."""
         try:
             if any(agent["state"] != "ready" for agent in self.agents()):
                 return False
@@ -180,7 +188,7 @@ class FaultRig:
         (self._folder / str(self._pid(injection))).write_text(injection.order)
 
     def _disconnect(self, injection: Injection) -> None:
-        """Start streams and reset their connections."""
+        """Start some streams, then reset their connections."""
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         clients = []
         for _ in range(12):
@@ -193,7 +201,7 @@ class FaultRig:
             client.close()
 
     def _flood(self, injection: Injection) -> None:
-        """Send many requests at the same time. Each must get its text or a refusal."""
+        """Send many requests at the same time. Each must get its expected text or a refusal."""
         threads = [threading.Thread(target=self._ask_one, args=(n % len(REQUESTS),)) for n in range(_FLOOD_CLIENTS)]
         for thread in threads:
             thread.start()
@@ -215,7 +223,7 @@ class FaultRig:
             time.sleep(_HELD_S)
 
     def _memory(self, injection: Injection) -> None:
-        """Leave the server a few MiB of address space and send it large bodies."""
+        """Limit the server to a few more MiB of address space, and send it large bodies."""
         soft = psutil.Process(self._server.pid).memory_info().vms + int(injection.order) * 2**20
         with self._limited(resource.RLIMIT_AS, soft):
             self.send_large_bodies()
@@ -234,13 +242,13 @@ class FaultRig:
                 client.recv(4096)
 
     def _disk(self, injection: Injection) -> None:
-        """Let the server's files not grow any more, as on a full disk."""
+        """Prevent the server's files from growing, as on a full disk."""
         with self._limited(resource.RLIMIT_FSIZE, max(1, self._server.log.stat().st_size)):
             time.sleep(_HELD_S)
 
     @contextlib.contextmanager
     def _limited(self, kind: int, soft: int) -> Iterator[None]:
-        """Give the server a limit and take it back."""
+        """Set a resource limit of the server, and restore the old limit at the end of the context."""
         before = resource.prlimit(self._server.pid, kind)
         resource.prlimit(self._server.pid, kind, (soft, before[1]))
         try:

@@ -1,4 +1,4 @@
-"""The ledger of a chaos run, fault by fault, and the check for leaks in the server."""
+"""The ledger of a chaos run, which judges each fault, and the check for leaks in the server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Holdings:
 
     @classmethod
     def of(cls, server: ServerProcess) -> Holdings:
-        """Count what the server holds now. The caller has waited until it is idle."""
+        """Count the resources that the server has now. The caller has waited until the server is idle."""
         process = psutil.Process(server.pid)
         return cls(len(server.agents()), process.num_fds(), process.num_threads(), len(shm_entries(server.pid)))
 
@@ -61,14 +61,14 @@ Samples = list[tuple[float, float]]
 
 @dataclass
 class MemoryWatch:
-    """The resident sizes of the server and its agents over time."""
+    """Samples of the resident memory of the server and of its agents over time."""
 
     samples: Samples = field(default_factory=list)
     agents: dict[int, Samples] = field(default_factory=dict)
     """The samples of each agent, by process id. A restarted agent is another one."""
 
     def add(self, server: ServerProcess) -> None:
-        """Take a sample of each process that runs now."""
+        """Take a sample of the memory of each process that runs now."""
         self.samples.append(_sample(psutil.Process(server.pid)))
         with contextlib.suppress(psutil.Error):  # an agent may end between the listing and the sample
             for agent in server.agents():
@@ -79,11 +79,11 @@ class MemoryWatch:
         return self.samples[int(len(self.samples) * WARM_UP) :]
 
     def slope_mib(self) -> float:
-        """Return the server's growth in 10 minutes, after the warm-up."""
+        """Return the growth of the server's memory in MiB in 10 minutes, after the warm-up."""
         return _slope_mib([self.counted()])
 
     def agents_counted(self) -> list[Samples]:
-        """Return the samples of each agent after its warm-up."""
+        """Return the memory samples of each agent after its warm-up."""
         return [_after_loading(life) for life in self.agents.values()]
 
     def agents_slope_mib(self) -> float:
@@ -202,7 +202,7 @@ class Ledger:
             self.losses.append(f"request {answer.number} got another text during {kind}: {answer.texts!r:.200}")
 
     def figures(self) -> dict[str, Any]:
-        """Return the counts for the JSON line."""
+        """Return the numbers of the ledger for the JSON line."""
         rows = self.rows.values()
         detected = [each for row in rows for each in row.detected_s]
         return {

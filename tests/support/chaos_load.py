@@ -45,7 +45,7 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Answer:
-    """The end of one request: its texts, or the status and message of an error. Status 0: no response."""
+    """The end of one request: its texts, or the status and message of an error. Status 0 means no response."""
 
     number: int
     began: float
@@ -74,7 +74,7 @@ def ask(url: str, number: int, timeout_s: float = REQUEST_TIMEOUT_S) -> Answer:
 
 
 def _texts_of(data: bytes, *, streamed: bool) -> tuple[tuple[str, ...], str]:
-    """Return the text of each choice, and the message of an error event."""
+    """Return the text of each choice in a response, and the message of an error event if there is one."""
     parts = [line[6:] for line in data.splitlines() if line.startswith(b"data: ")] if streamed else [data]
     texts: dict[int, str] = {}
     for part in parts:
@@ -139,11 +139,11 @@ class ChaosLoad:
 
     @property
     def num_hung(self) -> int:
-        """Clients that still wait for a response after the end of the load."""
+        """The number of clients that still wait for a response after the end of the load."""
         return sum(thread.is_alive() for thread in self._threads) if self._ended.is_set() else 0
 
     def pause(self, timeout_s: float) -> bool:
-        """Let every client finish its request and wait. Returns False if one did not in time."""
+        """Let every client finish its request and then wait. Returns False if a client has not finished in time."""
         self._running.clear()
         deadline = time.monotonic() + timeout_s
         while self._waiting < self.num_clients and time.monotonic() < deadline:
@@ -154,7 +154,7 @@ class ChaosLoad:
         self._running.set()
 
     def is_equal(self, answer: Answer) -> bool:
-        """Return True for an error, and for the texts of the undisturbed request."""
+        """Return True if an answer is an error, or has the texts of the same request without faults."""
         return bool(answer.error) or answer.texts == self.expected[answer.number]
 
     def _run(self, client: int) -> None:

@@ -39,7 +39,7 @@ class ChatPage:
         self.browser.command("Network.setUserAgentOverride", userAgent=agent, acceptLanguage=names)
 
     def phone(self) -> None:
-        """Show the page as on a phone."""
+        """Show the page with the screen of a phone."""
         size = {"width": 375, "height": 700, "deviceScaleFactor": 2}
         self.browser.command("Emulation.setDeviceMetricsOverride", mobile=True, **size)
 
@@ -54,7 +54,7 @@ class ChatPage:
         return self.browser.wait(condition, time_limit(20))
 
     def ask(self, text: str, *, says: str | None = None, wait: bool = True) -> None:
-        """Type a question and send it. ``says`` is the answer."""
+        """Type a question and send it. ``says`` is the answer that the model will give."""
         if says is not None:
             self.engine.say(says)
         self.write(text)
@@ -96,7 +96,7 @@ class ChatPage:
         return json.loads(self.run("return JSON.stringify(window.sent?.at(-1) ?? null)"))  # type: ignore[no-any-return]
 
     def watch_requests(self) -> None:
-        """Keep the bodies of the requests that the page sends from now on."""
+        """Keep the bodies of all requests that the page sends after this call."""
         self.run(
             "window.sent = []; const real = window.fetch; window.fetch = (path, options) => {"
             " if (options?.body) window.sent.push(JSON.parse(options.body)); return real(path, options); }"

@@ -13,7 +13,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def contribution(index: int, dtype: str, size: int) -> Any:
-    """Returns values whose float32 sum depends on the order of summation."""
+    """Returns the values of one agent. Their float32 sum over the agents depends on the order of addition."""
     generator = np.random.default_rng(1000 * index + size)
     values = generator.standard_normal(size) * 10.0 ** generator.integers(-3, 4, size)
     return from_float32(values.astype(np.float32), dtype)

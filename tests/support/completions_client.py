@@ -1,4 +1,7 @@
-"""Clients of /v1/completions for tests that compare answers bit by bit: together or one by one, streamed or not."""
+"""Clients of /v1/completions for tests that compare answers bit by bit.
+
+Requests run together or one by one, and are streamed or not.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,7 @@ async def run_together(
 
 
 def assert_same(answer: tuple[Any, ...], expected: tuple[Any, ...], body: dict[str, Any]) -> None:
-    """Checks that token ids, log-probabilities, text and finish reason are identical."""
+    """Checks that two answers have the same token ids, log-probabilities, text and finish reason."""
     text, ids, logprobs, tops, reason = answer
     assert ids == expected[1], body
     assert logprobs == expected[2], body

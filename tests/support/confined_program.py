@@ -25,7 +25,7 @@ from support.small_configs import small_config
 
 
 def outcome(action: Callable[[], object]) -> str:
-    """Return ``done``, or the name of the error."""
+    """Return ``done``, or the name of the error that ``action`` raises."""
     try:
         action()
     except OSError as error:

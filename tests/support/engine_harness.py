@@ -1,4 +1,4 @@
-"""An engine core that a test calls step by step, with a fake executor, detokenizer, log and metrics."""
+"""An engine core that a test calls step by step. Executor, detokenizer, log and metrics are fakes."""
 
 from __future__ import annotations
 

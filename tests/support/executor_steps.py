@@ -1,4 +1,4 @@
-"""Executors over stub agents: helpers that make steps and wait for events."""
+"""Helpers for tests with executors over stub agents. They make steps and wait for events."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ E = TypeVar("E", bound=ExecutorEvent)
 
 
 def shm_entries() -> set[str]:
-    """Names of the shared-memory segments that this process has made."""
+    """Returns the names of the shared-memory segments that this process has made."""
     return {name for name in os.listdir(SHM_DIRECTORY) if name.startswith(f"{SHM_PREFIX}{os.getpid()}x")}
 
 
 def events_until(executor: AgentExecutor, kind: type[E], timeout_s: float = 20.0) -> list[ExecutorEvent]:
-    """Polls until an event of this kind arrives. Returns all events so far."""
+    """Polls until an event of this kind arrives. Returns all events up to this one."""
     deadline, events = time.monotonic() + time_limit(timeout_s), []
     while time.monotonic() < deadline:
         events += executor.poll(0.5)
@@ -62,7 +62,7 @@ def prefill(seq: int, token: int, row: int = 0, **sampling: Any) -> ScheduledSte
 
 
 def submit_decode_before_prefill(executor: AgentExecutor) -> None:
-    """Submits three steps: while step 0 runs, step 1 (a decode) and step 2 (a prefill) wait in this order."""
+    """Submits three steps. While step 0 runs, step 1 (a decode) and step 2 (a prefill) wait in this order."""
     decode = prefill(1, 5)
     decode.kind = StepKind.DECODE
     executor.submit(prefill(0, SLOW))

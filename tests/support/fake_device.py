@@ -135,7 +135,10 @@ class FakeDevice:
         self._watch.answered(seq)
 
     def abort(self, seq: int) -> StepResult | None:
-        """Drops a queued step. Returns its result, or None if it is no longer queued."""
+        """Drops a queued step.
+
+        Returns the result of the dropped step, or None if the step is no longer in the queue.
+        """
         for place, slot in enumerate(self.queue):
             if slot.seq == seq and seq != self.begun:
                 del self.queue[place]
@@ -143,7 +146,7 @@ class FakeDevice:
         return None
 
     def run_next(self) -> StepResult:
-        """Runs the next step in the order of the policy. Move steps run before all others."""
+        """Runs the next step in the order of the policy. Move steps run before all other steps."""
         return self._run(self._take_next())
 
     def fail_next(self) -> int:
@@ -236,7 +239,7 @@ class FakeDevice:
         return row.last_token
 
     def _check(self, step: ScheduledStep) -> None:
-        """Checks the invariants of every step."""
+        """Checks the rules that every step must follow."""
         limits, seqs = self.limits, step.num_seqs
         columns = (step.requests, step.query_lens, step.starts, step.block_tables, step.do_sample)
         assert all(len(column) == seqs for column in (*columns, step.sample_positions))

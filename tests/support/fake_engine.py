@@ -1,4 +1,4 @@
-"""An engine without a scheduler, for tests of the HTTP edge. A script determines its output."""
+"""An engine without a scheduler, for tests of the HTTP server. A script determines its output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
 
 
 def make_status(**changes: Any) -> EngineStatus:
-    """Returns the status of an engine that serves one replica. ``changes`` are fields of it."""
+    """Returns the status of an engine that serves one replica. ``changes`` replace fields of the status."""
     values: dict[str, Any] = {
         "state": "ready",
         "steps": 7,
@@ -193,7 +193,7 @@ class FakeEngine:
         *,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
     ) -> SearchResult:
-        """Returns ``beams`` after ``delay_s``, as a beam search does."""
+        """Returns ``beams`` after ``delay_s``, as the result of a beam search."""
         record = Submitted(request_id, list(prompt_token_ids), SamplingParams(), scheduling)
         self.submitted.append(record)
         self.searches.append(params)

@@ -56,7 +56,10 @@ Script = Callable[[int, dict[str, Any]], Reply]
 
 @contextmanager
 def fake_openai_server(script: Script) -> Iterator[FakeServer]:
-    """Serves on a free port of 127.0.0.1 from a thread. ``script(n, body)`` returns the reply to the n-th POST."""
+    """Runs a server on a free port of 127.0.0.1, in a thread.
+
+    ``script(n, body)`` returns the reply to the n-th POST.
+    """
     state = FakeServer()
     ready = threading.Event()
     loop = asyncio.new_event_loop()

@@ -1,6 +1,6 @@
-"""Fakes of everything that surrounds scheduler and engine: executor, detokenizer, log and metrics.
+"""Fakes of the objects around scheduler and engine: executor, detokenizer, log and metrics.
 
-Also makes requests.
+Also has a function that makes requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def make_limits(**changes: Any) -> SchedulerLimits:
-    """Small limits for tests."""
+    """Returns small scheduler limits for tests. ``changes`` replace some of them."""
     values: dict[str, Any] = {
         "num_blocks": 33,
         "block_size": 4,
@@ -155,7 +155,7 @@ class FakeExecutor:
         return [{"rank": 0, "state": "ready"}]
 
     def push(self, event: ExecutorEvent) -> None:
-        """Lets the next ``poll`` return this event."""
+        """Makes the next ``poll`` return this event."""
         with self._changed:
             self._events.append(event)
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Starts servers whose processes import the fault module, see ``fault_module/sitecustomize.py``."""
+"""Starts servers whose processes import the fault module ``fault_module/sitecustomize.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ FAULT_MODULE = Path(__file__).resolve().parent / "fault_module"
 
 @contextmanager
 def fault_environment(**variables: str) -> Iterator[None]:
-    """Set the fault module and its variables for processes that start inside the context."""
+    """Sets environment variables, so that processes started in this context import the fault module.
+
+    ``variables`` configure the module.
+    """
     path = os.pathsep.join(filter(None, [str(FAULT_MODULE), os.environ.get("PYTHONPATH", "")]))
     values = {**variables, "PYTHONPATH": path}
     before = {name: os.environ.get(name) for name in values}

@@ -29,7 +29,7 @@ _CONTEXT.set_forkserver_preload([_PRELOAD])
 
 
 class ForkedProgram:
-    """A program that runs with ``folder`` as its working directory. The end of a ``with`` block kills it."""
+    """A program in a forked process, with ``folder`` as its working directory. The end of a ``with`` block kills it."""
 
     def __init__(self, program: Path, *arguments: str, folder: Path | None = None, **variables: str | None) -> None:
         """``variables`` change environment variables of the program. None removes a variable."""
@@ -53,7 +53,10 @@ class ForkedProgram:
         self._outputs.cleanup()
 
     def wait(self, timeout: float) -> subprocess.CompletedProcess[str]:
-        """Returns the program's output and its exit code. Raises TimeoutExpired after the scaled ``timeout``."""
+        """Returns the program's output and its exit code.
+
+        Raises TimeoutExpired after ``timeout`` seconds, scaled to this machine.
+        """
         timeout = time_limit(timeout)
         self._process.join(timeout)
         code, out, err = self._process.exitcode, self._read(self._out), self._read(self._err)

@@ -1,8 +1,8 @@
 """Fuzz cases for the frames between server and agent: streams of nearly valid messages, in both directions.
 
 A case makes a few messages, changes values, bytes or lengths, and gives the stream to the receiver in random pieces.
-The receiver must decode it or raise the error of its direction. The code that handles a message first then gets each
-decoded message.
+The receiver must decode the stream, or raise ProtocolError or AgentLostError. Each decoded message is passed to the
+code that first handles it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def fuzz_frames(cases: int, seed: int) -> dict[str, Findings]:
 
 
 def run_case(direction: str, seed: int, findings: Findings, receive: Callable[[random.Random, bytes], None]) -> None:
-    """Run the stream of one seed."""
+    """Run the case of one seed: make its stream and give it to the receiver."""
     rng = random.Random(f"{direction} {seed}")
     stream = make_stream(rng, _TO_AGENT if direction == "to_agent" else _TO_SERVER)
     findings.run(f"{direction} {seed}", lambda: receive(rng, stream), (ProtocolError, AgentLostError))

@@ -1,4 +1,4 @@
-"""Counts the outcomes of fuzz cases: accepted, refused with a clear error, or a finding."""
+"""Runs fuzz cases and counts their outcomes. A case is accepted, refused with a clear error, or a finding."""
 
 from __future__ import annotations
 

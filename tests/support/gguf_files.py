@@ -59,14 +59,14 @@ def write_gguf(path: Path, tensors: Tensors, metadata: dict[str, Any]) -> None:
 
 
 def random_integers(name: str, shape: tuple[int, ...], low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns random integers [rows, depth] and float16 scales [rows, depth / 32]."""
+    """Returns random integers [rows, depth] and float16 scales [rows, depth / 32] for the tensor ``name``."""
     rng = np.random.default_rng(sum(name.encode()))
     scales = rng.uniform(0.001, 0.1, (shape[0], shape[1] // 32)).astype(np.float16)
     return rng.integers(low, high, shape), scales
 
 
 def q8_0(name: str, shape: tuple[int, ...]) -> tuple[bytes, np.ndarray]:
-    """Returns the bytes of a tensor and its values."""
+    """Returns a random Q8_0 tensor: its bytes in the file, and its values as floats."""
     q, scales = random_integers(name, shape, -128, 128)
     content, value = b"", np.empty(shape, np.float32)
     for row in range(shape[0]):

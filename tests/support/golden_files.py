@@ -1,6 +1,6 @@
-"""Reads the results of the oracle for the seeded models: Hugging Face transformers in float32.
+"""Reads the golden files, which have the oracle's results for the seeded models.
 
-See ``tools/make_golden.py``.
+The oracle is Hugging Face transformers in float32; see ``tools/make_golden.py``.
 """
 
 from __future__ import annotations

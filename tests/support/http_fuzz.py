@@ -1,4 +1,7 @@
-"""Requests for fuzz tests of the HTTP edge, drawn from the OpenAPI document or as raw bytes."""
+"""Requests for fuzz tests of the HTTP server.
+
+They are drawn from the OpenAPI document, and some have changed bytes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class FuzzRequest:
 
 @dataclass(frozen=True)
 class FuzzAnswer:
-    """The status of the first response, or 0 if the server closed the connection without one."""
+    """The status of the first response and its bytes.
+
+    The status is 0 if the server closed the connection without a response.
+    """
 
     status: int
     body: bytes
@@ -126,7 +132,7 @@ class RequestDrawing:
                 body[nested] = {**settings, "max_new_tokens": MAX_TOKENS}
 
     def _value(self, rng: random.Random, schema: dict[str, Any], name: str, depth: int) -> Any:
-        """Return a value that mostly fits a JSON schema."""
+        """Return a random value that usually fits a JSON schema."""
         if "$ref" in schema:
             schema = self._schemas[schema["$ref"].removeprefix(_REF)]
         for key in ("anyOf", "oneOf"):

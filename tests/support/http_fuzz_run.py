@@ -48,7 +48,7 @@ class HttpFindings:
         return not has_errors and self.growth_mib <= MAX_GROWTH_MIB and self.text_is_equal
 
     def figures(self) -> str:
-        """Return one JSON line."""
+        """Return the findings as one JSON line."""
         values = {
             "requests": self.requests,
             "statuses": {str(status): self.statuses[status] for status in sorted(self.statuses)},
@@ -66,7 +66,7 @@ class HttpFindings:
 
 
 def fuzz_http(server: ServerProcess, requests: int, seed: int, clients: int = 6) -> HttpFindings:
-    """Send a number of random requests from several clients, and return the findings."""
+    """Send ``requests`` random requests from several clients, and return the findings."""
     found, port = HttpFindings(), int(server.url.rsplit(":", 1)[1])
     drawing = RequestDrawing(server.get("/openapi.json"), server.get("/v1/models")["data"][0]["id"])
     expected = server.post("/v1/completions", _CHECK)["choices"]

@@ -72,7 +72,7 @@ class HttpServer:
         loop = uvloop.new_event_loop()
         self._loop = loop
         loop.run_until_complete(self._serve())
-        loop.run_until_complete(asyncio.sleep(0.02))  # lets cancelled tasks end
+        loop.run_until_complete(asyncio.sleep(0.02))  # the loop runs shortly, so that cancelled tasks can end
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 
@@ -102,7 +102,7 @@ class HttpServer:
         return self.http.post(path, json=body)
 
     def events(self, path: str, body: Any) -> list[Any]:
-        """Returns the JSON of each server-sent event, and ``[DONE]`` as text."""
+        """Posts a request. Returns the JSON of each server-sent event, and ``[DONE]`` as text."""
         with self.http.stream("POST", path, json=body) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -112,7 +112,7 @@ class HttpServer:
         return [text if text == "[DONE]" else json.loads(text) for text in texts]
 
     def raw(self, data: bytes) -> socket.socket:
-        """Opens a connection and sends ``data``."""
+        """Opens a raw connection to the server and sends ``data``."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=time_limit(10))
         connection.sendall(data)
         return connection
@@ -137,7 +137,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 3) -> float:
 
 
 def http_request(path: str, body: bytes, *headers: str, method: str = "POST") -> bytes:
-    """Returns a request as bytes. ``headers`` replace the default headers of the same name."""
+    """Returns the bytes of a request. ``headers`` replace default headers of the same name."""
     usual = {
         "Host": "127.0.0.1",
         "Content-Type": "application/json",

@@ -45,7 +45,7 @@ class HubServer:
 
 @contextmanager
 def hub_server(files: dict[str, bytes]) -> Iterator[HubServer]:
-    """Serves a repository on a free port of 127.0.0.1 from threads."""
+    """Serves a repository from threads, on a free port of 127.0.0.1."""
     hub = HubServer(files)
 
     class Handler(_Handler):
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(404, "RepoNotFound")
 
     def _info(self, path: str) -> None:
-        """Hugging Face's description of a repository, with sizes and hashes."""
+        """Sends Hugging Face's description of a repository, with the sizes and hashes of its files."""
         if not re.fullmatch(rf"/api/models/{REPOSITORY}(/revision/(main|{COMMIT}))?", path):
             known = path.startswith(f"/api/models/{REPOSITORY}/")
             self._error(404, "RevisionNotFound" if known else "RepoNotFound")

@@ -18,10 +18,10 @@ from support.time_limits import time_limit
 def run_program(
     program: Path, *arguments: str, folder: Path, timeout: float = 120, **variables: str | None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``program`` under this Python, with ``folder`` as its working directory.
+    """Runs ``program`` with the Python of this process. ``folder`` is its working directory.
 
-    ``variables`` are added to this process's environment; None removes one. Raises subprocess.TimeoutExpired after
-    ``timeout`` seconds, scaled by ``time_limit``.
+    ``variables`` change environment variables of the program; None removes a variable. Raises subprocess.TimeoutExpired
+    after ``timeout`` seconds, scaled by ``time_limit``.
     """
     environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
     return subprocess.run(
@@ -36,9 +36,9 @@ def run_program(
 
 
 def printed_json(done: subprocess.CompletedProcess[str]) -> Any:
-    """Returns the JSON object that a successful program printed last, on one line. Otherwise fails with its output.
+    """Returns the JSON object that a successful program printed on its last own line.
 
-    MindSpore may print its own lines after it.
+    MindSpore may print more lines after it. If the program has failed, the test fails with its output.
     """
     assert done.returncode == 0, done.stderr[-4000:]
     objects = [line for line in done.stdout.splitlines() if line.startswith("{")]

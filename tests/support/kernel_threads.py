@@ -14,7 +14,7 @@ from performance.kernels.library import set_threads
 
 @contextmanager
 def threads_as_before() -> Iterator[None]:
-    """Restores the number of kernel threads after the body, which may set any number."""
+    """Restores the number of kernel threads at the end of the context, in which a test may set any number."""
     before = num_threads()
     try:
         yield
@@ -23,7 +23,7 @@ def threads_as_before() -> Iterator[None]:
 
 
 def check_threads_change_no_bit(run: Callable[[], Sequence[Array]], counts: Sequence[int]) -> None:
-    """Checks that ``run`` returns the same arrays with each of these numbers of threads, in this order."""
+    """Checks that ``run`` returns the same arrays with each number of threads in ``counts``, in this order."""
     results = []
     with threads_as_before():
         for count in counts:

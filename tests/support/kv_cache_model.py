@@ -128,7 +128,7 @@ class KVCacheModel:
         sequence.tokens.append(token)
 
     def stop(self, sequence: ModelSequence, *, finished: bool) -> None:
-        """Finishes or preempts a running sequence. Its blocks are freed when no step in flight uses them."""
+        """Finishes or preempts a running sequence. Its blocks become free when no step in flight uses them."""
         sequence.finished = finished
         sequence.state = State.LEAVING
         self._settle(sequence)
@@ -191,7 +191,7 @@ class KVCacheModel:
                 self._settle(sequence)
 
     def prune(self, keep: int) -> None:
-        """Forgets ended sequences except the latest ``keep``."""
+        """Forgets all ended sequences except the latest ``keep`` ones."""
         for sequence in self.of_state(State.GONE)[:-keep]:
             self.sequences.remove(sequence)
 

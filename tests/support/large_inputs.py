@@ -29,7 +29,7 @@ UNITS = {
 
 @dataclass(frozen=True)
 class LargeInput:
-    """The outcome of one request."""
+    """The outcome of one large request."""
 
     place: str
     status: int

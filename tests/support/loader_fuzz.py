@@ -172,7 +172,7 @@ class LoaderFuzz:
         self._originals = {file: (folder / file).read_bytes() for file in self._format.files}
 
     def run(self, seeds: range, findings: Findings) -> None:
-        """Run the cases of these seeds."""
+        """Run the case of each seed and add its outcome to ``findings``."""
         before = peak_mib()
         for seed in seeds:
             rng = random.Random(f"{self._name} {seed}")
@@ -184,7 +184,7 @@ class LoaderFuzz:
         findings.growth_mib += peak_mib() - before
 
     def keep_case(self, seed: int, place: Path) -> None:
-        """Write the damaged folder of one seed to ``place``, to look at it."""
+        """Write the damaged folder of one seed to ``place``, so that it can be inspected."""
         rng = random.Random(f"{self._name} {seed}")
         file = rng.choice(self._format.files)
         shutil.copytree(self._folder, place, dirs_exist_ok=True)
@@ -196,7 +196,10 @@ class LoaderFuzz:
 
 
 def damaged(rng: random.Random, file: str, content: bytes) -> bytes:
-    """Return the content of a file with a change that fits its format, or with random changes of bytes."""
+    """Return the damaged content of a file.
+
+    The damage is a change that fits the format of the file, or random changes of bytes.
+    """
     suffix = Path(file).suffix
     if rng.random() < 0.6:
         if suffix == ".json":

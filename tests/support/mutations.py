@@ -18,7 +18,7 @@ MAX_BLOCK = 64
 
 
 def mutate_bytes(rng: random.Random, data: bytes, *, until: int | None = None) -> bytes:
-    """Return ``data`` with one to four changes. ``until``: only bytes before this offset change."""
+    """Return ``data`` with one to four changes. If ``until`` is given, only bytes before this offset change."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         _BYTE_CHANGES[rng.randrange(len(_BYTE_CHANGES))](rng, changed, min(until or len(changed), len(changed)))
@@ -49,7 +49,7 @@ def mutate_value(rng: random.Random, value: Any) -> Any:
 
 
 def _near(rng: random.Random, value: Any) -> Any:
-    """Return a value that is nearly right: of the same type, or of a type that resembles it."""
+    """Return a value that is nearly right. It has the same type, or a type that resembles it."""
     if isinstance(value, bool):
         return rng.choice((not value, int(value), str(value).lower()))
     if isinstance(value, int):
@@ -118,7 +118,7 @@ def _insert(rng: random.Random, data: bytearray, until: int) -> None:
 
 
 def _set_integer(rng: random.Random, data: bytearray, until: int) -> None:
-    """Write an extreme number of 2, 4 or 8 bytes over a place: a length, a count or an offset."""
+    """Overwrite 2, 4 or 8 bytes with an extreme number, because they may be a length, a count or an offset."""
     size = rng.choice((2, 4, 8))
     if until >= size:
         start = rng.randrange(until - size + 1)
@@ -127,7 +127,8 @@ def _set_integer(rng: random.Random, data: bytearray, until: int) -> None:
 
 
 def _announce_huge(rng: random.Random, data: bytearray, until: int) -> None:
-    """Write a MessagePack header of a map, list, text or binary with up to 2^32 - 1 entries."""
+    """Overwrite 5 bytes with a MessagePack header that announces a map, list, text or binary of up to 2^32 - 1 entries.
+    """
     start = rng.randrange(until + 1)
     data[start : start + 5] = struct.pack(">BI", rng.choice((0xDD, 0xDF, 0xDB, 0xC6)), rng.choice((2**32 - 1, 2**31)))
 

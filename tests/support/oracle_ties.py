@@ -43,7 +43,7 @@ def check_forced(
 
 
 def complete(server: ServerProcess, prompt: list[int], count: int, **sampling: Any) -> list[int]:
-    """Returns the output tokens of a request. It is greedy unless ``sampling`` contains other parameters."""
+    """Returns the output tokens of a request. The request is greedy unless ``sampling`` contains other parameters."""
     body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     answer = server.post("/v1/completions", {**body, **sampling})
     tokens: list[int] = answer["choices"][0]["token_ids"]

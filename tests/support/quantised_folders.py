@@ -1,4 +1,4 @@
-"""Small folders in every quantised format. The encoders follow the descriptions of the formats, one value at a time."""
+"""Small model folders in every quantised format. The encoders follow the format descriptions, value by value."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass
 class Plain:
-    """A quantised weight: integers from 0 to 2^bits - 1 and their zero points, value = (q - zero) * scale."""
+    """A quantised weight.
+
+    It has integers q from 0 to 2^bits - 1, zero points and scales. A value is (q - zero point) * scale.
+    """
 
     q: np.ndarray
     zeros: np.ndarray
@@ -176,7 +179,7 @@ def model_slim(name: str, plain: Plain, *, bits: int, packed: str) -> Tensors:
 
 
 def model_slim_static(name: str, plain: Plain) -> Tensors:
-    """Weights of scheme W8A8, whose inputs have one scale and one offset."""
+    """Returns the tensors of a weight with scheme W8A8. Its inputs have one scale and one offset."""
     stem, weight = name.removesuffix(".weight"), (plain.q - 128).astype(np.int8)
     sums = weight.astype(np.int64).sum(axis=1)
     return {
@@ -193,13 +196,13 @@ INPUT_SCALE, INPUT_OFFSET = 0.03125, -17
 
 
 def pair_byte(low: int, high: int) -> int:
-    """Returns the int8 whose low bits hold ``low`` and whose high bits hold ``high``."""
+    """Returns an int8 with two int4 values: ``low`` in its low bits and ``high`` in its high bits."""
     byte = (int(high) & 15) << 4 | (int(low) & 15)
     return byte - 256 if byte > 127 else byte
 
 
 def slim_description(scheme: str, tensors: Tensors, group: int) -> dict[str, Any]:
-    """Returns a description file in which the tensors of LINEARS have ``scheme``, and all others are floats."""
+    """Returns a description file. The tensors of LINEARS have ``scheme``, and all other tensors are floats."""
     stems = [name.removesuffix(".weight") for name in LINEARS]
     return {
         "version": "1.0.0",

@@ -16,7 +16,7 @@ from llm_serving.scheduler.slo_order import LATE_SHARE
 
 
 class QueueWatch:
-    """Checks each start against the bounds of the queue. Raises AssertionError for a violation."""
+    """Checks each start of a request against the bounds of the queue. Raises AssertionError for a violation."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
@@ -62,7 +62,7 @@ class QueueWatch:
         self._starts_left.pop(name, None)
 
     def _drop_finished(self) -> None:
-        """Removes requests that the scheduler ended because of their deadline."""
+        """Forgets requests that the scheduler has ended because of their deadline."""
         for name in [name for name, request in self._waiting.items() if request.is_finished]:
             self._forget(name)
 

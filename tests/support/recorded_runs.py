@@ -26,7 +26,7 @@ def recorded_simulation(folder: Path, ring_bytes: int = RING_BYTES, **limits: An
 
 
 def some_requests(rng: random.Random, count: int) -> list[Request]:
-    """Returns random requests, many of which have a common prefix."""
+    """Returns random requests, many of which have common prefixes."""
     beginnings = [[rng.randrange(2, 50) for _ in range(40)] for _ in range(3)]
     requests = []
     for number in range(count):
@@ -43,7 +43,7 @@ def some_requests(rng: random.Random, count: int) -> list[Request]:
 def record_random_run(
     folder: Path, seed: int, *, count: int = 80, ring_bytes: int = RING_BYTES, **limits: Any
 ) -> FlightRecorder:
-    """Records a random run, with aborts, until every request has ended."""
+    """Records a random run, in which some requests are aborted, until every request has ended."""
     rng = random.Random(seed)
     simulation, recorder = recorded_simulation(folder, ring_bytes, **limits)
     random_run(simulation, some_requests(rng, count), rng, aborts=0.02)
@@ -52,7 +52,7 @@ def record_random_run(
 
 
 def record_waves(folder: Path, seed: int, *, waves: int = 4, **limits: Any) -> FlightRecorder:
-    """Records several random runs after each other, into a ring of small segments."""
+    """Records several random runs, one after the other, into a ring of small segments."""
     rng = random.Random(seed)
     simulation, recorder = recorded_simulation(folder, SMALL_RING_BYTES, **limits)
     for wave in range(waves):

@@ -28,7 +28,7 @@ __all__ = ["RoutedPlayer", "RoutedSimulation", "play_routed"]
 
 
 class FakeReplica:
-    """A scheduler behind the router, with its device, and the results that have not reached the scheduler."""
+    """A scheduler behind the router, its device, and the device's results that have not arrived yet."""
 
     def __init__(self, source: ReplicaSource, inner: Scheduler, limits: SchedulerLimits) -> None:
         self.scheduler = source
@@ -133,7 +133,7 @@ class RoutedSimulation(SimulatedClients):
             replica.answers.append(result)
 
     def answer(self) -> None:
-        """Lets the oldest result of one replica arrive."""
+        """Makes the oldest result of one replica arrive at its scheduler."""
         replica = self._some(lambda one: one.has_work)
         assert replica is not None
         if not replica.answers:
@@ -141,7 +141,7 @@ class RoutedSimulation(SimulatedClients):
         self.update(replica, replica.answers.popleft())
 
     def step_all(self) -> None:
-        """Schedules, lets each device run a step, and lets the results arrive."""
+        """Schedules steps, makes each device run one step, and makes all results arrive."""
         self.schedule()
         self.now += 0.001
         for replica in self.replicas:

@@ -54,7 +54,7 @@ def make_script_limits(values: dict[str, Any]) -> SchedulerLimits:
 
 
 class Player:
-    """Runs operations one after the other on a simulation, which checks all invariants after each."""
+    """Runs the operations of a script on a simulation, which checks all invariants after each operation."""
 
     def __init__(self, limits: dict[str, Any]) -> None:
         self.simulation = Simulation(make_script_limits(limits))
@@ -64,7 +64,7 @@ class Player:
         getattr(self, name)(*arguments)
 
     def add(self, name: str, request: dict[str, Any]) -> None:
-        """Adds a request. It may only be refused if it can never be served, or if the queue is full."""
+        """Adds a request. A refusal is correct only if the request can never be served or if the queue is full."""
         simulation = self.simulation
         if name in simulation.requests:
             return

@@ -1,4 +1,4 @@
-"""Draws random scripts: any legal limits, and requests that compete for blocks and batch rows."""
+"""Draws random scripts for the scheduler: any legal limits, and requests that compete for blocks and batch rows."""
 
 from __future__ import annotations
 

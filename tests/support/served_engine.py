@@ -1,4 +1,4 @@
-"""The engine in its thread over the fake device, for tests that use asyncio."""
+"""Runs the engine in its thread over the fake device, for tests that use asyncio."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Served:
         self.engine, self.executor, self.log = engine, executor, log
 
     async def whole(self, request: Request) -> RequestOutput:
-        """Joins all pieces of the request to one."""
+        """Runs a request and joins all its pieces to one."""
         return merge_outputs([piece async for piece in self.pieces(request)])
 
     def pieces(self, request: Request) -> Any:

@@ -1,4 +1,4 @@
-"""A real server with real agents, started as a user starts it, for tests of the whole path."""
+"""A real server with real agents, started by its command line."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ SHM_DIRECTORY = Path("/dev/shm")
 
 
 def shm_entries(pid: int | None = None) -> set[str]:
-    """Names of the shared-memory segments of one server, or of all servers."""
+    """Returns the names of the shared-memory segments of one server, or of all servers."""
     pattern = "llm-serving-*" if pid is None else f"llm-serving-{pid}x*"
     return {path.name for path in SHM_DIRECTORY.glob(pattern)}
 
 
 class ServerProcess:
-    """``start_server.py`` in its own process group. ``stop`` checks that no process and no shared memory is left."""
+    """A process of ``start_server.py`` in its own process group.
+
+    ``stop`` checks that no process or shared memory is left.
+    """
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class ServerProcess:
         return (self.folder / "stderr.txt").read_text(errors="replace")
 
     def agents(self) -> list[psutil.Process]:
-        """Returns the process ids of the present agents."""
+        """Returns the processes of the agents that run now."""
         children = psutil.Process(self.pid).children(recursive=True)
         return [child for child in children if "agent" in child.cmdline()]
 
@@ -98,12 +101,12 @@ class ServerProcess:
                 return {"status": error.code, **json.loads(error.read())}
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Returns the log's events of one kind."""
+        """Returns the log events with this name."""
         lines = [json.loads(line) for line in self.log.read_text().splitlines()]
         return [line for line in lines if line["event"] == name]
 
     def wait_until_idle(self, timeout_s: float = 30.0) -> dict[str, Any]:
-        """Waits until no request runs or waits. Returns the engine's part of /server_info at that time."""
+        """Waits until no request runs or waits. Returns the engine's part of /server_info."""
         timeout_s = time_limit(timeout_s)
         deadline = time.monotonic() + timeout_s
         while True:

@@ -1,4 +1,4 @@
-"""The clients of a simulation: their requests, the tokens that they received, and checks of these tokens."""
+"""The clients of a simulation: their requests, the tokens that they receive, and checks of these tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SimulatedClients"]
 
 
 class SimulatedClients:
-    """Sends requests to ``scheduler``, a Scheduler or a Router. The test sets the clock."""
+    """Sends requests to ``scheduler``, which is a Scheduler or a Router. The test sets the clock."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler

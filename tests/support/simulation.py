@@ -95,7 +95,7 @@ class Simulation(SimulatedClients):
         assert wakeup <= self._idle_until + 1e-9
 
     def run(self) -> bool:
-        """Lets the device run one step. ``answer`` passes its result to the scheduler."""
+        """Makes the device run one step. ``answer`` later passes the result to the scheduler."""
         if self.device.queue:
             result = self.device.run_next()
             result.graph_us = 500 + 20 * len(result.sampled_ids) + 37 * result.seq % 300
@@ -121,7 +121,7 @@ class Simulation(SimulatedClients):
         return updates
 
     def step(self) -> list[RequestUpdate]:
-        """Schedules, lets the device run a step, and passes the result to the scheduler."""
+        """Schedules steps, makes the device run one step, and passes its result to the scheduler."""
         self.schedule()
         return self.answer()
 

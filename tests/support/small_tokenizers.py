@@ -55,7 +55,7 @@ def sentencepiece_model(*, dummy_prefix: bool = True) -> bytes:
 
 
 def tokenizer_config(**changes: Any) -> dict[str, Any]:
-    """Returns ``tokenizer_config.json`` for the SentencePiece model above."""
+    """Returns ``tokenizer_config.json`` for the model of ``sentencepiece_model``, with some changes."""
     added = {str(i): {"content": text, "special": True} for i, text in enumerate((UNKNOWN, BOS, EOS, *ROLES))}
     values: dict[str, Any] = {
         "bos_token": BOS,

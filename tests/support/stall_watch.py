@@ -75,7 +75,7 @@ class StallWatch:
         return float(stall[1]), float(busy[1])
 
     def _wait_ns(self) -> int:
-        """Return the time for which the server's threads have waited for a processor, from the kernel."""
+        """Return the kernel's count of nanoseconds for which the server's threads have waited for a processor."""
         waited = 0
         for file in Path(f"/proc/{self._server.pid}/task").glob("*/schedstat"):
             with contextlib.suppress(OSError):  # a thread may end before its file is read

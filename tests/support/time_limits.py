@@ -27,9 +27,9 @@ def time_limit(seconds: float) -> float:
 
 @cache
 def _slowness() -> float:
-    """Returns how many times slower one processor is than the reference, at least 1.
+    """Returns how many times slower a processor of this machine is than the reference, at least 1.
 
-    Time spent waiting does not count.
+    The time in which this process waits for a processor does not count.
     """
     return max(1.0, min(_fixed_work() for _ in range(3)) / REFERENCE_SECONDS)
 

@@ -80,7 +80,10 @@ def worst_requests(max_tokens: int) -> list[WorstRequest]:
 
 
 def _bodies() -> list[WorstRequest]:
-    """Bodies as large, or with as many parts, as the parser accepts. The server ignores ``metadata``."""
+    """Requests whose bodies are as large, or have as many parts, as the parser accepts.
+
+    The server ignores ``metadata``.
+    """
     small = {"prompt": "a", "max_tokens": 1}
     number = len("31999,")
     values = min(MAX_JSON_VALUES, (BODY_BYTES - 1000) // number) - 1000
@@ -121,7 +124,7 @@ def _texts() -> list[WorstRequest]:
 
 
 def _outputs(max_tokens: int) -> list[WorstRequest]:
-    """Outputs with as many choices, log-probabilities and stop strings as possible."""
+    """Requests whose outputs have as many choices, log-probabilities and stop strings as possible."""
     length = min(MAX_LOGPROB_ENTRIES // (MAX_LOGPROBS + 1) // MAX_CHOICES, max_tokens)
     tokens = {"prompt": "a", "n": MAX_CHOICES, "max_tokens": length, "ignore_eos": True, "temperature": 1.0, "seed": 1}
     logprobs = {**tokens, "logprobs": MAX_LOGPROBS}

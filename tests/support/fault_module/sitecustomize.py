@@ -31,7 +31,7 @@ _kept: list[bytes] = []
 
 
 def _patch_channel(module: ModuleType) -> None:
-    """Lets ``Channel.send`` follow the orders for this process."""
+    """Makes ``Channel.send`` follow the orders for this process."""
     order_file = os.path.join(os.environ["CHAOS_FOLDER"], str(os.getpid()))
     original = module.Channel.send
 
@@ -53,7 +53,7 @@ def _patch_channel(module: ModuleType) -> None:
 
 
 def _patch_runner(module: ModuleType) -> None:
-    """Let a step with the tokens ``DEADLY`` kill its agent."""
+    """Makes a step kill its agent if a prompt contains the tokens ``DEADLY``."""
     original = module.ModelRunner.run_step
 
     def run_step(runner: Any, slot: Any, *, is_decode: bool) -> Any:
@@ -107,7 +107,7 @@ def _plant_corruption(module: ModuleType) -> None:
 
 
 class _PatchingFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules to patch and patches each after its code has run."""
+    """Finds the modules to patch, and patches each module after its code has run."""
 
     def __init__(self, patches: dict[str, Callable[[ModuleType], None]]) -> None:
         self._patches = patches
@@ -131,7 +131,7 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
 
 
 def _audit(event: str, values: tuple[Any, ...]) -> None:
-    """Write a line for each connection and each unpickled class."""
+    """Write a line to the audit file for each connection and for each unpickled class."""
     if event == "socket.connect":
         line = f"connect {values[1]!r}"
     elif event == "pickle.find_class":

@@ -19,7 +19,7 @@ GRAPHS = {"agent.step_graph.fused_steps": "FusedStepGraph", "agent.step_graph.dy
 
 
 class _Patches(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Loads the modules of ``GRAPHS`` as usual and then replaces ``run`` of their class."""
+    """Loads the modules of ``GRAPHS`` as usual, and then replaces the method ``run`` of their classes."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         if name not in GRAPHS:
