@@ -14,7 +14,7 @@ Part = tuple[int, int, int, list[int]]
 
 
 def make(seq: int, *parts: Part, moves: list[BlockMove] | None = None) -> ScheduledStep:
-    """Returns a prefill of these parts, or a move step."""
+    """Makes a prefill step of these parts, or a move step if there are no parts."""
     rows, starts, query_lens, tables = ([part[place] for part in parts] for place in range(4))
     kind = StepKind.PREFILL if parts else StepKind.MOVE
     tokens = [5] * sum(query_lens)
