@@ -1,5 +1,8 @@
-"""Rules for the code: imports between packages, forbidden modules, line lengths, and the table of packages in
-docs/architecture.md."""
+"""Tests rules for the code.
+
+The rules are about imports between packages, forbidden modules, lengths of lines, and the table of packages in
+docs/architecture.md.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,7 @@ def test_a_server_with_everything_imported_has_no_mindspore():
 
 
 def named_in_the_architecture():
-    """Returns folders and files in the first column of the table of packages."""
+    """Returns the folders and files in the first column of the table of packages in docs/architecture.md."""
     rows = (REPOSITORY / "docs/architecture.md").read_text().partition("## Packages")[2].splitlines()
     names = [name for row in rows if row.startswith("| `") for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
     assert len(names) > 60
