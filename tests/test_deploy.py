@@ -1,4 +1,4 @@
-"""The files of deploy/ agree with the server and grant few permissions."""
+"""Tests that the files of deploy/ agree with the server and grant few permissions."""
 
 from __future__ import annotations
 
