@@ -1,4 +1,4 @@
-"""Every link of the documentation leads to a file and a heading that exist."""
+"""Tests that every link of the documentation leads to an existing file and heading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
 def anchors_of(text: str) -> set[str]:
-    """Return the names that a renderer gives headings: lower case, punctuation dropped, spaces as hyphens."""
+    """Return the link targets that a renderer makes of headings.
+
+    They are in lower case, without punctuation, and with hyphens instead of spaces.
+    """
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
 
