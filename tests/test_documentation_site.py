@@ -1,4 +1,4 @@
-"""The documentation site: every page is in its menu, and it loads nothing from other hosts."""
+"""Tests the documentation site. Every page is in its menu, and it loads no file from other hosts."""
 
 from __future__ import annotations
 
