@@ -8,7 +8,7 @@ from support.position_bits import FORCED_STEPS, SHARED_TOKENS, check_position_bi
 
 
 def digests() -> dict[str, list[str]]:
-    """Returns the digests of a sequence whose positions always have the same bits."""
+    """Returns the digests of a sequence that has the same bits in each way of computing it."""
     alone = [f"digest{step}" for step in range(FORCED_STEPS + 1)]
     by_step = [f"{step} {alone[step]}" for step in (0, 1, 7, FORCED_STEPS)]
     return {
