@@ -1,4 +1,4 @@
-"""The display of the start's progress, on a terminal and in a file."""
+"""Tests how the progress of the start is shown, on a terminal and in a file."""
 
 from __future__ import annotations
 
