@@ -69,7 +69,7 @@ class Tree:
         )  # fmt: skip
 
     def build(self, *options: str, in_place: bool = True, build: str = "") -> set[str]:
-        """Builds and returns the names of the files that were made."""
+        """Runs the build. Returns the names of the files that it made."""
         process = self.run(*options, in_place=in_place, build=build)
         assert process.returncode == 0, process.stderr
         return set(re.findall(r" -o \S*/(\S+)$", process.stdout, re.MULTILINE))
