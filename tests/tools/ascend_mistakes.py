@@ -88,7 +88,7 @@ def forms_for(config: Any) -> LinearForms:
 
 
 def with_sizes(head_dim: int, block_size: int) -> Any:
-    """Returns CONFIG with other sizes of heads and blocks."""
+    """Returns CONFIG with these sizes of heads and cache blocks."""
     shape, cache = replace(GQA, head_dim=head_dim), replace(CONFIG.pa_config, block_size=block_size)
     return replace(CONFIG, shape=shape, pa_config=cache)
 
@@ -142,7 +142,7 @@ class WithoutTokenScales(native_linear._DynamicProduct):
 
 
 class ScaledTwice(native_linear._DynamicProduct):
-    """Quantises the scales of tokens twice."""
+    """Plants a mistake: takes the scales of tokens from a second quantisation, of other values."""
 
     def construct(self, x: Any, weight: Any) -> Any:
         integers, scales = self.quantise(x, None)
@@ -163,7 +163,7 @@ class OffsetsForScales(native_linear._StaticProduct):
 
 
 class HalfProducts(native_linear._StaticProduct):
-    """Multiplies to float16 instead of the type of the model, and converts the result."""
+    """Plants a mistake: multiplies to float16 instead of the model's bfloat16, and then converts the result."""
 
     def __init__(self, dtype: str) -> None:
         super().__init__("float16")
@@ -180,7 +180,7 @@ class ScaleForOffset(native_linear._WeightOnlyProduct):
 
 
 class RowsScaledTwice(native_experts._DynamicProducts):
-    """Quantises the scales of rows twice."""
+    """Plants a mistake: takes the scales of rows from a second quantisation, of other values."""
 
     def construct(self, rows: Any, weight: Any, groups: Any) -> Any:
         integers, _ = self.quantise(rows, None)
@@ -205,7 +205,7 @@ class RowsScaledTwice(native_experts._DynamicProducts):
 
 
 class EndsOfGroups(native_experts._FloatProducts):
-    """Passes the ends of the groups instead of their numbers of rows."""
+    """Plants a mistake: passes the ends of the groups instead of their numbers of rows."""
 
     def construct(self, rows: Any, weight: Any, groups: Any) -> Any:
         return self.multiply((rows,), (weight,), None, None, None, None, None, None, groups, None, None, None, 3, 0, 0)[
@@ -236,7 +236,7 @@ def turned_scales(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def weight_only(**settings: Any) -> Any:
-    """Creates the primitive with settings that do not match the weights."""
+    """Returns a replacement for the primitive, with settings that do not match the weights."""
 
     def make(**given: Any) -> Any:
         return auto_generate.WeightQuantBatchMatmul(**(given | settings))
@@ -333,7 +333,7 @@ class CandidatesWithoutTemperature(sampling_cells._Candidates):
 
 
 class OwnPart(nn.Cell):
-    """Returns the agent's own part instead of the sum over the agents."""
+    """Plants a mistake: returns the agent's own part instead of the sum over the agents."""
 
     def construct(self, x: Any, step: Any) -> Any:
         return x
@@ -412,7 +412,7 @@ def unlimited() -> Any:
 
 
 class HalfMask(native.ChunkMask):
-    """Makes the mask in float16, whatever the type of the model is."""
+    """Plants a mistake: makes the mask in float16, also if the model has another type."""
 
     def __init__(self, max_positions: int, dtype: str) -> None:
         super().__init__(max_positions, "float16")
@@ -592,7 +592,10 @@ def only_on_one_device(kind: str) -> list[str]:
 
 
 def fusions() -> list[str]:
-    """Returns the operators of the chunked graph without and with fusion, and the predicted fusions."""
+    """Checks the graph for chunks with graph-kernel fusion.
+
+    Returns the errors that the rules find, and the predicted fusions.
+    """
     config = fused("--enable_parallel_fusion=true")
     graphs = [dict(compile_graphs(each, ["chunked"]))["chunked"] for each in (CONFIG, config)]
     assert list_graph(graphs[0]) == list_graph(graphs[1]), "MindSpore fuses after its front end"
@@ -645,4 +648,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # does not wait for MindSpore's threads
+    os._exit(0)  # ends the process without waiting for MindSpore's threads

@@ -1,4 +1,4 @@
-"""The log analysis on logs that the tests write: exact figures, and no failure on damaged files."""
+"""Tests the log analysis on logs that the tests write: exact figures, and no failure on damaged files."""
 
 import gzip
 import io
@@ -39,7 +39,7 @@ class LogMaker:
     def request(
         self, number: int, arrival: float, queue: float, prefill: float, decode: float, tokens: int, **fields: Any
     ) -> None:
-        """Writes a request's events. ``phases`` are in seconds; the latencies follow from them."""
+        """Writes the events of a request. ``phases`` are in seconds, and the latencies are calculated from them."""
         name = fields.pop("request_id", f"r{number}")
         self.event(arrival, "request_arrival", request_id=name, api="completions", prompt_tokens=10, max_tokens=99)
         e2e = queue + prefill + decode
@@ -494,7 +494,7 @@ def test_many_requests_need_little_memory() -> None:
     """The memory of the analysis does not grow with the log, and the figures stay correct."""
 
     class Endless(io.RawIOBase):
-        """Generates lines while they are read: two per request, and a state line for every ten requests."""
+        """Generates a log while it is read: two lines for each request, and a state line for every ten requests."""
 
         def __init__(self, requests: int) -> None:
             self.lines = self.make(requests)

@@ -1,4 +1,4 @@
-"""An audit passes only if every package was compared with the security advisories."""
+"""Tests the audit of packages. It passes only if every package was compared with the security advisories."""
 
 from __future__ import annotations
 

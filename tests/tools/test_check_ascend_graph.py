@@ -1,4 +1,4 @@
-"""The checks of the Ascend graphs: the small configs pass, and planted mistakes fail."""
+"""Tests the checks of the Ascend graphs. Graphs of the small configs pass, and planted mistakes are found."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ Findings = Callable[[str], list[str]]
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    """Returns the errors found for a planted mistake. One process plants all mistakes of ``make test``."""
+    """Returns a function that gives the errors found for a planted mistake. One process plants all of ``make test``."""
 
     @cache
     def run_checks(*names: str) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""The language check finds prose in every kind of file, splits it into sentences and rejects phrases."""
+"""Tests the language check. It finds prose in every kind of file, splits it into sentences, and rejects phrases."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from tools import check_language
 
-# Sentences of the language guide: the rejected one and its replacement.
+# Pairs of sentences from the language guide: a rejected sentence and its replacement.
 PAIRS = [
     (
         "The queue takes so many as it may beside those who can start.",

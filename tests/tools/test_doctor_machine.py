@@ -65,7 +65,7 @@ SOURCED = {
 
 
 class Commands:
-    """Returns prepared results for known programs. All other programs are not found."""
+    """Replaces running commands. Returns prepared results for known programs, and finds no other program."""
 
     def __init__(self, **answers):
         self.answers = answers

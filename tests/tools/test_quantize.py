@@ -1,4 +1,4 @@
-"""tools/quantize.py: its output, read by this project and by another library; GPTQ; errors."""
+"""Tests tools/quantize.py: its output, which this project and another library read, GPTQ, and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[list[str], Settings, Quantization]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A float32 model in three shards, and a bfloat16 model with tied weights in one file."""
+    """Writes a float32 model in three shards, and a bfloat16 model with tied weights in one file."""
     folder = tmp_path_factory.mktemp("models")
     for name in ("mha", "gqa_tied"):
         write_model(VARIANTS[name], folder / name)
@@ -58,7 +58,7 @@ def specs_of(name: str) -> list[WeightSpec]:
 
 
 def read(folder: Path, name: str) -> dict[str, Array]:
-    """Returns every tensor as float32, with quantised ones multiplied by their scales."""
+    """Returns every tensor of a folder as float32. Quantised tensors are multiplied by their scales."""
     specs = specs_of(name)
     source = open_weights(folder, specs, seed=None)
     try:

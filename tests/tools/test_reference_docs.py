@@ -1,4 +1,4 @@
-"""The reference pages agree with the code: settings, metrics, log events, command line."""
+"""Tests that the reference pages agree with the code: settings, metrics, log events and the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tools/replay.py``: identical replays, the first difference, what-if runs, timelines."""
+"""Tests ``tools/replay.py``: identical replays, the first difference, what-if runs, and timelines."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class SteadyModel(DeviceModel):
 
 @pytest.fixture
 def steady(tmp_path):
-    """Returns the recording of a load on a steady device, and its limits."""
+    """Returns the recording of a load on a SteadyDevice, and the scheduler limits of the run."""
     rng = random.Random(6)
     recorder = record(Scheduler(make_limits()), tmp_path / "load", 1 << 24, on_error=pytest.fail)
     now = 0.0

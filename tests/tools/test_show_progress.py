@@ -1,4 +1,4 @@
-"""The line that shows that a long command still works."""
+"""Tests the line that shows that a long command still runs."""
 
 from __future__ import annotations
 

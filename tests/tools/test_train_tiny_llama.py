@@ -1,4 +1,4 @@
-"""The training of the embedded model: corpus, tokenizer in both forms, and a very short run."""
+"""Tests the training of the embedded model: its corpus, its tokenizer in both forms, and a very short run."""
 
 import itertools
 import json
@@ -37,18 +37,18 @@ ODD_TEXTS = (
 
 @pytest.fixture(scope="module")
 def processor() -> spm.SentencePieceProcessor:
-    """Returns the committed sentencepiece model."""
+    """Returns the SentencePiece model that is committed in the repository."""
     return spm.SentencePieceProcessor(model_file=str(COMMITTED / "tokenizer.model"))
 
 
 @pytest.fixture(scope="module")
 def fast_tokenizer() -> tokenizers.Tokenizer:
-    """Returns the committed ``tokenizer.json``."""
+    """Returns the ``tokenizer.json`` that is committed in the repository."""
     return tokenizers.Tokenizer.from_file(str(COMMITTED / "tokenizer.json"))
 
 
 def some_documents(count: int, seed: int = 5) -> list[list[tuple[str, str]]]:
-    """Returns the first documents of a seed."""
+    """Returns the first ``count`` documents of the corpus with this seed."""
     return list(itertools.islice(documents(seed), count))
 
 
@@ -93,7 +93,10 @@ def test_training_ids_are_those_of_the_chat_template(processor: spm.SentencePiec
 
 
 def test_rows_are_full_and_begin_with_a_document(processor: spm.SentencePieceProcessor) -> None:
-    """Rows have no padding; labels are the tokens shifted by one; documents are numbered from 1."""
+    """Training rows have no padding.
+
+    Labels are the tokens shifted by one, and documents in a row are numbered from 1.
+    """
     tokens, numbers, labels = next(batches(processor, 1, False, batch=4, length=128))
     assert tokens.shape == numbers.shape == labels.shape == (4, 128)
     assert (tokens[:, 1:] == labels[:, :-1]).all()
@@ -130,7 +133,7 @@ def rotated(vectors: Matrix, theta: float) -> Matrix:
 
 
 def test_initial_previous_token_head_looks_at_the_previous_token() -> None:
-    """With random tokens, most of its attention is on the previous position."""
+    """The initial attention head for the previous token puts most attention there, also with random tokens."""
     rng = np.random.default_rng(0)
     circuit = Circuit(1000, 256, 32, 10000.0, rng)
     tokens = circuit.embedding(rng)[rng.integers(0, 1000, 60)]
@@ -144,7 +147,7 @@ def test_initial_previous_token_head_looks_at_the_previous_token() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of a very short run of a very small model."""
+    """Returns the folder that a very short training run of a very small model writes."""
     out = tmp_path_factory.mktemp("tiny") / "model"
     options = (
         "--steps 40 --batch 4 --length 32 --long-length 64 --hidden-size 64 --layers 1 --heads 2 --kv-heads 1 "
@@ -164,7 +167,7 @@ def test_short_run_lowers_the_loss(trained: Path) -> None:
 
 
 def test_short_run_writes_a_complete_folder(trained: Path) -> None:
-    """The folder has all files, and the tensors of a tied Llama in bfloat16."""
+    """The folder has all files of a model, and the tensors of a Llama with tied embedding in bfloat16."""
     assert {path.name for path in trained.iterdir()} == FILES
     layer = "model.layers.0."
     expected = {
@@ -188,7 +191,7 @@ def test_short_run_writes_a_complete_folder(trained: Path) -> None:
 
 
 def test_committed_folder_is_complete_and_small() -> None:
-    """The folder has at most 12 MB, and its config matches its tokenizer and report."""
+    """The committed model folder has at most 12 MB. Its config matches its tokenizer and its training report."""
     paths = list(COMMITTED.iterdir())
     assert {path.name for path in paths} == FILES
     assert sum(path.stat().st_size for path in paths) <= 12_000_000

@@ -1,4 +1,4 @@
-"""The tool that compares attention on a device with NumPy: it passes on the CPU and finds a planted mistake."""
+"""Tests the tool that compares attention on a device with NumPy. It passes on the CPU and finds a planted mistake."""
 
 from __future__ import annotations
 
