@@ -1,7 +1,7 @@
-"""The wheel, installed into a new environment outside the repository, without a compiler on the PATH.
+"""Tests the wheel in a new environment outside the repository, without a compiler on the PATH.
 
-``make test-wheel`` builds the wheel and runs these tests. The packages that it needs come from the environment of the
-tests, and llm-serving itself from the wheel.
+``make test-wheel`` builds the wheel and runs these tests. The packages that the wheel needs come from the environment
+of the tests. Only llm-serving itself comes from the wheel.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
 
 @pytest.fixture(scope="module")
 def served(installed: Installation) -> Iterator[str]:
-    """Starts the server with the embedded model and yields its URL. It must end without an error."""
+    """Starts the server with the embedded model and yields its URL. The server must later end without an error."""
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
     with subprocess.Popen(
         [str(installed.bin / "llm-serving"), "serve", "--config", "llama_tiny_cpu.yaml", *settings],
