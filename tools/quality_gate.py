@@ -50,7 +50,7 @@ _NEUTRAL = {each.name: each.default for each in SAMPLER_PARAMETERS} | {
     "temperature": 0,
     "do_sample": 1,
     "sample_position": 0,
-    "num_top_logits": 1,  # without it, some graphs return only the best token and no logits
+    "num_top_logits": 1,  # without this entry, some graphs return only the best token and no logits
     "history_lens": 0,
     "history_prompt_lens": 0,
 }

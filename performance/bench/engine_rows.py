@@ -43,7 +43,10 @@ def median_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def prefill_case(tokens: int, longest: int) -> Case:
-    """Returns a prefill of one prompt. A prompt above ``longest`` is divided into as few equal prompts as possible."""
+    """Returns a prefill of ``tokens`` tokens, as one prompt.
+
+    If there are more than ``longest`` tokens, they are divided into as few prompts of equal length as possible.
+    """
     count = -(-tokens // longest)
     while tokens % count:
         count += 1

@@ -93,9 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def mask_times() -> dict[str, float]:
-    """Measures the time of each mask while random tokens that the mask allows are appended to texts of random schemas.
+    """Generates random texts that fit random schemas, and measures the time of each mask of allowed tokens.
 
-    Returns the median and the 99th percentile in microseconds.
+    Returns the median and the 99th percentile of the time, in microseconds.
     """
     rng = random.Random(1)
     compiler = GrammarCompiler(cast(Tokenizer, MadeUpTokenizer()), VOCAB_SIZE, [256])

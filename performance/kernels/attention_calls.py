@@ -1,4 +1,4 @@
-"""Calls the custom op RotaryAttention, and runs any custom op with arrays as MindSpore passes tensors to it."""
+"""Calls custom ops, mainly RotaryAttention, with NumPy arrays in the form in which MindSpore passes tensors."""
 
 from __future__ import annotations
 

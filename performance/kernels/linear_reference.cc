@@ -33,7 +33,7 @@ struct LinearWeights {
   const uint8_t* scales(const uint8_t* panel, int64_t g) const {
     return group(panel, g) + smaller(shape.group_steps, shape.steps - g * shape.group_steps) * shape.step_bytes;
   }
-  // Returns the stored number in row k (of the depth) of a column, before it is multiplied by its scale.
+  // Returns the stored number at depth `k` of a column, before it is multiplied by its scale.
   double value(int64_t column, int64_t k) const {
     const uint8_t* panel;
     int lane;

@@ -100,9 +100,9 @@ class FloodRun:
     """Delay of each request's write, sorted."""
 
     def goodput(self, ttft_ms: float, tpot_ms: float, settle_s: float) -> float:
-        """Returns the goodput: the number per second of requests that meet both objectives.
+        """Returns the goodput: how many requests per second meet both objectives.
 
-        Only requests count that end after the first ``settle_s`` seconds of the run and within ``duration_s``.
+        A request counts if it ended between ``settle_s`` and ``duration_s`` seconds after the start of the run.
         """
         begin, end = self.start + settle_s, self.start + self.duration_s
         good = sum(

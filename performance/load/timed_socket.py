@@ -32,7 +32,7 @@ class SocketUser(Protocol):
 
 
 class TimedSocket:
-    """A connected socket in the running event loop. It has no callbacks after ``close``."""
+    """A connected socket in the running event loop. After ``close``, it calls no method of its ``SocketUser``."""
 
     def __init__(self, sock: socket.socket, user: SocketUser) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Stores what clients measured in load tests, so that it can be compared again without a server."""
+"""Stores the clients' measurements of load tests, so that simulations can be compared with them without a server."""
 
 from __future__ import annotations
 

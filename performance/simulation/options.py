@@ -48,7 +48,7 @@ SAME_NAMES = ("config", "device", "recording", "fit", "save_fit", "trace", "vali
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One simulated variant: a combination of a policy and values of the swept settings."""
+    """One simulated variant: a policy, and one value for each setting that ``--sweep`` varies."""
 
     name: str
     settings: tuple[str, ...]

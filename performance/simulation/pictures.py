@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def policy_runs(policies: Sequence[str] = tuple(POLICIES), load: LoadOptions = PUBLISHED_LOAD) -> list[SimulatedRun]:
-    """Simulates the published load under each policy."""
+    """Simulates ``load`` under each policy."""
     runs = []
     for policy in policies:
         setup = make_setup(CONFIG, [f"scheduler_config.policy={policy}"], DEVICE)
@@ -104,7 +104,7 @@ def long_prompt_runs(policies: Sequence[str] = tuple(POLICIES)) -> list[Simulate
 
 
 def batching_runs(modes: Sequence[str] = tuple(MODES), requests: int = STUDY_REQUESTS) -> list[SimulatedRun]:
-    """Simulates the comparison of batching modes."""
+    """Simulates the load of ``compare_batching.py`` in each batching mode."""
     asked = [
         SimulatedRequest(each.token_ids or (), each.max_tokens)
         for each in study_workload(requests, 0, PROMPT_LEN, OUTPUTS, VOCAB)

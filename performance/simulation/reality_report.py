@@ -15,7 +15,7 @@ __all__ = ["ComparedLoad", "closing_text", "comparison_json", "result_text"]
 
 @dataclass(frozen=True, slots=True)
 class ComparedLoad:
-    """The result of a load: all tries of each part, and the compared latencies and rates."""
+    """The result of a load: every try to run each of its parts, and the latencies and rates, measured and simulated."""
 
     load: Load
     parts: list[list[Try]]

@@ -71,7 +71,7 @@ class Wiring:
 
 
 def list_graph(graph: Graph) -> list[str]:
-    """Returns the lines of the listing."""
+    """Returns the listing of a graph as lines of text."""
     return _Lister(graph).lines()
 
 

@@ -30,7 +30,7 @@ class Line:
 
 
 def charts_svg(charts: Sequence[tuple[str, Sequence[Line]]], duration_s: float, marks: Sequence[float]) -> str:
-    """Draws one chart per title below each other, from time 0. ``marks`` are times of dashed vertical lines."""
+    """Draws charts (title, lines) below each other. Time begins at 0; ``marks`` are times of dashed vertical lines."""
     unit, unit_name = next((each for each in UNITS if duration_s >= 2 * each[0]), UNITS[-1])
     with matplotlib.rc_context(FIXED):
         figure = Figure(figsize=(WIDTH_INCHES, CHART_INCHES * len(charts)), layout="constrained")

@@ -1,4 +1,4 @@
-"""Group A: input of the HTTP API."""
+"""The checks of group A: input of the HTTP API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group B: invariants of scheduler and KV cache."""
+"""The checks of group B: invariants of scheduler and KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group C: faults of processes."""
+"""The checks of group C: faults of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group D: exhaustion of resources."""
+"""The checks of group D: exhaustion of resources."""
 
 from __future__ import annotations
 

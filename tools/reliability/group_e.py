@@ -1,4 +1,4 @@
-"""Group E: security."""
+"""The checks of group E: security."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group F: overload and long runs."""
+"""The checks of group F: overload and long runs."""
 
 from __future__ import annotations
 

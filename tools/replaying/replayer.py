@@ -61,7 +61,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Replay:
-    """The outcome of a replay: its size, the first difference if there is one, and notes for the user."""
+    """The outcome of a replay: what was replayed, the first difference if there is one, and notes for the user."""
 
     num_steps: int
     num_requests: int
