@@ -52,7 +52,7 @@ class CachePages:
     def allocate_rest(self) -> None:
         """Starts a thread of the lowest priority that allocates all pages after those of ``allocate_first``.
 
-        Call this method when the agent is ready, before its first step. If the free memory may not suffice, the method
+        Call this method when the agent is ready, before its first step. If the free memory may be too small, the method
         allocates the pages itself before it returns. Then a lack of memory fails the start and not a later step.
         """
         pieces, self._rest = self._rest, []

@@ -1,4 +1,7 @@
-"""Lets the device thread wait for the masks of a step, which the server writes after it has sent the step."""
+"""Lets the device thread wait for a step's token masks (structured output).
+
+The server writes the masks into the step slot after it has sent the step.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ MASK_TIMEOUT_S = 30.0
 
 
 class MaskGate:
-    """Remembers which steps have their masks. The socket thread calls ``note``, the device thread calls ``wait``."""
+    """Remembers for which steps the token masks have arrived.
+
+    The socket thread calls ``note``, and the device thread calls ``wait``.
+    """
 
     def __init__(self, timeout_s: float = MASK_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
@@ -20,13 +26,16 @@ class MaskGate:
         self._changed = threading.Condition()
 
     def note(self, message: Masks) -> None:
-        """Remembers that the masks of a step are in its slot."""
+        """Remembers that the token masks of a step are in its step slot."""
         with self._changed:
             self._newest[message.slot] = message.seq
             self._changed.notify_all()
 
     def wait(self, seq: int) -> None:
-        """Returns when the masks of step ``seq`` are in its slot. Raises AgentError if they do not arrive in time."""
+        """Waits until the token masks of step ``seq`` are in its step slot.
+
+        Raises AgentError if the masks do not arrive in time.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: seq in self._newest.values(), self._timeout_s):
                 raise AgentError(

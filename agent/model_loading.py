@@ -1,4 +1,4 @@
-"""Builds a model over the op table, reads its weights and allocates its KV cache."""
+"""Builds a model with the operators of the op table, reads its weights and allocates its KV cache."""
 
 from __future__ import annotations
 
@@ -106,7 +106,10 @@ def load_without_network(config: Config, part: ModelPart, cache: WeightCache) ->
 
 
 def with_network(config: Config, part: ModelPart, model: LoadedModel) -> LoadedModel:
-    """Returns the model with its network, over the same memory. Imports mindspore, which must be set up."""
+    """Builds the network of a model that was loaded without it. The network uses the weights and caches of ``model``.
+
+    Imports mindspore, which must be set up.
+    """
     from agent.models.registry import find_model
 
     network = find_model(part.whole.architecture, config.model_config.model_type).build(config, model.ops)

@@ -34,7 +34,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class _OneLineFormatter(logging.Formatter):
-    """Escapes line breaks in a message, which may contain names of the model folder. A traceback keeps its lines."""
+    """Escapes line breaks in log messages, which may contain file names from the model folder.
+
+    A traceback keeps its lines.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of the base class
         record.message = record.message.replace("\n", "\\n")

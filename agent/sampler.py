@@ -40,7 +40,7 @@ class RowTable:
         self.prompt_len = np.zeros(num_rows, np.int32)
 
     def reset(self) -> None:
-        """Forgets the state of all rows."""
+        """Forgets the last tokens and histories of all batch rows."""
         self.last_token.fill(_NO_TOKEN)
         self.history_len.fill(0)
 
@@ -86,8 +86,8 @@ class Sampler:
     def sample(self, scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
         """Samples a token for each sequence of the step. Sequences that do not sample get -1.
 
-        Raises ProtocolError if a row with penalties has no history, or if its history does not fit its position. Raises
-        AgentError if the masks of the step do not arrive. Raises RuntimeError if the device fails.
+        Raises ProtocolError if a batch row with penalties has no history, or if the history's length is wrong. Raises
+        AgentError if the token masks of the step do not arrive in time. Raises RuntimeError if the device fails.
         """
         self._await_masks(slot)
         seqs, call = slot.num_seqs, self._call_of(slot)
@@ -101,7 +101,7 @@ class Sampler:
         self.rows.append(rows[penalised], np.maximum(slot.sampled_ids[:seqs][penalised], 0))
 
     def _await_masks(self, slot: StepSlot) -> None:
-        """Waits until the masks of the step are in its slot."""
+        """Waits until the token masks of the step are in its slot. Raises ProtocolError if their number is wrong."""
         highest = int(slot.mask_number[: slot.num_seqs].max())
         if highest != slot.num_masks:
             raise ProtocolError(f"a step has {slot.num_masks} masks, and its sequences use {highest}")

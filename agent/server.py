@@ -31,7 +31,7 @@ HANDSHAKE_TIMEOUT_S = 60.0
 
 
 class AgentServer:
-    """Owns the connection to the server, and the mappings of step slots and exchange."""
+    """Owns the connection to the server, and the shared memory of the step slots and of the exchange."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class AgentServer:
             self._server.send(messages.encode(message))
 
     def _accept_server(self, message: messages.Connect) -> None:
-        """Checks the server's proof and maps the shared memory."""
+        """Checks the server's proof that it knows the launch secret, then maps the shared memory."""
         if self.memory is not None:
             raise ProtocolError("the server sent connect twice")
         messages.check_proof(self._secret, "server", self._nonce, message.proof)

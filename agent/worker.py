@@ -73,7 +73,7 @@ class Worker:
         return runner
 
     def _serve(self, memory: SlotMemory, runner: ModelRunner) -> int:
-        """Runs messages. Returns 0 after Shutdown and 1 if the group failed."""
+        """Runs queued messages until the agent ends. Returns 0 after Shutdown, or 1 if the group failed."""
         ahead = runner.ahead
         if ahead is not None:
             ahead.on_computed = self._queue.step_computed
@@ -97,7 +97,7 @@ class Worker:
         return 1
 
     def _run_step(self, step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner) -> None:
-        """Runs one step. If the device runs ahead, only launches it: ``runner.ahead`` finishes it later."""
+        """Runs one step. If the device runs ahead, only launches the step, and ``runner.ahead`` finishes it later."""
         outcome: StepCost | Exception
         try:
             slot = memory.slots[step.slot]

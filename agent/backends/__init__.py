@@ -1,2 +1,2 @@
-"""The code that differs between devices: op tables, traits, hooks, and the set-up of MindSpore. See
-``agent.backends.base``."""
+"""The code that differs between devices: tables of operators, facts about the device, hooks around runs of a graph, and
+the set-up of MindSpore. ``agent.backends.base`` defines the interface."""

@@ -12,9 +12,9 @@ context_lens [seqs], query_lens [seqs]. In a static graph, ``block_tables`` has 
 entry: counts = (tokens, seqs, blocks, step number). In the graph for parts of prompts, the fifth entry is the output of
 ``chunk_mask``. Query i of a sequence with q queries and a context of c tokens is at position c - q + i.
 
-The order in which an operator adds the numbers of a row depends only on that row (its depth and its context). Therefore
-a token's result does not depend on the other tokens of the step, and prompts, chunks and decode steps give the same
-result.
+The order in which an operator adds the numbers for a token depends only on the depth of the layer and on the token's
+context. Therefore a token's result does not depend on the other tokens of the step. Prompts, chunks and decode steps
+give the same result.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class OpTable(ABC):
         """Returns an operator (hidden, residual, gamma [width], weights, step) -> (output, total).
 
         hidden, residual, output and total are [tokens, width]. total = hidden + residual. The output is the weighted
-        sum of the MLPs of the chosen experts, applied to RMSNorm(total). The MLP of the shared experts is added to it.
+        sum of the MLPs of the chosen experts, applied to RMSNorm(total). The output of the shared experts is added.
 
         ``weights`` is a tuple: router, gate_up of all experts, down of all experts. If the router has a correction, its
         float32 array [experts] follows. If there are shared experts, their gate_up and down weights follow.

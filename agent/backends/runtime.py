@@ -117,12 +117,11 @@ def _set_up_cpu(max_call_depth: int, many_operators: bool) -> None:
     _set_environment(many_operators)
     import mindspore as ms
 
-    # O0 launches kernel by kernel, which dynamic shapes and the op plugin need.
+    # O0 launches kernel by kernel, which dynamic shapes and the op plugin need. O1 would fuse kernels, but only in
+    # graphs of static shapes. Therefore context.enable_graph_kernel fuses operators in the agent's replays instead.
     jit_config = {"jit_level": "O0", **({"infer_boost": "on"} if many_operators else {})}
     ms.set_context(mode=ms.GRAPH_MODE, jit_config=jit_config, max_call_depth=max_call_depth)
     ms.set_device("CPU")
-    # MindSpore's own graph-kernel fusion is not turned on here: it needs static shapes, but the native graph's shapes
-    # are dynamic. The agent's replays fuse operators instead (context.enable_graph_kernel).
     ms.runtime.dispatch_threads_num(2 if many_operators else 1)
 
 
@@ -133,7 +132,8 @@ def _set_environment(many_operators: bool) -> None:
     if "mindspore" in sys.modules and os.environ.get(_PLUGIN_PATH) != library:
         raise AgentStartError(f"mindspore was imported before start_runtime could set {_PLUGIN_PATH}={library}")
     os.environ[_PLUGIN_PATH] = library
-    os.environ.setdefault("GLOG_v", "3")  # errors only
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore logs only errors
+
     # MindSpore's "new pipeline" launches operators from a thread that spins while it waits and so occupies a core.
     if many_operators:
         os.environ.setdefault("MS_DEV_RUNTIME_CONF", "new_pipeline:False")

@@ -96,7 +96,7 @@ def _made(folders: Iterable[Path]) -> Iterator[Path]:
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # The scratch folder is in /tmp, where another user can make a link with its name. Links do not count there.
+            # The scratch folder is in /tmp, where another user can make a link with its name. Do not follow this link.
             state = folder.lstat() if folder == scratch_folder() else folder.stat()
         except OSError:
             continue  # the agent works without this folder, or reports the problem when it writes

@@ -15,16 +15,19 @@ import sys
 
 from agent.confinement.landlock import SystemCall, system_call
 
-# Instructions of the classic BPF machine (linux/filter.h): code, jump if true, jump if false, operand.
+# Operation codes of classic BPF (linux/filter.h). An instruction has a code, two jump distances (test true, test false)
+# and an operand.
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
-_NUMBER_OFFSET, _ARCH_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16  # struct seccomp_data, little-endian
+# Offsets in bytes in struct seccomp_data: number of the system call, processor, low half of the first argument.
+_NUMBER_OFFSET, _ARCH_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16
 _SET_MODE_FILTER = 1
-_ALL_THREADS, _NO_SPECULATION_PENALTY = 1, 4  # SECCOMP_FILTER_FLAG_TSYNC and _SPEC_ALLOW
+# SECCOMP_FILTER_FLAG_TSYNC and SECCOMP_FILTER_FLAG_SPEC_ALLOW of linux/seccomp.h
+_ALL_THREADS, _NO_SPECULATION_PENALTY = 1, 4
 _X32_BIT = 0x40000000
 """First number of the system calls of x86-64's second interface (x32). The filter refuses them all."""
 
-# Audit number of the processor, number of the call seccomp(2), number of the call socket(2).
+# For each processor: its audit number, the number of the call seccomp(2), and the number of the call socket(2).
 _MACHINES = {"x86_64": (0xC000003E, 317, 41), "aarch64": (0xC00000B7, 277, 198)}
 
 _REFUSED = {

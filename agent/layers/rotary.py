@@ -63,9 +63,9 @@ def _powers(shape: ModelShape, base: np.float32 | Float32Array) -> Float32Array:
 def _dynamic_frequencies(shape: ModelShape, scaling: RopeScaling, num_positions: int) -> Float32Array:
     """Returns rotary frequencies for each position after the trained context, float32 [positions, rotary_dim / 2].
 
-    A position gets the base that NTK-aware scaling gives to a sequence that ends at this position. Therefore a rotation
-    does not depend on the chunks of a sequence or on its final length. The library transformers differs: it rotates all
-    positions of a prompt that is longer than the trained context with the base of its last position.
+    The frequencies of a position use the base that NTK-aware scaling gives to a sequence that ends at this position.
+    Therefore a rotation does not depend on the chunks of a sequence or on its final length. The library transformers
+    differs: if a prompt is longer than the trained context, all its positions use the base of the last position.
     """
     trained, factor, dim = scaling.original_max_position_embeddings, np.float32(scaling.factor), shape.rotary_dim
     lengths = np.arange(trained + 1, num_positions + 1, dtype=np.float32)

@@ -1,1 +1,4 @@
-"""Runs the inference models of MindFormers (the extra ``[mindformers]``) instead of ours; see docs/mindformers.md."""
+"""Runs the inference models of MindFormers instead of this project's own models. docs/mindformers.md describes this.
+
+The Python extra ``[mindformers]`` installs MindFormers.
+"""

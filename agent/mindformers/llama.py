@@ -42,7 +42,10 @@ class LlamaAdapter(nn.Cell):
     def construct(
         self, token_ids: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
     ) -> Tensor:
-        """Returns the logits [sequences, vocab_size] of each sequence's last token, as ``GptAdapter`` does."""
+        """Returns the logits [sequences, vocab_size] of each sequence's last token.
+
+        ``GptAdapter.construct`` describes the arguments.
+        """
         slot_mapping, block_tables, context_lens, query_lens = step[:4]
         hidden = self.llama(
             self.reshape(token_ids, (1, -1)),

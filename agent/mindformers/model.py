@@ -1,4 +1,4 @@
-"""Builds a MindFormers model instead of ours. Implements ``agent.models.registry.ModelDefinition``."""
+"""Builds a MindFormers model instead of this project's own. Implements ``agent.models.registry.ModelDefinition``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ __all__ = ["build", "ignorable_suffixes", "weight_specs"]
 
 
 def build(config: Config, ops_table: OpTable) -> Any:
-    """Builds the network of MindFormers in its adapter. Its parameters have our names and no memory yet.
+    """Builds a network of MindFormers and returns it in an adapter.
 
-    Raises AgentStartError if the package is not installed or its model does not fit the weights.
+    The parameters have this project's names, but no memory yet. Raises AgentStartError if MindFormers is not installed
+    or its model does not fit the weights.
     """
     import_mindformers(Path(config.log_config.path).parent)
     classes = inference_model(config.shape.architecture)
@@ -44,7 +45,7 @@ def _caches(config: Config, ops_table: OpTable) -> dict[str, tuple[int, ...]]:
 
 
 def _rename_parameters(found: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], architecture: str) -> None:
-    """Gives MindFormers' parameters our names, by which weights are loaded and bound."""
+    """Renames MindFormers' parameters to this project's names, by which weights are loaded."""
     names = names_of(architecture)
     ours = {names.theirs(name): name for name in wanted}
     for name in sorted(found.keys() | ours.keys()):

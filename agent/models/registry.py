@@ -1,7 +1,7 @@
 """Finds the module with the network of a model, by ``architectures`` of its ``config.json``.
 
 The network in ``agent/models/llama.py`` serves all families of ``llm_serving/model/families.py``. A family with another
-network needs a module with the functions of ``ModelDefinition``, which ``find_model`` returns.
+network needs a module with the functions of ``ModelDefinition``. ``find_model`` must then return this module.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from agent.step_inputs import Int32Array
 
 @dataclass(frozen=True, slots=True)
 class InsertedIds:
-    """For each input token of a step, whether it is a best token of the earlier step, and of which sequence.
+    """States, for each input token of a step, whether it is a best token of the earlier step, and of which sequence.
 
     ``agent.run_ahead.cells.InsertIds`` inserts these tokens on the device.
     """

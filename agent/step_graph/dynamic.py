@@ -34,7 +34,7 @@ class TakesForms(Protocol):
     """A model of MindFormers. Before a graph is compiled, ``take_form`` must set the graph's kind of attention."""
 
     def take_form(self, *, whole_prompts: bool) -> None:
-        """Prepares the model for a graph of whole prompts, or for any other graph."""
+        """Prepares the model for the next graph: a graph of whole prompts, or any other graph."""
 
 
 class DynamicStepGraph(StepGraph):

@@ -1,4 +1,4 @@
-"""The steps of the fused operators. Their inputs and results always have the same memory.
+"""Runs steps of fused operators. The inputs and results of every step are in the same memory.
 
 This module does not import MindSpore.
 """

@@ -1,6 +1,6 @@
 """Recorded launches in a form that another process can run.
 
-A launch stores no addresses: each argument is in memory with a name, or is the output of a launch.
+An argument of a stored launch has no address. It has the name of its memory, or it is the output of another launch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StoredLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StoredProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The launches of a graph, whose result is the last argument of the last launch."""
+    """The launches of a graph. The result of the graph is the last argument of the last launch."""
 
     launches: tuple[StoredLaunch, ...]
     proof: str
@@ -51,8 +51,8 @@ class StoredProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def make_launches(launches: tuple[StoredLaunch, ...], memory: Mapping[str, Array]) -> RecordedLaunches:
     """Restores stored launches in this process: calls each operator once, and returns the recorded calls for replays.
 
-    ``memory`` maps the names of memory to this process's arrays. Its inputs must be a step without tokens. Raises
-    ProgramError if the operators refuse their arguments.
+    ``memory`` maps the names of memory to this process's arrays. The inputs in these arrays must be a step without
+    tokens. Raises ProgramError if the operators refuse their arguments.
     """
     outputs: dict[tuple[int, int], Array] = {}
 

@@ -31,7 +31,7 @@ class StoredStart:
         self._found: tuple[StoredProgram, dict[str, Array]] | None = None
 
     def find(self) -> bool:
-        """Reads the stored program. Returns whether there is a valid one."""
+        """Reads the stored program. Returns False if there is no valid program."""
         self._found = self._store.find()
         return self._found is not None
 
@@ -108,7 +108,7 @@ class StoredStart:
             logger.warning("no program is stored: %s", problem)
 
     def drop(self, reason: str) -> None:
-        """Deletes the program, which turned out to be wrong."""
+        """Deletes the stored program, because it cannot be used. ``reason`` is for the log."""
         logger.warning("the stored program is not used: %s; MindSpore compiles the graph", reason)
         self._store.delete()
 

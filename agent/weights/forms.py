@@ -88,14 +88,16 @@ class LinearForm:
 
     @property
     def holds_bias(self) -> bool:
-        """True if the sum offsets include the layer's bias, so that the layer has no other bias."""
+        """True if the offsets that are added to the integer sums include the layer's bias.
+
+        The layer then has no other bias.
+        """
         return self.is_static and self.stored is not None and self.stored.sums_hold_bias
 
 
 @dataclass(frozen=True, slots=True)
 class LinearForms:
-    """The forms of the weights of a model: one form for all linear layers, one for the output layer, one for experts.
-    """
+    """The forms of a model's weights: one form for all linear layers, one for the output layer, one for experts."""
 
     layers: LinearForm = LinearForm()
     output: LinearForm = LinearForm()

@@ -67,7 +67,7 @@ class WeightSpec:
 
     @property
     def tensors(self) -> tuple[WeightPart, ...]:
-        """All checkpoint tensors of this parameter: those of the weight, then those of the bias."""
+        """All checkpoint tensors of this parameter: the parts of the weight, then the parts of the bias."""
         return self.parts + self.bias
 
     @property

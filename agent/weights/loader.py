@@ -103,7 +103,8 @@ def load_weights(
 def _unpacked(specs: Sequence[WeightSpec], *, holds_bias: bool) -> list[WeightSpec]:
     """Returns the parameters of a model whose weights are not packed.
 
-    Each bias is a parameter of its own, unless ``holds_bias``: the sum offsets of the weights then include the biases.
+    Each bias is a parameter of its own, unless ``holds_bias``. The biases are then included in the offsets that are
+    added to the integer sums.
     """
     kept = [spec for spec in specs if not spec.packed_only]
     return [each for spec in kept for each in ((spec, spec.bias_spec()) if spec.bias and not holds_bias else (spec,))]

@@ -206,7 +206,7 @@ def _decode_static(part: WeightPart, scheme: Scheme, tensors: StoredTensors) -> 
     if input_scale.min() <= 0:
         raise tensors.fail("input_scale", "must be above 0")
     sum_offsets = np.zeros(rows, np.int32)
-    # The agents' results are added. Therefore only the agent with the first column adds the sum offsets.
+    # The agents' results are added. Therefore only the agent with the first column uses ``quant_bias``.
     if tensors.has_first_column:
         sum_offsets[:] = tensors.array("quant_bias").reshape(rows)
     inverses, offsets = np.float32(1) / input_scale, np.array(np.broadcast_to(_numbers("input_offset", tensors), depth))

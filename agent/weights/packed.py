@@ -88,7 +88,10 @@ class _Plan:
 
     @property
     def holds_bias(self) -> bool:
-        """True if the sum offsets of the static inputs include the layer's bias, so that no other bias is added."""
+        """True if the offsets that are added to the integer sums include the layer's bias.
+
+        The layer then has no other bias.
+        """
         return self.is_static and self.stored is not None and self.stored.sums_hold_bias
 
 
@@ -326,9 +329,10 @@ def without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
 
 
 def joined_inputs(found: Sequence[StaticInputs], spec: WeightSpec) -> StaticInputs:
-    """Joins the input scales, input offsets and sum offsets of the tensors of one parameter, such as q, k and v.
+    """Joins the static inputs (W8A8) of the tensors of one parameter, such as q, k and v.
 
-    The tensors have the same inputs. Raises CheckpointError if their scales or offsets of these inputs differ.
+    The tensors share the scales and offsets of the inputs. Only the offsets of the integer sums are joined. Raises
+    CheckpointError if the tensors have different scales or offsets for the same inputs.
     """
     first = found[0]
     for part, each in zip(spec.parts, found, strict=True):

@@ -1,7 +1,8 @@
 """Loads integers, scales and offsets of linear layers in the forms of native primitives (``agent.weights.forms``).
 
-Floats are quantised here and rounded to nearest. The scale is max|w| / 127 for 8 bits and max|w| / 7 for 4 bits. If the
-scale has a 16-bit type, it is rounded first, so that the integers fit the rounded scale.
+Floats are quantised here and rounded to nearest. The scale is max|w| / 127 for 8 bits and max|w| / 7 for 4 bits. If
+scales have a 16-bit type, the scale is rounded before the weights are divided by it. Then the integers fit the rounded
+scale.
 """
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ class QuantizedTensor:
     """True if ``inputs`` contain the bias of the norm before the layer. Without ``inputs``, the bias would be lost."""
 
     def check_describes_layer(self, name: str) -> None:
-        """Raises CheckpointError if a layer with these weights and float inputs would compute another result.
+        """Raises CheckpointError if the layer cannot be computed with float inputs.
 
-        This is so if only ``inputs`` contains the bias of the norm before the layer.
+        This happens if the norm before the layer has a bias, because only the static ``inputs`` contain this bias.
         """
         if self.has_norm_bias:
             raise CheckpointError(

@@ -1,11 +1,11 @@
 """Reads one safetensors file through a memory map, and checks its header before it reads a tensor.
 
-The product does not read with the safetensors library, for four reasons. The library's NumPy interface has no bfloat16.
-An agent of a group reads only its part of a tensor, as a view. ``release`` gives pages back to the system, so loading
-needs the memory of the weights only once. And errors name the file, the tensor and the remedy.
+This module does not use the safetensors library, for four reasons. The library's NumPy interface has no bfloat16. An
+agent of a group reads only its part of a tensor, as a view. ``release`` gives pages back to the system, so loading
+needs the memory of the weights only once. Errors name the file, the tensor and the remedy.
 
 The format is 8 bytes N (little-endian), N bytes of JSON {name: {dtype, shape, data_offsets: [begin, end]}}, then the
-data. The library writes all safetensors files of this project.
+data. This project writes safetensors files with the library.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DTYPE_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The place of a tensor in its file. ``dtype`` is spelled as in the file."""
+    """The name, type, shape and place of a tensor in its file. ``dtype`` is spelled as in the file."""
 
     name: str
     dtype: str
@@ -59,7 +59,10 @@ class SafetensorsFile:
             raise
 
     def read(self, name: str) -> tuple[Array, str]:
-        """Returns a view of a tensor of floats as it is stored, and the name of its type. Valid until ``close``."""
+        """Returns a view of a tensor of floats as it is stored, and the name of its type.
+
+        The view is valid until ``close``. Raises CheckpointError if the tensor does not have floats.
+        """
         info = self.tensors[name]
         if info.dtype not in _DTYPE_NAMES:
             known = ", ".join(_DTYPE_NAMES)

@@ -1,7 +1,7 @@
 """Joins the agents of a group on Ascends to HCCL groups, whose names the graph's communication primitives use.
 
-The server starts the agents as one cluster (``llm_serving/executor/hccl_cluster.py``), and ``init`` joins it. An
-agent's rank in HCCL's world is its number in its group. Sources: docs/ascend.md.
+The server starts the agents as one cluster (``llm_serving/executor/hccl_cluster.py``). Each agent joins the cluster by
+MindSpore's ``init``. An agent's rank in HCCL's world is its number in its group. Sources: docs/ascend.md.
 """
 
 from __future__ import annotations

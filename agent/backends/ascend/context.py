@@ -31,9 +31,9 @@ _LISTS = (_DISABLED_CUSTOM_KERNELS, _NZ_PRIMITIVES)
 def environment(config: Config) -> dict[str, str]:
     """Returns the environment variables that MindSpore reads when it is imported.
 
-    One variable disables an Ascend's custom kernels for attention. The custom PagedAttention kernel for decode steps
-    expects a query with three axes. The query of our op table has only two axes: tokens and width
-    (``tools/ascend_graph/kernels.py``).
+    ``MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST`` disables an Ascend's custom attention kernels. The custom PagedAttention
+    kernel for decode steps expects a query with three axes. The query of our op table has only two axes: tokens and
+    width (``tools/ascend_graph/kernels.py``).
     """
     variables = {
         "GLOG_v": "3",  # log only errors

@@ -1,4 +1,4 @@
-"""Checks the limits of the Ascend's kernels before anything is loaded. Sources: docs/ascend.md."""
+"""Checks that the Ascend's kernels support a config, before anything is loaded. Sources: docs/ascend.md."""
 
 from __future__ import annotations
 

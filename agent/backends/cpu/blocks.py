@@ -1,4 +1,4 @@
-"""Block moves of a cache that is in host memory."""
+"""Copies blocks of a KV cache that is in host memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agent.weights.storage import Array, zeros
 
 
 class HostBlockMoves(BlockMoves):
-    """Runs all moves of a step in one call of a kernel."""
+    """Runs all block moves of a step in one call of a kernel."""
 
     def __init__(self, arrays: Sequence[Array], host: CacheLayout) -> None:
         self.pool = [zeros(*host) for _ in arrays]

@@ -78,7 +78,10 @@ class Linear(nn.Cell):
 
 
 class NormLinear(nn.Cell):
-    """A norm and a linear layer at the beginning of a stage, where ``residual`` is ``hidden`` and nothing is added."""
+    """A norm and a linear layer at the beginning of a stage. It adds nothing, because there is no residual stream yet.
+
+    Both arguments ``hidden`` and ``residual`` are the input of the stage.
+    """
 
     def __init__(self, norm_linear: Operator, epsilon: float) -> None:
         super().__init__()

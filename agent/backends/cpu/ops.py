@@ -126,7 +126,10 @@ class FusedCpuOps(OpTable):
         return _cells().LatentAttention(self._rows("LatentAttention", form.num_heads * form.latent.value_dim), form)
 
     def _vocabulary(self) -> tuple[int, int, int]:
-        """Returns the first token id of this agent's part, the size of the vocabulary, and the tokens of each part."""
+        """Returns the first token id of this agent's part of the vocabulary, then two numbers of tokens.
+
+        They are the size of the vocabulary and the size of each agent's part.
+        """
         assert self.part is not None, "only an agent of a split stage has a part of the vocabulary"
         return self.part.shard.vocab.start, self.part.whole.vocab_size, self.part.vocab_stride
 

@@ -1,4 +1,4 @@
-"""The folder of converted weights: finds the entry of an agent, stores new ones, and keeps the total size limited."""
+"""The folder of converted weights: finds the file of an agent, writes new files, and limits their total size."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class ArrayCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds a lock, so that only one agent at a time deletes entries to make space."""
+        """Holds a lock, so that only one agent at a time deletes files to make space."""
         descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -97,7 +97,7 @@ class GGUFFile:
         return self._header.tensors[self._place(name).name]
 
     def _bytes(self, part: WeightPart) -> npt.NDArray[np.uint8]:
-        """Returns the stored bytes of a tensor. For an expert's tensor, these are a part of the file's joint tensor."""
+        """Returns the stored bytes of a tensor. For an expert, returns its part of the tensor that has all experts."""
         entry, expert = self._entry(part.name), self._place(part.name).expert
         data = self._data[entry.begin : entry.begin + entry.size]
         return data if expert is None else data.reshape(entry.shape[0], -1)[expert]
