@@ -69,7 +69,10 @@ def published(*overrides: str) -> Config:
 
 
 def with_context(tmp_path: Path, **values: str) -> Config:
-    """Writes the published MindFormers YAML with other values in ``context``."""
+    """Writes the published MindFormers YAML with other values in ``context``.
+
+    Returns a config that refers to this file.
+    """
     text = (ROOT / "configs/llama/predict_llama2_7b.yaml").read_text(encoding="utf-8")
     for key, value in values.items():
         (line,) = [line for line in text.splitlines() if line.startswith(f"  {key}:")]

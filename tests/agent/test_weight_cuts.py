@@ -81,7 +81,7 @@ def test_a_part_of_a_seeded_tensor_equals_the_slice_of_the_whole(name: str, dtyp
 
 
 class Model:
-    """A checkpoint of a small float32 model. Returns the part of each agent."""
+    """A checkpoint of a small float32 model. ``part`` loads the part of an agent."""
 
     def __init__(self, folder: Path, shape: ModelShape, stored: str = "bfloat16") -> None:
         from agent.models.names import weight_specs
