@@ -399,7 +399,7 @@ def test_table_of_a_group(tmp_path: Path) -> None:
 def test_agents_that_share_a_key_value_head_each_keep_its_cache(tmp_path: Path) -> None:
     """Two key-value heads are divided over four agents, so each head is in two agents.
 
-    Therefore the cache takes twice the memory of one agent's cache.
+    Therefore the caches of all agents together are twice as large as the cache of a single agent.
     """
     plan = estimate_memory(small(tmp_path, "parallel_config.tensor_parallel=4"), PLENTY)
     assert plan.bytes_of("KV cache") == 2 * estimate_memory(small(tmp_path), PLENTY).bytes_of("KV cache")
