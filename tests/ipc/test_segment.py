@@ -74,7 +74,8 @@ def test_segments_that_a_process_owns_stay() -> None:
     with foreign.open("rb") as locked, new_segment(100) as (name, _):
         fcntl.flock(locked, fcntl.LOCK_SH)
         own, elsewhere = Path(SHM_DIRECTORY, name), leftover(an_ended_process())
-        own.rename(elsewhere)  # the name belongs to an ended process, as the segment of another container may
+        # The name now has the process id of an ended process, as a segment of another container may have.
+        own.rename(elsewhere)
         assert not {living.name, foreign.name, elsewhere.name} & set(remove_leftovers())
         assert living.exists()
         assert foreign.exists()
