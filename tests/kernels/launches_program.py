@@ -251,7 +251,7 @@ def check_refusals() -> None:
 def of_any_size(*cells: nn.Cell, sizes: tuple[StepSizes, StepSizes]) -> tuple[RecordedLaunches | None, str]:
     """Records launches for steps of any size from two steps with the given ``sizes``.
 
-    The first step has 2 rows and runs by the first cell, and the second has 3 rows and runs by the last cell. Returns
+    The first cell runs the first step, which has 2 rows. The last cell runs the second step, which has 3 rows. Returns
     the launches if their replays give the same results, and otherwise the reason.
     """
     ids = np.zeros(TOKENS, np.int32)

@@ -142,7 +142,10 @@ def test_rms_norm(dtype: str, seed: int, rows: int, width: int) -> None:
 @examples
 @given(any_dtype, seeds, st.integers(1, 9), st.integers(1, 200))
 def test_add_rms_norm(dtype: str, seed: int, rows: int, width: int) -> None:
-    """The results are y, the reciprocal root, and the sum x1 + x2. The norm y is computed from the rounded sum."""
+    """The results are the norm y of the sum x1 + x2, the reciprocal of its square root, and the sum.
+
+    The norm is computed from the rounded sum.
+    """
     rng = np.random.default_rng(seed)
     (a, a_exact), (b, b_exact) = (values(rng, rows, width, dtype=dtype) for _ in range(2))
     gamma, gamma_exact = values(rng, width, dtype=dtype)
@@ -371,7 +374,7 @@ def flash_graph(geometry: tuple[int, int, int], dtype: str) -> nn.Cell:
 def test_flash_attention(dtype: str, seed: int, geometry: tuple[int, int, int], lengths: list[int]) -> None:
     """With the layout TH, the prompts of a step lie one after the other, and each prompt is causal.
 
-    An input has the length of each prompt. The lengths of unused places are 0.
+    One input lists the length of each prompt. Its unused elements are 0.
     """
     heads, kv_heads, dim = geometry
     lengths = lengths if sum(lengths) else [1]

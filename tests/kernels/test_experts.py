@@ -109,7 +109,10 @@ class Experts:
         return EntryCall(tensors).run(load_library().ExpertMlp), out, total
 
     def exact(self) -> npt.NDArray[np.float64]:
-        """Returns the experts' output, computed in float64. Only the sum and the normed row are rounded to the type."""
+        """Returns the experts' output, computed in float64.
+
+        Only the sum of hidden state and residual, and the row after the norm, are rounded to the type.
+        """
         total = load(store(load(self.hidden, self.dtype) + load(self.residual, self.dtype), self.dtype), self.dtype)
         normed = total / np.sqrt((total * total).mean(-1, keepdims=True) + EPSILON) * load(self.gamma, self.dtype)
         normed = load(store(normed, self.dtype), self.dtype)
