@@ -1,6 +1,6 @@
 """Tests loads that are measured between two probes of the machine's speed, with planted speeds.
 
-A load is tried again if the speed changed. Its parts are joined.
+If the speed changed during a load, the load runs again. The parts of a long load are joined.
 """
 
 from __future__ import annotations
