@@ -294,7 +294,7 @@ def test_tenants_alternate_by_their_service() -> None:
 def test_clients_without_a_key_are_charged_like_clients_with_one() -> None:
     """Each prompt has one token and each output has seven.
 
-    If only prompts counted, requests without a key would start first more often.
+    If only prompts counted, requests without a key would start first.
     """
     simulation = Simulation(make_limits(max_num_seqs=1, decode_steps_ahead=0, policy=Policy.FCFS))
     for turn in range(8):
