@@ -1,4 +1,4 @@
-"""An agent process without a device: the real socket thread, queue and worker over arithmetic instead of a model.
+"""An agent process without a device: the real socket thread, queue and worker, with arithmetic instead of a model.
 
 The token sampled for a sequence is ``(context length * 31 + row * 7) % 251``. Some prompt tokens and some model names
 make it fail in different ways. Tests run it as ``python -m support.stub_agent`` instead of ``python -m agent``. In a

@@ -31,7 +31,7 @@ _kept: list[bytes] = []
 
 
 def _patch_channel(module: ModuleType) -> None:
-    """Makes ``Channel.send`` follow the orders for this process."""
+    """Makes ``Channel.send`` damage or delay frames, as the fault orders for this process demand."""
     order_file = os.path.join(os.environ["CHAOS_FOLDER"], str(os.getpid()))
     original = module.Channel.send
 
