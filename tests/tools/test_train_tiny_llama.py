@@ -133,7 +133,7 @@ def rotated(vectors: Matrix, theta: float) -> Matrix:
 
 
 def test_initial_previous_token_head_looks_at_the_previous_token() -> None:
-    """The initial attention head for the previous token puts most attention there, also with random tokens."""
+    """The initial attention head for the previous token puts most attention on that token, also with random tokens."""
     rng = np.random.default_rng(0)
     circuit = Circuit(1000, 256, 32, 10000.0, rng)
     tokens = circuit.embedding(rng)[rng.integers(0, 1000, 60)]
