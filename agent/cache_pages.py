@@ -57,8 +57,8 @@ class CachePages:
         """
         pieces, self._rest = self._rest, []
         num_bytes = sum(piece.size for piece in pieces)
-        # Linux counts the pages of the mapped weight file as available memory, because it could read them again.
-        # The agent needs these pages in memory, so they are subtracted.
+        # Linux counts the pages of the mapped weight file as available memory, because they can be read from the file
+        # again. The agent needs these pages in memory, so they are subtracted.
         is_safe = num_bytes <= Machine.detect().available_bytes - file_huge_page_bytes()
         if not pieces:
             return

@@ -162,9 +162,9 @@ class ModelRunner:
         """Runs the largest steps that the config allows, which proves that they fit into the memory. Then clears the
         state of all batch rows.
 
-        If the launches come from a stored program, the largest steps ran in an earlier start. Then only a short proof
-        of the stored program runs. All agents of a group warm up together. Raises GroupDownError if another agent does
-        not begin its warm-up in time.
+        If the launches of the graph come from a file, the largest steps ran in an earlier start. Then only a short
+        proof of these launches runs (``agent.stored_program``). All agents of a group warm up together. Raises
+        GroupDownError if another agent does not begin its warm-up in time.
         """
         start = time.perf_counter()
         if self._exchange is not None:
@@ -181,9 +181,9 @@ class ModelRunner:
         self._seconds["warm_up"] = time.perf_counter() - start
 
     def _is_proved(self, model: LoadedModel) -> bool:
-        """Returns True if the stored program computes the same bits as MindSpore's graph in a short proof.
+        """Returns True if stored launches give the same bits as MindSpore's graph in a short proof.
 
-        If the proof fails, deletes the stored program and compiles the graph.
+        If the proof fails, deletes the stored launches and compiles the graph.
         """
         assert self._stored is not None
         self._report("warm up", 0, 1)

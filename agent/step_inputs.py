@@ -19,7 +19,7 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of one step. All arrays are views of the step reader's memory, valid until it reads the next step."""
+    """The inputs of one step. The arrays are views of the step reader's memory, valid until the next step is read."""
 
     token_ids: Int32Array
     """[tokens]. Contains LAST_TOKEN only if the reader does not know the last tokens of the batch rows."""

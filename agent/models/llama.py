@@ -84,8 +84,9 @@ class Llama(nn.Cell):
 
 
 class DecoderLayer(nn.Cell):
-    """One layer: attention and an MLP, each with a norm before it. The norm that follows attention or MLP adds their
-    output to the residual stream.
+    """One decoder layer: a norm, attention, a second norm, and an MLP.
+
+    Attention and MLP do not add their outputs to the residual stream. The operator of the next norm adds them.
     """
 
     def __init__(self, config: Config, ops: OpTable, *, layer: int) -> None:

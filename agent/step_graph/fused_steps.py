@@ -29,7 +29,8 @@ class FusedStepGraph(StepGraph):
         self._logits, self._best_ids, self._stream = ops.logits, ops.best_ids, ops.stream
         self._result = StepLogits(self._logits[:0], self._best_ids[:0])
         self._number = 0
-        # Memoryviews: with cold caches, NumPy takes tens of microseconds to read or write one number.
+        # These are memoryviews and not arrays, because NumPy takes tens of microseconds with cold caches to read or
+        # write one number of an array.
         self._counts, self._done = buffers.counts.data, ops.best_ids.data
         self._entry: Array = buffers.token_ids if ops.is_first_stage else empty_entry(ops, buffers.token_ids.size)
 

@@ -1,4 +1,4 @@
-"""Runs the steps of a stored program."""
+"""Runs steps by replaying the launches of a graph that an earlier start has stored in a file (a stored program)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agent.weights.storage import Array
 
 
 class StoredStepGraph(FusedStepGraph):
-    """Replays the launches of a stored program. Runs MindSpore's graph only while replays are turned off."""
+    """Replays the launches of a graph that were stored in a file. Runs MindSpore's graph only while replays are off."""
 
     def __init__(
         self,

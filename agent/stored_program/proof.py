@@ -1,4 +1,7 @@
-"""The proof of a stored program: a short prompt and one decode step must give the same bits as MindSpore's graph."""
+"""The proof that launches stored in a file (a stored program) compute the same as MindSpore's graph.
+
+A short prompt and one decode step must give the same bits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Starts an agent with a stored program. After a start without one, stores the program for the next start."""
+"""Starts an agent with a stored program: the launches of its graph, which an earlier start has written to a file.
+
+After a start without a stored program, writes this file for the next start.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ logger = logging.getLogger("agent.stored_program")
 
 
 class StoredStart:
-    """Finds, uses and stores the program of one agent. If this fails, the agent starts without a stored program."""
+    """Finds, uses and stores the program of one agent, which consists of the launches of its graph.
+
+    If this fails, MindSpore compiles the graph instead.
+    """
 
     def __init__(self, config: Config, rank: int) -> None:
         """``rank`` is the agent's number among all agents."""

@@ -1,4 +1,4 @@
-"""Stores the program of an agent in the folder of converted weights, and finds it again."""
+"""Stores the program of an agent (the launches of its graph) in the folder of converted weights, and finds it again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CODE = ("agent/backends", "agent/kernels", "agent/layers", "agent/models", "age
 
 
 class ProgramStore(ArrayCache):
-    """The file with the program of one agent and with the constants of its graph, such as rotary tables."""
+    """The file with the launches of an agent's graph (its program) and the graph's constants, such as rotary tables."""
 
     def __init__(self, config: Config, rank: int) -> None:
         """``rank`` is the agent's number among all agents."""

@@ -316,7 +316,8 @@ class LatentAttention(nn.Cell):
 def _window(form: AttentionForm) -> Parameter | None:
     """Returns the operator's argument for the attention window, or None if the argument can be left out.
 
-    It cannot be left out if the arguments of the head norms follow. Without a window its value is then 0.
+    The argument is needed if the model has a window, or if the arguments of the head norms follow. The value 0 means
+    that there is no window.
     """
     if form.window == 0 and form.norm_epsilon is None:
         return None

@@ -103,8 +103,8 @@ class FusedReplays:
     def _confirm(self, launches: RecordedLaunches, results: Sequence[Array]) -> None:
         """Runs a second step with the graph and with the replay, and compares the results.
 
-        The second step has other inputs than the recorded step. The comparison therefore fails if the recording has
-        taken a value for a constant that depends on the inputs.
+        The second step has other inputs than the recorded step. If the recording treats a value as constant although it
+        depends on the inputs, the results differ.
         """
         expected: list[Array] = []
         self._run_and_copy(results, expected)

@@ -154,8 +154,8 @@ class NativeReplays:
     def _confirm(self, launches: RecordedLaunches, arrays: tuple[Array, ...]) -> Results:
         """Runs a step with the graph and with the replay, compares the results, and returns them.
 
-        The step has other inputs and sizes than the recorded steps. The comparison therefore fails if the recording has
-        taken a value for a constant that depends on them.
+        The step has other inputs and sizes than the recorded steps. If the recording treats a value as constant
+        although it depends on inputs or sizes, the results differ.
         """
         results, _ = self._graph_result(arrays)
         if has_failed():  # a primitive refused these inputs, so the results are undefined

@@ -1,8 +1,9 @@
 """Converts blocks of GGUF's quantised types to integers with scales, and to floats.
 
-Q8_0 is int8 and Q4_0 is int4, both with groups of 32 inputs, bit for bit. A block has a float16 scale d and the
-integers of 32 consecutive inputs of one output. The value is d * q for Q8_0 and d * (q - 8) for Q4_0. Byte i of Q4_0
-has input i in its low four bits and input i + 16 in its high four bits.
+Weights of type Q8_0 are read as int8 and weights of type Q4_0 as int4, without rounding, in groups of 32 inputs. A
+block of these types has a float16 scale d and the integers q of 32 consecutive inputs of one output. The value is d * q
+for Q8_0 and d * (q - 8) for Q4_0. Byte i of a Q4_0 block has input i in the low four bits and input i + 16 in the high
+four bits.
 
 All other types have finer scales, minima or code books, which the kernels do not support. The ``gguf`` library
 dequantises weights of these types. Then they are rounded to int8 in groups of 32, with scale = max|w| / 127 of the
