@@ -2,7 +2,7 @@
 
 One thread runs ``AgentServer.serve`` and never uses the device. Therefore the agent replies to ``Status`` and notices
 the end of the server while a step runs. The agent inherits the connected socket, so it never accepts a connection. Any
-error in this thread ends the process, because an agent without it would neither serve nor end.
+error in this thread ends the process, because without this thread the agent could not serve and would never end.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from llm_serving.model.families import Experts
 
 
 class NativeOps(OpTable):
-    """The op table of MindSpore's primitives, in float16 or bfloat16. The primitives do not accept float32."""
+    """The op table of MindSpore's primitives, in float16 or bfloat16. Their Python functions do not accept float32."""
 
     traits: ClassVar[DeviceTraits] = DeviceTraits("native")
 
