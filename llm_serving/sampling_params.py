@@ -86,6 +86,9 @@ class SamplingParams:
     ignore_eos: bool = _parameter(False, "Continues after the model's end token.")
     include_stop_str_in_output: bool = _parameter(False, "Keeps the stop string in the text.")
     skip_special_tokens: bool = _parameter(True, "Leaves special tokens out of the text.")
+    shown_token_ids: frozenset[int] = _parameter(
+        frozenset(), "Special tokens that stay in the text, because they begin or end parts of an answer."
+    )
     logprobs: bool = _parameter(False, "Returns the log-probability of each token.")
     top_logits: int = _parameter(0, "Most probable tokens to return with each token.", low=0, high=MAX_TOP_LOGITS)
 

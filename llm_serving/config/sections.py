@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from llm_serving.config.model_section import MAX_SEQS, MAX_TOKENS, ModelConfig
 from llm_serving.config.parallel_section import ParallelConfig
 from llm_serving.config.schema import own, published, without_effect
+from llm_serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 
 MAX_BLOCKS = 64 * 1024 * 1024
 MAX_SECONDS = 86_400.0
@@ -190,6 +191,16 @@ class ServingConfig:
         True,
         "Accept `response_format` and `structured_outputs`. The masks of allowed tokens take shared memory: 8 step "
         "slots x the largest batch x the vocabulary / 8 bytes.",
+    )
+    tool_format: str = own(
+        "auto",
+        "How the model writes tool calls. `auto`: the chat template shows it. `none`: requests with tools are refused.",
+        choices=("auto", "none", *TOOL_FORMATS),
+    )
+    reasoning_format: str = own(
+        "auto",
+        "How the model writes its reasoning. `auto`: the chat template shows it. `none`: reasoning is content.",
+        choices=("auto", "none", *REASONING_FORMATS),
     )
     canary_interval_s: float = own(
         300.0,

@@ -15,7 +15,15 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from llm_serving.constraints.grammar import JSON_SCHEMA, MAX_GRAMMAR_BYTES, REGEX, Grammar
+from llm_serving.constraints.grammar import (
+    COMPOSED,
+    JSON_SCHEMA,
+    JSON_WHITESPACE,
+    MAX_COMPOSED_BYTES,
+    MAX_GRAMMAR_BYTES,
+    REGEX,
+    Grammar,
+)
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
 from llm_serving.request import ConstraintError
@@ -25,8 +33,6 @@ MAX_COMPILING = 2
 """Maximum number of grammars that are compiled at the same time. Others wait."""
 TRIED_TOKENS = 8
 """Number of tokens for which a grammar is followed before it is accepted."""
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
-"""White space between the parts of JSON. Without a limit, a model may generate white space until ``max_tokens``."""
 _EVERY_WORD = np.uint32(0xFFFFFFFF)
 
 
@@ -144,9 +150,10 @@ class GrammarCompiler:
     async def compile(self, grammar: Grammar, param: str) -> CompiledGrammar:
         """Return a compiled grammar. Raises RequestError that names the client's field ``param``."""
         size = len(grammar.text.encode("utf-8", "surrogatepass"))
-        if size > MAX_GRAMMAR_BYTES:
+        limit = MAX_COMPOSED_BYTES if grammar.kind == COMPOSED else MAX_GRAMMAR_BYTES
+        if size > limit:
             raise RequestError(
-                f"'{param}' has {size} bytes; the maximum is {MAX_GRAMMAR_BYTES}.", param=param, code="invalid_value"
+                f"'{param}' has {size} bytes; the maximum is {limit}.", param=param, code="invalid_value"
             )
         known = self._cache.get(grammar)
         if known is None:
@@ -208,8 +215,10 @@ def _try(compiled: CompiledGrammar, param: str) -> None:
 def _library_grammar(grammar: Grammar) -> str:
     if grammar.kind == JSON_SCHEMA:
         return llguidance.LLMatcher.grammar_from_json_schema(
-            grammar.text, defaults={"whitespace_pattern": _WHITESPACE}, overrides={"lenient": False}
+            grammar.text, defaults={"whitespace_pattern": JSON_WHITESPACE}, overrides={"lenient": False}
         )
+    if grammar.kind == COMPOSED:
+        return grammar.text
     if grammar.kind == REGEX:
         return llguidance.LLMatcher.grammar_from_regex(grammar.text)
     return llguidance.LLMatcher.grammar_from_lark(grammar.text)

@@ -11,14 +11,19 @@ MAX_GRAMMAR_BYTES = 65536
 """Maximum length of a schema, a regular expression or a grammar, in bytes of UTF-8."""
 MAX_CHOICES = 1024
 """Maximum number of strings of a choice."""
-JSON_SCHEMA, REGEX, LARK = "json_schema", "regex", "lark"
+MAX_COMPOSED_BYTES = 4 * MAX_GRAMMAR_BYTES
+"""Maximum length of a grammar that the server has composed from several schemas."""
+JSON_SCHEMA, REGEX, LARK, COMPOSED = "json_schema", "regex", "lark", "composed"
+JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+"""White space between the parts of JSON. Without a limit, a model may generate white space until ``max_tokens``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """A grammar as the client wrote it.
 
-    ``kind`` is the language of ``text``: ``JSON_SCHEMA``, ``REGEX`` or ``LARK`` (llguidance's dialect of Lark).
+    ``kind`` is the language of ``text``: ``JSON_SCHEMA``, ``REGEX`` or ``LARK`` (llguidance's dialect of Lark). A
+    ``COMPOSED`` grammar is made by the server: JSON with several grammars that refer to each other.
     """
 
     kind: str

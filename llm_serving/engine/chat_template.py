@@ -7,6 +7,7 @@ token, as in transformers (see ``docs/http_api.md``).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +49,8 @@ class Allowance:
     chars_per_char: int = 0
 
     def budget(self, messages: Sequence[Mapping[str, Any]]) -> Budget:
-        """Return the budget for these messages."""
-        chars = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
+        """Return the budget for these messages. Lists and objects in them count as JSON."""
+        chars = sum(map(_length, (value for message in messages for value in message.values())))
         return Budget(
             self.steps + self.steps_per_message * len(messages) + chars // 4, self.chars + self.chars_per_char * chars
         )
@@ -70,6 +71,7 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, variables: Mapping[str, str], *, name: str = "chat_template") -> None:
         self.is_missing = source is None
+        self.source = source
         self._variables = dict(variables)
         self._environment = TemplateEnvironment()
         try:
@@ -82,15 +84,17 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         values: Mapping[str, Any] | None = None,
         max_chars: int | None = None,
         allowance: Allowance = WHOLE,
     ) -> str:
         """Return the prompt, with special tokens spelled out. Encode it with ``add_special_tokens=False``.
 
-        ``values`` are further variables of the template. They cannot replace the others. Raises RequestError if they
-        would, if there is no template, if the template refuses the messages, or if the prompt is longer
-        than ``max_chars``. Raises TemplateBudgetError if the template needs more than ``allowance``.
+        ``tools`` are the functions that the model may call. ``values`` are further variables of the template.
+        They cannot replace the others. Raises RequestError if they would, if there is no template, if the
+        template refuses the messages, or if the prompt is longer than ``max_chars``. Raises TemplateBudgetError
+        if the template needs more than ``allowance``.
         """
         if self.is_missing:
             raise RequestError(
@@ -102,12 +106,13 @@ class ChatTemplate:
         length = 0
         try:
             variables: dict[str, Any] = {
-                **self._variables, "messages": messages, "tools": None, "documents": None,
+                **self._variables, "messages": messages, "tools": tools or None, "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }  # fmt: skip
             _check_names(values or {}, variables)
             variables.update(values or {})
-            for piece in self._environment.pieces(self._template, allowance.budget(messages), variables):
+            budget = allowance.budget([*messages, *(tools or ())])
+            for piece in self._environment.pieces(self._template, budget, variables):
                 pieces.append(piece)
                 length += len(piece)
                 if max_chars is not None and length > max_chars:
@@ -131,6 +136,12 @@ class ChatTemplate:
                 param="messages",
             ) from reason
         return "".join(pieces)
+
+
+def _length(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return len(json.dumps(value)) if isinstance(value, list | dict) else 0
 
 
 def _check_names(values: Mapping[str, Any], variables: Mapping[str, Any]) -> None:

@@ -112,9 +112,10 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         include_stop_str_in_output: bool = False,
         prompt_token_ids: Sequence[int] = (),
+        shown_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._table = tokenizer.table
-        self._skip = tokenizer.table.special if skip_special_tokens else frozenset()
+        self._skip = tokenizer.table.special - shown_token_ids if skip_special_tokens else frozenset()
         self._decoder = _Utf8Decoder("replace")
         self._matcher = StopMatcher(stop) if stop else None
         self._include_stop = include_stop_str_in_output
@@ -137,6 +138,7 @@ class IncrementalDetokenizer:
             skip_special_tokens=sampling.skip_special_tokens,
             include_stop_str_in_output=sampling.include_stop_str_in_output,
             prompt_token_ids=prompt_token_ids,
+            shown_token_ids=sampling.shown_token_ids,
         )
 
     def append(self, token_ids: Sequence[int]) -> tuple[str, str | None]:

@@ -7,10 +7,32 @@ from collections.abc import Mapping
 from typing import Any
 
 STRING = "string"
+MAX_REFERENCES = 8
+"""Maximum number of references that are followed from one schema to another."""
 
 
-def json_types(schema: object) -> frozenset[str]:
-    """Return the JSON types that a schema allows. Empty if the schema does not state any type."""
+def resolve(schema: object, root: Mapping[str, Any]) -> object:
+    """Return the schema that a local reference names, or ``schema`` itself if it is no reference."""
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(schema, Mapping):
+            return schema
+        parts = schema.get("allOf")
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/"):
+            found: object = root
+            for key in reference[2:].split("/"):
+                found = found.get(key) if isinstance(found, Mapping) else None
+            schema = found
+        elif isinstance(parts, list) and len(parts) == 1:
+            schema = parts[0]
+        else:
+            return schema
+    return None
+
+
+def json_types(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the JSON types that a schema allows. Empty if the schema states none. ``root`` has its references."""
+    schema = resolve(schema, root)
     if not isinstance(schema, Mapping):
         return frozenset()
     kind = schema.get("type")
@@ -21,12 +43,19 @@ def json_types(schema: object) -> frozenset[str]:
     for key in ("anyOf", "oneOf"):
         options = schema.get(key)
         if isinstance(options, list):
-            found = [json_types(option) for option in options]
+            found = [json_types(option, root) for option in options if option != schema]
             return frozenset().union(*found) if all(found) else frozenset()
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
         return frozenset(map(_type_of, values))
     return frozenset()
+
+
+def parameter_types(schema: Mapping[str, Any] | None) -> dict[str, frozenset[str]]:
+    """Return the JSON types of each parameter in the schema of a tool's arguments."""
+    root = schema or {}
+    properties = root.get("properties")
+    return {name: json_types(one, root) for name, one in properties.items()} if isinstance(properties, Mapping) else {}
 
 
 def is_text(types: frozenset[str]) -> bool:
@@ -41,7 +70,7 @@ def as_json(value: str, types: frozenset[str]) -> str:
     """
     try:
         parsed = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return json.dumps(value, ensure_ascii=False)
     kind = _type_of(parsed)
     allowed = kind in types or (kind == "integer" and "number" in types) or STRING not in types

@@ -20,6 +20,7 @@ from llm_serving.server.prompts import check_vocabulary, encode_chat, encode_tex
 from llm_serving.server.protocol import Messages, Name, TemplateValues
 from llm_serving.server.scheduling import visit_of
 from llm_serving.server.state import Endpoint, ServerState
+from llm_serving.server.tool_fields import Tools
 from llm_serving.server.validation import StrictModel
 from llm_serving.server.work import off_loop
 from llm_serving.telemetry.metrics import CONTENT_TYPE
@@ -41,6 +42,7 @@ class TokenizeRequest(StrictModel):
     model: Name = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools = Field(default=None, description="Functions that the model may call.")
     chat_template_kwargs: TemplateValues = Field(default_factory=dict)
     add_special_tokens: bool | None = Field(
         default=None,
@@ -157,6 +159,7 @@ async def _tokenize(state: ServerState, request: Request) -> Response:
             messages,
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=body.add_special_tokens is True,
+            tools=[tool.for_template() for tool in body.tools or ()],
             template_values=body.chat_template_kwargs,
         )
         ids = list(prompt.token_ids)

@@ -20,8 +20,10 @@ from llm_serving.errors import (
     NotFiniteError,
     RequestError,
 )
+from llm_serving.parsing.thinking import ThinkingWatch
 from llm_serving.request import FinishReason, RequestOutput, SchedulingParams, TokenLogits
 from llm_serving.scheduler.output import NOT_FINITE_ERROR
+from llm_serving.server.answer_plan import AnswerPlan
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.http_protocol import RECEIVED_AT
 from llm_serving.server.receipts import receipt_json
@@ -78,6 +80,7 @@ class Generation:
         self._is_refused = False
         self._cached_tokens: dict[int, int] = {}
         self._searches: list[str] = []
+        self._watches: dict[int, ThinkingWatch] = {}
         request.scope[GENERATION] = self
 
     @property
@@ -96,6 +99,26 @@ class Generation:
         for choice in self.choices:
             first.setdefault(id(choice.prompt), choice.index)
         return sum(self._cached_tokens.get(index, 0) for index in first.values())
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Number of tokens of the reasoning until now. None if the model has no reasoning."""
+        return sum(watch.num_tokens for watch in self._watches.values()) if self._watches else None
+
+    def watch_reasoning(self, plan: AnswerPlan | None) -> None:
+        """Count the tokens of the reasoning of each choice, if ``plan`` has a format for it."""
+        token_bytes = self.state.engine.tokenizer.token_bytes
+        for choice in self.choices:
+            watch = None if plan is None else plan.watch(token_bytes)
+            if watch is not None:
+                self._watches[choice.index] = watch
+
+    def note_tokens(self, index: int, token_ids: Sequence[int]) -> None:
+        """Count the next tokens of choice ``index`` if they are part of the reasoning."""
+        watch = self._watches.get(index)
+        if watch is not None:
+            for token_id in token_ids:
+                watch.advance(token_id)
 
     def receipt(self) -> dict[str, Any]:
         """Return the receipt of the HTTP request: the time that it has spent in each phase until now."""
@@ -232,6 +255,7 @@ class _Collector:
             return
         answer = self.answers[index]
         self._texts[index].append(piece.text)
+        self._generation.note_tokens(index, piece.token_ids)
         answer.token_ids.extend(piece.token_ids)
         if self._keep_logits:
             answer.logits.extend(piece.logits)

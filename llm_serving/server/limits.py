@@ -15,6 +15,11 @@ MAX_TEMPLATE_VALUES = 32
 """Maximum number of values in ``chat_template_kwargs``."""
 MAX_TEMPLATE_VALUE_CHARS = 4096
 """Maximum number of characters of a text in ``chat_template_kwargs``."""
+MAX_TOOLS = 128
+"""Maximum number of tools in one request."""
+MAX_TOOLS_BYTES = 65536
+"""Maximum size of all tools of a request together, as JSON."""
+MAX_TOOL_NAME_CHARS = 64
 MAX_MESSAGES = 4096
 MAX_NAME_CHARS = 256
 """Maximum length of ids and names in a request."""

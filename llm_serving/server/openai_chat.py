@@ -12,7 +12,15 @@ from pydantic import Field
 from starlette.requests import Request
 
 from llm_serving.errors import RequestError
-from llm_serving.request import RequestOutput
+from llm_serving.request import FinishReason, RequestOutput
+from llm_serving.server.answer_grammar import answer_constraint
+from llm_serving.server.answer_plan import (
+    AnswerPlan,
+    check_tool_fields,
+    offered_tools,
+    plan_answer,
+    template_values,
+)
 from llm_serving.server.beams import check_beam_fields, search_answers
 from llm_serving.server.body import read_request
 from llm_serving.server.generation import Answer, Generation
@@ -20,6 +28,7 @@ from llm_serving.server.json_pieces import EncodedList
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.limits import MAX_LOGPROBS
 from llm_serving.server.logprobs import chat_entries
+from llm_serving.server.openai_answer import TOOL_CALLS, DeltaWriter, message_of
 from llm_serving.server.openai_stream import (
     FINISH,
     OpenAIStream,
@@ -34,27 +43,24 @@ from llm_serving.server.sampling import Choice, base_sampling, make_choices
 from llm_serving.server.scheduling import tenant_of
 from llm_serving.server.sse import EventStream
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
-from llm_serving.server.structured import compiled_grammar
+from llm_serving.server.tool_fields import ToolFields
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(ToolFields, SamplingFields):
     """Request body of ``/v1/chat/completions``: a conversation that the assistant continues."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
         "logit_bias": (None, {}),
         "modalities": (None, ["text"]),
         "audio": (None,),
         "prediction": (None,),
-        "reasoning_effort": (None, "none"),
         "verbosity": (None,),
         "web_search_options": (None,),
         "moderation": (None,),
     }
-    ignored = IGNORED | {"parallel_tool_calls"}
+    ignored = IGNORED
 
     messages: Messages
     max_tokens: MaxTokens = Field(
@@ -74,18 +80,20 @@ async def create_chat_completion(state: ServerState, request: Request) -> AnyRes
     body = await read_request(ChatRequest, request, state.settings.max_body_bytes)
     state.check_model(body.model)
     _check(body)
+    check_tool_fields(state, body)
     generation = Generation(state, request, "chat.completions", "chatcmpl", body, stream=bool(body.stream))
-    generation.choices = await _choices(state, body, generation.request_id)
+    generation.choices, plan = await _choices(state, body, generation.request_id)
+    generation.watch_reasoning(plan)
     state.check_ready()
     if body.stream:
-        return EventStream(generation, ChatStream(generation, body))
+        return EventStream(generation, ChatStream(generation, body, plan))
     if body.use_beam_search:
         has_limit = body.max_tokens is not None or body.max_completion_tokens is not None
         work = search_answers(generation, body, None, has_limit=has_limit)
     else:
         work = generation.answers(keep_logits=bool(body.logprobs))
     answers = await run_while_connected(state.active, request.receive, work)
-    return await response_of(generation, "chat.completion", answers, partial(_choice, generation, body))
+    return await response_of(generation, "chat.completion", answers, partial(_choice, generation, body, plan))
 
 
 ENDPOINTS = (
@@ -111,11 +119,13 @@ def _check(body: ChatRequest) -> None:
     check_beam_fields(body)
 
 
-async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> list[Choice]:
+async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> tuple[list[Choice], AnswerPlan | None]:
     n = body.n or 1
     check_choices(1, n)
     messages = [message.for_template() for message in body.messages]
-    prompt = await encode_chat(state, messages, template_values=body.chat_template_kwargs)
+    tools = [tool.for_template() for tool in offered_tools(body)]
+    prompt = await encode_chat(state, messages, tools=tools, template_values=template_values(state, body))
+    plan = plan_answer(state, body, prompt)
     ids = prompt.token_ids
     check_prompt(len(ids), state.settings, "messages")
     newer = body.max_completion_tokens is not None
@@ -126,17 +136,25 @@ async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> li
         base_sampling(body, state.settings.sampling_defaults),
         logprobs=bool(body.logprobs),
         top_logits=body.top_logprobs or 0,
+        shown_token_ids=frozenset() if plan is None else plan.shown_token_ids,
     )
-    grammar = await compiled_grammar(state, body, ignore_eos=params.ignore_eos, beams=bool(body.use_beam_search))
-    return make_choices(state.settings, request_id, [prompt], [(params, max_tokens)], n, body.seed, grammar)
+    constraint = await answer_constraint(
+        state, body, body, plan, ignore_eos=params.ignore_eos, beams=bool(body.use_beam_search)
+    )
+    return make_choices(state.settings, request_id, [prompt], [(params, max_tokens)], n, body.seed, constraint), plan
 
 
-def _choice(generation: Generation, body: ChatRequest, answer: Answer) -> dict[str, Any]:
+def _choice(generation: Generation, body: ChatRequest, plan: AnswerPlan | None, answer: Answer) -> dict[str, Any]:
     logprobs = None
     if body.logprobs:
         entries = chat_entries(generation.state.engine.tokenizer, answer.logits, body.top_logprobs or 0)
         logprobs = {"content": EncodedList(entries), "refusal": None}
-    message = {"role": "assistant", "content": answer.text, "refusal": None}
+    if plan is None:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    else:
+        message, has_calls = message_of(plan, answer.text)
+        if has_calls and answer.finish_reason == FinishReason.STOP.value:
+            answer = replace(answer, finish_reason=TOOL_CALLS)
     return choice_of(body, answer, {"message": message}, logprobs)
 
 
@@ -145,8 +163,9 @@ class ChatStream(OpenAIStream):
 
     object = "chat.completion.chunk"
 
-    def __init__(self, generation: Generation, body: ChatRequest) -> None:
+    def __init__(self, generation: Generation, body: ChatRequest, plan: AnswerPlan | None) -> None:
         super().__init__(generation, body)
+        self._writers = {} if plan is None else {choice.index: DeltaWriter(plan) for choice in generation.choices}
         self._logprobs = body.top_logprobs or 0 if body.logprobs else None
 
     def events(self, choice: Choice, piece: RequestOutput) -> bytes:
@@ -157,22 +176,24 @@ class ChatStream(OpenAIStream):
         if self._logprobs is not None and piece.logits:
             entries = list(chat_entries(self.tokenizer, piece.logits, self._logprobs))
             logprobs = orjson.dumps({"content": entries, "refusal": None})
-        if piece.text or logprobs != b"null" or (piece.token_ids and self.wants_token_ids):
-            ids = self.token_ids(choice, piece.token_ids, first=False)
-            text = orjson.dumps(piece.text)
-            events.append(
-                self.event(
-                    choice.index,
-                    b',"delta":{"content":',
-                    text,
-                    b'},"logprobs":',
-                    logprobs,
-                    b',"finish_reason":null',
-                    ids,
-                )
-            )
+        has_more = logprobs != b"null" or bool(piece.token_ids and self.wants_token_ids)
+        writer = self._writers.get(choice.index)
+        if writer is None:
+            deltas = [b'{"content":' + orjson.dumps(piece.text) + b"}"] if piece.text or has_more else []
+        else:
+            self.generation.note_tokens(choice.index, piece.token_ids)
+            deltas = writer.deltas(piece.text, is_last=piece.finish_reason is not None)
+            if has_more and not deltas:
+                deltas = [b"{}"]
+        ids = self.token_ids(choice, piece.token_ids, first=False) if deltas else b""
+        for delta in deltas:
+            members = (b',"delta":', delta, b',"logprobs":', logprobs, b',"finish_reason":null', ids)
+            events.append(self.event(choice.index, *members))
+            logprobs, ids = b"null", b""  # the first delta has those of the whole piece
         if piece.finish_reason is not None:
             reason, stop_reason = FINISH[piece.finish_reason], stop_reason_json(piece)
+            if writer is not None:
+                reason = writer.finish_reason(piece.finish_reason) or reason
             fields = (b',"delta":{},"logprobs":null,"finish_reason":', reason, stop_reason)
             events.append(self.event(choice.index, *fields))
         return b"".join(events)

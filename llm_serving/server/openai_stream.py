@@ -144,9 +144,12 @@ def _head(generation: Generation, kind: str) -> dict[str, Any]:
 def _usage(generation: Generation, num_output_tokens: int) -> dict[str, Any]:
     """Return the member ``usage`` of a response: OpenAI's token counts."""
     num_prompt_tokens = generation.num_prompt_tokens
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
     }
+    if (num_reasoning_tokens := generation.num_reasoning_tokens) is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+    return usage

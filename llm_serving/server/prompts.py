@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import orjson
+
 from llm_serving.engine.chat_template import SHORT, TemplateBudgetError
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.parsing.described import describe_tools
+from llm_serving.parsing.formats import DEFAULT_TOOL_FORMAT
 from llm_serving.server.limits import (
     INLINE_CHAT_CHARS,
     INLINE_MESSAGES,
@@ -19,6 +23,7 @@ from llm_serving.server.limits import (
     MAX_SEQUENCES,
 )
 from llm_serving.server.state import ServerSettings, ServerState
+from llm_serving.server.tool_fields import with_text_arguments
 from llm_serving.server.validation import short
 from llm_serving.server.work import check_work, off_loop
 
@@ -128,24 +133,32 @@ async def encode_chat(
     *,
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
     template_values: Mapping[str, Any] | None = None,
     suffix: str = "",
 ) -> Prompt:
     """Return the prompt of a conversation: the text of the chat template, followed by ``suffix``.
 
-    ``template_values`` are further variables for the template. Long conversations and slow templates are rendered in
-    another thread. Raises RequestError if there is no chat template, if the template fails on the messages, or if the
-    prompt cannot fit the context.
+    If the template does not render ``tools``, the system message describes the tools. ``template_values`` are
+    further variables for the template. Long conversations and slow templates are rendered in another thread. Raises
+    RequestError if there is no chat template, if the template fails on the messages, or if the prompt cannot fit
+    the context.
     """
     template = state.engine.tokenizer.chat_template
+    output_format = state.output_format
+    if not output_format.template_has_tools and (tools or any(map(_has_calls, messages))):
+        messages, tools = describe_tools(messages, tools, output_format.tools or DEFAULT_TOOL_FORMAT), ()
+    elif output_format.arguments_are_text:
+        messages = with_text_arguments(messages)
     render = partial(
         template.render,
         messages,
         add_generation_prompt=add_generation_prompt,
+        tools=tools,
         values=template_values,
         max_chars=max_chars(state),
     )
-    is_short = len(messages) <= INLINE_MESSAGES and sum(len(one["content"]) for one in messages) <= INLINE_CHAT_CHARS
+    is_short = len(messages) <= INLINE_MESSAGES and _num_chars(messages, tools) <= INLINE_CHAT_CHARS
     text = None
     if is_short and state.renders_inline:
         try:
@@ -156,6 +169,17 @@ async def encode_chat(
         text = await asyncio.get_running_loop().run_in_executor(None, render)
     text += suffix
     return Prompt(await _encode(state, text, "messages", add_special_tokens, inline=True), text)
+
+
+def _has_calls(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "tool" or bool(message.get("tool_calls"))
+
+
+def _num_chars(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> int:
+    """Return the length of a conversation and its tools."""
+    contents = sum(len(message["content"] or "") for message in messages)
+    objects = [*tools, *(call for message in messages for call in message.get("tool_calls") or ())]
+    return contents + (len(orjson.dumps(objects)) if objects else 0)
 
 
 def max_chars(state: ServerState) -> int:

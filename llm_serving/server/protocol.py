@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from llm_serving.engine.beam_search import MAX_BEAM_WIDTH
 from llm_serving.sampling_params import MAX_TOP_LOGITS, PARAMETERS
@@ -17,9 +17,11 @@ from llm_serving.server.limits import (
     MAX_NAME_CHARS,
     MAX_TEMPLATE_VALUE_CHARS,
     MAX_TEMPLATE_VALUES,
+    MAX_TOOLS,
 )
 from llm_serving.server.scheduling import SchedulingFields
 from llm_serving.server.structured_fields import StructuredFields
+from llm_serving.server.tool_fields import EarlierCall
 from llm_serving.server.validation import LaxModel, StrictModel, short
 
 _MAX_STOP_STRINGS, _MAX_STOP_CHARS = PARAMETERS["stop"].max_items or 0, PARAMETERS["stop"].max_chars or 0
@@ -163,9 +165,33 @@ def _join_content(value: object) -> object:
     return "".join(texts)
 
 
+def _check_content(value: str | None, info: ValidationInfo) -> str | None:
+    """Check that a message without content is one of the assistant with tool calls."""
+    if value is None and not (info.data.get("role") == "assistant" and info.data.get("tool_calls")):
+        raise PydanticKnownError("string_type")
+    return value
+
+
+def _check_tool_call_id(value: str | None, info: ValidationInfo) -> str | None:
+    """Check that the messages of tools, and only these, name a call."""
+    is_tool = info.data.get("role") == "tool"
+    if is_tool and value is None:
+        raise PydanticKnownError("missing")
+    if not is_tool and value is not None:
+        raise PydanticCustomError("tool_call_id", "is only allowed in messages with the role 'tool'")
+    return value
+
+
+def _check_calls(value: list[EarlierCall] | None, info: ValidationInfo) -> list[EarlierCall] | None:
+    if value and info.data.get("role") != "assistant":
+        raise PydanticCustomError("tool_calls", "is only allowed in messages with the role 'assistant'")
+    return value
+
+
 Content = Annotated[
-    str,
+    str | None,
     BeforeValidator(_join_content),
+    AfterValidator(_check_content),
     WithJsonSchema(
         {
             "anyOf": [
@@ -193,19 +219,38 @@ class Message(StrictModel):
         "refusal": (None,),
         "audio": (None,),
         "function_call": (None,),
-        "tool_calls": (None, []),
         "annotations": (None, []),
     }
 
-    role: Literal["system", "developer", "user", "assistant"] = Field(description="`developer` means `system`.")
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="`developer` means `system`.")
+    tool_calls: Annotated[
+        list[EarlierCall] | None, Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_check_calls)
+    ] = Field(default=None, description="Tool calls of an earlier answer.")
     content: Content
+    tool_call_id: Annotated[str | None, Field(max_length=MAX_NAME_CHARS), AfterValidator(_check_tool_call_id)] = Field(
+        default=None, validate_default=True, description="The call whose result a message of role `tool` has."
+    )
     name: str | None = Field(default=None, max_length=MAX_NAME_CHARS)
+    reasoning_content: str | None = Field(default=None, description="The reasoning of an earlier answer.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_content(cls, data: object) -> object:
+        """Give messages with tool calls a content, because clients leave it out."""
+        return (
+            {**data, "content": None}
+            if isinstance(data, dict) and data.get("tool_calls") and "content" not in data
+            else data
+        )
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as a dict, which is the input of chat templates."""
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        if self.name is not None:
-            message["name"] = self.name
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
         return message
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-from llm_serving.constraints.compiler import CompiledGrammar
+from llm_serving.request import Constraint
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS, SamplingParams
 from llm_serving.server.prompts import Prompt
 from llm_serving.server.protocol import DialectSampling, SamplingFields
@@ -22,6 +22,13 @@ _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
+class ConstraintSource(Protocol):
+    """Makes the constraint of each choice, for example a compiled grammar."""
+
+    def start(self) -> Constraint:
+        """Return the constraint of a sequence without output."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One sequence of an HTTP request. ``request_id`` is its id in the engine, ``index`` its place in the response."""
@@ -32,7 +39,7 @@ class Choice:
     sampling: SamplingParams
     group: str = ""
     """Equal for all choices of one prompt, which share the prompt's blocks. Empty if the prompt has one choice."""
-    grammar: CompiledGrammar | None = None
+    grammar: ConstraintSource | None = None
     """Constrains the text. None if any text is allowed."""
 
 
@@ -96,7 +103,7 @@ def make_choices(
     sampling: Sequence[tuple[SamplingParams, int]],
     n: int,
     seed: int | None,
-    grammar: CompiledGrammar | None = None,
+    grammar: ConstraintSource | None = None,
 ) -> list[Choice]:
     """Make ``n`` choices for each prompt. ``sampling`` has, for each prompt, the parameters and ``max_tokens``.
 

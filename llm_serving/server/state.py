@@ -17,7 +17,9 @@ from llm_serving.access.control import AccessControl
 from llm_serving.config import Config
 from llm_serving.constraints.compiler import GrammarCompiler
 from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.chat_template import ChatTemplate
 from llm_serving.errors import ModelNotFoundError
+from llm_serving.parsing.formats import AUTO, OutputFormat
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.lifecycle import ActiveRequests
 from llm_serving.server.limits import DEFAULT_REQUEST_CONTEXTS
@@ -50,6 +52,10 @@ class ServerSettings:
     """Maximum size of all request bodies together that are being read or parsed."""
     max_connections: int = 4096
     structured_outputs: bool = True
+    tool_format: str = AUTO
+    """Name of the format of tool calls, see ``llm_serving.parsing.formats``."""
+    reasoning_format: str = AUTO
+    """Name of the format of the reasoning."""
     log_prompts: bool = False
     cache_salt: str = "auto"
     """``tenant``: requests with different API keys share nothing in the prefix cache. ``none``: they may. ``auto``:
@@ -89,6 +95,8 @@ class ServerSettings:
             max_connections=serving.max_connections,
             max_request_tokens=serving.max_request_tokens,
             structured_outputs=serving.structured_outputs,
+            tool_format=serving.tool_format,
+            reasoning_format=serving.reasoning_format,
             log_prompts=config.log_config.log_prompts,
             cache_salt=config.scheduler_config.cache_salt,
             hosts=_host_names(serving.server_ip, serving.allow_remote, serving.allowed_hosts or ()),
@@ -160,6 +168,17 @@ class ServerState:
     renders_inline: bool = True
     """False after the chat template took too many steps for the event loop's thread. Another thread then renders."""
     started_at: float = field(default_factory=time.time)
+    _format: tuple[ChatTemplate, OutputFormat] | None = None
+
+    @property
+    def output_format(self) -> OutputFormat:
+        """How the model writes reasoning and tool calls."""
+        template = self.engine.tokenizer.chat_template
+        if self._format is None or self._format[0] is not template:
+            settings = self.settings
+            found = OutputFormat.of_template(template.source, settings.tool_format, settings.reasoning_format)
+            self._format = template, found
+        return self._format[1]
 
     def check_queue(self, tenant: str) -> None:
         """Raise QueueFullError if the queue is full for ``tenant``. Call this method before the body is read."""

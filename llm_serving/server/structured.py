@@ -13,10 +13,21 @@ async def compiled_grammar(
     state: ServerState, fields: StructuredFields, *, ignore_eos: bool, beams: bool
 ) -> CompiledGrammar | None:
     """Return the compiled grammar of a request, or None if any text is allowed. Raises RequestError."""
-    wanted = _wanted(fields)
-    if wanted is None:
-        return None
-    param, grammar = wanted
+    wanted = wanted_grammar(fields)
+    return None if wanted is None else await compile_grammar(state, *wanted, ignore_eos=ignore_eos, beams=beams)
+
+
+async def compile_grammar(
+    state: ServerState, param: str, grammar: Grammar, *, ignore_eos: bool, beams: bool
+) -> CompiledGrammar:
+    """Return a compiled grammar. Errors name the field ``param``. Raises RequestError."""
+    check_available(state, param, ignore_eos=ignore_eos, beams=beams)
+    assert state.grammars is not None
+    return await state.grammars.compile(grammar, param)
+
+
+def check_available(state: ServerState, param: str, *, ignore_eos: bool, beams: bool) -> None:
+    """Raise RequestError if the field ``param``, which constrains the text, cannot be used."""
     if state.grammars is None:
         raise RequestError(
             f"'{param}' is turned off on this server (serving_config.structured_outputs).",
@@ -26,10 +37,9 @@ async def compiled_grammar(
     if ignore_eos or beams:
         other = "ignore_eos" if ignore_eos else "use_beam_search"
         raise RequestError(f"'{other}' with '{param}' is not supported.", param=other, code="unsupported_parameter")
-    return await state.grammars.compile(grammar, param)
 
 
-def _wanted(fields: StructuredFields) -> tuple[str, Grammar] | None:
+def wanted_grammar(fields: StructuredFields) -> tuple[str, Grammar] | None:
     """Return the field that constrains the text, and its grammar. Raises RequestError if there are several."""
     form, outputs = fields.response_format, fields.structured_outputs
     wanted = [] if form is None else _of_response_format(form)

@@ -96,18 +96,19 @@ BAD_REQUESTS = [
     # features that this server does not support
     (completion(suffix="z"), "suffix", "'suffix' is not supported by this server; leave it out (got \"z\")."),
     (completion(logit_bias={"5": 1}), "logit_bias", "'logit_bias' is not supported"),
-    (chat(tools=[{"type": "function"}]), "tools", "'tools' is not supported"),
+    (chat(tools=[{"type": "function"}]), "tools[0].function", "Missing required parameter"),
     (chat(functions=[{}]), "functions", "'functions' is not supported"),
     (chat(response_format={"type": "xml"}), "response_format.type", "'json_object'"),
     (chat(structured_outputs={"json": {"not": {}}}), "structured_outputs.json", "Unimplemented keys"),
     (chat(modalities=["text", "audio"]), "modalities", "'modalities' is not supported"),
     (chat(reasoning_effort="high"), "reasoning_effort", "'reasoning_effort' is not supported"),
+    (chat(reasoning_effort="much"), "reasoning_effort", "'minimal'"),
     # messages
     ((CHAT, {"messages": []}), "messages", "should have at least 1 item"),
     ((CHAT, {"messages": "hi"}), "messages", "should be a valid list"),
     ((CHAT, {"messages": [{"content": "hi"}]}), "messages[0].role", "Missing required parameter: 'messages[0].role'."),
     ((CHAT, {"messages": [{"role": "user"}]}), "messages[0].content", "Missing required parameter"),
-    ((CHAT, {"messages": [*USER, {"role": "tool", "content": "x"}]}), "messages[1].role", "'system', 'developer',"),
+    ((CHAT, {"messages": [*USER, {"role": "robot", "content": "x"}]}), "messages[1].role", "'system', 'developer',"),
     ((CHAT, {"messages": [{"role": "user", "content": None}]}), "messages[0].content", "should be a valid string"),
     (
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}),
@@ -116,8 +117,8 @@ BAD_REQUESTS = [
     ),
     (
         (CHAT, {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]}),
-        "messages[0].tool_calls",
-        "'messages[0].tool_calls' is not supported",
+        "messages[0].tool_calls[0].function",
+        "Missing required parameter",
     ),
     # requests to the published server's routes /generate and /chat
     (("/generate", {"inputs": ["a"]}), "inputs", "should be a valid string"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from llm_serving.engine.beam_search import Beam, BeamSearchParams, SearchResult
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
@@ -17,6 +19,7 @@ from llm_serving.errors import QueueFullError
 from llm_serving.request import (
     DEFAULT_SCHEDULING,
     Blocked,
+    Constraint,
     FinishReason,
     RequestOutput,
     RequestTimings,
@@ -64,6 +67,8 @@ class Submitted:
     closed_at: float | None = None
     num_tokens: int = 0
     finish_reason: str | None = None
+    constraint: Constraint | None = None
+    """The script's tokens must fit it. If it forces a token, this token follows instead of the script's."""
 
     def receipt(self) -> RequestReceipt:
         """Returns a receipt whose times are always the same powers of two."""
@@ -225,12 +230,12 @@ class FakeEngine:
         index: int = 0,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
         streamed: bool = True,
-        constraint: object = None,
+        constraint: Constraint | None = None,
     ) -> FakeOpenRequest:
-        assert constraint is None, "the fake engine follows no grammar"
         record = Submitted(
-            request_id, list(prompt_token_ids), sampling, scheduling, streamed=streamed, arrival_time=arrival_time
-        )
+            request_id, list(prompt_token_ids), sampling, scheduling, streamed=streamed, arrival_time=arrival_time,
+            constraint=constraint,
+        )  # fmt: skip
         refuse = self.refuse if len(self.submitted) >= (self.refuse_after or 0) else None
         if refuse is None:
             self.submitted.append(record)
@@ -242,6 +247,13 @@ class FakeEngine:
         if refuse is not None:
             sink.fail(refuse)  # type: ignore[arg-type]
             return
+        try:
+            await self._push_pieces(record, sink, index)
+        except AssertionError as error:  # the script does not fit the constraint
+            sink.fail(error)  # type: ignore[arg-type]
+            raise
+
+    async def _push_pieces(self, record: Submitted, sink: PieceSink, index: int) -> None:
         async for piece in self._pieces(record):
             record.num_pieces += 1
             record.num_tokens += len(piece.token_ids)
@@ -263,14 +275,14 @@ class FakeEngine:
             yield self._piece(record, "", (), said, FinishReason.ABORT, error=self.drop)
             return
         pending: list[RequestOutput] = []
-        for position, token in enumerate(tokens):
+        for position, (token, is_last) in enumerate(_constrained(record.constraint, tokens)):
             if position % self.tokens_per_piece == 0:
                 await asyncio.sleep(self.delay_s)
             if self.fail_after is not None and position >= self.fail_after:
                 yield self._piece(record, "", (), said, FinishReason.ERROR, error="agent 0 was lost")
                 return
             said.append(token)
-            pending.append(self._step(record, detokenizer, token, said, position == len(tokens) - 1))
+            pending.append(self._step(record, detokenizer, token, said, is_last))
             if pending[-1].finished or len(pending) == self.tokens_per_piece:
                 yield _merge(pending)
                 if pending[-1].finished:
@@ -315,6 +327,23 @@ def fake_logits(token: int, count: int) -> TokenLogits:
     """Returns made-up logits: the chosen token has logit 2, the next token ids have 1, 0, -1 and so on."""
     top = tuple((token + i, 2.0 - i) for i in range(count))
     return TokenLogits(token, 2.0 - LOGSUMEXP, LOGSUMEXP, top)
+
+
+def _constrained(constraint: Constraint | None, tokens: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    """Yields the script's tokens, each with whether it is the last. Before a token that a constraint does not allow
+    stand the tokens that the constraint forces. Raises AssertionError if several other tokens are allowed.
+    """
+    for position, token in enumerate(tokens):
+        while constraint is not None:
+            allowed = np.unpackbits(constraint.mask().view(np.uint8), bitorder="little").nonzero()[0]
+            if token in allowed:
+                constraint.advance(token)
+                break
+            assert len(allowed) == 1, f"token {token} is not allowed"
+            forced = int(allowed[0])
+            constraint.advance(forced)
+            yield forced, False
+        yield token, position == len(tokens) - 1
 
 
 def _merge(pieces: list[RequestOutput]) -> RequestOutput:

@@ -1,0 +1,283 @@
+"""Grammars of answers with reasoning and tool calls, in llguidance's dialect of Lark.
+
+The grammar is composed of rules: the reasoning, one call for each tool, and the content. Special tokens are written by
+id, because no text may stand for them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llguidance
+
+from llm_serving.constraints.grammar import COMPOSED, JSON_SCHEMA, JSON_WHITESPACE, REGEX, Grammar
+from llm_serving.parsing.calls import START
+from llm_serving.parsing.formats import NAME, ReasoningFormat, ToolFormat
+from llm_serving.parsing.parameters import STRING, json_types, resolve
+
+_TEXT = r"/(.|\n)*/"
+_COMMENTS = frozenset({"type", "title", "description", "default", "examples", "deprecated"})
+_XML_KEYS = _COMMENTS | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+_NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class UnsupportedToolError(Exception):
+    """The arguments of a tool cannot be enforced in the model's format. ``index`` is the tool's place."""
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+@dataclass(frozen=True, slots=True)
+class CallableTool:
+    """A tool as far as its grammar needs it. Without ``is_strict``, the arguments are any JSON object."""
+
+    name: str
+    parameters: Mapping[str, Any] | None
+    is_strict: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The reasoning before an answer. ``is_open``: the prompt ends within the reasoning."""
+
+    format: ReasoningFormat
+    is_open: bool
+
+
+def answer_grammar(
+    special: Mapping[str, int],
+    *,
+    thinking: Thinking | None = None,
+    tool_format: ToolFormat | None = None,
+    tools: Sequence[CallableTool] = (),
+    is_required: bool = False,
+    is_parallel: bool = True,
+    content: Grammar | None = None,
+) -> Grammar:
+    """Return the grammar of an answer: the reasoning, then calls of ``tools`` or content.
+
+    ``special`` has the ids of special tokens by text. ``is_required``: the answer is at least one call. ``content`` is
+    the grammar of an answer without calls, or None for any text. Raises UnsupportedToolError.
+    """
+    rules = _Rules(special)
+    if tool_format is not None and tools:
+        after = _add_calls(rules, tool_format, tools, is_parallel)
+        if not is_required and content is None:
+            _add_free_text(rules, tool_format, thinking, is_parallel)
+            return rules.grammar()
+        body = after if is_required or content is None else f"({after} | {rules.sub_grammar(content)})"
+    else:
+        assert content is not None
+        body = rules.sub_grammar(content)
+    rules.add("start", f"{_add_thinking(rules, thinking)}{body}")
+    return rules.grammar()
+
+
+class _Rules:
+    """The rules of one grammar, and the grammars that they refer to."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special
+        self._split = re.compile("(" + "|".join(map(re.escape, special)) + ")") if special else None
+        self._lines = ["%llguidance {}"]
+        self._others: list[dict[str, Any]] = []
+
+    def add(self, name: str, body: str) -> None:
+        self._lines.append(f"{name}: {body}")
+
+    def is_special(self, text: str) -> bool:
+        return text in self._special
+
+    def literal(self, text: str) -> str:
+        """Return a text as a sequence of strings and special tokens."""
+        parts = [text] if self._split is None else self._split.split(text)
+        return " ".join(
+            f"<[{self._special[part]}]>" if part in self._special else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
+
+    def sub_grammar(self, grammar: Grammar) -> str:
+        """Return an expression for another grammar."""
+        if grammar.kind == JSON_SCHEMA:
+            return _json(json.loads(grammar.text))
+        name = f"other{len(self._others)}"
+        if grammar.kind == REGEX:
+            [one] = json.loads(llguidance.LLMatcher.grammar_from_regex(grammar.text))["grammars"]
+        else:
+            one = {"lark_grammar": grammar.text}
+        self._others.append({**one, "name": name})
+        return f"@{name}"
+
+    def grammar(self) -> Grammar:
+        grammars = [{"name": "answer", "lark_grammar": "\n".join(self._lines) + "\n"}, *self._others]
+        return Grammar(COMPOSED, json.dumps({"grammars": grammars}, ensure_ascii=False))
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    options = {"whitespace_pattern": JSON_WHITESPACE, "lenient": False}
+    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
+
+
+def _add_thinking(rules: _Rules, thinking: Thinking | None) -> str:
+    """Add the rule of the reasoning. Returns the start of the rule that follows it."""
+    if thinking is None:
+        return ""
+    opening, close = thinking.format.open, thinking.format.close
+    if rules.is_special(close):
+        rules.add("THOUGHT", _TEXT)
+        rules.add("thought_end", f"THOUGHT {rules.literal(close)}")
+    else:
+        rules.add("thought_end[lazy]", f"{_TEXT} {rules.literal(close)}")
+    rules.add("gap", r"/\n{0,4}/")
+    between = rules.literal(f"{START}assistant") if thinking.format.is_in_channels else "gap"
+    if thinking.is_open:
+        return f"thought_end {between} "
+    rules.add("thinking", f"{rules.literal(opening)} thought_end {between}")
+    return "thinking? "
+
+
+def _add_calls(rules: _Rules, tool_format: ToolFormat, tools: Sequence[CallableTool], is_parallel: bool) -> str:
+    """Add one rule for each tool. Returns the rule of all calls, from the first marker to the last."""
+    for i, tool in enumerate(tools):
+        identifier = f"/{tool_format.id_pattern}/ " if tool_format.id_pattern else ""
+        identifier += rules.literal(tool_format.after_id)
+        begin = rules.literal(_without_trigger(tool_format, tool_format.begin).replace(NAME, tool.name))
+        rules.add(f"call{i}", f"{begin} {identifier} {_arguments(rules, i, tool, tool_format)} "
+                  f"{rules.literal(tool_format.end)}")  # fmt: skip
+    rules.add("call", " | ".join(f"call{i}" for i in range(len(tools))))
+    first = _prefix(tool_format)
+    again = f"({rules.literal(tool_format.between + first)} call)*" if is_parallel and tool_format.is_parallel else ""
+    rules.add("calls", f"{rules.literal(tool_format.open + first)} call {again} {rules.literal(tool_format.close)}")
+    return "calls"
+
+
+def _prefix(tool_format: ToolFormat) -> str:
+    """Return the trigger if each call begins with it."""
+    return tool_format.trigger if tool_format.trigger and tool_format.begin.startswith(tool_format.trigger) else ""
+
+
+def _without_trigger(tool_format: ToolFormat, begin: str) -> str:
+    return begin[len(_prefix(tool_format)) :]
+
+
+def _add_free_text(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | None, is_parallel: bool) -> None:
+    """Add the rule of an answer with any text, in which the trigger starts calls."""
+    if tool_format.starts_with_brace:
+        _add_free_text_or_brace(rules, tool_format, thinking)
+        return
+    trigger = tool_format.trigger
+    if _prefix(tool_format):
+        rules.add("region", "call")
+    else:
+        again = f"({rules.literal(tool_format.between)} call)*" if is_parallel else ""
+        rest = tool_format.open[len(trigger) :]
+        rules.add("region", f"{rules.literal(rest)} call {again} {rules.literal(tool_format.close)}")
+    rules.add("TEXT", _TEXT)
+    rules.add("tag", _after_trigger(rules, "tag", "TEXT", trigger))
+    rules.add("end", "TEXT")
+    rules.add("SPACE_AT_END", r"/\s{0,8}/")
+    tail = "tag* end" if is_parallel and tool_format.is_parallel else "tag SPACE_AT_END | end"
+    rules.add("tail", tail)
+    if thinking is None or thinking.is_open or rules.is_special(thinking.format.open):
+        rules.add("start", f"{_add_thinking(rules, thinking)}tail")
+        return
+    # the first text must not begin as the reasoning does, because calls in the reasoning are no calls
+    opening = re.escape(thinking.format.open).replace("/", r"\/")
+    rules.add("FIRST", f"{_TEXT} & ~/\\s*{opening}(.|\\n)*/")
+    rules.add("first", _after_trigger(rules, "first", "FIRST", trigger))
+    rules.add("only", "FIRST")
+    rules.add("thought[lazy]", f"/\\s*{opening}/ {_TEXT} {rules.literal(thinking.format.close)}")
+    rest = "first tail" if is_parallel and tool_format.is_parallel else "first SPACE_AT_END"
+    rules.add("start", f"thought tail | {rest} | only")
+
+
+def _after_trigger(rules: _Rules, name: str, text: str, trigger: str) -> str:
+    """Return text up to the trigger, then calls. The trigger is one special token, or ends a lazy lexeme."""
+    if rules.is_special(trigger):
+        return f"{text} {rules.literal(trigger)} region"
+    rules.add(f"{name}_start[lazy]", f"{text} {rules.literal(trigger)}")
+    return f"{name}_start region"
+
+
+def _add_free_text_or_brace(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | None) -> None:
+    """Add the rule of an answer that is a call if its first character is a brace."""
+    rules.add("PLAIN", r"/([ \t\r\n]*[^{ \t\r\n](.|\n)*)?/")
+    tagged = f" | PLAIN {rules.literal(tool_format.trigger)} calls" if rules.is_special(tool_format.trigger) else ""
+    rules.add("plain", "PLAIN")
+    rules.add("start", f"{_add_thinking(rules, thinking)}(plain | calls{tagged})")
+
+
+def _arguments(rules: _Rules, index: int, tool: CallableTool, tool_format: ToolFormat) -> str:
+    """Return the expression of a tool's arguments."""
+    schema = tool.parameters
+    if schema is None:
+        schema = _NO_ARGUMENTS
+    if tool_format.arguments == "xml":
+        return _xml_arguments(rules, index, schema, tool.is_strict)
+    if not tool.is_strict:
+        return _json({"type": "object"})
+    return _json(
+        schema if schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf"} else {"type": "object", **schema}
+    )
+
+
+def _xml_arguments(rules: _Rules, index: int, schema: Mapping[str, Any], is_strict: bool) -> str:
+    """Return parameters in tags, in the order of the schema. Without ``is_strict``, any parameters may follow."""
+    close = json.dumps("\n</parameter>\n")
+    if not is_strict:
+        rules.add(f"any{index}[lazy]", f"{_TEXT} {close}")
+        rules.add(f"many{index}", f'("<parameter=" /[^>\\n]+/ ">\\n" any{index})*')
+        return f"many{index}"
+    if unknown := sorted(schema.keys() - _XML_KEYS):
+        raise UnsupportedToolError(index, f"the keyword {unknown[0]!r} cannot be enforced in the format of this model")
+    required = schema.get("required", [])
+    parts = []
+    for i, (name, one) in enumerate(schema.get("properties", {}).items()):
+        if re.search(r"[>\n]", name):
+            raise UnsupportedToolError(index, f"the name {name!r} cannot be written in the format of this model")
+        value = f"value{index}_{i}"
+        if _add_value(rules, value, index, one, schema, close):
+            value += f" {close}"
+        rules.add(f"parameter{index}_{i}", f"{rules.literal(f'<parameter={name}>' + chr(10))} {value}")
+        parts.append(f"parameter{index}_{i}" + ("" if name in required else "?"))
+    return " ".join(parts)
+
+
+def _add_value(rules: _Rules, name: str, index: int, schema: object, root: Mapping[str, Any], close: str) -> bool:
+    """Add the rule of one parameter's value. Returns False if the rule includes ``close``."""
+    schema = resolve(schema, root)
+    types = json_types(schema, root)
+    if not isinstance(schema, Mapping) or not types or STRING in types:
+        texts = (
+            schema.get("enum", [schema["const"]] if "const" in schema else None)
+            if isinstance(schema, Mapping)
+            else None
+        )
+        if isinstance(texts, list) and types == {STRING}:
+            rules.add(name, " | ".join(rules.literal(text) or '""' for text in texts))
+            return True
+        _check_text(index, schema)
+        rules.add(f"{name}[lazy]", f"{_TEXT} {close}")
+        return False
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    rules.add(name, _json({**schema, **definitions}))
+    return True
+
+
+def _check_text(index: int, schema: object) -> None:
+    """Raise UnsupportedToolError if a schema limits a text that stands without quotes."""
+    if not isinstance(schema, Mapping):
+        return
+    for key, value in schema.items():
+        if key in ("anyOf", "oneOf") and isinstance(value, list):
+            for one in value:
+                _check_text(index, one)
+        elif key not in _COMMENTS:
+            raise UnsupportedToolError(index, f"the keyword {key!r} cannot be enforced in the format of this model")

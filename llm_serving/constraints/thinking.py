@@ -1,0 +1,65 @@
+"""Ends the reasoning of a sequence after a number of tokens: the tokens of the marker at its end are forced."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.parsing.thinking import ThinkingWatch
+from llm_serving.request import Constraint
+
+_EVERY_WORD = np.uint32(0xFFFFFFFF)
+
+
+class ThinkingBudget:
+    """A constraint that leaves every token free until the budget is used up. ``inner`` is a grammar, if there is one.
+
+    The marker begins after a complete character, so the reasoning may be up to three tokens longer.
+    """
+
+    def __init__(
+        self,
+        watch: ThinkingWatch,
+        budget: int,
+        end_token_ids: Sequence[int],
+        token_bytes: Callable[[int], bytes],
+        num_words: int,
+        inner: Constraint | None,
+    ) -> None:
+        """``end_token_ids`` are the tokens of the marker that ends the reasoning."""
+        self.num_words = num_words
+        self._watch = watch
+        self._budget = budget
+        self._end = list(end_token_ids)
+        self._token_bytes = token_bytes
+        self._inner = inner
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._forced: list[int] = []
+        self._force()
+
+    def advance(self, token_id: int) -> None:
+        if self._inner is not None:
+            self._inner.advance(token_id)
+        self._watch.advance(token_id)
+        self._decoder.decode(self._token_bytes(token_id))
+        if self._forced and token_id == self._forced[0]:
+            self._forced = self._forced[1:]
+        self._force()
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        if self._forced:
+            mask = np.zeros(self.num_words, np.uint32)
+            mask[self._forced[0] // 32] = np.uint32(1 << self._forced[0] % 32)
+            return mask
+        return np.full(self.num_words, _EVERY_WORD, np.uint32) if self._inner is None else self._inner.mask()
+
+    def _force(self) -> None:
+        """Force the marker if the reasoning has reached its budget within no character."""
+        is_within_character = bool(self._decoder.getstate()[0])
+        if not self._watch.is_thinking:
+            self._forced = []
+        elif not self._forced and self._watch.num_tokens >= self._budget and not is_within_character:
+            self._forced = list(self._end)

@@ -1,0 +1,79 @@
+"""Describes tools and their calls in plain messages, for chat templates that know neither."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llm_serving.parsing.formats import NAME, ToolFormat
+
+Message = dict[str, Any]
+
+_INTRODUCTION = (
+    "You can call functions. Each line between the tags describes one of them as JSON:\n<tools>\n{tools}\n</tools>\n"
+    "To call a function, write its name and its arguments in this form:\n{form}"
+)
+
+
+def describe_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat
+) -> list[Message]:
+    """Return messages with the roles system, user and assistant only.
+
+    The system message describes the tools. Earlier calls are part of the assistant's text. Results of tools are
+    messages of the user.
+    """
+    plain: list[Message] = []
+    in_results = False
+    for message in messages:
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if in_results:
+                plain[-1]["content"] += f"\n{text}"
+            else:
+                plain.append({"role": "user", "content": text})
+            in_results = True
+            continue
+        in_results = False
+        changed = {key: value for key, value in message.items() if key != "tool_calls"}
+        if calls := message.get("tool_calls"):
+            before = f"{changed['content']}\n" if changed.get("content") else ""
+            changed["content"] = before + _written(calls, tool_format)
+        plain.append(changed)
+    if tools:
+        _add_to_system(plain, _description(tools, tool_format))
+    return plain
+
+
+def _add_to_system(messages: list[Message], text: str) -> None:
+    if messages and messages[0]["role"] == "system":
+        messages[0]["content"] = f"{messages[0]['content']}\n\n{text}".lstrip()
+    else:
+        messages.insert(0, {"role": "system", "content": text})
+
+
+def _description(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> str:
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    form = _calls([("function_name", {"argument": "value"})], tool_format)
+    return _INTRODUCTION.format(tools=lines, form=form)
+
+
+def _written(calls: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> str:
+    return _calls([(call["function"]["name"], call["function"]["arguments"]) for call in calls], tool_format)
+
+
+def _calls(calls: Sequence[tuple[str, Mapping[str, Any]]], tool_format: ToolFormat) -> str:
+    """Return calls as the model would write them."""
+    texts = [
+        tool_format.begin.replace(NAME, name) + _arguments(values, tool_format) + tool_format.end
+        for name, values in calls
+    ]
+    return tool_format.open + tool_format.between.join(texts) + tool_format.close
+
+
+def _arguments(values: Mapping[str, Any], tool_format: ToolFormat) -> str:
+    if tool_format.arguments == "json":
+        return json.dumps(values, ensure_ascii=False)
+    texts = {key: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for key, one in values.items()}
+    return "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())

@@ -1,0 +1,224 @@
+"""Grammars of tool calls: the calls that a model may write in its format, before and after its reasoning."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_serving.constraints.calls import CallableTool, Thinking, UnsupportedToolError, answer_grammar
+from llm_serving.constraints.compiler import CompiledGrammar, GrammarCompiler
+from llm_serving.constraints.grammar import REGEX, Grammar, schema_grammar
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
+from llm_serving.request import ConstraintError
+from support.call_fixtures import WRITERS, fixtures_of
+from support.small_tokenizers import open_tokenizer, write_llama2_folder
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [CallableTool("weather", WEATHER), CallableTool("now", None)]
+THINK = REASONING_FORMATS["think"]
+END = 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return open_tokenizer(write_llama2_folder(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size, [END])
+
+
+class Language:
+    """The texts that a grammar accepts."""
+
+    def __init__(self, compiler: GrammarCompiler, special: dict[str, int], **options: Any) -> None:
+        self._special = special
+        tokenizer = compiler._model_tokenizer
+        grammar = answer_grammar(special, **options)
+        self._compiled: CompiledGrammar = asyncio.run(compiler.compile(grammar, "tools"))
+        ordinary = (i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_token_ids)
+        self._ids = {tokenizer.token_bytes(i): i for i in ordinary}
+
+    def __contains__(self, text: str) -> bool:
+        constraint = self._compiled.start()
+        try:
+            for token in self._tokens(text):
+                constraint.advance(token)
+        except ConstraintError:
+            return False
+        return bool(np.unpackbits(constraint.mask().view(np.uint8), bitorder="little")[END])
+
+    def _tokens(self, text: str) -> list[int]:
+        for marker, token_id in self._special.items():
+            before, found, after = text.partition(marker)
+            if found:
+                return [*self._tokens(before), token_id, *self._tokens(after)]
+        return [self._ids[bytes([byte])] for byte in text.encode()]
+
+
+def written(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Returns calls in a format."""
+    form = TOOL_FORMATS[name]
+    identifier = f"abcDEF123{form.after_id}" if form.id_pattern else ""
+    texts = [form.begin.replace("{name}", tool) + identifier + WRITERS[form.arguments](values) + form.end
+             for tool, values in calls]  # fmt: skip
+    return form.open + form.between.join(texts) + form.close
+
+
+GOOD, NOW = ("weather", {"city": "Bern", "days": 3}), ("now", {})
+WRONG = [("weather", {"days": 3}), ("weather", {"city": "a", "days": 10}), ("other", {}), ("now", {"a": 1})]
+
+
+def special_of(name: str, *, are_special: bool) -> dict[str, int]:
+    """Returns ids for the markers of a format. Two ids may stand for several markers, which this test does not mind."""
+    markers = TOOL_FORMATS[name].markers
+    return dict(zip(markers, (3, 4, 5), strict=False)) if are_special else {}
+
+
+CASES = [(name, False) for name in TOOL_FORMATS if name != "gpt_oss"]
+CASES += [(name, True) for name in ("llama3_json", "mistral", "mistral_named", "mistral_args", "mistral_id", "hermes")]
+
+
+@pytest.mark.parametrize(("name", "are_special"), CASES)
+def test_required_calls(compiler: GrammarCompiler, name: str, are_special: bool) -> None:
+    special = special_of(name, are_special=are_special)
+    language = Language(compiler, special, tool_format=TOOL_FORMATS[name], tools=TOOLS, is_required=True)
+    for calls in ([GOOD], [NOW], [GOOD, NOW, GOOD]):
+        assert written(name, *calls) in language
+    for call in WRONG:
+        assert written(name, call) not in language
+    assert "" not in language
+    assert "Hello." not in language
+    one = Language(compiler, special, tool_format=TOOL_FORMATS[name], tools=TOOLS, is_required=True, is_parallel=False)
+    assert written(name, GOOD) in one
+    assert written(name, GOOD, GOOD) not in one
+
+
+@pytest.mark.parametrize(("name", "are_special"), CASES)
+def test_calls_that_the_model_decides_on(compiler: GrammarCompiler, name: str, are_special: bool) -> None:
+    special = special_of(name, are_special=are_special)
+    language = Language(compiler, special, tool_format=TOOL_FORMATS[name], tools=TOOLS)
+    for text in ("", "Hello, you.\n", "a < b [x] <|", written(name, GOOD), written(name, GOOD, NOW)):
+        assert text in language, text
+    if name != "llama3_json":
+        assert "I look. " + written(name, NOW) + " Done" in language
+    for call in WRONG:
+        assert written(name, call) not in language
+    one = Language(compiler, special, tool_format=TOOL_FORMATS[name], tools=TOOLS, is_parallel=False)
+    assert written(name, GOOD) in one
+    if name != "llama3_json":
+        assert written(name, GOOD, GOOD) not in one
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "deepseek_v31"])
+@pytest.mark.parametrize("is_required", [True, False])
+@pytest.mark.parametrize("marker_id", [None, 5])
+def test_the_grammar_begins_after_the_reasoning(
+    compiler: GrammarCompiler, name: str, is_required: bool, marker_id: int | None
+) -> None:
+    special = {} if marker_id is None else {"<think>": 4, "</think>": marker_id}
+    bad, good = written(name, WRONG[0]), written(name, GOOD)
+    for is_open in (True, False):
+        language = Language(
+            compiler, special, tool_format=TOOL_FORMATS[name], tools=TOOLS, is_required=is_required,
+            thinking=Thinking(THINK, is_open),
+        )  # fmt: skip
+        opening = "" if is_open else "<think>"
+        assert f"{opening}\nHm, {bad}\n</think>\n\n{good}" in language
+        assert f"{opening}\nHm.\n</think>\n\n{bad}" not in language
+        assert f"{opening}\nHm." not in language
+        assert (f"{opening}\nHm.\n</think>\n\nHello." in language) is not is_required
+        assert (good in language) is not is_open
+
+
+def test_gpt_oss_calls(compiler: GrammarCompiler) -> None:
+    form, channels = TOOL_FORMATS["gpt_oss"], REASONING_FORMATS["channels"]
+    language = Language(
+        compiler, {}, tool_format=form, tools=TOOLS, is_required=True, thinking=Thinking(channels, False)
+    )
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    assert written("gpt_oss", GOOD) in language
+    assert thought + written("gpt_oss", GOOD) in language
+    assert thought + written("gpt_oss", WRONG[0]) not in language
+
+
+def test_content_with_a_schema_after_the_reasoning(compiler: GrammarCompiler) -> None:
+    content = schema_grammar({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    language = Language(compiler, {}, thinking=Thinking(THINK, True), content=content)
+    assert 'Hm, {"b"</think>\n\n{"a": 1}' in language
+    assert 'Hm</think>\n\n{"b": 1}' not in language
+    language = Language(compiler, {}, thinking=Thinking(THINK, False), content=Grammar(REGEX, "a/[0-9]+"))
+    assert "<think>x</think>a/12" in language
+    assert "a/12" in language
+    assert "<think>x</think>b" not in language
+    language = Language(compiler, {}, tool_format=TOOL_FORMATS["hermes"], tools=TOOLS, content=content)
+    assert '{"a": 1}' in language
+    assert written("hermes", GOOD) in language
+    assert "Hello." not in language
+
+
+def test_tools_that_are_not_strict_take_any_object(compiler: GrammarCompiler) -> None:
+    for name in ("hermes", "qwen3_coder"):
+        tools = [CallableTool("weather", WEATHER, is_strict=False)]
+        language = Language(compiler, {}, tool_format=TOOL_FORMATS[name], tools=tools, is_required=True)
+        assert written(name, ("weather", {"other": "x", "days": 12})) in language
+        assert written(name, ("other", {})) not in language
+
+
+def test_parameters_in_tags(compiler: GrammarCompiler) -> None:
+    schema = {
+        "type": "object",
+        "$defs": {"Color": {"enum": ["red", "blue"], "type": "string"}, "Size": {"type": "integer", "minimum": 1}},
+        "properties": {
+            "color": {"$ref": "#/$defs/Color"},
+            "size": {"allOf": [{"$ref": "#/$defs/Size"}]},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "tags": {"type": "array", "items": {"$ref": "#/$defs/Color"}},
+        },
+        "required": ["color"],
+    }
+    tools = [CallableTool("paint", schema)]
+    language = Language(compiler, {}, tool_format=TOOL_FORMATS["qwen3_coder"], tools=tools, is_required=True)
+    for values in ({"color": "red"}, {"color": "blue", "size": 2, "note": "a\n<b>", "tags": ["red"]}):
+        assert written("qwen3_coder", ("paint", values)) in language
+    for values in ({"color": "green"}, {"size": 1}, {"color": "red", "size": 0}, {"color": "red", "tags": ["x"]}):
+        assert written("qwen3_coder", ("paint", values)) not in language
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "string", "minLength": 2}}},
+        {"properties": {"a": {"anyOf": [{"type": "string", "pattern": "x"}, {"type": "null"}]}}},
+        {"properties": {"a": {}}, "minProperties": 1},
+        {"properties": {"a>": {}}},
+    ],
+)
+def test_limits_of_texts_in_tags_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedToolError, match="in the format of this model"):
+        answer_grammar({}, tool_format=TOOL_FORMATS["qwen3_coder"], tools=[CallableTool("f", schema)])
+
+
+def test_the_fixtures_of_every_format_fit_its_grammar(compiler: GrammarCompiler) -> None:
+    """The grammar and the parser must agree on what a call looks like."""
+    for name in (name for name in TOOL_FORMATS if name != "gpt_oss"):
+        tools = [CallableTool(tool, None, is_strict=False) for tool in ("weather", "search-2", "now")]
+        language = Language(compiler, {}, tool_format=TOOL_FORMATS[name], tools=tools, is_required=True)
+        for fixture in fixtures_of(name)[:10]:
+            assert fixture.text in language, (name, fixture.name)
+
+
+def test_a_grammar_is_json() -> None:
+    grammar = answer_grammar({}, tool_format=TOOL_FORMATS["hermes"], tools=TOOLS)
+    assert json.loads(grammar.text)["grammars"][0]["name"] == "answer"
