@@ -20,6 +20,8 @@ from llm_serving.parsing.formats import NAME, ReasoningFormat, ToolFormat
 from llm_serving.parsing.parameters import STRING, json_types, resolve
 
 _TEXT = r"/(.|\n)*/"
+_ONE_SPACE = r"\x20"
+"""White space between the parts of arguments. No model needs more, and small models would write it without an end."""
 _COMMENTS = frozenset({"type", "title", "description", "default", "examples", "deprecated"})
 _XML_KEYS = _COMMENTS | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -106,7 +108,7 @@ class _Rules:
     def sub_grammar(self, grammar: Grammar) -> str:
         """Return an expression for another grammar."""
         if grammar.kind == JSON_SCHEMA:
-            return _json(json.loads(grammar.text))
+            return _json(json.loads(grammar.text), JSON_WHITESPACE)
         name = f"other{len(self._others)}"
         if grammar.kind == REGEX:
             [one] = json.loads(llguidance.LLMatcher.grammar_from_regex(grammar.text))["grammars"]
@@ -120,8 +122,8 @@ class _Rules:
         return Grammar(COMPOSED, json.dumps({"grammars": grammars}, ensure_ascii=False))
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    options = {"whitespace_pattern": JSON_WHITESPACE, "lenient": False}
+def _json(schema: Mapping[str, Any], whitespace: str = _ONE_SPACE) -> str:
+    options = {"whitespace_pattern": whitespace, "lenient": False}
     return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from llm_serving.parsing.json_text import pass_value, read_calls
 from llm_serving.parsing.parameters import as_json, is_text
-from llm_serving.parsing.reader import SPACE, Reader, Steps, expect, pass_until, peek, skip
+from llm_serving.parsing.reader import SPACE, Reader, Steps, expect, expect_end, pass_until, peek, skip
 
 CALL, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -54,7 +54,7 @@ def hermes(reader: Reader, options: CallOptions) -> Steps[None]:
         yield from skip(reader)
         if (yield from read_calls(reader)):
             yield from skip(reader, SPACE + "}")  # some models write one closing brace too many
-            yield from expect(reader, CALL_CLOSE)
+            yield from expect_end(reader, CALL_CLOSE)
 
 
 def llama3_json(reader: Reader, options: CallOptions) -> Steps[None]:
@@ -158,9 +158,9 @@ def _deepseek_call(reader: Reader) -> Steps[None]:
         return
     yield from _call_with_arguments(reader, "".join(head).strip())
     yield from skip(reader)
-    yield from expect(reader, "```")
-    yield from skip(reader)
-    yield from expect(reader, DEEPSEEK_CALL_CLOSE)
+    if (yield from expect_end(reader, "```", DEEPSEEK_CALL_CLOSE)) == "```":
+        yield from skip(reader)
+        yield from expect_end(reader, DEEPSEEK_CALL_CLOSE)
 
 
 def qwen3_coder(reader: Reader, options: CallOptions) -> Steps[None]:
@@ -203,14 +203,14 @@ def _function(reader: Reader, options: CallOptions) -> Steps[None]:
         separator = ", "
         if not (yield from _parameter(reader, types.get(parameter, frozenset()))):
             return
-    closed = yield from expect(reader, "</function>", CALL_CLOSE)
+    closed = yield from expect_end(reader, "</function>", CALL_CLOSE)
     if closed is None and not (yield from peek(reader)):
         return
     reader.arguments("}")
     reader.end_call()
     if closed == "</function>":
         yield from skip(reader)
-        yield from expect(reader, CALL_CLOSE)
+        yield from expect_end(reader, CALL_CLOSE)
 
 
 def _parameter(reader: Reader, types: frozenset[str]) -> Steps[bool]:

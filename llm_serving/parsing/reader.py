@@ -166,6 +166,14 @@ def expect(reader: Reader, *texts: str) -> Steps[str | None]:
         yield
 
 
+def expect_end(reader: Reader, *texts: str) -> Steps[str | None]:
+    """Read one of ``texts`` as ``expect`` does. If the whole text ends within one of them, that part is left out."""
+    found = yield from expect(reader, *texts)
+    if found is None and reader.is_closed and any(text.startswith(reader.text) for text in texts):
+        reader.take(len(reader.text))
+    return found
+
+
 def skip(reader: Reader, chars: str = SPACE) -> Steps[str]:
     """Read all following characters that are in ``chars``, and return them."""
     skipped = ""

@@ -93,6 +93,9 @@ async def create_chat_completion(state: ServerState, request: Request) -> AnyRes
     else:
         work = generation.answers(keep_logits=bool(body.logprobs))
     answers = await run_while_connected(state.active, request.receive, work)
+    if body.use_beam_search:
+        for answer in answers:
+            generation.note_tokens(answer.choice.index, answer.token_ids)
     return await response_of(generation, "chat.completion", answers, partial(_choice, generation, body, plan))
 
 

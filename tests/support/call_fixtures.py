@@ -146,6 +146,7 @@ _X, _XE = "<tool_call>\n<function=", "</function>\n</tool_call>"
 _R, _A, _CO = "<|channel|>analysis<|message|>", "<|start|>assistant", "<|channel|>commentary"
 SPECIAL: dict[str, list[Fixture]] = {
     "hermes": [
+        Fixture("cut in the end marker", f"{_H}{_C}\n</tool_c", _answer(calls=_NOW)),
         Fixture("arguments before the name", f'{_H}{{"arguments": {{"a": 1}}, "name": "now"}}{_E}',
                 _answer(calls=[("now", '{"a": 1}')])),
         Fixture("arguments as text", f'{_H}{{"name": "now", "arguments": "{{\\"a\\": 1}}"}}{_E}',
@@ -164,6 +165,8 @@ SPECIAL: dict[str, list[Fixture]] = {
                 _answer(calls=[("now", '{ "a" :1}')])),
     ],
     "qwen3_coder": [
+        Fixture("cut in the end marker", f"{_X}now>\n</function>\n</tool", _answer(calls=_NOW)),
+        _cut("cut in the end of the function", f"{_X}now>\n</func", ("now", "{")),
         Fixture("no outer tag", "<function=now>\n</function>", _answer(calls=_NOW)),
         Fixture("no newlines", "<tool_call><function=weather><parameter=city>Bern</parameter></function></tool_call>",
                 _answer(calls=[("weather", '{"city": "Bern"}')])),
@@ -209,6 +212,9 @@ SPECIAL: dict[str, list[Fixture]] = {
         Fixture("cut in the name", "[TOOL_CALLS]wea", _answer("wea")),
     ],
     "deepseek": [
+        Fixture("cut in the end marker", f"{_DC}now{_DS}{{}}{_DE[:-1]}", _answer(calls=_NOW)),
+        Fixture("cut in the end marker of V3", f"{_DC}function{_DS}now\n```json\n{{}}\n```{_DE[:5]}",
+                _answer(calls=_NOW)),
         Fixture("no outer markers", f"{_DC}now{_DS}{{}}{_DE}", _answer(calls=_NOW)),
         Fixture("the other version", f"{_DC}function{_DS}now\n```json\n{{}}\n```{_DE}", _answer(calls=_NOW)),
         Fixture("newlines between", f"{_DC}now{_DS}{{}}{_DE}\n\n{_DC}now{_DS}\n{{}}\n{_DE}", _answer(calls=_NOW * 2)),

@@ -1,0 +1,119 @@
+"""Tools with a real server: the grammar makes small models call functions, whatever they would like to say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from support.server_process import ServerProcess, running_server
+
+ASK: list[Any] = [{"role": "user", "content": "How is the weather in Bern?"}]
+PROPERTIES = {"city": {"enum": ["Bern", "Rio"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Returns the weather.",
+            "parameters": {"type": "object", "properties": PROPERTIES, "required": ["city", "days"],
+                           "additionalProperties": False},
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]  # fmt: skip
+NAMED = {"type": "function", "function": {"name": "weather"}}
+FORMATS = ("hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with running_server(tmp_path_factory.mktemp("plain")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(plain: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{plain.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(server: ServerProcess, **more: Any) -> dict[str, Any]:
+    body = {"messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "max_tokens": 200, "seed": 1} | more
+    answer = server.post("/v1/chat/completions", body)
+    assert "choices" in answer, answer
+    choice: dict[str, Any] = answer["choices"][0]
+    return choice
+
+
+def check(choice: dict[str, Any]) -> None:
+    """Checks that a choice is one call of ``weather`` whose arguments fit the schema."""
+    assert choice["finish_reason"] == "tool_calls", choice
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments["city"] in ("Bern", "Rio")
+    assert arguments["days"] in range(1, 10)
+    assert len(arguments) == 2
+
+
+def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
+    calls = [call["function"] for call in choice["message"]["tool_calls"]]
+    return choice | {"message": calls}
+
+
+@pytest.mark.parametrize("temperature", [0, 1, 2])
+def test_the_grammar_forces_a_call(plain: ServerProcess, temperature: float) -> None:
+    for seed in range(4):
+        check(ask(plain, temperature=temperature, seed=seed))
+
+
+def test_calls_are_the_same_alone_and_together(plain: ServerProcess) -> None:
+    bodies = [{"seed": seed, "temperature": 1} for seed in range(8)]
+    alone = [without_ids(ask(plain, **body)) for body in bodies]
+    assert len({json.dumps(one["message"]) for one in alone}) > 1
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        assert list(pool.map(lambda body: without_ids(ask(plain, **body)), bodies)) == alone
+
+
+def test_a_streamed_call_equals_the_whole_one(plain: ServerProcess, client: openai.OpenAI) -> None:
+    for seed in range(4):
+        whole = ask(plain, seed=seed, temperature=1)
+        name, arguments, reasons = "", "", []
+        body: Any = {"messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "max_tokens": 200, "seed": seed}
+        for chunk in client.chat.completions.create(model=whole_model(plain), stream=True, temperature=1, **body):
+            [choice] = chunk.choices
+            for call in choice.delta.tool_calls or []:
+                name += call.function.name or ""
+                arguments += call.function.arguments or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+        expected = whole["message"]["tool_calls"][0]["function"]
+        assert (name, arguments, reasons) == (expected["name"], expected["arguments"], ["tool_calls"])
+
+
+def whole_model(server: ServerProcess) -> str:
+    name: str = server.get("/v1/models")["data"][0]["id"]
+    return name
+
+
+def test_required_calls_and_results(plain: ServerProcess) -> None:
+    choice = ask(plain, tool_choice="required", temperature=1, parallel_tool_calls=False)
+    assert choice["finish_reason"] in ("tool_calls", "length")
+    calls = choice["message"]["tool_calls"]
+    assert all(call["function"]["name"] in ("weather", "now") for call in calls)
+    first = ask(plain)["message"]
+    results = [{"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "sunny"}]
+    answer = ask(plain, messages=[*ASK, first, *results], tool_choice="auto", max_tokens=20)
+    assert answer["message"]["role"] == "assistant"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_forces_a_call(tmp_path: Path, name: str) -> None:
+    with running_server(tmp_path, [f"serving_config.tool_format={name}"]) as server:
+        for seed in range(3):
+            check(ask(server, seed=seed, temperature=1))
