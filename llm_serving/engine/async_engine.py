@@ -53,10 +53,10 @@ class AsyncEngine:
         clock: Callable[[], float] = time.monotonic,
         record: Callable[[Scheduler, int], FlightRecorder | None] | None = None,
     ) -> None:
-        """``executors``: one for each replica of the model.
+        """Create the engine. ``executors`` has one executor for each replica of the model.
 
-        ``record`` takes a scheduler and the number of its replica. It may return a flight recorder, which the engine
-        uses instead of the scheduler and closes at the end.
+        ``record`` takes a scheduler and the number of its replica. It returns a flight recorder that wraps the
+        scheduler, or None. The engine calls the recorder instead of the scheduler and closes it at the end.
         """
         self.config = config
         self.tokenizer = tokenizer
@@ -106,12 +106,15 @@ class AsyncEngine:
             self._core.run()
         finally:
             self._core.note_end()
-            with contextlib.suppress(RuntimeError):  # the event loop may be closed
+            with contextlib.suppress(RuntimeError):  # the event loop may be closed already, so it cannot be notified
                 assert self._loop is not None
                 self._loop.call_soon_threadsafe(self.ended.set)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """End every request with an error, then the thread. The launcher ends the agents and the executors."""
+        """End every request with an error, then end the engine thread. The launcher ends the agents and the executors.
+
+        Waits at most ``timeout_s`` seconds for the thread.
+        """
         if self._thread.is_alive():
             self._core.submit(Stop())
             await asyncio.to_thread(self._thread.join, timeout_s)
@@ -152,8 +155,8 @@ class AsyncEngine:
         """Start a profile of all ready agents, which write files to ``folder``. If ``folder`` is None, stop the
         profile.
 
-        Returns rank, error and summary of each agent; an empty error means success. The result is empty if no agent is
-        ready. Raises TimeoutError after ``timeout`` seconds. Only one call may run at a time.
+        Returns the rank, the error and the summary of each agent. An empty error means success. The result is empty if
+        no agent is ready. Raises TimeoutError after ``timeout`` seconds. Only one call may run at a time.
         """
         answer: asyncio.Future[list[dict[str, object]]] = asyncio.get_running_loop().create_future()
         self._profile_answer = answer
@@ -171,15 +174,20 @@ class AsyncEngine:
         return full
 
     def receipt(self, request_id: str) -> RequestReceipt | None:
-        """Return the receipt of a request: where its time went. None if the request is unknown or ended long ago."""
+        """Return the receipt of a request, which shows the time in each phase.
+
+        Returns None if the request is unknown or its receipt has been replaced by newer ones.
+        """
         opened, search = self._open.get(request_id), self._searches.get(request_id)
         if opened is not None:
             return opened.receipt(self._clock())
         return self._receipts.get(request_id) if search is None else receipt_of(search, self._clock())
 
     def receipts(self, count: int) -> list[RequestReceipt]:
-        """Return at most ``count`` receipts: first of the requests that are being served, in the order of their
-        arrival, then of those that ended last.
+        """Return at most ``count`` receipts.
+
+        Requests that are being served come first, in order of arrival. Requests that have ended follow, the latest end
+        first.
         """
         now = self._clock()
         live = [opened.receipt(now) for opened in islice(self._open.values(), count) if not opened.quiet]
@@ -187,11 +195,14 @@ class AsyncEngine:
         return live + self._receipts.latest(count - len(live))
 
     def distrust(self, replica: int, reason: str) -> None:
-        """Restart the agents of a replica, because the canary got wrong tokens."""
+        """Restart the agents of a replica, because a canary request got wrong tokens."""
         self._core.submit(Distrust(replica, reason))
 
     def abort(self, request_id: str) -> None:
-        """End a request that another task reads. That task receives a last piece with ``FinishReason.ABORT``."""
+        """End a request whose pieces another task reads.
+
+        That task receives a last piece with ``FinishReason.ABORT``.
+        """
         self._core.submit(Abort(request_id))
 
     def open(
@@ -208,13 +219,13 @@ class AsyncEngine:
         quiet: bool = False,
         constraint: Constraint | None = None,
     ) -> OpenRequest:
-        """Serve a request. Its pieces are passed to ``sink``, with the number ``index``. The caller must close the
-        result.
+        """Serve a request. The engine passes each piece of output to ``sink.push(index, piece)``. The caller must close
+        the returned ``OpenRequest``.
 
-        ``arrival_time``: when the client's request arrived, on the engine's clock; the default is now. All times of the
-        request count from it. ``streamed``: the caller reports each output with ``delivered``. ``quiet``: the request
-        does not appear in the log, the metrics and the receipts. ``constraint`` says which tokens may follow,
-        and belongs to this request only.
+        ``arrival_time``: when the client's request arrived, on the engine's clock; the default is now. All durations of
+        the request begin at this time. ``streamed``: the caller calls ``delivered`` after it has written an output to
+        the client. ``quiet``: the request does not appear in the log, the metrics and the receipts. ``constraint``
+        determines which tokens may come next. Requests must not share a ``constraint`` object.
 
         Raises RequestError for token ids outside the vocabulary and for an id in use. Raises DeadlineExceededError if
         the deadline has passed, and AgentLostError if the engine has stopped. All other refusals go to ``sink.fail``.
@@ -243,8 +254,9 @@ class AsyncEngine:
     ) -> SearchResult:
         """Return the most likely outputs of a prompt. Cancel the call to abort it.
 
-        A step of the search sends prompt and beam as one prompt. The prompt and ``max_tokens`` together must therefore
-        fit the longest prompt. Raises the errors of ``open``, and EngineFailedError.
+        Each step of the search is a request whose prompt is the search's prompt plus the tokens of a beam. The length
+        of the prompt plus ``max_tokens`` must therefore not exceed the maximum prompt length. Raises the errors of
+        ``open``, and EngineFailedError if the engine fails.
         """
         sampling = SamplingParams(max_tokens=params.max_tokens, temperature=0.0)
         whole = self._new_request(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
@@ -352,7 +364,10 @@ class AsyncEngine:
             )
 
     def _closed(self, opened: OpenRequest) -> None:
-        """Abort a request that its reader has closed. Its id stays in use until the engine has ended it."""
+        """Abort a request whose reader has called ``close``.
+
+        The request id stays in use until the engine has ended the request.
+        """
         if opened.is_ended:
             self._settle(opened)
         else:

@@ -1,19 +1,20 @@
 """Beam search: finds the most likely outputs of a prompt. It keeps the ``width`` most likely beams at every length.
 
-As in vLLM, each step of the search asks for the best next tokens of every live beam. Each of these is an engine request
-of its own, with the prompt and the beam as its prompt. The prefix cache holds all blocks except the last ones, and the
-scheduler knows nothing of beams. The candidates are the ``2 * width`` most likely next tokens of each live beam. A
-candidate that ends its beam is set aside. The ``width`` most likely of the others stay alive. Finished beams are
-compared by
+As in vLLM, each step of the search asks for the best next tokens of every live beam. The search sends one engine
+request per beam: its prompt is the search's prompt plus the tokens of the beam. The prefix cache already has most
+blocks of this prompt. The scheduler treats these requests like all others. The candidates are the ``2 * width`` most
+likely next tokens of each live beam. A candidate with an end token becomes a finished beam. The ``width`` most likely
+other candidates become the next live beams. Finished beams are compared by
 
     score = sum of log-probabilities / length ** length_penalty
 
-(Wu et al. 2016, in the form of transformers). The length counts the tokens of the output with its end token. The search
-ends at ``max_tokens``, or earlier if no live beam can reach the ``width`` best beams any more. Log-probabilities are
-not positive, so the best reachable score of a live beam is known and the early end changes no result.
+(Wu et al. 2016, in the form of transformers). The length is the number of output tokens, including the end token. The
+search ends at ``max_tokens``, or earlier if no live beam can reach the ``width`` best beams any more. Log-probabilities
+are at most 0, so each live beam has an upper bound for its score. The early end therefore never changes the result.
 
-Log-probabilities are the model's own and do not depend on other requests. Ties are broken by the rank of the beam, then
-by the smaller token id. The same prompt therefore always gives the same beams.
+The log-probabilities come from the model's logits without temperature or penalties. They do not depend on other
+requests. Ties are broken by the rank of the beam, then by the smaller token id. The same prompt therefore always gives
+the same beams.
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ Expand = Callable[[Sequence[tuple[int, ...]]], Awaitable[list[TokenLogits]]]
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """Parameters of a beam search. ``width + len(end_token_ids)`` is at most ``MAX_TOP_LOGITS``, so that enough
-    candidates continue even if every end token is among them."""
+    """Parameters of a beam search.
+
+    ``width + len(end_token_ids)`` must not exceed ``MAX_TOP_LOGITS``, the number of candidates that a step can return.
+    Then ``width`` candidates remain even if all end tokens are among the candidates.
+    """
 
     width: int
     max_tokens: int
@@ -61,7 +65,10 @@ class BeamSearchParams:
         return max(2 * self.width, self.width + len(self.end_token_ids))
 
     def score(self, logprob: float, length: int) -> float:
-        """Return the score by which finished beams are compared. A higher score is better."""
+        """Return the score by which finished beams are compared. A higher score is better.
+
+        ``logprob`` is the sum of the tokens' log-probabilities, ``length`` the number of tokens.
+        """
         score: float = logprob / length**self.length_penalty
         return score
 
@@ -95,7 +102,7 @@ class SearchResult:
 
 
 class OpenStep(Protocol):
-    """Opens an engine request for one step of a search: ``AsyncEngine.open``."""
+    """The type of a function that opens the engine request for one step of a search: ``AsyncEngine.open``."""
 
     def __call__(
         self,
@@ -137,16 +144,16 @@ class BeamSearch:
         )
 
     async def run(self) -> SearchResult:
-        """Run the search. Raises the error that ends it early, also the refusal of any of its steps.
+        """Run the search. Raises the error that ends the search early, for example if one of its requests is refused.
 
-        ``whole`` has ended when this method returns or raises.
+        When this method returns or raises, ``whole`` has ended.
         """
         try:
             beams = await search_beams(self._expand, self._params)
         except EngineFailedError:
             self._end(FinishReason.ERROR)
             raise
-        except BaseException:  # a step was refused, or the client closed the connection
+        except BaseException:  # a request of the search was refused, or the client closed the connection
             self._end(FinishReason.ABORT)
             raise
         best = beams[0]
@@ -164,11 +171,14 @@ class BeamSearch:
         )  # fmt: skip
 
     async def _expand(self, outputs: Sequence[tuple[int, ...]]) -> list[TokenLogits]:
-        """Compute the next token of each output. All requests are opened before the first wait, to share a step."""
+        """Return the logits of the next token of each output.
+
+        All requests are opened before the first result is awaited, so that one engine step can serve them together.
+        """
         whole, scheduling = self.whole, self._scheduling
         arrival = whole.arrival_time if self._step == 0 else None
-        # Only the first step has the objective for the TTFT. For later steps, the objective for the time between tokens
-        # takes its place.
+        # Only the request of the first step has the search's objective for the TTFT. A request of a later step must
+        # return its token within the objective for the time between tokens.
         if self._step > 0:
             scheduling = replace(scheduling, deadline=None, ttft_objective=scheduling.tbt_objective)
         streams = [PieceStream() for _ in outputs]
@@ -212,7 +222,10 @@ class BeamSearch:
 
 
 async def search_beams(expand: Expand, params: BeamSearchParams) -> list[Beam]:
-    """Return the ``width`` best finished beams, best first. There are fewer if too few candidates exist."""
+    """Return the ``width`` best finished beams, best first.
+
+    The list is shorter if the search found fewer candidates.
+    """
     live, finished = [Beam()], _Finished(params)
     while live:
         is_last = len(live[0].token_ids) + 1 >= params.max_tokens
@@ -245,7 +258,10 @@ def _ranked(
 
 
 class _Finished:
-    """The ``width`` best finished beams, best first. Ties go to the beam that was found first."""
+    """The ``width`` best finished beams, best first.
+
+    If two beams have equal scores, the one that was found first comes first.
+    """
 
     def __init__(self, params: BeamSearchParams) -> None:
         self._params = params
@@ -261,7 +277,7 @@ class _Finished:
         del self._scored[self._params.width :]
 
     def beats(self, live: Sequence[Beam]) -> bool:
-        """Return whether the best finished beams are final, because no live beam can get a better score."""
+        """Return True if the search can end: no live beam can still get a better score than the finished beams."""
         if len(self._scored) < self._params.width:
             return False
         worst = self._scored[-1][0]

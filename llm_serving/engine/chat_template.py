@@ -34,12 +34,12 @@ _TEMPLATE_FAILURES = (
 
 
 class TemplateBudgetError(RequestError):
-    """The template takes more steps, or makes more text, than one rendering may."""
+    """The template needs more steps or makes more text than its budget for one rendering."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """The budget of a rendering: a constant part, a part for each message, and a part for each character of the
+    """Determines the budget of a rendering: a constant, plus an amount per message, plus an amount per character of the
     messages.
     """
 
@@ -65,7 +65,7 @@ SHORT = Allowance(steps=10_000, chars=1_000_000)
 class ChatTemplate:
     """One compiled template. ``source`` is None for a model without a template, which cannot render messages.
 
-    The template sees ``variables`` (``bos_token``, ``eos_token``, ...) as well as the messages. Raises CheckpointError
+    A template can read the messages and the ``variables`` (``bos_token``, ``eos_token``, ...). Raises CheckpointError
     if the source is not a valid template.
     """
 
@@ -89,12 +89,13 @@ class ChatTemplate:
         max_chars: int | None = None,
         allowance: Allowance = WHOLE,
     ) -> str:
-        """Return the prompt, with special tokens spelled out. Encode it with ``add_special_tokens=False``.
+        """Return the prompt as text that contains the special tokens. Encode this text with
+        ``add_special_tokens=False``.
 
-        ``tools`` are the functions that the model may call. ``values`` are further variables of the template.
-        They cannot replace the others. Raises RequestError if they would, if there is no template, if the
-        template refuses the messages, or if the prompt is longer than ``max_chars``. Raises TemplateBudgetError
-        if the template needs more than ``allowance``.
+        ``tools`` are the functions that the model may call. ``values`` are additional variables for the template.
+        Raises RequestError if a value has the name of a variable that the server sets. Also raises it if there is no
+        template, the template refuses the messages, or the prompt is longer than ``max_chars`` characters. Raises
+        TemplateBudgetError if the template needs more than ``allowance``.
         """
         if self.is_missing:
             raise RequestError(
@@ -145,7 +146,7 @@ def _length(value: object) -> int:
 
 
 def _check_names(values: Mapping[str, Any], variables: Mapping[str, Any]) -> None:
-    """Raise RequestError for a value with the name of a variable that the server sets."""
+    """Raise RequestError if one of the client's ``values`` has the name of a variable that the server sets."""
     if taken := sorted(values.keys() & variables.keys()):
         raise RequestError(
             f"'chat_template_kwargs' holds {taken[0]!r}, which the server sets.",

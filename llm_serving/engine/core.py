@@ -1,7 +1,7 @@
 """The engine loop: one thread that schedules steps, sends them to the agents and turns the results into text.
 
 Each replica of the model has a scheduler and an executor. The thread sleeps until any executor has an event, so no
-replica waits for another. All other input arrives through ``submit``: requests, aborts and probes.
+replica waits for another. Other threads send commands through ``submit``, for example new requests and aborts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Command to the engine thread: ask every agent for its status. ``ProbeAnswer`` follows when all have replied."""
+    """Command to the engine thread: ask every agent for its status.
+
+    When all agents have replied, the engine delivers a ``ProbeAnswer``.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class Profile:
     """Command to the engine thread: start a profile of all ready agents with files in ``folder``, or stop the profile
     if ``folder`` is None.
 
-    ``ProfileAnswer`` follows.
+    When all agents have replied, the engine delivers a ``ProfileAnswer``.
     """
 
     folder: str | None
@@ -60,7 +63,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Distrust:
-    """Command to the engine thread: restart the agents of a replica, because the canary got wrong tokens."""
+    """Command to the engine thread: restart the agents of a replica, because a canary request got wrong tokens."""
 
     replica: int
     reason: str
@@ -68,7 +71,7 @@ class Distrust:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Command to the engine thread: end every request with an error, then the loop."""
+    """Command to the engine thread: end every request with an error, then end the engine loop."""
 
     reason: str = "the server is shutting down"
 
@@ -79,7 +82,7 @@ Command = Add | Abort | Probe | Profile | Distrust | Stop
 class EngineCore:
     """The engine loop. Other threads may use only ``submit``, ``status``, ``queue_full`` and public attributes.
 
-    ``front`` accepts requests: the scheduler of a single replica, or the ``Router`` before several. ``replicas`` has
+    ``front`` accepts requests. It is the scheduler if there is one replica, otherwise the ``Router``. ``replicas`` has
     the scheduler and the executor of each replica. ``poll`` waits for events of the executors.
     """
 
@@ -97,7 +100,10 @@ class EngineCore:
         poll: Poll | None = None,
         keep_recording: Callable[[int, str], Path | None] = lambda replica, reason: None,
     ) -> None:
-        """``keep_recording`` keeps the flight recording of a replica that failed a self-check. Returns its folder."""
+        """Create the engine loop.
+
+        ``keep_recording`` saves the flight recording of a replica that failed a self-check, and returns the folder.
+        """
         self.state = EngineState.STARTING
         self.stop_reason = ""
         self.ended = False
@@ -135,7 +141,11 @@ class EngineCore:
         self._wake()
 
     def status(self) -> EngineStatus:
-        """Return the engine's present state and figures. The figures may be one step apart from each other."""
+        """Return the engine's present state and figures.
+
+        The engine thread may complete a step meanwhile, so that some figures are from before the step and some from
+        after it.
+        """
         times = [replica.last_result for replica in self._replicas if replica.last_result is not None]
         return EngineStatus(
             state=self.state.value,
@@ -158,7 +168,7 @@ class EngineCore:
             self.stop_reason = "the engine thread ended unexpectedly; the server's error output has the reason"
             self.state = EngineState.STOPPED
 
-    # The engine thread
+    # The following methods run in the engine thread
 
     def run(self) -> None:
         """Run the loop until ``Stop``. An error that belongs to no single request ends all requests and the loop."""
@@ -185,7 +195,7 @@ class EngineCore:
         for index, event in events:
             self._take_event(self._replicas[index], event, now)
         if any(replica.has_steps for replica in self._replicas):
-            # deliver the output before sending new steps: the device still has a queued step to compute
+            # deliver outputs before sending new steps: the device is still busy with a queued step
             self._hand_over()
         self._send_steps(replicas, now)
         self._outputs += self._texts.outputs(self._front.take_ended(), None, now)
@@ -195,8 +205,10 @@ class EngineCore:
         self._look_after(now)
 
     def _concerned(self, events: list[tuple[int, ExecutorEvent]], now: float) -> list[Replica]:
-        """Return the replicas that may have a new step. If a replica is lost, these are all replicas, because its
-        requests may move to any of them.
+        """Return the replicas that may be able to schedule a new step.
+
+        These are the replicas with an event or a due wakeup. After the loss of a replica, returns all replicas, because
+        any of them may receive its requests.
         """
         replicas = self._replicas
         if len(replicas) == 1 or any(isinstance(event, AgentLost) for _, event in events):
@@ -253,7 +265,7 @@ class EngineCore:
     def _send_steps(self, replicas: Sequence[Replica], now: float) -> None:
         for replica in replicas:
             self._outputs += replica.send_steps(now)
-        # While steps were made for one replica, a request may have been placed at another.
+        # While this loop scheduled steps for one replica, the router may have placed requests at other replicas.
         while self._router is not None and (placed := self._router.take_placed()):
             for index in placed:
                 self._outputs += self._replicas[index].send_steps(now)
@@ -350,12 +362,14 @@ class EngineCore:
         self._log.event("agent_ready", summary=dict(event.summary), **replica.log_fields)
 
     def _lose_agent(self, replica: Replica, event: AgentLost, now: float) -> None:
-        """Void every step in flight of a replica. Its requests are computed again, there or at another replica.
+        """Void all steps in flight of a replica whose agents were lost. Its requests are computed again, on this or
+        another replica.
 
-        If no replica can be restarted, or if the lost replica was never ready and is not restarted, the engine and the
-        server end.
+        The engine and the server end in two cases: no replica can be restarted, or the lost replica was never ready and
+        is not restarted.
         """
-        # The agents themselves compute wrong results, so a failed self-check says nothing about the requests in flight.
+        # After a failed self-check, the agents are at fault. The requests in flight are therefore not suspected as the
+        # cause.
         replica.lose(now, final=event.final, blameless=bool(event.failed_check))
         waiting = self._front.figures.waiting
         self._log.error(event.error, event="agent_lost", final=event.final, requests=waiting, **replica.log_fields)

@@ -20,7 +20,8 @@ class _Utf8Decoder(codecs.BufferedIncrementalDecoder):
     @staticmethod
     def _buffer_decode(data: bytes, errors: str, final: bool) -> tuple[str, int]:  # type: ignore[override]
         text, used = codecs.utf_8_decode(data, errors, final)
-        # these two bytes begin a surrogate, which is never valid UTF-8, but CPython's decoder waits for a third byte
+        # these two bytes begin a surrogate, which is invalid in UTF-8, but CPython's decoder would wait for a third
+        # byte
         if _begins_surrogate(data[used:]):
             rest, _ = codecs.utf_8_decode(data[used:], errors, True)
             return text + rest, len(data)
@@ -47,7 +48,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Add characters. Returns those that cannot belong to a stop string any more.
+        """Add characters. Returns the characters, also earlier ones, that can no longer belong to a stop string.
 
         If a stop string is complete, ``matched`` is set and all text before the stop string has been returned.
         """
@@ -61,7 +62,10 @@ class StopMatcher:
         return text[:keep]
 
     def flush(self) -> str:
-        """Return the characters that were held back. The stream has ended without a stop string."""
+        """Return the characters that were held back as the possible start of a stop string.
+
+        Call this method at the end of the stream.
+        """
         held, self._held = self._held, ""
         return held
 
@@ -81,7 +85,10 @@ class StopMatcher:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """Return for each position ``i`` the length of the longest proper prefix of ``pattern`` that ends at ``i``."""
+    """Return the failure table of Knuth, Morris and Pratt.
+
+    Entry ``i`` is the length of the longest proper prefix of ``pattern`` that is also a suffix of ``pattern[:i + 1]``.
+    """
     table = [0] * len(pattern)
     length = 0
     for i in range(1, len(pattern)):
@@ -96,9 +103,9 @@ def _failure_table(pattern: str) -> list[int]:
 class IncrementalDetokenizer:
     """The text of one growing sequence.
 
-    The joined pieces equal ``tokenizer.decode`` of all ids, with one exception: an unfinished character at the end is
-    dropped, where ``decode`` shows U+FFFD. Bytes that no continuation can turn into UTF-8 become U+FFFD, one for each
-    maximal invalid part.
+    The joined pieces equal ``tokenizer.decode`` of all ids, with one exception. If the last character is unfinished,
+    the pieces omit it, but ``decode`` returns U+FFFD for it. Each longest sequence of invalid UTF-8 bytes becomes one
+    U+FFFD.
 
     SentencePiece puts a space before the first word of a text. This space is removed only if the prompt is empty or
     ends with a special token. Otherwise the space separates the prompt from the first word of the output.
@@ -171,7 +178,10 @@ class IncrementalDetokenizer:
         return "".join(pieces), None
 
     def flush(self) -> str:
-        """Return the text that was held back as the possible start of a stop string. The sequence has ended."""
+        """Return the text that was held back as the possible start of a stop string.
+
+        Call this method when the sequence has ended.
+        """
         return self._matcher.flush() if self._matcher is not None else ""
 
     def _text_of(self, token_id: int) -> str:

@@ -1,4 +1,4 @@
-"""Reads tokenizer and chat templates of a GGUF file, as those of a Hugging Face folder are read."""
+"""Reads the tokenizer and the chat templates from a GGUF file, in the same form as from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _SPECIAL_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown"
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerFiles:
-    """Return the contents of the tokenizer in a GGUF file. Raises CheckpointError with file, key and value."""
+    """Return the contents of the tokenizer in a GGUF file.
+
+    Raises CheckpointError, which names the file, the key and the value.
+    """
     header = read_header(path)
     vocabulary = read_vocabulary(header)
     special = {name: vocabulary.special(key) for name, key in _SPECIAL_NAMES.items()}
@@ -31,9 +34,10 @@ def read_gguf_tokenizer(path: Path) -> TokenizerFiles:
 
 
 def _settings(vocabulary: Vocabulary) -> TypedFields:
-    """Return the settings for encoding texts that ``tokenizer_config.json`` has for other models.
+    """Return the settings for encoding text. Other models have these settings in ``tokenizer_config.json``.
 
-    ``legacy`` means that a space also comes before the text after a special token. llama.cpp always does this.
+    ``legacy`` means that the tokenizer also adds a space to text that follows a special token. llama.cpp always does
+    this.
     """
     values = {
         "legacy": True,
@@ -45,7 +49,10 @@ def _settings(vocabulary: Vocabulary) -> TypedFields:
 
 
 def _templates(header: Header) -> dict[str, str]:
-    """Return the chat templates by name. A file names further templates ``tokenizer.chat_template.NAME``."""
+    """Return the chat templates of a GGUF file by name.
+
+    The key of each additional template is ``tokenizer.chat_template.NAME``.
+    """
     templates = {}
     for key, text in header.metadata.items():
         if key != _TEMPLATE and not key.startswith(f"{_TEMPLATE}."):

@@ -28,10 +28,13 @@ from llm_serving.telemetry.statistics import time_per_output_token
 
 
 class PieceSink(Protocol):
-    """Receives the pieces of one or more requests on the event loop, as soon as they arrive. Must not raise."""
+    """Receives the pieces of one or more requests on the event loop, as soon as they arrive.
+
+    Its methods must not raise.
+    """
 
     def push(self, index: int, piece: RequestOutput, /) -> None:
-        """Receive the next piece of request ``index``. The last one is ``finished``."""
+        """Receive the next piece of request ``index``. The last piece has ``finished`` set."""
 
     def fail(self, error: LLMServingError, /) -> None:
         """Receive the error of a request that was refused. The request has no pieces."""
@@ -142,7 +145,10 @@ class PieceStream:
         self._notify()
 
     async def next(self) -> RequestOutput:
-        """Wait for a piece. All pieces since the last call are merged into one. Raises the request's refusal."""
+        """Wait for the next piece.
+
+        Pieces that arrived since the last call are merged into one. Raises the error if the engine refused the request.
+        """
         while not self._pieces:
             if self._error is not None:
                 raise self._error

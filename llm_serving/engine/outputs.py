@@ -27,7 +27,7 @@ class ProbeAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ProfileAnswer:
-    """All agents have started or stopped a profile, or reported the error that prevented it."""
+    """All agents have replied to a ``Profile`` command: with success, or with the error that occurred."""
 
     agents: list[dict[str, object]]
     """Rank, error and summary of each agent."""
@@ -35,7 +35,10 @@ class ProfileAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CanaryWanted:
-    """The canary must run soon: agents were restarted, or all logits of a step were not finite."""
+    """The canary must run soon.
+
+    The reason is a restart of agents, or a step in which all logits were NaN or infinite.
+    """
 
 
 EngineOutput = RequestOutput | RequestRefused | ProbeAnswer | ProfileAnswer | CanaryWanted

@@ -1,5 +1,6 @@
-"""Receipts: the time that a request spent in each phase. They exist for requests that are being served or ended
-recently.
+"""Receipts: the time that a request spent in each phase.
+
+A receipt exists while a request is served and for some time after its end.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class RequestReceipt:
     """The replica that serves the sequence, or served it last. None if it has not been placed yet."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the receipt as the JSON that clients get. Times are milliseconds; ``parts_ms`` sum to ``e2e_ms``."""
+        """Return the receipt as the JSON object for clients.
+
+        Times are milliseconds. The sum of ``parts_ms`` is ``e2e_ms``.
+        """
         timings = self.timings
         return {
             "request_id": self.request_id,
@@ -115,8 +119,8 @@ def receipt_of(request: Request, now: float, timings: RequestTimings | None = No
 def request_timings(request: Request, now: float | None = None) -> RequestTimings:
     """Return the timings of a request until ``now``: how long it was in each phase.
 
-    If the request has ended, ``now`` may be None. The timings then end with its last step. The time after the last step
-    counts as ``delivery``.
+    If the request has ended, ``now`` may be None. The timings then end with its last step. With ``now``, the time after
+    the last step counts as ``delivery``.
     """
     receipt = request.receipt
     has_ended = receipt.phase is Phase.DONE
@@ -161,5 +165,5 @@ def _blocked(receipt: Receipt, blocked_us: Mapping[BlockReason, int]) -> tuple[B
 
 
 def in_ms(seconds: float) -> float:
-    """Return milliseconds as the log and the receipts show them, with a resolution of a microsecond."""
+    """Return seconds as milliseconds, rounded to a microsecond, for the log and the receipts."""
     return round(seconds * 1000.0, 3)

@@ -25,7 +25,10 @@ MAX_LOGGED_REQUESTS = 16
 
 
 class Replica:
-    """State of one replica. The engine thread owns it. If ``named``, its log lines contain its number."""
+    """State of one replica.
+
+    The engine thread owns it. If ``named`` is True, each log line contains the replica's number.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class Replica:
 
     @property
     def has_steps(self) -> bool:
-        """Whether the agents have steps that have not completed."""
+        """Whether steps are in flight."""
         return bool(self._sent)
 
     def status(self, router: Router | None) -> ReplicaStatus:
@@ -118,9 +121,10 @@ class Replica:
         return outputs
 
     def _note_not_finite(self, step: ScheduledStep, result: StepResult, request_ids: list[str]) -> None:
-        """Log requests whose logits are not finite. If that holds for all of several, restart the agents.
+        """Log the requests of a step whose logits are NaN or infinite.
 
-        A request that is alone may be the cause itself, so the canary decides.
+        If this holds for all of several requests, restart the agents. If the step has a single request, that request
+        may be the cause. The canary then checks whether the agents compute correctly.
         """
         self._metrics.sequences_not_finite(len(request_ids))
         self._log.error(
@@ -142,7 +146,7 @@ class Replica:
     def send_steps(self, now: float) -> list[RequestOutput]:
         """Send every step that can be scheduled. Returns the last pieces of requests whose step could not be sent.
 
-        If there is no free step slot, the engine calls this method again after the next result.
+        Stops when all step slots are in use. The engine calls this method again after the next result.
         """
         self.wakeup = None
         outputs: list[RequestOutput] = []
@@ -160,7 +164,7 @@ class Replica:
                 executor.submit(step)
                 self._masks.sent(step)
             except Exception as error:
-                # The step's requests end and all others continue. The engine itself has no error.
+                # Ends only the requests of this step. Other requests continue, because the engine itself works.
                 self._log.error(
                     "a step could not be sent", step=step.seq, traceback=traceback.format_exc(), **self.log_fields
                 )
@@ -171,7 +175,7 @@ class Replica:
     def note_host_overhead(self, now: float, clock: Callable[[], float]) -> None:
         """For each completed step, report to the metrics how long the device waited for the next step.
 
-        ``now``: when ``poll`` returned the results.
+        ``now`` is the engine time at which ``poll`` returned the results.
         """
         completed, self._num_completed = self._num_completed, 0
         sent, self._num_just_sent = self._num_just_sent, 0
@@ -179,7 +183,7 @@ class Replica:
             return
         self._metrics.host_overhead(clock() - now if len(self._sent) == sent else 0.0)
         for _ in range(completed - 1):
-            self._metrics.host_overhead(0.0)  # the device did not wait for the host
+            self._metrics.host_overhead(0.0)  # further steps were queued at the device, so it did not wait
 
     def note_preemptions(self) -> None:
         """Report the preemptions since the last call to the metrics."""
@@ -198,9 +202,10 @@ class Replica:
                 self.executor.abort(seq)
 
     def lose(self, now: float, *, final: bool, blameless: bool) -> None:
-        """Void every step in flight because the agents were lost. Their requests wait to be computed again.
+        """Void every step in flight because the agents were lost. The requests of these steps wait to be computed
+        again.
 
-        ``blameless``: no request caused the loss.
+        ``final``: the agents are not restarted. ``blameless``: no request caused the loss.
         """
         self.is_ready = False
         self.is_given_up = final

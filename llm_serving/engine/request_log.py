@@ -56,9 +56,9 @@ class RequestLog:
 def met_objectives(request: Request, timings: RequestTimings) -> Mapping[str, bool]:
     """Return for each objective of a request (``ttft``, ``tbt``) whether it was met. ``both``: whether all were met.
 
-    Goodput counts the requests with ``both`` (DistServe, Zhong et al. 2024). The time between tokens is the mean of
-    the request. The result is empty if the request has no objectives or the client closed the connection. A request
-    that failed or missed its deadline has met no objective.
+    Goodput counts the requests with ``both`` (DistServe, Zhong et al. 2024). For ``tbt``, the mean time between the
+    request's tokens counts. The result is empty if the request has no objectives or the client closed the connection. A
+    request that failed or missed its deadline has met no objective.
     """
     client_left = request.finish_reason is FinishReason.ABORT and not _missed_deadline(request)
     if client_left or (request.ttft_objective is None and request.tbt_objective is None):
@@ -82,7 +82,7 @@ def _missed_deadline(request: Request) -> bool:
 
 
 def _optional_fields(request: Request, timings: RequestTimings, objectives: Mapping[str, bool]) -> dict[str, object]:
-    """Return the fields that the log has only where they differ from the default."""
+    """Return the fields that a log line contains only if their values differ from the default."""
     fields: dict[str, object] = {}
     if timings.blocked:
         fields["blocked_ms"] = {one.reason.value: in_ms(one.seconds) for one in timings.blocked}

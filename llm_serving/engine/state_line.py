@@ -10,7 +10,7 @@ from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 
 
 class StateLine:
-    """Counts steps and tokens for the next ``engine_state`` line. A line is due only if something has changed."""
+    """Counts steps and tokens for the next ``engine_state`` line. No line is written while nothing changes."""
 
     def __init__(self, front: RequestFront, interval_s: float) -> None:
         self._front = front
@@ -34,7 +34,7 @@ class StateLine:
 
     @property
     def due(self) -> float | None:
-        """When to write the next line. None while nothing has changed."""
+        """Engine time at which the next line must be written. None while nothing has changed."""
         return None if self._since is None else self._since + self._interval_s
 
     def take(self, now: float) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The charges of a template's operations: how many characters each may make or compare, before it runs."""
+"""Computes the charge of a template's operation before it runs: how many characters the operation may make or compare.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ Charge = Callable[..., int]
 
 
 def methods_of(owner: object) -> dict[str, Callable[..., int]] | None:
-    """Return the available methods of an object, by name. None if the object does not have a built-in type."""
+    """Return the methods that a template may call on an object, by name.
+
+    Returns None if the object's type is not built in.
+    """
     return next((methods for kind, methods in _METHODS if isinstance(owner, kind)), None)
 
 
@@ -34,14 +38,17 @@ def length(value: Sized) -> int:
 
 
 def _width(value: object) -> int:
-    """Return a width, which must be a number of at most ``MAX_WIDTH``."""
+    """Return the absolute value of a width. Raises BudgetError unless it is an integer of at most ``MAX_WIDTH``."""
     if not isinstance(value, int) or abs(value) > MAX_WIDTH:
         raise BudgetError(f"a width or count is not a number of at most {MAX_WIDTH}")
     return abs(value)
 
 
 def product_size(operator: str, left: Any, right: Any) -> int:
-    """Return the characters of a product or power. Raises BudgetError for a number of more than ``MAX_BITS`` bits."""
+    """Return the number of characters of a product or power.
+
+    Raises BudgetError if the result is a number of more than ``MAX_BITS`` bits.
+    """
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > MAX_BITS:
@@ -75,7 +82,7 @@ def all_sizes(budget: Budget, *args: Any, **kwargs: Any) -> int:
 
 
 def _several_sizes(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> int:
-    """The charge of operations that make many objects, or that compare the items several times."""
+    """Return the charge of an operation that makes many objects, or compares its items several times."""
     return 16 * all_sizes(budget, value, *args, **kwargs)
 
 
@@ -90,7 +97,7 @@ def _replace_size(budget: Budget, value: Any, old: Any, new: Any, count: Any = N
 
 
 def _join_size(budget: Budget, value: Any, d: Any = "", attribute: Any = None) -> int:
-    """The charge of the filter ``join``: all items, and the separator for each of them."""
+    """Return the charge of the filter ``join``: the characters of all items, plus one separator ``d`` per item."""
     number = len(value) if isinstance(value, Sized) else 0
     return budget.size(value) + number * budget.size(d)
 
@@ -100,7 +107,10 @@ def _str_join_size(budget: Budget, separator: str, values: Any) -> int:
 
 
 def _reverse_search_size(budget: Budget, text: Any, part: Any, *args: Any) -> int:
-    """The charge of a search from the end. Each character may be compared with each of ``part``."""
+    """Return the charge of a search from the end of ``text``.
+
+    Each character of ``text`` may be compared with all of ``part``.
+    """
     return budget.size(text) * (1 + (len(part) if isinstance(part, str) else 0) // 16)
 
 
@@ -109,12 +119,15 @@ def _reverse_split_size(budget: Budget, text: Any, sep: Any = None, maxsplit: An
 
 
 def _key_size(budget: Budget, value: Any, key: Any, *args: Any) -> int:
-    """The charge of a look-up, which computes the hash of everything in the key."""
+    """Return the charge of a dictionary look-up. It computes the hash of ``key``, including all values in the key."""
     return budget.size(key)
 
 
 def _strip_size(budget: Budget, text: Any, chars: Any = None) -> int:
-    """The charge of removing characters from the ends. Each character may be compared with each of ``chars``."""
+    """Return the charge of stripping ``chars`` from the ends of ``text``.
+
+    Each character of ``text`` may be compared with all of ``chars``.
+    """
     return budget.size(text) * (1 + (len(chars) if isinstance(chars, str) else 0) // 16)
 
 
@@ -136,7 +149,10 @@ def _columns_size(budget: Budget, value: Any, number: Any, fill_with: Any = None
 
 
 def json_size(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> int:
-    """The charge of ``tojson``: each character may become six, and each item may stand in an indented line."""
+    """Return the charge of ``tojson``.
+
+    An escape can turn one character into six, and each item can get an indented line of its own.
+    """
     options = [*args, *kwargs.values()]
     spaces = sum(_width(one) if isinstance(one, int) else budget.size(one) for one in options if one is not None)
     if spaces > CHARS_PER_STEP:

@@ -1,9 +1,10 @@
 """A Jinja environment for untrusted templates. Every operation is charged to a budget of steps and characters.
 
-Jinja's sandbox keeps a template away from the process. It does not limit time or memory. This environment changes the
-compiled template so that each loop, call, filter, operator and output is charged before or while it runs. Operations
-that can make a long result from short operands are checked before they run. Filters and methods whose cost cannot be
-stated are not available. So a rendering ends after a number of steps that does not depend on the machine.
+Jinja's sandbox prevents a template from reaching the server's files and objects. It does not limit time or memory. This
+environment changes the compiled template so that each loop, call, filter, operator and output is charged to the budget
+before or while it runs. Operations that can make a long result from short operands are checked before they run. Filters
+and methods without a known maximum cost are not available. So a rendering ends after a number of steps that does not
+depend on the machine.
 """
 
 from __future__ import annotations
@@ -70,12 +71,18 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     @property
     def budget(self) -> Budget:
-        """The budget of the rendering in this thread. Raises AttributeError while a template is compiled."""
+        """The budget of the rendering that runs in this thread.
+
+        Raises AttributeError if no template is being rendered.
+        """
         budget: Budget = self._local.budget
         return budget
 
     def compile_guarded(self, source: str) -> jinja2.Template:
-        """Compile a template whose operations are charged. Raises TemplateError."""
+        """Compile a template and insert charges for its operations.
+
+        Raises jinja2's TemplateError for an invalid template.
+        """
         return self.from_string(_Charges(self).visit(self.parse(source)))
 
     def pieces(self, template: jinja2.Template, budget: Budget, variables: dict[str, Any]) -> Iterator[str]:
@@ -106,7 +113,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if isinstance(__obj, jinja2.runtime.LoopContext):
             args = (budget.each(args[0]), *args[1:])
         elif not isinstance(__obj, jinja2.runtime.Macro):
-            method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps ``str.format``
+            method = getattr(__obj, "__wrapped__", __obj)  # Jinja replaces ``str.format`` by a wrapper
             owner = getattr(method, "__self__", None)
             if isinstance(owner, jinja2.runtime.LoopContext) or __obj is dict or __obj is _raise_exception:
                 budget.take(OBJECT_CHARS + sum(map(budget.size, args)))
@@ -137,13 +144,16 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return guarded
 
     def _sized(self, value: Any) -> Any:
-        """Charge a value that is about to be written, compared or cut, and return it."""
+        """Charge the characters of a value that is about to be written, compared or sliced. Returns the value."""
         budget = self.budget
         budget.take(len(value) if isinstance(value, str) else budget.size(value))
         return value
 
     def _made(self, value: Sized) -> Sized:
-        """Charge a new list, tuple or dictionary, and return it. Its items are charged where they are made."""
+        """Charge a new list, tuple or dictionary, and return it.
+
+        The code that makes its items charges them separately.
+        """
         self.budget.take(OBJECT_CHARS + length(value))
         return value
 
@@ -178,7 +188,7 @@ class _Charges(jinja2.visitor.NodeTransformer):
     def visit_Compare(self, node: jinja2.nodes.Compare) -> jinja2.nodes.Node:  # noqa: N802
         self.generic_visit(node)
         if any(operand.op in ("in", "notin") for operand in node.ops):
-            node.expr = self._charged(node.expr)  # a look-up in a dictionary computes its hash
+            node.expr = self._charged(node.expr)  # a dictionary look-up computes the hash of the key
         for operand in node.ops:
             if operand.op in ("in", "notin") or not (_is_constant(node.expr) or _is_constant(operand.expr)):
                 operand.expr = self._charged(operand.expr)
@@ -220,7 +230,7 @@ class _Charges(jinja2.visitor.NodeTransformer):
         return self._filter(jinja2.nodes.List(node.nodes, lineno=node.lineno), _CONCAT)
 
     def _with_charged_arguments(self, node: Any) -> jinja2.nodes.Node:
-        """Charge the items of ``values`` in a call ``name(*values, **values)``."""
+        """Charge the unpacked items of a call: ``args`` and ``kwargs`` in ``name(*args, **kwargs)``."""
         self.generic_visit(node)
         if node.dyn_args is not None:
             node.dyn_args = self._filter(node.dyn_args, _EACH)
@@ -286,5 +296,8 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _materialized(budget: Budget, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments with iterators as lists, whose size can be checked. Each item is charged."""
+    """Return the arguments, with each iterator replaced by a list so that its size can be checked.
+
+    Charges one step per item.
+    """
     return tuple(list(budget.each(arg)) if isinstance(arg, Iterator) else arg for arg in args)

@@ -22,7 +22,7 @@ class Detokenizer(Protocol):
         """Return the text that these tokens complete, and the stop string that ended the text, if there was one."""
 
     def flush(self) -> str:
-        """Return the text that was held back. No more tokens follow."""
+        """Return the text that was held back as the possible start of a stop string. No more tokens follow."""
 
 
 DetokenizerFactory = Callable[[Request], Detokenizer]
@@ -55,12 +55,18 @@ class TextStreams:
         return [self._output(update, result, now) for update in updates]
 
     def fail(self, update: RequestUpdate, error: str, now: float) -> None:
-        """End the request of an update with an error. The next ``outputs`` of the update returns its last piece."""
+        """End the request of ``update`` with an error.
+
+        The next call of ``outputs`` with this update returns the last piece.
+        """
         update.error = error
         self._end(update.request, FinishReason.ERROR, now)
 
     def abandon_all(self, error: str, now: float) -> list[RequestOutput]:
-        """End every stream with an error, without the scheduler and the detokenizers, which may be broken."""
+        """End every stream with an error.
+
+        This method does not use the scheduler or the detokenizers, because they may have failed.
+        """
         outputs = []
         for request_id, stream in list(self._streams.items()):
             request = stream.request
@@ -99,7 +105,7 @@ class TextStreams:
 
     def _end(self, request: Request, reason: FinishReason, now: float) -> None:
         if self._front.finish_request(request.request_id, reason, now) is None:
-            request.finish_reason = reason  # the scheduler had already ended the request
+            request.finish_reason = reason  # the scheduler has already ended the request, so only the reason changes
 
 
 def _last_text(stream: _Stream, token_ids: tuple[int, ...]) -> tuple[str, str | None]:

@@ -27,8 +27,9 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class DecodeRule:
     """The rule that turns a vocabulary entry into bytes.
 
-    ``strip_spaces``: number of spaces that the tokenizer added at the start of a text. Decoding removes them.
-    ``strip_first_token``: decoding removes the word marks of the first token instead (Metaspace).
+    ``strip_spaces``: number of spaces that the tokenizer added at the start of a text. Decoding removes these spaces.
+    ``strip_first_token``: decoding instead removes all word marks (U+2581) from the first token, as a Metaspace decoder
+    does.
     """
 
     byte_level: bool = False
@@ -49,7 +50,8 @@ def sentencepiece_rule(*, add_dummy_prefix: bool) -> DecodeRule:
 def decode_rule(decoder: Mapping[str, Any] | None, source: str) -> DecodeRule:
     """Return the rule for the ``decoder`` of a ``tokenizer.json``.
 
-    Raises CheckpointError with the unsupported part if a text is not the concatenation of its tokens' bytes.
+    The decoder must join the bytes of the tokens without other changes. Otherwise raises CheckpointError, which names
+    the unsupported part.
     """
     if decoder is None:
         raise CheckpointError(f"{source}: the tokenizer has no decoder, so its tokens cannot be turned into text")
@@ -85,7 +87,9 @@ def _add_part(rule: DecodeRule, part: Mapping[str, Any], fused: bool, source: st
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each printable character with which GPT-2 writes bytes."""
+    """Return the alphabet of GPT-2's byte-level BPE, which writes each byte as one printable character: {character:
+    byte}.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
@@ -127,12 +131,12 @@ class TokenTable:
         return data
 
     def remember_text(self, token_id: int) -> None:
-        """Add a token to ``texts``, unless its bytes are part of a character or not UTF-8."""
+        """Add the text of a token to ``texts``. Skips a token whose bytes are not complete UTF-8 characters."""
         with contextlib.suppress(UnicodeDecodeError):
             self.texts[token_id] = self.bytes_of(token_id).decode()
 
     def bytes_at_start(self, token_id: int) -> bytes:
-        """Return the bytes of the first token of a text, for a rule with ``strip_first_token``."""
+        """Return the bytes of a token that begins a text. Use this method for a rule with ``strip_first_token``."""
         piece = self._piece(token_id) or ""
         mark = self.rule.replacements[-1][0]
         return self.bytes_of(token_id) if token_id in self._added else piece.replace(mark, "").encode()

@@ -41,7 +41,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of ``text``. If the text spells a special token, it becomes that token."""
+        """Return the token ids of ``text``. A part of the text that spells a special token becomes that token."""
 
     @abstractmethod
     def piece(self, token_id: int) -> str | None:
@@ -58,7 +58,7 @@ class Tokenizer(ABC):
         return max(len(piece) for piece in pieces if piece)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ``token_ids``, taken as a whole text. Bytes that are not UTF-8 become U+FFFD.
+        """Return the text of ``token_ids``, which are a complete text. Bytes that are not UTF-8 become U+FFFD.
 
         If the bytes are UTF-8, the result equals transformers' ``decode(..., clean_up_tokenization_spaces=False)``.
         """
@@ -72,7 +72,7 @@ class Tokenizer(ABC):
         return text[min(leading, table.rule.strip_spaces) :]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text. They may be part of a character."""
+        """Return the bytes that a token adds to a text. These bytes may be an incomplete UTF-8 character."""
         return self.table.bytes_of(token_id)
 
     def _special_id(self, files: TokenizerFiles, name: str) -> int | None:
@@ -81,7 +81,10 @@ class Tokenizer(ABC):
 
 
 def _chat_template(files: TokenizerFiles) -> ChatTemplate:
-    """Return the default template, or the first one. Raises CheckpointError if any template is invalid."""
+    """Return the default chat template. If no template has the name ``default``, returns the first one.
+
+    Raises CheckpointError if any template is invalid.
+    """
     templates = {
         name: ChatTemplate(text, files.special_tokens, name=f"{files.settings.source}: chat template {name!r}")
         for name, text in files.templates.items()

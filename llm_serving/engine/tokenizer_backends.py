@@ -28,11 +28,12 @@ from llm_serving.errors import CheckpointError
 
 MAX_VOCABULARY_BYTES = 256 * 1024 * 1024
 
-# Appended to a serialised ModelProto: normalizer_spec { add_dummy_prefix: false }. Protocol buffers merge a field that
-# occurs twice, so these bytes change only this flag.
+# These bytes are appended to a serialised ModelProto and stand for ``normalizer_spec { add_dummy_prefix: false }``.
+# Protocol buffers merge a field that occurs twice, so the bytes change only this flag.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # each call has one text, so threads would cost more
+# Each call encodes a single text, so the library's threads would only add cost.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -85,18 +86,21 @@ class FastTokenizer(Tokenizer):
         )
 
     def _check_template(self, source: str) -> None:
-        """Raise CheckpointError if the library cannot encode any text. It panics, for example, if the template around a
-        text names a special token that the file does not define. Otherwise the first request would fail.
+        """Raise CheckpointError if the library cannot encode text.
+
+        For example, the library panics if its post-processor names a special token that the file does not define. This
+        check reports the fault at the start, before the first request.
         """
         try:
             self._tokenizer.encode_batch_fast(["a"])
         except BaseException as reason:
-            if isinstance(reason, Exception) or type(reason).__name__ == "PanicException":  # not an Exception
+            # PanicException is not a subclass of Exception.
+            if isinstance(reason, Exception) or type(reason).__name__ == "PanicException":
                 raise CheckpointError(f"{source}: the tokenizer cannot encode a text: {reason}") from reason
             raise
 
     def _add_missing(self, files: TokenizerFiles) -> None:
-        """Add the tokens that only ``tokenizer_config.json`` lists, as transformers does."""
+        """Add the tokens that ``tokenizer_config.json`` lists but the vocabulary file lacks, as transformers does."""
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         for token in files.added_tokens:
             if token.content in known:
@@ -116,7 +120,8 @@ class FastTokenizer(Tokenizer):
                 )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        # ``encode`` has the same result, but holds the interpreter lock, so all clients would wait for a long text.
+        # ``encode`` returns the same ids but holds the interpreter lock. With a long text, all other requests would
+        # wait.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
@@ -167,7 +172,10 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def _check_pieces(self, files: TokenizerFiles) -> None:
-        """Raise CheckpointError if a piece is not UTF-8. Otherwise the first request with the piece would fail."""
+        """Raise CheckpointError if a vocabulary entry is not valid UTF-8.
+
+        This check reports the fault at the start, before the first request.
+        """
         try:
             self._processor.id_to_piece(list(range(self._size)))
         except UnicodeDecodeError as reason:
@@ -184,8 +192,8 @@ class SentencePieceTokenizer(Tokenizer):
     def _literal_tokens(self, files: TokenizerFiles) -> tuple[AddedToken, ...]:
         """Return the tokens that are found by their literal text before SentencePiece splits the rest.
 
-        They are the added tokens, and the special tokens with a name (``bos_token``, ...) that SentencePiece's
-        vocabulary has.
+        These are the added tokens. The named special tokens (``bos_token``, ...) that SentencePiece's vocabulary has
+        also belong to them.
         """
         listed = {token.content for token in files.added_tokens}
         named = []
@@ -265,7 +273,10 @@ def _processor(proto: bytes, files: TokenizerFiles) -> sentencepiece.SentencePie
 
 
 def _splitter(tokens: tuple[AddedToken, ...]) -> re.Pattern[str] | None:
-    """Return a pattern of all added tokens, the longest first, each with the white space that it removes."""
+    """Return a pattern that matches any added token, with the white space that the token removes.
+
+    Longer tokens are matched first.
+    """
     if not tokens:
         return None
     ordered = sorted(tokens, key=lambda token: -len(token.content))
@@ -278,8 +289,8 @@ def _splitter(tokens: tuple[AddedToken, ...]) -> re.Pattern[str] | None:
 def _byte_level_bpe(files: TokenizerFiles) -> tokenizers.Tokenizer:
     """Make a byte-level BPE (GPT-2, Radford et al. 2019) from ``vocab.json`` and ``merges.txt``, without added tokens.
 
-    A folder without ``tokenizer.json`` does not describe how text is split into words. The class of the tokenizer
-    determines it. Raises CheckpointError for an unknown class.
+    A folder without ``tokenizer.json`` does not describe how text is split into words. The tokenizer's class name
+    determines how. Raises CheckpointError for an unknown class.
     """
     merges = files.vocabulary.with_name(MERGES_FILE)
     if not merges.is_file():

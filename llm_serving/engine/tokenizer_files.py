@@ -76,7 +76,7 @@ def find_vocabulary(place: Path, kind: str = "auto") -> Path:
 def read_tokenizer_files(vocabulary: Path) -> TokenizerFiles:
     """Read special tokens, added tokens and chat templates from the folder of ``vocabulary``.
 
-    Raises CheckpointError with file, key and value.
+    Raises CheckpointError, which names the file, the key and the value.
     """
     folder = vocabulary.parent
     settings = _read_object(folder / "tokenizer_config.json")
@@ -111,7 +111,7 @@ def _read_object(file: Path) -> dict[str, object]:
 
 
 def _token_text(value: object) -> str | None:
-    """Return the text of a token, which is either text or an object with ``content``."""
+    """Return the text of a token, which is stored as a text or as an object with the key ``content``."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
