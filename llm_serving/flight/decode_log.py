@@ -1,9 +1,10 @@
 """Records decoding with an unchanged batch in a short form, because it makes up most iterations of a busy engine.
 
-A loop iteration is called undisturbed under three conditions. Every result brings each sequence of the batch one token
-and ends no request. Every scheduled step continues the step before it with the same batch. The scheduler then waits for
-the next result. Times and new blocks describe an undisturbed iteration completely. The engine calls this code in every
-step, so it compares whole columns in few calls and allocates little.
+A loop iteration is called undisturbed under three conditions. Every result has one token for each sequence of the batch
+and ends no request. Every scheduled step has the same batch as the step before it and computes the next token of each
+sequence. The scheduler then waits for the next result. So only the times and the new blocks of an undisturbed iteration
+must be recorded. The engine calls this code in every step, so it compares whole columns in few calls and allocates
+little.
 """
 
 from __future__ import annotations
@@ -55,10 +56,11 @@ class DecodeRun:
 
 
 class DecodeLog:
-    """Collects loop iterations in which the same batch decodes, between ``begin`` and ``stop``.
+    """Collects loop iterations in which the same batch decodes. It accepts calls between ``begin`` and ``stop``.
 
-    ``result``, ``step`` and ``end`` return False or REFUSED, and change nothing, for a call that does not fit.
-    ``counts`` returns the scheduler's counts, which the log adds to steps with new blocks.
+    ``result`` and ``step`` return False, and ``end`` returns REFUSED, if a call does not belong to undisturbed
+    decoding. The log then stays unchanged. ``counts`` returns the scheduler's counts, which are stored for steps with
+    new blocks.
     """
 
     def __init__(self, counts: Callable[[], Counts], max_iterations: int) -> None:
@@ -90,23 +92,27 @@ class DecodeLog:
         ending_token_ids: set[int],
         keeps_updates: bool,
     ) -> None:
-        """Starts the log after the step ``latest``.
+        """Starts logging. ``latest`` is the latest scheduled step, and must not restart a batch row.
 
-        The first ``table_lens`` entries of its block tables are recorded already. The next result belongs to step
-        ``next_result``. A token in ``ending_token_ids`` may end a request. ``latest`` must not restart a batch row.
-        Raises ValueError if the log is active or not empty.
+        ``table_lens``: for each sequence of ``latest``, the number of block table entries that are already recorded.
+        ``next_result``: number of the step whose result comes next. ``ending_token_ids``: tokens that may end a
+        request. ``keeps_updates``: keep the updates of each result, to compute pseudonyms. Raises ValueError if the log
+        is active or not empty.
         """
         if self._is_active or self._run is not None or not len(latest.starts) == len(latest.rows) == len(table_lens):
             raise ValueError("the log is active, or the columns of the step have different sizes")
         self._next_result = next_result
-        # A sampled id of -1 means no token. It ends undisturbed decoding, as a token that may end a request does.
+        # A sampled id of -1 means that the sequence has no token. Like an end token, it ends undisturbed decoding.
         self._ending_token_ids, self._keeps_updates = ending_token_ids | {_NO_TOKEN, NOT_FINITE}, keeps_updates
         self._positions = sum(latest.starts) + sum(latest.sample_positions)
         self._continue(latest, table_lens)
         self._is_active = True
 
     def result(self, result: StepResult, updates: list[RequestUpdate], now: float) -> bool:
-        """Logs a call of ``Scheduler.update``. Returns False if the result is not one token for every sequence."""
+        """Logs a call of ``Scheduler.update``.
+
+        Returns False if the result is not exactly one token for every sequence.
+        """
         run = self._run
         if not self._is_active or run is None:
             return False
@@ -135,14 +141,18 @@ class DecodeLog:
         return True
 
     def step(self, step: ScheduledStep, now: float) -> bool:
-        """Logs a step that ``Scheduler.schedule`` returned. Returns False unless it only continues the last step."""
+        """Logs a step that ``Scheduler.schedule`` returned.
+
+        Returns False unless the step has the same batch as the step before it and computes the next token of each
+        sequence.
+        """
         run = self._run
         if not self._is_active or run is None or not self._iteration_results or now != self._now:
             return False
         latest, table_lens = run.latest, list(map(len, step.block_tables))
         positions = sum(step.starts) + sum(step.sample_positions)
         if (
-            # Steps of one batch share these columns, so the same objects mean the same batch.
+            # Steps of the same batch share the list objects of their columns, so comparing identities is enough.
             step.requests is not latest.requests
             or step.rows is not latest.rows
             or step.query_lens is not latest.query_lens
@@ -154,7 +164,7 @@ class DecodeLog:
             or step.seq != latest.seq + 1
             or step.moves
             or step.histories
-            # A start or a position grows by at most 1 from step to step. The sum therefore shows that all have grown.
+            # Each start and each position grows by 0 or 1 per step. So if their sum grew by the maximum, all grew by 1.
             or positions != self._positions + 2 * len(table_lens)
         ):
             return False
@@ -174,7 +184,10 @@ class DecodeLog:
         return True
 
     def end(self, now: float, wakeup: float | None) -> int:
-        """Logs that ``Scheduler.schedule`` returned None, which ends the iteration."""
+        """Logs that ``Scheduler.schedule`` returned None, which ends the loop iteration.
+
+        Returns LOGGED, DUE or REFUSED.
+        """
         run = self._run
         if not self._is_active or run is None or not self._iteration_steps or now != self._now or wakeup is not None:
             return REFUSED
@@ -191,9 +204,10 @@ class DecodeLog:
         self._is_active = False
 
     def take(self) -> DecodeRun | None:
-        """Returns the iterations since the last call and forgets them, or returns None if there are none.
+        """Returns the iterations since the last call as a run, and removes them from the log. Returns None if there are
+        none.
 
-        Raises ValueError within an iteration.
+        Raises ValueError if an iteration has begun and not ended.
         """
         run = self._run
         if run is None or not run.times:

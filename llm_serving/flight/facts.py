@@ -22,10 +22,10 @@ _SCALARS = (bool, int, float, str, bytes)
 
 
 def _plain_defaults(kind: type, hidden: Iterable[str]) -> tuple[tuple[str, Any], ...]:
-    """Returns (name, default) of the dataclass fields that a recording may contain: those with a scalar or None as
-    default.
+    """Returns (name, default) of the dataclass fields that a recording may contain.
 
-    ``hidden`` names fields that are left out.
+    These are the fields whose default is None or a plain value (a bool, number, text or bytes). Fields in ``hidden``
+    are left out.
     """
     return tuple(
         (declared.name, declared.default)
@@ -41,7 +41,10 @@ _SAMPLING_VALUES = attrgetter(*(name for name, _ in _SAMPLING_DEFAULTS))
 
 
 def request_facts(request: Request) -> dict[str, Any]:
-    """Returns the recorded facts about a new request as a map. Default values and tokens are left out."""
+    """Returns the facts that a recording keeps about a new request, as a map.
+
+    Default values and tokens are left out.
+    """
     sampling = request.sampling
     facts: dict[str, Any] = {
         "request_id": request.request_id,
@@ -61,7 +64,10 @@ def request_facts(request: Request) -> dict[str, Any]:
 
 
 def make_request(facts: dict[str, Any], prompt: list[int] | None) -> Request:
-    """Creates a request from its recorded facts. ``prompt`` has pseudonyms of the tokens, or None without them."""
+    """Creates a request from its recorded facts.
+
+    ``prompt`` has the pseudonyms of the prompt's tokens, or is None if the recording has no pseudonyms.
+    """
     values = dict(facts)
     num_prompt_tokens = values.pop("num_prompt_tokens")
     sampling = SamplingParams(max_tokens=values.pop("max_tokens"), **values.pop("sampling", {}))
@@ -81,13 +87,15 @@ def is_gone(request: Request) -> bool:
 
 
 def ending_tokens(request: Request) -> frozenset[int]:
-    """Returns the token ids that end a request's output: its stop tokens, and the model's unless they are ignored."""
+    """Returns the token ids that end a request's output: its stop tokens, and the model's end tokens unless it has
+    ``ignore_eos``.
+    """
     stop_token_ids = request.sampling.stop_token_ids
     return stop_token_ids if request.sampling.ignore_eos else stop_token_ids | request.end_token_ids
 
 
 def ending_indices(step: ScheduledStep, sampled_ids: list[int]) -> list[int]:
-    """Returns the indices of the step's sequences whose token ends them."""
+    """Returns the indices of the sequences in a step whose sampled token ends the request."""
     if len(sampled_ids) != len(step.requests):
         return []
     return [
@@ -99,7 +107,10 @@ def ending_indices(step: ScheduledStep, sampled_ids: list[int]) -> list[int]:
 
 
 def is_whole(step: ScheduledStep, sampled_ids: list[int], num_logits: int, num_logsumexps: int) -> bool:
-    """Returns True if a result has a value for each sequence, and a token for each sequence that the step samples."""
+    """Returns True if a result has the shape that the step demands.
+
+    The result must have an entry for each sequence, and a token for exactly those sequences that the step samples.
+    """
     if not len(sampled_ids) == num_logits == num_logsumexps == len(step.rows):
         return False
     if all(step.do_sample):
@@ -115,10 +126,11 @@ def make_result(
     names: list[int] | None,
     times: tuple[int, int, int],
 ) -> StepResult:
-    """Creates a result for a replay. The scheduler treats it like the recorded result.
+    """Creates a result for a replay. The scheduler makes the same decisions from it as from the recorded result.
 
-    ``do_sample`` is a column of the step: whether each sequence samples. ``names`` has the tokens' pseudonyms; without
-    them, tokens are ``PLAIN_TOKEN`` and ``ENDING_TOKEN``.
+    ``do_sample`` has one entry for each sequence of the step: whether the step samples its next token. ``names`` has
+    the pseudonyms of the tokens. If it is None, tokens that end a request become ``ENDING_TOKEN``, all others
+    ``PLAIN_TOKEN``.
     """
     result = StepResult(seq, queue_us=times[0], graph_us=times[1], sample_us=times[2])
     signs, num_logits, num_sums = do_sample, len(do_sample), len(do_sample)

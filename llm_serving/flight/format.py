@@ -1,12 +1,12 @@
-"""The file format of a flight recording: a file (segment) consists of frames of records, each with a checksum.
+"""The file format of a flight recording: each file (segment) consists of frames, and each frame has a checksum.
 
     segment = MAGIC, header frame, state frame, any number of record frames
-    frame   = length (uint32), CRC-32 of the payload (uint32), payload: one MessagePack value; little-endian
+    frame   = length (uint32), CRC-32 of the payload (uint32), payload (one MessagePack value)
 
-The header is a map, see ``SegmentHeader``. The state frame holds the scheduler's state at the start of the segment. A
-record frame is a list of records, which describe the calls of some loop iterations. A record is a list that begins with
-its ``Tag``. A killed process leaves at most one torn frame at the end of a file. Its length or checksum is wrong, and
-all frames before it are complete.
+Integers are little-endian. The header frame contains a map, see ``SegmentHeader``. The state frame holds the
+scheduler's state at the start of the segment. A record frame is a list of records, which describe the calls of some
+loop iterations. A record is a list that begins with its ``Tag``. If the process is killed, the last frame of a file may
+be torn. Its length or checksum is then wrong. All earlier frames are complete.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class FlightRecordingError(LLMServingError):
 
 
 class Tag(enum.IntEnum):
-    """The kind of a record, mostly a call of the scheduler. Docstrings list the fields; one with ``?`` may be None."""
+    """The kind of a record. Most kinds stand for a call of the scheduler.
+
+    The text after each member lists the fields of its record. A field that is marked with ``?`` may be None.
+    """
 
     TIME = 0
     """Fields: engine time of the calls that follow."""
@@ -86,7 +89,10 @@ class Tag(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """The header of a segment: facts about the run, so that a segment can be read without the others."""
+    """The header of a segment.
+
+    Every segment repeats the facts about the run, so that it can be read without other segments.
+    """
 
     run: str
     """Name of the server's run (from its start to its end). All segments of a run form one recording."""
@@ -114,7 +120,10 @@ class SegmentHeader:
 
     @classmethod
     def from_map(cls, values: Any, file: Path) -> SegmentHeader:
-        """Raises FlightRecordingError."""
+        """Returns the header that is stored as a map.
+
+        Raises FlightRecordingError if the map is no header or of another version.
+        """
         names = {declared.name for declared in fields(cls)}
         if not isinstance(values, dict) or not names <= values.keys():
             raise FlightRecordingError(f"{file}: the header is not one of a flight recording")
@@ -128,7 +137,7 @@ class SegmentHeader:
 
 
 def segment_name(run: str, index: int) -> str:
-    """Returns the file name of a segment. Sorted names are in order of time."""
+    """Returns the file name of a segment of a run. Names in alphabetical order are in order of time."""
     return f"{run}-{index:06d}{SUFFIX}"
 
 
@@ -144,15 +153,16 @@ def replica_folders(folder: Path) -> list[Path]:
 
 
 def encode_frame(value: object) -> bytes:
-    """Returns ``value``, which must consist of MessagePack's types, as the bytes of one frame."""
+    """Returns one frame with ``value``, which must consist of types that MessagePack can encode."""
     payload = _ENCODER.encode(value)
     return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 class FrameReader:
-    """Iterates over the values of a segment's frames, up to the end or the first torn frame (``is_torn``).
+    """Iterates over the values in a segment's frames.
 
-    Raises FlightRecordingError if the file is not a segment.
+    The iteration stops at the end of the file or at a torn frame, and ``is_torn`` shows which. Raises
+    FlightRecordingError if the file is not a segment.
     """
 
     def __init__(self, data: bytes, file: Path) -> None:

@@ -1,6 +1,7 @@
 """Finds the completed steps and the requests of a flight recording, each with its times.
 
-``completed_steps`` is the data for a cost model of the device. ``arrivals`` is a load that can run again.
+``completed_steps`` yields the data from which a cost model of the device can be fitted. ``arrivals`` returns the
+recorded load, so that a benchmark can repeat it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Arrival:
 
 
 def completed_steps(stretch: Stretch) -> Iterator[tuple[RecordedStep, float, Completed]]:
-    """Yields the steps that ran without a fault as (step, scheduling time, result), in the order of their results."""
+    """Yields (step, scheduling time, result) of each step that ran without a fault, in the order of the results."""
     sent: dict[int, tuple[float, RecordedStep]] = {}
     for event in stretch.events():
         if isinstance(event, Scheduled) and event.step is not None:
@@ -62,7 +63,7 @@ def arrivals(stretch: Stretch) -> list[Arrival]:
 
 
 class _Arrivals:
-    """Finds the tokens and the end of each recorded request, by the same rules as the scheduler."""
+    """Finds the output tokens and the end of each recorded request. It follows the same rules as the scheduler."""
 
     def __init__(self) -> None:
         self._found: dict[int, Arrival] = {}
@@ -115,7 +116,8 @@ class _Arrivals:
                 self._token(arrival, step.sample_positions[index], index in answer.ends, answer.now, name)
 
     def _token(self, arrival: Arrival, position: int, is_ending: bool, now: float, name: int | None) -> None:
-        if position != arrival.num_output_tokens:  # the step is void; its token is computed again
+        # The step's result is void. A later step computes the token again.
+        if position != arrival.num_output_tokens:
             return
         arrival.num_output_tokens += 1
         arrival.token_times.append(now)

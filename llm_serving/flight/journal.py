@@ -2,7 +2,7 @@
 
 Decoding with an unchanged batch goes into a ``DecodeLog``, which becomes one record later. Every other call becomes a
 record immediately. The journal writes its records together, in one system call that does not wait for the disk. It
-writes after ``WRITE_INTERVAL_S``, at the end of a loop iteration with a fault, and when no step is in flight.
+writes every ``WRITE_INTERVAL_S`` seconds, at the end of a loop iteration with a fault, and when no step is in flight.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ _RESULT = attrgetter(
 class Journal:
     """Writes the calls of ``scheduler`` into ``segments``.
 
-    The caller offers each ``schedule`` and ``update`` to ``decode_log`` first, and calls the journal's methods for what
-    the log refuses. The methods raise OSError if the disk is full; the caller then calls ``pause``.
+    The caller first passes each call of ``schedule`` and ``update`` to ``decode_log``. If the log refuses a call, the
+    caller passes it to the journal's own methods. The methods raise OSError if the disk is full; the caller then calls
+    ``pause``.
     """
 
     def __init__(self, scheduler: Scheduler, segments: SegmentWriter, names: TokenNames | None) -> None:
@@ -67,13 +68,14 @@ class Journal:
         """Number of recorded steps."""
         return self._num_steps + self.decode_log.num_steps
 
-    # The next methods record calls of ``schedule`` and ``update`` that the decode log refuses.
+    # The next methods record the calls of ``schedule`` and ``update`` that the decode log has refused.
 
     def record_step(self, step: ScheduledStep, now: float) -> None:
         """Records that ``schedule`` returned a step.
 
-        The record has the scheduler's counts only if they can differ from those of the latest step. They can if the
-        step has other sequences or more blocks, or follows another call than ``schedule`` and ``update``.
+        The record includes the scheduler's counts only if these may have changed since the latest step. They may have
+        changed if the step has other sequences or other block table lengths. They may also have changed if a call other
+        than ``schedule`` and ``update`` came before the step.
         """
         self._stop_log()
         self._num_steps += 1
@@ -109,7 +111,7 @@ class Journal:
         self._is_step_latest = False
         self._record_time(now)
         self._pending.append((_SCHEDULE, None, wakeup, counts))
-        is_last = counts is not None and not counts[4]  # no step is in flight
+        is_last = counts is not None and not counts[4]  # ``counts[4]`` is the number of steps in flight
         if now >= self._due or is_last or len(self._pending) >= _MAX_PENDING:
             self.flush()
         self._start_log()
@@ -117,14 +119,15 @@ class Journal:
     # Other calls
 
     def begin(self) -> None:
-        """Starts the first segment before the first record."""
+        """Starts the first segment. Does nothing if a segment has been started before."""
         if self._segments.is_new:
             self._begin_segment()
 
     def record(self, record: list[object], now: float | None = None, *, urgent: bool = False) -> None:
         """Adds a record of a call other than ``schedule`` and ``update``.
 
-        An urgent record reports a fault. It is written at the end of the loop iteration, with all records before it.
+        ``urgent`` marks the record of a fault. At the end of the loop iteration, the journal writes this record and all
+        earlier ones to the file.
         """
         self._stop_log()
         self._is_step_latest = False
@@ -138,7 +141,10 @@ class Journal:
             self.flush()
 
     def add_request(self, request: Request, *, refused: bool) -> tuple[int, bytes | None]:
-        """Gives a new request a number. Returns the number, and pseudonyms of its tokens if the recording has them."""
+        """Gives a new request a number.
+
+        Returns the number, and the pseudonyms of its tokens or None if the recording has no pseudonyms.
+        """
         self._stop_log()
         num_requests = sum(self._scheduler.counts()[:2])
         if not refused and len(self._requests) > 2 * num_requests + _MAX_PENDING:
@@ -154,7 +160,7 @@ class Journal:
         return self._requests.find(request_id)
 
     def release(self, request_ids: list[str]) -> None:
-        """Forgets requests that move to another replica. They get new numbers if they come back."""
+        """Forgets requests that move to another replica. A request that comes back gets a new number."""
         for request_id in request_ids:
             self._requests.forget(request_id)
         self._steps.renumber()
@@ -196,7 +202,10 @@ class Journal:
         self._segments.close()
 
     def _begin_segment(self) -> None:
-        """Starts a segment. Forgets earlier steps, because its records must not refer to other segments."""
+        """Starts a segment, and forgets the earlier steps.
+
+        The records of a segment must not refer to steps in other segments.
+        """
         self._stop_log()
         self._requests.forget_ended()
         self._steps = StepWriter()
@@ -207,10 +216,10 @@ class Journal:
     def _forget_number(self, number: int) -> None:
         self._steps.forget(number)
 
-    # Undisturbed decoding
+    # The following methods handle undisturbed decoding
 
     def _start_log(self) -> None:
-        """Starts the decode log if all steps in flight decode the same batch."""
+        """Starts the decode log if all steps in flight are decode steps of the same batch."""
         latest = next(reversed(self._sent.values()), None)
         if latest is None or latest.requests is not self._counted_requests:
             return
@@ -222,7 +231,7 @@ class Journal:
             self.decode_log.begin(seqs[0], latest, lens, self._requests.endings, self._has_pseudonyms)
 
     def _take_run(self) -> None:
-        """Turns the iterations of the decode log into a record."""
+        """Turns the iterations in the decode log into one pending record."""
         run = self.decode_log.take()
         if run is None:
             return
@@ -245,11 +254,14 @@ class Journal:
         self._is_step_latest = not has_ended and num_steps > 0
 
     def _stop_log(self) -> None:
-        """Stops the decode log and turns its iterations into a record, because another record follows."""
+        """Stops the decode log and turns its iterations into one pending record.
+
+        Called before any other record is added.
+        """
         self.decode_log.stop()
         self._take_run()
 
-    # Records of calls
+    # The following methods append records of calls
 
     def _record_time(self, now: float) -> None:
         if now != self._now:

@@ -1,4 +1,6 @@
-"""Keeps a flight recording that shows a failure, so that the recorder does not replace its segments."""
+"""Keeps a flight recording that shows a failure: links its segments into another folder, which the recorder does not
+clear.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ _PREFIX = "kept-"
 def keep_recording(folder: Path, reason: str) -> Path | None:
     """Link the segments of a recording into a new folder in ``folder``. Returns the new folder.
 
-    Returns None if there is no segment. The segment that is being written grows in both places. ``reason`` becomes a
-    part of the folder's name.
+    Returns None if there is no segment. The recorder's present segment continues to grow in both folders. ``reason``
+    becomes a part of the folder's name.
     """
     try:
         segments = sorted(folder.glob(f"*{SUFFIX}"))

@@ -1,9 +1,10 @@
 """Computes pseudonyms, which replace tokens in a flight recording. They only reveal which prefixes are equal.
 
 The pseudonym of token ``i`` of a sequence is ``BLAKE2b(key, salt, tokens 0 .. i)``, cut to 31 bits. If two sequences
-have the same salt, their pseudonyms are equal exactly as far as their tokens are (except for one chance in 2^31). This
-is enough for the prefix cache of a replay. The key never leaves the process, so a recording cannot be searched for a
-known text. A pseudonym costs 0.4 us.
+have the same salt and their first n tokens are equal, their first n pseudonyms are equal. From the first different
+token on, the pseudonyms differ, except with a probability of 2^-31 each. A replay's prefix cache therefore finds the
+same prefixes. The key never leaves the process, so a recording cannot be searched for a known text. Computing a
+pseudonym takes 0.4 us.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class TokenChain:
 
 
 class Pseudonyms:
-    """Creates ``TokenChain`` objects with a secret key, which is random unless it is given."""
+    """Creates ``TokenChain`` objects that use the same secret key. By default the key is random."""
 
     def __init__(self, key: bytes | None = None) -> None:
         self._key = secrets.token_bytes(32) if key is None else key

@@ -80,7 +80,10 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A call of ``finish_request`` or ``abort_request``. ``number`` is None for an unknown id."""
+    """A call of ``finish_request`` or ``abort_request``.
+
+    ``number`` is None if the scheduler did not know the request id.
+    """
 
     now: float
     number: int | None
@@ -108,7 +111,10 @@ class FailedAll:
 
 @dataclass(frozen=True, slots=True)
 class TookEnded:
-    """A call of ``take_ended``, with the numbers of the requests that ``schedule`` had ended at their deadline."""
+    """A call of ``take_ended``.
+
+    It has the numbers of requests that ``schedule`` ended because their deadline had passed.
+    """
 
     now: float
     numbers: list[int]
@@ -188,8 +194,8 @@ class Stretch:
 def read_recording(path: Path) -> list[Stretch]:
     """Reads a segment file or a folder of segments. Returns sequences of segments without a gap, the oldest first.
 
-    If the folder has several replicas, those of replica 0 come first. Raises FlightRecordingError if there is no
-    segment, or if a file is not a segment.
+    If the folder has recordings of several replicas, the sequences of replica 0 come first. Raises FlightRecordingError
+    if there is no segment, or if a file is not a segment.
     """
     if folders := replica_folders(path):
         return [stretch for folder in folders for stretch in read_recording(folder)]
@@ -227,7 +233,7 @@ def _read_segment(file: Path) -> Segment | None:
 
 
 def _decoding(record: list[Any], steps: StepReader) -> Iterator[Event]:
-    """Yields the calls that a record of decoding with an unchanged batch stands for."""
+    """Yields the calls that one record of undisturbed decoding represents."""
     _, run, first_result, times, queue_us, graph_us, sample_us, counts, names, *rest = record
     irregular = {index: tuple(numbers) for index, *numbers in (rest[0] if rest else [])}
     num_sent = len(times) + sum(num_steps - 1 for _, num_steps, _ in irregular.values())

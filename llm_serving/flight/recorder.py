@@ -1,7 +1,8 @@
 """The flight recorder: wraps a scheduler, has the same methods and records each call.
 
-The recorder returns and raises the same as the scheduler, and reports each call to the ``Journal``. An error of the
-recorder never reaches the engine. It is logged. A full disk pauses the recording, and any other error ends it.
+Each method of the recorder returns the value, or raises the error, of the scheduler's method. It also reports the call
+to the ``Journal``. An error of the recorder itself is logged and never reaches the engine. A full disk pauses the
+recording, and any other error ends it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class FlightRecorder:
     """Records the calls of ``scheduler``, which must be new, into ``ring``.
 
     ``header`` is the header of the run's first segment. If the prefix cache is on, the recording has pseudonyms of
-    tokens. ``seconds`` and ``num_steps`` show the cost of recording.
+    tokens. ``seconds`` is the total time that recording took, and ``num_steps`` the number of recorded steps.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class FlightRecorder:
         self._log_result, self._log_step, self._log_end = log.result, log.step, log.end
 
     def __getattr__(self, name: str) -> Any:
-        """Passes on the members of the scheduler that are not recorded."""
+        """Returns a member of the scheduler whose use is not recorded."""
         return getattr(self._scheduler, name)
 
     @property
@@ -62,10 +63,13 @@ class FlightRecorder:
 
     @property
     def is_idle(self) -> bool:
-        """True if the scheduler has no request. The engine asks often, and ``__getattr__`` would be slow."""
+        """True if the scheduler has no request.
+
+        This property exists because the engine reads it often, and ``__getattr__`` is slow.
+        """
         return self._scheduler.is_idle
 
-    # The following methods are those of ``Scheduler``, whose docstrings describe them.
+    # The following methods have the names of ``Scheduler``'s methods, whose docstrings describe them.
 
     def add_request(self, request: Request) -> None:
         refusal: str | None = None
@@ -167,14 +171,14 @@ class FlightRecorder:
     # Records
 
     def _record(self, action: Callable[..., None], *details: Any) -> None:
-        """Runs ``action``, measures its time and keeps its errors from the engine."""
+        """Runs ``action`` and adds its duration to ``seconds``. Errors of ``action`` do not reach the engine."""
         begin = perf_counter()
         self._guarded(self._journal.begin)
         self._guarded(action, *details)
         self.seconds += perf_counter() - begin
 
     def _guarded(self, action: Callable[..., None], *details: Any) -> None:
-        """Runs ``action`` unless the recording has ended, and keeps its errors from the engine."""
+        """Runs ``action`` unless the recording has ended. Errors of ``action`` do not reach the engine."""
         if self._ended:
             return
         try:
@@ -221,5 +225,5 @@ class FlightRecorder:
 
 
 def as_scheduler(recorder: FlightRecorder) -> Scheduler:
-    """Returns the recorder with the type ``Scheduler``, whose public members it has."""
+    """Returns the recorder as type ``Scheduler``, because it has all public members of a scheduler."""
     return cast(Scheduler, recorder)

@@ -16,7 +16,7 @@ class SegmentRing:
     """Appends frames to segments in ``folder``, which together have at most ``max_bytes`` bytes.
 
     Segments of earlier runs count as well and are deleted first. Each call passes its frames to the operating system,
-    so they survive the process. No call waits for the disk. The methods raise OSError.
+    so the frames reach the file even if the process is killed. No call waits for the disk. The methods raise OSError.
     """
 
     def __init__(self, folder: Path, max_bytes: int, run: str) -> None:
@@ -35,7 +35,10 @@ class SegmentRing:
         return self._descriptor >= 0
 
     def begin(self, frames: list[bytes], num_bytes: int) -> None:
-        """Closes the present segment and starts the next with ``frames``. The next may grow to about ``num_bytes``."""
+        """Closes the present segment, starts the next one and writes ``frames`` to it.
+
+        The new segment may grow to about ``num_bytes`` bytes.
+        """
         self.close()
         data = b"".join([MAGIC, *frames])
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +66,7 @@ class SegmentRing:
         self.num_bytes += len(data)
 
     def _make_room(self, wanted: int) -> None:
-        """Deletes the oldest segments until ``wanted`` more bytes fit."""
+        """Deletes the oldest segments until ``wanted`` more bytes fit within the size limit."""
         segments = sorted((path.stat().st_mtime_ns, path) for path in self._folder.glob(f"*{SUFFIX}"))
         total = sum(path.stat().st_size for _, path in segments)
         for _, path in segments:

@@ -27,9 +27,9 @@ _RING_STATES = 8
 class SegmentWriter:
     """Writes frames of records into segments of ``ring``. Each segment begins with the state of ``scheduler``.
 
-    ``header`` is the header of the run's first segment, at whose start the scheduler is new. ``names`` has pseudonyms
-    for the tokens in the state, or is None. The methods raise OSError if the disk is full; the caller then calls
-    ``pause``.
+    ``header`` is the header of the run's first segment. ``scheduler`` must be new when that segment starts. ``names``
+    has the pseudonyms that replace the tokens in the state, or is None if the recording has no pseudonyms. The methods
+    raise OSError if the disk is full; the caller then calls ``pause``.
     """
 
     def __init__(
@@ -71,7 +71,10 @@ class SegmentWriter:
         return room < max(_FRAME_BYTES, 2 * self._largest_frame) or self._scheduler.is_idle
 
     def begin(self, now: float, numbers: dict[str, int]) -> None:
-        """Starts the next segment at engine time ``now``. ``numbers``: the requests' recorded numbers by id."""
+        """Starts the next segment at engine time ``now``.
+
+        ``numbers`` maps request ids to the recorded numbers of the requests.
+        """
         header = replace(
             self._header,
             index=self._ring.num_segments,

@@ -34,7 +34,8 @@ def recorder_of(
 ) -> FlightRecorder | None:
     """Returns a flight recorder as configured for one replica, or None if recording is switched off.
 
-    Each of several replicas has its own folder and an equal fraction of the size limit."""
+    If there are several replicas, each has its own folder and an equal fraction of the size limit.
+    """
     settings = config.log_config
     if settings.flight_recorder_mib == 0:
         return None
@@ -90,7 +91,10 @@ def record(
 
 @cache
 def code_digest() -> str:
-    """Returns a digest of the scheduler's source. The same source makes the same decisions in a replay."""
+    """Returns a digest of the scheduler's source code.
+
+    If it equals the recorded digest, a replay makes the recorded decisions.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for pattern in _RECORDED_CODE:
         for file in sorted(_PACKAGE.glob(pattern)):
@@ -99,13 +103,16 @@ def code_digest() -> str:
 
 
 def limits_to_map(limits: SchedulerLimits) -> dict[str, Any]:
-    """Returns the scheduler's limits as a map of plain values. ``limits_from_map`` reverses this."""
+    """Returns the scheduler's limits as a map of plain values. ``limits_from_map`` is the inverse function."""
     values: dict[str, Any] = msgspec.to_builtins(limits, builtin_types=(bytes,))
     return values
 
 
 def limits_from_map(values: dict[str, Any]) -> SchedulerLimits:
-    """Returns the scheduler's limits in a recording. Raises FlightRecordingError if this version lacks one of them."""
+    """Returns the scheduler's limits from a recording's map.
+
+    Raises FlightRecordingError if this version does not know one of the limits.
+    """
     unknown = values.keys() - {declared.name for declared in fields(SchedulerLimits)}
     if unknown:
         raise FlightRecordingError(

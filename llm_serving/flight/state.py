@@ -1,8 +1,9 @@
-"""Replaces tokens and texts in a snapshot of the scheduler, so that a recorded state contains neither.
+"""Removes tokens and texts from a snapshot of the scheduler, so that a recording contains neither.
 
-If the prefix cache is on, a recording has pseudonyms instead of tokens. A pseudonym depends on all tokens before it, so
-the pseudonyms of a cached block follow those of its parent block. If the parent is no longer cached, no request can
-find the block, and zeros are recorded. If the prefix cache is off, a recording has only the number of tokens.
+If the prefix cache is on, pseudonyms replace the tokens. A pseudonym depends on all tokens before it. The pseudonyms of
+a cached block therefore also depend on its parent block, which is the block before it. If the parent is no longer
+cached, no request can find the block, and zeros replace its tokens. If the prefix cache is off, a recording has only
+the number of tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from llm_serving.scheduler.scheduler import Scheduler
 
 
 class ReplayCodec:
-    """Saves and restores requests and blocks in a replay, in which all tokens are pseudonyms already.
+    """Saves and restores requests and blocks in a replay. The tokens of a replay are already pseudonyms, so they are
+    saved unchanged.
 
     ``keeps_tokens`` is False if the recording has no pseudonyms.
     """
@@ -33,12 +35,15 @@ class ReplayCodec:
         self._keeps_tokens = keeps_tokens
 
     def save_request(self, request: Request) -> list[Any]:
-        """Returns ``[facts, status, number of output tokens, tokens?]``."""
+        """Returns ``[facts, status, number of output tokens, tokens]``.
+
+        The last entry is None if tokens are not saved.
+        """
         tokens = self._tokens_of(request) if self._keeps_tokens and not is_gone(request) else None
         return [request_facts(request), request.status.name, len(request.output_token_ids), tokens]
 
     def load_request(self, state: list[Any]) -> Request:
-        """Returns a request from what ``save_request`` returned. Tokens that were not saved are zeros."""
+        """Restores a request from the list that ``save_request`` returned. Tokens that were not saved become zeros."""
         facts, status, num_output_tokens, tokens = state
         num_prompt_tokens = facts["num_prompt_tokens"]
         if tokens is None:
@@ -49,7 +54,10 @@ class ReplayCodec:
         return request
 
     def block_contents(self, index: PrefixIndex) -> list[bytes]:
-        """Returns the packed tokens of each cached block, or zeros if the block before it is no longer cached."""
+        """Returns the packed tokens of each block by block id.
+
+        If the block before it is no longer cached, zeros replace its tokens.
+        """
         contents = [b""] * len(index.entries)
         known: set[int | bytes] = set()
         for entry, block, parent, content in index.in_order():
@@ -68,7 +76,7 @@ class ReplayCodec:
 
 
 class RecordingCodec(ReplayCodec):
-    """Saves requests and blocks for a recording, with the pseudonyms in ``names`` instead of tokens.
+    """Saves requests and blocks for a recording. The pseudonyms in ``names`` replace the tokens.
 
     ``names`` is None if the recording has no pseudonyms.
     """
@@ -105,9 +113,10 @@ class RecordingCodec(ReplayCodec):
 
 
 def restore_state(scheduler: Scheduler, state: dict[str, Any], codec: ReplayCodec) -> int:
-    """Restores a segment's recorded state into a new scheduler. Returns the number of cached blocks that are missing.
+    """Restores a segment's recorded state into a new scheduler.
 
-    Raises FlightRecordingError if the state does not fit this version of the scheduler.
+    Returns the number of cached blocks that lookups can no longer find. Raises FlightRecordingError if the state does
+    not fit this version of the scheduler.
     """
     try:
         return scheduler.restore(deepcopy(state), codec)
@@ -119,7 +128,9 @@ def restore_state(scheduler: Scheduler, state: dict[str, Any], codec: ReplayCode
 
 
 def first_difference(recorded: Any, replayed: Any, path: str = "") -> tuple[str, object, object] | None:
-    """Returns the path and both values of the first difference between two states, or None if they are equal."""
+    """Returns (path, recorded value, replayed value) of the first difference between two states, or None if they are
+    equal.
+    """
     if isinstance(recorded, dict) and isinstance(replayed, dict) and recorded.keys() == replayed.keys():
         pairs = [(f"{path}.{key}".lstrip("."), recorded[key], replayed[key]) for key in recorded]
     elif _is_list(recorded) and _is_list(replayed) and len(recorded) == len(replayed):

@@ -1,4 +1,7 @@
-"""Encodes scheduled steps for a flight recording, as differences to earlier steps (format in ``steps.py``)."""
+"""Encodes scheduled steps for a flight recording, as differences from earlier steps.
+
+``steps.py`` describes the format.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
 
 @dataclass(slots=True)
 class _Last:
-    """The latest recorded step of a kind (prefill, decode, ...), as the base of the next step's differences."""
+    """The latest recorded step of a kind (prefill, decode, ...).
+
+    The next step of the kind is recorded as differences from it.
+    """
 
     kind: StepKind
     requests: list[Request]
@@ -35,8 +41,8 @@ class _Last:
 class StepWriter:
     """Encodes the steps of one segment.
 
-    The writer keeps the columns of a step to compare them with those of the next step. Therefore the scheduler must not
-    change a column of a scheduled step, except that block tables may grow at the end.
+    The writer keeps references to the columns of a step, to compare them with the columns of the next step. The
+    scheduler must therefore not change a column of a scheduled step, except that block tables may grow at the end.
     """
 
     def __init__(self) -> None:
@@ -52,7 +58,10 @@ class StepWriter:
         self._tables.pop(number, None)
 
     def renumber(self) -> None:
-        """Forgets the earlier steps, because requests may get other numbers. The next steps are recorded in full."""
+        """Forgets the earlier steps, because request numbers may change.
+
+        The next step of each kind is recorded in full.
+        """
         self._note_growth()
         self._latest = None
         self._last.clear()
@@ -70,7 +79,7 @@ class StepWriter:
         if last is None or not _same_batch(step, last):
             return self._new_batch(step, number_of, table_lens)
         tables, starts, positions = step.block_tables, step.starts, step.sample_positions
-        # Fast: the differences are small integers, which Python keeps and need not allocate.
+        # This is fast, because Python does not allocate objects for small integers.
         goes_on = list(map(sub, starts, last.starts)) == last.query_lens
         samples_next = list(map(sub, positions, last.sample_positions)).count(1) == len(positions)
         blocks: list[object] = []
@@ -86,10 +95,12 @@ class StepWriter:
         return _record(step, last, None, None if goes_on else starts, None if samples_next else positions, blocks)
 
     def table_lens_of(self, sent: Sequence[ScheduledStep]) -> list[int] | None:
-        """Returns the recorded lengths of the block tables of ``sent``, the steps in flight, if they decode one batch.
+        """Returns the recorded lengths of the block tables, if the steps in flight ``sent`` are undisturbed decode
+        steps of one batch.
 
-        Returns None if the last of them is not the latest recorded step, or if they have different sequences. Also
-        returns None if a sequence has several tokens, does not sample, or restarts its batch row."""
+        Returns None if the last step in ``sent`` is not the latest recorded step, or if the steps have different
+        sequences. Also returns None if a sequence has several tokens, does not sample, or restarts its batch row.
+        """
         last = self._latest
         if (
             last is None
@@ -103,14 +114,19 @@ class StepWriter:
         return last.table_lens
 
     def record_run(self, first_seq: int, growths: Sequence[Growth]) -> list[object]:
-        """Returns the record of a run: steps that only continue the latest one. The caller must call ``go_to`` next."""
+        """Returns the record of a run: consecutive steps that decode the batch of the latest step.
+
+        The caller must call ``go_to`` next.
+        """
         last = self._latest
         assert last is not None
         return [first_seq, KIND_CODES[last.kind], growths, last.reason_name]
 
     def go_to(self, latest: ScheduledStep, table_lens: list[int]) -> None:
-        """Makes ``latest``, a later step of the same batch, the base of the next record, which has only the differences
-        from it.
+        """Makes ``latest`` the step from which the differences of the next record are computed.
+
+        ``latest`` is the last step of a run with the same batch. ``table_lens`` are the recorded lengths of its block
+        tables.
         """
         last = self._latest
         assert last is not None
@@ -151,15 +167,17 @@ class StepWriter:
         return _record(step, last, batch, step.starts, step.sample_positions, blocks)
 
     def _grown(self, tables: list[list[int]], last: _Last, table_lens: list[int]) -> list[object]:
-        """Returns the new blocks of a step with the same sequences as the step ``last``, one entry for each block table
-        that has grown.
+        """Returns the new blocks of a step as ``(index, place, ids)`` for each block table that has grown.
+
+        The step has the same sequences as ``last``.
         """
         if tables is not last.block_tables and not all(map(is_, tables, last.block_tables)):
             self._note_growth()
             changed = list(range(len(tables)))
         else:
             changed = list(compress(range(len(tables)), map(ne, table_lens, last.table_lens)))
-            if last is self._latest:  # no step of another kind can have recorded the new blocks
+            # If ``last`` is the latest step, no other step can have recorded the new blocks of these sequences.
+            if last is self._latest:
                 self._has_grown = self._has_grown or bool(changed)
                 known = last.table_lens
                 return [(index, known[index], tables[index][known[index] : table_lens[index]]) for index in changed]
@@ -178,7 +196,9 @@ class StepWriter:
         return list(blocks)
 
     def _note_growth(self) -> None:
-        """Stores the block tables' recorded lengths in ``_tables``, before a step that does not continue the latest."""
+        """Moves the recorded block table lengths of the latest step to ``_tables``, because the next step has another
+        batch or kind.
+        """
         latest = self._latest
         if self._has_grown and latest is not None:
             known_tables = self._tables

@@ -1,16 +1,19 @@
-"""Decodes the records of scheduled steps in a flight recording. A record has only the differences to earlier steps.
+"""Decodes the records of scheduled steps in a flight recording. A record has only the differences from earlier steps.
 
     [seq, kind, batch?, starts?, sample_positions?, blocks, moves, restarts?, histories, reason]
 
-``batch`` is None if requests, rows, query lengths and sampling equal those of the latest step of the same kind.
-Otherwise it is ``[numbers, rows, query_lens?, do_sample?]``, where None means all ones and all true. ``starts`` is None
-if each sequence continues where that step ended, ``sample_positions`` if each sequence samples the next position.
-``blocks`` has ``[index, place, ids]`` for each block table that changed since the sequence's latest step: its entries
-from ``place`` on. ``restarts`` and ``histories`` are indices of sequences. ``StepWriter`` and ``StepReader`` remember
-the same earlier steps, so the reader restores the whole step.
+A field that is marked with ``?`` may be None. The *base* of a step is the latest earlier step of the same kind.
 
-A run of steps that only continue the latest one is a single record: ``[seq of the first, kind, growths, reason]``. A
-growth is ``[index of the step in the run, index, place, ids]`` and replaces the ``blocks`` of a step.
+``batch`` is None if the step has the same requests, batch rows, query lengths and sampling flags as its base. Otherwise
+it is ``[numbers, rows, query_lens?, do_sample?]``. There, ``query_lens`` is None if all are 1, and ``do_sample`` is
+None if all are True. ``starts`` is None if each sequence continues where the base ended. ``sample_positions`` is None
+if each sequence samples the position after the base's. ``blocks`` has ``[index, place, ids]`` for each block table that
+has changed since it was last recorded: ``ids`` are the entries from index ``place`` on. ``restarts`` and ``histories``
+are indices of sequences. ``StepWriter`` and ``StepReader`` remember the same earlier steps, so the reader restores the
+whole step.
+
+A run of consecutive steps of one batch is a single record: ``[seq of the first step, kind, growths, reason]``. A growth
+is ``[index of the step in the run, index, place, ids]`` and replaces an entry of the step's ``blocks``.
 """
 
 from __future__ import annotations
@@ -33,7 +36,10 @@ place of the first new block, block ids."""
 
 @dataclass(slots=True)
 class RecordedStep:
-    """A scheduled step from a recording. It has the columns of ``ScheduledStep``, with numbers instead of requests."""
+    """A scheduled step from a recording.
+
+    It has the columns of ``ScheduledStep``, with recorded numbers instead of requests.
+    """
 
     seq: int
     kind: StepKind
@@ -60,7 +66,9 @@ class RecordedStep:
 
     @property
     def num_context_tokens(self) -> int:
-        """Number of tokens whose keys and values the attention reads: all tokens of all sequences after the step."""
+        """Total context length after the step, in tokens: for all sequences, the tokens whose keys and values the
+        attention reads.
+        """
         return sum(self.starts) + sum(self.query_lens)
 
 
@@ -102,7 +110,7 @@ class StepReader:
         return self._last[_KINDS[run[1]]].num_seqs
 
     def run(self, record: list[Any], count: int) -> list[RecordedStep]:
-        """Returns the ``count`` steps of a record of consecutive steps that only continue each other."""
+        """Returns the ``count`` steps of a run, which is one record for consecutive steps of the same batch."""
         first, code, growths, reason = record
         blocks: list[list[list[Any]]] = [[] for _ in range(count)]
         for place, *growth in growths:
