@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -82,3 +85,32 @@ def test_reasoning_that_the_prompt_has_opened(text: str, content: str, reasoning
         parser = OutputParser(None, REASONING_FORMATS["think"], is_thinking=True)
         answer = collect(events_of(parser, text[:place], text[place:]))
         assert (answer.content, answer.reasoning) == (content, reasoning)
+
+
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", ">",
+    "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "```json",
+    "```", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "assistant",
+    "commentary to=functions.now", "analysis", "final", "<think>", "</think>", "{", "}", "[", "]",
+    '"', "\\", ":", ",", ";", " ", "\n", "name", '"name"', '"now"', '"arguments"', '{"name": "now"',
+    "now", "weather", "days", "city", "1", "null", "true", "é", "\U0001f642", "<", "x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_random_texts_are_read_alike_for_every_split(name: str) -> None:
+    draw = random.Random(name)
+    for number in range(400):
+        text = "".join(draw.choice(FRAGMENTS) for _ in range(draw.randrange(1, 30)))
+        reasoning = REASONING_FORMATS["channels" if name == "gpt_oss" else "think"] if number % 2 else None
+        max_calls = draw.choice([None, 1])
+
+        def events(*pieces: str, reasoning: Any = reasoning, max_calls: int | None = max_calls) -> ParsedAnswer:
+            parser = OutputParser(TOOL_FORMATS[name], reasoning, OPTIONS, max_calls=max_calls)
+            return collect(events_of(parser, *pieces))
+
+        whole = events(text)
+        assert events(*text) == whole, text
+        places = sorted(draw.sample(range(len(text) + 1), min(3, len(text))))
+        assert events(*(text[i:j] for i, j in pairwise([0, *places, len(text)]))) == whole, text

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from llm_serving.engine.chat_template import ChatTemplate
@@ -352,3 +353,29 @@ def test_without_grammars_calls_are_only_parsed(tokenizer: Tokenizer) -> None:
 def test_tokenize_sees_the_tools(server: HttpServer) -> None:
     lengths = [server.post("/tokenize", {"messages": ASK} | more).json()["count"] for more in ({}, {"tools": TOOLS})]
     assert lengths[1] > lengths[0] + 50
+
+
+def test_the_clients_own_collection_of_a_stream(client: openai.OpenAI, server: HttpServer) -> None:
+    server.engine.say(f"I look.\n{CALL}\n{CALL.replace('Bern', 'Rio')}")
+    with client.chat.completions.stream(model=MODEL_NAME, messages=ASK, tools=TOOLS) as stream:
+        events = list(stream)
+        final = stream.get_final_completion().choices[0]
+    assert (final.finish_reason, final.message.content) == ("tool_calls", "I look.")
+    assert calls_of(final.message) == [("weather", {"city": "Bern"}), ("weather", {"city": "Rio"})]
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [event.arguments for event in done] == ['{"city": "Bern"}', '{"city": "Rio"}']
+
+
+def test_the_clients_tools_of_pydantic_classes(client: openai.OpenAI, server: HttpServer) -> None:
+    class Weather(pydantic.BaseModel):
+        city: str
+        days: int | None = None
+
+    say_exactly(
+        server.engine, '<tool_call>\n{"name": "Weather", "arguments": {"city": "Bern", "days": null}}\n</tool_call>'
+    )
+    parsed = client.chat.completions.parse(
+        model=MODEL_NAME, messages=ASK, tools=[openai.pydantic_function_tool(Weather)], tool_choice="required"
+    )
+    [call] = parsed.choices[0].message.tool_calls or []
+    assert call.function.parsed_arguments == Weather(city="Bern")
