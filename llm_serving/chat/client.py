@@ -27,6 +27,8 @@ class Piece:
     text: str = ""
     tokens: int | None = None
     finish_reason: str | None = None
+    is_reasoning: bool = False
+    """Whether the text is part of the model's reasoning, which later requests do not repeat."""
 
 
 class ChatClient:
@@ -127,6 +129,8 @@ def _pieces(event: Any) -> Iterator[Piece]:
         if (error := event.get("error")) is not None:
             raise ChatError(str(error["message"]))
         for choice in event["choices"]:
+            if thought := choice["delta"].get("reasoning_content"):
+                yield Piece(thought, is_reasoning=True)
             text, reason = choice["delta"].get("content"), choice.get("finish_reason")
             if text or reason:
                 yield Piece(text or "", finish_reason=reason)

@@ -75,12 +75,16 @@ class Terminal:
     def _answer(self, question: str) -> None:
         """Print the answer to a question while it arrives, then the answer's figures. Ctrl-C stops the answer."""
         times, text, tokens, reason = AnswerTimes(time.monotonic()), "", None, None
+        is_reasoning = False
         pieces = self._client.stream(self._model, self._conversation.with_question(question), self._options)
         try:
             for piece in pieces:
                 if piece.text:
                     times.saw_text(time.monotonic())
-                    text += piece.text
+                    if is_reasoning and not piece.is_reasoning:
+                        sys.stdout.write("\n\n")
+                    is_reasoning = piece.is_reasoning
+                    text += "" if is_reasoning else piece.text
                     sys.stdout.write(printable(piece.text))
                     sys.stdout.flush()
                 tokens = piece.tokens if piece.tokens is not None else tokens

@@ -15,7 +15,7 @@ from typing import Any
 import llguidance
 
 from llm_serving.constraints.grammar import COMPOSED, JSON_SCHEMA, JSON_WHITESPACE, REGEX, Grammar
-from llm_serving.parsing.calls import START
+from llm_serving.parsing.calls import CHANNEL, HARMONY_ENDS, MESSAGE, START
 from llm_serving.parsing.formats import NAME, ReasoningFormat, ToolFormat
 from llm_serving.parsing.parameters import STRING, json_types, resolve
 
@@ -70,6 +70,9 @@ def answer_grammar(
     rules = _Rules(special)
     if tool_format is not None and tools:
         after = _add_calls(rules, tool_format, tools, is_parallel)
+        if not is_required and content is None and not tool_format.trigger and not tool_format.starts_with_brace:
+            _add_messages(rules)
+            return rules.grammar()
         if not is_required and content is None:
             _add_free_text(rules, tool_format, thinking, is_parallel)
             return rules.grammar()
@@ -77,6 +80,8 @@ def answer_grammar(
     else:
         assert content is not None
         body = rules.sub_grammar(content)
+        if thinking is not None and thinking.format.is_in_channels:
+            body = f"{rules.literal(f'{CHANNEL}final{MESSAGE}')} {body}"
     rules.add("start", f"{_add_thinking(rules, thinking)}{body}")
     return rules.grammar()
 
@@ -206,6 +211,25 @@ def _after_trigger(rules: _Rules, name: str, text: str, trigger: str) -> str:
         return f"{text} {rules.literal(trigger)} region"
     rules.add(f"{name}_start[lazy]", f"{text} {rules.literal(trigger)}")
     return f"{name}_start region"
+
+
+def _add_messages(rules: _Rules) -> None:
+    """Add the rule of an answer in channels with any text. The header of a message with a recipient starts a call."""
+    opening, end = rules.literal(CHANNEL), rules.literal(f"{HARMONY_ENDS[0]}{START}assistant")
+    rules.add("TEXT", _TEXT)
+    rules.add("message", f'{opening} ("analysis" | "commentary") {rules.literal(MESSAGE)} TEXT {end}')
+    rules.add("final", f"{rules.literal(f'{CHANNEL}final{MESSAGE}')} TEXT")
+    rules.add("start", "message* (final | call)")
+
+
+def has_free_text(tool_format: ToolFormat, special: Mapping[str, int]) -> bool:
+    """Return whether calls can be constrained in an answer that may also be text.
+
+    The channels of a message must begin and end with special tokens, because its text may contain everything else.
+    """
+    if tool_format.trigger or tool_format.starts_with_brace:
+        return True
+    return all(marker in special for marker in (CHANNEL, MESSAGE, START, HARMONY_ENDS[0]))
 
 
 def _add_free_text_or_brace(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | None) -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from llm_serving.constraints.calls import CallableTool, Thinking, UnsupportedToolError, answer_grammar
+from llm_serving.constraints.calls import (
+    CallableTool,
+    Thinking,
+    UnsupportedToolError,
+    answer_grammar,
+    has_free_text,
+)
 from llm_serving.constraints.grammar import JSON_SCHEMA, MAX_GRAMMAR_BYTES, Grammar
 from llm_serving.constraints.thinking import ThinkingBudget
 from llm_serving.errors import RequestError
@@ -62,7 +68,7 @@ def _with_plan(
         for one in offered_tools(body)
         if not isinstance(choice, NamedTool) or one.function.name == choice.name
     ]
-    if not is_required and content is None and not _is_constrained(state, body, plan, tools):
+    if not is_required and content is None and not _is_constrained(state, body, plan, tools, special):
         return None
     if content is not None and not is_required:
         _check_content(plan, wanted[0] if wanted else "", content)
@@ -94,11 +100,13 @@ def _can_be_composed(grammar: Grammar) -> bool:
     return True
 
 
-def _is_constrained(state: ServerState, body: ToolRequest, plan: AnswerPlan, tools: list[CallableTool]) -> bool:
+def _is_constrained(
+    state: ServerState, body: ToolRequest, plan: AnswerPlan, tools: list[CallableTool], special: Mapping[str, int]
+) -> bool:
     """Return whether calls that the model decides on must fit the schemas."""
     assert plan.tools is not None
     explicit = next((i for i, one in enumerate(body.tools or ()) if one.function.strict), None)
-    has_trigger = bool(plan.tools.trigger) or plan.tools.starts_with_brace
+    has_trigger = has_free_text(plan.tools, special)
     if explicit is not None and not has_trigger:
         raise RequestError(
             f"'tools[{explicit}].function.strict' needs the tool_choice 'required' with this model's format of calls.",

@@ -121,6 +121,16 @@ def test_a_failed_answer_is_not_in_the_conversation(reply: Reply, message: str) 
     assert [len(request["messages"]) for request in fake.requests] == [1, 1]
 
 
+def test_reasoning_is_shown_and_not_sent_back() -> None:
+    with fake_openai_server(lambda index, body: Reply(tokens=2, reasoning="Hm, let me see.")) as fake:
+        done = one_shot(f"http://127.0.0.1:{fake.port}/v1", "one\ntwo\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Hm, let me see.\n\n token0 token1\n[2 tokens")
+    answer = {"role": "assistant", "content": " token0 token1"}
+    messages = [{"role": "user", "content": "one"}, answer, {"role": "user", "content": "two"}]
+    assert [request["messages"] for request in fake.requests] == [messages[:1], messages]
+
+
 def test_without_a_server_the_chat_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     done = one_shot("http://127.0.0.1:9", "hello\n")
     assert (done.returncode, done.stdout) == (2, "")

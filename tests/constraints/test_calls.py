@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_serving.constraints.calls import CallableTool, Thinking, UnsupportedToolError, answer_grammar
+from llm_serving.constraints.calls import CallableTool, Thinking, UnsupportedToolError, answer_grammar, has_free_text
 from llm_serving.constraints.compiler import CompiledGrammar, GrammarCompiler
 from llm_serving.constraints.grammar import REGEX, Grammar, schema_grammar
 from llm_serving.engine.tokenizer import Tokenizer
@@ -151,6 +151,25 @@ def test_gpt_oss_calls(compiler: GrammarCompiler) -> None:
     assert written("gpt_oss", GOOD) in language
     assert thought + written("gpt_oss", GOOD) in language
     assert thought + written("gpt_oss", WRONG[0]) not in language
+
+
+def test_gpt_oss_calls_that_the_model_decides_on(compiler: GrammarCompiler) -> None:
+    special = {"<|channel|>": 0, "<|message|>": 1, "<|end|>": 3, "<|start|>": 4, "<|constrain|>": 5}
+    form = TOOL_FORMATS["gpt_oss"]
+    assert has_free_text(form, special)
+    assert not has_free_text(form, {})
+    language = Language(compiler, special, tool_format=form, tools=TOOLS)
+    thought = "<|channel|>analysis<|message|>Hm {.<|end|><|start|>assistant"
+    for text in ("<|channel|>final<|message|>Hello.", written("gpt_oss", GOOD)):
+        for before in ("", thought, thought + "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"):
+            assert before + text in language
+    for call in WRONG:
+        assert thought + written("gpt_oss", call) not in language
+    assert "Hello." not in language
+    content = schema_grammar({"type": "object", "properties": {}, "additionalProperties": False})
+    language = Language(compiler, special, thinking=Thinking(REASONING_FORMATS["channels"], False), content=content)
+    assert thought + "<|channel|>final<|message|>{}" in language
+    assert thought + "<|channel|>final<|message|>[]" not in language
 
 
 def test_content_with_a_schema_after_the_reasoning(compiler: GrammarCompiler) -> None:

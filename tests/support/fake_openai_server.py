@@ -39,6 +39,7 @@ class Reply:
     token_ids: bool = False
     close: bool = False
     crlf: bool = False
+    reasoning: str = ""
 
 
 @dataclass
@@ -154,6 +155,8 @@ async def _stream(writer: asyncio.StreamWriter, index: int, reply: Reply, is_cha
     if is_chat:
         await send_json(choices=[{"delta": {"role": "assistant", "content": ""}}])
     await asyncio.sleep(reply.first_s)
+    if reply.reasoning:
+        await send_json(choices=[{"delta": {"reasoning_content": reply.reasoning}}])
     for number in range(reply.tokens):
         if number:
             await asyncio.sleep(reply.gap_s)
