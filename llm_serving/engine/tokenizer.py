@@ -37,7 +37,7 @@ class Tokenizer(ABC):
         self.bos_token_id = self._special_id(files, "bos_token")
         end = self._special_id(files, "eos_token")
         self.eos_token_ids = tuple(eos_token_ids) or (() if end is None else (end,))
-        self.chat_template = _chat_template(files)
+        self.chat_template, self.tool_template = _chat_templates(files)
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -80,13 +80,15 @@ class Tokenizer(ABC):
         return None if token is None else self.token_id(token)
 
 
-def _chat_template(files: TokenizerFiles) -> ChatTemplate:
-    """Return the default chat template. If no template has the name ``default``, returns the first one.
+def _chat_templates(files: TokenizerFiles) -> tuple[ChatTemplate, ChatTemplate | None]:
+    """Return the default chat template, and the template for conversations with tools, if the model has one of its own.
 
-    Raises CheckpointError if any template is invalid.
+    If no template has the name ``default``, the first one is the default. Raises CheckpointError if any template is
+    invalid.
     """
     templates = {
         name: ChatTemplate(text, files.special_tokens, name=f"{files.settings.source}: chat template {name!r}")
         for name, text in files.templates.items()
     }
-    return templates.get("default") or next(iter(templates.values()), ChatTemplate(None, {}))
+    default = templates.get("default") or next(iter(templates.values()), ChatTemplate(None, {}))
+    return default, templates.get("tool_use")

@@ -111,7 +111,7 @@ async def _metrics(state: ServerState, request: Request) -> Response:
 
 async def _server_info(state: ServerState, request: Request) -> Response:
     """Respond with facts about the server. Processes, addresses and files are only for clients on this machine."""
-    tokenizer = state.engine.tokenizer
+    tokenizer, formats = state.engine.tokenizer, state.output_format
     is_local = is_on_this_machine(request)
     engine = state.engine.status().as_json()
     if not is_local:
@@ -128,6 +128,8 @@ async def _server_info(state: ServerState, request: Request) -> Response:
                 "max_model_len": state.settings.max_context,
                 "max_prompt_tokens": state.settings.max_prompt_tokens,
                 "chat_template": not tokenizer.chat_template.is_missing,
+                "tool_format": None if formats.tools is None else formats.tools.name,
+                "reasoning_format": None if formats.reasoning is None else formats.reasoning.name,
                 "bos_token_id": tokenizer.bos_token_id,
                 "eos_token_ids": list(tokenizer.eos_token_ids),
                 **state.settings.info,

@@ -146,7 +146,10 @@ async def encode_chat(
     """
     template = state.engine.tokenizer.chat_template
     output_format = state.output_format
-    if not output_format.template_has_tools and (tools or any(map(_has_calls, messages))):
+    has_tools = bool(tools) or any(map(_has_calls, messages))
+    if has_tools:
+        template = state.engine.tokenizer.tool_template or template
+    if has_tools and not output_format.template_has_tools:
         messages, tools = describe_tools(messages, tools, output_format.tools or DEFAULT_TOOL_FORMAT), ()
     elif output_format.arguments_are_text:
         messages = with_text_arguments(messages)

@@ -173,7 +173,8 @@ class ServerState:
     @property
     def output_format(self) -> OutputFormat:
         """How the model writes reasoning and tool calls."""
-        template = self.engine.tokenizer.chat_template
+        tokenizer = self.engine.tokenizer
+        template = tokenizer.tool_template or tokenizer.chat_template
         if self._format is None or self._format[0] is not template:
             settings = self.settings
             found = OutputFormat.of_template(template.source, settings.tool_format, settings.reasoning_format)

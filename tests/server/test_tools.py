@@ -194,6 +194,19 @@ def test_arguments_as_text_for_templates_that_expect_text(
     assert '{"a": 1}!' in prompt_of(server)
 
 
+def test_a_template_of_its_own_for_tools(
+    client: openai.OpenAI, server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_template(server, "plain{{ messages[0].content }}<|assistant|>", monkeypatch)
+    source = "{% if tools %}with tools{% endif %}[TOOL_CALLS]<|assistant|>"
+    monkeypatch.setattr(server.engine.tokenizer, "tool_template", ChatTemplate(source, {}))
+    say_exactly(server.engine, '[TOOL_CALLS] [{"name": "now", "arguments": {}}]')
+    assert calls_of(ask(client).choices[0].message) == [("now", {})]
+    assert prompt_of(server).startswith("with tools")
+    client.chat.completions.create(model=MODEL_NAME, messages=ASK)
+    assert prompt_of(server).startswith("plainWeather?")
+
+
 def test_the_choice_none_hides_the_tools(client: openai.OpenAI, server: HttpServer) -> None:
     server.engine.say(CALL)
     [choice] = ask(client, tool_choice="none").choices
@@ -331,6 +344,11 @@ def test_wrong_requests_are_refused(server: HttpServer, name: str) -> None:
     assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert reason in error["message"]
     assert server.engine.submitted == []
+
+
+def test_the_server_shows_its_formats(server: HttpServer) -> None:
+    model = server.http.get("/server_info").json()["model"]
+    assert (model["tool_format"], model["reasoning_format"]) == ("hermes", None)
 
 
 def test_tools_can_be_turned_off(tokenizer: Tokenizer) -> None:
