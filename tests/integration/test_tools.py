@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from support.server_process import ServerProcess, running_server
+from support.small_configs import TINY_LLAMA
 
 ASK: list[Any] = [{"role": "user", "content": "How is the weather in Bern?"}]
 PROPERTIES = {"city": {"enum": ["Bern", "Rio"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}
@@ -117,3 +118,58 @@ def test_each_format_forces_a_call(tmp_path: Path, name: str) -> None:
     with running_server(tmp_path, [f"serving_config.tool_format={name}"]) as server:
         for seed in range(3):
             check(ask(server, seed=seed, temperature=1))
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Provides the embedded model with a template whose prompts end within the reasoning."""
+    folder = tmp_path_factory.mktemp("model")
+    for file in TINY_LLAMA.iterdir():
+        (folder / file.name).symlink_to(file)
+    settings = json.loads((TINY_LLAMA / "tokenizer_config.json").read_text())
+    settings["chat_template"] += "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with running_server(tmp_path_factory.mktemp("thinking"), [f"model_config.model_path={folder}"]) as server:
+        yield server
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["Bern", "Rio"]}}}
+
+
+def think(server: ServerProcess, budget: int, **more: Any) -> dict[str, Any]:
+    body = {"messages": ASK, "thinking_token_budget": budget, "max_tokens": 150, "temperature": 1, "seed": budget}
+    answer = server.post("/v1/chat/completions", body | more)
+    assert "choices" in answer, answer
+    return {"choice": answer["choices"][0], "usage": answer["usage"]}
+
+
+def test_a_budget_ends_the_reasoning(thinking: ServerProcess) -> None:
+    alone = [think(thinking, budget) for budget in range(0, 32, 4)]
+    used = [one["usage"]["completion_tokens_details"]["reasoning_tokens"] for one in alone]
+    marker = used[0]
+    assert 0 < marker < 10
+    assert all(number <= 4 * i + marker + 3 for i, number in enumerate(used))
+    assert max(used) > 20, "the model reasons as long as it may"
+    assert sum(bool(one["choice"]["message"]["content"]) for one in alone) >= 4, "most choices have content"
+    with ThreadPoolExecutor(len(alone)) as pool:
+        assert list(pool.map(lambda budget: think(thinking, budget), range(0, 32, 4))) == alone
+
+
+@pytest.mark.parametrize("budget", [0, 9])
+def test_json_and_calls_begin_after_the_reasoning(thinking: ServerProcess, budget: int) -> None:
+    for seed in range(4):
+        choice = think(thinking, budget, seed=seed, response_format=FORMAT)["choice"]
+        assert json.loads(choice["message"]["content"]) in ("Bern", "Rio")
+        choice = think(thinking, budget, seed=seed, tools=TOOLS, tool_choice=NAMED)["choice"]
+        check(choice)
+        assert bool(choice["message"]["reasoning_content"]) is (budget > 0)
+
+
+def test_a_killed_agent_changes_no_reasoning(thinking: ServerProcess) -> None:
+    budgets = range(8, 16)
+    alone = [think(thinking, budget)["choice"] for budget in budgets]
+    with ThreadPoolExecutor(len(budgets)) as pool:
+        pending = [pool.submit(think, thinking, budget) for budget in budgets]
+        thinking.agents()[0].kill()
+        assert [each.result()["choice"] for each in pending] == alone
