@@ -1,8 +1,8 @@
 """Chained hashes of blocks. The hash of a block depends on its tokens and on all tokens before them.
 
 ``H_0 = H(root, tokens of block 0)`` and ``H_i = H(H_(i-1), tokens of block i)``, with tokens as little-endian int32.
-(vLLM's automatic prefix caching, 2023, uses this chain. RadixAttention, Zheng et al. 2023, uses a tree.) The root
-contains everything else that changes keys and values, or that must keep requests apart.
+(vLLM's automatic prefix caching, 2023, uses this chain. RadixAttention, Zheng et al. 2023, uses a tree.) ``root`` is a
+hash of everything else that changes keys and values, and of the salt that keeps requests apart.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ BlockHash = Callable[[bytes], bytes]
 
 
 def blake2b_128(data: bytes) -> bytes:
-    """Returns the BLAKE2b digest of 16 bytes. A block of 16 tokens costs 0.33 us."""
+    """Returns the BLAKE2b digest of ``data``, with 16 bytes. The digest of a block of 16 tokens takes 0.33 us."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Returns token ids as little-endian int32."""
+    """Returns token ids packed as little-endian int32."""
     return struct.pack(f"<{len(token_ids)}i", *token_ids)
 
 
 def root_hash(namespace: bytes, salt: bytes, block_hash: BlockHash = blake2b_128) -> bytes:
     """Returns the root of a chain of block hashes. Only requests with equal roots share blocks.
 
-    ``namespace``: everything except tokens that keys and values depend on. ``salt`` keeps requests apart.
+    ``namespace`` identifies everything except the tokens that keys and values depend on, for example the model.
+    ``salt`` is a request's value that keeps its blocks apart from those of other requests.
     """
     return block_hash(len(namespace).to_bytes(4, "little") + namespace + salt)
 

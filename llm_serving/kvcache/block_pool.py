@@ -1,6 +1,6 @@
 """The pool of KV cache blocks with their reference counts, and the copies of blocks that steps in flight make.
 
-The pool has ids only. The memory of the blocks belongs to the agent.
+The pool manages block ids. The agent owns the memory of the blocks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Blocks ``1 .. num_blocks - 1`` with reference counts. Each holder of a block frees it once.
+    """Blocks ``1 .. num_blocks - 1`` with reference counts. A block is free when each of its holders has freed it.
 
-    A free block may still be cached. Then its entry in ``index`` describes its content, and ``share`` takes it again.
-    Free blocks that are not cached are allocated first, last in, first out, because the device's caches may still have
-    them. Then cached blocks are evicted, the least recently freed first.
+    A free block may still be cached. Then its entry in ``index`` describes its content, and ``share`` can take the
+    block again. ``allocate`` takes free blocks that are not cached first, the last freed one first, because it may
+    still be in the device's caches. If more blocks are needed, ``allocate`` evicts cached blocks. The cached block that
+    was freed first is evicted first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -44,7 +45,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of blocks without holders, including cached blocks."""
+        """Number of blocks that nothing holds. Free blocks that are still cached count, too."""
         return len(self._free) + len(self._free_cached)
 
     def ref_count(self, block: int) -> int:
@@ -65,7 +66,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: list[int]) -> None:
-        """Adds a hold to each block. The blocks are held, or free and cached."""
+        """Adds a hold to each block. Each block must be held already, or be free and cached."""
         ref_counts = self._ref_counts
         for block in blocks:
             if not ref_counts[block]:
@@ -76,7 +77,8 @@ class BlockPool:
         self.num_holds += len(blocks)
 
     def free(self, blocks: list[int]) -> None:
-        """Removes a hold from each block, the last block first. So the end of a prefix is evicted before its beginning.
+        """Removes a hold from each block, from the last block to the first. So the end of a prefix is evicted before
+        its beginning.
 
         Raises AssertionError for a block that is not held.
         """
@@ -94,13 +96,14 @@ class BlockPool:
         self.num_holds -= len(blocks)
 
     def register(self, block: int, block_hash: bytes, content: bytes, parent: Parent) -> int:
-        """Adds a held full block to the prefix cache, with ``content`` after the index entry ``parent``.
+        """Adds a held full block to the prefix cache. ``content`` has its tokens, ``parent`` is the index entry of the
+        block before it.
 
-        Returns the block that lookups find from now on.
+        Returns the block that lookups find from now on. If a cached block has the same content and parent, this is the
+        cached block. The new block then stays private to its holder.
 
-        If an equal block is cached already, lookups find that one, and this block stays private to its holder. Another
-        block may have the same hash: a collision, or a block whose prefix is no longer cached. That block is then
-        removed from the prefix cache.
+        A cached block with the same hash but another content or parent is removed from the prefix cache. It is a hash
+        collision, or its parent is no longer cached.
         """
         index = self.index
         other = index.block_of(block_hash)
@@ -114,9 +117,11 @@ class BlockPool:
         return block
 
     def register_tail(self, block: int, content: bytes, parent: Parent) -> None:
-        """Adds a held block that is not full to the prefix cache, with ``content`` after the index entry ``parent``.
+        """Adds a held block that is not full to the prefix cache. ``content`` has its tokens, ``parent`` is the index
+        entry of the block before it.
 
-        ``find_tail`` finds it. If a cached block begins with the same content, nothing changes.
+        ``PrefixIndex.find_tail`` can then find the block. Nothing changes if a cached block with the same parent begins
+        with the same content.
         """
         index = self.index
         found = index.find_tail(parent, content)
@@ -127,25 +132,31 @@ class BlockPool:
         index.add(block, content, parent)
 
     def drop_cached(self) -> None:
-        """Removes all blocks from the cache, because the memory was lost. Reference counts stay."""
+        """Removes all blocks from the prefix cache, because the device's memory was lost.
+
+        Reference counts do not change.
+        """
         for block, entry in enumerate(self.index.entries):
             if entry:
                 self._forget(block)
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the reference counts and both queues of free blocks. The prefix cache saves ``index``."""
+        """Returns the reference counts and both queues of free blocks.
+
+        The state of ``index`` is saved by the prefix cache.
+        """
         return {"ref_counts": self._ref_counts.copy(), "free": self._free.copy(), "cached": list(self._free_cached)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what ``snapshot`` returned."""
+        """Restores the state that ``snapshot`` returned."""
         self._ref_counts, self._free = state["ref_counts"], state["free"]
         self._free_cached = OrderedDict.fromkeys(state["cached"])
         self.num_holds = sum(self._ref_counts)
 
     def check_integrity(self, held: list[int]) -> None:
-        """Raises AssertionError unless held and free blocks together are all blocks.
+        """Raises AssertionError unless each usable block is either held or free.
 
-        ``held`` has a block once per hold. The cost is proportional to the number of holds.
+        ``held`` lists each held block once per hold. The cost is proportional to the number of holds.
         """
         counts = Counter(held)
         if len(counts) + self.num_free_blocks != self.num_usable_blocks:
@@ -161,7 +172,10 @@ class BlockPool:
             raise AssertionError("the null block is held")
 
     def _evict(self, count: int, wanted: int) -> None:
-        """Evicts the ``count`` cached blocks that have been free for the longest time."""
+        """Evicts the ``count`` cached blocks that have been free for the longest time.
+
+        ``wanted`` is the number of blocks to allocate, for the error message.
+        """
         if count > len(self._free_cached):
             raise AssertionError(f"{wanted} blocks are requested, {self.num_free_blocks} are free")
         forget, pop = self.index.forget, self._free_cached.popitem
@@ -184,7 +198,8 @@ class BlockPool:
 class BlockCopy:
     """A copy of block ``source`` to block ``destination``, which belongs to a block table.
 
-    The source is held until the copy ends. So no other sequence overwrites it when its last holder frees it.
+    The source is held until the copy ends. So even if its last other holder frees the source, no sequence can overwrite
+    it during the copy.
     """
 
     source: int
@@ -200,10 +215,10 @@ class BlockCopies:
         self.num_under_way = 0
 
     def begin(self, source: int) -> BlockCopy:
-        """Allocates and returns the destination of a copy, and holds the source until ``end``.
+        """Begins a copy of block ``source``. Allocates the destination block, and holds the source until ``end``.
 
-        The source is held or only cached. A cached block counts as free, so the caller must have checked that another
-        block is free too.
+        The source must be held or cached. If it is cached but not held, it counts as a free block. The caller must then
+        have checked that at least two blocks are free.
         """
         self._pool.share([source])
         self._sources[source] += 1
@@ -211,7 +226,7 @@ class BlockCopies:
         return BlockCopy(source, self._pool.allocate(1)[0])
 
     def end(self, copies: Iterable[BlockCopy]) -> None:
-        """Releases the sources of copies that have completed or will never run."""
+        """Removes the hold on the source of each copy. The copies have completed or will never run."""
         for copy in copies:
             count = self._sources.pop(copy.source, 0) - 1
             if count < 0:
@@ -222,10 +237,13 @@ class BlockCopies:
             self._pool.free([copy.source])
 
     def sources(self) -> list[int]:
-        """Returns the source blocks. A block occurs once for each of its copies."""
+        """Returns the source blocks of all copies under way. A block with several copies occurs several times."""
         return list(self._sources.elements())
 
     def restore(self, sources: list[int]) -> None:
-        """Restores what ``sources`` returned. The pool's reference counts already include the sources."""
+        """Restores the list that ``sources`` returned.
+
+        The pool's reference counts already include the holds of these copies.
+        """
         self._sources = Counter(sources)
         self.num_under_way = len(sources)

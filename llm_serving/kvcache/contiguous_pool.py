@@ -1,4 +1,4 @@
-"""A pool of contiguous ranges of blocks, for ``page_attention: false``."""
+"""A pool that allocates consecutive blocks in contiguous ranges, for ``page_attention: false``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class ContiguousPool:
         return self.num_blocks - 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """Returns the lowest ``count`` consecutive free blocks. Returns None if no free range is long enough."""
+        """Returns ``count`` consecutive free blocks with the lowest possible ids, or None if no free range is long
+        enough.
+        """
         start = self._taken.find(bytes(count))
         if start < 0:
             return None
@@ -32,7 +34,7 @@ class ContiguousPool:
         return list(range(start, start + count))
 
     def free(self, blocks: list[int]) -> None:
-        """Takes blocks back. Raises AssertionError for a block that is not allocated."""
+        """Makes blocks free again. Raises AssertionError for a block that is not allocated."""
         for block in blocks:
             if not self._taken[block] or block == NULL_BLOCK:
                 raise AssertionError(f"block {block} is freed but not allocated")
@@ -40,11 +42,11 @@ class ContiguousPool:
         self.num_free_blocks += len(blocks)
 
     def snapshot(self) -> bytes:
-        """Returns one byte per block, 1 if the block is taken."""
+        """Returns one byte per block: 1 if the block is allocated, otherwise 0."""
         return bytes(self._taken)
 
     def restore(self, state: bytes) -> None:
-        """Restores what ``snapshot`` returned."""
+        """Restores the state that ``snapshot`` returned."""
         self._taken = bytearray(state)
         self.num_free_blocks = state.count(0)
 

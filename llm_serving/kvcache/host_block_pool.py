@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 class HostBlockPool:
-    """Host blocks ``0 .. num_blocks - 1``, allocated last in, first out. The pool may be empty."""
+    """Host blocks ``0 .. num_blocks - 1``.
+
+    The block that was freed last is allocated first. The pool may have no blocks.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 0:
@@ -14,7 +17,7 @@ class HostBlockPool:
         self._taken = bytearray(num_blocks)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Returns ``count`` blocks. Returns None without any change if fewer blocks are free."""
+        """Returns ``count`` blocks. If fewer blocks are free, returns None and changes nothing."""
         if count > len(self._free):
             return None
         start = len(self._free) - count
@@ -26,7 +29,7 @@ class HostBlockPool:
         return blocks
 
     def free(self, blocks: list[int]) -> None:
-        """Takes blocks back. Raises AssertionError for a block that is not allocated."""
+        """Makes blocks free again. Raises AssertionError for a block that is not allocated."""
         for block in blocks:
             if not self._taken[block]:
                 raise AssertionError(f"host block {block} is freed but not allocated")
@@ -34,11 +37,11 @@ class HostBlockPool:
         self._free.extend(reversed(blocks))
 
     def snapshot(self) -> list[int]:
-        """Returns the free blocks in their order."""
+        """Returns the free blocks in the order of the pool's list."""
         return self._free.copy()
 
     def restore(self, state: list[int]) -> None:
-        """Restores what ``snapshot`` returned."""
+        """Restores the list that ``snapshot`` returned."""
         self._free = state
         self._taken = bytearray(b"\1" * self.num_blocks)
         for block in state:

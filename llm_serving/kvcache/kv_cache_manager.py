@@ -1,11 +1,11 @@
-"""The KV cache manager: gives block tables to sequences, on demand, with shared prefixes, or as contiguous ranges.
+"""The KV cache manager: gives blocks to sequences, on demand, with shared prefixes, or as contiguous ranges.
 
-A block table is a plain list of block ids that its sequence owns. Entry ``i`` has the keys and values of the positions
-``i * block_size .. (i + 1) * block_size - 1`` (paged attention, Kwon et al. 2023).
+A block table is a plain list of block ids that its sequence owns. Entry ``i`` is the block with the keys and values of
+the positions ``i * block_size .. (i + 1) * block_size - 1`` (paged attention, Kwon et al. 2023).
 
-A block in more than one table is full, and no step writes it again. If a sequence continues in the middle of a cached
-block, it first copies the block (copy-on-write). ``BlockCopy`` names both blocks and holds the source. The caller
-passes it to ``end_copies`` when the step that copies has completed.
+A block that is in several block tables is full, so no step writes to it. If a sequence continues in the middle of a
+cached block, it first copies the block (copy-on-write). ``BlockCopy`` has the ids of the source block, which is held,
+and of the new block. When the step that copies has completed, the caller passes the ``BlockCopy`` to ``end_copies``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llm_serving.kvcache.prefix_index import PrefixIndex
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """The part of a starting sequence that the prefix cache has."""
+    """The result of starting a sequence on blocks from the prefix cache."""
 
     num_tokens: int
     """Number of the sequence's first tokens whose keys and values are present once ``copies`` have run."""
@@ -35,9 +35,10 @@ class Adoption:
 class KVCacheManager:
     """Gives blocks to sequences and takes them back.
 
-    ``prefix_cache`` keeps computed blocks for other sequences. ``namespace`` is everything except tokens and salt that
-    their content depends on: model, weights, format of the cache. ``contiguous`` tables are ranges of blocks, which
-    cannot be shared. ``num_host_blocks`` blocks of host memory are for swapped sequences.
+    ``prefix_cache``: keep computed blocks for other sequences. ``namespace`` identifies the model, the weights and the
+    cache format. Together with tokens and salt, they determine the content of a block. ``contiguous``: each block table
+    is a range of consecutive blocks, which cannot be shared. ``num_host_blocks``: size of the host pool for swapped
+    sequences.
     """
 
     def __init__(
@@ -68,17 +69,20 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of blocks that no table and no copy holds, including cached blocks."""
+        """Number of blocks that no block table and no copy holds. Free blocks that are still cached count, too."""
         return (self._contiguous or self._pool).num_free_blocks
 
     @property
     def num_copies_under_way(self) -> int:
-        """Number of copies that have begun and not ended. Each holds its source."""
+        """Number of copies that have begun and not ended. Each copy holds its source block."""
         return self._copies.num_under_way
 
     @property
     def prefix_query_tokens(self) -> int:
-        """Number of tokens looked up in the prefix cache. At each start of a sequence, all its known tokens count."""
+        """Number of tokens that were looked up in the prefix cache.
+
+        Each start of a sequence adds all its known tokens.
+        """
         return self._prefix_cache.num_query_tokens if self._prefix_cache is not None else 0
 
     @property
@@ -101,12 +105,14 @@ class KVCacheManager:
         return self._prefix_cache
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Returns the number of blocks for ``num_tokens`` tokens of one sequence."""
+        """Returns the number of blocks that one sequence needs for ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
     def grow(self, block_table: list[int], num_tokens: int) -> bool:
-        """Extends ``block_table`` in place for ``num_tokens`` tokens. Returns False without any change if too few
-        blocks are free."""
+        """Appends blocks to ``block_table`` until it has capacity for ``num_tokens`` tokens.
+
+        If too few blocks are free, returns False and changes nothing.
+        """
         missing = -(-num_tokens // self.block_size) - len(block_table)
         if missing <= 0:
             return True
@@ -118,9 +124,9 @@ class KVCacheManager:
         return True
 
     def reserve(self, block_table: list[int], num_tokens: int) -> bool:
-        """Fills an empty table with consecutive blocks for all tokens that the sequence can ever have.
+        """Fills an empty block table with consecutive blocks for ``num_tokens``, the maximum length of the sequence.
 
-        Returns False without any change if no free range is long enough. Only with ``contiguous``.
+        If no free range is long enough, returns False and changes nothing. Used only with ``contiguous``.
         """
         if self._contiguous is None or block_table:
             raise AssertionError("only an empty table is reserved, and only if tables are contiguous")
@@ -131,21 +137,21 @@ class KVCacheManager:
         return True
 
     def free(self, block_table: list[int], chain: PrefixChain | None = None) -> None:
-        """Takes all blocks of a table back.
+        """Removes one hold from all blocks of a block table.
 
         Blocks that the prefix cache has committed (completely computed) stay cached. Withdraws the announcements of
-        ``chain``, but leaves the chain valid for the sequence's next start. ``block_table`` does not change; the caller
-        drops it.
+        ``chain``, but the chain stays valid for the sequence's next start. This method does not change ``block_table``,
+        which the caller must not use again.
         """
         (self._contiguous or self._pool).free(block_table)
         if chain is not None:
             self.prefixes.withdraw(chain)
 
     def spare_blocks(self, match: PrefixMatch, num_tokens: int) -> int:
-        """Returns how many blocks would stay free if a sequence of ``num_tokens`` tokens started with the blocks of a
-        match.
+        """Returns how many blocks would stay free if a sequence with ``num_tokens`` tokens started on the blocks of
+        ``match``.
 
-        Negative if too few blocks are free.
+        The result is negative if too few blocks are free.
         """
         blocks, _ = self.prefixes.current_part(match)
         missing = max(self.blocks_for(num_tokens) - len(blocks), 0)
@@ -153,16 +159,17 @@ class KVCacheManager:
         return pool.num_free_blocks - sum(not pool.ref_count(block) for block in blocks) - missing
 
     def adopt(self, block_table: list[int], chain: PrefixChain, match: PrefixMatch, num_tokens: int) -> Adoption | None:
-        """Starts a sequence: fills its empty table with the blocks of the match and new blocks for ``num_tokens``
-        tokens.
+        """Starts a sequence. Fills its empty block table with the blocks of ``match`` and with new blocks, for
+        ``num_tokens`` tokens in all.
 
-        Blocks that were evicted since the match are left out. The match may end with a tail: a part of a block, which
-        is copied. The tail is left out if too few blocks are free to hold its source. Returns None without any change
-        if too few blocks are free.
+        Uses only the blocks of the match before the first one that was evicted since. A match may end with a tail, a
+        block of which only the first tokens match. The tail is copied, and its source block is held during the copy. If
+        too few blocks are free for this, the tail is not used. If too few blocks are free for the sequence, returns
+        None and changes nothing.
 
-        Copying a tail is always worth it. A copy moves some KB per token. To compute a token takes two operations for
-        each weight of the model, which is about a thousand times slower. So even a prompt that is cached to its end
-        copies the last block, except one token.
+        Copying a tail is always faster than computing its tokens. A copy moves some KB per token. The computation takes
+        two operations per token for each weight of the model, which takes about a thousand times longer. So even a
+        prompt that is completely cached copies its last block, except one token.
         """
         if block_table:
             raise AssertionError(f"a table of {len(block_table)} blocks cannot adopt a prefix: it must be empty")
@@ -180,16 +187,22 @@ class KVCacheManager:
         return adoption
 
     def end_copies(self, copies: Iterable[BlockCopy]) -> None:
-        """Ends the copies of a step that has completed or will never run. Their sources are no longer held."""
+        """Ends the copies of a step that has completed or will never run.
+
+        Their source blocks are no longer held for them.
+        """
         self._copies.end(copies)
 
     @property
     def prefix_index(self) -> PrefixIndex:
-        """The contents of the cached blocks."""
+        """The index of cached blocks, which has their contents."""
         return self._pool.index
 
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
-        """Returns the state of the pools and of the prefix cache, with ``contents`` instead of the blocks' tokens."""
+        """Returns the state of the pools and of the prefix cache as plain data.
+
+        ``contents`` replaces the tokens of each block.
+        """
         contiguous, prefix_cache = self._contiguous, self._prefix_cache
         return {
             "pool": self._pool.snapshot(),
@@ -200,7 +213,10 @@ class KVCacheManager:
         }
 
     def restore(self, state: dict[str, Any]) -> int:
-        """Restores what ``snapshot`` returned. Returns the number of cached blocks that cannot be found any more."""
+        """Restores the state that ``snapshot`` returned.
+
+        Returns the number of cached blocks that lookups can no longer find.
+        """
         self._pool.restore(state["pool"])
         if self._contiguous is not None:
             self._contiguous.restore(state["contiguous"])
@@ -209,7 +225,7 @@ class KVCacheManager:
         return 0 if self._prefix_cache is None else self._prefix_cache.restore(state["prefix_cache"])
 
     def check_integrity(self, block_tables: list[list[int]], host_tables: Sequence[list[int]] = ()) -> None:
-        """Raises AssertionError unless each usable block is free, in a table, or the source of a copy.
+        """Raises AssertionError unless each usable block is free, in a block table, or the source of a copy.
 
         The cost is proportional to the number of held blocks.
         """
@@ -221,10 +237,11 @@ class KVCacheManager:
             self._prefix_cache.check_idle()
 
     def _adopt_tail(self, block_table: list[int], tail: TailMatch | None, spare: int) -> Adoption:
-        """Adds the tail, a block that matches only in part, to the table.
+        """Appends the tail to a block table. The tail is a cached block of which only the first tokens match.
 
-        Copying a free block needs a ``spare`` free block. A free block whose only content is the tail needs no copy:
-        the sequence continues in that block.
+        ``spare`` is the number of free blocks that the sequence does not need otherwise. If the tail's block is free, a
+        copy needs one spare block. A free block that has only the matching tokens needs no copy: the sequence continues
+        in this block.
         """
         num_tokens = len(block_table) * self.block_size
         if tail is None:

@@ -1,7 +1,8 @@
-"""The prefix cache: finds the blocks that have the beginning of a sequence, or will have it soon.
+"""The prefix cache: finds blocks with the first tokens of a sequence, which are computed or which steps in flight
+compute.
 
-A block is *announced* while a step in flight computes it, and *committed* when that step has completed. Then it is
-cached, also while it is free, until it is evicted.
+A block is *announced* while a step in flight computes it, and *committed* when that step has completed. A committed
+block is cached until it is evicted, even while it is free.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from llm_serving.kvcache.prefix_index import Parent
 
 @dataclass(frozen=True, slots=True)
 class TailMatch:
-    """A cached block whose first ``num_tokens`` tokens continue the prefix. A sequence copies it and does not share
-    it."""
+    """A cached block of which only the first ``num_tokens`` tokens match.
+
+    A sequence must copy the block, because it will write different tokens after them.
+    """
 
     block: int
     entry: int
@@ -28,9 +31,9 @@ class TailMatch:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The cached beginning of a sequence at the time of a lookup.
+    """The blocks that a lookup found for the first tokens of a sequence.
 
-    A match does not hold its blocks, so ``KVCacheManager.adopt`` checks them again.
+    A match does not hold its blocks, and they may be evicted. ``KVCacheManager.adopt`` therefore checks them again.
     """
 
     blocks: list[int]
@@ -59,7 +62,7 @@ class PrefixMatch:
 
 
 class PrefixCache:
-    """Finds the blocks of ``pool`` that have the computed beginning of a sequence."""
+    """Finds blocks of ``pool`` that have the keys and values of a sequence's first tokens."""
 
     def __init__(self, pool: BlockPool, block_size: int, namespace: bytes, block_hash: BlockHash) -> None:
         self.epoch = 0
@@ -73,14 +76,20 @@ class PrefixCache:
         self._announced: dict[bytes, int] = {}
 
     def new_chain(self, token_ids: Sequence[int], salt: bytes = b"") -> PrefixChain:
-        """Returns the chain of block hashes of a sequence. Chains with different salts share no blocks."""
+        """Returns a new chain of block hashes for the tokens of a sequence.
+
+        Chains with different salts share no blocks.
+        """
         root = root_hash(self._namespace, salt, self._block_hash)
         chain = PrefixChain(token_ids, self._block_size, salt=salt, root=root, block_hash=self._block_hash)
         chain.epoch = self.epoch
         return chain
 
     def match(self, chain: PrefixChain) -> PrefixMatch:
-        """Returns the cached beginning of a sequence, without its last token. Changes no block and holds none."""
+        """Returns the cached blocks for the first tokens of a sequence.
+
+        The last token is never included, because it must be computed. Does not change or hold any block.
+        """
         size, usable = self._block_size, chain.num_tokens - 1
         self._refresh(chain)
         self._find_further(chain, usable // size)
@@ -92,10 +101,11 @@ class PrefixCache:
         return PrefixMatch(blocks, entries, num_tokens, tail, self._num_pending_tokens(chain, len(chain.blocks)))
 
     def known(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """Returns how many of the first blocks with these hashes are cached or announced, and how many of them are
+        """Returns how many of the first blocks with these hashes are cached or announced, and how many of them count as
         held.
 
-        The method compares hashes only, not tokens, which is enough for the router's forecast.
+        An announced block counts as held. The method compares only hashes, not tokens, which is accurate enough for the
+        router's forecast.
         """
         num_known = num_held = 0
         for block_hash in hashes:
@@ -107,9 +117,10 @@ class PrefixCache:
         return num_known, num_held
 
     def announce(self, chain: PrefixChain, end: int) -> None:
-        """Announces the full blocks of the first ``end`` tokens, because a step in flight computes them.
+        """Announces all full blocks among the first ``end`` tokens of the chain, because a step in flight computes
+        them.
 
-        Other sequences can wait for announced blocks.
+        Other sequences with the same prefix can wait for announced blocks.
         """
         if chain.announce_begin == chain.announce_end:
             chain.announce_begin = chain.announce_end = len(chain.blocks)
@@ -119,15 +130,18 @@ class PrefixCache:
             chain.announce_end = index + 1
 
     def withdraw(self, chain: PrefixChain) -> None:
-        """Withdraws the announcements of blocks that are not committed, because no step will compute them."""
+        """Withdraws the announcements of the chain's blocks that are not committed, because no step will compute these
+        blocks.
+        """
         self._take_announcements_back(chain, chain.announce_end)
 
     def commit(self, block_table: list[int], chain: PrefixChain, num_computed: int) -> None:
-        """Caches the blocks with the first ``num_computed`` tokens of the chain, including a partial last block.
+        """Adds the blocks with the first ``num_computed`` tokens of the chain to the cache. A last block that is not
+        full is added, too.
 
-        The steps that computed these tokens have completed. Call this method after prefill steps and before the blocks
-        are freed. Do not call it for each decoded token, because it looks at all blocks of the chain. Blocks of a
-        sequence that started before the last ``drop_all`` are not cached.
+        The steps that computed these tokens must have completed. Call this method after prefill steps and before the
+        blocks are freed. Do not call it for each decoded token, because its cost is proportional to the number of
+        blocks. Blocks of a sequence that started before the last ``drop_all`` are not added.
         """
         num_full = num_computed // self._block_size
         self._take_announcements_back(chain, num_full)
@@ -146,8 +160,9 @@ class PrefixCache:
             pool.register_tail(block_table[num_full], rest, parent)
 
     def current_part(self, match: PrefixMatch) -> tuple[list[int], TailMatch | None]:
-        """Returns the blocks of a match up to the first one whose content has changed. If none has changed, also
-        returns the tail.
+        """Returns the blocks of a match before the first block whose content has changed, and the tail or None.
+
+        The tail is None if the match has no tail, or if the content of any block has changed.
         """
         num_current, tail = self._num_current(match.blocks, match.entries), match.tail
         if num_current < len(match.blocks) or (tail and self._index.entries[tail.block] != tail.entry):
@@ -155,22 +170,22 @@ class PrefixCache:
         return match.blocks[:num_current], tail
 
     def begin(self, chain: PrefixChain, num_tokens: int) -> None:
-        """Records that a sequence starts with ``num_tokens`` cached tokens: counts the tokens, and allows commits of
-        its chain.
+        """Records that a sequence starts with ``num_tokens`` cached tokens, and allows commits of its chain.
 
-        Only chains that started after the last ``drop_all`` can be committed.
+        Also counts the looked-up and the found tokens. A chain that started before the last ``drop_all`` cannot be
+        committed.
         """
         chain.epoch = self.epoch
         self.num_query_tokens += chain.num_tokens
         self.num_hit_tokens += num_tokens
 
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
-        """Returns the counters and the index. ``contents`` is saved instead of the tokens of each block."""
+        """Returns the counters and the index as plain data. ``contents`` replaces the tokens of each block."""
         counters = [self.epoch, self.num_query_tokens, self.num_hit_tokens]
         return {"counters": counters, "index": self._index.snapshot(contents)}
 
     def restore(self, state: dict[str, Any]) -> int:
-        """Restores what ``snapshot`` returned. Returns the number of blocks that cannot be found any more.
+        """Restores the state that ``snapshot`` returned. Returns the number of blocks that lookups can no longer find.
 
         The caller must then restore all chains with ``restore_chain``.
         """
@@ -190,15 +205,16 @@ class PrefixCache:
         return chain
 
     def drop_all(self) -> None:
-        """Empties the cache, because the device's memory was lost. Blocks in the present tables are never committed.
+        """Empties the cache, because the device's memory was lost. Blocks that are in block tables now will never be
+        committed.
 
-        Reference counts stay: the caller still frees each table and ends each copy.
+        Reference counts do not change: the caller must still free each block table and end each copy.
         """
         self._pool.drop_cached()
         self.epoch += 1
 
     def check_idle(self) -> None:
-        """Raises AssertionError if blocks are announced. The caller checks this when no sequence has blocks."""
+        """Raises AssertionError if a block is announced. The caller calls this method when no sequence has blocks."""
         if self._announced:
             raise AssertionError(f"{len(self._announced)} blocks are announced but no sequence computes them")
 
@@ -217,12 +233,16 @@ class PrefixCache:
         return (index - first) * self._block_size
 
     def _refresh(self, chain: PrefixChain) -> None:
-        """Removes the first block of the chain whose content has changed, and all blocks after it."""
+        """Removes the first block whose content has changed from the chain, and all blocks after it."""
         num_current = self._num_current(chain.blocks, chain.entries)
         del chain.blocks[num_current:], chain.entries[num_current:]
 
     def _num_current(self, blocks: list[int], entries: list[int]) -> int:
-        """Returns how many of the first ``blocks`` still have the index entries in ``entries``: the same content."""
+        """Returns the number of blocks before the first one whose content has changed.
+
+        ``blocks`` and ``entries`` have the same length. The content is unchanged if the block still has its index
+        entry.
+        """
         entries_now = self._index.entries
         if [entries_now[block] for block in blocks] == entries:
             return len(blocks)
@@ -230,7 +250,9 @@ class PrefixCache:
         return next(index for index, (block, entry) in pairs if entries_now[block] != entry)
 
     def _find_further(self, chain: PrefixChain, end: int) -> None:
-        """Looks up the next blocks of the chain, before block ``end``, in the prefix cache."""
+        """Looks up the following blocks of the chain in the prefix cache, and appends the found ones to
+        ``chain.blocks``. Block ``end`` is the first that is not looked up.
+        """
         parent: Parent = chain.entries[-1] if chain.entries else chain.salt
         for index in range(len(chain.blocks), end):
             block = self._index.find(chain.hash_at(index), chain.content(index), parent)

@@ -1,4 +1,4 @@
-"""The tokens of one sequence for the prefix cache: packed, with one hash per full block."""
+"""The tokens of one sequence as the prefix cache needs them: packed as bytes, with one hash for each full block."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from llm_serving.kvcache.block_hash import TOKEN_BYTES, BlockHash, pack_tokens
 class PrefixChain:
     """The tokens of a sequence and the hashes of its blocks. A preempted sequence keeps its chain.
 
-    Hashes are computed on demand: a prompt whose first block is not cached costs one hash. The prefix cache owns the
-    public fields.
+    Hashes are computed on demand. So if the first block of a prompt is not cached, only one hash is computed. Only the
+    prefix cache may change the public fields.
     """
 
     def __init__(
@@ -38,11 +38,14 @@ class PrefixChain:
         return len(self._packed) // TOKEN_BYTES
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens. This copies all tokens, so it is used once per restart, not once per token."""
+        """Appends tokens.
+
+        This method copies all tokens of the chain, so call it once per start of the sequence, not once per token.
+        """
         self._packed += pack_tokens(token_ids)
 
     def hash_at(self, index: int) -> bytes:
-        """Returns the chained hash of full block ``index``."""
+        """Returns the chained hash of the full block with number ``index`` in the sequence."""
         hashes = self._hashes
         while len(hashes) <= index:
             parent = hashes[-1] if hashes else self._root
@@ -50,16 +53,16 @@ class PrefixChain:
         return hashes[index]
 
     def content(self, index: int) -> bytes:
-        """Returns the packed tokens of full block ``index``."""
+        """Returns the packed tokens of the full block with number ``index`` in the sequence."""
         size = self._block_bytes
         return self._packed[index * size : (index + 1) * size]
 
     def tokens(self, start: int, end: int) -> bytes:
-        """Returns the packed tokens ``start .. end - 1``."""
+        """Returns the tokens ``start .. end - 1``, packed as bytes."""
         return self._packed[start * TOKEN_BYTES : end * TOKEN_BYTES]
 
     def snapshot(self, tokens: bytes) -> dict[str, Any]:
-        """Returns the chain as plain data, with ``tokens`` instead of its packed tokens."""
+        """Returns the chain as plain data. The argument ``tokens`` replaces the packed tokens."""
         return {
             "tokens": tokens,
             "blocks": self.blocks.copy(),
@@ -69,7 +72,7 @@ class PrefixChain:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what ``snapshot`` returned."""
+        """Restores the state that ``snapshot`` returned."""
         self._packed, self._hashes = state["tokens"], []
         self.blocks, self.entries, self.epoch = state["blocks"], state["entries"], state["epoch"]
         self.announce_begin, self.announce_end = state["announced"]

@@ -1,11 +1,11 @@
 """The index of cached blocks: their content, and lookups by hash or by prefix.
 
-An *entry* describes the content of a block: its tokens, and the entry of the block before it. For a first block, the
-salt replaces the entry before. Entries have numbers, and no number is used twice. So if a block still has the same
-entry number, it still has the same content.
+An *entry* describes the content of a block: its tokens and its *parent*. The parent is the entry of the block before it
+in the sequence. The first block of a sequence has the salt as its parent. Entries have numbers, and no number is used
+twice. So if a block still has the same entry number, it still has the same content.
 
-A hash only leads to a block. A lookup then compares the tokens of the block and the entry of its parent. It does this
-for each block from the first, so two different prefixes with the same hash are never confused.
+A lookup by hash finds a candidate block. It then compares the tokens and the parent of this block. It does this for
+each block from the first, so two different prefixes with the same hash are never confused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_TAIL_CANDIDATES = 8
 
 
 class PrefixIndex:
-    """The entries of the blocks ``0 .. num_blocks - 1``. It has no reference counts."""
+    """The index entries of the blocks ``0 .. num_blocks - 1``. ``BlockPool`` has their reference counts."""
 
     def __init__(self, num_blocks: int) -> None:
         self.entries = [NO_ENTRY] * num_blocks
@@ -39,21 +39,24 @@ class PrefixIndex:
         self._num_entries = 0
 
     def block_of(self, block_hash: bytes) -> int | None:
-        """Returns the block with a hash, without comparing its content."""
+        """Returns the block with this hash, or None. Does not compare the block's content."""
         return self._blocks.get(block_hash)
 
     def holds(self, block: int, content: bytes, parent: Parent) -> bool:
-        """Returns True if a block has this content and follows a block with the entry ``parent``."""
+        """Returns True if ``block`` has the packed tokens ``content`` and follows the block with the entry ``parent``.
+        """
         return self._contents[block] == content and self._parents[block] == parent
 
     def find(self, block_hash: bytes, content: bytes, parent: Parent) -> int | None:
-        """Returns the full block with ``content`` after ``parent``, or None."""
+        """Returns the full block that has the packed tokens ``content`` and the parent ``parent``, or None."""
         block = self._blocks.get(block_hash)
         return block if block is not None and self.holds(block, content, parent) else None
 
     def find_tail(self, parent: Parent, wanted: bytes) -> tuple[int, int] | None:
-        """Returns the block after ``parent`` with the longest common beginning with ``wanted``, and the number of
-        tokens."""
+        """Finds the block with parent ``parent`` whose first tokens match the most first tokens of ``wanted``.
+
+        Returns the block and the number of matching tokens, or None if no block has a matching first token.
+        """
         best, best_tokens = 0, 0
         for block in reversed(self._children.get(parent, ())):
             num_tokens = _common_tokens(self._contents[block], wanted)
@@ -66,7 +69,7 @@ class PrefixIndex:
         return len(self._contents[block]) // TOKEN_BYTES
 
     def add(self, block: int, content: bytes, parent: Parent, block_hash: bytes = b"") -> None:
-        """Gives a new entry to a block without one. A block that is not full has no hash."""
+        """Adds an entry for a block that has none. A block that is not full has no hash."""
         if self.entries[block]:
             raise AssertionError(f"block {block} already has the entry {self.entries[block]}")
         self._num_entries += 1
@@ -82,7 +85,7 @@ class PrefixIndex:
             del siblings[0]
 
     def forget(self, block: int) -> None:
-        """Removes the entry of a block. Lookups cannot reach the blocks after it any more."""
+        """Removes the entry of a block. Lookups can then no longer find the blocks that follow it in a sequence."""
         self.entries[block] = NO_ENTRY
         block_hash, parent = self._hashes[block], self._parents[block]
         if block_hash:
@@ -96,14 +99,15 @@ class PrefixIndex:
                 del self._children[parent]
 
     def in_order(self) -> Iterator[tuple[int, int, Parent, bytes]]:
-        """Yields entry, block, parent and content of each cached block, in the order of the entries."""
+        """Yields (entry, block, parent, content) of each cached block, in ascending order of the entry numbers."""
         for entry, block in sorted((entry, block) for block, entry in enumerate(self.entries) if entry):
             yield entry, block, self._parents[block], self._contents[block]
 
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
-        """Returns the entries, and for each entry the order of the blocks that follow it.
+        """Returns the entries as plain data, and for each entry the order of the blocks that have it as parent.
 
-        ``contents`` replaces the tokens. Hashes depend on the tokens, so only their presence is saved.
+        ``contents`` replaces the tokens of each block. Hashes depend on the tokens. So a snapshot has only a flag for
+        each block that has a hash.
         """
         return {
             "entries": self.entries.copy(),
@@ -115,9 +119,11 @@ class PrefixIndex:
         }
 
     def restore(self, state: dict[str, Any], block_hash: BlockHash, root: Callable[[bytes], bytes]) -> int:
-        """Restores what ``snapshot`` returned and computes the hashes. ``root`` returns the root hash of a salt.
+        """Restores the state that ``snapshot`` returned, and computes the hashes. ``root`` returns the root hash of a
+        salt.
 
-        Returns the number of blocks that cannot be found any more, because the block before them is not cached."""
+        Returns the number of blocks that lookups can no longer find, because the block before them is not cached.
+        """
         self.entries, self._parents, self._contents = state["entries"], state["parents"], state["contents"]
         self._children = dict(state["children"])
         self._num_entries = state["num_entries"]
@@ -137,7 +143,7 @@ class PrefixIndex:
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:
-    """Returns the number of equal tokens at the beginning of two texts of packed tokens."""
+    """Returns the number of equal tokens at the beginning of ``left`` and ``right``, which are packed tokens."""
     size = min(len(left), len(right))
     difference = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
     if not difference:
