@@ -1,18 +1,18 @@
 """Chooses the replica for the first request of the router's queue, by the rule of ``parallel_config.routing``.
 
 ``prefix``
-    Chooses the replica whose prefix cache has the largest part of the prompt, or will have it after the steps in
-    flight. If the load of that replica is out of balance, the rule chooses the least loaded replica instead. A load is
-    the number of tokens that the replica must still compute. It is out of balance if it is more than ``BALANCE_FACTOR``
-    times the least load and exceeds the least load by more than a bound. The rule is the cache-aware routing of SGLang
-    (Zheng et al., NeurIPS 2024) with two differences: SGLang estimates cached tokens from the requests that it sent,
-    and counts load in requests. Preble (Srivatsa et al. 2024) and DLPM (Cao et al. 2025) are related.
+    Chooses the replica whose prefix cache has the most tokens of the prompt. Tokens that steps in flight compute count,
+    too. The load of a replica is the number of tokens that it must still compute. A load is out of balance if it is
+    more than ``BALANCE_FACTOR`` times the least load and exceeds the least load by more than a bound. A replica whose
+    load is out of balance is not chosen. The rule is the cache-aware routing of SGLang (Zheng et al., NeurIPS 2024)
+    with two differences: SGLang estimates cached tokens from the requests that it sent, and counts load in requests.
+    Preble (Srivatsa et al. 2024) and DLPM (Cao et al. 2025) are related methods.
 
 ``least_loaded``
     Chooses the replica with the fewest tokens that must still be computed.
 
 ``round_robin``
-    Chooses the replicas one after the other, for comparison.
+    Chooses the replicas one after the other. This rule is a baseline for measurements.
 
 Each rule chooses among the replicas that have a batch row and blocks for the request. To add a rule, add a member to
 ``Routing`` and a case to ``choose``.
@@ -29,7 +29,7 @@ BALANCE_FACTOR = 1.5
 
 
 class Routing(enum.Enum):
-    """``parallel_config.routing``."""
+    """The values of the setting ``parallel_config.routing``."""
 
     PREFIX = "prefix"
     LEAST_LOADED = "least_loaded"
@@ -69,8 +69,8 @@ def choose(
 ) -> tuple[int, Placed] | None:
     """Returns the index of the chosen replica and the reason, or None if no replica can start the request now.
 
-    Loads that exceed the least load by at most ``balance_tokens`` are in balance. ``next_index`` is the next replica in
-    round-robin order.
+    Loads that exceed the least load by at most ``balance_tokens`` are in balance. ``next_index`` is the index of the
+    next replica in round-robin order.
     """
     able = [one for one in candidates if one.is_open or (one.fits and one.cached_tokens > 0)]
     if not able:
@@ -91,5 +91,5 @@ def choose(
 
 
 def is_balanced(load: int, least: int, balance_tokens: int) -> bool:
-    """Returns True if a replica's load is in balance with the load of the least loaded replica."""
+    """Returns True if ``load`` is in balance with ``least``, the load of the least loaded replica. Loads are tokens."""
     return load <= max(least + balance_tokens, BALANCE_FACTOR * least)

@@ -1,4 +1,7 @@
-"""Moves waiting requests from the router's queue to replicas that can start them, and back if they cannot start."""
+"""Moves waiting requests from the router's queue to replicas that can start them.
+
+Moves a request back if it cannot start there.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ class Placer:
         """The first waiting request that no replica could start, whether it was late, and the replicas' capacities."""
 
     def place(self, now: float) -> None:
-        """Moves waiting requests, in order, to replicas that can start them, until no replica can start the first."""
+        """Moves waiting requests, in order, to replicas that can start them.
+
+        Stops when no replica can start the first request.
+        """
         live = [replica for replica in self._replicas if replica.is_live]
         if not live:
             return
@@ -88,7 +94,8 @@ class Placer:
         """Returns the replica that got the last request of ``entry``'s request group (samples of a prompt or beams of a
         search).
 
-        None if the request has no group or the replica is not ready.
+        Returns None if the request has no group, if no request of the group has been placed, or if the replica is not
+        ready.
         """
         replica = self._groups.get(entry.request.group)
         return None if replica is None or not replica.is_live else (replica, Placed.GROUP)
@@ -112,7 +119,7 @@ class Placer:
         return self._replicas[index], why
 
     def _bind(self, entry: Entry, replica: RoutedReplica, why: Placed, now: float) -> None:
-        """Moves a request, which is the first of the router's queue, to a replica."""
+        """Moves the first request of the router's queue to a replica."""
         request = entry.request
         if entry.is_paid and not entry.has_run:
             self._intake.remove(entry.sequence)
@@ -134,8 +141,8 @@ class Placer:
         replica.scheduler.place_request(request, entry.sequence.arrival_index, now)
 
     def _recall_held_up(self, live: list[RoutedReplica], now: float) -> bool:
-        """Moves requests that wait at a replica and cannot start there back to the queue, if another replica can start
-        them.
+        """Moves requests that wait at a replica and cannot start there back to the router's queue, if another replica
+        can start them.
 
         Requests that have run or belong to a request group stay. Returns True if a request was moved.
         """
@@ -151,13 +158,17 @@ class Placer:
         return recalled
 
     def _learn(self, live: list[RoutedReplica]) -> None:
-        """Passes the learned prefill time of the fastest replica to policy ``slo``'s order of the router's queue."""
+        """Passes the prefill time that the fastest replica has learned to the router's queue, for the order of policy
+        ``slo``.
+        """
         known = [estimate for replica in live if any(estimate := replica.scheduler.prefill_estimate)]
         if known:
             self._intake.order.learn(*min(known))
 
     def _note_blocked(self, entry: Entry, live: list[RoutedReplica], candidates: list[Candidate], now: float) -> None:
-        """Notes for receipts why no replica can start the first request: full steps, no batch rows, or no blocks."""
+        """Records in the request's receipt why no replica can start it: the steps are full, or batch rows or blocks are
+        missing.
+        """
         capacities = [replica.scheduler.capacity() for replica in live]
         reason = BlockReason.BLOCKS
         if any(one.fits for one in candidates):
@@ -172,9 +183,10 @@ class Placer:
         self._blocked = (entry, self._is_late(entry), capacities)
 
     def _is_still_blocked(self, entry: Entry, live: list[RoutedReplica]) -> bool:
-        """Returns True if the same request is still first and no replica's capacity has grown.
+        """Returns True if the same request is still first in the queue and no replica has gained capacity since the
+        last attempt.
 
-        This makes frequent calls of ``place`` cheap.
+        ``place`` is called often and returns early in this case.
         """
         if self._blocked is None or self._blocked[0] is not entry or self._blocked[1] != self._is_late(entry):
             return False

@@ -34,12 +34,15 @@ class Entry:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that must still be computed if the request gets its maximum output."""
+        """Number of tokens that must still be computed if the output reaches its maximum length."""
         computed = self.request.num_computed_tokens or self.cached_tokens
         return max(self.sequence.max_cached_tokens - computed, 0)
 
     def block_hashes(self, limits: SchedulerLimits) -> list[bytes]:
-        """Returns the chained hashes of the request's full blocks before its last token, to search prefix caches."""
+        """Returns the chained hashes of the request's full blocks, for lookups in prefix caches.
+
+        The last token is left out, because it must be computed in any case.
+        """
         if self.hashes is None:
             tokens = self.sequence.known_tokens(0, self.request.num_tokens - 1)
             root = root_hash(limits.cache_namespace, self.request.cache_salt)
@@ -48,8 +51,9 @@ class Entry:
 
 
 class Survey:
-    """A replica's load and capacity. They are valid until the next request is placed there. Computing them costs O(n)
-    for n requests of the replica.
+    """The load and the capacity of a replica. They are valid until the next request is placed at the replica.
+
+    Computing them costs O(n) for n requests of the replica.
     """
 
     def __init__(self, replica: RoutedReplica) -> None:
@@ -90,7 +94,9 @@ class RoutedReplica:
 
     def candidate(self, entry: Entry, survey: Survey, *, is_late: bool) -> Candidate:
         """Returns this replica as a candidate for a request: its load, the cached tokens, and whether it can start the
-        request. ``is_late``: the request can no longer keep its objective.
+        request.
+
+        ``is_late``: the request can no longer keep its objective.
         """
         limits, capacity = self._limits, survey.capacity
         num_known = num_held = 0
@@ -106,8 +112,9 @@ class RoutedReplica:
 
 
 def _step_bounds(limits: SchedulerLimits) -> tuple[int, int]:
-    """Returns the maximum requests and tokens that may wait at a replica: the number that its next step or batch can
-    start.
+    """Returns the maximum number of requests, and of their tokens, that may wait at a replica.
+
+    These are the numbers that the replica's next step or batch can start.
     """
     if limits.batching is BatchingStrategy.NONE:
         return 1, limits.max_num_batched_tokens

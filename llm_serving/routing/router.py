@@ -1,13 +1,13 @@
 """The router: one queue in front of several schedulers, each with its own KV cache and agents (data parallelism).
 
-The guarantees of the queue hold for all replicas together: admission limits, deadlines, priorities, fairness between
-tenants, and the order of policy ``slo``. A request waits in the router's queue until a replica can start it in its next
-step. ``Placer`` then chooses the replica, by load and cached tokens. A router that places each request at its arrival
-would let requests wait at one replica while another replica is idle.
+Admission limits, deadlines, priorities, fairness between tenants and the order of policy ``slo`` hold for all replicas
+together. A request waits in the router's queue until a replica can start it in its next step. ``Placer`` then chooses
+the replica, by load and cached tokens. If the router chose the replica at the arrival of a request, requests could wait
+at one replica while another replica is idle.
 
-A request is in exactly one place: the router's queue or one scheduler. It comes back to the queue in two cases: only
-another replica has capacity for it, or the agents of its replica are lost. Requests that have run go first, in order of
-arrival, and are computed again from their known tokens.
+A request is in exactly one place: the router's queue or one scheduler. A placed request moves back to the queue if only
+another replica has capacity for it, or if the agents of its replica are lost. In the queue, requests that have run
+before come first, in order of arrival. They are computed again from their known tokens.
 
 Samples of one prompt and beams of one search have the same ``group``. All requests of a group go to one replica, even
 if they must wait there, because they share blocks through its prefix cache.
@@ -55,7 +55,7 @@ class Router:
         """Number of requests in the router's queue."""
         return len(self._intake)
 
-    # The following methods for requests are those of ``Scheduler``, whose docstrings describe them.
+    # The following methods have the names of ``Scheduler``'s methods, whose docstrings describe them.
 
     def add_request(self, request: Request) -> None:
         sequence = self._intake.add(request, self._num_free_rows())
@@ -94,7 +94,9 @@ class Router:
         return self._intake.take_ended()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless each request is in exactly one place and each scheduler passes its check."""
+        """Raises AssertionError unless each request is in exactly one place and each scheduler passes its own integrity
+        check.
+        """
         for replica in self.replicas:
             replica.scheduler.check_integrity()
             if replica.scheduler.num_requests != len(replica.entries):
@@ -113,14 +115,16 @@ class Router:
         if self._entries.keys() != self._intake.sequences.keys():
             raise AssertionError(f"the intake has {len(self._intake.sequences)} of {len(self._entries)} requests")
 
-    # Steps of a replica
+    # The following methods are for the steps of one replica
 
     def agent_ready(self, index: int) -> None:
-        """Notes that the agents of a replica are ready."""
+        """Records that the agents of a replica are ready."""
         self.replicas[index].is_live = True
 
     def take_placed(self) -> list[int]:
-        """Returns the indices of replicas that got requests since their last call of ``schedule``."""
+        """Returns the indices of replicas at which requests were placed after the replica's last ``schedule``, and
+        clears this list.
+        """
         placed = sorted(self._placer.placed)
         self._placer.placed.clear()
         return placed
@@ -158,7 +162,7 @@ class Router:
     # Ends
 
     def _take_ended(self, replica: RoutedReplica) -> None:
-        """Takes the last updates of requests that a scheduler ended by itself."""
+        """Takes the last updates of requests that the replica's scheduler has ended without a call of the engine."""
         ended = replica.scheduler.take_ended()
         if ended:
             self._note_updates(ended)
@@ -177,19 +181,22 @@ class Router:
                 self._forget(entry)
 
     def _end_waiting(self, entry: Entry, reason: FinishReason, now: float) -> None:
-        """Ends a request in the router's queue."""
+        """Ends a request that is in the router's queue."""
         del self._entries[entry.request.request_id]
         self._intake.remove(entry.sequence)
         self._intake.end(entry.sequence, reason, now)
 
     def _forget(self, entry: Entry) -> None:
-        """Forgets a placed request that has ended."""
+        """Removes a placed request that has ended from the router."""
         request_id = entry.request.request_id
         del self._entries[request_id], self._intake.sequences[request_id]
         if entry.replica is not None:
             del entry.replica.entries[request_id]
 
     def _num_free_rows(self) -> int:
-        """Returns the free batch rows of ready replicas minus the requests that wait there, which may be negative."""
+        """Returns the number of free batch rows of ready replicas, minus the requests that wait at these replicas.
+
+        The result may be negative.
+        """
         capacities = [replica.scheduler.capacity() for replica in self.replicas if replica.is_live]
         return sum(one.num_startable - one.num_waiting - one.num_late for one in capacities)

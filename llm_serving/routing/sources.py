@@ -1,4 +1,4 @@
-"""The types through which the engine uses one scheduler, or a router with several schedulers."""
+"""The interface through which the engine uses a single scheduler, or a router in front of several schedulers."""
 
 from __future__ import annotations
 
