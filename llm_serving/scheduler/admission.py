@@ -3,17 +3,23 @@
 ``scheduler_config.admission`` has these values:
 
 ``none``
-    Every request that fits now starts. If there are too many, some are preempted later.
+    Every request starts for which a batch row and blocks are free now. If the blocks do not suffice later, some
+    requests are preempted.
 
-``router`` Running requests and the candidate grow by a token per step until their expected ends. The maximum number of
-    tokens that they hold together must not exceed ``max_schedule_total_token_num`` (LightLLM's Efficient Router,
-    ModelTC 2023). The maximum comes right before a request ends. Let the requests be sorted by remaining tokens, the
-    largest first. When request i ends, the first i are left, and each has ``remaining_i`` more tokens than now. So the
-    maximum is ``max over i of (current_1 + ... + current_i + i * remaining_i)``. Each request counts in whole blocks.
+``router``
+    This mode assumes that the running requests and the candidate grow by one token per step until their expected ends.
+    The candidate starts if they never hold more tokens together than ``max_schedule_total_token_num`` (LightLLM's
+    Efficient Router, ModelTC 2023). The maximum comes right before a request ends. To find this maximum, the requests
+    are sorted by remaining output tokens, the largest first. When request i ends, only the requests 1 to i are left,
+    and each has ``remaining_i`` more tokens than now. So the maximum is
+    ``max over i of (current_1 + ... + current_i + i * remaining_i)``. The tokens of each request are rounded up to
+    whole blocks.
 
-``aimd`` As ``router``, with a limit that is learnt. If only the limit keeps a request from starting, and less than 90 %
-    of the blocks are in use, the limit rises by 100 tokens. If a sequence is preempted, the limit falls by 1000 tokens.
-    It stays between a quarter and four times of its first value.
+``aimd``
+    This mode works like ``router``, but learns the token limit (additive increase). If only the limit prevents a
+    request from starting, and less than 90 % of the blocks are in use, the limit rises by 100 tokens. If a sequence is
+    preempted, the limit falls by 1000 tokens. The limit stays between a quarter of its first value and four times its
+    first value.
 
 If no request runs, the candidate always starts. To add an admission control, add a subclass of ``Admission`` here, a
 line to ``make_admission`` and a member to ``AdmissionKind`` in ``limits``.
@@ -45,7 +51,8 @@ _AIMD_FACTOR = 4
 class RouterAdmission(Admission):
     """Admits a sequence if all sequences together never hold more than ``max_total_tokens`` tokens.
 
-    ``predictor`` replaces the maximum lengths of outputs by expected lengths.
+    Without ``predictor``, each output is assumed to reach its maximum length. ``predictor`` returns an expected length
+    instead.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("max_total_tokens", "_refused", "_predictor")
@@ -62,8 +69,8 @@ class RouterAdmission(Admission):
     def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
         """Returns True if ``candidate`` may join the running sequences, in O(n log n) for n running sequences.
 
-        While every sequence gets a token per step, the maximum number of tokens that they hold together stays the same.
-        So a refusal is repeated without a new computation until a sequence starts or stops.
+        While the same sequences run, the maximum number of tokens that they will hold together does not change. So a
+        refusal is repeated without a new computation until a sequence starts or stops.
         """
         attempt = (candidate, version, self.max_total_tokens)
         if version >= 0 and attempt == self._refused:
@@ -81,7 +88,10 @@ class RouterAdmission(Admission):
             self._predictor.observe(len(sequence.request.output_token_ids), sequence.max_output_tokens)
 
     def _entries(self, sequences: Iterable[Sequence]) -> list[tuple[int, int]]:
-        """Returns each sequence's tokens, including those in flight, and its expected further tokens."""
+        """Returns (current tokens, expected further tokens) of each sequence.
+
+        Current tokens include tokens in flight.
+        """
         predictor, entries = self._predictor, []
         for sequence in sequences:
             request, total = sequence.request, sequence.max_output_tokens
@@ -93,14 +103,18 @@ class RouterAdmission(Admission):
 
     def _within_limit(self, entries: list[tuple[int, int]]) -> bool:
         limit, size = self.max_total_tokens, self._block_size
-        # fast check with an upper bound: all sequences have their maximum length at the same time
+        # This check is fast. It assumes that all sequences have their maximum length at the same time, which is an
+        # upper bound.
         if sum(map(sum, entries)) + len(entries) * (size - 1) <= limit:
             return True
         return peak_tokens(entries, size, limit) <= limit
 
 
 class AimdAdmission(RouterAdmission):
-    """A ``RouterAdmission`` whose token limit rises if only it refuses requests, and falls after a preemption."""
+    """A ``RouterAdmission`` whose token limit changes.
+
+    The limit rises if only the limit refuses a request, and falls after a preemption.
+    """
 
     STATE = (*RouterAdmission.STATE, "_may_increase")
     INCREASE = 100
@@ -124,8 +138,9 @@ class AimdAdmission(RouterAdmission):
         self._may_increase = True
 
     def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
-        """Returns True if ``candidate`` may start. If only the token limit refuses it, raises the limit, at most once
-        per step.
+        """Returns True if ``candidate`` may start.
+
+        If only the token limit refuses the candidate, also raises the limit, at most once per step.
         """
         if super().may_start(candidate, running, page_use, version):
             return True
@@ -142,10 +157,11 @@ class AimdAdmission(RouterAdmission):
 
 
 def peak_tokens(entries: Iterable[tuple[int, int]], block_size: int = 1, at_least: int = 0) -> int:
-    """Returns the maximum number of KV positions that sequences of (current, remaining) tokens hold together.
+    """Returns the maximum number of KV positions that sequences hold together while they grow by one token per step.
 
-    Each sequence counts in whole blocks. The result is at least ``at_least``. Costs O(n log n), and O(``block_size``)
-    more whenever the function finds a new maximum.
+    ``entries`` has (current tokens, remaining tokens) of each sequence. Tokens are rounded up to whole blocks. The
+    result is at least ``at_least``. Costs O(n log n), and O(``block_size``) more whenever the function finds a new
+    maximum.
     """
     peak, total, phases = at_least, 0, [0] * block_size
     for count, (current, remaining) in enumerate(sorted(entries, key=_remaining, reverse=True), 1):
@@ -166,9 +182,9 @@ class OutputLengthPredictor(Stateful):
     """Predicts the length of an output from the lengths of recent outputs, in O(log WINDOW).
 
     Requests whose ``max_output_tokens`` have the same number of bits form a class. The predictor keeps the last
-    ``window`` lengths of each class. The prediction is a quantile of the lengths that exceed the present length of the
-    output. If there are too few longer lengths, the prediction is ``max_output_tokens``, which is never too short.
-    ("Past-Future Scheduler", Gong et al., ASPLOS 2025, predicts from the same data.)
+    ``window`` lengths of each class. The prediction is a quantile of those lengths that exceed the present length of
+    the output. If too few lengths exceed it, the prediction is ``max_output_tokens``. ("Past-Future Scheduler", Gong et
+    al., ASPLOS 2025, predicts from the same data.)
     """
 
     def __init__(self, quantile: float = 0.9, window: int = WINDOW, min_samples: int = MIN_SAMPLES) -> None:
@@ -180,7 +196,10 @@ class OutputLengthPredictor(Stateful):
         self._groups: dict[int, _Lengths] = {}
 
     def observe(self, num_output_tokens: int, max_output_tokens: int) -> None:
-        """Learns the length of an output that ended before or at its limit of ``max_output_tokens``."""
+        """Adds the length of an output that has ended to the recent lengths.
+
+        ``max_output_tokens`` was its maximum length.
+        """
         group = max_output_tokens.bit_length()
         self._groups.setdefault(group, _Lengths(self._window)).add(num_output_tokens)
 
@@ -208,7 +227,7 @@ class OutputLengthPredictor(Stateful):
 
 
 class _Lengths:
-    """The last output lengths for similar ``max_output_tokens``, in order of arrival and in sorted order."""
+    """The last output lengths of one class of requests, in order of arrival and in sorted order."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -225,7 +244,7 @@ class _Lengths:
         return len(self._sorted) - bisect_right(self._sorted, length)
 
     def quantile_of_longest(self, count: int, quantile: float) -> int:
-        """Returns a quantile of the ``count`` longest lengths: a fraction ``quantile`` of them is not longer."""
+        """Returns the length that at least a fraction ``quantile`` of the ``count`` longest lengths do not exceed."""
         return self._sorted[len(self._sorted) - count + ceil(count * quantile) - 1]
 
 

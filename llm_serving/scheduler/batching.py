@@ -1,7 +1,7 @@
 """The batching modes (``model_config.batching_strategy``): which waiting requests may start while others run.
 
-The base class, ``BatchingMode`` in ``starting``, is continuous batching. A preempted request already belongs to a
-batch, so no mode decides about preempted requests.
+The base class, ``BatchingMode`` in ``starting``, is continuous batching. A batching mode does not decide about
+preempted requests, because these already belong to a batch.
 
 To add a mode, add a subclass here, a line to ``_MODES`` and a member to ``BatchingStrategy`` in ``limits``.
 """
@@ -24,9 +24,9 @@ class _NoBatching(BatchingMode):
 class _StaticBatching(BatchingMode):
     """The requests that wait while nothing runs form a batch. No request joins before all of them have ended.
 
-    A batch has at most ``batch_size`` requests, and fewer if batch rows or blocks are missing. A finished request
-    returns its output immediately. Its batch row stays empty and costs no computation. (Servers with graphs of one
-    batch size compute the empty rows too, so they are slower than this mode.)
+    A batch has at most ``batch_size`` requests, and fewer if too few batch rows or blocks are free. A finished request
+    returns its output immediately. Its batch row stays empty and costs no computation. (Servers whose graphs have a
+    fixed batch size also compute empty batch rows, so they are slower than this mode.)
     """
 
     STATE = ("_num_places", "_num_arrivals")
@@ -52,7 +52,7 @@ class _StaticBatching(BatchingMode):
         self._num_places -= 1
 
     def note_no_capacity(self) -> None:
-        """Closes the batch, because batch rows or blocks are missing. Waiting requests join the next batch."""
+        """Closes the batch, because no batch row or too few blocks are free. Waiting requests join the next batch."""
         if self._state.num_started:
             self._num_places = 0
 
@@ -60,7 +60,7 @@ class _StaticBatching(BatchingMode):
 class _DynamicBatching(_StaticBatching):
     """A static batch that first collects up to ``batch_size`` requests (Clipper, Crankshaw et al. 2017).
 
-    It waits for at most ``batch_waiting_time`` seconds after the arrival of its first request.
+    The batch starts at the latest ``batch_waiting_time`` seconds after its first request has arrived.
     """
 
     def _may_begin(self, first: Sequence, now: float) -> bool:

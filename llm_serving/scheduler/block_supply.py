@@ -1,6 +1,7 @@
-"""Two ways to give blocks to a starting sequence: on top of a cached prefix, or as one range of consecutive blocks.
+"""Two ways to give blocks to a starting sequence: with the blocks of a cached prefix, or as one range of consecutive
+blocks.
 
-The default is ``BlockSupply`` in ``running``, which gives blocks on demand.
+The default way is ``BlockSupply`` in ``running``, which gives blocks on demand.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from llm_serving.scheduler.sequence import Sequence
 
 
 class _ContiguousSupply(BlockSupply):
-    """Gives one range of blocks for the prompt and the longest output (``model_config.page_attention: false``).
+    """Gives a sequence one range of blocks for its prompt and its longest output (``model_config.page_attention:
+    false``).
 
-    A sequence is never preempted because of missing blocks, but many of its blocks stay empty.
+    So no sequence is preempted because blocks are missing, but many blocks of a sequence stay empty.
     """
 
     def fits(self, sequence: Sequence, reserve: int) -> bool:
@@ -32,9 +34,10 @@ class _ContiguousSupply(BlockSupply):
 class _PrefixSupply(BlockSupply):
     """Gives blocks on demand, and shares the blocks of a cached prefix between sequences.
 
-    Copies a partly matching block. When a sequence starts, its prompt is announced to the prefix cache, so that equal
-    prompts can wait for it. Other sequences find the prompt when it is computed. The output enters the prefix cache
-    only when the sequence gives its blocks back, so that decode steps need no work for the prefix cache.
+    If only the first tokens of a cached block match, the block is copied. When a sequence starts, its prompt is
+    announced to the prefix cache. A sequence with an equal prompt can then wait until the prompt is computed and share
+    its blocks. The output enters the prefix cache only when the sequence gives its blocks back, so that decode steps
+    need no work for the prefix cache.
     """
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
@@ -84,7 +87,10 @@ class _PrefixSupply(BlockSupply):
         self._num_changes += 1
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
-        """Returns the cached prefix of a waiting sequence. Reuses the previous result while it cannot have changed."""
+        """Returns the cached prefix of a waiting sequence.
+
+        Reuses the previous lookup if no block supply change has happened since.
+        """
         known = sequence.prefix_match
         if known is not None and known[0] == self._num_changes:
             return known[1]

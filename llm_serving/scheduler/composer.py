@@ -1,4 +1,4 @@
-"""Composes prefill and decode steps: chooses their sequences, and starts or preempts sequences for them."""
+"""Composes prefill and decode steps: chooses the sequences of a step, and starts or preempts sequences for it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ So the agent is never idle, and a decode step waits for few prefill steps.
 class StepComposer(Stateful):
     """Composes the steps that a policy asks for.
 
-    A decode step waits until all decoding sequences can be in it, and a newly prefilled sequence joins the next one.
-    Otherwise the batch could split for good into groups that decode alternately.
+    A decode step is composed only when all decoding sequences can be in it. A sequence joins the next decode step after
+    its prefill. Without this rule, the batch could split into groups that decode alternately for a long time.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("_held_since", "_num_choices")
@@ -37,9 +37,10 @@ class StepComposer(Stateful):
         *,
         waits_for_prefill: bool = False,
     ) -> None:
-        """With ``waits_for_prefill``, a sequence decodes only after its prefill has completed.
+        """Create the composer. With ``waits_for_prefill``, a sequence decodes only after its prefill has completed.
 
-        This is needed if the agent runs queued decode steps before queued prefill steps.
+        ``preempt`` preempts a sequence. ``waits_for_prefill`` is needed if the agent runs queued decode steps before
+        queued prefill steps.
         """
         self._state = state
         self._starter = starter
@@ -51,7 +52,8 @@ class StepComposer(Stateful):
         self._batch_changes = 0
 
     def prefill(self, now: float, reason: StepReason) -> ScheduledStep | None:
-        """Returns a prefill step with chunks of unfinished prompts, then whole new prompts.
+        """Returns a prefill step. It has the next chunks of unfinished prompts, then new prompts that fit the step
+        completely.
 
         Returns None if no prompt can start or continue, or if enough prefill steps are in flight.
         """
@@ -66,19 +68,22 @@ class StepComposer(Stateful):
         return self._send_prefill(plan, reason) if plan else None
 
     def _send_prefill(self, plan: ChunkPlan, reason: StepReason) -> ScheduledStep:
-        """Returns the prefill step of a plan that is not empty."""
+        """Returns the prefill step for the chunks of ``plan``, which must not be empty."""
         in_flight = self._state.in_flight
         step = build_prefill(in_flight.next_seq, reason, plan)
         return in_flight.add(step, plan.sequences, copies=self._note_chunks(plan))
 
     def prefill_alone(self, sequence: Sequence, reason: StepReason) -> ScheduledStep:
-        """Returns a prefill step of one sequence only, which has a batch row and blocks."""
+        """Returns a prefill step with only this sequence, which must have a batch row and blocks."""
         plan = ChunkPlan(self._state.limits, self._state.limits.max_num_batched_tokens)
         plan.add(sequence)
         return self._send_prefill(plan, reason)
 
     def _continue_prompts(self, plan: ChunkPlan, skip: frozenset[Sequence] = frozenset()) -> None:
-        """Adds the next chunks of unfinished prompts to the plan, in order of arrival, except those in ``skip``."""
+        """Adds the next chunks of unfinished prompts to the plan, in order of arrival.
+
+        Leaves out the sequences in ``skip``.
+        """
         for sequence in self._state.running.prefilling:
             if sequence in skip:
                 continue
@@ -87,7 +92,10 @@ class StepComposer(Stateful):
             plan.add(sequence)
 
     def _note_chunks(self, plan: ChunkPlan) -> list[BlockCopy]:
-        """Updates the sequences whose chunks are in a step. Returns the copies of blocks that the step makes."""
+        """Updates the sequences of a plan whose step is sent.
+
+        Returns the copies of blocks that this step makes for them.
+        """
         copies: list[BlockCopy] = []
         for sequence in plan.sequences:
             sequence.request.receipt.chunks += 1
@@ -100,14 +108,17 @@ class StepComposer(Stateful):
     def decode(self, now: float, reason: StepReason) -> ScheduledStep | None:
         """Returns a step of all sequences that can decode.
 
-        Returns None if there is none, or to wait for more sequences. ``_waits_for_more`` decides about the wait
+        Returns None if no sequence can decode, or if the step should wait for more sequences
         (``decode_batch_waiting_time``).
         """
         sequences = self._decoding_sequences(now)
         return self._send_decode(sequences, reason) if sequences else None
 
     def decode_alone(self, sequence: Sequence, now: float, reason: StepReason) -> ScheduledStep | None:
-        """Returns a step of one sequence that decodes. Returns None if it had to be preempted. No step is in flight."""
+        """Returns a decode step with only this sequence, while no step is in flight.
+
+        Returns None if the sequence was preempted because no block was free.
+        """
         sequences = self._grow([sequence], now)
         return self._send_decode(sequences, reason) if sequences else None
 
@@ -117,8 +128,9 @@ class StepComposer(Stateful):
         return in_flight.add(step, sequences, first_chunk=len(sequences))
 
     def _columns(self, sequences: list[Sequence]) -> DecodeBatch:
-        """Returns the columns (lists, one entry per sequence) of the last decode step if the batch is the same,
-        otherwise new ones.
+        """Returns the columns (lists, one entry per sequence) of a decode step.
+
+        If the batch is the same as in the last decode step, returns the same columns.
         """
         batch, changes = self._batch, self._state.running.num_changes
         if batch is None or changes != self._batch_changes or batch.sequences != sequences:
@@ -127,9 +139,10 @@ class StepComposer(Stateful):
         return batch
 
     def _decoding_sequences(self, now: float) -> list[Sequence]:
-        """Returns the sequences of the next decode step in order of arrival. Each has a block for its token.
+        """Returns the sequences of the next decode step in order of arrival, and gives each a block for its next token
+        if it needs one.
 
-        Preempts other sequences if blocks are missing.
+        If too few blocks are free, preempts other sequences.
         """
         state = self._state
         while True:
@@ -144,13 +157,14 @@ class StepComposer(Stateful):
             sequences = self._grow(ready, now)
             if sequences or state.in_flight.num_steps or state.running.num_leaving:
                 return sequences
-            # All chosen sequences were preempted. Choose other sequences immediately, because without a step in flight
-            # the engine would not call this method again.
+            # All chosen sequences were preempted. The loop chooses other sequences immediately, because without a step
+            # in flight the engine would not call this method again.
 
     def _ready(self) -> tuple[list[Sequence], int]:
-        """Returns the sequences that can decode, and the number of sequences that will join after their prefill.
+        """Returns the sequences that can decode, and the number of sequences that will be able to decode after their
+        prefill.
 
-        Returns no sequences if a decoding sequence cannot be in the step yet.
+        Returns no sequences if a decoding sequence must wait because enough of its decode steps are in flight.
         """
         ready, num_joining = [], 0
         ahead, waits_for_prefill = self._state.limits.decode_steps_ahead, self._waits_for_prefill
@@ -161,7 +175,7 @@ class StepComposer(Stateful):
             request = sequence.request
             num_inflight_tokens = request.num_inflight_tokens
             if len(request.output_token_ids) + num_inflight_tokens >= sequence.max_output_tokens:
-                continue  # needs no block: the steps in flight sample its last token
+                continue  # the steps in flight sample its last token, so it needs no decode step
             if num_inflight_tokens <= ahead and not (waits_for_prefill and _prefill_in_flight(sequence)):
                 ready.append(sequence)
             elif sequence.num_inflight_decodes:
@@ -171,7 +185,10 @@ class StepComposer(Stateful):
         return ready, num_joining
 
     def _waits_for_more(self, num_ready: int, num_joining: int, now: float) -> bool:
-        """Returns True if the batch is not full and may wait for more sequences. Then it also sets the wakeup."""
+        """Returns True if the decode step has free places and should wait for more sequences.
+
+        In this case, also sets the wakeup.
+        """
         limits = self._state.limits
         expected = num_joining or self._state.wakeup is not None
         if limits.decode_batch_waiting_time <= 0.0 or not expected or num_ready >= limits.decode_batch_size:
@@ -185,7 +202,7 @@ class StepComposer(Stateful):
         return True
 
     def _choose(self, ready: list[Sequence]) -> list[Sequence]:
-        """Limits a decode step to its maximum number of sequences: returns those that were chosen least recently."""
+        """Chooses the sequences of a decode step if too many are ready: those that were chosen least recently."""
         chosen = sorted(ready, key=lambda sequence: sequence.last_chosen)[: self._state.limits.decode_batch_size]
         for sequence in chosen:
             self._num_choices += 1
@@ -193,10 +210,10 @@ class StepComposer(Stateful):
         return sorted(chosen, key=lambda sequence: sequence.arrival_index)
 
     def _limit_history(self, ready: list[Sequence]) -> list[Sequence]:
-        """Removes sequences that come back from the host from a decode step if their token histories exceed its
-        capacity.
+        """Removes sequences from a decode step whose token histories exceed the capacity of the step. Later steps take
+        them.
 
-        A later step takes the removed sequences.
+        Only a sequence with penalties that comes back from the host sends its history in a decode step.
         """
         capacity = self._state.limits.max_step_history
         chosen = []
@@ -209,10 +226,11 @@ class StepComposer(Stateful):
         return chosen
 
     def _grow(self, ready: list[Sequence], now: float) -> list[Sequence]:
-        """Gives each sequence the block that its next token needs, the oldest first, and returns those that have it.
+        """Gives each sequence a block for its next token if it needs one, the oldest sequence first. Returns the
+        sequences that have a block.
 
-        If no block is free, this method preempts the sequence that arrived last. But if steps in flight will free
-        blocks, it preempts none and leaves the sequence without a block out of this step.
+        If no block is free, this method preempts a running sequence (``RunningSet.victim``). If steps in flight will
+        free enough blocks, it preempts none. The sequence without a block is then left out of this step.
         """
         running = self._state.running
         in_need = running.in_need_of_block(ready)

@@ -1,4 +1,4 @@
-"""Measures how fast a queue drains, for the time after which a refused client should try again."""
+"""Measures how fast the queue drains. A refused client is sent a time to retry that is computed from this speed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ earlier weights by this factor. About the last 64 requests count."""
 
 
 class DrainRate(Stateful):
-    """Measures how fast requests and tokens leave the queue while it is not empty. Recent requests weigh most."""
+    """Measures how fast requests and tokens leave the queue while it is not empty.
+
+    Recent requests have the largest weight.
+    """
 
     STATE = ("_since", "_seconds", "_requests", "_tokens")
 
@@ -27,15 +30,18 @@ class DrainRate(Stateful):
         self._tokens = 0.0
 
     def start(self, now: float) -> None:
-        """Continues the measurement: the queue was empty and gets a request."""
+        """Continues the measurement when the first request enters the empty queue."""
         self._since = now
 
     def stop(self) -> None:
-        """Pauses the measurement, because the queue is empty. The time until the next request does not count."""
+        """Pauses the measurement, because the queue is empty.
+
+        The time until the next request arrives is not counted.
+        """
         self._since = None
 
     def note(self, num_tokens: int, now: float) -> None:
-        """Notes that a request with ``num_tokens`` tokens leaves the queue and starts."""
+        """Records that a request with ``num_tokens`` tokens leaves the queue and starts."""
         passed = 0.0 if self._since is None else max(0.0, now - self._since)
         self._since = now
         self._seconds = self._seconds * _KEEP + passed
@@ -43,7 +49,9 @@ class DrainRate(Stateful):
         self._tokens = self._tokens * _KEEP + num_tokens
 
     def retry_after_s(self, num_requests: int, num_tokens: int) -> float:
-        """Returns the seconds, 1 to 30, in which this number of requests and tokens leaves the queue."""
+        """Returns the estimated seconds in which ``num_requests`` requests and ``num_tokens`` tokens leave the queue, 1
+        to 30.
+        """
         if not self._requests:
             return MIN_RETRY_AFTER_S
         seconds = self._seconds * max(num_requests / self._requests, num_tokens / max(self._tokens, 1.0))

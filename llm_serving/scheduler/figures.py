@@ -62,19 +62,19 @@ class Figures:
         return Figures(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Figures)))
 
     def as_json(self) -> dict[str, float]:
-        """Returns the counts that the status pages show, by their public names."""
+        """Returns the figures for the status pages as JSON: {public name: value}."""
         names = ("running", "waiting", "free_blocks", "total_blocks", "preemptions", "swapped", "swaps", "kv_waste",
                  "prefix_hit_tokens", "prefix_query_tokens")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that sequences hold."""
+        """Number of blocks that block tables or copies hold."""
         return self.total_blocks - self.free_blocks
 
     @property
     def kv_waste(self) -> float:
-        """Fraction of the KV positions in all block tables that hold no token, 0 to 1."""
+        """Fraction of the KV positions in all block tables that have no token, from 0 to 1."""
         return max(0.0, 1.0 - self.held_tokens / self.reserved_tokens) if self.reserved_tokens else 0.0
 
 
@@ -82,7 +82,7 @@ class Figures:
 class Capacity:
     """A scheduler's capacity to start one more request, as a forecast for the router.
 
-    Batching mode, admission and policy can still hold the request back.
+    Even if there is capacity, batching mode, admission and policy can keep the request waiting.
     """
 
     num_waiting: int
@@ -125,11 +125,11 @@ class Capacity:
 
     @property
     def num_all(self) -> int:
-        """Number of all waiting requests."""
+        """Number of waiting requests, including preempted and late requests."""
         return self.num_preempted + self.num_waiting + self.num_late
 
     def has_grown(self, before: Capacity) -> bool:
-        """Returns True if a request may fit now that did not fit with the earlier capacity ``before``."""
+        """Returns True if a request that did not fit with the earlier capacity ``before`` may fit now."""
         return (
             self.is_idle
             or self.num_free_rows > before.num_free_rows
@@ -140,17 +140,18 @@ class Capacity:
         )
 
     def num_ahead(self, *, is_late: bool, has_run: bool) -> int:
-        """Returns the number of waiting requests that go before one more request.
+        """Returns the number of waiting requests that start before one more request would start.
 
-        ``is_late``: the request misses its objective anyway. ``has_run``: it was preempted or ran on another replica.
+        ``is_late``: the additional request will miss its objective in any case. ``has_run``: it was preempted or ran on
+        another replica.
         """
         if has_run:
             return self.num_preempted
         return self.num_preempted + self.num_waiting + (self.num_late if is_late else 0)
 
     def fits(self, num_blocks: int, num_ahead: int) -> bool:
-        """Returns True if a batch row and ``num_blocks`` blocks remain free after ``num_ahead`` waiting requests have
-        started.
+        """Returns True if the capacity suffices for one more request with ``num_blocks`` blocks, after the
+        ``num_ahead`` requests before it have started.
         """
         if self.is_idle:
             return True

@@ -1,4 +1,7 @@
-"""The intake: admits requests, keeps those that wait, and ends those that expire. Scheduler and router share it."""
+"""The intake: admits requests, queues them, and ends requests whose deadline passes.
+
+The scheduler and the router both use it.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from llm_serving.telemetry.receipt import Phase, WaitingLine
 
 
 class Intake(Stateful):
-    """The requests that have not ended, and the queue of those that wait for their first or next prefill.
+    """The requests that have not ended, and the queue of requests that wait for a prefill.
 
-    Preempted requests wait in front, in order of arrival. ``order`` orders the others. Operations cost O(log n).
+    Preempted requests are at the front of the queue, in order of arrival. ``order`` sorts the requests that never ran.
+    Operations cost O(log n).
     """
 
     STATE = (
@@ -57,7 +61,10 @@ class Intake(Stateful):
     # Requests
 
     def add(self, request: Request, num_free_rows: int) -> Sequence:
-        """Admits a request. Raises RequestError, ContextLengthError or QueueFullError, with nothing changed."""
+        """Admits a request.
+
+        Raises RequestError, ContextLengthError or QueueFullError. In these cases, nothing has changed.
+        """
         if request.request_id in self.sequences:
             raise RequestError(f"a request with the id {request.request_id!r} is being served", param="request_id")
         max_output_tokens = self._limits.max_output_tokens(request)
@@ -71,7 +78,8 @@ class Intake(Stateful):
     def enqueue(self, sequence: Sequence, now: float | None) -> None:
         """Adds an admitted sequence that never ran to the queue.
 
-        ``now``: the present time, if the request arrived earlier at a router. None for a request that arrives now.
+        ``now``: the present time, if the request came through a router and arrived there earlier. None for a request
+        that arrives now.
         """
         request = sequence.request
         if not self:
@@ -88,7 +96,7 @@ class Intake(Stateful):
         self._enter_queue(sequence)
 
     def end(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """Removes a request that is not in the queue, and records why and when it ended."""
+        """Removes a request that is not in the queue from the intake, and records why and when it ended."""
         request = sequence.request
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
@@ -97,7 +105,7 @@ class Intake(Stateful):
         del self.sequences[request.request_id]
 
     def expire(self, now: float) -> list[Sequence]:
-        """Ends the waiting requests whose deadline passed before their first token, and returns them."""
+        """Ends and returns the waiting requests whose deadline passed before their first token."""
         expired: list[Sequence] = []
         while self._deadlines and self._deadlines.key(self._deadlines.first())[0] <= now:
             sequence = self._deadlines.first()
@@ -118,18 +126,20 @@ class Intake(Stateful):
         return bool(self._ended)
 
     def take_ended(self) -> list[RequestUpdate]:
-        """Returns the last updates of requests that ended by themselves since the last call."""
+        """Returns the last updates of requests that the scheduler has ended without a call of the engine, since the
+        last call.
+        """
         ended, self._ended = self._ended, []
         return ended
 
-    # Admission limits
+    # The following methods check the admission limits
 
     def check_limits(self, num_tokens: int, num_free_rows: int, tenant: str = "") -> None:
         """Raises QueueFullError if the queue cannot take another request of ``tenant`` with ``num_tokens`` tokens.
 
-        Requests that can start do not count as waiting: they leave the queue with the next steps. ``num_free_rows`` is
-        the number of free batch rows. A router subtracts the requests that wait at its replicas, so its number can be
-        negative. The missing batch rows then count as waiting requests.
+        Requests that can start do not count as waiting, because they leave the queue with the next steps.
+        ``num_free_rows`` is the number of free batch rows. A router subtracts the number of requests that wait at its
+        replicas. If the result is negative, its absolute value is added to the number of waiting requests.
         """
         num_startable, max_requests = self.num_startable(num_free_rows), self._limits.max_waiting_requests
         waiting = len(self) - num_startable
@@ -149,29 +159,32 @@ class Intake(Stateful):
             )
 
     def queue_full(self, num_free_rows: int, tenant: str = "") -> QueueFullError | None:
-        """Returns the error that would refuse the shortest possible request of ``tenant`` now, or None."""
+        """Returns the error with which even the shortest request of ``tenant`` would be refused now, or None."""
         try:
             self.check_limits(1, num_free_rows, tenant)
         except QueueFullError as error:
-            return error.with_traceback(None)  # a traceback would keep the caller's variables alive
+            # Without a traceback, the error does not keep the caller's variables alive.
+            return error.with_traceback(None)
         return None
 
     def _may_exceed(self, tenant: str, waiting: int) -> bool:
-        """Returns True if a tenant may enter the full queue, because it waits with less than its share."""
+        """Returns True if a tenant may add a request to the full queue, because it has fewer waiting requests than its
+        share.
+        """
         limits = self._limits
         return limits.fairness and self._shares.may_enter(tenant, limits.max_waiting_requests, waiting)
 
     def num_startable(self, num_free_rows: int) -> int:
-        """Returns how many waiting requests can start: ``num_free_rows``, or the limit of ``limit_starts`` if that is
-        less.
+        """Returns how many waiting requests can start: ``num_free_rows``, but at most the limit that ``limit_starts``
+        has set.
         """
         return num_free_rows if self._max_starts is None else min(num_free_rows, self._max_starts)
 
     def limit_starts(self, num_starts: int) -> None:
         """Limits the result of ``num_startable`` to ``num_starts``, because of blocks, admission or policy.
 
-        The least limit holds until the queue is empty. Blocks become free a few at a time. If a free block raised the
-        limit, the queue would take a request for every free batch row. Most of these requests could not start.
+        The lowest limit of several calls holds until the queue is empty. A free block does not raise the limit.
+        Otherwise the queue would accept a request for every free batch row, and most of these requests could not start.
         """
         self._max_starts = num_starts if self._max_starts is None else min(self._max_starts, num_starts)
 
@@ -193,7 +206,10 @@ class Intake(Stateful):
 
     @property
     def next_deadline(self) -> float | None:
-        """The earliest deadline of a waiting request without a first token. None if no request has a deadline."""
+        """The earliest deadline of a waiting request without a first token.
+
+        None if no waiting request has a deadline.
+        """
         return self._deadlines.key(self._deadlines.first())[0] if self._deadlines else None
 
     def peek(self, now: float) -> Sequence:
@@ -201,7 +217,7 @@ class Intake(Stateful):
         return self._preempted.first() if self._preempted else self.order.first(now)
 
     def start(self, sequence: Sequence, now: float) -> None:
-        """Removes a sequence that starts, and charges its prompt to its tenant if it never ran."""
+        """Removes a sequence from the queue because it starts. If it never ran, charges its prompt to its tenant."""
         if sequence in self._preempted:
             self._preempted.remove(sequence)
         else:
@@ -210,7 +226,7 @@ class Intake(Stateful):
         self._leave_queue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes from the queue a sequence that does not start."""
+        """Removes a sequence from the queue for another reason than its start."""
         if sequence in self._preempted:
             self._preempted.remove(sequence)
         else:

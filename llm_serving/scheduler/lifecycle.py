@@ -1,4 +1,6 @@
-"""The lifecycle of a request after its admission: takes results of its steps, restarts it after failures, ends it."""
+"""The lifecycle of a request after its admission: processes the results of its steps, restarts it after failures, and
+ends it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ _ENDED_NORMALLY = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Lifecycle:
-    """Changes the state of sequences, except their start (``Starter``) and their preemption (``Preemption``)."""
+    """Changes the state of sequences.
+
+    ``Starter`` starts sequences and ``Preemption`` preempts them; this class does the rest.
+    """
 
     def __init__(
         self, state: SchedulerState, supply: BlockSupply, preemption: Preemption, admission: Admission
@@ -31,8 +36,8 @@ class Lifecycle:
     def place(self, request: Request, arrival_index: int, now: float) -> None:
         """Adds a request that a router sends to this scheduler. The request may have run on another replica.
 
-        The router has checked the admission limits. Raises RequestError if the request can never be served, with
-        nothing changed.
+        The router has checked the admission limits. Raises RequestError if the request can never be served. In this
+        case, nothing has changed.
         """
         state, intake = self._state, self._state.intake
         sequence = Sequence(request, arrival_index, state.limits.max_output_tokens(request))
@@ -45,7 +50,7 @@ class Lifecycle:
             intake.put_back(sequence)
 
     def release(self, request_id: str) -> None:
-        """Removes a waiting request that the router sends to another replica."""
+        """Removes a waiting request from this scheduler, because the router sends it to another replica."""
         state, sequence = self._state, self._state.intake.sequences[request_id]
         if sequence.state is not SequenceState.WAITING:
             raise AssertionError(f"{request_id} is {sequence.state.name}; only a waiting request can leave")
@@ -76,7 +81,10 @@ class Lifecycle:
         self._preemption.settle(sequence)
 
     def restart(self, sequences: Iterable[Sequence], now: float) -> None:
-        """Restarts the sequences of a step that never ran. The results of their later steps are void."""
+        """Makes the sequences of a step that never ran wait for a new prefill.
+
+        The results of their later steps are void.
+        """
         for sequence in sequences:
             sequence.drop_tokens = True
             if sequence.state is SequenceState.RUNNING:
@@ -84,7 +92,10 @@ class Lifecycle:
                 self._state.running.stop(sequence)
 
     def lose_device(self, now: float) -> None:
-        """Makes all requests wait again, after agent and blocks were lost. No step is in flight."""
+        """Makes all requests wait for a new prefill, because the agent and all blocks were lost.
+
+        No step is in flight.
+        """
         running = self._state.running
         self.restart(list(running), now)
         for sequence in running.leaving:
@@ -94,7 +105,7 @@ class Lifecycle:
         self._preemption.drop_swapped(now)
 
     def end_all(self, sequences: Iterable[Sequence], error: str, now: float) -> list[RequestUpdate]:
-        """Ends the requests of these sequences with an error, except requests that have ended before."""
+        """Ends the requests of these sequences with an error. Requests that have already ended stay unchanged."""
         updates = []
         for sequence in sequences:
             if not sequence.request.is_finished:
@@ -105,7 +116,7 @@ class Lifecycle:
     # Results
 
     def take_result(self, flight: InFlightStep, result: StepResult, now: float) -> list[RequestUpdate]:
-        """Takes the result of a step. Returns the new tokens and the ends of requests."""
+        """Processes the result of a step. Returns an update for each new token and for each request that ended."""
         error = result.error or _shape_error(flight.step, result)
         if error is not None:
             for sequence in flight.sequences:
@@ -125,7 +136,7 @@ class Lifecycle:
         return updates
 
     def _take_tokens(self, flight: InFlightStep, result: StepResult, now: float) -> list[RequestUpdate]:
-        """Gives sequences the tokens of a completed step, and ends those that got their last token."""
+        """Appends the tokens of a completed step to its sequences, and ends the sequences that are complete."""
         self._note_prefixes(flight)
         updates = []
         finished = RequestStatus.FINISHED
@@ -150,16 +161,17 @@ class Lifecycle:
         return updates
 
     def _end_not_finite(self, sequence: Sequence, now: float) -> list[RequestUpdate]:
-        """Ends a request whose logits are not finite.
+        """Ends a request whose logits are NaN or infinite.
 
-        Its blocks must not be cached. Cached blocks may be the cause, so the prefix cache forgets all of them.
+        The request's blocks must not be cached. The prefix cache also drops all cached blocks, because they may be the
+        cause.
         """
         sequence.drop_tokens = True
         self._supply.lose_all()
         return self.end_all([sequence], NOT_FINITE_ERROR, now)
 
     def _note_prefixes(self, flight: InFlightStep) -> None:
-        """Reports to the prefix cache the tokens that a completed step has computed."""
+        """Commits the tokens that a completed step has computed to the prefix cache."""
         step = flight.step
         for index in range(flight.first_chunk, len(flight.sequences)):
             sequence = flight.sequences[index]
@@ -169,7 +181,8 @@ class Lifecycle:
     def _note_token(self, sequence: Sequence, now: float) -> None:
         """Updates the times and the receipt of a sequence that gets a token, and charges the token to its tenant.
 
-        A token is charged only if requests have named tenants. With one tenant, charging would change nothing.
+        Tokens are charged only if a request has named a tenant. If all requests belong to one tenant, charges have no
+        effect.
         """
         request, intake = sequence.request, self._state.intake
         if request.first_token_time is None:
@@ -182,8 +195,9 @@ class Lifecycle:
         sequence.notes_tokens = pays or request.receipt.phase is not Phase.DECODE
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless each block is held once or free and all counts agree with the steps in
-        flight."""
+        """Raises AssertionError unless each block is either free or held, and all counts agree with the steps in
+        flight.
+        """
         state = self._state
         state.running.check_integrity(state.swapped)
         holders = [*state.running, *state.running.leaving]
@@ -205,7 +219,9 @@ class Lifecycle:
 
 
 def _shape_error(step: ScheduledStep, result: StepResult) -> str | None:
-    """Returns the difference between the shapes of a step and its result, or None."""
+    """Returns a description of the difference if the result does not have the shape that the step demands, otherwise
+    None.
+    """
     if result.aborted:
         return None
     sizes = {len(result.sampled_ids), len(result.logits), len(result.logsumexps)}

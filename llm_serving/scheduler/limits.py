@@ -19,7 +19,8 @@ _AT_LEAST_ONE = ("block_size", "max_model_len", "max_prompt_len", "max_num_seqs"
 
 
 class Policy(enum.Enum):
-    """Values of ``scheduler_config.policy``, which chooses the next step: prefill, decode or both.
+    """Values of ``scheduler_config.policy``. The policy chooses whether the next step has prompts, decoding sequences
+    or both.
 
     To add a policy, see ``policies``.
     """
@@ -32,7 +33,7 @@ class Policy(enum.Enum):
 
 
 class BatchingStrategy(enum.Enum):
-    """Values of ``model_config.batching_strategy``, which decides which requests may start.
+    """Values of ``model_config.batching_strategy``. The batching mode decides which requests may start.
 
     To add a batching mode, see ``batching``.
     """
@@ -44,7 +45,7 @@ class BatchingStrategy(enum.Enum):
 
 
 class PreemptionKind(enum.Enum):
-    """Values of ``scheduler_config.preemption``, which decides what happens to a preempted sequence."""
+    """Values of ``scheduler_config.preemption``: whether preempted sequences are recomputed or swapped."""
 
     RECOMPUTE = "recompute"
     """The sequence waits, and its known tokens are computed again."""
@@ -55,7 +56,7 @@ class PreemptionKind(enum.Enum):
 
 
 class AdmissionKind(enum.Enum):
-    """Values of ``scheduler_config.admission``, which limits the number of requests that run together.
+    """Values of ``scheduler_config.admission``. The admission control limits which requests run at the same time.
 
     See ``admission.py``.
     """
@@ -165,8 +166,11 @@ class SchedulerLimits:
 
     @property
     def mixed_step_tokens(self) -> int:
-        """Token budget of a mixed step. The default is at least twice the size of a decode step, so that prompts get at
-        least as many tokens as decoding sequences."""
+        """Token budget of a mixed step.
+
+        The default is at least twice the maximum number of sequences in a decode step. Prompts then get at least as
+        many tokens as decoding sequences.
+        """
         wanted = max(256, 2 * self.decode_batch_size) if self.chunk_tokens is None else self.chunk_tokens
         return min(wanted, self.max_num_batched_tokens)
 
@@ -178,29 +182,31 @@ class SchedulerLimits:
 
     @property
     def max_moves(self) -> int:
-        """Maximum number of blocks that one step moves."""
+        """Maximum number of blocks that one step may copy."""
         return -(-self.max_model_len // self.block_size) + self.max_num_seqs
 
     @property
     def max_step_history(self) -> int:
-        """Maximum number of earlier tokens that one step sends to the sampler, for penalties.
+        """Maximum total length, in tokens, of the token histories that one step sends to the sampler for penalties.
 
-        A step can send the history of a whole context, or histories with as many tokens as it computes at most.
+        This is the maximum number of tokens in a step, or the maximum length of one context if that is larger.
         """
         return max(self.max_num_batched_tokens, self.max_model_len)
 
     @property
     def watermark_blocks(self) -> int:
-        """Blocks that stay free when a sequence starts while others run: a twentieth of the cache.
+        """Number of blocks that must stay free when a sequence starts while others run: a twentieth of the cache.
 
-        In a simulation of 400 requests on 1024 blocks of 16, a hundredth gave two to five times as many preemptions.
+        These blocks prevent preemptions. In a simulation of 400 requests on 1024 blocks of 16 tokens, a hundredth gave
+        two to five times as many preemptions.
         """
         return self.num_blocks // 20
 
     def max_output_tokens(self, request: Request) -> int:
-        """Returns the number of output tokens at which the request ends: ``max_tokens``, or less at the context's end.
+        """Returns the number of output tokens at which the request ends: ``max_tokens``, or fewer if the context is
+        full before.
 
-        Raises ContextLengthError with the arithmetic if the request can never be served.
+        Raises ContextLengthError, which shows the computation, if the request can never be served.
         """
         prompt = len(request.prompt_token_ids)
         if prompt < 1:

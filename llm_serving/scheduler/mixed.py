@@ -1,6 +1,8 @@
-"""Mixed steps, which have decoding sequences and chunks of prompts, and policy ``chunked``, which uses no other steps.
+"""Mixed steps, which have decoding sequences and chunks of prompts. Policy ``chunked`` uses only mixed steps where
+possible.
 
-Stall-free batching (Sarathi-Serve, Agrawal et al. 2024): no sequence waits for a whole prompt.
+This is stall-free batching (Sarathi-Serve, Agrawal et al. 2024): no decoding sequence waits for the prefill of a whole
+prompt.
 """
 
 from __future__ import annotations
@@ -39,12 +41,11 @@ class MixedComposer(StepComposer):
         starts: SloStarts | None = None,
         late: frozenset[Sequence] = frozenset(),
     ) -> ScheduledStep | None:
-        """Returns a step of about ``budget`` tokens: all sequences that can decode, then prompts.
+        """Returns a step of about ``budget`` tokens: one token of each sequence that can decode, then chunks of
+        prompts.
 
-        Returns None if there is nothing to run.
-
-        ``starts`` decides which requests may start. The prompts in ``late`` get only
-        the tokens that no other prompt can use.
+        Returns None if there is nothing to run. ``starts`` decides which requests may start. The sequences in ``late``
+        only get tokens that no other prompt can use.
         """
         if self._num_without_prompts >= _MAX_STEPS_WITHOUT_PROMPTS:
             self._num_without_prompts = 0
@@ -81,10 +82,11 @@ class MixedComposer(StepComposer):
 
 
 def _build(seq: int, reason: StepReason, batch: DecodeBatch, plan: ChunkPlan) -> ScheduledStep:
-    """Builds a step with one token of each decoding sequence, then the chunks of the plan."""
+    """Builds a mixed step: first one token of each decoding sequence, then the prompt chunks of the plan."""
     step = build_decode(seq, reason, batch)
     step.kind = StepKind.MIXED
-    # Decode steps of one batch share these lists. This step extends the lists, so it needs its own copies.
+    # Consecutive decode steps of one batch share these lists. This method appends to the lists, so the mixed step needs
+    # copies.
     step.requests = list(step.requests)
     step.rows = list(step.rows)
     step.query_lens = list(step.query_lens)
@@ -104,10 +106,10 @@ class MixedPolicy(SchedulingPolicy):
 
 
 class Chunked(MixedPolicy):
-    """``chunked``: each step has all sequences that can decode, and prompts fill the rest of a token budget.
+    """``chunked``: each step has all sequences that can decode, and chunks of prompts fill the rest of a token budget.
 
-    The time between tokens is at most the time of a step of ``chunk_tokens`` tokens. Steps run in the order in which
-    they were scheduled.
+    So the time between tokens is at most the time of a step with ``chunk_tokens`` tokens. Steps run in the order in
+    which they were scheduled.
     """
 
     def next_step(self, now: float) -> ScheduledStep | None:

@@ -1,19 +1,22 @@
 """Scheduled steps, and the results of completed steps. Scheduler and executor exchange them.
 
-A step is columnar because the executor writes it into NumPy arrays: index ``i`` of every list describes sequence ``i``
-of the step. Lists are shared, not copied: ``block_tables[i]`` is the sequence's own list. The executor reads it in
-``submit`` and keeps no reference.
+A step consists of columns (lists), because the executor writes them into NumPy arrays. Index ``i`` of every column
+describes sequence ``i`` of the step. ``block_tables[i]`` is the sequence's own list, not a copy. The executor reads it
+in ``submit`` and keeps no reference.
 
-The executor may rely on the following rules. They let it do most work per change of the batch, and not per step:
+The executor may rely on the following rules. They allow it to do most of its work once per change of the batch, and not
+in each step:
 
 * A sequence keeps its batch row until no step in flight uses it. The sampling parameters of a batch row never change.
-* A step whose ``restarts[i]`` is True starts a batch row. It is usually a prefill step. It can begin after position 0,
-  because a prefix may be cached or the sequence may come back from the host. Its last token is never ``LAST_TOKEN``.
-  Until the next restart of that batch row, its block table only grows at the end.
+* If ``restarts[i]`` is True, the step is the first step of sequence ``i`` on its batch row. This step is usually a
+  prefill step. Its tokens can begin after position 0, because a prefix may be cached or the sequence may come back from
+  the host. The last token of the sequence is never ``LAST_TOKEN`` in this step. Until the next restart of the batch
+  row, the sequence's block table only grows at the end.
 * Several sequences may read a block. A block that a step writes, by tokens or by a move, belongs to one sequence only.
-* Steps are sent in the order of ``seq``, which increases by one. Steps of one kind run in that order; PREFILL and MIXED
-  count as one kind. Any order of the two kinds gives the same tokens. A MOVE step may overtake other steps: no other
-  step in flight uses the blocks that it writes. The blocks that it reads were written by completed steps.
+* Steps are sent in the order of ``seq``, which increases by one. PREFILL and MIXED steps run in this order, and so do
+  DECODE steps. A DECODE step may overtake a PREFILL or MIXED step, or the other way round, without any change of the
+  tokens. A MOVE step may overtake other steps. No other step in flight uses the blocks that it writes, and completed
+  steps wrote the blocks that it reads.
 * Blocks in ``moves`` stay with their sequences until the step completes.
 """
 
@@ -30,7 +33,7 @@ NOT_FINITE_ERROR = "the model's logits for this request were NaN or infinite"
 
 
 class StepKind(enum.Enum):
-    """The kind of a step. It decides which message announces the step to the agent."""
+    """The kind of a step. It determines which kind of message the executor sends to the agent."""
 
     PREFILL = "prefill"
     """Computes prompts or chunks of prompts."""
@@ -44,7 +47,10 @@ class StepKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """A copy of one block: the keys and values of all layers. Ids refer to the KV cache or to the host pool."""
+    """A copy of one block, with the keys and values of all layers.
+
+    ``kind`` determines whether an id refers to the KV cache or the host pool.
+    """
 
     kind: MoveKind
     source: int
@@ -67,9 +73,10 @@ class StepReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The known tokens of a sequence with penalties. The step that samples its first token on a batch row sends them.
+    """The known tokens of a sequence with penalties, for the sampler.
 
-    ``index`` is the index of the sequence in the step. The first ``num_prompt_tokens`` of ``token_ids`` are the prompt.
+    The first step that samples for the sequence on its batch row sends them. ``index`` is the index of the sequence in
+    the step. The first ``num_prompt_tokens`` of ``token_ids`` are the prompt.
     """
 
     index: int
@@ -81,7 +88,8 @@ class History:
 class ScheduledStep:
     """One step with S sequences and T tokens.
 
-    A DECODE step has one token per sequence (T == S) and samples for each. A MOVE step has neither (S == T == 0).
+    A DECODE step has one token per sequence (T == S) and samples a token for each sequence. A MOVE step only copies
+    blocks (S == T == 0).
     """
 
     seq: int
@@ -116,7 +124,7 @@ class ScheduledStep:
 
     @property
     def constrained(self) -> list[int]:
-        """The indices of the sequences whose next token has a constraint, so that they need a mask."""
+        """The indices of sequences that sample a token under a constraint. They need a mask of allowed tokens."""
         return [
             index
             for index, (request, samples) in enumerate(zip(self.requests, self.do_sample, strict=True))
@@ -136,7 +144,7 @@ class ScheduledStep:
 class StepResult:
     """The result of one step. Index ``i`` describes sequence ``i`` of the step.
 
-    If the step was dropped before it began (``aborted``) or failed (``error``), the lists are empty.
+    The lists are empty if the step was dropped before it began (``aborted``) or failed (``error``).
     """
 
     seq: int
@@ -163,7 +171,7 @@ class StepResult:
 class RequestUpdate:
     """One change of a request: a new token, its end, or both.
 
-    If ``request.is_finished``, the request has left the scheduler and this is its last update.
+    If ``request.is_finished`` is True, this is the last update of the request.
     """
 
     request: Request

@@ -1,8 +1,9 @@
 """The scheduling policies (``scheduler_config.policy``) that choose between prefill and decode steps.
 
-A policy decides whether prompts or decoding sequences go first. It never changes a token. To add a policy, add a
-subclass of ``SchedulingPolicy``, a line to ``_POLICIES`` in ``scheduler`` and a member to ``Policy`` in ``limits``. The
-agent's queue (``agent/task_queue.py``) must run steps in the order that the policy expects.
+A policy decides whether prompts or decoding sequences go first. The tokens of a request do not depend on the policy. To
+add a policy, add a subclass of ``SchedulingPolicy``, a line to ``_POLICIES`` in ``scheduler`` and a member to
+``Policy`` in ``limits``. The agent's queue (``agent/task_queue.py``) must run steps in the order that the policy
+expects.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ policies, in a simulation of 1500 requests at 10 per second.
 
 
 class SchedulingPolicy(Stateful, ABC):
-    """Chooses the next step. The scheduler asks it whenever a step may be sent, and reports each completed step."""
+    """Chooses the next step.
+
+    The scheduler calls ``next_step`` whenever a step may be sent, and ``step_completed`` after each step.
+    """
 
     def __init__(self, state: SchedulerState, composer: StepComposer) -> None:
         self._state = state
@@ -35,16 +39,16 @@ class SchedulingPolicy(Stateful, ABC):
         """Returns the next step. Returns None if there is nothing to run or if enough steps are in flight."""
 
     def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
-        """Notes that a step has completed, failed or been dropped."""
+        """Records that a step has completed, failed or been dropped."""
 
     def reset(self) -> None:
-        """Notes that the agent was lost and no step is in flight."""
+        """Forgets the steps in flight, because the agent was lost."""
 
 
 class PromptsFirst(SchedulingPolicy):
-    """Chooses a prefill step if the first waiting request can start, else a decode step.
+    """Chooses a prefill step if a prompt can start or continue, else a decode step.
 
-    After ``prefill_streak_limit`` consecutive prefill steps that delayed decoding sequences, a decode step goes first.
+    After ``prefill_streak_limit`` consecutive prefill steps that delayed decoding sequences, a decode step comes first.
     """
 
     STATE = ("_streak",)
@@ -71,7 +75,7 @@ class PromptsFirst(SchedulingPolicy):
 
     @abstractmethod
     def _is_decode_due(self) -> bool:
-        """Returns True if the next decode step may be composed now."""
+        """Returns True if few enough steps are in flight that a decode step may be composed now."""
 
     def _prefill(self, now: float) -> ScheduledStep | None:
         step = self._composer.prefill(now, StepReason.PROMPT_READY)
@@ -85,27 +89,28 @@ class PromptsFirst(SchedulingPolicy):
         return self._composer.decode(now, reason)
 
     def _delays_decoding(self, prefill: ScheduledStep) -> bool:
-        """Returns True if this prefill step delays the next token of a decoding sequence."""
+        """Returns True if ``prefill`` delays the next token of a decoding sequence."""
         return self._state.in_flight.num_decode_steps > 0 or any(
             sequence.wants_token and sequence.request not in prefill.requests for sequence in self._state.running
         )
 
 
 def prefill_streak_limit(max_num_seqs: int, prefill_batch_size: int) -> int:
-    """Returns the maximum number of consecutive prefill steps that may delay decoding sequences: enough to fill each
-    batch row.
+    """Returns the maximum number of consecutive prefill steps that may delay decoding sequences.
 
-    So a burst of requests starts quickly, but a stream of one-token requests cannot stop the decoding sequences.
+    This number of steps can fill each batch row. So a burst of requests starts quickly, but an endless stream of short
+    requests cannot stop the decoding sequences.
     """
     return -(-max_num_seqs // prefill_batch_size)
 
 
 class PrefillFirst(PromptsFirst):
-    """``prefill_first``: a new request gets its first token as soon as the running step ends.
+    """``prefill_first``: the prefill of a new request begins as soon as the running step ends.
 
     The agent runs queued prefill steps before queued decode steps. While prefill steps are queued, decoding sequences
-    wait. Then they decode in larger batches, which gives the throughput. A decode step would only wait in the agent's
-    queue, so it is composed when at most ``decode_steps_ahead`` steps are in flight. Then it includes new sequences.
+    wait. They decode in larger batches later, which increases the throughput. A decode step is composed only when at
+    most ``decode_steps_ahead`` steps are in flight. An earlier step would only wait in the agent's queue, and new
+    sequences could not be in it.
     """
 
     def _is_decode_due(self) -> bool:
@@ -113,10 +118,10 @@ class PrefillFirst(PromptsFirst):
 
 
 class Fcfs(PromptsFirst):
-    """``fcfs``: steps run in the order in which they were scheduled, prefill and decode alternately.
+    """``fcfs``: prefill and decode steps alternate, and the agent runs them in the order in which they were scheduled.
 
-    At most ``MAX_PREFILL_STEPS_IN_FLIGHT`` prefill steps come between two decode steps. So running requests keep a
-    steady pace, and new requests wait a little longer for their first token.
+    At most ``MAX_PREFILL_STEPS_IN_FLIGHT`` prefill steps come between two decode steps. So the time between tokens of
+    running requests varies little, but new requests wait a little longer for their first token.
     """
 
     def _is_decode_due(self) -> bool:
@@ -124,11 +129,12 @@ class Fcfs(PromptsFirst):
 
 
 class DecodeFirst(SchedulingPolicy):
-    """``decode_first``: running requests decode at full pace, new requests start when no sequence can decode.
+    """``decode_first``: running requests decode without delay. New requests start when no sequence can decode.
 
-    This gives the shortest time between tokens and the longest time to the first token. A prefill step also comes after
-    a number of decode steps, see ``DECODE_STREAK_LIMIT``. The agent runs queued decode steps before queued prefill
-    steps. So no decode step is sent while an overdue prefill step is in flight.
+    This gives the shortest time between tokens and the longest time to the first token. After a number of decode steps
+    (``DECODE_STREAK_LIMIT``), a prefill step is overdue and comes next. The agent runs queued decode steps before
+    queued prefill steps. To keep the overdue prefill step from being overtaken, no decode step is sent while it is in
+    flight.
     """
 
     STATE = ("_streak", "_overdue_in_flight")
@@ -146,7 +152,7 @@ class DecodeFirst(SchedulingPolicy):
             if step is not None:
                 self._overdue_in_flight = True
                 return step
-            self._streak = 0  # no waiting request could start, so the streak ends
+            self._streak = 0  # no prompt could start or continue, so decode steps may continue
         if any(sequence.is_decoding and sequence.wants_token for sequence in self._state.running):
             step = self._decode(now)
         else:

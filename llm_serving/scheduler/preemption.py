@@ -1,7 +1,7 @@
 """Preemption: takes blocks from running sequences, and lets these sequences continue later.
 
-A preempted sequence is recomputed or swapped. If it is recomputed, it waits again with its known tokens. If it is
-swapped, its blocks move to the host pool and back, see ``swapping``.
+A preempted sequence is recomputed or swapped. For recompute, it waits in the queue, and all its known tokens are
+computed again. For swap, its blocks are copied to the host pool and later back, see ``swapping``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from llm_serving.telemetry.receipt import Phase
 
 
 class Preemption(Stateful):
-    """Preempts sequences. Decides what happens to a LEAVING sequence, which ended or was preempted during a step.
+    """Preempts sequences, and frees a LEAVING sequence when its last step in flight completes.
 
-    ``swapper`` is None without a host pool.
+    A LEAVING sequence ended or was preempted while steps in flight used its blocks. ``swapper`` is None if there is no
+    host pool.
     """
 
     STATE = ("num_preemptions", "num_swaps")
@@ -42,10 +43,10 @@ class Preemption(Stateful):
         self.settle(sequence)
 
     def settle(self, sequence: Sequence) -> None:
-        """Frees the batch row and the blocks of a LEAVING sequence if no step in flight uses them; otherwise does
-        nothing.
+        """Frees the batch row and the blocks of a LEAVING sequence. Does nothing while steps in flight use them.
 
-        The sequence is then removed, waits again or is swapped. Before it is swapped, its blocks move to the host.
+        Afterwards the sequence is removed, waits again or is swapped. To swap it, this method first asks for a MOVE
+        step that copies its blocks to the host. The blocks become free when the MOVE step has completed.
         """
         if sequence.state is not SequenceState.LEAVING or sequence.num_inflight_steps:
             return
@@ -68,7 +69,7 @@ class Preemption(Stateful):
             self._wait_again(sequence)
 
     def drop_swapped(self, now: float) -> None:
-        """Makes all swapped sequences wait again, because host memory was lost with the agent."""
+        """Makes all swapped sequences wait for a new prefill, because host memory was lost with the agent."""
         swapped, self._state.swapped = self._state.swapped, []
         for sequence in swapped:
             sequence.request.receipt.enter(Phase.RESTARTED, now)
@@ -76,7 +77,7 @@ class Preemption(Stateful):
             self._wait_again(sequence)
 
     def moved(self, flight: InFlightStep) -> None:
-        """Updates the sequences whose blocks a completed MOVE step has copied."""
+        """Updates the sequences whose blocks were copied by a MOVE step that has completed."""
         if self._swapper is not None:
             self._swapper.moved(flight.step.moves[0].kind, flight.sequences)
 

@@ -1,14 +1,14 @@
-"""Runs requests that may have killed an agent alone, one after the other, until they have proved to be harmless.
+"""Runs requests that may have killed an agent alone, one after the other, until each has proved to be harmless.
 
-If an agent is lost, each request of a step in flight is a suspect: it may be the cause, and the next agent would die of
-it too. A suspect gets steps of its own, and no other step is in flight meanwhile. The running sequences keep their
-blocks and pause. When the suspect has passed the tokens that were in flight at the loss, it runs with the others again.
-After ``LOSSES_TO_STAY_ALONE`` losses it runs alone to its end.
+If an agent is lost, each request of a step in flight becomes a suspect. A suspect may be the cause of the loss, and
+would then kill the next agent, too. While a suspect gets steps of its own, no other step is in flight. Other running
+sequences keep their blocks and pause. When the suspect has passed the tokens that were in flight at the loss, it runs
+together with other requests again. After ``LOSSES_TO_STAY_ALONE`` losses, a suspect runs alone to its end.
 
-If an agent is lost with only a suspect in flight, the suspect ends with an error: it has lost its agent twice at the
-same place. So a request that kills its agent ends itself only, and all others complete with the same tokens. A request
-that loses its agent at different places, because something else kills agents, is not to blame and completes. Agents
-that failed a self-check are restarted because they compute wrong results. This loss makes no request a suspect.
+If the agent is lost again while only a suspect is in flight, the suspect ends with an error. It has then lost its agent
+twice at the same tokens. So a request that kills its agent ends only itself, and all others complete with the same
+tokens. If something else kills agents, a request loses its agent at different tokens and still completes. Agents that
+failed a self-check are restarted because they compute wrong results. This loss makes no request a suspect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOSSES_TO_STAY_ALONE = 3
 
 
 class Quarantine(Stateful):
-    """Makes the steps of one suspect at a time. ``swapper`` is None without a host pool."""
+    """Makes the steps of one suspect at a time. ``swapper`` is None if there is no host pool."""
 
     STATE = ("_suspect",)
 
@@ -44,7 +44,7 @@ class Quarantine(Stateful):
 
     @property
     def is_active(self) -> bool:
-        """True if a suspect waits as the first of the queue, or runs."""
+        """True if a suspect is running or is the first preempted request in the queue."""
         suspect = self._suspect
         if suspect is None or suspect.state is SequenceState.REMOVED or not suspect.request.is_suspect:
             first = self._state.intake.first_preempted
@@ -52,9 +52,11 @@ class Quarantine(Stateful):
         return self._suspect is not None
 
     def next_step(self, now: float) -> tuple[bool, ScheduledStep | None]:
-        """Returns True and the next step of the suspect, or None to wait. Call it only if ``is_active``.
+        """Returns (True, next step of the suspect). The step is None if the scheduler must wait. Call this method only
+        if ``is_active``.
 
-        Returns False if the suspect cannot run before other sequences have freed blocks. The policy then decides.
+        Returns (False, None) if the suspect cannot run before other sequences have freed blocks. The policy then
+        chooses the next step.
         """
         suspect, state = self._suspect, self._state
         if suspect is None or suspect.state in (SequenceState.SWAPPED, SequenceState.LEAVING):
@@ -75,7 +77,8 @@ class Quarantine(Stateful):
 def note_loss(flights: Iterable[InFlightStep]) -> Sequence | None:
     """Marks the requests of steps in flight as suspects, because their agent was lost.
 
-    Returns the request that must end with an error: a suspect that was alone in flight.
+    If only one request was in flight and it was a suspect before, returns this request, which must end with an error.
+    Otherwise returns None.
     """
     sequences = dict.fromkeys(
         sequence for flight in flights for sequence in flight.sequences if not sequence.request.is_finished

@@ -1,25 +1,26 @@
 """The order in which waiting requests start: by priority with ageing, then fairly between tenants, then by arrival.
 
 1. Preempted requests start first, in order of arrival. They arrived before all requests that never ran.
-2. ``QueueOrder`` chooses among the other requests. (Policy ``slo`` uses its subclass ``SloOrder``.)
+2. ``QueueOrder`` chooses among the requests that never ran. (Policy ``slo`` uses its subclass ``SloOrder``.)
 
-   a. Requests of one ``priority`` form a class. The class with the least ``oldest arrival + ageing * priority`` is
-      next. So one level of priority is worth ``ageing`` seconds of waiting.
-   b. In the class, the tenant with the least virtual token counter is next.
-   c. The tenant's request that arrived first is next. Arrival also decides between tenants with equal counters.
+   a. Requests of one ``priority`` form a class. The class with the least ``arrival time of its oldest request + ageing
+      * priority`` is next. So one level of priority is worth ``ageing`` seconds of waiting.
+   b. In this class, the tenant with the least virtual token counter is next.
+   c. The request of this tenant that arrived first is next. If tenants have equal counters, the tenant with the earlier
+      request is next.
 
 With one tenant and equal priorities this is first come, first served.
 
 No request starves. Let a request of priority p arrive at time t. It waits for a class of priority q only while that
 class has requests that arrived by ``t + ageing * (p - q)``. While a request waits, another tenant of its class gets at
-most ``4 * max(INPUT_WEIGHT * L, OUTPUT_WEIGHT * M)`` more service than its own tenant. L is the longest prompt, and M
-is the maximum number of tokens that running requests hold together.
+most ``4 * max(INPUT_WEIGHT * L, OUTPUT_WEIGHT * M)`` more service than its own tenant. L is the maximum prompt length
+in tokens. M is the maximum number of tokens that running requests hold together.
 
 The counters are virtual token counters (VTC; Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A
 started prompt token costs ``INPUT_WEIGHT`` and a sampled output token ``OUTPUT_WEIGHT``. When a tenant without waiting
-requests gets one, its counter rises to the least counter of the waiting tenants. If no tenant waits, it rises to the
-counter of the tenant that waited last. So an idle tenant saves no credit. As the paper proves, the service of two
-tenants that always wait differs in any interval by at most half the bound above.
+requests gets a waiting request, its counter rises at least to the least counter of the waiting tenants. If no tenant
+waits, it rises at least to the counter of the tenant that waited last. So an idle tenant saves no credit. As the paper
+proves, the service of two tenants that always wait differs in any interval by at most half the bound above.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ MAX_IDLE_CLASSES = 64
 class QueueOrder(Stateful):
     """The waiting requests that never ran, in the order in which they start: by priority, then tenant, then arrival.
 
-    Operations cost O(log n). ``now`` never decreases. This order has no objectives, so no request is late. ``SloOrder``
-    overrides the methods about late requests.
+    Operations cost O(log n). ``now`` never decreases. This order ignores objectives, so no request counts as late.
+    ``SloOrder`` overrides the methods for late requests.
 
     To add an order, add a subclass and a line to ``make_order`` in ``slo_order``.
     """
@@ -94,7 +95,10 @@ class QueueOrder(Stateful):
         self._update_oldest(priority, its_class)
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence that does not start. Raises KeyError if it is not in the queue."""
+        """Removes a sequence from the queue for another reason than its start.
+
+        Raises KeyError if it is not in the queue.
+        """
         priority = sequence.request.priority
         its_class = self._classes[priority]
         its_class.by_arrival.remove(sequence)
@@ -103,16 +107,16 @@ class QueueOrder(Stateful):
         self._update_oldest(priority, its_class)
 
     def first(self, now: float) -> Sequence:
-        """Returns the next sequence that starts. Raises IndexError if the queue is empty."""
+        """Returns the sequence that must start next. Raises IndexError if the queue is empty."""
         return self._classes[self._oldest.first()].queue.first()
 
     def start(self, sequence: Sequence) -> None:
-        """Removes a sequence that starts, wherever it is in the queue, and charges its prompt to its tenant."""
+        """Removes a sequence from any position of the queue because it starts, and charges its prompt to its tenant."""
         self.remove(sequence)
         self.charge_input(sequence)
 
     def charge_input(self, sequence: Sequence) -> None:
-        """Charges a prompt to its tenant."""
+        """Charges the prompt of a sequence to its tenant."""
         if (its_class := self._find(sequence)) is not None:
             its_class.queue.charge_input(sequence)
 
@@ -128,7 +132,9 @@ class QueueOrder(Stateful):
 
     @property
     def estimate(self) -> tuple[float, float]:
-        """The learnt time of a prefill step: (seconds of a nearly empty step, seconds per token), (0, 0) if unknown."""
+        """The learned time of a prefill step as (seconds of a nearly empty step, seconds per token). (0, 0) if it is
+        unknown.
+        """
         return 0.0, 0.0
 
     def is_late(self, sequence: Sequence) -> bool:
@@ -136,8 +142,9 @@ class QueueOrder(Stateful):
         return False
 
     def is_spare(self, sequence: Sequence) -> bool:
-        """Returns True if ``sequence`` is late and no request that is on time waits, so that its start uses only spare
-        capacity.
+        """Returns True if ``sequence`` is late and all waiting requests are late.
+
+        Its start then delays no request on time.
         """
         return False
 
@@ -152,7 +159,7 @@ class QueueOrder(Stateful):
         priority = sequence.request.priority
         return self._classes.get(priority) or self._idle.get(priority)
 
-    def restore(self, state: Any, sequences: Sequences) -> None:  # replaces the objects in `_classes` and `_idle`
+    def restore(self, state: Any, sequences: Sequences) -> None:  # replaces the empty priority classes of a new object
         for name, classes in (("_classes", self._classes), ("_idle", self._idle)):
             for priority, saved in state[name]["dict"]:
                 classes[priority] = _PriorityClass(self._fairness)
@@ -160,8 +167,9 @@ class QueueOrder(Stateful):
         self.restore_attributes(self.STATE[2:], state, sequences)
 
     def _update_oldest(self, priority: int, its_class: _PriorityClass) -> None:
-        """Updates the position of a priority class after its oldest sequence may have changed. An empty class becomes
-        idle.
+        """Updates the position of a priority class among the classes, because its oldest sequence may have changed.
+
+        A class without sequences becomes idle.
         """
         oldest = its_class.by_arrival.first() if its_class.by_arrival else None
         if oldest is its_class.known_oldest:
@@ -177,7 +185,7 @@ class QueueOrder(Stateful):
 
 
 class _PriorityClass(Stateful):
-    """The waiting requests of one priority."""
+    """The waiting requests of one priority, which form a priority class."""
 
     STATE = ("queue", "by_arrival", "known_oldest")
 
@@ -189,9 +197,10 @@ class _PriorityClass(Stateful):
 
 
 class FairQueue(Stateful):
-    """Waiting sequences by tenant. The tenant with the least virtual token counter (served tokens) is first.
+    """A queue of waiting sequences that is fair between tenants. The tenant with the least virtual token counter (a
+    weighted count of served tokens) comes first.
 
-    Among the sequences of a tenant, the one with the least key is first.
+    The sequences of one tenant are ordered by key, the least key first.
     """
 
     STATE = ("_counters", "_tenants")
@@ -202,7 +211,10 @@ class FairQueue(Stateful):
         self._counters = VirtualTokenCounters()
 
     def add(self, sequence: Sequence, key: Any) -> None:
-        """Adds a sequence. ``key`` orders the sequences of a tenant, and tenants with equal counters."""
+        """Adds a sequence.
+
+        The least key comes first among the sequences of a tenant, and among tenants with equal counters.
+        """
         tenant = self._tenant(sequence)
         self._tenants.setdefault(tenant, KeyedHeap()).set(sequence, key)
         self._update_counters(tenant)
@@ -214,16 +226,16 @@ class FairQueue(Stateful):
         self._update_counters(tenant)
 
     def first(self) -> Sequence:
-        """Returns the first sequence of the first tenant. Raises IndexError if the queue is empty."""
+        """Returns the first sequence of the tenant with the least counter. Raises IndexError if the queue is empty."""
         return self._tenants[self._counters.first()].first()
 
     def charge_input(self, sequence: Sequence) -> None:
-        """Charges the prompt to the sequence's tenant."""
+        """Charges the prompt of a sequence to its tenant."""
         if self._fairness:
             self._counters.charge(self._tenant(sequence), INPUT_WEIGHT * len(sequence.request.prompt_token_ids))
 
     def charge_output(self, sequence: Sequence, num_tokens: int) -> None:
-        """Charges output tokens to the sequence's tenant."""
+        """Charges ``num_tokens`` output tokens of a sequence to its tenant."""
         if self._fairness:
             self._counters.charge(self._tenant(sequence), OUTPUT_WEIGHT * num_tokens)
 
@@ -237,7 +249,8 @@ class FairQueue(Stateful):
         return sequence.request.tenant if self._fairness else ""
 
     def _update_counters(self, tenant: str) -> None:
-        """Updates the virtual token counters: the tenant's first waiting sequence, or that the tenant has none."""
+        """Reports to the virtual token counters whether a tenant has waiting sequences, and the key of the first one.
+        """
         sequences = self._tenants[tenant]
         if sequences:
             self._counters.wait(tenant, sequences.key(sequences.first()))
@@ -247,9 +260,9 @@ class FairQueue(Stateful):
 
 
 class VirtualTokenCounters(Stateful):
-    """The virtual token counter of each tenant, and which tenants have waiting requests.
+    """The virtual token counter of each tenant, and the set of tenants with waiting requests.
 
-    Operations cost O(log n) for n tenants. ``charge`` costs O(1).
+    Operations cost O(log n) for n tenants, except ``charge``, which costs O(1).
     """
 
     STATE = ("_counters", "_waiting", "_last")
@@ -261,18 +274,24 @@ class VirtualTokenCounters(Stateful):
         """The tenant that waited last. Used only while no tenant waits."""
 
     def counter(self, tenant: str) -> int:
-        """Returns a tenant's virtual token counter, or the value with which a new tenant would start."""
+        """Returns a tenant's virtual token counter.
+
+        For an unknown tenant, returns the value with which its counter would start.
+        """
         return self._counters[tenant] if tenant in self._counters else self._floor()
 
     def wait(self, tenant: str, head: Any) -> None:
-        """Notes that a tenant has waiting requests. ``head``, the key of the first, decides between equal counters."""
+        """Records that a tenant has waiting requests.
+
+        ``head`` is the key of the first one, and orders tenants with equal counters.
+        """
         if tenant not in self._waiting:
             self._counters[tenant] = max(self._counters.get(tenant, 0), self._floor())
         self._waiting.set(tenant, (self._counters[tenant], head))
         self._drop_idle()
 
     def leave(self, tenant: str) -> None:
-        """Notes that a tenant has no waiting requests any more."""
+        """Records that a tenant has no waiting requests any more."""
         self._waiting.remove(tenant)
         self._last = tenant
 
@@ -280,7 +299,8 @@ class VirtualTokenCounters(Stateful):
         """Returns the waiting tenant with the least counter. Raises IndexError if no tenant waits."""
         waiting = self._waiting
         while True:
-            # Counters only rise, so this tenant's key may be too small. Updates the key and searches again.
+            # The key may contain an old counter, because counters rise without an update of the key. The loop updates
+            # the key and searches again.
             tenant = waiting.first()
             counter, head = waiting.key(tenant)
             if counter == self._counters[tenant]:
@@ -288,11 +308,14 @@ class VirtualTokenCounters(Stateful):
             waiting.set(tenant, (self._counters[tenant], head))
 
     def charge(self, tenant: str, service: int) -> None:
-        """Adds service, in weighted tokens, to a tenant's counter."""
+        """Adds ``service``, a weighted number of tokens, to a tenant's counter."""
         self._counters[tenant] = self.counter(tenant) + service
 
     def _floor(self) -> int:
-        """Returns the minimum counter of a tenant whose first request starts to wait. This minimum never decreases."""
+        """Returns the minimum counter with which a tenant without waiting requests begins to wait.
+
+        This minimum never decreases.
+        """
         return self._counters[self.first()] if self._waiting else self._counters.get(self._last, 0)
 
     def _drop_idle(self) -> None:
@@ -305,10 +328,10 @@ class VirtualTokenCounters(Stateful):
 
 
 class KeyedHeap(Stateful, Generic[_Item]):
-    """Items by key, the least key first. Among equal keys the item that was set first comes first.
+    """A heap of items with keys, the least key first. If keys are equal, the item whose key was set first comes first.
 
-    A removed item, or an item with a new key, leaves its old entry in the heap. The entry is dropped when it reaches
-    the top, or when old entries are more than half of the heap. Operations cost O(log n) amortised, memory is O(n).
+    If an item is removed or gets a new key, its old entry stays in the heap. Old entries are dropped when they reach
+    the top, or when they make up more than half of the heap. Operations cost O(log n) amortised, memory is O(n).
     """
 
     def __init__(self) -> None:
@@ -323,11 +346,11 @@ class KeyedHeap(Stateful, Generic[_Item]):
         return item in self._entries
 
     def __iter__(self) -> Iterator[_Item]:
-        """Iterates in the order in which the items were first set, not in the order of keys."""
+        """Iterates over the items in the order in which they were first set, not in the order of keys."""
         return iter(self._entries)
 
     def set(self, item: _Item, key: Any) -> None:
-        """Adds an item, or gives it another key."""
+        """Adds an item with a key. If the heap already has the item, gives it this key."""
         self._num_sets += 1
         entry = self._entries[item] = (key, self._num_sets, item)
         heapq.heappush(self._heap, entry)
@@ -353,7 +376,9 @@ class KeyedHeap(Stateful, Generic[_Item]):
         return heap[0][2]
 
     def snapshot(self) -> list[Any]:
-        """Returns plain data: the number of ``set`` calls, and ``[item, key, number of its last set call]``."""
+        """Returns plain data: the number of ``set`` calls, and ``[item, key, number of the item's last set call]`` for
+        each item.
+        """
         return [self._num_sets, *([save(item), save(key), number] for key, number, item in self._entries.values())]
 
     def restore(self, state: list[Any], sequences: Sequences) -> None:

@@ -1,6 +1,7 @@
-"""The sequences with a batch row and blocks.
+"""The sequences that have a batch row and blocks: running and leaving sequences.
 
-A running sequence gets steps. A leaving sequence has ended or was preempted, but steps in flight still use its blocks.
+Steps are made for running sequences. A leaving sequence has ended or was preempted, but steps in flight still use its
+blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from llm_serving.scheduler.snapshot import Stateful
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """The cached tokens of a sequence that is about to start."""
+    """The result of a lookup for a sequence that is about to start: which of its tokens are cached."""
 
     num_tokens: int
     is_pending: bool
@@ -38,39 +39,48 @@ class BlockSupply:
 
     @property
     def version(self) -> int:
-        """Number that increases whenever a lookup in the prefix cache may have another result than before."""
+        """A number that increases whenever a lookup in the prefix cache may return something else than before."""
         return 0
 
     def look_up(self, sequence: Sequence) -> CachedPrefix:
-        """Returns the cached part of a waiting sequence's known tokens. Changes nothing."""
+        """Returns which known tokens of a waiting sequence are cached. Does not change blocks."""
         return _NOTHING_CACHED
 
     def fits(self, sequence: Sequence, reserve: int) -> bool:
-        """Returns True if the sequence can start and ``reserve`` blocks stay free."""
+        """Returns True if enough blocks are free to start the sequence and leave ``reserve`` blocks free."""
         kv_cache = self._kv_cache
         return kv_cache.blocks_for(sequence.request.num_tokens) + reserve <= kv_cache.num_free_blocks
 
     def start(self, sequence: Sequence) -> None:
-        """Gives blocks to a sequence that fits, and sets its ``num_computed_tokens`` to the cached tokens."""
+        """Gives blocks to a sequence for which ``fits`` is True.
+
+        Sets its ``num_computed_tokens`` to the number of cached tokens.
+        """
         if not self._kv_cache.grow(sequence.block_table, sequence.request.num_tokens):
             raise AssertionError(f"no blocks to start {sequence.request.request_id}")
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """Notes that completed steps have computed the first ``num_tokens`` known tokens."""
+        """Records that completed steps have computed the first ``num_tokens`` known tokens of a sequence."""
 
     def release(self, sequence: Sequence, *, computed: bool) -> None:
-        """Takes the blocks of a sequence back. No step in flight uses them.
+        """Takes the blocks of a sequence back. No step in flight may use them.
 
-        ``computed``: all steps of the sequence ran without errors.
+        ``computed``: True if all steps of the sequence ran without errors, so that its blocks can be cached.
         """
         self._kv_cache.free(sequence.block_table)
 
     def lose_all(self) -> None:
-        """Forgets the cached tokens, because the device's memory was lost. Held blocks must still be released."""
+        """Forgets all cached tokens, because the device's memory was lost.
+
+        The caller must still release held blocks.
+        """
 
 
 class RunningSet(Stateful):
-    """Owns batch rows and blocks. ``start`` and ``grow`` give them to a sequence, ``release`` takes them back."""
+    """The running and leaving sequences. Owns the batch rows and blocks.
+
+    ``start`` and ``grow`` give them to a sequence, ``release`` takes them back.
+    """
 
     STATE = ("_free_rows", "_running", "_leaving", "_prefilling", "_num_preempted", "num_changes")
 
@@ -119,23 +129,27 @@ class RunningSet(Stateful):
 
     @property
     def num_preempted_leaving(self) -> int:
-        """Leaving sequences that wait again, or are swapped, when their steps in flight complete."""
+        """Number of leaving sequences that were preempted.
+
+        When their steps in flight complete, they wait again or are swapped.
+        """
         return self._num_preempted
 
     @property
     def num_leaving_blocks(self) -> int:
-        """Blocks that become free when the steps in flight complete, unless other sequences share them.
+        """Number of blocks that become free when the steps in flight complete, unless other sequences share them.
 
-        These are the blocks of leaving sequences and the sources of copies.
+        These are the blocks of leaving sequences, and the source blocks of copies.
         """
         held = sum(len(sequence.block_table) for sequence in self._leaving.values())
         return held + self._kv_cache.num_copies_under_way
 
     @property
     def victim(self) -> Sequence:
-        """The sequence that is preempted next: among those of the least important priority, the latest arrival.
+        """The running sequence that will be preempted next. It is the latest arrival among the sequences with the least
+        important priority.
 
-        It is never the oldest of all, unless the oldest runs alone.
+        The oldest running sequence is chosen only if no other sequence runs.
         """
         others = islice(self._running.values(), 1, None)
         latest = self._running[next(reversed(self._running))]
@@ -143,7 +157,7 @@ class RunningSet(Stateful):
 
     @property
     def num_held_tokens(self) -> int:
-        """KV positions that hold a token, or will hold one when the running prompts are computed."""
+        """Number of KV positions that have a token, or will have one when the running prompts are computed."""
         size, held = self._kv_cache.block_size, 0
         for sequence in [*self._running.values(), *self._leaving.values()]:
             request = sequence.request
@@ -153,15 +167,15 @@ class RunningSet(Stateful):
     def reserve(self, watermark_blocks: int) -> int:
         """Returns the number of blocks that must stay free when a sequence starts or returns from the host.
 
-        It is 0 if no sequence runs, otherwise at least one block for each running sequence. So a waiting sequence
-        cannot take the blocks that a preemption has just freed, and the oldest sequence always makes progress. It is
-        also at least ``watermark_blocks``, so that the next tokens of the others do not preempt the new sequence
-        immediately.
+        If no sequence runs, the number is 0. Otherwise it is at least one block for each running sequence. So a waiting
+        sequence cannot take the blocks that a preemption has just freed, and the oldest sequence always gets its next
+        token. The number is also at least ``watermark_blocks``. Otherwise the next tokens of the running sequences
+        could need blocks immediately, and the new sequence would be preempted.
         """
         return max(len(self._running), watermark_blocks) if self._running else 0
 
     def start(self, sequence: Sequence) -> None:
-        """Gives a batch row and blocks to a waiting sequence. The caller has checked that it fits."""
+        """Gives a batch row and blocks to a waiting sequence. The caller must have checked that enough are free."""
         self._supply.start(sequence)
         self._enter(sequence)
         self.start_prefill(sequence)
@@ -169,8 +183,8 @@ class RunningSet(Stateful):
     def return_from_host(self, sequence: Sequence, watermark_blocks: int) -> bool:
         """Gives a swapped sequence a batch row and blocks for its known tokens.
 
-        Returns False if a batch row or blocks are missing. Until its blocks are copied back, the sequence is neither in
-        prefill nor decoding.
+        Returns False if no batch row or too few blocks are free. The sequence gets steps again when a MOVE step has
+        copied its blocks back.
         """
         needed = self._kv_cache.blocks_for(sequence.request.num_tokens)
         if not self._free_rows or needed + self.reserve(watermark_blocks) > self._kv_cache.num_free_blocks:
@@ -191,7 +205,7 @@ class RunningSet(Stateful):
             self._running = dict(sorted(self._running.items()))
 
     def start_prefill(self, sequence: Sequence) -> None:
-        """Marks a running sequence whose known tokens must be computed."""
+        """Marks a running sequence as in prefill: known tokens must still be computed."""
         self._prefilling[sequence.arrival_index] = sequence
 
     def end_prefill(self, sequence: Sequence) -> None:
@@ -209,7 +223,7 @@ class RunningSet(Stateful):
         return self._kv_cache.grow(sequence.block_table, sequence.request.num_computed_tokens + 1)
 
     def stop(self, sequence: Sequence) -> None:
-        """Makes a running sequence leave. It keeps its batch row and blocks until ``release``."""
+        """Makes a running sequence LEAVING. It keeps its batch row and blocks until ``release``."""
         self.num_changes += 1
         del self._running[sequence.arrival_index]
         self._prefilling.pop(sequence.arrival_index, None)
@@ -218,11 +232,11 @@ class RunningSet(Stateful):
         self._num_preempted += not sequence.request.is_finished
 
     def finish_leaving(self) -> None:
-        """Records that a preempted sequence has finished while it was leaving."""
+        """Records that a preempted sequence was ended while it was LEAVING."""
         self._num_preempted -= 1
 
     def release(self, sequence: Sequence) -> None:
-        """Takes the batch row and the blocks of a leaving sequence back. No step in flight uses them."""
+        """Takes the batch row and the blocks of a LEAVING sequence back. No step in flight may use them."""
         if sequence.num_inflight_steps:
             raise AssertionError(f"{sequence.num_inflight_steps} steps in flight use the blocks that would become free")
         del self._leaving[sequence.arrival_index]

@@ -1,18 +1,19 @@
-"""The scheduler: a pure state machine from requests to steps, without clock, IO or threads.
+"""The scheduler: a state machine that turns requests into steps. It has no clock, no input or output, and no threads.
 
 The engine calls ``schedule`` until it returns None, sends each step to the executor, and calls ``update`` with each
-result. The following always holds:
+result. The following statements always hold:
 
 * A sequence gets steps while it runs. It keeps its batch row and its blocks until no step in flight uses them.
-* Running sequences are in order of arrival. The oldest is never preempted, so one sequence always advances.
+* Running sequences are in order of arrival. The oldest is preempted only if it runs alone, so one sequence always
+  advances.
 * For a running sequence after its prefill: ``num_computed_tokens == num_tokens + num_inflight_tokens - 1``. The next
   decode step writes the keys and values of the last sampled token, which is at that position.
 * The tokens of a sequence depend on its own tokens only. Preemption, the prefix cache and the size of chunks change no
   bit of the keys and values. So they do not change the next token.
 
-The parts decide as follows. The policy decides which kind of step comes next. The ``StepComposer`` decides which
-sequences are in it. The ``Starter`` and the batching mode decide which requests start. ``Lifecycle`` and ``Preemption``
-change the state of sequences.
+The parts of the scheduler have these tasks. The policy decides which kind of step comes next. The ``StepComposer``
+decides which sequences are in the step. The ``Starter`` and the batching mode decide which requests start.
+``Lifecycle`` and ``Preemption`` change the state of sequences.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ _POLICIES: dict[Policy, type[SchedulingPolicy]] = {
 
 
 class Scheduler:
-    """Batches sequences over the blocks of a KV cache. Times (``now``) are seconds on a clock that never goes back."""
+    """Schedules the steps of one replica, whose sequences share the blocks of a KV cache.
+
+    Times (``now``) are seconds on a clock that never goes back.
+    """
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
@@ -107,22 +111,23 @@ class Scheduler:
         """Admits a request.
 
         Raises ContextLengthError if the request can never be served, QueueFullError if the queue is full, and
-        RequestError if its id is in use. Then nothing has changed.
+        RequestError if its id is in use. In these cases, nothing has changed.
         """
         self._intake.add(request, self._running.num_free_rows)
 
     def queue_full(self, tenant: str = "") -> QueueFullError | None:
         """Returns the error with which a request of a tenant would be refused now, or None. Any thread may call it.
 
-        The server can so refuse a request before it reads the body. ``add_request`` makes the final decision.
+        With this method, the server can refuse a request before it reads the body. ``add_request`` makes the final
+        decision.
         """
         return self._intake.queue_full(self._running.num_free_rows, tenant)
 
     def finish_request(self, request_id: str, reason: FinishReason, now: float) -> RequestUpdate | None:
-        """Ends a request for a reason that the scheduler does not see: an abort, or a stop string. Returns None for an
-        unknown id.
+        """Ends a request for a reason that comes from outside the scheduler: an abort, or a stop string.
 
-        Its blocks become free when no step in flight uses them.
+        Returns the last update, or None for an unknown id. The request's blocks become free when no step in flight uses
+        them.
         """
         sequence = self._intake.sequences.get(request_id)
         if sequence is None:
@@ -139,9 +144,11 @@ class Scheduler:
         return self._lifecycle.end_all(list(self._intake.sequences.values()), error, now)
 
     def take_ended(self) -> list[RequestUpdate]:
-        """Returns the last updates of requests that ended by themselves since the last call.
+        """Returns the last updates of requests that the scheduler has ended without ``finish_request``, since the last
+        call.
 
-        ``schedule`` ends them at their deadline, and ``agent_lost`` if they lost their agent twice.
+        ``schedule`` ends requests at their deadline. ``agent_lost`` ends a suspect that has lost its agent a second
+        time.
         """
         return self._intake.take_ended()
 
@@ -149,19 +156,20 @@ class Scheduler:
 
     @property
     def figures(self) -> Figures:
-        """The present counts. Any thread may read them. During an update, some counts may already be new while others
-        are old.
+        """The present figures.
+
+        Any thread may read them. During ``update``, some figures may be from before the update and some from after it.
         """
         return Figures.of(self._state, self._preemption)
 
     @property
     def num_preemptions(self) -> int:
-        """``figures.preemptions`` at a lower cost, for a caller that asks in every loop iteration."""
+        """The same as ``figures.preemptions``, at a lower cost. The engine reads it in every loop iteration."""
         return self._preemption.num_preemptions
 
     @property
     def num_waiting(self) -> int:
-        """Number of waiting requests: the same as ``figures.waiting``, at a lower cost."""
+        """Number of waiting requests. The same as ``figures.waiting``, at a lower cost."""
         return len(self._intake.sequences) - len(self._running) - len(self._state.swapped)
 
     def counts(self) -> tuple[int, int, int, int, int, int, int]:
@@ -186,15 +194,16 @@ class Scheduler:
         return len(self._intake.sequences)
 
     def place_request(self, request: Request, arrival_index: int, now: float) -> None:
-        """Adds a request for which a router chose this scheduler. It continues with its known tokens.
+        """Adds a request that a router has placed at this scheduler. If the request has run before, it continues after
+        its known tokens.
 
-        ``arrival_index`` orders the request among all requests of the router. The router has checked the id and the
-        admission limits.
+        ``arrival_index`` is the number of the request in the order of arrival at the router. The router has checked the
+        id and the admission limits.
         """
         self._lifecycle.place(request, arrival_index, now)
 
     def release_requests(self, request_ids: Iterable[str]) -> None:
-        """Removes waiting requests that go to another scheduler."""
+        """Removes waiting requests that the router moves to another scheduler."""
         for request_id in request_ids:
             self._lifecycle.release(request_id)
 
@@ -203,20 +212,27 @@ class Scheduler:
         return Capacity.of(self._state)
 
     def known_prefix(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """Returns how many first blocks with these hashes the prefix cache has or expects, and how many are in use."""
+        """Returns (known, held) for the chained hashes of a request's blocks.
+
+        Known is the number of first blocks that are cached or announced. Held is the number of known blocks that are in
+        use.
+        """
         return self._kv_cache.prefixes.known(hashes) if self.limits.prefix_cache else (0, 0)
 
     @property
     def prefill_estimate(self) -> tuple[float, float]:
-        """The learnt time of a prefill step: (seconds of a nearly empty step, seconds per token), (0, 0) if unknown."""
+        """The learned time of a prefill step as (seconds of a nearly empty step, seconds per token). (0, 0) if it is
+        unknown.
+        """
         return self._intake.order.estimate
 
     # Steps
 
     def schedule(self, now: float) -> ScheduledStep | None:
-        """Returns the next step. Returns None if there is none until ``update``, a new request or ``next_wakeup``.
+        """Returns the next step, or None. After None, call this method again after ``update``, a new request or the
+        ``next_wakeup``.
 
-        Ends the requests that have waited past their deadline, see ``take_ended``.
+        Also ends the requests that have waited until their deadline, see ``take_ended``.
         """
         deadline = self._intake.next_deadline
         if deadline is not None and deadline <= now:
@@ -231,16 +247,21 @@ class Scheduler:
         swapper = self._swapper
         if swapper is None:
             return self._policy.next_step(now)
-        # The policy may have preempted a sequence that no step in flight uses. Its blocks can then move immediately.
+        # The policy may have preempted a sequence that no step in flight uses. The second call lets the blocks of this
+        # sequence move immediately.
         return swapper.next_step() or self._policy.next_step(now) or swapper.next_step()
 
     def next_wakeup(self, now: float) -> float | None:
-        """Returns when to call ``schedule`` without an event: at a deadline, or when a batch has waited long enough."""
+        """Returns the time at which ``schedule`` must be called even without an event, or None.
+
+        This is the next deadline, or the time at which a batch that collects more sequences must start.
+        """
         wakeup = self._state.wakeup
         return None if wakeup is None else max(wakeup, now)
 
     def update(self, result: StepResult, now: float) -> list[RequestUpdate]:
-        """Takes the result of a step: tokens, or the end of the step's requests if it failed.
+        """Processes the result of a step: appends its tokens to the requests. If the step failed, ends its requests
+        with an error.
 
         Raises ProtocolError if no step with this number is in flight.
         """
@@ -259,10 +280,12 @@ class Scheduler:
         return self._in_flight.void_steps()
 
     def agent_lost(self, now: float, *, blameless: bool = False) -> None:
-        """Drops all steps in flight, because the KV cache and host memory are lost. All requests wait again.
+        """Drops all steps in flight, because the agent, its KV cache and its host memory are lost. All requests wait
+        for a new prefill.
 
-        Requests of the steps in flight are suspects. One that loses its agent again ends, see ``take_ended``. If the
-        loss is ``blameless``, no request caused it, and none becomes a suspect or ends.
+        Requests of the steps in flight become suspects. A suspect that loses its agent again may end with an error, see
+        ``quarantine`` and ``take_ended``. ``blameless`` means that no request caused the loss, so none becomes a
+        suspect.
         """
         culprit = None if blameless else note_loss(self._in_flight)
         for flight in self._in_flight:
@@ -276,10 +299,10 @@ class Scheduler:
             self._intake.note_ended([RequestUpdate(culprit.request, error=AgentLostTwiceError.TEXT)])
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless each block and batch row is held once or free, and the counts agree with the
+        """Raises AssertionError unless each block and batch row is either held or free, and the counts agree with the
         steps in flight.
 
-        The cost is proportional to the number of held blocks. An idle scheduler has none.
+        The cost is proportional to the number of held blocks. An idle scheduler holds no blocks.
         """
         self._lifecycle.check_integrity()
 
@@ -291,7 +314,8 @@ class Scheduler:
         return self._intake.has_ended_updates
 
     def sequences(self) -> list[Sequence]:
-        """Returns all sequences that have not ended, or whose blocks a step in flight still uses."""
+        """Returns all sequences that have not ended, and the ended sequences whose blocks a step in flight still uses.
+        """
         by_index = {s.arrival_index: s for s in [*self._intake.sequences.values(), *self._running.leaving]}
         return list(by_index.values())
 
@@ -313,10 +337,10 @@ class Scheduler:
         }
 
     def restore(self, state: dict[str, Any], codec: RequestCodec) -> int:
-        """Restores what ``snapshot`` returned. The scheduler must be new and have the same limits.
+        """Restores the state that ``snapshot`` returned. The scheduler must be new and have the same limits.
 
-        Returns the number of cached blocks that cannot be found any more. If one of them is replaced later, decisions
-        can differ from those of the saved scheduler.
+        Returns the number of cached blocks that lookups can no longer find. If this number is not 0, later decisions
+        can differ from the decisions of the saved scheduler.
         """
         num_lost, version = self._kv_cache.restore(state["kv_cache"]), self._supply.version
         loaded = [load_sequence(saved, codec, self._kv_cache, version) for saved in state["sequences"]]

@@ -1,4 +1,6 @@
-"""The scheduler's records of a request and of a step in flight."""
+"""The objects in which the scheduler keeps the state of a request (``Sequence``) and of a step in flight
+(``InFlightStep``).
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ class Sequence:
 
     @property
     def wants_token(self) -> bool:
-        """True if the sequence needs another token, in addition to those that steps in flight sample."""
+        """True if the sequence needs more tokens than its steps in flight will sample."""
         request = self.request
         return len(request.output_token_ids) + request.num_inflight_tokens < self.max_output_tokens
 
@@ -84,11 +86,14 @@ class Sequence:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Maximum number of the sequence's tokens in the KV cache: all except the last token of the longest output."""
+        """Maximum number of the sequence's tokens in the KV cache.
+
+        The last token of the longest output never enters the cache.
+        """
         return len(self.request.prompt_token_ids) + self.max_output_tokens - 1
 
     def known_tokens(self, start: int, end: int) -> list[int]:
-        """Returns the tokens ``start .. end - 1`` of prompt and output."""
+        """Returns the tokens ``start .. end - 1`` of the prompt and the output together."""
         request = self.request
         num_prompt_tokens = len(request.prompt_token_ids)
         tokens = list(request.prompt_token_ids[start:end])
@@ -110,7 +115,10 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step in flight. ``sequences[i]`` is sequence ``i`` of the step, or a sequence whose blocks a MOVE copies."""
+    """A step in flight.
+
+    ``sequences[i]`` is sequence ``i`` of the step. For a MOVE step, these are the sequences whose blocks are copied.
+    """
 
     step: ScheduledStep
     sequences: list[Sequence]

@@ -1,4 +1,4 @@
-"""Shares of the waiting queue: which tenant may still enter when others have filled it."""
+"""Shares of the waiting queue: decide which tenant may still add a request when other tenants have filled the queue."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ OVERFLOW = 2
 
 
 class WaitingShares:
-    """The waiting requests of each tenant.
+    """The number of waiting requests of each tenant.
 
-    A queue that one tenant fills would refuse all others, although they would start first. So a tenant whose own
-    requests are below its share may enter a full queue. The share is the limit divided by the number of tenants. The
-    queue with these requests has at most ``OVERFLOW`` times its limit, whatever the number of tenants.
+    If one tenant fills the queue, requests of other tenants would be refused, although fairness would let them start
+    first. So a tenant with fewer waiting requests than its share may add a request to a full queue. The share is the
+    limit divided by the number of tenants. The queue never has more than ``OVERFLOW`` times its limit, for any number
+    of tenants.
     """
 
     def __init__(self) -> None:
@@ -30,9 +31,9 @@ class WaitingShares:
             del self._waiting[tenant]
 
     def may_enter(self, tenant: str, limit: int, waiting: int) -> bool:
-        """Returns True if a tenant may enter although ``waiting`` requests are at least the ``limit``.
+        """Returns True if a tenant may add a request to the queue, although it already has ``limit`` requests or more.
 
-        Any thread may call this method.
+        ``waiting`` is the number of waiting requests. Any thread may call this method.
         """
         own = self._waiting.get(tenant, 0)
         num_others = len(self._waiting) - (own > 0)

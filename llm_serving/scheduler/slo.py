@@ -4,30 +4,33 @@ Each request has an objective for its first token and one for the time between i
 all sequences that can decode. The differences are:
 
 Budget
-    The policy learns the cost of a step (``StepCostModel``) and gives prompts only the tokens that they need, at three
-    paces:
+    The policy learns the cost of a step (``StepCostModel``) and gives prompts only the tokens that they need. It
+    chooses the first sufficient of three paces:
 
     1. Prompts get the tokens that ``chunked`` gives them, or fewer if a decoding sequence would miss its time between
        tokens. Longer steps might still meet the objective, but readers would notice the slower output.
-    2. If a prompt would be late at that pace, prompts get all tokens that leave each sequence its time between tokens.
-    3. If a prompt would still be late, prompts also get the time that decoding sequences are ahead of their own pace.
-       Their mean then stays within the objective. A step takes at most ``LONGEST_STEP`` objectives.
+    2. If a prompt would be late at pace 1, prompts get as many tokens as possible while each decoding sequence keeps
+       its objective for the time between tokens.
+    3. If a prompt would still be late, prompts also get the time by which decoding sequences are ahead of their
+       objective. The mean time between tokens of each sequence still stays within the objective. A step takes at most
+       ``LONGEST_STEP`` times the objective.
 
-    The policy does not wait for sequences that cannot keep their objective any more. Prompts then get at least the
+    The policy ignores sequences that cannot keep their objective any more. If all are ignored, prompts get at least the
     tokens that ``chunked`` gives them, within ``LONGEST_STEP``.
 
-    Small steps predict large steps badly: below some size a device mostly reads weights, and tokens cost almost
-    nothing. So a step has at most twice the prompt tokens of the largest recent step, or of a step of ``chunked``.
+    The time of large steps cannot be predicted from small steps: in a small step, the device mostly reads weights, and
+    tokens cost almost nothing. So a step has at most twice the prompt tokens of the largest recent step, or of a step
+    of ``chunked``.
 
 Order
-    Requests start in the order of ``SloOrder``. Unfinished prompts continue in the same order: those on time before new
-    requests, late ones after them. In every ``LATE_SHARE``-th step the late ones go first.
+    Requests start in the order of ``SloOrder``. Unfinished prompts that are on time continue before new requests start,
+    and late prompts continue after them. In every ``LATE_SHARE``-th step, late prompts come first.
 
 Load
-    A request starts only if the decoding sequences then still keep their pace. A waiting request may miss its objective
-    for the first token, but one running request too many makes all sequences miss their time between tokens. If no
-    request runs, one always starts. ``SloStarts`` limits late requests. The policy also reports to the intake how many
-    requests can start. Requests beyond that would be late from the beginning, so the intake refuses them earlier.
+    A request starts only if the decoding sequences can still keep their time between tokens afterwards. A request that
+    waits may miss its own objective. But one running request too many makes all running requests miss theirs. If no
+    request runs, one request always starts. ``SloStarts`` limits late requests. The policy also reports to the intake
+    how many requests can start. The intake refuses further requests, because they would be late from the beginning.
 
 Before the first measurements the policy works like ``chunked``.
 """
@@ -52,8 +55,10 @@ _MARGIN = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Pace:
-    """The time that decoding sequences leave for the next step. Sequences that miss their objective anyway are
-    ignored."""
+    """Limits for the time of the next step, from the objectives of the decoding sequences.
+
+    Ignores sequences that will miss their objective in any case.
+    """
 
     num_decoding: int
     num_context_tokens: int
@@ -68,7 +73,7 @@ class _Pace:
 class Slo(MixedPolicy):
     """Policy ``slo``: composes a mixed step with as many prompt tokens as the objectives need and allow.
 
-    It composes a step when at most ``decode_steps_ahead`` steps are in flight.
+    The policy composes a step when at most ``decode_steps_ahead`` steps are in flight.
     """
 
     STATE = ("_num_steps", "_model", "_starts")
@@ -104,7 +109,7 @@ class Slo(MixedPolicy):
         self._model.learn(step, result)
 
     def _pace(self, now: float) -> _Pace:
-        """Returns the time that the decoding sequences leave for the next step, in O(n) for n running sequences."""
+        """Returns the limits for the time of the next step, in O(n) for n running sequences."""
         state = self._state
         num_decoding = num_context = 0
         for sequence in state.running:
@@ -127,7 +132,7 @@ class Slo(MixedPolicy):
         return _Pace(num_decoding, num_context, step_s, slack_s, longest_s)
 
     def _budget(self, pace: _Pace, now: float) -> int:
-        """Returns the number of prompt tokens of the next step."""
+        """Returns how many prompt tokens the next step may have."""
         model, limits, order = self._model, self._state.limits, self._state.intake.order
         if not pace.num_decoding:
             order.learn(model.seconds(0, 0, 0), model.prompt_token_s)
@@ -145,7 +150,9 @@ class Slo(MixedPolicy):
         return max(steady, self._tokens_within(min(pace.slack_s, pace.longest_s), pace, maximum))
 
     def _tokens_within(self, seconds: float, pace: _Pace, maximum: int) -> int:
-        """Returns the prompt tokens that fit a step of ``seconds`` with the decoding sequences: 1 to ``maximum``."""
+        """Returns how many prompt tokens fit a step of ``seconds`` in addition to the decoding sequences: 1 to
+        ``maximum``.
+        """
         seconds = min(seconds, pace.longest_s)
         if seconds == float("inf"):
             return maximum
@@ -153,11 +160,13 @@ class Slo(MixedPolicy):
         return int(min(max(tokens, 1.0), maximum))
 
     def _token_s(self, budget: int, pace: _Pace) -> float:
-        """Returns the seconds per prompt token in mixed steps with ``budget`` prompt tokens."""
+        """Returns the seconds per prompt token in mixed steps with ``budget`` prompt tokens each."""
         return self._model.seconds(pace.num_decoding, pace.num_context_tokens, budget) / budget
 
     def _is_late_at(self, token_s: float, now: float) -> bool:
-        """Returns True if a prompt that is on time now would be late at ``token_s`` seconds per prompt token."""
+        """Returns True if prompts were computed at ``token_s`` seconds per prompt token and one that can still be on
+        time would be late.
+        """
         state = self._state
         ahead = 0
         prompts = [*state.running.prefilling, *([state.intake.peek(now)] if state.intake else [])]
@@ -170,23 +179,26 @@ class Slo(MixedPolicy):
         return False
 
     def _max_starts(self, pace: _Pace, now: float) -> int | None:
-        """Returns how many requests may start so that all running sequences keep their pace. None for any number."""
+        """Returns how many requests may start while all running sequences keep their time between tokens.
+
+        None means no limit.
+        """
         model, running, intake = self._model, self._state.running, self._state.intake
         if not len(running) or not intake:
             return None
         objective = min(pace.step_s, self._tbt_objective(intake.peek(now)) * (1.0 - _MARGIN))
         spare = objective - model.seconds(len(running), pace.num_context_tokens, 0)
         if model.seconds(1, 0, 0) > objective:
-            return None  # even a sequence that decodes alone misses its objective
+            return None  # even a sequence that decodes alone would miss the objective, so a limit would not help
         context = pace.num_context_tokens / pace.num_decoding if pace.num_decoding else 0.0
         sequence_s = model.sequence_s + model.context_s * context
         return max(0, int(spare / sequence_s)) if sequence_s > 0.0 else None
 
     def _limit_intake(self, pace: _Pace, budget: int, max_starts: int | None) -> None:
-        """Limits how many requests may wait, by the number that can start and still keep their objectives.
+        """Limits how many waiting requests the intake accepts: as many as can start and still keep their objectives.
 
-        These requests must not slow running sequences below their pace. They must also get their first token in time
-        if their prompts have the mean length of the waiting prompts.
+        These requests must leave running sequences their time between tokens. They must also get their first token in
+        time. For this estimate, their prompts have the mean length of the waiting prompts.
         """
         intake = self._state.intake
         if not intake:
@@ -199,7 +211,7 @@ class Slo(MixedPolicy):
             intake.limit_starts(min(bounds))
 
     def _late(self, now: float) -> frozenset[Sequence]:
-        """Returns the unfinished prompts that cannot be on time any more."""
+        """Returns the running sequences with unfinished prompts that can no longer be on time."""
         model = self._model
         return frozenset(
             sequence
@@ -208,7 +220,11 @@ class Slo(MixedPolicy):
         )
 
     def _due(self, sequence: Sequence) -> float:
-        """Returns when the next token is due, by the objective for the first token or for the time between tokens."""
+        """Returns the time at which the next token of a sequence is due.
+
+        For the first token, the objective for the TTFT determines it. For later tokens, the objective for the time
+        between tokens does.
+        """
         request = sequence.request
         if request.first_token_time is not None:
             return request.first_token_time + len(request.output_token_ids) * self._tbt_objective(sequence)
@@ -241,15 +257,15 @@ alike."""
 
 
 class StepCostModel(Stateful):
-    """Predicts the time of a step from completed steps, once ``is_known``.
+    """Predicts the time of a step from the times of completed steps. Predictions are valid if ``is_known`` is True.
 
-    ``seconds = base + sequence * decoding sequences + context * their context tokens + prompt * prompt tokens``. The
-    coefficients are a least squares fit without negative numbers, with exponential forgetting. Each step is divided by
-    its seconds, so that short steps count as much as long ones.
+    ``seconds = base_s + sequence_s * decoding sequences + context_s * their context tokens + prompt_token_s * prompt
+    tokens``. The four coefficients come from a least squares fit without negative coefficients. Old steps are forgotten
+    exponentially. The fit minimises relative errors, so that short steps count as much as long ones.
 
-    All coefficients are then multiplied by the drift: the ratio of measured and predicted time in the last few steps.
-    So the model follows immediately if other programs slow the device down, or if steps are larger than any before. The
-    order of the arithmetic is fixed, so a replay of the same steps gives the same predictions.
+    All coefficients are then multiplied by the drift, which is the ratio of measured and predicted time in the last few
+    steps. So the model adapts immediately if other programs slow the device down, or if steps become larger than
+    before. The order of the arithmetic is fixed, so a replay of the same steps gives the same predictions.
     """
 
     STATE = (
@@ -274,17 +290,23 @@ class StepCostModel(Stateful):
         self._num_new = 0
 
     def seconds(self, num_decoding: int, num_context_tokens: int, num_prompt_tokens: int) -> float:
-        """Predicts the time of a step. ``num_context_tokens`` is the sum over the decoding sequences."""
+        """Returns the predicted time of a step.
+
+        ``num_context_tokens`` is the sum of the decoding sequences' context tokens.
+        """
         decode_s = self.sequence_s * num_decoding + self.context_s * num_context_tokens
         return self.base_s + decode_s + self.prompt_token_s * num_prompt_tokens
 
     def prompt_tokens_within(self, seconds: float, num_decoding: int, num_context_tokens: int) -> float:
-        """Returns the prompt tokens that fit a step of ``seconds``. Negative if decoding alone takes longer."""
+        """Returns the number of prompt tokens that fit a step of ``seconds``.
+
+        The result is negative if decoding alone takes longer.
+        """
         spare = seconds - self.seconds(num_decoding, num_context_tokens, 0)
         return spare / self.prompt_token_s if self.prompt_token_s > 0.0 else spare * 1e9
 
     def learn(self, step: ScheduledStep, result: StepResult) -> None:
-        """Learns from a completed step."""
+        """Updates the model with the measured time of a completed step."""
         seconds = (result.graph_us + result.sample_us) / 1e6
         if step.kind is StepKind.MOVE or result.aborted or result.error is not None or seconds <= 0.0:
             return
@@ -310,7 +332,10 @@ class StepCostModel(Stateful):
             self._drift += (ratio - self._drift) / _DRIFT_STEPS
 
     def _solve(self) -> None:
-        """Solves the least squares. While a coefficient is negative, the most negative one is fixed at zero."""
+        """Computes the coefficients by least squares.
+
+        While a coefficient is negative, fixes the most negative one at zero and solves again.
+        """
         free = list(range(len(_SCALES)))
         numbers = [0.0] * len(_SCALES)
         while free:
@@ -326,10 +351,9 @@ class StepCostModel(Stateful):
 
 
 def _counts(step: ScheduledStep) -> tuple[float, float, float, float]:
-    """Returns the inputs of the cost model for a step: 1, the number of decoding sequences, their context tokens, and
-    the prompt tokens.
+    """Returns the inputs of the cost model for a step: (1, decoding sequences, their context tokens, prompt tokens).
 
-    A chunk of one token counts as a decoding sequence.
+    A prompt chunk of one token counts as a decoding sequence.
     """
     if step.kind is StepKind.DECODE:
         return 1.0, float(step.num_seqs), float(sum(step.starts)), 0.0
@@ -342,7 +366,10 @@ def _counts(step: ScheduledStep) -> tuple[float, float, float, float]:
 
 
 def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solves a symmetric positive definite system by Gaussian elimination. The ridge is added to the diagonal."""
+    """Solves ``matrix * x = right`` for a symmetric positive definite matrix, by Gaussian elimination.
+
+    ``_RIDGE`` is added to the diagonal.
+    """
     size = len(right)
     ridge = _RIDGE * max(matrix[i][i] for i in range(size)) or 1.0
     lines = [[*matrix[i], right[i]] for i in range(size)]

@@ -1,19 +1,21 @@
 """The order in which requests start under policy ``slo``, and the number of requests that may start in a step.
 
-A request is due ``ttft_objective`` after its arrival. Its latest start is earlier by its prefill time and by a margin.
-The prefill time is ``overhead + seconds per token * tokens``, which the policy learns from its steps. The margin is a
-fraction of the objective, for everything that the estimate does not know.
+A request is due ``ttft_objective`` after its arrival. Its latest start is the due time minus its prefill time and a
+margin. The prefill time is ``overhead + seconds per token * tokens``. The policy learns both coefficients from its
+steps. The margin is a fraction of the objective, because the estimate is not exact.
 
 On time
-    A request is on time until its latest start has passed. The earliest due time comes first, and a level of priority
-    is worth ``ageing`` seconds. With fairness, the tenant with the least virtual token counter comes first, and due
-    times order its requests. (Jackson 1955: if any order of uninterrupted jobs meets all due times, this one does.
-    An order by least slack would start the longest prompts first, and short prompts behind them would be late.)
+    A request is on time until its latest start has passed. The request with the earliest due time comes first. One
+    level of priority shifts the due time by ``ageing`` seconds. With fairness, the tenant with the least virtual token
+    counter comes first, and the due times order only this tenant's requests. (Jackson 1955: if any order of
+    uninterrupted jobs meets all due times, this one does. An order by least slack would start the longest prompts
+    first, and short prompts behind them would be late.)
 
 Late
-    Late requests come after those on time, in the order of ``QueueOrder``. Otherwise, under overload, each request
-    would start shortly after its latest start, and all would be late. After ``LATE_SHARE - 1`` starts of requests on
-    time, the next start goes to a late request. So late requests do not starve, and the others lose few starts.
+    Late requests come after the requests on time, in the order of ``QueueOrder``. If late requests came first under
+    overload, each request would start shortly after its latest start, and all would be late. After ``LATE_SHARE - 1``
+    starts of requests on time, the next start goes to a late request. So late requests do not starve, and requests on
+    time lose few starts.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ _PLENTY = 0.5
 
 
 class SloOrder(QueueOrder):
-    """Orders requests by due time. Late requests follow in the order of the base class.
+    """Orders requests that are on time by due time. Late requests come after them, in the order of the base class.
 
     A late request stays late unless the estimate of prefill times changes.
 
-    ``ttft_objective_s`` is for requests without an objective of their own.
+    ``ttft_objective_s`` is the objective, in seconds, for requests without an objective of their own.
     """
 
     STATE = (
@@ -79,7 +81,7 @@ class SloOrder(QueueOrder):
 
     @property
     def num_late(self) -> int:
-        """Number of requests that are known to be late. ``first`` updates it."""
+        """Number of waiting requests that are known to be late. Only ``first`` moves requests to the late ones."""
         return super().__len__()
 
     @property
@@ -94,27 +96,33 @@ class SloOrder(QueueOrder):
         return sequence not in self._latest_starts
 
     def is_spare(self, sequence: Sequence) -> bool:
-        """Returns True if a start of ``sequence`` would use only spare capacity: it is late, and the next start is not
-        reserved for late requests.
+        """Returns True if the start of ``sequence`` would use only spare capacity.
 
-        While late requests wait, every ``LATE_SHARE``-th start is reserved for them. Otherwise a late request is the
-        first of the queue only if no request on time waits.
+        This is the case if the sequence is late and the next start is not one of those reserved for late requests.
+        While late requests wait, every ``LATE_SHARE``-th start is reserved for them. In all other cases, a late request
+        is first in the queue only if no request on time waits.
         """
         return sequence not in self._latest_starts and self._starts_before_late < LATE_SHARE - 1
 
     def expects_more(self, now: float) -> bool:
-        """Returns True if a request arrived within the last ``ttft_objective`` seconds, so that more are likely."""
+        """Returns True if a request arrived less than ``ttft_objective`` seconds ago.
+
+        More requests are then likely to arrive soon.
+        """
         return now < self._next_expected
 
     def learn(self, overhead_s: float, seconds_per_token: float) -> None:
-        """Updates the estimate, in O(1) while it changes little."""
+        """Updates the estimate of prefill times.
+
+        Costs O(1) if the estimate changes little, otherwise sorts the queue again.
+        """
         if _has_changed(self._overhead_s, overhead_s) or _has_changed(self._seconds_per_token, seconds_per_token):
             self._overhead_s = overhead_s
             self._seconds_per_token = seconds_per_token
             self._sort_again()
 
     def latest_start(self, sequence: Sequence) -> float:
-        """Returns the time by which the prefill must start for the first token to be on time."""
+        """Returns the time at which the prefill must start at the latest, so that the first token is on time."""
         request = sequence.request
         prefill_s = self._overhead_s + self._seconds_per_token * request.num_tokens
         return request.arrival_time + self._objective_s(request) * (1.0 - self._margin) - prefill_s
@@ -157,7 +165,7 @@ class SloOrder(QueueOrder):
         return self._ttft_objective_s if request.ttft_objective is None else request.ttft_objective
 
     def _move_late(self, now: float) -> None:
-        """Moves requests whose latest start has passed to the late requests."""
+        """Moves requests whose latest start has passed from the requests on time to the late requests."""
         latest_starts = self._latest_starts
         while latest_starts and latest_starts.key(latest_starts.first()) < now:
             sequence = latest_starts.first()
@@ -165,7 +173,10 @@ class SloOrder(QueueOrder):
             super().add(sequence)
 
     def _sort_again(self) -> None:
-        """Makes all requests count as on time. The next call of ``first`` moves the late ones."""
+        """Computes all latest starts again, and makes all requests count as on time.
+
+        The next call of ``first`` moves the late requests.
+        """
         for sequence in self._latest_starts:
             self._latest_starts.set(sequence, self.latest_start(sequence))
         for sequence in list(self):
@@ -178,21 +189,21 @@ def _has_changed(known: float, learnt: float) -> bool:
 
 
 class SloStarts(Stateful):
-    """Decides which requests start in a step. Batch rows, blocks and admission are decided elsewhere.
+    """Decides which requests start in a step, by objectives only. ``Starter`` checks batch rows, blocks and admission.
 
     Pace
         At most ``max_starts`` requests start, so that every running sequence keeps its time between tokens.
 
     Late requests
-        Without a limit, late requests would start in all free capacity if no request on time waits. They would soon
-        need every block. Then no request could start for seconds, and all that arrive in that time would be late too.
-        So while requests on time are expected, one late request may start for each request that has ended since the
-        last step, and one more after every ``STEPS_FOR_ONE_MORE`` steps. This is a token bucket. Its depth is one
-        request, or the number of requests that ended since the last step.
+        Without a limit, late requests would use all free capacity whenever no request on time waits. They would soon
+        hold every block. Then no request could start for seconds, and all requests that arrive in this time would also
+        become late. So while requests on time are expected, one late request may start for each request that has ended
+        since the last step, and one more after every ``STEPS_FOR_ONE_MORE`` steps. This limit is a token bucket. It
+        holds at most one start, or as many starts as requests ended since the last step if that is more.
 
-    Late requests start without this limit in two cases: less than half of the blocks and usable batch rows are in use,
-    or no request has arrived for the time of an objective. ``SloOrder`` also gives every ``LATE_SHARE``-th start to a
-    late request. The limit does not apply to these starts.
+    Late requests start without this limit while less than half of the blocks and usable batch rows are in use. They
+    also start without it if no request has arrived for the duration of an objective. ``SloOrder`` also gives every
+    ``LATE_SHARE``-th start to a late request. The limit does not apply to these starts.
     """
 
     STATE = ("_credit", "_num_started", "_num_left", "_holds_back")
@@ -207,7 +218,7 @@ class SloStarts(Stateful):
         self._holds_back = False
 
     def begin_step(self, max_starts: int | None, now: float) -> None:
-        """Begins a step in which at most ``max_starts`` requests start. None for any number."""
+        """Begins a step in which at most ``max_starts`` requests may start. None means no limit."""
         state, order = self._state, self._order
         num_ended = max(self._num_started - state.num_started, 0)
         self._num_started = state.num_started
@@ -219,20 +230,21 @@ class SloStarts(Stateful):
             self._credit = 1.0
 
     def may_start(self, sequence: Sequence) -> bool:
-        """Returns True if the first waiting request may start."""
+        """Returns True if ``sequence``, the first waiting request, may start."""
         if self._num_left is not None and self._num_left <= 0:
             return False
         return not self._holds_back or self._credit >= 1.0 or not self._order.is_spare(sequence)
 
     def started(self, sequence: Sequence) -> None:
-        """Notes that a request starts."""
+        """Records that a request starts."""
         self._num_started += 1
         self._credit -= 1.0
         if self._num_left is not None:
             self._num_left -= 1
 
     def _use(self, max_starts: int | None) -> float:
-        """Returns the fraction in use of the blocks or of the usable batch rows, whichever is larger."""
+        """Returns the fraction of the blocks or of the usable batch rows that is in use, whichever fraction is larger.
+        """
         state = self._state
         num_running, num_rows = len(state.running), state.limits.max_num_seqs
         if max_starts is not None:

@@ -1,8 +1,8 @@
 """Saves and restores the state of a scheduler as plain data: numbers, texts, bytes, lists and dicts.
 
-Each part of the scheduler with state is ``Stateful``: its ``STATE`` names the attributes that a snapshot contains. A
-snapshot has decisions and counters only. It has no links between the parts, because ``restore`` works on a new
-scheduler, whose constructor has made them. The flight recorder writes a snapshot at the start of each segment.
+Each part of the scheduler that has state is ``Stateful``: its ``STATE`` names the attributes that a snapshot contains.
+A snapshot does not contain references between the parts. ``restore`` works on a new scheduler, whose constructor has
+created the parts and their references. The flight recorder writes a snapshot at the start of each segment.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RequestCodec(Protocol):
 
 
 class Stateful:
-    """A part of the scheduler with state of its own."""
+    """A part of the scheduler that has state of its own, named in ``STATE``."""
 
     __slots__ = ()
 
@@ -63,15 +63,18 @@ class Stateful:
     """
 
     def snapshot(self) -> Any:
-        """Returns the state as plain data that later calls do not change."""
+        """Returns the state as plain data. Later changes of the part do not change the result."""
         return {name: save(getattr(self, name)) for name in self.STATE}
 
     def restore(self, state: Any, sequences: Sequences) -> None:
-        """Restores what ``snapshot`` returned into a new part, which may keep the containers in ``state``."""
+        """Restores the state that ``snapshot`` returned into a new part.
+
+        The part may keep lists and dicts of ``state`` and change them.
+        """
         self.restore_attributes(self.STATE, state, sequences)
 
     def restore_attributes(self, names: Iterable[str], state: Any, sequences: Sequences) -> None:
-        """Restores some of the attributes of ``STATE``."""
+        """Restores only the attributes in ``names``, which are some of ``STATE``."""
         for name in names:
             present = getattr(self, name)
             if isinstance(present, Stateful):
@@ -81,7 +84,10 @@ class Stateful:
 
 
 def save(value: Any) -> Any:
-    """Returns an attribute of a scheduler part as plain data. A sequence that the scheduler removed becomes None."""
+    """Returns an attribute of a scheduler part as plain data.
+
+    A sequence that the scheduler has removed is saved as None.
+    """
     if type(value) in _SCALARS:
         return value
     if isinstance(value, Sequence):
@@ -100,7 +106,7 @@ def save(value: Any) -> Any:
 
 
 def load(state: Any, sequences: Sequences) -> Any:
-    """Returns the value that ``save`` saved. It must not contain a ``Stateful`` part."""
+    """Returns the value that ``save`` converted to plain data. The value must not contain a ``Stateful`` part."""
     if isinstance(state, list):
         return [load(item, sequences) for item in state]
     if not isinstance(state, dict):
@@ -118,7 +124,10 @@ def load(state: Any, sequences: Sequences) -> Any:
 
 
 def save_sequence(sequence: Sequence, codec: RequestCodec, version: int) -> dict[str, Any]:
-    """Returns a sequence as plain data, without its prefix match if that has another ``version`` than the supply."""
+    """Returns a sequence as plain data. ``version`` is the present version of the block supply.
+
+    The sequence's prefix match is saved only if it has this version, because an older match is never used.
+    """
     chain, match = sequence.prefix_chain, sequence.prefix_match
     return {
         "request": codec.save_request(sequence.request),
@@ -146,7 +155,10 @@ def load_sequence(state: dict[str, Any], codec: RequestCodec, kv_cache: KVCacheM
 
 
 def _save_step(flight: InFlightStep) -> dict[str, Any]:
-    """Returns a step in flight as plain data without its tokens, which are not needed again."""
+    """Returns a step in flight as plain data, without its token ids.
+
+    The scheduler does not need them after it has sent the step.
+    """
     step = flight.step
     return {
         "seq": step.seq,
@@ -165,7 +177,7 @@ def _save_step(flight: InFlightStep) -> dict[str, Any]:
 
 
 def _load_step(state: dict[str, Any], sequences: Sequences) -> InFlightStep:
-    """Returns the step that ``_save_step`` saved, with zeros instead of its tokens."""
+    """Returns the step that ``_save_step`` saved. Its token ids are zeros."""
     kind, in_flight = StepKind[state["kind"]], [sequences[index] for index in state["sequences"]]
     in_step = [] if kind is StepKind.MOVE else in_flight
     step = ScheduledStep(

@@ -1,7 +1,8 @@
 """Decides whether the first waiting request starts, and starts it.
 
-The batching mode and the admission control can hold a request back. The classes here are their defaults: continuous
-batching, and no admission control. The other batching modes are in ``batching``, the other admission in ``admission``.
+The batching mode and the admission control can hold a request back. This module has the default classes for both:
+continuous batching, and no admission control. Other batching modes are in ``batching``, other admission controls in
+``admission``.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ class BatchingMode(Stateful):
     """Decides which waiting requests may start while others run. Every batching mode works with every policy.
 
     This base class is continuous batching (Orca, Yu et al. 2022): a request can join at any step and leaves after its
-    last token. With ``batch_waiting_time``, a prompt waits for more prompts, unless they fill a step or all batch rows.
+    last token. With ``batch_waiting_time``, a prompt waits until more prompts arrive, unless the waiting prompts fill a
+    step or all free batch rows.
     """
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
     def may_start(self, sequence: Sequence, now: float, *, joins_step: bool) -> bool:
-        """Returns True if the first waiting request, which never ran, may start.
+        """Returns True if ``sequence`` may start. It is the first waiting request and never ran.
 
-        Else it may set the time of the next wakeup. ``joins_step``: the step already has other prompts.
+        If the result is False, this method may set the time of the next wakeup. ``joins_step``: the step already has
+        other prompts.
         """
         if joins_step or self._fills_a_step():
             return True
@@ -54,35 +57,38 @@ class BatchingMode(Stateful):
         )
 
     def started(self, sequence: Sequence) -> None:
-        """Notes that a request starts."""
+        """Records that a request starts."""
 
     def note_no_capacity(self) -> None:
-        """Notes that a request that may start found no batch row or no blocks."""
+        """Records that a request could not start, although it may, because no batch row or too few blocks are free."""
 
 
 class Admission(Stateful):
-    """Decides whether a sequence may start for which a batch row and blocks are free. This class admits each one."""
+    """Decides whether a sequence may start if a batch row and blocks are free for it.
+
+    This base class admits every sequence.
+    """
 
     def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
         """Returns True if ``candidate`` may join ``running``. ``page_use`` is the fraction of blocks in use, 0 to 1.
 
-        ``version`` changes whenever a sequence starts or stops. While it stays the same, an implementation may repeat a
-        refusal without computing it again. -1 asks for a new decision.
+        ``version`` is a number that changes whenever a sequence starts or stops. While the number stays the same, an
+        implementation may repeat a refusal without a new computation. -1 always demands a new decision.
         """
         return True
 
     def step_completed(self) -> None:
-        """Notes that a step has completed."""
+        """Called when a step has completed."""
 
     def preempted(self) -> None:
-        """Notes that a running sequence has lost its blocks."""
+        """Called when a running sequence has been preempted."""
 
     def finished(self, sequence: Sequence) -> None:
-        """Notes that a sequence ended with an end token, a stop string or its maximum length."""
+        """Called when a sequence has ended with an end token, a stop string or its maximum length."""
 
 
 class Starter:
-    """Starts waiting sequences in order. New requests never overtake preempted ones."""
+    """Starts waiting sequences in order. Preempted sequences always start before new ones."""
 
     def __init__(
         self, state: SchedulerState, batching: BatchingMode, supply: BlockSupply, admission: Admission
@@ -93,10 +99,11 @@ class Starter:
         self._admission = admission
 
     def fill(self, plan: ChunkPlan, now: float, *, whole: bool, starts: SloStarts | None = None) -> None:
-        """Starts sequences and adds them to the step, until the step is full or the first sequence cannot start.
+        """Starts waiting sequences and adds them to ``plan``. Stops when the step is full or the first sequence cannot
+        start.
 
-        ``whole``: a prompt that exceeds the rest of the step waits for the next step, unless the step is empty.
-        ``starts`` may hold back requests that never ran.
+        ``whole``: a prompt that does not fit the free tokens of the step waits for the next step, unless the step is
+        empty. ``starts``, if given, may prevent requests that never ran from starting.
         """
         intake = self._state.intake
         while intake and not plan.is_full:
@@ -115,7 +122,10 @@ class Starter:
             plan.add(sequence)
 
     def start_alone(self, sequence: Sequence, now: float) -> bool:
-        """Starts a waiting sequence that has run before. Returns False if it lacks capacity. No step is in flight."""
+        """Starts a waiting sequence that has run before, while no step is in flight.
+
+        Returns False if it lacks capacity.
+        """
         if self._missing_capacity(sequence) is not None:
             return False
         self._supply.look_up(sequence)
@@ -126,9 +136,12 @@ class Starter:
     def _reason_to_wait(
         self, sequence: Sequence, plan: ChunkPlan, now: float, whole: bool, is_new: bool
     ) -> BlockReason | None:
-        """Returns why the first waiting sequence cannot start in this step, or None."""
+        """Returns the reason why ``sequence``, the first waiting one, cannot start in this step.
+
+        Returns None if it can.
+        """
         if sequence.request.is_suspect:
-            return BlockReason.BATCH  # only the quarantine starts it
+            return BlockReason.BATCH  # only the quarantine may start a suspect
         if self._state.goes_after_preempted(sequence):
             return BlockReason.PREEMPTED_FIRST
         if is_new and not self._batching.may_start(sequence, now, joins_step=bool(plan)):
@@ -146,7 +159,10 @@ class Starter:
         return BlockReason.BATCH if exceeds or not plan.fits(sequence, num_uncomputed) else None
 
     def _missing_capacity(self, sequence: Sequence) -> BlockReason | None:
-        """Returns the missing capacity (batch rows, blocks or admission) that prevents a start now, or None."""
+        """Returns the reason why the capacity does not suffice to start ``sequence``: batch rows, blocks or admission.
+
+        Returns None if it suffices.
+        """
         state, running = self._state, self._state.running
         if not running.num_free_rows:
             return BlockReason.ROWS

@@ -1,4 +1,4 @@
-"""The state that the parts of the scheduler share, and the steps in flight."""
+"""The state that several parts of the scheduler share, and the steps in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llm_serving.scheduler.snapshot import Stateful
 
 @dataclass(slots=True)
 class SchedulerState(Stateful):
-    """The requests of a scheduler by state, the steps in flight, and the time of the next wakeup."""
+    """The requests of a scheduler in each state, the steps in flight, and the time of the next wakeup."""
 
     STATE = ("intake", "running", "in_flight", "swapped", "num_started", "no_capacity", "wakeup")
 
@@ -46,12 +46,12 @@ class SchedulerState(Stateful):
         return (usable - self.kv_cache.num_free_blocks) / usable
 
     def note_no_capacity(self) -> None:
-        """Records that the first waiting request found no batch row or no blocks."""
+        """Records that the first waiting request could not start, because no batch row or too few blocks are free."""
         self.no_capacity = (self.running.num_changes, self.running.num_free_rows, self.kv_cache.num_free_blocks)
 
     @property
     def lacks_capacity(self) -> bool:
-        """True if the first waiting request found no capacity, and no capacity has become free since."""
+        """True if the first waiting request lacked capacity, and no capacity has become free since then."""
         if self.no_capacity is None:
             return False
         num_changes, rows, blocks = self.no_capacity
@@ -63,7 +63,9 @@ class SchedulerState(Stateful):
         )
 
     def goes_after_preempted(self, sequence: Sequence) -> bool:
-        """Returns True if a preempted sequence must start or come back before this waiting sequence."""
+        """Returns True if this waiting sequence must wait until a preempted sequence has started again or come back
+        from the host.
+        """
         if self.running.num_preempted_leaving:
             return True
         is_new = sequence.request.first_scheduled_time is None
@@ -74,13 +76,13 @@ class SchedulerState(Stateful):
         insort(self.swapped, sequence, key=_arrival_index)
 
     def note_ended(self, sequence: Sequence) -> None:
-        """Notes that a request has ended while it waited."""
+        """Records that a request has ended while it was waiting or swapped."""
         sequence.state = SequenceState.REMOVED
         self.num_started -= sequence.request.first_scheduled_time is not None
-        self.no_capacity = None  # capacity must be checked again: this sequence may be the one that found none
+        self.no_capacity = None  # capacity must be checked again, because the request without capacity may be this one
 
     def wake_at(self, deadline: float) -> None:
-        """Asks for a call of ``schedule`` at ``deadline`` or earlier."""
+        """Requests that ``schedule`` is called at ``deadline`` at the latest."""
         self.wakeup = deadline if self.wakeup is None else min(self.wakeup, deadline)
 
 
@@ -89,7 +91,7 @@ def _arrival_index(sequence: Sequence) -> int:
 
 
 class InFlightSteps(Stateful):
-    """The steps in flight by number. Updates each sequence's counts of its steps in flight."""
+    """The steps in flight by number. ``add`` and ``pop`` also update each sequence's counts of its steps in flight."""
 
     STATE = ("_steps", "next_seq", "num_prefill_steps", "num_decode_steps")
 
@@ -114,9 +116,10 @@ class InFlightSteps(Stateful):
         return iter(self._steps.values())
 
     def void_steps(self) -> list[int]:
-        """Returns the steps whose requests have all ended, the last first. The executor may drop them.
+        """Returns the numbers of the steps whose requests have all ended, the last step first. The executor may drop
+        these steps.
 
-        A step is not in the list if a later step that stays uses one of its batch rows. The later step needs the state
+        Leaves out a step if a later step that is not dropped has one of its sequences. The later step needs the state
         that the earlier step leaves in the batch row.
         """
         void: list[int] = []
@@ -139,14 +142,14 @@ class InFlightSteps(Stateful):
         first_chunk: int = 0,
         copies: list[BlockCopy] | None = None,
     ) -> ScheduledStep:
-        """Adds and returns a step with the number ``next_seq``."""
+        """Adds ``step``, whose number is ``next_seq``, to the steps in flight, and returns it."""
         self._steps[step.seq] = InFlightStep(step, sequences, first_chunk, copies or [])
         self.next_seq += 1
         self._count(step, sequences, 1)
         return step
 
     def pop(self, seq: int) -> InFlightStep:
-        """Removes and returns a step."""
+        """Removes and returns the step with the number ``seq``."""
         flight = self._steps.pop(seq)
         self._count(flight.step, flight.sequences, -1)
         return flight
@@ -168,7 +171,7 @@ class InFlightSteps(Stateful):
                 sequence.request.num_inflight_tokens += change * do_sample
 
     def clear(self) -> None:
-        """Removes all steps. The caller resets the sequences' counts."""
+        """Removes all steps. The caller must reset the sequences' counts of steps in flight."""
         self._steps.clear()
         self.num_prefill_steps = 0
         self.num_decode_steps = 0

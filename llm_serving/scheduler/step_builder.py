@@ -12,14 +12,16 @@ from llm_serving.scheduler.sequence import Sequence
 
 
 class ChunkPlan:
-    """The prompt chunks of a step while the scheduler composes it. A chunk consists of the next uncomputed known tokens
-    of a sequence.
+    """The prompt chunks of a step that the scheduler is composing.
+
+    A chunk consists of the next known tokens of a sequence that are not computed.
     """
 
     def __init__(self, limits: SchedulerLimits, num_tokens: int, num_history_tokens: int = 0) -> None:
-        """``num_tokens``: maximum number of prompt tokens in the step.
+        """Create an empty plan. ``num_tokens``: maximum number of prompt tokens in the step.
 
-        ``num_history_tokens``: earlier tokens that the step's decoding sequences send to the sampler, for penalties.
+        ``num_history_tokens``: total length of the token histories that the step's decoding sequences send to the
+        sampler, for penalties.
         """
         self.sequences: list[Sequence] = []
         self.query_lens: list[int] = []
@@ -35,9 +37,10 @@ class ChunkPlan:
         return self.num_free_tokens <= 0 or len(self.sequences) >= self._max_sequences
 
     def fits(self, sequence: Sequence, num_uncomputed_tokens: int) -> bool:
-        """Returns True if the step can take a token of ``sequence``, which has this number of uncomputed tokens.
+        """Returns True if the step has space for at least one token of ``sequence``.
 
-        If the chunk would end with its last known token, the step samples, so the sequence's history must fit too.
+        ``num_uncomputed_tokens`` is the number of its known tokens that must be computed. If the step can compute them
+        all, it also samples. For a sequence with penalties, the token history must then fit, too.
         """
         if self.is_full:
             return False
@@ -45,7 +48,7 @@ class ChunkPlan:
         return not needs_history or sequence.request.num_tokens <= self._num_free_history
 
     def add(self, sequence: Sequence) -> None:
-        """Adds the next tokens of a sequence that fits."""
+        """Adds the next chunk of a sequence for which ``fits`` is True."""
         uncomputed = sequence.num_uncomputed_tokens
         query_len = min(uncomputed, self.num_free_tokens)
         self.sequences.append(sequence)
@@ -59,7 +62,7 @@ class ChunkPlan:
 class DecodeBatch:
     """The columns (lists with one entry per sequence) that consecutive decode steps of the same sequences share.
 
-    ``block_tables`` are the sequences' own lists, which grow.
+    ``block_tables`` are not copies: when the block table of a sequence grows, the column shows it.
     """
 
     sequences: list[Sequence]
@@ -73,7 +76,7 @@ class DecodeBatch:
 
     @classmethod
     def of(cls, sequences: list[Sequence]) -> DecodeBatch:
-        """Creates the columns of a new batch."""
+        """Creates the columns for a new batch of sequences."""
         requests = [sequence.request for sequence in sequences]
         return cls(
             sequences,
@@ -87,9 +90,10 @@ class DecodeBatch:
 
 
 def build_prefill(seq: int, reason: StepReason, plan: ChunkPlan) -> ScheduledStep:
-    """Builds the step of a plan, and counts its tokens as computed.
+    """Builds the prefill step of a plan, and adds its tokens to the sequences' ``num_computed_tokens``.
 
-    If a chunk ends with the last known token, the step samples the next one. All sequences have batch rows and blocks.
+    If a chunk ends with the last known token of a sequence, the step samples the next token. All sequences must have
+    batch rows and blocks.
     """
     step = ScheduledStep(seq, StepKind.PREFILL, reason=reason)
     append_chunks(step, plan)
@@ -97,7 +101,7 @@ def build_prefill(seq: int, reason: StepReason, plan: ChunkPlan) -> ScheduledSte
 
 
 def build_decode(seq: int, reason: StepReason, batch: DecodeBatch) -> ScheduledStep:
-    """Builds a step with one token of each sequence: its last token. Counts the token as computed."""
+    """Builds a decode step. Its input is the last token of each sequence, which then counts as computed."""
     token_ids, starts, sample_positions = [], [], []
     for request in batch.requests:
         output_token_ids, num_inflight_tokens = request.output_token_ids, request.num_inflight_tokens
@@ -125,7 +129,8 @@ def build_decode(seq: int, reason: StepReason, batch: DecodeBatch) -> ScheduledS
 
 
 def append_chunks(step: ScheduledStep, plan: ChunkPlan) -> None:
-    """Appends the chunks of a plan to a step, and counts their tokens as computed."""
+    """Appends the prompt chunks of a plan to a step, and adds their tokens to the sequences' ``num_computed_tokens``.
+    """
     for sequence, query_len in zip(plan.sequences, plan.query_lens, strict=True):
         request, start = sequence.request, sequence.request.num_computed_tokens
         end = start + query_len
@@ -147,9 +152,10 @@ def append_chunks(step: ScheduledStep, plan: ChunkPlan) -> None:
 
 
 def _restart_rows(step: ScheduledStep, batch: DecodeBatch) -> None:
-    """Marks the first step of sequences that come back from the host.
+    """Marks the sequences of a decode step that come back from the host, because this is their first step on a new
+    batch row.
 
-    The agent has no state for their batch rows, so the step brings it.
+    The agent has no state for this batch row yet, so the step also sends the token history for penalties.
     """
     step.restarts = list(batch.restarts)
     batch.restarts[:] = [False] * len(batch.restarts)

@@ -1,8 +1,8 @@
 """Swapping: moves the blocks of preempted sequences to the host pool and back, in MOVE steps.
 
-On the path to the host, a sequence is LEAVING: its steps in flight complete, then its blocks are copied, then they are
-free. On the path back it is RUNNING, but neither in prefill nor decoding until its blocks are back. So no other step in
-flight uses a block that a MOVE step reads or writes.
+While a sequence moves to the host, it is LEAVING: its steps in flight complete, then a MOVE step copies its blocks. Its
+blocks on the device then become free. While a sequence moves back, it is RUNNING, but gets no other step until its
+blocks are copied. So no other step in flight uses a block that a MOVE step reads or writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KEEP = 1 - 1 / 32
 
 
 class _Rate(Stateful):
-    """Mean seconds per computed token, or per moved block. The latest steps weigh most."""
+    """Mean seconds per unit: a computed token or a moved block. The latest steps have the largest weight."""
 
     STATE = ("_seconds", "_units")
 
@@ -34,15 +34,15 @@ class _Rate(Stateful):
 
     @property
     def seconds_per_unit(self) -> float | None:
-        """Mean seconds per token or block. None before the first measurement."""
+        """Mean seconds per computed token or moved block. None before the first measurement."""
         return self._seconds / self._units if self._units else None
 
 
 class PreemptionChoice(Stateful):
-    """Chooses what happens to preempted sequences, recompute or swap, by ``scheduler_config.preemption``.
+    """Chooses between recompute and swap for preempted sequences, by ``scheduler_config.preemption``.
 
-    ``auto`` swaps if moving the blocks out and back takes less time than computing the tokens again. Before the first
-    measurements it also swaps, to get them.
+    ``auto`` chooses swap if moving the blocks to the host and back takes less time than computing the tokens again.
+    Without measurements, it also chooses swap, to measure the time of a move.
     """
 
     STATE = ("_prefill", "_move")
@@ -54,7 +54,10 @@ class PreemptionChoice(Stateful):
         self._move = _Rate()
 
     def prefers_swap(self, sequence: Sequence) -> bool:
-        """Returns True if a running sequence is swapped, provided that the host pool has blocks."""
+        """Returns True if swap is preferred for a running sequence.
+
+        The caller must still check that host blocks are free.
+        """
         if self._kind is not PreemptionKind.AUTO:
             return self._kind is PreemptionKind.SWAP
         token_s, block_s = self._prefill.seconds_per_unit, self._move.seconds_per_unit
@@ -64,7 +67,7 @@ class PreemptionChoice(Stateful):
         return 2 * -(-num_tokens // self._block_size) * block_s < num_tokens * token_s
 
     def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
-        """Learns the time per token and per moved block."""
+        """Learns the time per computed token or per moved block from a completed step."""
         seconds = result.graph_us / 1e6
         if result.aborted or result.error is not None or seconds <= 0.0:
             return
@@ -75,7 +78,7 @@ class PreemptionChoice(Stateful):
 
 
 class Swapper(Stateful):
-    """Owns the host blocks: ``prepare`` gives them to a sequence, ``drop`` takes them back."""
+    """Swaps sequences. Owns the host blocks: ``prepare`` gives them to a sequence, ``drop`` takes them back."""
 
     STATE = ("_choice", "_leaving_for_host")
 
@@ -86,7 +89,8 @@ class Swapper(Stateful):
         """Preempted sequences whose blocks a MOVE step must still copy to the host."""
 
     def prepare(self, sequence: Sequence) -> bool:
-        """Gives host blocks to a sequence that is preempted, if it should be swapped. Returns True if it has them.
+        """Gives host blocks to a sequence that is being preempted, if swap is preferred. Returns True if the sequence
+        has host blocks.
 
         A sequence that was coming back from the host still has its host blocks.
         """
@@ -102,12 +106,15 @@ class Swapper(Stateful):
         return True
 
     def send_out(self, sequence: Sequence) -> None:
-        """Lets the next MOVE step copy the blocks of a LEAVING sequence, which no step in flight uses."""
+        """Asks for a MOVE step that copies the blocks of a LEAVING sequence to the host.
+
+        No step in flight may use them.
+        """
         if sequence not in self._leaving_for_host:
             self._leaving_for_host.append(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        """Frees the host blocks of a sequence. No MOVE step in flight uses them."""
+        """Frees the host blocks of a sequence. No MOVE step in flight may use them."""
         if sequence.host_table:
             self._state.kv_cache.host_pool.free(sequence.host_table)
             sequence.host_table = []
@@ -116,23 +123,26 @@ class Swapper(Stateful):
             self._leaving_for_host.remove(sequence)
 
     def next_step(self) -> ScheduledStep | None:
-        """Returns the next MOVE step or None. Moves to the host go first, because other sequences need the blocks."""
+        """Returns the next MOVE step, or None.
+
+        Moves to the host come first, because other sequences need the blocks.
+        """
         if self._leaving_for_host and (step := self._move_out()) is not None:
             return step
         return self._move_in() if self._state.swapped else None
 
     def moved(self, kind: MoveKind, sequences: list[Sequence]) -> None:
-        """Notes that a MOVE step has completed."""
+        """Updates the sequences whose blocks were copied by a MOVE step that has completed."""
         for sequence in sequences:
             if kind is MoveKind.SWAP_OUT:
                 sequence.on_host = True
             elif sequence.state is SequenceState.RUNNING:
                 self.drop(sequence)
                 self._resume(sequence)
-            # A sequence that was preempted while it came back keeps its host blocks.
+            # A sequence that was preempted again while it moved back is not RUNNING. It keeps its host blocks.
 
     def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
-        """Learns the mean times per token and per block, for ``preemption: auto``."""
+        """Learns the mean times per computed token and per moved block, for ``preemption: auto``."""
         self._choice.step_completed(step, result)
 
     def _move_out(self) -> ScheduledStep | None:
@@ -142,13 +152,16 @@ class Swapper(Stateful):
         while leaving and len(moves) + len(leaving[0].host_table) <= max_moves:
             sequence = leaving.pop(0)
             sequences.append(sequence)
-            # the host table is shorter if the last blocks have no tokens; these are not copied
+            # the last blocks may have no tokens; the host table has no entries for them, and they are not copied
             pairs = zip(sequence.block_table, sequence.host_table, strict=False)
             moves += [BlockMove(MoveKind.SWAP_OUT, block, host) for block, host in pairs]
         return self._send(moves, sequences, StepReason.SWAP_OUT) if moves else None
 
     def _move_in(self) -> ScheduledStep | None:
-        """Brings the oldest swapped sequences back, as many as there is capacity for."""
+        """Returns a MOVE step that brings the oldest swapped sequences back, or None.
+
+        Stops when capacity is missing.
+        """
         state = self._state
         sequences: list[Sequence] = []
         moves: list[BlockMove] = []
@@ -166,10 +179,10 @@ class Swapper(Stateful):
         return self._send(moves, sequences, StepReason.SWAP_IN) if moves else None
 
     def _must_wait(self, sequence: Sequence) -> bool:
-        """Returns True if a swapped sequence may not come back yet.
+        """Returns True if a swapped sequence may not come back yet, because a preempted sequence has precedence.
 
-        The reason is a waiting preempted sequence that arrived earlier, or a preempted sequence whose blocks are still
-        in use by steps in flight.
+        This is a waiting preempted sequence that arrived earlier, or any preempted sequence whose blocks are still in
+        use by steps in flight.
         """
         if self._state.running.num_preempted_leaving:
             return True
@@ -182,7 +195,7 @@ class Swapper(Stateful):
         return in_flight.add(step, sequences)
 
     def _resume(self, sequence: Sequence) -> None:
-        """Lets a sequence that is back on the device decode, or continue its prompt."""
+        """Lets a sequence whose blocks are back on the device decode, or continue its prefill."""
         if sequence.request.output_token_ids and sequence.num_uncomputed_tokens == 1:
             self._state.running.end_prefill(sequence)
         else:
