@@ -39,7 +39,10 @@ from llm_serving.telemetry.status import EngineStatus
 
 
 class AsyncEngine:
-    """Runs an EngineCore in a thread of its own. Its methods belong to the event loop that called ``start``."""
+    """Runs an ``EngineCore`` in a thread of its own.
+
+    Call the methods only from the event loop on which ``start`` was called.
+    """
 
     def __init__(
         self,
@@ -101,7 +104,10 @@ class AsyncEngine:
         self._thread.start()
 
     def _run(self) -> None:
-        """Run the engine thread. Sets ``ended`` afterwards, even if the engine could not end its requests."""
+        """Run the engine loop in the engine thread.
+
+        Sets ``ended`` at the end, even if the engine could not end its requests.
+        """
         try:
             self._core.run()
         finally:
@@ -121,16 +127,16 @@ class AsyncEngine:
         if not self._thread.is_alive():
             for recorder in self._recorders:
                 recorder.close()
-        await asyncio.sleep(0)  # lets the event loop process the engine thread's last delivery
+        await asyncio.sleep(0)  # gives the event loop time to process the last outputs of the engine thread
 
     @property
     def state(self) -> str:
-        """State of the engine, a value of ``EngineState``. Any thread may read it."""
+        """The state of the engine. Any thread may read it."""
         return self._core.state.value
 
     @property
     def stop_reason(self) -> str:
-        """The reason why the engine no longer serves requests. Empty while it serves them."""
+        """The reason why the engine no longer serves requests. The text is empty while the engine serves requests."""
         return self._core.stop_reason
 
     def status(self) -> EngineStatus:
@@ -139,7 +145,7 @@ class AsyncEngine:
         return dataclasses.replace(self._core.status(), recorder_s=recorder_s)
 
     async def probe(self, timeout: float) -> bool:
-        """Return whether every agent replies within ``timeout`` seconds."""
+        """Return True if every agent replies to a status query within ``timeout`` seconds."""
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._probes.append(answer)
         self._core.submit(Probe())
@@ -237,7 +243,8 @@ class AsyncEngine:
         opened = OpenRequest(request, sink, index, self._closed, self._requests, streamed=streamed, quiet=quiet)
         self._open[request_id] = opened
         self._core.submit(Add(request))
-        if self._core.ended and not opened.is_ended:  # the engine thread may have ended before it read the command
+        # The engine thread may have ended without reading the command that adds this request.
+        if self._core.ended and not opened.is_ended:
             opened.is_ended = True
             opened.close()
             raise AgentLostError(f"requests are not served any more: {self._core.stop_reason}")
@@ -315,7 +322,10 @@ class AsyncEngine:
         return as_scheduler(recorder)
 
     def _keep_recording(self, replica: int, reason: str) -> Path | None:
-        """Keep the flight recording of a replica, if there is one. Returns the folder."""
+        """Keep the flight recording of a replica, so that it is not overwritten.
+
+        Returns its new folder, or None without a recording.
+        """
         return keep_recording(recording_folder(self.config, replica), reason) if self._recorders else None
 
     def _new_request(
@@ -326,7 +336,10 @@ class AsyncEngine:
         arrival_time: float | None,
         scheduling: SchedulingParams,
     ) -> Request:
-        """Make a request that enters the queue now. Raises RequestError and DeadlineExceededError, see ``open``."""
+        """Create a ``Request`` that has just arrived at the queue.
+
+        Raises RequestError and DeadlineExceededError, see ``open``.
+        """
         self._check_tokens(prompt_token_ids)
         now = self._clock()
         arrival = now if arrival_time is None else arrival_time
@@ -375,7 +388,10 @@ class AsyncEngine:
             self._core.submit(Abort(opened.request.request_id))
 
     def _settle(self, opened: OpenRequest) -> None:
-        """Remove a request that has ended and is closed, and write its end to the log."""
+        """Forget a request that has ended and whose reader has called ``close``.
+
+        Writes the end of the request to the log.
+        """
         del self._open[opened.request.request_id]
         if opened.ended is not None:
             opened.ended.set()
@@ -386,7 +402,10 @@ class AsyncEngine:
             self._receipts.add(receipt_of(opened.request, self._clock(), timings))
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """Pass outputs to the event loop. The engine thread calls this method once or twice in a loop iteration."""
+        """Pass outputs from the engine thread to the event loop.
+
+        Called once or twice in each loop iteration of the engine.
+        """
         if self._loop is None:
             raise AssertionError("the engine thread runs before start()")
         self._loop.call_soon_threadsafe(self._take, outputs)

@@ -75,7 +75,7 @@ class BeamSearchParams:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """One output of the search and its likelihood."""
+    """One output of a beam search: its tokens and their likelihood."""
 
     token_ids: tuple[int, ...] = ()
     """The tokens of the output, with the end token if there is one."""
@@ -121,8 +121,9 @@ class OpenStep(Protocol):
 class BeamSearch:
     """One search over the engine.
 
-    ``whole`` is the request that stands for the search in logs, metrics and receipts. It is queued until the first step
-    is scheduled, in prefill until that step has completed, and in decode until the end of the search.
+    ``whole`` is a request that represents the search in logs, metrics and receipts. Its phase is queue until the first
+    step of the search is scheduled, and prefill until that step has completed. Its phase is then decode until the end
+    of the search.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class BeamSearch:
         return SearchResult(beams, self.whole.num_cached_tokens)
 
     def output(self) -> RequestOutput:
-        """Return the last piece of ``whole``, which must have ended."""
+        """Return the last piece of ``whole``, the request that represents the search. The search must have ended."""
         whole = self.whole
         timings = request_timings(whole)
         return RequestOutput(
@@ -201,7 +202,8 @@ class BeamSearch:
         return entries
 
     def _note(self, steps: Sequence[Request]) -> None:
-        """Add the times and counts of the requests of a search step to ``whole``."""
+        """Add the times and counts of one search step's requests to ``whole``, the request that represents the search.
+        """
         whole, receipt = self.whole, self.whole.receipt
         whole.replica = steps[0].replica
         whole.num_preemptions += sum(step.num_preemptions for step in steps)
@@ -247,7 +249,10 @@ async def search_beams(expand: Expand, params: BeamSearchParams) -> list[Beam]:
 def _ranked(
     live: Sequence[Beam], entries: Sequence[TokenLogits], params: BeamSearchParams
 ) -> list[tuple[Beam, TokenLogits]]:
-    """Return all candidates, the most likely first. Ties go to the better beam, then to the smaller token id."""
+    """Return all candidates, the most likely first.
+
+    If candidates are equally likely, the candidate of the better beam comes first, then the smaller token id.
+    """
     ranked = []
     for beam, entry in zip(live, entries, strict=True):
         for token_id, logit in entry.top[: params.num_candidates]:
@@ -258,7 +263,7 @@ def _ranked(
 
 
 class _Finished:
-    """The ``width`` best finished beams, best first.
+    """Keeps the ``width`` best finished beams, best first.
 
     If two beams have equal scores, the one that was found first comes first.
     """
@@ -284,14 +289,17 @@ class _Finished:
         return all(self._reachable(beam) <= worst for beam in live)
 
     def _reachable(self, beam: Beam) -> float:
-        """Return an upper bound of a beam's final score. It assumes that all further tokens have probability 1."""
+        """Return an upper bound for the final score of a beam.
+
+        The bound assumes that all further tokens have probability 1.
+        """
         params = self._params
         length = len(beam.token_ids) + 1 if params.length_penalty < 0 else params.max_tokens
         return params.score(beam.logprob, length)
 
 
 def _logits(piece: RequestOutput) -> TokenLogits:
-    """Return the logits of a step's token. Raises the error with which the engine ended the step."""
+    """Return the logits of the token in ``piece``. If the engine ended the request with an error, raises this error."""
     if piece.finish_reason is FinishReason.ABORT:
         raise DeadlineExceededError(piece.error or "the request was aborted by the server", param="deadline_ms")
     if piece.finish_reason is FinishReason.ERROR or not piece.logits:

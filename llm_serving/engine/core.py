@@ -30,7 +30,7 @@ from llm_serving.telemetry.status import EngineState, EngineStatus
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Serve a request."""
+    """Command to the engine thread: serve a request."""
 
     request: Request
 
@@ -157,12 +157,17 @@ class EngineCore:
         )
 
     def queue_full(self, tenant: str = "") -> QueueFullError | None:
-        """Return why one more request of a tenant would be refused, or None. The call does not wake the engine thread.
+        """Return the error with which one more request of a tenant would be refused, or None.
+
+        The call does not wake the engine thread.
         """
         return self._front.queue_full(tenant)
 
     def note_end(self) -> None:
-        """Record that the engine thread has ended. If it ended without ``Stop``, also sets the state and the reason."""
+        """Record that the engine thread has ended.
+
+        If no ``Stop`` command ended it, also sets the engine's state and ``stop_reason``.
+        """
         self.ended = True
         if self.state is not EngineState.STOPPED:
             self.stop_reason = "the engine thread ended unexpectedly; the server's error output has the reason"
@@ -171,7 +176,10 @@ class EngineCore:
     # The following methods run in the engine thread
 
     def run(self) -> None:
-        """Run the loop until ``Stop``. An error that belongs to no single request ends all requests and the loop."""
+        """Run the loop until a ``Stop`` command.
+
+        If an error occurs that no single request has caused, ends all requests and the loop.
+        """
         try:
             while self._running:
                 self.step()
@@ -187,7 +195,7 @@ class EngineCore:
         self._hand_over()
 
     def step(self) -> None:
-        """Run one loop iteration: wait for events, process all of them, and keep the agents supplied with steps."""
+        """Run one loop iteration: wait for events, process all events, and send new steps to the agents."""
         events = self._poll(self._poll_timeout())
         now = self._clock()
         replicas = self._replicas if self._commands else self._concerned(events, now)
@@ -276,7 +284,9 @@ class EngineCore:
             self._deliver(outputs)
 
     def _look_after(self, now: float) -> None:
-        """Report preemptions, check the scheduler when the engine becomes idle, and write the periodic log line."""
+        """Do the periodic work: report preemptions, check the scheduler when the engine becomes idle, and write the log
+        line.
+        """
         for replica in self._replicas:
             replica.note_preemptions()
         idle = self._front.is_idle
@@ -325,7 +335,9 @@ class EngineCore:
             replica.executor.request_status()
 
     def _answer_probe(self, replica: Replica) -> None:
-        """Record that a replica has replied or was lost. After the last replica that was asked, the probe is complete.
+        """Record that the agents of a replica have replied to a probe or were lost.
+
+        The probe is complete when no reply is missing.
         """
         if replica.index in self._probed:
             self._probed.remove(replica.index)
@@ -342,7 +354,10 @@ class EngineCore:
             self._outputs.append(ProfileAnswer([]))
 
     def _note_profile(self, replica: Replica, agents: list[dict[str, object]]) -> None:
-        """Collect the replies of a replica's agents. After the last replica, pass all replies to the event loop."""
+        """Collect the profile replies of a replica's agents.
+
+        After the last replica, pass all replies to the event loop.
+        """
         if replica.index not in self._profiling:
             return
         self._profiling.remove(replica.index)
@@ -351,7 +366,10 @@ class EngineCore:
             self._outputs.append(ProfileAnswer(self._profiled))
 
     def _agent_ready(self, replica: Replica, event: AgentReady) -> None:
-        """Let a replica serve. The engine becomes ready when every replica has been ready once."""
+        """Allow a replica to serve requests, because its agents are ready.
+
+        The engine is ready when every replica has been ready once.
+        """
         if replica.was_ready:
             self._outputs.append(CanaryWanted())
         replica.is_ready = replica.was_ready = True

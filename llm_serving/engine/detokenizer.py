@@ -35,9 +35,10 @@ def _begins_surrogate(data: bytes) -> bool:
 class StopMatcher:
     """Finds the first of several stop strings in a stream of characters.
 
-    The stop string that is complete first ends the text. If several end at the same character, the longest one does.
-    The result therefore does not depend on how the characters are split into pieces. Each stop string has a failure
-    automaton (Knuth, Morris and Pratt 1977), so a character costs a few steps, however much text is held back.
+    The stop string whose last character comes first ends the text. If several stop strings end at the same character,
+    the longest one counts. The result therefore does not depend on how the characters are split into pieces. Each stop
+    string has a failure automaton (Knuth, Morris and Pratt 1977), so a character costs a few steps, however much text
+    is held back.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -48,7 +49,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Add characters. Returns the characters, also earlier ones, that can no longer belong to a stop string.
+        """Add characters. Returns all characters, including held-back ones, that can no longer belong to a stop string.
 
         If a stop string is complete, ``matched`` is set and all text before the stop string has been returned.
         """
@@ -149,9 +150,9 @@ class IncrementalDetokenizer:
         )
 
     def append(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
-        """Add tokens. Returns the text that they complete, and the stop string that ended the text, if there is one.
+        """Add tokens. Returns the text that these tokens complete, and the stop string that ended the text or None.
 
-        The tokens after a stop string are ignored.
+        Tokens after a stop string are ignored.
         """
         if self._matcher is None and len(token_ids) == 1:  # the common case: one token of a decode step
             self.num_tokens += 1

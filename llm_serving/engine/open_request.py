@@ -43,8 +43,8 @@ class PieceSink(Protocol):
 class OpenRequest:
     """One request of ``AsyncEngine.open``, until it has ended and its reader has closed it.
 
-    The reader must call ``delivered`` when output was written to the client's socket, and ``close`` at the end. Times
-    are those of the engine's clock.
+    The reader must call ``delivered`` when output was written to the client's socket, and ``close`` at the end. All
+    times are on the engine's clock.
     """
 
     __slots__ = ("_closed_at", "_first", "_last", "_on_close", "_requests", "ended", "index", "is_closed", "is_ended",
@@ -100,7 +100,8 @@ class OpenRequest:
         """Record that the reader needs no more pieces. Aborts a request that has not ended. Further calls have no
         effect.
 
-        ``now``: when the whole response was written. The default is the time of the last ``delivered``.
+        ``now`` is the time at which the last byte of the response was written. The default is the time of the last
+        ``delivered``.
         """
         if not self.is_closed:
             self.is_closed = True
@@ -108,7 +109,10 @@ class OpenRequest:
             self._on_close(self)
 
     def timings(self, piece: RequestOutput) -> RequestTimings:
-        """Return the timings of a closed request that ended with ``piece``, up to the last byte on the socket."""
+        """Return the durations of a closed request's phases, up to the last byte on the socket.
+
+        ``piece`` is its last piece.
+        """
         engine, arrival = piece.timings, self.request.arrival_time
         if engine is None:
             raise AssertionError(f"the last piece of {self.request.request_id} has no timings")
@@ -125,7 +129,7 @@ class OpenRequest:
 
 
 class PieceStream:
-    """A ``PieceSink`` of one request, for a reader that pulls the pieces."""
+    """A ``PieceSink`` of one request that stores the pieces until the reader asks for them with ``next``."""
 
     __slots__ = ("_error", "_pieces", "_waiter")
 

@@ -22,7 +22,7 @@ class RequestRefused:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
-    """Every agent replied to a probe."""
+    """All agents have replied to a ``Probe`` command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,10 @@ class ProfileAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CanaryWanted:
-    """The canary must run soon.
+    """The canary must run soon. The canary is a request with a known output, which shows whether the agents compute
+    correctly.
 
-    The reason is a restart of agents, or a step in which all logits were NaN or infinite.
+    It runs after a restart of agents, and after a step in which all logits were NaN or infinite.
     """
 
 

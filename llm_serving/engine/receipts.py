@@ -31,7 +31,7 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class RequestReceipt:
-    """The time that one sequence has spent in each phase, up to a given time."""
+    """The time that one request has spent in each phase, up to a given time."""
 
     request_id: str
     tenant: str
@@ -76,14 +76,17 @@ class RequestReceipt:
 
 
 class ReceiptBook:
-    """Receipts of the requests that ended last, by id. A new receipt replaces the oldest one."""
+    """The receipts of requests that ended recently, by request id.
+
+    If the book is full, a new receipt replaces the oldest one.
+    """
 
     def __init__(self, size: int = RECENT_RECEIPTS) -> None:
         self._size = size
         self._receipts: OrderedDict[str, RequestReceipt] = OrderedDict()
 
     def add(self, receipt: RequestReceipt) -> None:
-        """Keep a receipt. A receipt with the same id is replaced."""
+        """Keep the receipt of a request that has ended. An earlier receipt with the same request id is replaced."""
         self._receipts.pop(receipt.request_id, None)
         self._receipts[receipt.request_id] = receipt
         if len(self._receipts) > self._size:
@@ -93,14 +96,15 @@ class ReceiptBook:
         return self._receipts.get(request_id)
 
     def latest(self, count: int) -> list[RequestReceipt]:
-        """Return at most ``count`` receipts, of the requests that ended last. The newest is first."""
+        """Return the ``count`` latest receipts or all if there are fewer, the newest first."""
         return list(islice(reversed(self._receipts.values()), count))
 
 
 def receipt_of(request: Request, now: float, timings: RequestTimings | None = None) -> RequestReceipt:
     """Return the receipt of a request at ``now``, on the engine's clock. Any thread may call this function.
 
-    ``timings``: the final times of a request whose response has been delivered. Its state is then ``done``.
+    ``timings``: the final times of a request whose response has been delivered. The state of the receipt is then
+    ``done``.
     """
     reason = request.finish_reason
     return RequestReceipt(

@@ -77,7 +77,7 @@ class Replica:
         return bool(self._sent)
 
     def status(self, router: Router | None) -> ReplicaStatus:
-        """Return the present state and figures. Any thread may call this method."""
+        """Return the present state and figures of the replica. Any thread may call this method."""
         if self.is_ready:
             state = "ready"
         else:
@@ -94,7 +94,7 @@ class Replica:
         )
 
     def take_result(self, result: StepResult, now: float) -> list[RequestOutput]:
-        """Process the result of a step. Returns the next pieces of its requests."""
+        """Process the result of a step. Returns the next pieces of the requests in the step."""
         try:
             updates = self.scheduler.update(result, now)
         except ProtocolError as error:

@@ -24,7 +24,7 @@ class RequestLog:
         self._metrics.first_token(seconds)
 
     def request_end(self, output: RequestOutput, timings: RequestTimings, request: Request) -> None:
-        """Record the end of ``request``. ``output`` is its last piece."""
+        """Record the end of ``request``. ``output`` is the last piece of the request."""
         reason, tokens = output.finish_reason, output.num_output_tokens
         if reason is None:
             raise AssertionError(f"{output.request_id} has not ended")
@@ -74,7 +74,7 @@ def met_objectives(request: Request, timings: RequestTimings) -> Mapping[str, bo
 
 
 def _missed_deadline(request: Request) -> bool:
-    """Return whether the request was dropped because its deadline passed before its first token."""
+    """Return True if the request was dropped because its deadline passed before its first token."""
     deadline, end = request.deadline, request.finish_time
     if request.first_token_time is not None or deadline is None or end is None:
         return False

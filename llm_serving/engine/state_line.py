@@ -20,7 +20,7 @@ class StateLine:
         self._clear()
 
     def changed(self, now: float) -> None:
-        """Record that a request was added or removed, or a step completed."""
+        """Note that a line is due, because a request was added or removed, or a step completed."""
         if self._since is None:
             self._since = now
 
@@ -38,7 +38,7 @@ class StateLine:
         return None if self._since is None else self._since + self._interval_s
 
     def take(self, now: float) -> dict[str, Any]:
-        """Return the fields of the line and set all counts to 0."""
+        """Return the fields of the next ``engine_state`` line, and set all counts to 0."""
         figures, last, steps, tokens = self._front.figures, self._last, self._steps, self._tokens
         seconds = now - (self._since if self._since is not None else now)
         fields: dict[str, Any] = {

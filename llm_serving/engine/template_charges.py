@@ -59,14 +59,20 @@ def product_size(operator: str, left: Any, right: Any) -> int:
 
 
 def percent_size(budget: Budget, pattern: str, values: Any) -> int:
-    """Return the maximum length of ``pattern % values``. Raises BudgetError for wide fields."""
+    """Return the maximum length of ``pattern % values``.
+
+    Raises BudgetError if a field of the pattern is wider than 99 characters.
+    """
     if re.search(r"%[^A-Za-z%]*(\d\d\d|\*)", pattern):
         raise BudgetError("a format has a field of more than 99 characters")
     return len(pattern) + pattern.count("%") * (100 + budget.size(values))
 
 
 def _format_size(budget: Budget, pattern: str, *args: Any, **kwargs: Any) -> int:
-    """Return the maximum length of ``pattern.format(...)``. Raises BudgetError for wide or nested fields."""
+    """Return the maximum length of ``pattern.format(...)``.
+
+    Raises BudgetError for a field of more than 99 characters, or a nested field.
+    """
     if re.search(r"\d\d\d|\{[^{}]*\{", pattern):
         raise BudgetError("a format has a field of more than 99 characters or a nested field")
     values = sum(map(budget.size, args)) + sum(map(budget.size, kwargs.values()))

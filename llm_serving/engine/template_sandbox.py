@@ -129,7 +129,10 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def _guarded(self, function: Callable[..., Any], guard: Callable[..., int]) -> Callable[..., Any]:
-        """Return a filter or test that is charged ``guard(budget, value, *arguments)`` characters before it runs."""
+        """Return a filter or test that charges the budget before it runs.
+
+        The charge is ``guard(budget, value, *arguments)`` characters.
+        """
         passes_context = hasattr(function, "jinja_pass_arg")
 
         @wraps(function)
@@ -170,7 +173,9 @@ Expression = jinja2.nodes.Expr
 
 
 class _Charges(jinja2.visitor.NodeTransformer):
-    """Inserts the filters that charge loops, outputs, comparisons, slices and concatenations."""
+    """Changes a parsed template: inserts filters that charge loops, outputs, comparisons, slices and concatenations to
+    the budget.
+    """
 
     def __init__(self, environment: TemplateEnvironment) -> None:
         self._environment = environment
@@ -256,7 +261,7 @@ class _Charges(jinja2.visitor.NodeTransformer):
 
 
 def _is_constant(node: Expression) -> bool:
-    """Return whether an expression is a short literal in the template."""
+    """Return True if an expression is a short literal in the template, which needs no charge."""
     if isinstance(node, jinja2.nodes.Const):
         return not isinstance(node.value, str) or len(node.value) < CHARS_PER_STEP
     if isinstance(node, jinja2.nodes.List | jinja2.nodes.Tuple):

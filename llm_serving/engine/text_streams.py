@@ -86,7 +86,7 @@ class TextStreams:
                 text, stop_string = stream.detokenizer.append(token_ids)
             else:
                 text, stop_string = _last_text(stream, token_ids)
-        except Exception as error:  # a detokenizer that fails ends only its own request
+        except Exception as error:  # if a detokenizer fails, only its own request ends
             self._log.error("a detokenizer failed", request_id=request.request_id, traceback=traceback.format_exc())
             update.error = f"the text could not be decoded: {error}"
             self._end(request, FinishReason.ERROR, now)

@@ -66,7 +66,7 @@ class FastTokenizer(Tokenizer):
             self._tokenizer = _fast_tokenizer(files)
         except CheckpointError:
             raise
-        except Exception as reason:  # the library ``tokenizers`` raises plain Exception
+        except Exception as reason:  # the library ``tokenizers`` raises errors of class Exception
             raise CheckpointError(f"{source}: not a valid {files.vocabulary.name}: {reason}") from reason
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -204,7 +204,8 @@ class SentencePieceTokenizer(Tokenizer):
         return (*files.added_tokens, *named)
 
     def _piece_id(self, piece: str) -> int | None:
-        token_id: int = self._processor.piece_to_id(piece)  # an unknown piece gets the id of the unknown token
+        # For an unknown piece, ``piece_to_id`` returns the id of the unknown token.
+        token_id: int = self._processor.piece_to_id(piece)
         return token_id if self._processor.id_to_piece(token_id) == piece else None
 
     def _end_of_text(self, files: TokenizerFiles, name: str, default: int) -> int | None:

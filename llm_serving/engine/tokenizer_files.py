@@ -118,7 +118,10 @@ def _token_text(value: object) -> str | None:
 
 
 def _added_tokens(folder: Path, settings: Mapping[str, object]) -> tuple[AddedToken, ...]:
-    """Read ``added_tokens_decoder``, or the older ``added_tokens.json`` (text -> id). The result is in order of id."""
+    """Read ``added_tokens_decoder``, or the older file ``added_tokens.json`` ({text: id}).
+
+    Returns the tokens in order of id.
+    """
     source = f"{folder / 'tokenizer_config.json'}: added_tokens_decoder"
     entries = settings.get("added_tokens_decoder") or {}
     tokens = []
