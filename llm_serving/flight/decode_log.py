@@ -195,7 +195,7 @@ class DecodeLog:
         return DUE if len(run.times_us) >= self._max_iterations or now >= self.due else LOGGED
 
     def stop(self) -> None:
-        """Stops logging until ``begin`` is called. The present iteration may be incomplete."""
+        """Stops logging until ``begin`` is called. The present loop iteration may be recorded only in part."""
         run = self._run
         if run is not None and self._iteration_results:
             self._end_iteration(run, has_ended=False)

@@ -116,7 +116,7 @@ class _Arrivals:
                 self._token(arrival, step.sample_positions[index], index in answer.ends, answer.now, name)
 
     def _token(self, arrival: Arrival, position: int, is_ending: bool, now: float, name: int | None) -> None:
-        # The step's result is void. A later step computes the token again.
+        # If the position is not the next one, the step's result is void. A later step computes the token again.
         if position != arrival.num_output_tokens:
             return
         arrival.num_output_tokens += 1

@@ -65,7 +65,7 @@ class Journal:
 
     @property
     def num_steps(self) -> int:
-        """Number of recorded steps."""
+        """Number of scheduled steps that have been recorded."""
         return self._num_steps + self.decode_log.num_steps
 
     # The next methods record the calls of ``schedule`` and ``update`` that the decode log has refused.

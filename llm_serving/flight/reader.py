@@ -23,7 +23,7 @@ from llm_serving.flight.steps import RecordedStep, StepReader
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """A call of ``add_request``, or of ``place_request`` if it has an ``arrival_index``."""
+    """A recorded call of ``Scheduler.add_request``, or of ``place_request`` if it has an ``arrival_index``."""
 
     now: float
     """Engine time of the latest call that has a time, in seconds."""
@@ -41,7 +41,10 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A call of ``release_requests``, which moved the requests with these numbers to another replica."""
+    """A recorded call of ``Scheduler.release_requests``.
+
+    It moved the requests with these numbers to another replica.
+    """
 
     now: float
     numbers: list[int]
@@ -49,7 +52,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A call of ``schedule``. If it returned no step, ``wakeup`` is the time to call it again."""
+    """A recorded call of ``Scheduler.schedule``. If it returned no step, ``wakeup`` is the time to call it again."""
 
     now: float
     step: RecordedStep | None
@@ -60,7 +63,7 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A call of ``update`` with the result of a step."""
+    """A recorded call of ``Scheduler.update`` with the result of a step."""
 
     now: float
     seq: int
@@ -80,7 +83,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A call of ``finish_request`` or ``abort_request``.
+    """A recorded call of ``Scheduler.finish_request`` or ``abort_request``.
 
     ``number`` is None if the scheduler did not know the request id.
     """
@@ -93,7 +96,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class AgentLost:
-    """A call of ``agent_lost``."""
+    """A recorded call of ``Scheduler.agent_lost``."""
 
     now: float
     state: list[int]
@@ -102,7 +105,7 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True)
 class FailedAll:
-    """A call of ``fail_all``."""
+    """A recorded call of ``Scheduler.fail_all``."""
 
     now: float
     num_ended: int
@@ -111,9 +114,9 @@ class FailedAll:
 
 @dataclass(frozen=True, slots=True)
 class TookEnded:
-    """A call of ``take_ended``.
+    """A recorded call of ``Scheduler.take_ended``.
 
-    It has the numbers of requests that ``schedule`` ended because their deadline had passed.
+    It has the numbers of the requests that ``schedule`` ended because their deadline had passed.
     """
 
     now: float
@@ -122,7 +125,7 @@ class TookEnded:
 
 @dataclass(frozen=True, slots=True)
 class VoidSteps:
-    """A call of ``void_steps``."""
+    """A recorded call of ``Scheduler.void_steps``."""
 
     now: float
     seqs: list[int]
@@ -130,7 +133,7 @@ class VoidSteps:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """A call in which the scheduler raised an unexpected error."""
+    """A recorded call in which the scheduler raised an unexpected error."""
 
     now: float
     call: Tag
@@ -192,10 +195,11 @@ class Stretch:
 
 
 def read_recording(path: Path) -> list[Stretch]:
-    """Reads a segment file or a folder of segments. Returns sequences of segments without a gap, the oldest first.
+    """Reads a segment file or a folder of segments. Returns the stretches, the oldest first.
 
-    If the folder has recordings of several replicas, the sequences of replica 0 come first. Raises FlightRecordingError
-    if there is no segment, or if a file is not a segment.
+    A stretch has consecutive segments of one run without a gap. If the folder has recordings of several replicas, the
+    stretches of replica 0 come first. Raises FlightRecordingError if there is no segment, or if a file is not a
+    segment.
     """
     if folders := replica_folders(path):
         return [stretch for folder in folders for stretch in read_recording(folder)]

@@ -58,7 +58,7 @@ class FlightRecorder:
 
     @property
     def num_steps(self) -> int:
-        """Number of recorded steps."""
+        """Number of scheduled steps that have been recorded."""
         return self._journal.num_steps
 
     @property

@@ -79,7 +79,7 @@ class StepReader:
         self._last: dict[StepKind, RecordedStep] = {}
 
     def step(self, record: list[Any]) -> RecordedStep:
-        """Returns the step of a record."""
+        """Returns the step that a record describes."""
         seq, code, batch, starts, positions, blocks, moves, restarts, histories, reason = record
         kind = _KINDS[code]
         last = self._last.get(kind)
