@@ -21,9 +21,9 @@ class BlockPool:
     """Blocks ``1 .. num_blocks - 1`` with reference counts. A block is free when each of its holders has freed it.
 
     A free block may still be cached. Then its entry in ``index`` describes its content, and ``share`` can take the
-    block again. ``allocate`` takes free blocks that are not cached first, the last freed one first, because it may
-    still be in the device's caches. If more blocks are needed, ``allocate`` evicts cached blocks. The cached block that
-    was freed first is evicted first.
+    block again. ``allocate`` first takes free blocks that are not cached. It starts with the block that was freed last,
+    because this block may still be in the device's caches. If more blocks are needed, ``allocate`` evicts cached
+    blocks. The cached block that was freed first is evicted first.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -87,12 +87,12 @@ class KVCacheManager:
 
     @property
     def prefix_hit_tokens(self) -> int:
-        """Number of looked-up tokens that were found in the prefix cache."""
+        """Number of tokens that were looked up and found in the prefix cache."""
         return self._prefix_cache.num_hit_tokens if self._prefix_cache is not None else 0
 
     @property
     def num_reserved_tokens(self) -> int:
-        """Number of KV positions in all block tables. The positions of a block that is in two tables count twice."""
+        """Number of KV positions in all block tables. If a block is in two tables, its positions count twice."""
         if self._contiguous is not None:
             return (self._contiguous.num_usable_blocks - self._contiguous.num_free_blocks) * self.block_size
         return (self._pool.num_holds - self._copies.num_under_way) * self.block_size
@@ -187,10 +187,7 @@ class KVCacheManager:
         return adoption
 
     def end_copies(self, copies: Iterable[BlockCopy]) -> None:
-        """Ends the copies of a step that has completed or will never run.
-
-        Their source blocks are no longer held for them.
-        """
+        """Ends the copies of a step that has completed or will never run. Removes the holds on their source blocks."""
         self._copies.end(copies)
 
     @property

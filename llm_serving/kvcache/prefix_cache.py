@@ -50,7 +50,7 @@ class PrefixMatch:
         return self.num_pending_tokens > 0
 
     def snapshot(self) -> list[Any]:
-        """Returns the match as plain data."""
+        """Returns the match as plain data: numbers, bytes and lists."""
         tail = None if self.tail is None else [self.tail.block, self.tail.entry, self.tail.num_tokens]
         return [self.blocks.copy(), self.entries.copy(), self.num_tokens, tail, self.num_pending_tokens]
 
@@ -196,7 +196,7 @@ class PrefixCache:
         )
 
     def restore_chain(self, state: dict[str, Any], salt: bytes) -> PrefixChain:
-        """Returns the chain that ``PrefixChain.snapshot`` saved, and announces its blocks again."""
+        """Restores the prefix chain that ``PrefixChain.snapshot`` saved, and announces its blocks again."""
         chain = self.new_chain([], salt)
         chain.restore(state)
         for index in range(chain.announce_begin, chain.announce_end):
@@ -240,8 +240,8 @@ class PrefixCache:
     def _num_current(self, blocks: list[int], entries: list[int]) -> int:
         """Returns the number of blocks before the first one whose content has changed.
 
-        ``blocks`` and ``entries`` have the same length. The content is unchanged if the block still has its index
-        entry.
+        ``entries[i]`` is the earlier index entry of ``blocks[i]``. The content of a block is unchanged while it has
+        this entry.
         """
         entries_now = self._index.entries
         if [entries_now[block] for block in blocks] == entries:

@@ -65,7 +65,7 @@ class PrefixIndex:
         return (best, best_tokens) if best_tokens else None
 
     def num_tokens(self, block: int) -> int:
-        """Returns the number of tokens in the entry of a block."""
+        """Returns the number of tokens that a block's index entry describes."""
         return len(self._contents[block]) // TOKEN_BYTES
 
     def add(self, block: int, content: bytes, parent: Parent, block_hash: bytes = b"") -> None:
@@ -85,7 +85,10 @@ class PrefixIndex:
             del siblings[0]
 
     def forget(self, block: int) -> None:
-        """Removes the entry of a block. Lookups can then no longer find the blocks that follow it in a sequence."""
+        """Removes the entry of a block.
+
+        Lookups can then no longer find the blocks that follow this block in a sequence.
+        """
         self.entries[block] = NO_ENTRY
         block_hash, parent = self._hashes[block], self._parents[block]
         if block_hash:
