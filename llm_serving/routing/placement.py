@@ -51,7 +51,7 @@ class Placed(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica and its suitability for the first request of the router's queue."""
+    """A replica as a candidate for the first request of the router's queue: its load, cached tokens and capacity."""
 
     index: int
     load: int

@@ -23,9 +23,9 @@ MAX_GROUPS = 4096
 
 
 class Placer:
-    """Decides for the first request of the router's queue when it goes to a replica, and to which one.
+    """Decides when the first request of the router's queue goes to a replica, and to which replica.
 
-    ``intake`` is the router's queue, and ``entries`` has all requests of the router by id.
+    ``intake`` has the router's queue. ``entries`` has all requests of the router by id.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ from llm_serving.scheduler.slo_order import make_order
 
 
 class Router:
-    """Accepts requests for several ``schedulers``, which must be new and have equal limits."""
+    """The router for several ``schedulers``, which must be new and have equal limits."""
 
     def __init__(self, schedulers: Sequence[Scheduler], routing: Routing = Routing.PREFIX) -> None:
         self.limits: SchedulerLimits = schedulers[0].limits
@@ -130,7 +130,7 @@ class Router:
         return placed
 
     def schedule(self, replica: RoutedReplica, now: float) -> ScheduledStep | None:
-        """Moves waiting requests to replicas that can start them, then returns the next step of ``replica``."""
+        """Places waiting requests at replicas that can start them, then returns the next step of ``replica``."""
         for sequence in self._intake.expire(now):
             del self._entries[sequence.request.request_id]
         self._placer.place(now)
@@ -153,7 +153,10 @@ class Router:
         return updates
 
     def agent_lost(self, replica: RoutedReplica, now: float, *, blameless: bool = False) -> None:
-        """Moves the requests of a replica whose agents are lost back to the queue. Other replicas may serve them."""
+        """Moves the requests of a replica whose agents are lost back to the router's queue.
+
+        Other replicas may serve them.
+        """
         replica.scheduler.agent_lost(now, blameless=blameless)
         replica.is_live = False
         self._take_ended(replica)
@@ -187,7 +190,7 @@ class Router:
         self._intake.end(entry.sequence, reason, now)
 
     def _forget(self, entry: Entry) -> None:
-        """Removes a placed request that has ended from the router."""
+        """Forgets a placed request, because it has ended."""
         request_id = entry.request.request_id
         del self._entries[request_id], self._intake.sequences[request_id]
         if entry.replica is not None:
