@@ -204,7 +204,7 @@ class OutputLengthPredictor(Stateful):
         self._groups.setdefault(group, _Lengths(self._window)).add(num_output_tokens)
 
     def predict(self, num_output_tokens: int, max_output_tokens: int) -> int:
-        """Predicts the final length of an output that has ``num_output_tokens`` now and has not ended.
+        """Predicts the final length of an output that has ``num_output_tokens`` tokens now and has not ended.
 
         The prediction is more than ``num_output_tokens`` and at most ``max_output_tokens``.
         """

@@ -15,7 +15,7 @@ from llm_serving.scheduler.state import SchedulerState
 
 
 class _NoBatching(BatchingMode):
-    """One request runs at a time, from its prompt to its last token."""
+    """No batching: one request runs at a time, from its prompt to its last token."""
 
     def may_start(self, sequence: Sequence, now: float, *, joins_step: bool) -> bool:
         return self._state.num_started == 0

@@ -230,7 +230,7 @@ class StepComposer(Stateful):
         sequences that have a block.
 
         If no block is free, this method preempts a running sequence (``RunningSet.victim``). If steps in flight will
-        free enough blocks, it preempts none. The sequence without a block is then left out of this step.
+        free enough blocks, it preempts none and leaves the sequence out of this step.
         """
         running = self._state.running
         in_need = running.in_need_of_block(ready)

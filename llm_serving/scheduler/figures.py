@@ -41,7 +41,7 @@ class Figures:
 
     @classmethod
     def of(cls, state: SchedulerState, preemption: Preemption) -> Figures:
-        """Returns the present counts of a scheduler."""
+        """Returns the present figures of a scheduler."""
         intake, running, kv_cache, num_swapped = state.intake, state.running, state.kv_cache, len(state.swapped)
         return cls(
             running=len(running),

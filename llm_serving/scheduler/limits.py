@@ -1,4 +1,4 @@
-"""The limits and modes of a scheduler, and the check whether a request can ever fit them."""
+"""The limits and modes of a scheduler, and the check whether a request can ever be served within them."""
 
 from __future__ import annotations
 

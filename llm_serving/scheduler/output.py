@@ -13,10 +13,10 @@ in each step:
   the host. The last token of the sequence is never ``LAST_TOKEN`` in this step. Until the next restart of the batch
   row, the sequence's block table only grows at the end.
 * Several sequences may read a block. A block that a step writes, by tokens or by a move, belongs to one sequence only.
-* Steps are sent in the order of ``seq``, which increases by one. PREFILL and MIXED steps run in this order, and so do
-  DECODE steps. A DECODE step may overtake a PREFILL or MIXED step, or the other way round, without any change of the
-  tokens. A MOVE step may overtake other steps. No other step in flight uses the blocks that it writes, and completed
-  steps wrote the blocks that it reads.
+* Steps are sent in the order of ``seq``, which increases by one. PREFILL and MIXED steps run in this order among
+  themselves. DECODE steps also run in this order among themselves. The order between the two groups may change, and
+  does not change the tokens. A MOVE step may overtake other steps. No other step in flight uses the blocks that it
+  writes, and completed steps wrote the blocks that it reads.
 * Blocks in ``moves`` stay with their sequences until the step completes.
 """
 

@@ -77,8 +77,8 @@ class Quarantine(Stateful):
 def note_loss(flights: Iterable[InFlightStep]) -> Sequence | None:
     """Marks the requests of steps in flight as suspects, because their agent was lost.
 
-    If only one request was in flight and it was a suspect before, returns this request, which must end with an error.
-    Otherwise returns None.
+    If a single request was in flight and was already a suspect, returns this request. The caller must end it with an
+    error. Otherwise returns None.
     """
     sequences = dict.fromkeys(
         sequence for flight in flights for sequence in flight.sequences if not sequence.request.is_finished

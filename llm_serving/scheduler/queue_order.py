@@ -153,7 +153,7 @@ class QueueOrder(Stateful):
         return False
 
     def learn(self, overhead_s: float, seconds_per_token: float) -> None:
-        """Updates ``estimate``, the learnt time of a prefill step."""
+        """Updates ``estimate``, the learned time of a prefill step."""
 
     def _find(self, sequence: Sequence) -> _PriorityClass | None:
         priority = sequence.request.priority

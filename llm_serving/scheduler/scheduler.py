@@ -7,7 +7,7 @@ result. The following statements always hold:
 * Running sequences are in order of arrival. The oldest is preempted only if it runs alone, so one sequence always
   advances.
 * For a running sequence after its prefill: ``num_computed_tokens == num_tokens + num_inflight_tokens - 1``. The next
-  decode step writes the keys and values of the last sampled token, which is at that position.
+  decode step writes the keys and values of the last sampled token at position ``num_computed_tokens``.
 * The tokens of a sequence depend on its own tokens only. Preemption, the prefix cache and the size of chunks change no
   bit of the keys and values. So they do not change the next token.
 
@@ -173,8 +173,9 @@ class Scheduler:
         return len(self._intake.sequences) - len(self._running) - len(self._state.swapped)
 
     def counts(self) -> tuple[int, int, int, int, int, int, int]:
-        """Returns the figures ``running``, ``waiting``, ``free_blocks``, ``preemptions``, ``steps_in_flight``,
-        ``swapped`` and ``swaps`` at a lower cost."""
+        """Returns seven figures at a lower cost than ``figures``: ``running``, ``waiting``, ``free_blocks``,
+        ``preemptions``, ``steps_in_flight``, ``swapped`` and ``swaps``.
+        """
         preemption, num_running, num_swapped = self._preemption, len(self._running), len(self._state.swapped)
         return (
             num_running,

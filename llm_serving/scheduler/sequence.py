@@ -31,7 +31,7 @@ class SequenceState(enum.Enum):
 class Sequence:
     """One sequence in the scheduler, with its blocks and its steps in flight.
 
-    Known tokens are the prompt and the output tokens whose values the server has received.
+    The sequence's known tokens are its prompt and the output tokens that the server has received.
     """
 
     request: Request

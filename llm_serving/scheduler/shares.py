@@ -19,11 +19,11 @@ class WaitingShares:
         self._waiting: dict[str, int] = {}
 
     def enter(self, tenant: str) -> None:
-        """Counts a request that begins to wait."""
+        """Records that a request of ``tenant`` begins to wait."""
         self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
 
     def leave(self, tenant: str) -> None:
-        """Counts a request that waits no longer."""
+        """Records that a request of ``tenant`` no longer waits."""
         left = self._waiting[tenant] - 1
         if left:
             self._waiting[tenant] = left

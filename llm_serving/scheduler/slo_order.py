@@ -253,7 +253,7 @@ class SloStarts(Stateful):
 
 
 def make_order(limits: SchedulerLimits) -> QueueOrder:
-    """Creates the order in which requests start."""
+    """Creates the object that orders the waiting requests, as the policy in ``limits`` demands."""
     if limits.policy is Policy.SLO:
         return SloOrder(limits.ttft_objective, fairness=limits.fairness)
     return QueueOrder(fairness=limits.fairness)

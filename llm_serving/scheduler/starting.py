@@ -141,7 +141,8 @@ class Starter:
         Returns None if it can.
         """
         if sequence.request.is_suspect:
-            return BlockReason.BATCH  # only the quarantine may start a suspect
+            # Only class ``Quarantine`` may start a suspect (a request that may have killed an agent).
+            return BlockReason.BATCH
         if self._state.goes_after_preempted(sequence):
             return BlockReason.PREEMPTED_FIRST
         if is_new and not self._batching.may_start(sequence, now, joins_step=bool(plan)):

@@ -41,7 +41,7 @@ class SchedulerState(Stateful):
 
     @property
     def page_use(self) -> float:
-        """Fraction of the blocks that sequences hold, 0 to 1."""
+        """Fraction of the blocks that block tables or copies hold, from 0 to 1."""
         usable = self.kv_cache.num_usable_blocks
         return (usable - self.kv_cache.num_free_blocks) / usable
 
@@ -72,7 +72,7 @@ class SchedulerState(Stateful):
         return bool(self.swapped) and (is_new or self.swapped[0].arrival_index < sequence.arrival_index)
 
     def add_swapped(self, sequence: Sequence) -> None:
-        """Adds a sequence whose blocks are on the host."""
+        """Adds a sequence to the swapped sequences, because its blocks are on the host."""
         insort(self.swapped, sequence, key=_arrival_index)
 
     def note_ended(self, sequence: Sequence) -> None:
@@ -109,7 +109,7 @@ class InFlightSteps(Stateful):
 
     @property
     def num_compute_steps(self) -> int:
-        """Number of steps in flight except MOVE steps."""
+        """Number of steps in flight without MOVE steps, which only copy blocks."""
         return self.num_prefill_steps + self.num_decode_steps
 
     def __iter__(self) -> Iterator[InFlightStep]:
