@@ -105,8 +105,8 @@ class IncrementalDetokenizer:
     """The text of one growing sequence.
 
     The joined pieces equal ``tokenizer.decode`` of all ids, with one exception. If the last character is unfinished,
-    the pieces omit it, but ``decode`` returns U+FFFD for it. Each longest sequence of invalid UTF-8 bytes becomes one
-    U+FFFD.
+    the pieces omit it, but ``decode`` returns U+FFFD for it. Invalid UTF-8 bytes also become U+FFFD, one for each
+    maximal invalid part, as in Python's decoder.
 
     SentencePiece puts a space before the first word of a text. This space is removed only if the prompt is empty or
     ends with a special token. Otherwise the space separates the prompt from the first word of the output.
