@@ -122,7 +122,7 @@ class SegmentHeader:
     def from_map(cls, values: Any, file: Path) -> SegmentHeader:
         """Returns the header that is stored as a map.
 
-        Raises FlightRecordingError if the map is no header or of another version.
+        Raises FlightRecordingError if the map is not a header, or if this program cannot read its format version.
         """
         names = {declared.name for declared in fields(cls)}
         if not isinstance(values, dict) or not names <= values.keys():

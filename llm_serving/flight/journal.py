@@ -141,9 +141,9 @@ class Journal:
             self.flush()
 
     def add_request(self, request: Request, *, refused: bool) -> tuple[int, bytes | None]:
-        """Gives a new request a number.
+        """Gives a new request a number. Returns this number and the packed pseudonyms of the request's tokens.
 
-        Returns the number, and the pseudonyms of its tokens or None if the recording has no pseudonyms.
+        The pseudonyms are None if the recording has none.
         """
         self._stop_log()
         num_requests = sum(self._scheduler.counts()[:2])

@@ -58,7 +58,7 @@ class TokenNames:
         return None if names is None else names.tolist()
 
     def forget(self, request: Request) -> None:
-        """Forgets a known request."""
+        """Removes the pseudonyms of a request's tokens from memory."""
         del self._names[request]
         del self._chains[request]
 
@@ -107,7 +107,7 @@ class KnownRequests:
         return None if known is None else known[0]
 
     def forget(self, request_id: str) -> None:
-        """Forgets a known request."""
+        """Removes the number and the pseudonyms of a request from memory."""
         number, request = self._requests.pop(request_id)
         self._on_forget(number)
         if self.names is not None:
@@ -120,5 +120,5 @@ class KnownRequests:
                 self.forget(request_id)
 
     def settle_endings(self) -> None:
-        """Recomputes ``endings``, so that it has no token ids of forgotten requests."""
+        """Recomputes ``endings``, the token ids that may end a known request. Ids of forgotten requests are removed."""
         self.endings = set().union(*(ending_tokens(request) for _, request in self._requests.values()))

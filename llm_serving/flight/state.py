@@ -56,7 +56,7 @@ class ReplayCodec:
     def block_contents(self, index: PrefixIndex) -> list[bytes]:
         """Returns the packed tokens of each block by block id.
 
-        If the block before it is no longer cached, zeros replace its tokens.
+        If the parent of a block (the block before it) is no longer cached, zeros replace the tokens of the block.
         """
         contents = [b""] * len(index.entries)
         known: set[int | bytes] = set()

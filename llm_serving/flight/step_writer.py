@@ -137,7 +137,7 @@ class StepWriter:
     def _new_batch(
         self, step: ScheduledStep, number_of: Callable[[Request], int], table_lens: list[int]
     ) -> list[object]:
-        """Returns the record of a step whose sequences differ from those of the latest step of its kind."""
+        """Returns the record of a step that does not have the same sequences as the latest step of the same kind."""
         self._note_growth()
         numbers = [number_of(request) for request in step.requests]
         last = self._latest = self._last[step.kind] = _Last(
