@@ -30,8 +30,8 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 def root_hash(namespace: bytes, salt: bytes, block_hash: BlockHash = blake2b_128) -> bytes:
     """Returns the root of a chain of block hashes. Only requests with equal roots share blocks.
 
-    ``namespace`` identifies everything except the tokens that keys and values depend on, for example the model.
-    ``salt`` is a request's value that keeps its blocks apart from those of other requests.
+    Keys and values depend on the tokens, the model, the weights and the cache format. ``namespace`` identifies all of
+    these except the tokens. ``salt`` is a request's value that keeps its blocks apart from those of other requests.
     """
     return block_hash(len(namespace).to_bytes(4, "little") + namespace + salt)
 

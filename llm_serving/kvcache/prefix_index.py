@@ -53,7 +53,8 @@ class PrefixIndex:
         return block if block is not None and self.holds(block, content, parent) else None
 
     def find_tail(self, parent: Parent, wanted: bytes) -> tuple[int, int] | None:
-        """Finds the block with parent ``parent`` whose first tokens match the most first tokens of ``wanted``.
+        """Finds the block after ``parent`` that has the longest common beginning with ``wanted``, which is packed
+        tokens.
 
         Returns the block and the number of matching tokens, or None if no block has a matching first token.
         """
