@@ -165,7 +165,9 @@ class Router:
     # Ends
 
     def _take_ended(self, replica: RoutedReplica) -> None:
-        """Takes the last updates of requests that the replica's scheduler has ended without a call of the engine."""
+        """Takes the last updates of requests that the replica's scheduler has ended by itself, for example at their
+        deadline.
+        """
         ended = replica.scheduler.take_ended()
         if ended:
             self._note_updates(ended)
