@@ -89,7 +89,7 @@ class _PrefixSupply(BlockSupply):
     def _match(self, sequence: Sequence) -> PrefixMatch:
         """Returns the cached prefix of a waiting sequence.
 
-        Reuses the previous lookup if no block supply change has happened since.
+        Reuses the result of the previous lookup if blocks have not changed since.
         """
         known = sequence.prefix_match
         if known is not None and known[0] == self._num_changes:

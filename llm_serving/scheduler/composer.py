@@ -210,8 +210,8 @@ class StepComposer(Stateful):
         return sorted(chosen, key=lambda sequence: sequence.arrival_index)
 
     def _limit_history(self, ready: list[Sequence]) -> list[Sequence]:
-        """Removes sequences from a decode step whose token histories exceed the capacity of the step. Later steps take
-        them.
+        """Limits the token histories of a decode step to the step's capacity. Sequences that exceed it are left for
+        later steps.
 
         Only a sequence with penalties that comes back from the host sends its history in a decode step.
         """

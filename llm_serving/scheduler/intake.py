@@ -126,8 +126,9 @@ class Intake(Stateful):
         return bool(self._ended)
 
     def take_ended(self) -> list[RequestUpdate]:
-        """Returns the last updates of requests that the scheduler has ended without a call of the engine, since the
-        last call.
+        """Returns the last updates of requests that the scheduler has ended by itself, for example at their deadline.
+
+        Each update is returned once.
         """
         ended, self._ended = self._ended, []
         return ended

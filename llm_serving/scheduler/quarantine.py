@@ -29,7 +29,10 @@ LOSSES_TO_STAY_ALONE = 3
 
 
 class Quarantine(Stateful):
-    """Makes the steps of one suspect at a time. ``swapper`` is None if there is no host pool."""
+    """Makes the steps of one suspect (a request that may have killed an agent) at a time.
+
+    ``swapper`` is None without a host pool.
+    """
 
     STATE = ("_suspect",)
 

@@ -144,8 +144,7 @@ class Scheduler:
         return self._lifecycle.end_all(list(self._intake.sequences.values()), error, now)
 
     def take_ended(self) -> list[RequestUpdate]:
-        """Returns the last updates of requests that the scheduler has ended without ``finish_request``, since the last
-        call.
+        """Returns the last updates of requests that the scheduler has ended by itself. Each update is returned once.
 
         ``schedule`` ends requests at their deadline. ``agent_lost`` ends a suspect that has lost its agent a second
         time.

@@ -164,8 +164,8 @@ class Slo(MixedPolicy):
         return self._model.seconds(pace.num_decoding, pace.num_context_tokens, budget) / budget
 
     def _is_late_at(self, token_s: float, now: float) -> bool:
-        """Returns True if prompts were computed at ``token_s`` seconds per prompt token and one that can still be on
-        time would be late.
+        """Returns True if prompts that take ``token_s`` seconds per token would make a prompt late that can still be on
+        time.
         """
         state = self._state
         ahead = 0

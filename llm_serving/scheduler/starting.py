@@ -60,7 +60,7 @@ class BatchingMode(Stateful):
         """Records that a request starts."""
 
     def note_no_capacity(self) -> None:
-        """Records that a request could not start, although it may, because no batch row or too few blocks are free."""
+        """Records that the batching mode let a request start, but that no batch row or too few blocks were free."""
 
 
 class Admission(Stateful):

@@ -82,7 +82,7 @@ class SchedulerState(Stateful):
         self.no_capacity = None  # capacity must be checked again, because the request without capacity may be this one
 
     def wake_at(self, deadline: float) -> None:
-        """Requests that ``schedule`` is called at ``deadline`` at the latest."""
+        """Ensures that ``schedule`` is called at ``deadline`` at the latest."""
         self.wakeup = deadline if self.wakeup is None else min(self.wakeup, deadline)
 
 

@@ -158,9 +158,9 @@ class Swapper(Stateful):
         return self._send(moves, sequences, StepReason.SWAP_OUT) if moves else None
 
     def _move_in(self) -> ScheduledStep | None:
-        """Returns a MOVE step that brings the oldest swapped sequences back, or None.
+        """Returns a MOVE step that brings swapped sequences back, the oldest first, or None.
 
-        Stops when capacity is missing.
+        The step has as many sequences as there is capacity for.
         """
         state = self._state
         sequences: list[Sequence] = []
