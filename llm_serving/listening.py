@@ -60,7 +60,7 @@ def listen_unix(path: str, mode: int, *, backlog: int) -> Iterator[socket.socket
     with contextlib.closing(listener):
         try:
             _remove_abandoned(path)
-            os.fchmod(listener.fileno(), mode)  # ``bind`` creates the socket file with this mode
+            os.fchmod(listener.fileno(), mode)  # before ``bind``, which then creates the file with this mode
             listener.bind(path)
             os.chmod(path, mode)  # some systems ignore the mode that was set before ``bind``
             listener.listen(backlog)

@@ -235,7 +235,7 @@ class _Charges(jinja2.visitor.NodeTransformer):
         return self._filter(jinja2.nodes.List(node.nodes, lineno=node.lineno), _CONCAT)
 
     def _with_charged_arguments(self, node: Any) -> jinja2.nodes.Node:
-        """Charge the unpacked items of a call: ``args`` and ``kwargs`` in ``name(*args, **kwargs)``."""
+        """Count the unpacked items of a call against the work budget of the template: ``*args`` and ``**kwargs``."""
         self.generic_visit(node)
         if node.dyn_args is not None:
             node.dyn_args = self._filter(node.dyn_args, _EACH)

@@ -10,7 +10,8 @@ namespace {
 
 using Head = std::vector<double>;
 
-// Returns one head of a token's queries, keys and values, after RMSNorm if the model normalises queries and keys.
+// Returns one head of a token. The heads of a row are all queries, then all keys, then all values. RMSNorm is applied to
+// a query or key head if the model normalises it, never to a value head.
 Head load_head(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
   Head x(static_cast<size_t>(args.dim));
   const int64_t first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;

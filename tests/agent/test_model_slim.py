@@ -53,9 +53,9 @@ def put(name: str, place: tuple[int, ...], value: float) -> Change:
 
 
 def as_bits(name: str, first: int | None = None) -> Change:
-    """Returns a change that stores a float32 tensor as int64 bits.
+    """Returns a change that stores a float32 tensor as int64: each integer is the 32-bit pattern of one float.
 
-    ``first`` replaces the first element, if it is given.
+    If ``first`` is given, this integer replaces the first element.
     """
 
     def change(tensors: Tensors, config: dict[str, Any]) -> None:

@@ -138,7 +138,9 @@ def test_quantised_formats_of_the_native_operators(tmp_path: Path) -> None:
 
 
 def test_a_wide_native_output_layer_is_quantised_only_if_agents_divide_it(tmp_path: Path) -> None:
-    """WeightQuantBatchMatmul accepts at most 65535 outputs: not all 100000, but the half that each of two agents has.
+    """WeightQuantBatchMatmul accepts at most 65535 outputs.
+
+    So it refuses the 100000 outputs of this layer, but it accepts the 50000 outputs of each of two agents.
     """
     folder = write_model_folder(tmp_path / "wide", vocab_size=100_000)
     layers, norms, output = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 2 * 2 * 64 + 64, 100_000 * 64

@@ -1,4 +1,4 @@
-"""Tests that each figure follows its definition exactly."""
+"""Tests percentiles, summaries and latencies of ``telemetry/statistics.py``, which the server and the tools share."""
 
 import random
 

@@ -57,9 +57,9 @@ def test_slow_steps_come_together() -> None:
 
 
 def test_a_draw_for_an_earlier_time_keeps_the_state() -> None:
-    """If two steps are sent together, the time of the later step may be drawn first.
+    """If two steps are sent together, the simulator may draw the random factor of the later step first.
 
-    Both are in the same slow period.
+    The draw for the earlier step must then return the same factor, because both steps lie in the same slow period.
     """
     spread = Spread(QUANTILES, 1.0, 10.0)
     draws = spread.draws(random.Random(1))

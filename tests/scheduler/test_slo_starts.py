@@ -1,6 +1,6 @@
-"""Tests when late requests start under policy ``slo``.
+"""Tests when requests that are already late start under policy ``slo``.
 
-They must not start in waves while requests on time arrive.
+Many late requests must not start at the same time, because new requests, which are still on time, would then wait.
 """
 
 from __future__ import annotations
