@@ -132,7 +132,8 @@ class _Launcher:
         log.event("server_start", version=__version__, pid=os.getpid(), config=asdict(config))
         for line in unused_lines(config.unused):
             log.event("settings_unused", message=line)
-        metrics = Metrics()
+        use_vllm_names = config.telemetry_config.vllm_metric_names
+        metrics = Metrics(vllm_model=config.model_name if use_vllm_names else None)
         keys = os.environ.get(ENVIRONMENT_VARIABLE, "")
         tls = self._tls = open_tls(settings, log)
         access = self._access = open_access(settings, keys, log, metrics.access_refused, rotation)

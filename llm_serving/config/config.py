@@ -19,6 +19,7 @@ from llm_serving.config.sections import (
     PagedAttentionConfig,
     SchedulerConfig,
     ServingConfig,
+    TelemetryConfig,
     TokenizerConfig,
     WarmupInputsConfig,
 )
@@ -58,6 +59,7 @@ class Config:
     stored_weight_group: int = 1
     """Number of inputs of a linear layer that share a scale in the checkpoint. 1: each output has one scale for all its
     inputs, or there are no scales."""
+    telemetry_config: TelemetryConfig = field(default_factory=TelemetryConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     notes: tuple[str, ...] = ()
     """Messages for the log about contradicting values. Each message names the value that is used."""

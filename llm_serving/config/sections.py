@@ -439,6 +439,18 @@ class LogConfig:
     )
 
 
+
+@dataclass(frozen=True, slots=True)
+class TelemetryConfig:
+    """Metrics for other systems, see `docs/observability.md`."""
+
+    vllm_metric_names: bool = own(
+        False,
+        "Repeat metrics in `/metrics` under the names of vLLM. vLLM's dashboards and the Gateway API Inference "
+        "Extension then work without changes.",
+    )
+
+
 SECTIONS: dict[str, type] = {
     "model_config": ModelConfig,
     "serving_config": ServingConfig,
@@ -450,5 +462,6 @@ SECTIONS: dict[str, type] = {
     "parallel_config": ParallelConfig,
     "scheduler_config": SchedulerConfig,
     "log_config": LogConfig,
+    "telemetry_config": TelemetryConfig,
 }
 """Maps the name of each YAML section to its dataclass, in the order of the documentation."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 from llm_serving.constraints.step_masks import StepMasks
@@ -109,10 +110,12 @@ class Replica:
             self._log.error("a step failed", step=result.seq, reason=result.error, **self.log_fields)
         if broken := broken_requests(result, updates):
             self._note_not_finite(step, result, broken)
+        began = perf_counter()
         outputs = self._texts.outputs(updates, result, now)
+        detokenise_s = perf_counter() - began
         if result.aborted:
             return outputs
-        self._metrics.step(step, result, now - sent)
+        self._metrics.step(step, result, now - sent, detokenise_s)
         self._num_completed += 1
         if result.error is None:
             self.num_steps += 1

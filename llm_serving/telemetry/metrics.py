@@ -16,6 +16,7 @@ from llm_serving.scheduler.output import ScheduledStep, StepResult
 from llm_serving.telemetry.receipt import BlockReason
 from llm_serving.telemetry.status import EngineStatus
 from llm_serving.telemetry.status_metrics import DroppedLinesCollector, StatusCollector
+from llm_serving.telemetry.vllm_names import VllmCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -25,6 +26,7 @@ _STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
+_TEXT = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
 _HOST = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 
 
@@ -34,8 +36,12 @@ class Metrics:
     The engine calls a method at most once for each step or once for each request.
     """
 
-    def __init__(self, *, process: bool = True) -> None:
-        """If ``process`` is True, the metrics include memory, CPU time and open files of this process."""
+    def __init__(self, *, process: bool = True, vllm_model: str | None = None) -> None:
+        """If ``process`` is True, the metrics include memory, CPU time and open files of this process.
+
+        ``vllm_model``: the exposition repeats metrics under the names of vLLM, with this value of the label
+        ``model_name``. None: it does not.
+        """
         self.registry = CollectorRegistry(auto_describe=True)
         self._engine_counters()
         self._engine_histograms()
@@ -64,6 +70,10 @@ class Metrics:
         self.registry.register(self._present)
         if process:
             ProcessCollector(registry=self.registry)
+        self._vllm_names: CollectorRegistry | None = None
+        if vllm_model is not None:
+            self._vllm_names = CollectorRegistry()
+            self._vllm_names.register(VllmCollector(self.registry, vllm_model))
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(name, meaning, labels, registry=self.registry)
@@ -156,6 +166,16 @@ class Metrics:
             _HOST,
         )
         step = histogram("llm_serving_step_seconds", "Time from sending a step to its result.", _STEP, "kind")
+        self._sampling = histogram(
+            "llm_serving_step_sampling_seconds",
+            "Time in which the agent chose the tokens of a step. With several agents, the longest one.",
+            _TEXT,
+        )
+        self._detokenise = histogram(
+            "llm_serving_step_detokenise_seconds",
+            "Time in which the engine thread turned the tokens of a step into text. The device may work meanwhile.",
+            _TEXT,
+        )
         size = histogram("llm_serving_step_sequences", "Sequences in a step.", _BATCH, "kind")
         tokens = self._counter("llm_serving_step_tokens", "Tokens computed, by kind of step.", "kind")
         kinds = ("prefill", "decode", "mixed", "move")
@@ -167,8 +187,11 @@ class Metrics:
 
     # The engine calls the following methods.
 
-    def step(self, step: ScheduledStep, result: StepResult, seconds: float) -> None:
-        """Count a step whose result arrived ``seconds`` after the step was sent."""
+    def step(self, step: ScheduledStep, result: StepResult, seconds: float, detokenise_seconds: float) -> None:
+        """Count a step whose result arrived ``seconds`` after the step was sent.
+
+        ``detokenise_seconds`` is the time in which its tokens became text.
+        """
         duration, size, tokens = self._step[step.kind.value]
         duration.observe(seconds)
         size.observe(step.num_seqs)
@@ -177,6 +200,8 @@ class Metrics:
         sampled = len(ids) - ids.count(-1) - ids.count(NOT_FINITE)
         if sampled:
             self._generated_tokens.inc(sampled)
+            self._sampling.observe(result.sample_us / 1e6)
+            self._detokenise.observe(detokenise_seconds)
         if result.checked_row:
             self.self_check("row", "passed")
         if result.fetched_bytes:
@@ -252,4 +277,5 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""
-        return generate_latest(self.registry)
+        own = generate_latest(self.registry)
+        return own if self._vllm_names is None else own + generate_latest(self._vllm_names)

@@ -222,7 +222,7 @@ def test_metrics_of_every_agent(server, engine):
 def test_the_engines_metrics():
     metrics = Metrics(process=False)
     step = ScheduledStep(seq=1, kind=StepKind.PREFILL, rows=[0, 1], token_ids=[5, 6, 7])
-    metrics.step(step, StepResult(seq=1, sampled_ids=[9, -1]), 0.25)
+    metrics.step(step, StepResult(seq=1, sampled_ids=[9, -1], sample_us=500), 0.25, 0.0625)
     metrics.first_token(0.1)
     timings = RequestTimings(
         queue=0.1, prefill=0.2, decode=0.25, swapped=0.25, e2e=0.9, ttft=0.3, delivery=0.1, tpot=0.2,
@@ -240,6 +240,8 @@ def test_the_engines_metrics():
     value = metrics.registry.get_sample_value
     assert value("llm_serving_step_seconds_sum", {"kind": "prefill"}) == 0.25
     assert value("llm_serving_step_sequences_sum", {"kind": "prefill"}) == 2
+    assert value("llm_serving_step_sampling_seconds_sum") == 0.0005
+    assert value("llm_serving_step_detokenise_seconds_sum") == 0.0625
     assert value("llm_serving_step_tokens_total", {"kind": "prefill"}) == 3
     assert value("llm_serving_generated_tokens_total") == 1
     assert value("llm_serving_prompt_tokens_total") == 10

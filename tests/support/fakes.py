@@ -254,8 +254,9 @@ class RecordingMetrics:
     def self_check(self, check: str, result: str) -> None:
         self.checks.append((check, result))
 
-    def step(self, step: ScheduledStep, result: StepResult, seconds: float) -> None:
+    def step(self, step: ScheduledStep, result: StepResult, seconds: float, detokenise_seconds: float) -> None:
         assert seconds >= 0
+        assert detokenise_seconds >= 0
         assert result.seq == step.seq
         self.steps.append((step.kind.value, step.num_seqs, step.num_tokens))
 

@@ -9,6 +9,7 @@ from llm_serving.routing.placement import Placed
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.npu_metrics import NpuCollector
 from llm_serving.telemetry.npu_smi import Chip
+from llm_serving.telemetry.vllm_names import VLLM_NAMES
 
 INTRODUCTION = """\
 # Metrics
@@ -20,6 +21,16 @@ For operators who build dashboards and alerts. [Operations](operations.md#metric
 `GET /metrics` returns these metrics in Prometheus' text format. Times are in seconds. A histogram has the series
 `..._bucket`, `..._sum` and `..._count`.
 
+"""
+
+VLLM_INTRODUCTION = """
+## Names of vLLM
+
+With `telemetry_config.vllm_metric_names: true`, `GET /metrics` repeats these metrics under vLLM's names. They have the
+labels `model_name` and `engine` (always `0`). [Observability](observability.md#names-of-vllm) has an example.
+
+| metric | copy of | further label | difference to vLLM |
+|---|---|---|---|
 """
 
 
@@ -47,7 +58,17 @@ def metrics_page() -> str:
         labels = ", ".join(_label(label, family) for label in declared.get(family.name) or _labels(family))
         rows[_section(name)].append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |\n")
     header = "| metric | type | labels | meaning |\n|---|---|---|---|\n"
-    return INTRODUCTION + "\n".join(f"## {title}\n\n{header}{''.join(lines)}" for title, lines in rows.items())
+    sections = [f"## {title}\n\n{header}{''.join(lines)}" for title, lines in rows.items()]
+    return INTRODUCTION + "\n".join(sections) + _vllm_names()
+
+
+def _vllm_names() -> str:
+    rows = (
+        f"| `{row.name}` | `{row.source}` |{f' {row.label[1]} = {row.label[0]} ' if row.label else ' '}"
+        f"| {row.difference} |\n"
+        for row in VLLM_NAMES
+    )
+    return VLLM_INTRODUCTION + "".join(rows)
 
 
 def _section(name: str) -> str:

@@ -1,0 +1,107 @@
+"""The names under which vLLM's dashboards and the Gateway API Inference Extension look for the server's metrics.
+
+``VLLM_NAMES`` has one row for each of these names. The metrics are copies that are made at each scrape, so that both
+names always show the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+ENGINE = "0"
+"""Value of the label ``engine``. The metrics of all replicas together are those of one engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmName:
+    """One name of vLLM for a metric of this server. Names are those in the exposition, with ``_total``."""
+
+    name: str
+    source: str
+    label: tuple[str, str] | None = None
+    """Old and new name of the label that is kept. The samples of all other labels are added."""
+    difference: str = ""
+    """How the meaning of the values differs from that of vLLM, for the documentation."""
+
+
+_MEAN = "the mean of each request, not one value for each token"
+
+VLLM_NAMES = (
+    VllmName("vllm:num_requests_running", "llm_serving_requests_running"),
+    VllmName("vllm:num_requests_waiting", "llm_serving_requests_waiting"),
+    VllmName("vllm:kv_cache_usage_perc", "llm_serving_kv_usage_ratio"),
+    VllmName("vllm:gpu_cache_usage_perc", "llm_serving_kv_usage_ratio"),
+    VllmName(
+        "vllm:time_to_first_token_seconds",
+        "llm_serving_time_to_first_token_seconds",
+        difference="streamed requests only; the time ends when the bytes are on the socket",
+    ),
+    VllmName("vllm:time_per_output_token_seconds", "llm_serving_time_per_output_token_seconds", difference=_MEAN),
+    VllmName("vllm:inter_token_latency_seconds", "llm_serving_time_per_output_token_seconds", difference=_MEAN),
+    VllmName("vllm:request_time_per_output_token_seconds", "llm_serving_time_per_output_token_seconds"),
+    VllmName("vllm:e2e_request_latency_seconds", "llm_serving_request_seconds"),
+    VllmName("vllm:request_queue_time_seconds", "llm_serving_queue_seconds"),
+    VllmName("vllm:request_prompt_tokens", "llm_serving_request_prompt_tokens"),
+    VllmName("vllm:request_generation_tokens", "llm_serving_request_output_tokens"),
+    VllmName(
+        "vllm:prompt_tokens_total",
+        "llm_serving_prompt_tokens_total",
+        difference="counted at the end of a request, not at its prefill",
+    ),
+    VllmName("vllm:generation_tokens_total", "llm_serving_generated_tokens_total"),
+    VllmName(
+        "vllm:request_success_total",
+        "llm_serving_requests_finished_total",
+        label=("reason", "finished_reason"),
+    ),
+    VllmName("vllm:num_preemptions_total", "llm_serving_preemptions_total"),
+    VllmName("vllm:prefix_cache_queries_total", "llm_serving_prefix_cache_query_tokens_total"),
+    VllmName("vllm:prefix_cache_hits_total", "llm_serving_prefix_cache_hit_tokens_total"),
+)
+"""All names. ``vllm:lora_requests_info`` is missing, because the server has no adapters."""
+
+
+class VllmCollector(Collector):
+    """Copies the metrics of ``registry`` to the names of vLLM, with the labels ``model_name`` and ``engine``."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._registry = registry
+        self._labels = {"model_name": model_name, "engine": ENGINE}
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        sources = {_exposed_name(family): family for family in self._registry.collect()}
+        for row in VLLM_NAMES:
+            if row.source in sources:  # the engine's gauges are missing until the engine has a status
+                yield self._copy(row, sources[row.source])
+
+    def _copy(self, row: VllmName, source: Metric) -> Metric:
+        """Return ``source`` under another name. Samples that then have the same labels are added."""
+        name = row.name.removesuffix("_total") if source.type == "counter" else row.name
+        values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        for sample in source.samples:
+            suffix = sample.name.removeprefix(source.name)
+            if suffix == "_created":
+                continue
+            labels = dict(self._labels)
+            if row.label is not None:
+                labels[row.label[1]] = sample.labels[row.label[0]]
+            if "le" in sample.labels:
+                labels["le"] = sample.labels["le"]
+            key = name + suffix, tuple(labels.items())
+            values[key] = values.get(key, 0.0) + sample.value
+        copy = Metric(name, f"{source.documentation} A copy of {row.source}.", source.type)
+        copy.samples = [Sample(sample_name, dict(labels), value) for (sample_name, labels), value in values.items()]
+        return copy
+
+
+def _exposed_name(family: Metric) -> str:
+    return f"{family.name}_total" if family.type == "counter" else family.name
