@@ -64,7 +64,7 @@ async def _start(state: ServerState, request: Request) -> Response:
             raise UnavailableError(
                 reasons if is_local else "The agents could not start a profile; see the server's log.", "profile_failed"
             )
-        running.folder, loop = folder, asyncio.get_running_loop()
+        running.folder, running.last, loop = folder, None, asyncio.get_running_loop()
         running.timer = loop.call_later(body.max_seconds, lambda: loop.create_task(_stop_late(state)))
     state.log.event("profile_start", folder=folder, agents=len(agents), max_seconds=body.max_seconds)
     return json_response({"folder": folder, "agents": len(agents), "max_seconds": body.max_seconds})

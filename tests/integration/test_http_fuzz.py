@@ -16,6 +16,7 @@ def test_fuzz_requests_get_no_5xx_and_change_no_text(server):
     found = fuzz_http(server, requests=300, seed=50_000)
     assert found.failures == []
     assert found.hangs == []
+    assert server.post("/profile/stop", {})["error"]["code"] == "profile_conflict", "the run leaves no profile running"
     assert found.text_is_equal
     assert found.statuses[200] > 30
     assert found.statuses[400] > 30

@@ -11,10 +11,10 @@ PROMPT = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
 def test_a_profile_has_steps_and_operators_and_changes_no_token(server):
     before = server.post("/v1/completions", PROMPT)["choices"][0]["text"]
     started = server.post("/profile/start", {"max_seconds": 120})
-    assert started["agents"] == 1
+    assert started.get("agents") == 1, started
     folder = Path(started["folder"])
     assert folder.parent == server.folder / "profiles"
-    assert server.post("/profile/start", {})["status"] == 409
+    assert server.post("/profile/start", {}).get("status") == 409
     during = server.post("/v1/completions", PROMPT)["choices"][0]["text"]
     stopped = server.post("/profile/stop", {})
     after = server.post("/v1/completions", PROMPT)["choices"][0]["text"]
@@ -31,5 +31,5 @@ def test_a_profile_has_steps_and_operators_and_changes_no_token(server):
     assert max(counts.values()) >= 12, f"every step launches each operator: {counts}"
     assert sum(operator["total_ms"] for operator in agent["operators"]) <= agent["graph_us"] / 1000
     assert list(Path(agent["folder"]).rglob("trace_view.json"))
-    assert server.post("/profile/stop", {})["status"] == 409
+    assert server.post("/profile/stop", {}).get("status") == 409
     assert server.events("profile_stop")[-1]["folder"] == str(folder)

@@ -49,6 +49,14 @@ def test_a_profile_stops_by_itself(server, calls):
     assert server.http.post("/profile/stop").status_code == 409
 
 
+def test_a_new_profile_forgets_the_last_one(server, calls):
+    """The result of a profile that stopped by itself is not the answer to the stop of a later profile."""
+    server.app.state.profile.last = {"folder": "an old one", "agents": [AGENT]}
+    folder = server.http.post("/profile/start").json()["folder"]
+    assert server.http.post("/profile/stop").json()["folder"] == folder
+    assert server.http.post("/profile/stop").status_code == 409
+
+
 @pytest.mark.parametrize("seconds", [0, 601, "60", True])
 def test_wrong_times_are_refused(server, calls, seconds):
     answer = server.post("/profile/start", {"max_seconds": seconds})

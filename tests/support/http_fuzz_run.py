@@ -66,7 +66,10 @@ class HttpFindings:
 
 
 def fuzz_http(server: ServerProcess, requests: int, seed: int, clients: int = 6) -> HttpFindings:
-    """Send ``requests`` random requests from several clients, and return the findings."""
+    """Send ``requests`` random requests from several clients, and return the findings.
+
+    Stops the profile that a random request may have started.
+    """
     found, port = HttpFindings(), int(server.url.rsplit(":", 1)[1])
     drawing = RequestDrawing(server.get("/openapi.json"), server.get("/v1/models")["data"][0]["id"])
     expected = server.post("/v1/completions", _CHECK)["choices"]
@@ -99,6 +102,7 @@ def fuzz_http(server: ServerProcess, requests: int, seed: int, clients: int = 6)
             if not at_warm_up and start >= WARM_UP * requests:
                 at_warm_up = process.memory_info().rss
     found.growth_mib = max(0, process.memory_info().rss - at_warm_up) / 2**20
+    server.post("/profile/stop", {})
     server.wait_until_idle()
     found.text_is_equal = server.post("/v1/completions", _CHECK)["choices"] == expected
     return found
