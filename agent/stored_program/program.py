@@ -18,7 +18,10 @@ _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1, "int
 
 
 class ProgramError(Exception):
-    """Raised if launches cannot be stored, or if stored launches cannot be used. The text gives the reason."""
+    """Raised if the operator launches of a step cannot be stored in a file, or cannot be used by a later start.
+
+    The text gives the reason.
+    """
 
 
 class StoredArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -109,7 +109,8 @@ float linear_element(const LinearArgs& args, const LinearWeights& w, const Quant
   return w.header.biased != 0 ? product + w.bias(column) : product;
 }
 
-// Quantises a row with the static scales and offsets of a weight's inputs. `poison` is NaN if a value is not finite.
+// Quantises a row with the static scales and offsets of a weight's inputs. `poison` is NaN if a value of the row is not
+// finite, and a number otherwise. NaN becomes the scale of the row, so that all its outputs are NaN.
 void quantize_static_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t row,
                          const PackedWeightHeader& header, float poison) {
   const StaticInputs inputs = static_inputs_of(&header);

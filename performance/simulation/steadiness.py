@@ -63,10 +63,11 @@ class Try:
 
     @property
     def unrest(self) -> float:
-        """How far this try is from steady: above 1, it must not be compared with a simulation.
+        """How unsteady the machine was during this run. Above 1, the run must not be compared with a simulation.
 
-        The difference between the probes and the time of other processes are each divided by their tolerance. The
-        larger ratio is returned.
+        Short measurements before and after the run, the probes, show whether the speed of the machine changed. Their
+        difference is divided by ``TOLERANCE``. The fraction of time that other processes took is divided by
+        ``OTHERS_TOLERANCE``. The larger of the two ratios is returned.
         """
         return max(self.distance / TOLERANCE, self.others / OTHERS_TOLERANCE)
 

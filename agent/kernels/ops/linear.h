@@ -263,8 +263,9 @@ static inline int64_t blob_bytes(const PackedWeightHeader& header) {
          (header.static_inputs != 0 ? static_bytes(shape, header.depth) : 0);
 }
 
-// Returns the first part of a weight in parts. The function next_part() returns the part that follows `part`. A part
-// occupies packed_weight_bytes(), rounded up to a multiple of 64.
+// A weight in parts is a header, followed by several packed weights, the parts. A part occupies packed_weight_bytes(),
+// rounded up to a multiple of 64. first_part() returns the first part of the blob, and next_part() returns the part
+// behind its argument.
 static inline const void* first_part(const void* blob) {
   return static_cast<const char*>(blob) + sizeof(PackedWeightHeader);
 }

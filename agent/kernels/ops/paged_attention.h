@@ -187,7 +187,8 @@ static inline int64_t task_end(const RotaryAttentionArgs& args, const PagedTask&
   return smaller(task.end_part * kPartition, visible_keys(args, task.seq, task.first_row + task.rows - 1));
 }
 
-// Returns the number of heads whose rows form one block of rows.
+// The kernel computes kBlockRows query rows at a time. If a head has fewer rows, the rows of several heads are computed
+// together. Returns the number of these heads.
 static inline int64_t heads_together(const PagedTask& task) { return larger(1, kBlockRows / task.rows); }
 
 // Returns the number of cache blocks that are prefetched together. A task with few rows per head mostly waits for

@@ -60,6 +60,7 @@ struct RotaryAttentionArgs {
   bool int8_cache;    // false: the cache has elements of dtype
   // Set by the checks: true if a sequence may read a block that another sequence writes in this step.
   bool write_first;
+  // True: only the attention runs. qkv has rotated queries, and the keys and values are stored (see above).
   bool ready;
   // Only used with `ready`. True: cache blocks have the layout of this operator. False: the layout of the primitives.
   bool laid_out;
