@@ -83,6 +83,15 @@ class SamplingParams:
     )
     stop: tuple[str, ...] = _parameter((), "Strings that end the text.", max_items=16, max_chars=256)
     stop_token_ids: frozenset[int] = _parameter(frozenset(), "Token ids that end the text.", max_items=64)
+    min_tokens: int = _parameter(
+        0, "Minimum number of tokens before an end token or a stop string ends the text.", low=0, high=1 << 30
+    )
+    allowed_token_ids: frozenset[int] = _parameter(
+        frozenset(), "Only these tokens are generated; all if not set.", max_items=16384
+    )
+    bad_words: tuple[str, ...] = _parameter(
+        (), "Words whose tokens are not generated.", max_items=256, max_chars=256
+    )
     ignore_eos: bool = _parameter(False, "Continues after the model's end token.")
     include_stop_str_in_output: bool = _parameter(False, "Keeps the stop string in the text.")
     skip_special_tokens: bool = _parameter(True, "Leaves special tokens out of the text.")

@@ -121,7 +121,10 @@ class IncrementalDetokenizer:
         include_stop_str_in_output: bool = False,
         prompt_token_ids: Sequence[int] = (),
         shown_token_ids: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
     ) -> None:
+        """``stop`` strings are not searched in the text of the first ``min_tokens`` tokens."""
+        self._min_tokens = min_tokens
         self._table = tokenizer.table
         self._skip = tokenizer.table.special - shown_token_ids if skip_special_tokens else frozenset()
         self._decoder = _Utf8Decoder("replace")
@@ -147,6 +150,7 @@ class IncrementalDetokenizer:
             include_stop_str_in_output=sampling.include_stop_str_in_output,
             prompt_token_ids=prompt_token_ids,
             shown_token_ids=sampling.shown_token_ids,
+            min_tokens=sampling.min_tokens,
         )
 
     def append(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
@@ -168,7 +172,7 @@ class IncrementalDetokenizer:
             text = self._text_of(token_id)
             if not text:
                 continue
-            if self._matcher is None:
+            if self._matcher is None or self.num_tokens <= self._min_tokens:
                 pieces.append(text)
                 continue
             pieces.append(self._matcher.feed(text))

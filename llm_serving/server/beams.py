@@ -19,6 +19,9 @@ _SAMPLING: dict[str, tuple[object, ...]] = {
     **{each.name: (None, each.default) for each in SAMPLER_PARAMETERS if each.name not in ("temperature", "seed")},
     "top_k": (None, 0, -1),
     "stop": ((),),
+    "min_tokens": (None, 0),
+    "allowed_token_ids": (None,),
+    "bad_words": ((),),
 }
 """Sampling fields that a beam search ignores, each with the values that have no effect. Other values are refused."""
 

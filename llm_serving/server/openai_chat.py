@@ -43,6 +43,7 @@ from llm_serving.server.sampling import Choice, base_sampling, make_choices
 from llm_serving.server.scheduling import tenant_of
 from llm_serving.server.sse import EventStream
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
+from llm_serving.server.token_rules import with_token_rules
 from llm_serving.server.tool_fields import ToolFields
 
 
@@ -141,9 +142,10 @@ async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> tu
         top_logits=body.top_logprobs or 0,
         shown_token_ids=frozenset() if plan is None else plan.shown_token_ids,
     )
-    constraint = await answer_constraint(
+    grammar = await answer_constraint(
         state, body, body, plan, ignore_eos=params.ignore_eos, beams=bool(body.use_beam_search)
     )
+    constraint = await with_token_rules(state, params, max_tokens, grammar)
     return make_choices(state.settings, request_id, [prompt], [(params, max_tokens)], n, body.seed, constraint), plan
 
 

@@ -34,6 +34,7 @@ from llm_serving.server.scheduling import tenant_of
 from llm_serving.server.sse import EventStream
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 from llm_serving.server.structured import compiled_grammar
+from llm_serving.server.token_rules import with_token_rules
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -126,7 +127,8 @@ async def _choices(state: ServerState, body: CompletionRequest, request_id: str)
         maximum = max_output_tokens(len(prompt.token_ids), body.max_tokens, state.settings, "max_tokens")
         sampling.append((params, min(wanted, maximum)))
     grammar = await compiled_grammar(state, body, ignore_eos=params.ignore_eos, beams=bool(body.use_beam_search))
-    return make_choices(state.settings, request_id, prompts, sampling, n, body.seed, grammar)
+    constraint = await with_token_rules(state, params, min(most for _, most in sampling), grammar)
+    return make_choices(state.settings, request_id, prompts, sampling, n, body.seed, constraint)
 
 
 def _choice(generation: Generation, body: CompletionRequest, answer: Answer) -> dict[str, Any]:

@@ -24,22 +24,22 @@ from llm_serving.server.structured_fields import StructuredFields
 from llm_serving.server.tool_fields import EarlierCall
 from llm_serving.server.validation import LaxModel, StrictModel, short
 
-_MAX_STOP_STRINGS, _MAX_STOP_CHARS = PARAMETERS["stop"].max_items or 0, PARAMETERS["stop"].max_chars or 0
 
-
-def _stop_strings(value: object) -> object:
-    """Return the field ``stop``, a string or a list of strings, as a tuple. Number and lengths are limited."""
+def _strings(value: object, info: ValidationInfo) -> object:
+    """Return a field that is a string or a list of strings as a tuple. The table limits number and lengths."""
     if value is None:
         return ()
+    parameter = PARAMETERS[info.field_name or ""]
+    max_items, max_chars = parameter.max_items or 0, parameter.max_chars or 0
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
         raise PydanticCustomError("string_type", "should be a string or a list of strings")
-    if len(strings) > _MAX_STOP_STRINGS:
-        raise PydanticCustomError("stop_count", f"should hold at most {_MAX_STOP_STRINGS} strings, not {len(strings)}")
+    if len(strings) > max_items:
+        raise PydanticCustomError("stop_count", f"should hold at most {max_items} strings, not {len(strings)}")
     for text in strings:
-        if not 0 < len(text) <= _MAX_STOP_CHARS:
+        if not 0 < len(text) <= max_chars:
             raise PydanticCustomError(
-                "stop_length", f"should hold strings of 1 to {_MAX_STOP_CHARS} characters, not {len(text)}"
+                "stop_length", f"should hold strings of 1 to {max_chars} characters, not {len(text)}"
             )
     return tuple(strings)
 
@@ -59,12 +59,22 @@ Seed = Annotated[int | None, _parameter("seed")]
 MaxTokens = Annotated[int | None, _parameter("max_tokens")]
 Name = Annotated[str | None, Field(max_length=MAX_NAME_CHARS)]
 TokenIds = Annotated[list[int], Field(max_length=PARAMETERS["stop_token_ids"].max_items, fail_fast=True)]
-StopStrings = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_stop_strings),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
-    Field(description=f"{PARAMETERS['stop'].meaning} At most {_MAX_STOP_STRINGS}."),
+AllowedTokenIds = Annotated[
+    list[int], Field(min_length=1, max_length=PARAMETERS["allowed_token_ids"].max_items, fail_fast=True)
 ]
+_Strings = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_strings),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
+]
+
+
+def _described(name: str) -> Any:
+    """Return the pydantic field of a sampling parameter with strings."""
+    return Field(description=f"{PARAMETERS[name].meaning} At most {PARAMETERS[name].max_items}.")
+
+
+StopStrings = Annotated[_Strings, _described("stop")]
 
 IGNORED = frozenset(
     {
@@ -106,6 +116,9 @@ class SamplingFields(SchedulingFields, StructuredFields, StrictModel):
     seed: Seed = None
     stop: StopStrings = ()
     stop_token_ids: Annotated[TokenIds | None, _parameter("stop_token_ids")] = None
+    min_tokens: Annotated[int | None, _parameter("min_tokens")] = None
+    allowed_token_ids: Annotated[AllowedTokenIds | None, _parameter("allowed_token_ids")] = None
+    bad_words: Annotated[_Strings, _described("bad_words")] = ()
     ignore_eos: Annotated[bool | None, _parameter("ignore_eos")] = None
     skip_special_tokens: Annotated[bool | None, _parameter("skip_special_tokens")] = None
     include_stop_str_in_output: Annotated[bool | None, _parameter("include_stop_str_in_output")] = None

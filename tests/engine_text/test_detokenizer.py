@@ -157,6 +157,20 @@ def test_held_back_text_comes_with_the_flush(tokenizers):
     assert detokenizer.flush() == ""
 
 
+def test_a_stop_string_counts_only_after_the_minimum_of_tokens(tokenizers):
+    tokenizer = tokenizers["llama2"]
+    ids = tokenizer.encode("a b a b", add_special_tokens=False)
+    for min_tokens in range(len(ids) + 1):
+        sampling = SamplingParams(stop=("b",), min_tokens=min_tokens)
+        detokenizer = IncrementalDetokenizer.for_request(tokenizer, [300], sampling)
+        pieces = [detokenizer.append([one]) for one in ids]
+        before = tokenizer.decode(ids[:min_tokens])
+        later = tokenizer.decode(ids)[len(before) :]
+        ended = [index for index, (_, stop) in enumerate(pieces) if stop is not None]
+        assert bool(ended) == ("b" in later)
+        assert all(index >= min_tokens for index in ended)
+
+
 def test_the_stop_string_can_be_kept(tokenizers):
     tokenizer = tokenizers["byte_level"]
     sampling = SamplingParams(stop=("fox",), include_stop_str_in_output=True)

@@ -102,6 +102,39 @@ def test_choices_of_one_request_have_a_constraint_each(server: ServerProcess) ->
     assert len(set(texts)) > 1
 
 
+def test_rules_about_tokens_hold_alone_and_together(server: ServerProcess) -> None:
+    allowed = [2, *range(300, 312)]
+    bodies: list[dict[str, Any]] = []
+    for seed in range(12):
+        body = {"prompt": [1, 310 + seed], "max_tokens": 40, "seed": seed, "temperature": seed % 2, "logprobs": 1}
+        rules = {"allowed_token_ids": allowed, "min_tokens": 30} if seed % 3 else {"max_tokens": 30}
+        bodies.append(body | rules | {"return_token_ids": True})
+
+    def choice(body: dict[str, Any]) -> Any:
+        return server.post("/v1/completions", body)["choices"][0]
+
+    alone = [choice(body) for body in bodies]
+    for body, answer in zip(bodies, alone, strict=True):
+        if "min_tokens" in body:
+            assert set(answer["token_ids"]) <= set(allowed)
+            assert 2 not in answer["token_ids"][:30]
+            assert len(answer["token_ids"]) >= 30
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        assert list(pool.map(choice, bodies)) == alone
+    server.wait_until_idle()
+
+
+def test_bad_words_do_not_occur(plain: ServerProcess) -> None:
+    body = {"prompt": [1, 310], "max_tokens": 60, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    free = plain.post("/v1/completions", body)["choices"][0]["token_ids"]
+    words = [plain.post("/detokenize", {"tokens": free[at : at + 2]})["text"] for at in (3, 20)]
+    forms = [plain.post("/tokenize", {"prompt": word, "add_special_tokens": False})["tokens"] for word in words]
+    tokens = plain.post("/v1/completions", body | {"bad_words": words})["choices"][0]["token_ids"]
+    assert tokens != free
+    for form in forms:
+        assert all(tokens[at : at + len(form)] != form for at in range(60))
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with running_server(tmp_path_factory.mktemp("plain"), ["serving_config.agent_ports=[0]"]) as server:
