@@ -91,9 +91,9 @@ def test_options_become_keys_of_the_config() -> None:
 
 
 def test_the_ceiling_of_int4_depends_on_its_operators() -> None:
-    """Native operators multiply floats by int4 for both ``int4`` and ``int4_weight_only``.
+    """With native operators, the products of formats ``int4`` and ``int4_weight_only`` multiply floats by int4.
 
-    Fused ones multiply integers.
+    With fused operators, the products of format ``int4`` multiply integers by int4.
     """
     for op_table, weights, products in (
         ("fused", "int4", "int4"),

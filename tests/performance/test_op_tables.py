@@ -1,4 +1,4 @@
-"""Tests the comparison of native and fused operators, with real agents of the embedded model."""
+"""Tests the benchmark that compares native and fused operators. It runs real agents with the embedded model."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ def test_a_ratio_above_the_limit_sets_the_exit_code(
 def test_native_int4_is_compared_with_fused_weight_only_int4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Native int4 has no limit relative to fused int4, because fused int4 also quantises activations.
+    """The benchmark compares native int4 with fused weight-only int4, because both multiply bfloat16 by int4.
 
-    The measured times are replaced by fixed values. Other tests run these engines.
+    Fused int4 also quantises activations. Therefore the limit of the ratio does not apply to native int4 over fused
+    int4. The measured times are replaced by fixed values. Other tests run these engines.
     """
     planted = dict.fromkeys(op_tables_main.FIGURES, 1.5)
     monkeypatch.setattr(op_tables_main, "offline_engine", nullcontext)

@@ -1,4 +1,4 @@
-"""Tests the benchmark that compares servers with and without self-checks, keys and audit log.
+"""Tests the benchmark that compares servers with and without self-checks, API keys and audit log.
 
 A scripted server replaces the real one.
 """

@@ -28,9 +28,9 @@ def test_slo_keeps_its_goodput_under_overload() -> None:
 
 
 def test_slo_keeps_its_goodput_when_objectives_limit_the_rows() -> None:
-    """About a hundred of 256 batch rows keep 50 ms between tokens.
+    """About a hundred of the 256 batch rows can get a token every 50 ms, which is the objective.
 
-    An additional request would be late itself and would delay another request.
+    With one more running request, that request and another one would miss the objective.
     """
     settings = [
         "model_config.weight_format=int8",

@@ -35,17 +35,18 @@ def test_an_output_ends_where_the_workload_specifies() -> None:
 def test_host_time_matters_only_while_the_device_waits() -> None:
     host = replace(NO_TIME, accept_s=0.25, to_agent_s=0.125, from_agent_s=0.125, deliver_s=0.5)
     outcome = VirtualServer(limits(), FlatDevice(), OpenLoop([ask(5, 4)], [0.0]), host).run()
-    # The first times: request accepted, step sent, prefill completed, result received, piece delivered. Later steps are
-    # already in the queue.
+    # The first piece has five delays, which are 3 s together: request accepted, step sent, prefill run, result
+    # received, piece delivered. Each later piece arrives one decode step after the one before, because its step already
+    # waits in the agent's queue.
     assert list(outcome.records[0].piece_times) == [3.0, 4.0, 5.0, 6.0]
     alone = VirtualServer(limits(decode_steps_ahead=0), FlatDevice(), OpenLoop([ask(5, 4)], [0.0]), host).run()
     assert list(alone.records[0].piece_times) == [3.0, 4.25, 5.5, 6.75]
 
 
 def test_an_arriving_request_delays_the_running_step() -> None:
-    """The host needs 0.25 s to accept a request, and this delays the running step.
+    """The host needs 0.25 s to accept a request. This delays the step that runs on the device by 0.25 s.
 
-    A decode step runs from second 2 to 3, and the next one starts at 3.
+    Without the second request, one decode step runs from second 2 to 3, and the next one from 3 to 4.
     """
     host = replace(NO_TIME, interrupt_s=0.25)
     requests, first = [ask(5, 4), ask(5, 1)], {}
@@ -56,7 +57,8 @@ def test_an_arriving_request_delays_the_running_step() -> None:
         busy = PREFILL_S + 3 * DECODE_S + (PREFILL_S if due > 0.0 else 0.0)
         assert outcome.device_busy_s == busy + (0.25 if 0.0 < due < 20.0 else 0.0)
     assert first[-1.0] == first[20.0] == [2.0, 3.0, 4.0, 5.0]
-    # The last decode step is delayed, because the prefill of the second request was sent before it.
+    # The second request arrives at 2.5 s. Its prefill was sent before the last decode step of the first request, so
+    # that step runs after the prefill.
     assert first[2.5] == [2.0, 3.25, 4.25, 7.25]
     assert first[3.5] == [2.0, 3.0, 4.25, 5.25]
 
@@ -120,7 +122,8 @@ def test_rejected_requests_have_failed() -> None:
 
 
 def test_kv_waste_is_the_empty_part_of_the_last_blocks() -> None:
-    # The figure is sampled at every eighth decode step. Here, the sampled step has a sequence of 16 tokens.
+    # The share of wasted KV cache is measured at every eighth decode step. At the step that is measured here, the
+    # sequence has 16 tokens.
     outcome = run(OpenLoop([ask(8, 9)], [0.0]), block_size=16, num_blocks=8)
     assert outcome.kv_waste == 0.0
     outcome = run(OpenLoop([ask(8, 9)], [0.0]), block_size=32, num_blocks=4)

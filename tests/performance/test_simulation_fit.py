@@ -1,4 +1,7 @@
-"""Tests the fit of step times. It is exact if its terms describe the device, and its error is bounded otherwise."""
+"""Tests the fit of step times.
+
+The fit is exact if its terms describe the device. Otherwise, its error is bounded.
+"""
 
 import json
 import random
@@ -112,7 +115,10 @@ def test_the_fit_finds_the_coefficients_of_steps_without_noise() -> None:
 
 
 def test_the_fit_follows_a_curve_of_tiles() -> None:
-    """The measured times are in milliseconds, by number of decode rows. The kernel has tiles of 6 and of 13 rows."""
+    """``curve`` maps the number of decode rows of a step to its measured time in milliseconds.
+
+    The kernel computes rows in tiles of 6 and of 13, so the curve is not a straight line.
+    """
     curve = {6: 12.6, 8: 12.9, 9: 13.4, 10: 13.4, 11: 14.0, 12: 14.3, 13: 15.5, 14: 16.6, 15: 17.1, 16: 18.3, 20: 23.1}
     steps = [
         MeasuredStep(StepWork(StepKind.DECODE, rows, rows, rows, 0, 0), milliseconds / 1e3)

@@ -74,7 +74,8 @@ def test_the_fit_finds_the_time_to_accept_a_request(tmp_path: Path) -> None:
     recorded(tmp_path / "flight", [ask(3, 9)] * 9, [0.2 * index for index in range(9)], host)
     fit = fit_recording(tmp_path / "flight", CONFIG)
     assert fit.host.accept_s == pytest.approx(0.002, abs=1e-5)
-    # Each transfer gets half of the sum, because a recording shows only the sum of both transfers.
+    # A recording shows only the sum of the two transfer times, here 0.5 ms. The fit gives each transfer half of the
+    # sum.
     assert fit.host.deliver_s == fit.host.from_agent_s == pytest.approx(0.00025, abs=3e-5)
 
 
@@ -166,7 +167,10 @@ def test_the_fit_finds_how_long_slow_periods_last(tmp_path: Path, share: float, 
 
 
 def test_only_steps_within_the_repeated_loads_are_fitted(folder: Path) -> None:
-    """Only steps within the given spans of time are fitted. Other tests cover how repeated loads are scaled."""
+    """Only steps within the spans of time in ``spans`` are fitted. Each span is one repetition of a load.
+
+    Other tests cover how the times of repeated loads are scaled.
+    """
     whole = fit_recording(folder, CONFIG)
     spans = [(0.0, 1.5), (1.5, 3.0), (3.0, 4.5)]
     fit = fit_recording(folder, CONFIG, [spans])

@@ -1,4 +1,4 @@
-"""Tests loads that are measured between two probes of the machine's speed, with planted speeds.
+"""Tests load measurements between two probes of the machine's speed. The tests replace the probes by given speeds.
 
 If the speed changed during a load, the load runs again. The parts of a long load are joined.
 """
@@ -41,9 +41,10 @@ def a_run(start: float) -> LoadRun:
 
 
 def planted(slowdowns: list[float], most: int, others: Sequence[float] = ()) -> list[Try]:
-    """Returns the tries of a load on a machine with planted speeds.
+    """Runs a load until the machine's speed is steady, with given speeds, and returns all attempts.
 
-    ``slowdowns`` are the results of the speed probes. ``others`` are the fractions of processor time of other programs.
+    ``slowdowns`` are the results of the speed probes, in order. ``others`` has, for each attempt, the fraction of
+    processor time that other programs use. At most ``most`` attempts are made.
     """
     speeds: Iterator[float] = iter(slowdowns)
 

@@ -1,6 +1,6 @@
-"""Tests the comparison of the simulator with real runs.
+"""Tests the program that compares the simulator with real runs.
 
-It runs several servers, fits one model to all calibration runs, and compares each load.
+The program runs several servers, fits one model to all calibration runs, and compares each load.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tests a receipt. Its parts add up exactly to the total time.
+"""Tests the receipt of a request, which states where its time went.
 
-It keeps the reasons for waiting in bounded memory.
+The parts of a receipt add up exactly to the total time. A receipt keeps the reasons for waiting in bounded memory.
 """
 
 from __future__ import annotations
@@ -113,7 +113,10 @@ def test_the_most_frequent_blockers_are_kept() -> None:
 
 
 def test_all_waiting_requests_have_the_block_reason_of_the_first() -> None:
-    """The second request arrives while the first is blocked, so both have the same reasons. Both start at second 6."""
+    """The second request waits behind the first, which is blocked. So both receipts show the reasons of the first.
+
+    Both requests start at second 6.
+    """
     line = WaitingLine()
     first, second, third = Receipt(0.0), Receipt(2.0), Receipt(7.0)
     first.join(line)

@@ -1,4 +1,7 @@
-"""Tests the table of sampling parameters: HTTP, the step slot and the sampler in C++ agree with it."""
+"""Tests the table of sampling parameters.
+
+HTTP, the step slot in shared memory, and the C++ sampler agree with the table.
+"""
 
 from __future__ import annotations
 

@@ -16,22 +16,26 @@ def replica(index: int, load: int, cached: int = 0, *, fits: bool = True, is_ope
 @pytest.mark.parametrize(
     ("candidates", "chosen"),
     [
-        # Without cached tokens: the least load, then the first replica.
+        # No replica has cached tokens: the replica with the least load gets the request. If loads are equal, the first
+        # replica gets it.
         ([replica(0, 70), replica(1, 50)], (1, Placed.LOAD)),
         ([replica(0, 50), replica(1, 50)], (0, Placed.LOAD)),
-        # The longest cached prefix, if loads differ by at most 100 tokens or half of the least load.
+        # The replica with the longest cached prefix gets the request, if its load exceeds the least load by at most 100
+        # tokens or half of the least load.
         ([replica(0, 0, 16), replica(1, 100, 64)], (1, Placed.PREFIX)),
         ([replica(0, 0, 16), replica(1, 101, 64)], (0, Placed.LOAD)),
         ([replica(0, 1000, 16), replica(1, 1500, 64)], (1, Placed.PREFIX)),
         ([replica(0, 1000), replica(1, 1501, 64)], (0, Placed.LOAD)),
-        # The second longest prefix, if the replica with the longest prefix has too much load.
+        # The replica with the longest prefix has too much load, so the replica with the second longest prefix gets the
+        # request.
         ([replica(0, 0), replica(1, 101, 64), replica(2, 50, 32)], (2, Placed.PREFIX)),
-        # Equal prefixes: the least load.
+        # Both replicas have an equal prefix, so the one with less load gets the request.
         ([replica(0, 70, 64), replica(1, 50, 64)], (1, Placed.LOAD)),
-        # A request may wait behind others for a cached prefix, but not without capacity.
+        # A request may wait behind other requests at a replica that has its prefix. It may not wait at a replica
+        # without capacity.
         ([replica(0, 0), replica(1, 50, 64, is_open=False)], (1, Placed.PREFIX)),
         ([replica(0, 0), replica(1, 50, 64, fits=False)], (0, Placed.LOAD)),
-        # Equal prefixes: a replica whose next step can take the request.
+        # Both replicas have an equal prefix, so the one whose next step can take the request gets it.
         ([replica(0, 0, 64, is_open=False), replica(1, 50, 64)], (1, Placed.LOAD)),
         # No replica can start the request.
         ([replica(0, 0, is_open=False), replica(1, 50, is_open=False)], None),

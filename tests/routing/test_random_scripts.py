@@ -1,8 +1,8 @@
 """Runs the scheduler's random scripts on two and three replicas behind the router.
 
 After every event, ``RoutedSimulation`` checks that each request is in exactly one place and that all schedulers pass
-their checks. No replica is idle while a request waits. At the end, all blocks are free, and every text is the text of
-the request alone, even if several replicas computed it.
+their checks. No replica is idle while a request waits. At the end, all blocks are free, and each request has the text
+that it gets when it runs alone. This also holds if several replicas computed the text.
 """
 
 from __future__ import annotations

@@ -258,6 +258,7 @@ def test_requests_that_wait_at_a_replica_count_for_the_admission_limit() -> None
             simulation.add(ask(f"r{number}", 12, 8))
         simulation.schedule()
     waiting = [name for name in simulation.requests if name not in started(simulation)]
-    # Two requests in the queue, and on each replica one that was placed but found no free blocks.
+    # At most two requests wait in the queue. On each of the two replicas, one request waits that was placed there but
+    # found no free blocks.
     assert len(waiting) <= 4
     simulation.finish()

@@ -1,4 +1,7 @@
-"""Tests admission control: the estimate of the largest number of tokens, its limit, and a limit that is learnt."""
+"""Tests admission control, which limits the tokens that the running requests will hold together.
+
+The tests cover the estimate of the largest number of tokens, a fixed limit, and a limit that is learnt.
+"""
 
 from __future__ import annotations
 
@@ -105,8 +108,9 @@ def test_the_router_expects_the_lengths_of_recent_outputs() -> None:
 
 
 def crowded(admission: AimdAdmission, page_use: float) -> bool:
-    """Returns whether ``admission`` starts a request above every token limit, while this fraction of the blocks is in
-    use.
+    """Returns whether a request of a million tokens may start, which is more than every token limit.
+
+    ``page_use`` is the fraction of the blocks that are in use.
     """
     return admission.may_start(make_sequence(10**6, 0, 10), [make_sequence(10, 0, 10)], page_use)
 

@@ -1,9 +1,10 @@
 """Tests each pair and each triple of these: preemption, prefix hits, block borders and aborts.
 
-Two requests share a pool that is too small for both. ``young`` may begin like ``old``, so that it hits full cached
-blocks, or a part of a block. Its prompt ends directly before, at or after a block border. ``young`` is preempted by
-recompute or swap, and one of the two requests is aborted at a chosen time. The tests compare the exact blocks of all
-steps. ``Simulation.finish`` checks the texts.
+Two requests share a pool that is too small for both. The prompt of ``young`` may begin like the prompt of ``old``. Then
+the cached prefix is a full block, or a full block and a part of the next one. This prompt ends directly before, at or
+after a block border. ``young`` is preempted by recompute or swap, and one of the two requests is aborted at a chosen
+time. The tests compare the blocks of all steps with the traces in ``support/crossing_traces.py``. ``Simulation.finish``
+checks the texts.
 """
 
 from __future__ import annotations
@@ -245,9 +246,11 @@ def test_prefix_hit_x_block_border_x_abort(hit: str, border: str, when: str) -> 
 
 
 def check_abort_of_hit(hit: str, border: str, when: str) -> None:
-    """Aborts requests while ``young`` waits for its prefix or copies it.
+    """Aborts requests while ``young`` waits for its prefix or copies it. Then a third request with the same prompt
+    arrives.
 
-    A third request waits for the tokens that ``young`` computes only if they add a whole block to its prefix.
+    The third request waits for tokens that ``young`` computes, if they add a whole block to its cached prefix.
+    Otherwise it does not wait.
     """
     simulation, _, young = crossing("recompute", hit, border)
     simulation.schedule()

@@ -170,9 +170,10 @@ def test_an_idle_tenant_saves_no_credit() -> None:
 
 
 def test_no_tenant_gets_twice_the_bound_more_than_a_waiting_one() -> None:
-    """Tests the bound of the VTC paper for a tenant with waiting requests.
+    """No other tenant gets more than twice the bound of additional service while tenant ``patient`` waits.
 
-    The bound is twice as large here, because other tenants are idle at times.
+    The VTC paper states the simple bound for tenants that always have waiting requests. It states the double bound for
+    tenants that are idle at times, as the other tenants are here.
     """
     for seed in range(8):
         rng, new, order = random.Random(seed), Arrivals(), QueueOrder()

@@ -82,7 +82,7 @@ def test_prefills_do_not_leave_decoding_sequences_behind(policy: Policy, ahead: 
     simulation.finish()
     rows = [sum(start >= 5 for start in step.starts) for step in simulation.steps if step.kind is not StepKind.PREFILL]
     assert sum(rows) == 60 * 19
-    # A mixed step has prompts and decodes, so each step while requests arrive may be one.
+    # A mixed step has prompts and decodes. So each step that runs while requests arrive may contain decodes.
     num_steps_of_arrivals = 60 * 4
     assert len(rows) < (num_steps_of_arrivals + 20 if policy in (Policy.CHUNKED, Policy.SLO) else 200)
 

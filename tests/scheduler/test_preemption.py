@@ -187,9 +187,9 @@ def test_a_victim_longer_than_a_step_is_recomputed_in_chunks() -> None:
 
 
 def test_a_sequence_is_preempted_between_its_chunks() -> None:
-    """The oldest sequence needs a block while the latest is in prefill, which is preempted between two chunks.
+    """The oldest sequence needs a block while the latest sequence is between two chunks of its prefill.
 
-    The preempted sequence must compute its chunks again.
+    The latest sequence is preempted and must compute its chunks again.
     """
     simulation = crowded(10, ahead=0, max_num_batched_tokens=4, policy=Policy.FCFS, prefill_batch_size=1)
     old, young = make_request("old", 4, 30), make_request("young", 22, 6)
@@ -265,7 +265,7 @@ def test_the_least_important_is_preempted_first_but_never_the_oldest() -> None:
     requests = [make_request(name, 5, 28) for name in "abcd"]
     for request, priority in zip(requests, (9, 5, 0, 0), strict=True):
         request.priority = priority
-    # The requests arrive one after the other, because the queue orders waiting requests by priority.
+    # Each request starts before the next one arrives. If they waited together, the queue would start them by priority.
     for request in requests:
         simulation.add(request)
         simulation.schedule()

@@ -195,7 +195,10 @@ def test_histories_beyond_the_capacity_of_a_step_go_into_several_steps() -> None
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("abort", ["", "old", "young"])
 def test_preemption_with_a_prefix_hit_a_block_border_and_an_abort(prompt: int, ahead: int, abort: str) -> None:
-    """After a preemption, a sequence restarts with its prefix blocks that are still cached, its own or shared ones."""
+    """After a preemption, a sequence starts again with the blocks of its prefix that are still in the cache.
+
+    The sequence itself or another sequence has computed these blocks.
+    """
     simulation = sharing(num_blocks=10, max_model_len=37, max_prompt_len=36, decode_steps_ahead=ahead)
     tokens = [*SYSTEM_PROMPT, 9][:prompt]
     old, young = make_request("old", tokens, 14), make_request("young", tokens, 14, seed=5)

@@ -42,8 +42,8 @@ def test_a_level_of_priority_is_worth_the_ageing_time() -> None:
     new = Arrivals()
     sequences = [new.next(priority=2, arrival=0.0), new.next(priority=1, arrival=10.5)]
     sequences += [new.next(arrival=at) for at in (19.0, 20.0, 20.25, 20.75)]
-    # Each level of priority counts as 10 seconds of waiting, so the first two requests come at 20 and 20.5. In a tie,
-    # the smaller priority number is first.
+    # Each level of priority counts as 10 seconds of waiting. So the first two requests count as arrivals at 20 s and at
+    # 20.5 s with priority 0. In a tie, the smaller priority number is first.
     assert start_all(order_of(sequences)) == [2, 3, 0, 4, 1, 5]
 
 
@@ -78,7 +78,8 @@ def test_counters_survive_an_empty_queue() -> None:
     for tenant in "ba":
         order.add(new.next(20, tenant=tenant))
         order.add(new.next(20, tenant=tenant))
-    assert start_all(order) == [2, 3, 4, 5]  # tenant b starts at counters 1 and 21, before tenant a at 50
+    # The counter of tenant a is 50. Both requests of tenant b start first, at counters 1 and 21.
+    assert start_all(order) == [2, 3, 4, 5]
 
 
 def test_the_number_of_classes_is_limited() -> None:
@@ -88,7 +89,8 @@ def test_the_number_of_classes_is_limited() -> None:
         order.start(order.first(0.0))
     assert len(order._idle) == MAX_IDLE_CLASSES
     assert not order._classes
-    # The queue has forgotten the idle class of this request, so no counter changes.
+    # The queue has already forgotten the class of priority 0, because too many classes are idle. So this call changes
+    # no counter.
     order.charge_output(new.next(priority=0), 1)
 
 

@@ -1,4 +1,7 @@
-"""Tests the order of requests under policy ``slo``: first requests on time, and how often a late request starts."""
+"""Tests the order in which waiting requests start under policy ``slo``.
+
+Requests that can still be on time start first. The tests also check how often a late request starts.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 After every event, ``Simulation`` checks the integrity of blocks and batch rows. No block of a step in flight is free,
 and the device is not idle while requests can run. The oldest sequence is never preempted, and the order of starts is
-the documented order. At the end, all blocks are free, and every text is the text of the request alone. The fake device
-detects a block that two sequences write.
+the documented order. At the end, all blocks are free, and each request has the text that it gets when it runs alone.
+The fake device detects a block that two sequences write.
 
 The scripts use every policy, batching mode, kind of preemption and admission, chunk size and block size, with and
 without prefix cache and paged attention. ``tests/long/scheduler_soak.py`` runs more scripts.

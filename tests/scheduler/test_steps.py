@@ -1,4 +1,6 @@
-"""Tests the exact steps of small cases: their columns, batch rows and blocks, and steps ahead."""
+"""Tests the exact content of steps in small cases: the fields of a step, batch rows, blocks, and steps that are sent
+ahead.
+"""
 
 from __future__ import annotations
 
@@ -218,7 +220,8 @@ def test_penalties_send_the_history_with_the_step_that_samples_first() -> None:
     (decode,) = simulation.schedule()
     assert decode.histories == []
     simulation.lose_agent()
-    while not (again := simulation.schedule()[0]).histories:  # after the loss, each sequence first runs alone
+    # After the loss of the agent, each sequence first runs alone. The step with a history is the one of ``penal``.
+    while not (again := simulation.schedule()[0]).histories:
         simulation.answer()
     assert again.histories == [History(0, [5, 6, 7, *penal.output_token_ids], 3)]
     assert again.sample_positions == [1]

@@ -223,7 +223,7 @@ def test_auto_chooses_the_faster_kind() -> None:
     choice = PreemptionChoice(PreemptionKind.AUTO, block_size=4)
     sequence = Sequence(make_request("a", 40), 0, 8)
     sequence.request.num_computed_tokens = 40
-    assert choice.prefers_swap(sequence)  # without measured costs, preemption swaps
+    assert choice.prefers_swap(sequence)  # While no costs are measured, ``auto`` prefers swap to recompute.
     simulation = swapping(preemption=PreemptionKind.AUTO)
     crowd(simulation)
     simulation.finish()

@@ -329,9 +329,9 @@ def test_the_docs_list_every_endpoint(server):
 
 
 def test_the_fake_engine_and_the_contract_agree(tokenizer):
-    """The pieces of the fake engine, joined, equal the detokenizer's text.
+    """The joined pieces of the fake engine equal the text of the real detokenizer.
 
-    Otherwise the tests above would prove nothing about the real engine.
+    Otherwise, the other tests of this file would prove nothing about the real engine.
     """
     engine = FakeEngine(tokenizer)
     engine.say("hello to the bird")

@@ -133,7 +133,7 @@ BAD_REQUESTS = [
         "messages[0].tool_calls[0].function",
         "Missing required parameter",
     ),
-    # requests to the published server's routes /generate and /chat
+    # requests to /generate and /chat, the routes of the published MindSpore serving project
     (("/generate", {"inputs": ["a"]}), "inputs", "should be a valid string"),
     (generate(max_new_tokens="many"), "parameters.max_new_tokens", "should be a valid integer"),
     (generate(top_p="nan"), "parameters.top_p", "should be a finite number"),

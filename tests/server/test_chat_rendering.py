@@ -18,9 +18,10 @@ LOOP = "{% for i in range(COUNT) %}{% endfor %}{% for m in messages %}{{ m.conte
 
 @pytest.fixture
 def rendered(tokenizer, monkeypatch):
-    """Provides a server, and a list with two values for each rendering of a template.
+    """Provides a server, and a list with an entry for each rendering of a chat template.
 
-    They are whether the event loop's thread renders, and the allowance of steps and characters.
+    An entry has two values: whether the event loop's thread rendered the template, and the limit of steps and
+    characters for this rendering.
     """
     calls = []
     original = ChatTemplate.render

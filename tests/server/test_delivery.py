@@ -164,9 +164,9 @@ class TextOnly:
 
 
 def test_kept_pieces_are_written_in_order_and_in_parts():
-    """A slow client's pieces that wait are written in order.
+    """Pieces that wait for a slow client are written in order, in several parts.
 
-    The event loop runs other tasks in between.
+    The event loop runs other tasks between the parts.
     """
     logits = TokenLogits(300, -1.0, 2.0, tuple((i, 0.0) for i in range(20)))
     count = 20 * MERGE_AT

@@ -1,4 +1,6 @@
-"""Tests the routes of the published server: /generate, /generate_stream, /chat and /stream_chat_post."""
+"""Tests the routes of the published MindSpore serving project: /generate, /generate_stream, /chat and
+/stream_chat_post.
+"""
 
 import pytest
 

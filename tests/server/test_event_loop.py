@@ -99,7 +99,7 @@ def test_large_bodies_are_parsed_in_another_thread(large_server, monkeypatch, si
 def test_the_memory_for_a_body_is_checked_without_writing_to_it():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     body_module._check_memory(32 << 20)
-    # The difference is in KiB: the check for 640 MiB must not touch the memory.
+    # The difference is in KiB. The call checks that 640 MiB of memory are available, but must not touch this memory.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
 
 
@@ -139,7 +139,8 @@ def test_connections_are_limited(tokenizer):
             status, headers, _ = read_response(third)
             assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
             refused = server.metrics.registry.get_sample_value("llm_serving_connections_refused_total")
-            # Read here, because a new connection for /metrics may also be refused until the first two are closed.
+            # The metric is read from the registry. A request to /metrics needs a new connection, which may be refused
+            # until the first two are closed.
             assert refused == 1.0
         wait_until(lambda: server.http.get("/health/live").status_code == 200)
         assert "llm_serving_connections_refused_total" in server.http.get("/metrics").text

@@ -22,7 +22,9 @@ def refused_at_the_door(engine, monkeypatch):
 
     def queue_full(tenant):
         full = scheduler.queue_full(tenant)
-        assert full is not None  # this frame refers to the error for a short time, as a frame of the engine does
+        # The variable ``full`` keeps a reference to the error until this function returns, as a frame of the engine
+        # does.
+        assert full is not None
         return full
 
     monkeypatch.setattr(engine, "queue_full", queue_full)

@@ -1,4 +1,4 @@
-"""The reasoning of models: its own field, its tokens in the usage, its effort and its budget."""
+"""Tests the reasoning of models: its field in the answer, its tokens in the usage, its effort and its budget."""
 
 from __future__ import annotations
 

@@ -268,7 +268,8 @@ def test_the_format_of_the_config(tokenizer: Tokenizer, name: str) -> None:
 def test_special_tokens_reach_the_parser(
     client: openai.OpenAI, server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The marker is a special token, which the text leaves out."""
+    """The call is found although its marker <tool_call> is a special token, which the detokenizer leaves out of texts.
+    """
     tokenizer = server.engine.tokenizer
     monkeypatch.setattr(tokenizer, "token_id", lambda piece: 3 if piece == "<tool_call>" else None)
     monkeypatch.setattr(tokenizer.table, "bytes_of", _with_marker(tokenizer.table.bytes_of))
