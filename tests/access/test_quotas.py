@@ -32,9 +32,10 @@ def test_an_allowance_refills_evenly_up_to_a_minute():
     st.lists(st.tuples(st.floats(0, 100), st.integers(1, 1000)), max_size=50),
 )
 def test_an_allowance_never_gives_more_than_it_has(per_minute, attempts):
-    """In any T minutes, at most the allowance of T + 1 minutes is used.
+    """The amount used in any T minutes is at most the allowance of T + 1 minutes.
 
-    After the pause that the allowance states, the amount is available.
+    If the allowance is used up, it states the pause until the wanted amount is available. After this pause, the amount
+    may be used.
     """
     allowance, now, used = Allowance(per_minute, 0.0), 0.0, 0
     for pause, amount in attempts:

@@ -122,7 +122,7 @@ def test_a_client_that_does_not_read_gets_everything_later(server, certificates)
 
 
 def large_pieces(step):
-    """Wraps ``step`` so that each piece has 100 kB of text.
+    """Wraps the engine's function ``step``, so that each piece of output has 100 kB of text.
 
     Then 99 pieces fill the buffers of socket and TLS transport.
     """
@@ -226,7 +226,7 @@ def test_an_unfinished_handshake_does_not_delay_the_end_of_the_server(tokenizer,
     with tls_server(tokenizer, certificates) as server:
         connection = server.raw(b"\x16\x03\x01")
         with encrypted(server, certificates):
-            pass  # when this handshake is complete, the server has accepted both connections
+            pass  # the server accepts connections in order, so it has now accepted the unfinished connection, too
     assert is_closed(connection)
     connection.close()
 

@@ -28,7 +28,10 @@ TAIL = (2, 16, 36)
 
 
 def bound(device: Arrays) -> list[Any]:
-    """Returns MindSpore parameters that share the memory of the arrays in ``device``, after a graph has used them."""
+    """Returns MindSpore parameters that share the memory of the arrays in ``device``.
+
+    An operator has already read each parameter.
+    """
     from mindspore import Parameter, Tensor, ops
 
     from agent.layers.parameter import bind, unbound_parameter
@@ -69,7 +72,11 @@ def run_moves() -> dict[str, bool]:
 
 
 def run_refusals() -> dict[str, Any]:
-    """Returns the error of each invalid move that follows a valid move, and the error if the device loses copies."""
+    """Runs invalid block moves, each after a valid move in the same step. Returns their errors by name.
+
+    The error "lost" is that of a device that loses the copies to its last cache. Also returns whether the invalid steps
+    left the caches unchanged, and the number of copies.
+    """
     from agent.backends.ascend import blocks
 
     device, _ = make_caches(2, "uint16", TAIL)
@@ -119,7 +126,10 @@ def run_sharing() -> dict[str, Any]:
 
 
 def run_padded() -> dict[str, Any]:
-    """Returns digests of the outputs of sequences that decode alone and in a batch, with and without padded batches."""
+    """Returns digests of the outputs of decoding sequences, alone and in batches.
+
+    The same steps run first as they are, and then padded to the sizes of captured graphs.
+    """
     from step_driver import Part, StepDriver, blocks_for
 
     from agent.step_graph.making import make_step_graph
@@ -202,7 +212,10 @@ def _phases(graph: Any) -> dict[str, str]:
 
 
 def run_capture() -> dict[str, Any]:
-    """Checks that setting up the context sets MindSpore's option for captured launches."""
+    """Checks that ``set_kernel_launch_capture`` sets MindSpore's option for captured launches.
+
+    Returns the option before and after the call.
+    """
     import mindspore as ms
     from mindspore._c_expression import RuntimeConf
 

@@ -1,7 +1,7 @@
 """Computes one sequence while its blocks are shared, copied or swapped, and in mixed steps with other sequences.
 
-``runner_worker`` imports this module. Each kind of sharing returns its outputs as "output token number, digest". These
-must equal the outputs of the sequence without sharing.
+``runner_worker`` imports this module. Each kind of sharing returns a list of texts: the number of an output token and
+its digest. These must equal the texts of the same sequence without sharing.
 """
 
 from __future__ import annotations
@@ -130,9 +130,10 @@ def _copied_tail(driver: StepDriver, prompt: list[int], tokens: list[int], other
 
 
 def _copied_on_write(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Continues a second sequence from the blocks of the first with another token, after a copy of the last block.
+    """A second sequence shares all blocks of the first one, and then continues with another token.
 
-    The last block of the first sequence stays unchanged.
+    Before the second sequence writes this token, the step copies the last block for it. The last block of the first
+    sequence stays unchanged.
     """
     blocks, count = blocks_for(1), len(prompt)
     outputs = _go_on(driver, Part(prompt, 0, blocks, row=1), 3)

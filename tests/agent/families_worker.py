@@ -45,7 +45,8 @@ def main() -> None:
             "invariance": run_invariance(driver, golden),
             "digest": weights_digest(folder),
         }
-        # Other families have the same kind of cache as the Llamas that runner_worker.py tests.
+        # Models without latent attention have the same kind of cache as the models in runner_worker.py, which tests
+        # sharing.
         if driver.config.shape.latent is not None:
             results[name]["sharing"] = run_block_sharing(driver, golden)
     print(json.dumps(results))

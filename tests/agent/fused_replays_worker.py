@@ -47,7 +47,10 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def recorded_by_large_steps(driver: StepDriver, usual: Any) -> bool:
-    """Returns whether launches are recorded from two steps that are too large for a comparison of replay and graph."""
+    """Returns whether launches are recorded from two steps that are larger than ``MAX_COMPARED_TOKENS``.
+
+    In such a large step, the agent does not compare the replay with the graph.
+    """
     from agent.step_graph.replay.fused import MAX_COMPARED_TOKENS, FusedReplays
 
     graph = driver.runner._graph
@@ -59,7 +62,7 @@ def recorded_by_large_steps(driver: StepDriver, usual: Any) -> bool:
 
 
 def run_planted(driver: StepDriver, usual: Any, plant: str, rank: int, prompts: Any, tokens: Any) -> dict[str, Any]:
-    """Runs decode steps while agent 0 has one of the faults ``PLANTS``.
+    """Runs decode steps while agent 0 has the fault ``plant``, which is one of ``PLANTS``.
 
     Returns the digests of the steps, and the reason that the agent reports for not replaying them.
     """

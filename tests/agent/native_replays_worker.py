@@ -50,7 +50,7 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def run_planted(driver: StepDriver, plant: str, rank: int, prompts: Any, tokens: Any) -> dict[str, Any]:
-    """Runs decode steps while agent 0 has one of the faults ``PLANTS``.
+    """Runs decode steps while agent 0 has the fault ``plant``, which is one of ``PLANTS``.
 
     Returns the digests of the steps, and the reason that the agent reports for not replaying them.
     """

@@ -141,7 +141,8 @@ def run_rows(driver: StepDriver) -> dict[str, Any]:
     """Returns the tokens that the runner samples with penalties, and the tokens that NumPy chooses from the same
     logits.
 
-    The sequence also continues in another batch row, once by recompute and once after a swap.
+    The same sequence also continues twice in another batch row: once by recompute and once after a swap. These tokens
+    are returned, too.
     """
     runner, captured = driver.runner, []
     original = runner._sampler.sample
@@ -176,7 +177,8 @@ def penalised(
 ) -> list[int]:
     """Continues a sequence with the known ``output`` until its output has ``total`` tokens. Returns the new tokens.
 
-    Prompt and known output run in two chunks. The second chunk sends the history for the penalties.
+    Prompt and known output run as a prefill of two chunks. The second chunk also sends the tokens that the penalties
+    count.
     """
     blocks, known = blocks_for(row), prompt + output
     driver.prefill(Part(known[:3], 0, blocks, row, sample=False))
@@ -201,7 +203,7 @@ def _penalised_after_swap(
 ) -> list[int]:
     """Continues the sequence of ``old_row`` in the batch row ``row``, as after a swap. Returns the new tokens.
 
-    The new batch row starts with a decode over the same blocks, and this decode sends the history for the penalties.
+    The new batch row starts with a decode over the same blocks. This decode sends the tokens that the penalties count.
     """
     blocks, known = blocks_for(old_row), prompt + output
     first = Part([known[-1]], len(known) - 1, blocks, row, True, len(output), known, len(prompt), sampling)
@@ -322,7 +324,7 @@ def run_refusals(driver: StepDriver) -> dict[str, Any]:
 
 @contextmanager
 def _believing_in_more_blocks(driver: StepDriver) -> Iterator[None]:
-    """Makes the step reader accept blocks that do not exist, until the context ends."""
+    """Makes the step reader accept block numbers that do not exist, until the ``with`` block ends."""
     honest = driver.runner._reader
     credulous = copy.copy(honest)
     credulous._num_blocks *= 2**20
@@ -459,7 +461,7 @@ def main() -> None:
         results["models"][name] = result
         if name == "gqa_tied":
             results |= {"rows": run_rows(driver), "stages": driver.stages}
-            # Only one setup runs this, because MindSpore waits 3 seconds after a failed graph.
+            # Only one setup runs the invalid steps, because MindSpore waits 3 seconds after a failed graph.
             if (weights, kv) == ("auto", "auto"):
                 results["refusals"] = run_refusals(driver)
             results["moves"] = run_move_refusals(driver)

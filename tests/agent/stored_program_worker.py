@@ -64,10 +64,10 @@ def run_first(folder: Path) -> dict[str, Any]:
 
 
 def run_later(folder: Path) -> dict[str, Any]:
-    """Starts agents from stored programs, and runs steps in three ways.
+    """Starts agents from stored programs, and runs the same steps in three ways.
 
-    The steps run by the program, by MindSpore's graphs as during a profile, and by the program again. Then agents start
-    with damaged files.
+    First, the stored program runs the steps. Then MindSpore's graphs run them, as during a profile. Finally, the stored
+    program runs them again. After this, agents start with damaged files.
     """
     started = {model: start(config_of(folder, model), model) for model in MODELS}
     needed_mindspore = "mindspore" in sys.modules

@@ -63,13 +63,14 @@ class Recorder:
 
 
 def published(*overrides: str) -> Config:
-    """Loads the config of the published deployment as on a machine with an Ascend."""
+    """Loads llama_7b_kbk_pa_dyn.yaml, the config of the published MindSpore server, as on a machine with an Ascend."""
     given = ["model_config.load_format=dummy", "tokenizer.vocab_file=models/tiny_llama", *overrides]
     return load_config("llama_7b_kbk_pa_dyn.yaml", given, ascend=True)
 
 
 def with_context(tmp_path: Path, **values: str) -> Config:
-    """Writes the published MindFormers YAML with other values in ``context``.
+    """Writes configs/llama/predict_llama2_7b.yaml, the MindFormers YAML of the published server, with other values in
+    ``context``.
 
     Returns a config that refers to this file.
     """
@@ -248,8 +249,9 @@ sys.meta_path.insert(0, Spy())
 def test_a_real_agent_has_the_variables_when_it_imports_mindspore(
     tmp_path: Path, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Agents of our models and of MindFormers' models start as the same program, which fails because there is no
-    Ascend.
+    """The variables for an Ascend are in the environment when an agent first imports MindSpore.
+
+    This holds for our models and for those of MindFormers. The agent then fails, because this machine has no Ascend.
     """
     monkeypatch.setattr(mindformers_models, "_missing_package", lambda: "")
     (tmp_path / "sitecustomize.py").write_text(SPY, encoding="utf-8")

@@ -26,7 +26,7 @@ from performance.models.variants import FAMILY_VARIANTS
 from support.model_folders import write_model_folder
 from support.quantised_folders import FLOATS, LINEARS, SPECS, float_tensors
 
-BLOCK = [6, 48]  # rows and columns of a block with one scale; most weights are not a multiple of it
+BLOCK = [6, 48]  # each scale covers 6 rows and 48 columns; most weights have other sizes than multiples of these
 Stored = dict[str, tuple[str, np.ndarray]]
 """The safetensors type and the bits of each tensor."""
 

@@ -166,7 +166,7 @@ def test_experts_and_layers_have_their_own_forms() -> None:
         (Packing("int4", 32), LinearForm("int4_weight_only", 32), LinearForm("int4_weight_only", 32, True)),
         (Packing("int4", 128), LinearForm("int4_weight_only", 64), LinearForm("int4_weight_only", 128, True)),
     ):
-        if packing.group == 128:  # for experts, a group may contain all inputs
+        if packing.group == 128:  # only experts accept a group of all their inputs; a layer refuses it
             assert linear_forms(specs[1:], source, packing) == LinearForms(experts=of_experts)
         else:
             assert linear_forms(specs, source, packing) == LinearForms(layers, experts=of_experts)

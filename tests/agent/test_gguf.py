@@ -235,7 +235,9 @@ def test_other_types_become_int8_within_the_documented_bound(tmp_path: Path, num
 
 
 def test_parts_of_one_weight_have_one_scheme(tmp_path: Path) -> None:
-    """Queries, keys and values of a layer get one scheme, although llama.cpp may store the values in a finer type."""
+    """Queries, keys and values of a layer get one quantisation format, although llama.cpp may store the values in a
+    finer one.
+    """
     tensors, values = make(Q4_0)
     finer, values["blk.0.attn_v.weight"] = q8_0("blk.0.attn_v.weight", tensors["blk.0.attn_v.weight"][1])
     tensors["blk.0.attn_v.weight"] = (Q8_0, tensors["blk.0.attn_v.weight"][1], finer)

@@ -113,7 +113,10 @@ def test_the_report_of_mindspore_becomes_a_summary(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("flags", "operators"), [("", "1 x Add+Sub+Exp+Mul"), ("--opt_level=0", None)])
 def test_mindspore_fuses_at_level_o0_with_infer_boost(tmp_path: Path, flags: str, operators: str | None) -> None:
-    """On a CPU, MindSpore fuses operators even at jit level O0, because its fusion passes read only the flag."""
+    """On a CPU, MindSpore fuses operators even at jit level O0.
+
+    Its fusion passes do not read the jit level. They read only ``opt_level`` in MS_DEV_GRAPH_KERNEL_FLAGS.
+    """
     process = subprocess.run(
         [sys.executable, str(PROGRAM), flags],
         capture_output=True, text=True, cwd=tmp_path, check=False, timeout=time_limit(120),

@@ -311,7 +311,10 @@ def test_penalties_use_prompt_and_output(small_results: SmallRun, setup: Setup) 
 
 @pytest.mark.parametrize("setup", of_setups(ALL_SETUPS))
 def test_a_recomputed_sequence_continues_with_the_same_bits(small_results: SmallRun, setup: Setup) -> None:
-    """The sequence runs in another batch row. Its output is now part of the prompt, and it sends its history again."""
+    """A preempted sequence is recomputed in another batch row.
+
+    Its output is now part of the prompt. The sequence again sends the tokens that the penalties count.
+    """
     rows = small_results(setup)["rows"]
     assert rows["resumed"] == rows["tokens"]
 
@@ -320,7 +323,7 @@ def test_a_recomputed_sequence_continues_with_the_same_bits(small_results: Small
 def test_a_row_may_start_with_a_decode_that_brings_its_history(small_results: SmallRun, setup: Setup) -> None:
     """After a swap, the cache has the tokens of the sequence, but its batch row is new.
 
-    The first decode sends the history.
+    The first decode in this row sends the history: the tokens that the penalties count.
     """
     rows = small_results(setup)["rows"]
     assert rows["swapped"] == rows["tokens"]

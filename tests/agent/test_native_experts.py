@@ -52,7 +52,7 @@ def same_values(variant: Variant) -> Variant:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Path]]:
     """Returns a function that writes the folders of all models and returns them by name.
 
-    The weights are unchanged, or rounded to a format.
+    The function's argument is "plain" for unchanged weights, or the format to which the experts are rounded.
     """
 
     @cache

@@ -195,7 +195,10 @@ def test_stored_integers_equal_those_of_the_whole_weight(tmp_path: Path, name: s
 @pytest.mark.parametrize("agents", [2, 3])
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_agent_quantises_its_own_part_of_floats(tmp_path: Path, name: str, agents: int) -> None:
-    """Each scale covers one agent's part of a weight row, or one group in this part, as with fused operators."""
+    """If a folder has float weights, each agent quantises its own part of a weight.
+
+    A scale covers the agent's part of a weight row, or one group of weights in this part. Fused operators do the same.
+    """
     folder, form = write_floats(tmp_path), FORMATS[name]
     floats = load(folder, Packing("auto"), 1, 0).weights
     largest = 7 if name == "int4" else 127
@@ -220,9 +223,10 @@ def test_each_agent_quantises_its_own_part_of_floats(tmp_path: Path, name: str, 
 @pytest.mark.parametrize("agents", [2, 3])
 @pytest.mark.parametrize("name", ["floats", *STORED])
 def test_an_agent_reads_its_own_part_only(tmp_path: Path, name: str, agents: int) -> None:
-    """An agent reads as many bytes as if it dequantised the weights. All agents together read the file once.
+    """An agent reads only its own part of a weight file: as many bytes as if it converted this part to floats.
 
-    There are exceptions, which several agents read: norms, scales of whole rows, and orders of groups.
+    All agents together read the file once. There are exceptions, which several agents read: norms, scales of whole
+    rows, and orders of groups.
     """
     if name == "floats":
         folder, packing, group = write_floats(tmp_path), Packing("int8"), 1

@@ -125,7 +125,7 @@ def test_floats_get_zero_points_if_asymmetric() -> None:
 
 
 def test_a_float_file_is_quantised_from_its_stored_type(tmp_path: Path) -> None:
-    """A float16 weight becomes int8 directly. A conversion to the model's bfloat16 before would lose bits."""
+    """A float16 weight becomes int8 directly. Rounding it to bfloat16, the model's type, first would lose bits."""
     from safetensors.numpy import save_file
 
     from support.quantised_folders import float_tensors

@@ -78,9 +78,9 @@ def test_padded_decodes_insert_ids_of_the_same_number_and_change_no_bit(run: Run
 
 
 def test_a_failed_step_fails_alone(run: Run) -> None:
-    """A step fails when the next step has already been launched.
+    """A step fails after the next step has already been launched.
 
-    Sequences outside the failed step keep their tokens.
+    The sequences of the failed step lose their tokens. All other sequences keep theirs.
     """
     result = run("failing")
     failed = [step for step, each in enumerate(result["ahead"]) if each["error"]]

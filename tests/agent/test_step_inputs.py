@@ -43,7 +43,7 @@ def step_slot(lens: list[tuple[int, int]]) -> StepSlot:
 
 
 def allowed(slot: StepSlot, *, decode: bool, row_last_tokens: np.ndarray) -> bool:
-    """Returns whether the step is valid, by the same rules in NumPy."""
+    """Returns whether the step is valid. This NumPy version has the same rules as the agent's check."""
     tokens, seqs, width = slot.num_tokens, slot.num_seqs, slot.table_width
     queries, contexts = slot.query_lens[:seqs].astype(np.int64), slot.context_lens[:seqs].astype(np.int64)
     longest = min(CONFIG.max_model_len, width * BLOCK_SIZE)

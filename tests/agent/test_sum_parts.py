@@ -62,7 +62,8 @@ def test_an_agent_that_sums_in_parts_gives_the_bits_of_a_group(
     chosen = {model: folders[model] for model in divisible}
     wanted, found = answers(shared, chosen), answers(alone, chosen)
     for model in chosen:
-        # Generated tokens, tokens from the oracle's input, and digests of positions.
+        # Compares tokens of free generation, tokens chosen after the oracle's tokens, and digests of the same
+        # positions.
         for way in ("free", "forced", "invariance"):
             assert found[model][way] == wanted[model][way], (model, way)
 
@@ -70,7 +71,7 @@ def test_an_agent_that_sums_in_parts_gives_the_bits_of_a_group(
 def test_without_sum_parts_the_bits_differ(folders: dict[str, Path]) -> None:
     """Without ``sum_parts``, one agent and a group give different bits. Otherwise the test above would prove nothing.
 
-    This test uses float32, because in bfloat16 most of these short sums do not show the order of addition.
+    This test uses float32. In bfloat16, most sums of this small model are the same for every order of addition.
     """
     models = {name: folders[name] for name in MODELS[:1]}
     shared = Setup(2, 1, "float32", "fused")

@@ -39,7 +39,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["mapped", "copied"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Loads cache entries by mapping or by copying. Small files are not in huge pages, so they are normally copied."""
+    """Makes the cache load its entries by mapping the file, or by copying it.
+
+    Normally, these small test files would be copied, because they are not in huge pages.
+    """
     monkeypatch.setattr(entry, "LEAST_HUGE", 0.0 if request.param == "mapped" else 1.1)
     return str(request.param)
 
@@ -127,7 +130,7 @@ def test_a_file_that_cannot_be_mapped_is_copied(
     tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(entry, "LEAST_HUGE", 0.0)
-    # As on Linux before 5.14, which cannot populate pages.
+    # Populating fails, as on Linux before 5.14, which cannot populate the pages of a mapping.
     monkeypatch.setattr(entry, "populate", lambda pages, *, write: False)
     store(cache_of(config))
     loaded = cache_of(config).load()

@@ -35,7 +35,8 @@ def test_each_command_has_help_with_examples(command: Command, capsys: pytest.Ca
     text = capsys.readouterr().out
     assert text.startswith(f"usage: llm-serving {command.name} ")
     assert f"\n  llm-serving {command.name} " in text or f"<(llm-serving {command.name} " in text
-    assert command.load_parser().format_help() == text  # the shell completion is made from this parser
+    # The parser that makes the shell completion is also the parser of the command.
+    assert command.load_parser().format_help() == text
 
 
 def test_the_help_lists_all_commands() -> None:

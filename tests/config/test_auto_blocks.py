@@ -1,6 +1,7 @@
-"""Tests numbers of blocks and lengths that are ``auto``.
+"""Tests configs that set the number of blocks or a length to ``auto``.
 
-They depend on the memory after the weights and on the useful maximum. Some devices have unknown memory.
+The chosen value depends on the memory that is left after the weights, and on the largest useful value. An Ascend of
+unknown memory needs a number instead.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def small(tmp_path: Path, *overrides: str, ascend: bool = False, head_dim: int =
 
 
 def machine_for(config: Config, num_blocks: int) -> Machine:
-    """Returns a machine with just enough memory for the blocks and for the tenth that the plan keeps free."""
+    """Returns a machine with just enough memory for ``num_blocks`` blocks.
+
+    The plan keeps a tenth of this memory free.
+    """
     needed = estimate_memory(with_blocks(config, num_blocks), Machine(0, "")).total_bytes
     return Machine(-(-needed * 10 // 9) + 10, "test machine")
 

@@ -51,10 +51,10 @@ def test_a_model_gets_the_longest_context_and_enough_blocks(tmp_path: Path) -> N
         config = launch_from_command_line(["--model", str(folder), *options], MACHINE).config
         return config.max_model_len, config.pa_config.num_blocks
 
-    assert sizes() == (100_000, 6251)  # the blocks for one sequence of the maximum length
+    assert sizes() == (100_000, 6251)  # 6251 blocks are enough for one sequence of the maximum length
     assert sizes("--set", "pa_config.decode_seq_length=500") == (500, 2048)
     assert sizes("--set", "pa_config.num_blocks=100") == (99 * 16 + 1, 100)
-    # All blocks that fit into memory, because the prefix cache can use them.
+    # The value ``auto`` gives all blocks that fit into memory, because the prefix cache can use every block.
     assert sizes("--set", "pa_config.num_blocks=auto")[1] > 100_000
     assert sizes("--config", "llama_tiny_cpu.yaml") == (2048, 2048)  # this config file states its own sizes
 

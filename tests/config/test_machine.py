@@ -1,4 +1,4 @@
-"""The available memory: the machine's free memory, or the unused part of a control group's limit."""
+"""Tests the available memory: either the machine's free memory, or the unused part of a control group's limit."""
 
 from __future__ import annotations
 

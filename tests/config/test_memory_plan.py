@@ -44,8 +44,8 @@ def test_a_small_model_in_float32_is_planned(tmp_path: Path) -> None:
     # The scratch memory has float32 arrays of 256 rows. They are the input and the norm, the MLP in each of two
     # threads, and the input of the output layer.
     scratch = 256 * (160 + 160) * 4 + 2 * 256 * (64 * 4 + 128) + (2 * 256 * 160 + 2048 * 64) * 4
-    # Each thread also has a panel with its sums, an attention task and the rows of the sampler. If contexts are split,
-    # each thread has 8 x 192 rows of 8 partitions, and all threads share a list of tasks.
+    # Each thread also has memory for a panel of weights with its sums, for one attention task, and for the sampler. If
+    # contexts are split, each thread has 8 x 192 rows with 8 partitions each, and all threads share a list of tasks.
     scratch += 2 * (64 * 160 + 544 * 64 * 4 + 1024 * (64 + 48) * 4 + 60 * 300)
     scratch += 3072 * 8 * (64 + 16) * 4 + 80 * (64 * 2 + 3072)
     assert {item.name: item.num_bytes for item in plan.items} == {
@@ -119,8 +119,9 @@ def test_quantised_formats_are_planned(tmp_path: Path) -> None:
 
 
 def test_quantised_formats_of_the_native_operators(tmp_path: Path) -> None:
-    """For native int4, a CPU packs weights as for fused operators, and an Ascend keeps the primitive's scales and
-    offsets.
+    """With native int4, a CPU packs weights in the same way as for fused operators.
+
+    An Ascend keeps the layout of the primitive, with its scales and offsets.
     """
     linear, output = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 300 * 64
     others = 2 * 2 * 64 + 64 + 300 * 64

@@ -1,7 +1,7 @@
-"""Tests that configs of the published server and of MindFormers load unchanged.
+"""Tests that configs of the published server (MindSpore's llm-serving) and of MindFormers load unchanged.
 
-The tables state the keys and values of the published files ``llama_7b_kbk_pa_dyn.yaml``, ``llama_13b_fa.yaml`` and
-``llama2_70b_dyn.yaml``. Only paths on this machine are given on the command line.
+The tables below state the keys and values of three published files: ``llama_7b_kbk_pa_dyn.yaml``, ``llama_13b_fa.yaml``
+and ``llama2_70b_dyn.yaml``. Only paths on this machine are given on the command line.
 """
 
 from __future__ import annotations
@@ -131,7 +131,10 @@ MINDFORMERS: dict[str, object] = {
 
 
 def load(tmp_path: Path, *, ascend: bool = True, text: str = "", **changes: dict[str, object]) -> Config:
-    """Load the config of the published deployment with changed sections, on a machine that has the files it names."""
+    """Loads the config ``DEPLOYMENT`` of the published MindSpore server, on a machine that has the files it names.
+
+    ``changes`` replace keys in its sections. If ``text`` is given, it is the whole config file.
+    """
     folder = write_model_folder(
         tmp_path / "llama2-7b",
         files=("model.safetensors", "tokenizer.model"),

@@ -286,9 +286,9 @@ def test_native_groups_must_be_smaller_than_the_inputs_of_an_agent(tmp_path: Pat
 
 
 def test_the_width_limit_of_weight_only_products_applies_to_the_part_of_an_agent(tmp_path: Path) -> None:
-    """Gate and up have 80000 outputs together, which WeightQuantBatchMatmul refuses.
+    """Gate and up are one product with 80000 outputs, which WeightQuantBatchMatmul refuses.
 
-    It accepts the half of one agent.
+    With two agents, each agent has 40000 of these outputs, which WeightQuantBatchMatmul accepts.
     """
     folder = write_model_folder(tmp_path / "model", intermediate_size=40_000)
     given = ["model_config.weight_format=int8_weight_only", *NATIVE]

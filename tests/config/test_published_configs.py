@@ -1,4 +1,7 @@
-"""Tests the configs of this repository. Every file loads, and the keys of the published config have its values."""
+"""Tests the config files of this repository. Every file loads.
+
+``llama_7b_kbk_pa_dyn.yaml`` has the keys and values of the same file in the published server (MindSpore's llm-serving).
+"""
 
 from __future__ import annotations
 
@@ -45,9 +48,9 @@ PUBLISHED_MODEL_CONFIG = {
 
 
 def test_the_file_has_the_published_keys_and_values() -> None:
-    """The published file also sets ``server_port`` to 8835.
+    """This repository's file has the keys and values of the same file in the published MindSpore server.
 
-    This server has the same default, so its file omits the key.
+    That server's file also sets ``server_port`` to 8835. This is our default, so our file omits the key.
     """
     document = read_yaml_mapping(CONFIGS / "llama_7b_kbk_pa_dyn.yaml")
     model = document.pop("model_config")

@@ -1,4 +1,7 @@
-"""Grammars of tool calls: the calls that a model may write in its format, before and after its reasoning."""
+"""Tests the grammars of tool calls. A grammar accepts the calls that a model may write in its tool format.
+
+If the model reasons, the grammar begins after the reasoning.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,10 @@ WRONG = [("weather", {"days": 3}), ("weather", {"city": "a", "days": 10}), ("oth
 
 
 def special_of(name: str, *, are_special: bool) -> dict[str, int]:
-    """Returns ids for the markers of a format. Two ids may stand for several markers, which this test does not mind."""
+    """Returns the ids of the format's markers that are special tokens.
+
+    The first markers have the ids 3, 4 and 5. Without ``are_special``, no marker is a special token.
+    """
     markers = TOOL_FORMATS[name].markers
     return dict(zip(markers, (3, 4, 5), strict=False)) if are_special else {}
 

@@ -68,9 +68,10 @@ def byte_level() -> Compiler:
 
 @pytest.fixture(scope="module", params=["byte-level", "sentencepiece"])
 def compiler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    """Returns compilers for a byte-level tokenizer and for SentencePiece.
+    """Returns the compiler for a byte-level tokenizer or for SentencePiece.
 
-    SentencePiece puts a space before each text, so the grammar library must not use it to tokenize parts of a text.
+    SentencePiece puts a space before each text. Therefore the grammar library must not tokenize parts of a text with
+    it.
     """
     if request.param == "byte-level":
         return byte_level()

@@ -82,7 +82,10 @@ def test_a_mask_waits_for_the_token_of_the_step_before() -> None:
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_masks_are_published_although_the_step_before_gave_no_token(ends: bool) -> None:
-    """The previous step failed, was dropped, or ended the request. The mask of the next step is still published."""
+    """A step gives no token if it failed, was dropped, or ended the request.
+
+    The mask of the following step is published in all of these cases.
+    """
     published = Published()
     masks, a = StepMasks(published), constrained("a")
     masks.sent(decode(0, a))

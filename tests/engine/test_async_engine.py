@@ -41,8 +41,8 @@ def test_losses_and_departures_do_not_change_the_others() -> None:
             tasks = [asyncio.create_task(serving.whole(request)) for request in requests]
             for index, task in enumerate(tasks):
                 await asyncio.sleep(0.002)
-                # No request is to blame for this loss. After other losses, a request that loses its agent twice would
-                # end.
+                # A failed check counts against no request. With any other loss, a request that loses its agent twice
+                # would end.
                 if index % 4 == 0:
                     serving.executor.lose_agent(loss=AgentLost("wrong bits", failed_check="row"))
                 if index % 3 == 0:

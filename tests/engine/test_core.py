@@ -1,4 +1,7 @@
-"""Tests the engine loop over the fake device: requests and their pieces. The tests call each loop iteration."""
+"""Tests the engine loop over the fake device: requests and the pieces of their output.
+
+Each test calls the loop iterations itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests the log events and metrics of a request. Its times end when its bytes were written to the client."""
+"""Tests the log events and metrics of a request.
+
+The measured times of a request end when its bytes have been written to the client.
+"""
 
 from __future__ import annotations
 

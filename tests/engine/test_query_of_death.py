@@ -88,9 +88,10 @@ def test_a_request_that_loses_its_agent_often_stays_alone() -> None:
 
 
 def test_a_failed_self_check_blames_no_request() -> None:
-    """A failed self-check is the agent's fault. It does not count as a second loss of the suspected request.
+    """A failed self-check is the agent's fault, so it makes no request suspect.
 
-    The request completes.
+    If a request is suspect after another loss, a failed self-check does not count as its second loss. The request
+    completes.
     """
     engine = Engine()
     requests = [engine.request(name, 6, 20) for name in "ab"]

@@ -231,7 +231,7 @@ def test_stop_ends_all() -> None:
 
 
 def test_replicas_share_one_queue() -> None:
-    """The limit of waiting requests counts the requests of all replicas. A refusal states the delay before a retry."""
+    """The limit of waiting requests applies to all replicas together, so exactly one of these requests is refused."""
     engine = ReplicatedEngine(2, max_num_seqs=1, max_waiting_requests=3)
     engine.step(3)
     for number in range(6):

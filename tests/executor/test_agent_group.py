@@ -123,7 +123,7 @@ def test_a_step_that_one_fails_ends_and_the_group_is_restarted(make_executor):
 def test_a_failure_that_others_do_not_answer_is_not_waited_for_long(make_executor, monkeypatch):
     """If one agent fails a step, the executor waits only briefly for the results of the others.
 
-    The other agents may wait for the failed agent in a sum.
+    Their results may never come: an agent may be waiting for the failed agent's part of a sum.
     """
     monkeypatch.setattr(StepJoin, "GRACE_S", 0.5)
     executor = make_executor(*BAD_LAST)

@@ -18,7 +18,7 @@ from llm_serving.scheduler.output import ScheduledStep
 
 
 class PipeExecutor:
-    """An executor that returns one result for each count of an event descriptor, and one at the time ``due``."""
+    """An executor with one result after each ``wake``. It must also be polled at the time ``due``, if this is given."""
 
     def __init__(self, name: str) -> None:
         self.name = name

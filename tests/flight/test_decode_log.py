@@ -1,4 +1,7 @@
-"""Tests the log of undisturbed decoding: the loop iterations that it accepts and those that it refuses."""
+"""Tests the log of undisturbed decoding, in which each loop iteration gives every sequence one token.
+
+The tests show which loop iterations the log accepts and which it refuses.
+"""
 
 from __future__ import annotations
 

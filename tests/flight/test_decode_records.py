@@ -1,6 +1,6 @@
 """Tests that undisturbed decoding is written as one record.
 
-The reader returns the same calls as from one record for each call.
+From this record, the reader returns the same calls as from a recording with one record for each call.
 """
 
 from __future__ import annotations
@@ -156,7 +156,10 @@ def test_counts_that_change_during_decoding_are_recorded(tmp_path):
 
 
 def test_a_segment_of_version_1_is_read(tmp_path):
-    """Version 1 of the format records the scheduler's figures with every call, and has no records of decode runs."""
+    """Version 1 of the format stores the scheduler's counts, for example of free blocks, with every call.
+
+    It has no records of decode runs.
+    """
     limits = make_limits()
     header = SegmentHeader("r", 0, "1", code_digest(), "", limits_to_map(limits), 1.0, 0.0, {}, format_version=1)
     facts = {"request_id": "a", "arrival_time": 1.0, "num_prompt_tokens": 3, "max_tokens": 1}
@@ -178,7 +181,10 @@ def test_a_segment_of_version_1_is_read(tmp_path):
 
 
 def test_a_segment_of_version_2_is_read(tmp_path):
-    """Version 2 of the format has no irregular loop iterations in its records of decode runs."""
+    """Version 2 of the format does not list irregular loop iterations in its records of decode runs.
+
+    A regular iteration has one result and one step.
+    """
     _, recorder = decode(tmp_path / "new", 30)
     recorder.close()
     (stretch,) = read_recording(tmp_path / "new")

@@ -171,7 +171,8 @@ def test_the_files_contain_no_tokens_and_no_texts(tmp_path):
                     tokens = [secret + 77 if samples else -1 for samples in step.do_sample]
                     size = len(tokens)
                     recorder.update(StepResult(step.seq, tokens, [0.0] * size, [0.0] * size), now)
-        recorder._guarded(recorder._journal._begin_segment)  # writes the scheduler's state, which contains the requests
+        # Starts a segment with the scheduler's state, so the recording also contains the requests in this state.
+        recorder._guarded(recorder._journal._begin_segment)
         recorder.fail_all("a secret error", 9.0)
         recorder.close()
         assert complaints == []
@@ -316,7 +317,7 @@ def decoding(folder, **limits):
 
 
 def iterate(simulation, now):
-    """Completes the oldest step and schedules the next one. If one step was in flight, one is still in flight."""
+    """Completes the oldest step and schedules the next one, so the number of steps in flight stays the same."""
     simulation.now = now
     simulation.scheduler.update(simulation.device.run_next(), now)
     simulation.schedule()
@@ -426,7 +427,10 @@ def test_iterations_without_an_end_are_written_in_time(tmp_path, monkeypatch):
 
 
 def test_a_record_has_no_blocks_that_came_after_its_step(tmp_path):
-    """A record of a step has only the blocks of that step, although the block tables may grow before it is written."""
+    """A step's record has the blocks that its block tables had at this step.
+
+    The block tables may grow before the record is written. The record does not contain the later blocks.
+    """
     simulation, recorder, file = decoding(tmp_path, block_size=4)
     for _ in range(30):
         iterate(simulation, 1.0)

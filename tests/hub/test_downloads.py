@@ -164,7 +164,7 @@ def test_a_gguf_file_by_its_name(make_hub: MakeHub, kind: str, server: HubServer
     file = make_hub().fetch(ModelName(kind, REPOSITORY, None, "q8/b-Q8_0.gguf"))
     assert (file.name, file.read_bytes()) == ("b-Q8_0.gguf", b"b" * 9)
     assert server.downloaded() == ["q8/b-Q8_0.gguf"]
-    assert make_hub().find(ModelName(kind, REPOSITORY)) == file  # it is the only file in the cache
+    assert make_hub().find(ModelName(kind, REPOSITORY)) == file  # this file is the only one in the cache
 
 
 @pytest.mark.parametrize("path", ["../evil.safetensors", "/tmp/evil.safetensors", "a/../../evil.gguf"])

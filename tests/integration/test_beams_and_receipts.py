@@ -1,4 +1,7 @@
-"""Tests beam search and receipts with a real server, so with an agent's log-probabilities and the real clock."""
+"""Tests beam search and receipts with a real server.
+
+Log-probabilities come from an agent, and times come from the real clock.
+"""
 
 from __future__ import annotations
 

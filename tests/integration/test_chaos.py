@@ -1,5 +1,6 @@
-"""Runs a short chaos test with a single agent, and tests the ledger that judges it. tests/long/chaos.py runs for
-minutes.
+"""Runs a short chaos test with a single agent, and tests the ledger of its faults and losses.
+
+tests/long/chaos.py runs the same kind of test for minutes.
 """
 
 from __future__ import annotations
