@@ -1,4 +1,7 @@
-"""Tests that a program reports missing packages instead of failing with a traceback."""
+"""Tests the check for packages at the start of a program.
+
+If a package is missing, the program reports the package and ends. It does not fail with a traceback.
+"""
 
 from __future__ import annotations
 

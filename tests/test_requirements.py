@@ -28,7 +28,7 @@ def test_every_package_has_an_exact_version_and_hashes(name: str) -> None:
 
 
 def declared(name: str) -> set[str]:
-    """Return the packages with their versions in the list ``name`` of pyproject.toml."""
+    """Return the packages that the list ``name`` in pyproject.toml declares, each with its version."""
     body = re.search(rf"^{name} = \[(.*?)\]$", PROJECT, re.MULTILINE | re.DOTALL)
     assert body is not None
     return {each.lower() for each in re.findall(r'"([\w.-]+==[\w.]+)"', body[1])}

@@ -1,4 +1,7 @@
-"""Tests the load client against a scripted server in this process: exact counts, and a kind for every failure."""
+"""Tests the load client against a scripted server in this process.
+
+The client must count requests and tokens exactly, and must name the kind of every failure.
+"""
 
 import json
 import socket
@@ -87,7 +90,7 @@ def test_the_load_does_not_wait_for_responses() -> None:
     ],
 )
 def test_every_failure_has_its_kind(reply: Reply, kind: str) -> None:
-    """Every third request fails, and its failure has the right kind. All other requests succeed."""
+    """Every third request fails. The load client reports the kind of these failures, and all other requests succeed."""
     with fake_openai_server(lambda number, _: reply if number % 3 == 0 else Reply()) as server:
         figures = measure(run_load(options_for(server.port)))
     assert figures.failures == {kind: 10}

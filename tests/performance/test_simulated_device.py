@@ -76,8 +76,8 @@ def test_a_small_decode_step_is_bound_by_reading_and_a_large_one_by_computing() 
     # One row: 1 s for the step, 4 s for weights, 1 s for the output layer, 5 s for 5 keys. Activations and logits take
     # 0.5 s, and the row 0.25 s. Launching 8 kernels takes 4 s, which is less.
     assert DEVICE.seconds(decode(4)) == pytest.approx(1.0 + 4.0 + 1.0 + 5.0 + 0.5 + 0.25)
-    # Ten rows in the linear layers: the products take 5 s and reading the weights takes 4 s, so the step needs the
-    # longer time, 5 s. In the output layer, the products take 10 s and reading takes 1 s, so 10 s count.
+    # Ten rows in the linear layers: the products take 5 s and reading the weights takes 4 s. The longer time counts. In
+    # the output layer, the products take 10 s and reading takes 1 s, so 10 s count.
     assert DEVICE.seconds(decode(*[0] * 10)) == pytest.approx(1.0 + 5.0 + 10.0 + 10.0 + 5.0 + 2.5)
 
 

@@ -20,8 +20,8 @@ def replica(index: int, load: int, cached: int = 0, *, fits: bool = True, is_ope
         # replica gets it.
         ([replica(0, 70), replica(1, 50)], (1, Placed.LOAD)),
         ([replica(0, 50), replica(1, 50)], (0, Placed.LOAD)),
-        # The replica with the longest cached prefix gets the request, if its load exceeds the least load by at most 100
-        # tokens or half of the least load.
+        # The longest cached prefix decides between replicas with similar loads. A similar load exceeds the least load
+        # by at most 100 tokens or half of the least load.
         ([replica(0, 0, 16), replica(1, 100, 64)], (1, Placed.PREFIX)),
         ([replica(0, 0, 16), replica(1, 101, 64)], (0, Placed.LOAD)),
         ([replica(0, 1000, 16), replica(1, 1500, 64)], (1, Placed.PREFIX)),

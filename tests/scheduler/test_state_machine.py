@@ -208,7 +208,10 @@ def test_every_policy_works_with_every_kind_of_preemption(policy: str, preemptio
 
 
 def test_a_failing_script_is_reduced() -> None:
-    """A script that fails is reduced before it is printed, as in the long run."""
+    """A script that fails is reduced to the few operations that still fail.
+
+    ``tests/long/scheduler_soak.py`` reduces a script in the same way before it prints the script.
+    """
     script = draw_script(3)
     wanted = next(operation for operation in script.operations if operation[0] == "add")
 

@@ -83,7 +83,10 @@ def _longer(piece):
 
 
 def read_all(connection):
-    """Reads a response up to its last chunk. Returns its head, None, and its body with the chunk frames."""
+    """Reads a response up to its last chunk. Returns its head, None, and its body as bytes.
+
+    The body keeps the chunk frames. The second value has no use.
+    """
     data = b""
     while not data.endswith(b"\r\n0\r\n\r\n"):
         chunk = connection.recv(1 << 20)

@@ -1,4 +1,7 @@
-"""Tests the start time that a request may state: which values are accepted, and that all its times count from it."""
+"""Tests the start time that a client may state in a request.
+
+The tests cover the values that are accepted. All measured times of the request count from this start time.
+"""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ def run_group(
     """Runs a group of agents with these models. Returns the output of each rank.
 
     If an agent fails, the test fails with the messages of all agents. If ``routes`` is given, the agents record the
-    experts of each token. If ``routes`` names the experts for a model, its tokens are sent to these experts.
+    experts that compute each token. If ``routes`` has a list of experts for a model, the tokens of this model are sent
+    to these experts.
     """
     with ExitStack() as stack:
         models = []

@@ -93,7 +93,11 @@ class BlockWatch:
             touches.moved_to[move.destination] = readers[0][0] if readers else None
 
     def _check_block(self, move: BlockMove, block: int, *, on_host: bool) -> None:
-        """Checks that the block exists in host memory, or that it exists in the cache and is not the null block."""
+        """Checks that the index ``block`` is valid: in the host pool if ``on_host`` is true, and otherwise in the
+        cache.
+
+        The null block 0 of the cache is not valid.
+        """
         first, limit = (0, self._num_host_blocks) if on_host else (1, self._num_blocks)
         assert first <= block < limit, f"{move}: block {block} is not in {first} .. {limit - 1}"
 
@@ -117,8 +121,8 @@ def _check_alone(touches: _Touches) -> None:
 def _check_tokens(new: _Touches, earlier: _Touches, when: str) -> None:
     """Checks the tokens of a new step against an earlier step in flight.
 
-    A batch row may read what its own earlier steps write, and what earlier MOVE steps write, because MOVE steps run
-    first.
+    A batch row may read blocks that its own earlier steps write. It may also read blocks that earlier MOVE steps write,
+    because an agent runs MOVE steps before all other steps.
     """
     written, read_by = earlier.written_blocks, earlier.reads
     for block, row in new.written_blocks.items():

@@ -7,7 +7,7 @@ from llm_serving.kvcache.prefix_index import PrefixIndex
 
 
 def check_cache(manager: KVCacheManager) -> None:
-    """Checks that each free block is in the right queue.
+    """Checks that free blocks with cached content and free blocks without content are in separate queues.
 
     Also checks that the index of cached blocks is consistent: hashes, entries, and the children of each entry.
     """

@@ -1,4 +1,7 @@
-"""Answers of models with reasoning, content and tool calls, in each format, with the parts that they have."""
+"""Texts that models generate in each tool format, with the answer that a parser must find in each text.
+
+The texts combine reasoning, content and tool calls.
+"""
 
 from __future__ import annotations
 

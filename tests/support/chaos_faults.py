@@ -41,9 +41,9 @@ _STREAM = b'{"prompt": "Once", "max_tokens": 400, "ignore_eos": true, "stream": 
 
 @dataclass(frozen=True)
 class Injection:
-    """One fault of the schedule. It hits the agent ``rank``.
+    """One fault of the schedule. Its agent is the one with rank ``rank``.
 
-    ``order`` is its variant, and ``gap_s`` is the pause after it in seconds.
+    ``order`` names the variant of the fault. ``gap_s`` is the pause after the fault, in seconds.
     """
 
     kind: str
@@ -141,7 +141,8 @@ class FaultRig:
         return time_limit(DETECTION_LIMIT_S.get(kind, 0.0) + DETECTION_STEPS * self._load.step_s)
 
     def _pause_s(self, num_before: int) -> float:
-        """Return the longest sum of a replica's pauses before restarts, in seconds.
+        """Returns the seconds that a replica has paused before restarts, summed over its losses. The largest sum
+        counts.
 
         The log states the pause of each loss. The first ``num_before`` losses do not count.
         """

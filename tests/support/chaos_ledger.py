@@ -47,7 +47,10 @@ class Holdings:
         return cls(len(server.agents()), process.num_fds(), process.num_threads(), len(shm_entries(server.pid)))
 
     def leaks(self, later: Holdings) -> list[str]:
-        """Return the name and the two numbers of each resource of which ``later`` has more than is allowed."""
+        """Return a line for each resource of which ``later`` has more than is allowed.
+
+        A line has the name of the resource, the earlier number and the later number.
+        """
         allowed = {**asdict(self), "threads": self.threads + POOL_THREADS}
         pairs = ((name, value, getattr(later, name)) for name, value in asdict(self).items())
         return [

@@ -154,7 +154,9 @@ class ChaosLoad:
         self._running.set()
 
     def is_equal(self, answer: Answer) -> bool:
-        """Return True if an answer is an error, or has the texts of the same request without faults."""
+        """Return True if an answer is an error, or if its texts are those that the request got when no fault was
+        active.
+        """
         return bool(answer.error) or answer.texts == self.expected[answer.number]
 
     def _run(self, client: int) -> None:

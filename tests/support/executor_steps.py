@@ -62,7 +62,10 @@ def prefill(seq: int, token: int, row: int = 0, **sampling: Any) -> ScheduledSte
 
 
 def submit_decode_before_prefill(executor: AgentExecutor) -> None:
-    """Submits three steps. While step 0 runs, step 1 (a decode) and step 2 (a prefill) wait in this order."""
+    """Submits three steps. Step 0 is running when steps 1 and 2 arrive.
+
+    Step 1 is a decode and step 2 is a prefill. Both wait in this order, so the agent can change the order.
+    """
     decode = prefill(1, 5)
     decode.kind = StepKind.DECODE
     executor.submit(prefill(0, SLOW))

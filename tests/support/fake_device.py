@@ -52,7 +52,10 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A copy of a step, like the one in a step slot. The copy shares no object with the scheduler."""
+    """A copy of a step that shares no object with the scheduler.
+
+    A real agent also gets a copy, in a step slot of shared memory.
+    """
 
     seq: int
     kind: StepKind
@@ -272,7 +275,7 @@ class FakeDevice:
             assert step.num_tokens <= limits.max_num_batched_tokens
 
     def _check_restarts(self, step: ScheduledStep) -> None:
-        """Checks that a position 0 always restarts its batch row.
+        """Checks that each batch row whose input begins at position 0 is marked as restarted.
 
         The input of a restarted batch row must not be LAST_TOKEN, because the device does not know that token.
         """

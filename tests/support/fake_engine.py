@@ -330,8 +330,10 @@ def fake_logits(token: int, count: int) -> TokenLogits:
 
 
 def _constrained(constraint: Constraint | None, tokens: Sequence[int]) -> Iterator[tuple[int, bool]]:
-    """Yields the script's tokens, each with whether it is the last. Before a token that a constraint does not allow
-    stand the tokens that the constraint forces. Raises AssertionError if several other tokens are allowed.
+    """Yields the script's tokens, each with True for the last one and False for all others.
+
+    A constraint may forbid the script's next token. If it allows only one other token, that token is yielded first.
+    Raises AssertionError if several other tokens are allowed.
     """
     for position, token in enumerate(tokens):
         while constraint is not None:

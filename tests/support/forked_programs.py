@@ -1,8 +1,8 @@
 """Runs programs of the tests in processes that are forked from one server process, which has imported MindSpore.
 
 The import costs 2 s of CPU time, and a fork costs only some milliseconds. The programs share no state. Some settings
-must be made before the import of MindSpore. A program with these settings has to run through
-``json_program.run_program``.
+must be made before MindSpore is imported. Programs with these settings run through ``json_program.run_program``,
+because the fork server has already imported MindSpore.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run_forked(
 def _start_server() -> None:
     """Starts the fork server with a ``PYTHONPATH`` on which it finds the module to preload.
 
-    Without it, the fork server would ignore the module, because it ignores modules that it cannot import.
+    Without this path, the fork server could not import the module, and would continue without a message.
     """
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     with mock.patch.dict(os.environ, {"PYTHONPATH": path}):

@@ -60,7 +60,7 @@ def fuzz_frames(cases: int, seed: int) -> dict[str, Findings]:
     found = {}
     for direction, receive in (("to_agent", _agent_receives), ("to_server", _server_receives)):
         findings = found[direction] = Findings()
-        # A first run creates the objects that later runs reuse, so that they do not count as growth.
+        # A first run creates the objects that later runs reuse. The memory of these objects does not count as growth.
         run_case(direction, seed, Findings(), receive)
         before = peak_mib()
         for number in range(cases):

@@ -105,9 +105,9 @@ ENCODERS: dict[int, Callable[[str, tuple[int, ...]], tuple[bytes, np.ndarray]]] 
 
 
 def llama_cpp_rows(heads: int) -> np.ndarray:
-    """Returns for each row of the GGUF file its row in Hugging Face's weight.
+    """Returns an array that maps each row of a GGUF weight to its row in Hugging Face's weight.
 
-    llama.cpp interleaves the rows of the two halves of a head.
+    llama.cpp stores the rows of each head in another order: rows of the first and the second half alternate.
     """
     half = HEAD_DIM // 2
     return np.array([h * HEAD_DIM + part * half + i for h in range(heads) for i in range(half) for part in range(2)])
@@ -116,7 +116,11 @@ def llama_cpp_rows(heads: int) -> np.ndarray:
 def make(
     kind: int, embedding: int = F32
 ) -> tuple[dict[str, tuple[int, tuple[int, ...], bytes]], dict[str, np.ndarray]]:
-    """Returns the tensors of a GGUF file, and the values that a reader should find in them."""
+    """Returns the tensors of a GGUF file and their expected values, as two dictionaries by tensor name.
+
+    ``kind`` is the GGUF type of the matrices, and ``embedding`` is that of the embedding. The expected values have the
+    row order of Hugging Face.
+    """
     shapes = {
         "token_embd.weight": (embedding, (VOCAB, HIDDEN)),
         "blk.0.attn_q.weight": (kind, (HEADS * HEAD_DIM, HIDDEN)),

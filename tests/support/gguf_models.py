@@ -24,7 +24,10 @@ _ARCHITECTURES = {
 
 
 def _without(name: str, *keys: str) -> Variant:
-    """Returns the variant without these keys of its ``config.json``, which a GGUF file cannot state."""
+    """Returns the seeded model ``name`` in float32, without the given keys of its ``config.json``.
+
+    A GGUF file cannot state these keys.
+    """
     variant = FAMILY_VARIANTS[name]
     config = {key: value for key, value in variant.config.items() if key not in keys}
     return replace(variant, dtype="float32", config=config)
@@ -100,7 +103,10 @@ def _joined_experts(folder: Path) -> list[tuple[str, np.ndarray]]:
 
 
 def _heads(name: str, config: dict[str, Any]) -> int | None:
-    """Returns the number of heads of a tensor whose rows llama.cpp permutes. Returns None for other tensors."""
+    """Returns the number of heads of a query or key weight, because llama.cpp changes the order of its rows.
+
+    Returns None for all other tensors.
+    """
     if ".q_proj." in name:
         return int(config["num_attention_heads"])
     return int(config["num_key_value_heads"]) if ".k_proj." in name else None

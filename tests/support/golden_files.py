@@ -18,7 +18,7 @@ FAMILIES = LLAMAS / "families"
 def golden_of(model: str) -> dict[str, Any]:
     """Returns the content of the golden file of this model.
 
-    The file is in the folder of the Llamas or in that of the other families.
+    The file is in the folder of golden files for Llama models, or in the folder for all other model families.
     """
     path = LLAMAS / f"{model}.json"
     path = path if path.is_file() else FAMILIES / f"{model}.json"

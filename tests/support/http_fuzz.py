@@ -50,7 +50,9 @@ class FuzzAnswer:
 
     @property
     def is_failure(self) -> bool:
-        """True for a status of 500 or more, except for a full queue and a missed deadline, which a request can cause.
+        """True for a status of 500 or more, because the server itself has then failed.
+
+        A full queue and a missed deadline do not count as failures, because a request can cause them.
         """
         return self.status >= 500 and not any(code.encode() in self.body for code in _EXPECTED_ERRORS)
 
@@ -115,7 +117,10 @@ class RequestDrawing:
         return head.encode("utf-8", "surrogatepass") + content
 
     def _bound(self, body: Any, schema: dict[str, Any]) -> None:
-        """Limit the number and the length of outputs, also in the nested settings of the published server's routes."""
+        """Limits the number of choices and the length of each output, so that each request ends soon.
+
+        The routes /generate and /chat have their limits in the nested objects ``parameters`` and ``gen_kwargs``.
+        """
         if not isinstance(body, dict):
             return
         known = self._schemas[schema["$ref"].removeprefix(_REF)].get("properties", {}) if "$ref" in schema else {}

@@ -22,7 +22,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class HubServer:
     """One repository of a hub.
 
-    ``cut`` has for each file the numbers of bytes after which its next downloads break off.
+    ``cut`` makes downloads break off. For each file, it has a list of byte counts: the n-th download of the file ends
+    after the n-th count.
     """
 
     files: dict[str, bytes]

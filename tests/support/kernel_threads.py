@@ -14,7 +14,10 @@ from performance.kernels.library import set_threads
 
 @contextmanager
 def threads_as_before() -> Iterator[None]:
-    """Restores the number of kernel threads at the end of the context, in which a test may set any number."""
+    """A context in which a test may set any number of kernel threads.
+
+    At its end, the earlier number of kernel threads is restored.
+    """
     before = num_threads()
     try:
         yield

@@ -1,8 +1,9 @@
 """Sequences over a ``KVCacheManager`` and a modelled memory. A test may run their operations in any order.
 
 A token's keys and values depend on all tokens before it. Therefore the modelled memory holds a prefix number for each
-slot of each block. The number stands for the token and all tokens before it, whose keys and values were written there.
-Each read is compared with the prefix that the sequence would have computed without other sequences.
+slot of each block. A prefix number stands for a token together with all tokens before it. A slot has the number of the
+token whose keys and values were written there. Each read is compared with the prefix that the sequence would have
+computed without other sequences.
 """
 
 from __future__ import annotations
@@ -246,9 +247,9 @@ class KVCacheModel:
             self.memory[sequence.table[position // size]][position % size] = numbers[position]
 
     def _break(self, step: ModelStep, outcome: Outcome) -> None:
-        """Fails a step. Its results, and those of later steps of its sequence, become void.
+        """Makes a step fail. The results of this step and of later steps of the same sequence become void.
 
-        If the step ran, the blocks that it should write get garbage.
+        If the step ran before it failed, the blocks that it should write get garbage.
         """
         sequence, size = step.sequence, self.block_size
         if not sequence.broken:

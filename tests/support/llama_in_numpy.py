@@ -1,7 +1,7 @@
 """A Llama in NumPy, which computes whole sequences.
 
 Its linear layers may be int8. The arithmetic between them is exact, or its results are rounded to a type after each
-operator. It shares no code with the operators of the op tables.
+operator. The model shares no code with the operators that agents use.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class NumpyLlama:
 
     ``weights`` states the format of the linear layers: ``float``, ``int8`` (activations are quantised token by token)
     or ``int8_weight_only``. Each output of an int8 layer has one scale, of type ``scale_dtype``. All other weights are
-    floats of type ``dtype``. With ``float_tied``, an embedding that is also the output layer stays a float as output
-    layer.
+    floats of type ``dtype``. With tied weights, the embedding is also the output layer. Then ``float_tied`` states that
+    the output layer is not quantised.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Checks that a position of a sequence always has the same bits.
+"""Checks that each position of a sequence gives the same bits, however it is computed.
 
-The position may be computed alone, in a batch, in chunks, as a part of a prompt or as a decode. Its blocks may be
-shared, copied or swapped.
+A position may be computed alone, in a batch, in chunks, as a part of a prompt or as a decode. Its blocks may be shared,
+copied or swapped.
 
 ``agent/runner_worker.py`` and ``agent/block_sharing.py`` compute the positions in their own process. This module
-compares them.
+compares the digests of their results.
 """
 
 from __future__ import annotations

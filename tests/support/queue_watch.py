@@ -94,8 +94,8 @@ class QueueWatch:
     def _check_late_share(self, started: Request, now: float) -> None:
         """Checks that no late request waits for too many starts of other requests.
 
-        At place n of the queue, counted from 1, it may wait for n * ``LATE_SHARE`` starts. The check applies while all
-        waiting requests have one priority and tenant.
+        The n-th waiting request may wait for at most n * ``LATE_SHARE`` starts of other requests. The check applies
+        while all waiting requests have one priority and tenant.
         """
         if len({(r.priority, self._tenant(r)) for r in self._waiting.values()}) > 1:
             self._starts_left.clear()

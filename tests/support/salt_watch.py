@@ -17,7 +17,10 @@ class SaltWatch:
         self._host: dict[int, bytes] = {}
 
     def scheduled(self, step: ScheduledStep) -> None:
-        """Checks a step when the scheduler sends it. The scheduler allocates blocks in the same order."""
+        """Checks a step when the scheduler sends it, and notes the salts of the blocks that the step writes.
+
+        The scheduler sends steps in the order in which it allocates their blocks.
+        """
         for move in step.moves:
             source = self._host if move.kind is MoveKind.SWAP_IN else self._cache
             destination = self._host if move.kind is MoveKind.SWAP_OUT else self._cache

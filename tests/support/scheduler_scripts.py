@@ -32,9 +32,9 @@ _ENUMS = {
 
 @dataclass(frozen=True)
 class Script:
-    """Limits and operations.
+    """The limits and operations of one run of the scheduler.
 
-    ``limits`` are the arguments of SchedulerLimits. An enum is stored as its value.
+    ``limits`` are the arguments of SchedulerLimits. For an enum argument, ``limits`` has the value of the member.
     """
 
     limits: dict[str, Any]

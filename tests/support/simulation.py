@@ -80,7 +80,10 @@ class Simulation(SimulatedClients):
         )
 
     def _check_busy(self) -> None:
-        """Checks that a step is in flight, that there are no requests, or that a batch waits for more requests."""
+        """Checks that the device is not idle without a reason.
+
+        It may be idle if the scheduler has no requests. It may also be idle while a batch waits for more requests.
+        """
         scheduler, limits = self.scheduler, self.limits
         if scheduler.figures.steps_in_flight or scheduler.is_idle:
             self._idle_until = None

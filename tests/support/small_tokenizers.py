@@ -77,7 +77,7 @@ def write_sentencepiece_folder(folder: Path, *, dummy_prefix: bool = True, **cha
 
 
 def write_llama2_folder(folder: Path) -> Path:
-    """Writes the same model as a ``tokenizer.json`` in the form of Llama 2.
+    """Writes a ``tokenizer.json`` in the form of Llama 2, with the vocabulary of ``sentencepiece_model``.
 
     This form puts a word mark before the text, encodes unknown characters as bytes, and strips a space when it decodes.
     """

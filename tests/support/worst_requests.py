@@ -80,9 +80,9 @@ def worst_requests(max_tokens: int) -> list[WorstRequest]:
 
 
 def _bodies() -> list[WorstRequest]:
-    """Requests whose bodies are as large, or have as many parts, as the parser accepts.
+    """Returns requests whose bodies are as large, or have as many parts, as the parser accepts.
 
-    The server ignores ``metadata``.
+    Most of a body is in its field ``metadata``, which the server accepts and ignores.
     """
     small = {"prompt": "a", "max_tokens": 1}
     number = len("31999,")
@@ -98,7 +98,11 @@ def _bodies() -> list[WorstRequest]:
 
 
 def _texts() -> list[WorstRequest]:
-    """Prompts as long as the context that tokenizers encode slowly, and long conversations."""
+    """Returns requests that need much work before the first step.
+
+    The requests have prompts that tokenizers encode slowly, prompts with as many tokens as possible, and chats with
+    many messages.
+    """
     requests = []
     for name, text in {"letters": "a" * 2900, "words": "word " * 580, "marks": "e\u0302\u0323" * 960}.items():
         requests += [

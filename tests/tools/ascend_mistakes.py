@@ -94,7 +94,7 @@ def with_sizes(head_dim: int, block_size: int) -> Any:
 
 
 class Attention(native_attention.Attention):
-    """An attention like the op table's. Its flags, which tests change, plant mistakes."""
+    """The attention of the native op table, with flags that plant mistakes. Each test sets some of the flags."""
 
     def construct(self, qkv: Any, head_norms: Any, rotary: Any, caches: Any, step: Any, whole_prompts: Any) -> Any:
         slot_mapping, tables, context_lens, query_lens = step[:4]
@@ -142,7 +142,10 @@ class WithoutTokenScales(native_linear._DynamicProduct):
 
 
 class ScaledTwice(native_linear._DynamicProduct):
-    """Plants a mistake: takes the scales of tokens from a second quantisation, of other values."""
+    """Plants a mistake: takes the scales of the tokens from another quantisation than the integers.
+
+    The other quantisation has different inputs.
+    """
 
     def construct(self, x: Any, weight: Any) -> Any:
         integers, scales = self.quantise(x, None)
@@ -180,7 +183,10 @@ class ScaleForOffset(native_linear._WeightOnlyProduct):
 
 
 class RowsScaledTwice(native_experts._DynamicProducts):
-    """Plants a mistake: takes the scales of rows from a second quantisation, of other values."""
+    """Plants a mistake: takes the scales of the rows from another quantisation than the integers.
+
+    The other quantisation has different inputs.
+    """
 
     def construct(self, rows: Any, weight: Any, groups: Any) -> Any:
         integers, _ = self.quantise(rows, None)
@@ -205,7 +211,10 @@ class RowsScaledTwice(native_experts._DynamicProducts):
 
 
 class EndsOfGroups(native_experts._FloatProducts):
-    """Plants a mistake: passes the ends of the groups instead of their numbers of rows."""
+    """Plants a mistake: gives the operator the wrong kind of group list.
+
+    The list has the number of rows of each group. The operator's setting says that the list has the ends of the groups.
+    """
 
     def construct(self, rows: Any, weight: Any, groups: Any) -> Any:
         return self.multiply((rows,), (weight,), None, None, None, None, None, None, groups, None, None, None, 3, 0, 0)[
@@ -236,7 +245,8 @@ def turned_scales(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def weight_only(**settings: Any) -> Any:
-    """Returns a replacement for the primitive, with settings that do not match the weights."""
+    """Returns a patch with which linear layers use WeightQuantBatchMatmul with settings that do not match the weights.
+    """
 
     def make(**given: Any) -> Any:
         return auto_generate.WeightQuantBatchMatmul(**(given | settings))
@@ -254,7 +264,10 @@ def other_type(name: str, dtype: str) -> Any:
 
 
 def other_parameters(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Creates weights, scales or offsets with a wrong shape or type, in an otherwise correct graph."""
+    """Returns a patch with which linear layers create wrong parameters, in an otherwise correct graph.
+
+    ``change`` gets the shapes and types of weights, scales and offsets, and makes some of them wrong.
+    """
     real = native_linear.linear_parameters
     return patched("linear_parameters", lambda *given: change(real(*given)))
 
@@ -290,7 +303,7 @@ class OnlyLogits(dynamic_cell._DynamicStep):
 
 
 class WideBest(sampling_cells.BestTokens):
-    """Returns the tokens in the type of ArgMaxWithValue, without a conversion."""
+    """Plants a mistake: returns the tokens in the integer type of ArgMaxWithValue, without converting them."""
 
     def construct(self, logits: Any) -> Any:
         return self.pick(logits)
@@ -356,7 +369,7 @@ def plain_linear() -> Any:
 
 
 def inputs(position: int, tensor: Tensor) -> Any:
-    """Replaces the graph's input at ``position`` by a tensor of another type or rank."""
+    """Returns a patch that replaces the graph's input at ``position`` by a tensor of another type or rank."""
     real = dynamic_cell._DynamicStep.set_inputs
 
     def set_inputs(cell: nn.Cell, *given: Tensor) -> None:
@@ -407,7 +420,7 @@ def paged(**settings: Any) -> Any:
 
 
 def unlimited() -> Any:
-    """Removes the check of the device's limits from the start of the agent."""
+    """Returns a patch of the agent's start that leaves out the check of the device's limits."""
     return mock.patch.object(ascend_ops, "check_limits")
 
 
@@ -582,7 +595,10 @@ class Turned(nn.Cell):
 
 
 def only_on_one_device(kind: str) -> list[str]:
-    """Returns the lines of the graph's listing that differ between the Ascend and a CPU with native operators."""
+    """Compares the graph for an Ascend with the graph for a CPU that has native operators.
+
+    Returns the lines that are in the text of only one of the two graphs.
+    """
     on_cpu = replace(CONFIG, model_config=replace(CONFIG.model_config, device_target="CPU"))
     ascend, cpu = (list_graph(dict(compile_graphs(config, [kind]))[kind]) for config in (CONFIG, on_cpu))
     return [
@@ -592,9 +608,9 @@ def only_on_one_device(kind: str) -> list[str]:
 
 
 def fusions() -> list[str]:
-    """Checks the graph for chunks with graph-kernel fusion.
+    """Compiles the graph for prompts in chunks, with the fusion of operators (graph kernels) switched on.
 
-    Returns the errors that the rules find, and the predicted fusions.
+    Returns the errors that the rules find, and the predicted fusions of MindSpore.
     """
     config = fused("--enable_parallel_fusion=true")
     graphs = [dict(compile_graphs(each, ["chunked"]))["chunked"] for each in (CONFIG, config)]

@@ -155,7 +155,10 @@ Findings = Callable[[str], list[str]]
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    """Returns a function that gives the errors found for a planted mistake. One process plants all of ``make test``."""
+    """Returns a function that returns the errors found for a planted mistake.
+
+    One process plants all mistakes that ``make test`` tests, because the start of a process takes long.
+    """
 
     @cache
     def run_checks(*names: str) -> dict[str, list[str]]:
@@ -202,9 +205,9 @@ def test_the_cpu_runs_the_same_graph_as_ascend(findings: Findings, kind: str) ->
 
 
 def test_only_the_lengths_of_whole_prompts_differ(findings: Findings) -> None:
-    """The graphs of both devices differ only in the lengths of whole prompts.
+    """The graphs for an Ascend and for a CPU differ only in the input ``q_seq_lens`` and in the operators that read it.
 
-    On a CPU, the lengths are a fixed number of 64-bit integers.
+    ``q_seq_lens`` has the lengths of whole prompts. On a CPU, this is a fixed number of 64-bit integers.
     """
     different = findings("devices, prefill")
     assert {"Ascend:   q_seq_lens i32[-1]", "CPU:   q_seq_lens i64[16]"} <= set(different)

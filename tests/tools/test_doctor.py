@@ -64,7 +64,10 @@ def test_a_broken_mindspore_is_a_finding(tmp_path, breakage):
 
 
 def test_a_python_without_packages_gets_findings(tmp_path):
-    """This Python has neither the project's packages nor ``.venv``. The doctor reports findings instead of failing."""
+    """The doctor runs under a Python without the project's packages and without ``.venv``.
+
+    The doctor reports findings. It does not fail.
+    """
     program = (
         "import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; "
         f"sys.path.insert(0, {str(REPOSITORY)!r}); sys.executable = '/no/python'; "

@@ -1,4 +1,7 @@
-"""Tests tools/quantize.py: its output, which this project and another library read, GPTQ, and errors."""
+"""Tests tools/quantize.py: its output, its GPTQ and its errors.
+
+Both this project and another library read the output.
+"""
 
 from __future__ import annotations
 
@@ -154,9 +157,9 @@ def correlated(rng: np.random.Generator, samples: int, depth: int) -> np.ndarray
 
 
 def gptq_by_definition(weight: np.ndarray, hessian: np.ndarray, settings: Settings, scales: np.ndarray) -> np.ndarray:
-    """Quantises one column after another by optimal brain quantisation, with a new inverse for each column.
+    """Quantises one column after another by optimal brain quantisation. Returns the dequantised values.
 
-    Returns the dequantised values.
+    For each column, the Hessian matrix of the remaining columns is inverted again.
     """
     work, depth = weight.astype(np.float64), weight.shape[1]
     damped = hessian + np.eye(depth) * DAMPING * hessian.diagonal().mean()

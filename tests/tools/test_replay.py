@@ -262,7 +262,10 @@ def test_a_fit_finds_the_times_of_a_steady_device(steady):
 
 
 def _with_times(stretch):
-    """Returns the recorded results with the step times that ``SteadyDevice`` needs."""
+    """Sets the device time of each recorded result to the time that ``SteadyDevice`` takes for the step.
+
+    Returns ``stretch``, whose records have changed.
+    """
     sizes = {}
     for segment in stretch.segments:
         for record_ in segment.records:

@@ -117,7 +117,11 @@ def test_held_out_documents_are_never_trained_on(processor: spm.SentencePiecePro
 
 
 def test_tokenizer_does_not_depend_on_the_drills(processor: spm.SentencePieceProcessor) -> None:
-    """The training text is the corpus with additional exercises between its documents, which keep their order."""
+    """The tokenizer is trained on the corpus. The model is trained on the corpus with exercises (drills) between
+    documents.
+
+    This test checks that both have the same corpus documents in the same order.
+    """
     corpus = some_documents(200, seed=1)
     training = iter(itertools.islice(training_documents(1), 600))
     assert all(document in training for document in corpus)

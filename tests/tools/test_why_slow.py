@@ -44,7 +44,10 @@ def collected(*ends: RequestEnd) -> WhySlow:
 
 
 def with_slow(count: int, **slow: Any) -> WhySlow:
-    """Returns statistics of a thousand requests. ``count`` of them are slow, with the times ``slow``."""
+    """Returns statistics of a thousand requests. ``count`` of them are slow.
+
+    ``slow`` has the times of a slow request in milliseconds, by part of the request.
+    """
     return collected(*(usual(i) for i in range(1000 - count)), *(end(1000 + i, **slow) for i in range(count)))
 
 

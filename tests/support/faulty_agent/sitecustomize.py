@@ -1,7 +1,8 @@
 """Makes the graphs of agents compute wrong logits. Python imports this file if its folder is in PYTHONPATH.
 
 The environment variable ``FAULTY_AGENT_FILE`` names a file. While the file exists, steps with one sequence have one
-wrong bit in a logit. If the variable ``FAULTY_AGENT`` is ``other_tokens``, these steps have wrong best tokens instead.
+wrong bit in a logit. If the variable ``FAULTY_AGENT`` is ``other_tokens``, the logits stay correct, but the token with
+the best logit is wrong.
 """
 
 from __future__ import annotations
