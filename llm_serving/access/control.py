@@ -93,12 +93,15 @@ class Visit:
     def rights(self) -> KeyRights:
         return _NO_RIGHTS if self._key is None else self._key.rights
 
-    def enter(self, authorizations: Sequence[str]) -> None:
-        """Name of the request's API key. Empty if the server has no keys."""
+    def enter(self, authorizations: Sequence[str], api_keys: Sequence[str] = ()) -> None:
+        """Find the request's API key and count the request. Raises UnauthorizedError or QuotaExceededError.
+
+        The arguments are the values of all headers ``Authorization`` and ``X-Api-Key``.
+        """
         access = self._access
         if access.keys is None or self._is_open:
             return
-        secret = _secret(authorizations)
+        secret = _secret(authorizations, api_keys)
         key = None if secret is None else access.keys.find(secret)
         if key is None:
             access.refused("missing_key" if secret is None else "wrong_key")
@@ -192,7 +195,7 @@ class Visit:
             )
 
 
-_MISSING = "The request has no API key. Send the header 'Authorization: Bearer KEY'."
+_MISSING = "The request has no API key. Send one header 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'."
 _WRONG = "The API key is not valid. It may have been replaced; ask the operator of the server."
 
 
@@ -200,9 +203,14 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
-def _secret(authorizations: Sequence[str]) -> str | None:
-    """Return the key after ``Bearer``. None if there is not exactly one header, or if its scheme is not ``Bearer``."""
-    if len(authorizations) != 1:
+def _secret(authorizations: Sequence[str], api_keys: Sequence[str]) -> str | None:
+    """Return the key after ``Bearer``, or the value of ``X-Api-Key``, as Anthropic's clients send the key.
+
+    None if there is not exactly one header, or if the scheme is not ``Bearer``.
+    """
+    if len(authorizations) + len(api_keys) != 1:
         return None
+    if api_keys:
+        return api_keys[0].strip() or None
     scheme, _, secret = authorizations[0].partition(" ")
     return secret.strip() or None if scheme.lower() == "bearer" else None

@@ -86,7 +86,7 @@ class ServerApp:
                     return
             if access is not None:
                 visit = scope[VISIT] = Visit(access, scope, scope[RECEIVED_AT])
-                visit.enter(headers.getlist("authorization"))
+                visit.enter(headers.getlist("authorization"), headers.getlist("x-api-key"))
             await self._router(scope, receive, send)
         except Exception as error:
             response = _error_response(self.state, scope, error)
@@ -142,7 +142,7 @@ def _error_response(state: ServerState, scope: Scope, error: Exception) -> Respo
     if isinstance(error, HTTPException) and error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         error.detail = f"{clip(scope['path'])} does not take {scope['method']}; use {allowed}."
-    reply = error_reply(error)
+    reply = error_reply(error, scope["path"])
     generation: Generation | None = scope.get(GENERATION)
     request_id = None if generation is None else generation.request_id
     note_error(state.log, error, reply, scope["path"], request_id)

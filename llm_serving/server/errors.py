@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -95,11 +95,19 @@ class ErrorReply:
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    is_anthropic: bool = False
+    """Whether the body has the form of Anthropic's API, and not of OpenAI's."""
 
     def body(self) -> bytes:
-        """Return the JSON body ``{"error": {"message", "type", "param", "code"}}``, as in OpenAI's API."""
+        """Return the JSON body ``{"error": {"message", "type", "param", "code"}}``, as in OpenAI's API.
+
+        The body of Anthropic's API has another ``type``, and the member ``"type": "error"`` next to ``error``.
+        """
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return orjson.dumps({"error": error})
+        if not self.is_anthropic:
+            return orjson.dumps({"error": error})
+        error["type"] = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else error["type"])
+        return orjson.dumps({"type": "error", "error": error})
 
     def response(self, request_id: str | None = None) -> Response:
         """Return the response. ``request_id`` shows the client which lines of the log have the details."""
@@ -107,8 +115,34 @@ class ErrorReply:
         return Response(self.body(), self.status, {**self.headers, **named}, "application/json")
 
 
-def error_reply(error: Exception) -> ErrorReply:
-    """Return the HTTP response for an exception. The text of a failure is one of ``FAILURE_TEXTS``, without details."""
+ANTHROPIC_PATH = "/v1/messages"
+"""The path, and the start of the paths, whose errors have the form of Anthropic's API."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def has_anthropic_errors(path: str) -> bool:
+    """Return whether the errors of a URL's path have the form of Anthropic's API."""
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+
+
+def error_reply(error: Exception, path: str = "") -> ErrorReply:
+    """Return the HTTP response for an exception. The text of a failure is one of ``FAILURE_TEXTS``, without details.
+
+    ``path`` is the path of the URL, which determines the form of the body.
+    """
+    reply = _reply(error)
+    return replace(reply, is_anthropic=True) if has_anthropic_errors(path) else reply
+
+
+def _reply(error: Exception) -> ErrorReply:
     if isinstance(error, RequestError):
         return _request_error(error)
     if isinstance(error, UnavailableError):

@@ -37,7 +37,7 @@ from llm_serving.server.openai_stream import (
     response_of,
     stop_reason_json,
 )
-from llm_serving.server.prompts import check_choices, check_prompt, encode_chat, max_output_tokens
+from llm_serving.server.prompts import Prompt, check_choices, check_prompt, encode_chat, max_output_tokens
 from llm_serving.server.protocol import IGNORED, MaxTokens, Messages, SamplingFields, TemplateValues
 from llm_serving.server.sampling import Choice, base_sampling, make_choices
 from llm_serving.server.scheduling import tenant_of
@@ -80,12 +80,7 @@ async def create_chat_completion(state: ServerState, request: Request) -> AnyRes
     state.check_queue(tenant_of(request))
     body = await read_request(ChatRequest, request, state.settings.max_body_bytes)
     state.check_model(body.model)
-    _check(body)
-    check_tool_fields(state, body)
-    generation = Generation(state, request, "chat.completions", "chatcmpl", body, stream=bool(body.stream))
-    generation.choices, plan = await _choices(state, body, generation.request_id)
-    generation.watch_reasoning(plan)
-    state.check_ready()
+    generation, plan = await start_chat(state, request, body, "chat.completions", "chatcmpl")
     if body.stream:
         return EventStream(generation, ChatStream(generation, body, plan))
     if body.use_beam_search:
@@ -98,6 +93,29 @@ async def create_chat_completion(state: ServerState, request: Request) -> AnyRes
         for answer in answers:
             generation.note_tokens(answer.choice.index, answer.token_ids)
     return await response_of(generation, "chat.completion", answers, partial(_choice, generation, body, plan))
+
+
+async def start_chat(
+    state: ServerState, request: Request, body: ChatRequest, api: str, id_prefix: str
+) -> tuple[Generation, AnswerPlan | None]:
+    """Return the choices of a chat, which are ready for the engine, and the plan by which their text is read.
+
+    All APIs with conversations call this function. ``api`` is the API's name in the log. Raises RequestError, and
+    UnavailableError if the server cannot serve requests now.
+    """
+    _check(body)
+    check_tool_fields(state, body)
+    generation = Generation(state, request, api, id_prefix, body, stream=bool(body.stream))
+    generation.choices, plan = await _choices(state, body, generation.request_id)
+    generation.watch_reasoning(plan)
+    state.check_ready()
+    return generation, plan
+
+
+async def chat_prompt(state: ServerState, body: ChatRequest) -> Prompt:
+    """Return the prompt of a chat. Raises RequestError."""
+    check_tool_fields(state, body)
+    return await _prompt(state, body)
 
 
 ENDPOINTS = (
@@ -126,9 +144,7 @@ def _check(body: ChatRequest) -> None:
 async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> tuple[list[Choice], AnswerPlan | None]:
     n = body.n or 1
     check_choices(1, n)
-    messages = [message.for_template() for message in body.messages]
-    tools = [tool.for_template() for tool in offered_tools(body)]
-    prompt = await encode_chat(state, messages, tools=tools, template_values=template_values(state, body))
+    prompt = await _prompt(state, body)
     plan = plan_answer(state, body, prompt)
     ids = prompt.token_ids
     check_prompt(len(ids), state.settings, "messages")
@@ -147,6 +163,12 @@ async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> tu
     )
     constraint = await with_token_rules(state, params, max_tokens, grammar)
     return make_choices(state.settings, request_id, [prompt], [(params, max_tokens)], n, body.seed, constraint), plan
+
+
+async def _prompt(state: ServerState, body: ChatRequest) -> Prompt:
+    messages = [message.for_template() for message in body.messages]
+    tools = [tool.for_template() for tool in offered_tools(body)]
+    return await encode_chat(state, messages, tools=tools, template_values=template_values(state, body))
 
 
 def _choice(generation: Generation, body: ChatRequest, plan: AnswerPlan | None, answer: Answer) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from llm_serving.access.control import OPEN_FOLDER, OPEN_PATHS
 
 SCHEME = "bearer"
+HEADER_SCHEME = "api_key"
 
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -23,6 +24,11 @@ ERROR_SCHEMA: dict[str, Any] = {
             },
         }
     },
+}
+ANTHROPIC_ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {"type": {"const": "error"}, "error": ERROR_SCHEMA["properties"]["error"]},
 }
 _REF = "#/components/responses/"
 _NAMES = {"401": "Unauthorized", "403": "Forbidden", "429": "TooManyRequests"}
@@ -62,14 +68,17 @@ def components(error_ref: str, *, has_keys: bool) -> dict[str, Any]:
     }  # fmt: skip
     if has_keys:
         found["securitySchemes"] = {
-            SCHEME: {"type": "http", "scheme": "bearer", "description": "An API key: `Authorization: Bearer KEY`."}
+            SCHEME: {"type": "http", "scheme": "bearer", "description": "An API key: `Authorization: Bearer KEY`."},
+            HEADER_SCHEME: {
+                "type": "apiKey", "in": "header", "name": "X-Api-Key", "description": "An API key: `X-Api-Key: KEY`.",
+            },
         }
     return found
 
 
 def security(*, has_keys: bool) -> dict[str, Any]:
     """Return the member ``security`` of the document. Empty if the server has no keys."""
-    return {"security": [{SCHEME: []}]} if has_keys else {}
+    return {"security": [{SCHEME: []}, {HEADER_SCHEME: []}]} if has_keys else {}
 
 
 def of_operation(path: str, *, generates: bool, has_keys: bool) -> tuple[dict[str, Any], dict[str, Any]]:

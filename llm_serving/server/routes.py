@@ -6,10 +6,12 @@ To add an endpoint, write a module with an ``ENDPOINTS`` tuple and add one line 
 from __future__ import annotations
 
 from llm_serving.server import admin, chat, generate, openai_chat, openai_completions, pages, profile, receipts
+from llm_serving.server.messages import endpoints as messages
 
 ENDPOINTS = (
     *openai_completions.ENDPOINTS,
     *openai_chat.ENDPOINTS,
+    *messages.ENDPOINTS,
     *generate.ENDPOINTS,
     *chat.ENDPOINTS,
     *receipts.ENDPOINTS,

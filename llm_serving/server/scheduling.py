@@ -108,8 +108,10 @@ def _owner(request: Request) -> bytes:
 
 
 def _api_key(headers: Headers) -> bytes:
-    """Return the API key after ``Bearer`` in the header ``Authorization``. Empty if there is none."""
+    """Return the API key after ``Bearer`` in the header ``Authorization``, or in ``X-Api-Key``. Empty without both."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
+    if not scheme:
+        return headers.get("x-api-key", "").strip().encode()
     return key.strip().encode() if scheme.lower() == "bearer" else b""
 
 

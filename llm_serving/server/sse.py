@@ -26,7 +26,7 @@ _HEADERS: tuple[Header, ...] = (
 
 
 class EventFormat(Protocol):
-    """Formats the pieces of one stream as an API's events. Each event has the form ``data: ...\\n\\n``."""
+    """Formats the pieces of one stream as an API's events. An event ends with an empty line."""
 
     def events(self, choice: Choice, piece: RequestOutput, /) -> bytes:
         """Return the events of a piece of choice ``choice``. Empty if the piece has nothing for the client."""
@@ -103,7 +103,7 @@ class EventStream:
         except ClientGoneError:
             self.status_code = 499
         except Exception as error:
-            reply = error_reply(error)
+            reply = error_reply(error, scope["path"])
             note_error(state.log, error, reply, scope["path"], generation.request_id)
             channel.detach()
             if self._started:

@@ -37,7 +37,10 @@ WITHOUT_KEY = {
     "key without a scheme": (f"Authorization: {KEY}",),
     "basic": (f"Authorization: Basic {KEY}",),
     "empty": ("Authorization: Bearer ",),
-    "X-API-Key": (f"X-API-Key: {KEY}",),
+    "wrong X-Api-Key": ("X-Api-Key: sk-wrong",),
+    "empty X-Api-Key": ("X-Api-Key: ",),
+    "X-Api-Key with a scheme": (f"X-Api-Key: Bearer {KEY}",),
+    "two headers": (f"X-Api-Key: {KEY}", f"Authorization: Bearer {KEY}"),
     "api-key": (f"api-key: {KEY}",),
     "Proxy-Authorization": (f"Proxy-Authorization: Bearer {KEY}",),
     "cookie": (f"Cookie: Authorization=Bearer {KEY}",),
@@ -204,7 +207,8 @@ def test_secrets_are_compared_in_constant_time():
 def test_the_openapi_document_states_the_key_and_the_refusals(served):
     document = json.loads(send(served, "GET", "/openapi.json", f"Authorization: Bearer {KEY}")[2])
     assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
-    assert document["security"] == [{"bearer": []}]
+    assert document["components"]["securitySchemes"]["api_key"]["name"] == "X-Api-Key"
+    assert document["security"] == [{"bearer": []}, {"api_key": []}]
     paths = document["paths"].items()
     operations = {(method.upper(), path): one for path, methods in paths for method, one in methods.items()}
     assert {each for each, one in operations.items() if "security" in one} == {LIVE}

@@ -1,0 +1,1 @@
+"""The endpoints ``/v1/messages`` of Anthropic's API, converted to chats and back."""

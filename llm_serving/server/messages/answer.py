@@ -1,0 +1,127 @@
+"""The response of ``/v1/messages``: a whole message, or the events of a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from llm_serving.parsing.events import Content, Event
+from llm_serving.parsing.parser import OutputParser
+from llm_serving.request import FinishReason, RequestOutput
+from llm_serving.server.answer_plan import AnswerPlan
+from llm_serving.server.errors import ErrorReply
+from llm_serving.server.generation import Answer, Generation
+from llm_serving.server.messages.blocks import BlockWriter, blocks_of
+from llm_serving.server.sampling import Choice
+
+
+def call_id(plan: AnswerPlan | None) -> str:
+    """Return a new id for a tool call. Formats with ids of a fixed length keep that length."""
+    assert plan is not None, "only a plan with tools has calls"
+    made = plan.call_id()
+    return f"toolu_{made.removeprefix('call_')}" if made.startswith("call_") else made
+
+
+def message_of(generation: Generation, plan: AnswerPlan | None, answer: Answer) -> dict[str, Any]:
+    """Return the message of a complete answer."""
+    reader = PieceReader(plan)
+    events = reader.events(answer.text, is_last=True)
+    message = _head(generation)
+    message["content"] = blocks_of(events, lambda: call_id(plan))
+    message |= _stop(answer.finish_reason, answer.stop_reason, has_calls=reader.has_calls)
+    message["usage"] = _usage(generation, len(answer.token_ids), generation.num_cached_tokens)
+    if generation.return_receipt:
+        message["receipt"] = generation.receipt()
+    return message
+
+
+class PieceReader:
+    """Reads the pieces of one answer's text with the parser of its plan. Without a plan, all text is content."""
+
+    def __init__(self, plan: AnswerPlan | None) -> None:
+        self._parser: OutputParser | None = None if plan is None else plan.parser()
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a tool call has begun."""
+        return self._parser is not None and self._parser.has_calls
+
+    def events(self, text: str, *, is_last: bool) -> list[Event]:
+        """Return the parser's events for the next piece of text."""
+        if self._parser is None:
+            return [Content(text)] if text else []
+        events = self._parser.feed(text)
+        return events + self._parser.finish() if is_last else events
+
+
+class MessageStream:
+    """Formats the events of a streamed message."""
+
+    def __init__(self, generation: Generation, plan: AnswerPlan | None) -> None:
+        self._generation = generation
+        self._reader = PieceReader(plan)
+        self._writer = BlockWriter(lambda: call_id(plan))
+        self._num_tokens = 0
+        self._has_begun = False
+        self._end: dict[str, Any] = {}
+
+    def events(self, choice: Choice, piece: RequestOutput, /) -> bytes:
+        """Return the events of a piece. The first piece also begins the message."""
+        found: list[dict[str, Any]] = []
+        if not self._has_begun:
+            self._has_begun = True
+            message = _head(self._generation) | {"content": [], "stop_reason": None, "stop_sequence": None}
+            message["usage"] = _usage(self._generation, 0, 0)
+            found += [{"type": "message_start", "message": message}, {"type": "ping"}]
+        self._num_tokens += len(piece.token_ids)
+        self._generation.note_tokens(choice.index, piece.token_ids)
+        is_last = piece.finish_reason is not None
+        found += self._writer.write(self._reader.events(piece.text, is_last=is_last))
+        if piece.finish_reason is not None:
+            found += self._writer.end()
+            self._end = _stop(piece.finish_reason.value, piece.stop_reason, has_calls=self._reader.has_calls)
+        return b"".join(map(_encoded, found))
+
+    def last(self) -> bytes:
+        """Return the end of the message: stop reason and usage."""
+        usage = _usage(self._generation, self._num_tokens, self._generation.num_cached_tokens)
+        event: dict[str, Any] = {"type": "message_delta", "delta": self._end, "usage": usage}
+        if self._generation.return_receipt:
+            event["receipt"] = self._generation.receipt()
+        return _encoded(event) + _encoded({"type": "message_stop"})
+
+    def error(self, reply: ErrorReply, /) -> bytes:
+        """Return an error as the end of the stream."""
+        return b"event: error\ndata: " + reply.body() + b"\n\n"
+
+
+def _encoded(event: dict[str, Any]) -> bytes:
+    return b"".join((b"event: ", str(event["type"]).encode(), b"\ndata: ", orjson.dumps(event), b"\n\n"))
+
+
+def _head(generation: Generation) -> dict[str, Any]:
+    model = generation.state.engine.model_name
+    return {"id": generation.request_id, "type": "message", "role": "assistant", "model": model}
+
+
+def _stop(finish_reason: str | None, stop_reason: str | int | None, *, has_calls: bool) -> dict[str, Any]:
+    """Return the members that state why the message ended."""
+    if finish_reason == FinishReason.LENGTH.value:
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if isinstance(stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
+    return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
+
+
+def _usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+    """Return the token counts. ``input_tokens`` leaves out the tokens that were found in the prefix cache."""
+    usage: dict[str, Any] = {
+        "input_tokens": generation.num_prompt_tokens - num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached_tokens,
+        "output_tokens": num_output_tokens,
+    }
+    if (num_reasoning_tokens := generation.num_reasoning_tokens) is not None:
+        usage["output_tokens_details"] = {"thinking_tokens": num_reasoning_tokens}
+    return usage

@@ -1,0 +1,225 @@
+"""Converts a request of Anthropic's API to a chat request, and the fields in the chat's errors back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from llm_serving.errors import RequestError
+from llm_serving.server.messages.fields import (
+    ConversationFields,
+    InputMessage,
+    MessagesRequest,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from llm_serving.server.openai_chat import ChatRequest
+from llm_serving.server.renamed import renamed
+from llm_serving.server.scheduling import SchedulingFields
+from llm_serving.server.validation import request_error, short
+
+_FIELDS = (
+    (r"tools\[(\d+)\]\.function\.parameters", r"tools[\1].input_schema"),
+    (r"tools\[(\d+)\]\.function", r"tools[\1]"),
+    (r"tool_choice\.function", "tool_choice"),
+    (r"response_format\.json_schema\.schema", "output_config.format.schema"),
+    (r"response_format", "output_config.format"),
+    (r"thinking_token_budget", "thinking.budget_tokens"),
+    (r"reasoning_effort", "output_config.effort"),
+    (r"parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
+    (r"stop\b", "stop_sequences"),
+)
+"""Patterns of fields of a chat request, and the fields of Anthropic's API from which they were made."""
+
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables of chat templates that turn the reasoning on and off."""
+
+
+def chat_request(body: ConversationFields, known_variables: tuple[str, ...]) -> ChatRequest:
+    """Return the chat request with the meaning of ``body``. Raises RequestError.
+
+    ``known_variables`` are the variables of the chat template that control the reasoning.
+    """
+    chat: dict[str, Any] = {name: getattr(body, name) for name in SchedulingFields.model_fields}
+    chat |= {"model": body.model, "messages": chat_messages(body)}
+    if body.tools:
+        chat["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in body.tools
+        ]
+    chat |= _choice_fields(body) | _thinking_fields(body, known_variables)
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = body.output_config.format.json_schema
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+    if isinstance(body, MessagesRequest):
+        chat |= {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
+        chat["stop"] = list(body.stop)
+    try:
+        return ChatRequest.model_validate({name: value for name, value in chat.items() if value is not None})
+    except ValidationError as error:
+        raise named_back(request_error(error)) from None
+
+
+def named_back(error: RequestError) -> RequestError:
+    """Return the error of a chat with the names of Anthropic's fields."""
+    return renamed(error, _FIELDS)
+
+
+def chat_messages(body: ConversationFields) -> list[dict[str, Any]]:
+    """Return the system prompt and the messages as those of a chat. Raises RequestError.
+
+    Neighbouring messages of the user, or of the assistant, become one message.
+    """
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _joined(body.system)})
+    for i, message in enumerate(body.messages):
+        for each in _converted(message, f"messages[{i}]"):
+            if messages and messages[-1]["role"] == each["role"] and each["role"] in ("user", "assistant"):
+                _merge(messages[-1], each)
+            else:
+                messages.append(each)
+    if messages[-1]["role"] == "assistant":
+        raise RequestError(
+            "'messages' ends with a message of the assistant, which this server cannot continue. End with a message "
+            "of the user.",
+            param="messages",
+            code="invalid_value",
+        )
+    return messages
+
+
+def _converted(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
+    """Yield the chat messages of one message: one for each tool result, and one for the other blocks between them."""
+    if message.role == "assistant":
+        yield _assistant(message, where)
+        return
+    texts: list[TextBlock] = []
+    for i, block in enumerate(message.content):
+        if isinstance(block, TextBlock):
+            texts.append(block)
+            continue
+        if not isinstance(block, ToolResultBlock) or message.role == "system":
+            raise _wrong_block(block.type, f"{where}.content[{i}]", message.role)
+        if texts:
+            yield {"role": message.role, "content": _joined(texts)}
+            texts = []
+        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)}
+    if texts or not message.content:
+        yield {"role": message.role, "content": _joined(texts)}
+
+
+def _assistant(message: InputMessage, where: str) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for i, block in enumerate(message.content):
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        else:
+            raise _wrong_block(block.type, f"{where}.content[{i}]", message.role)
+    found: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if calls:
+        found["tool_calls"] = calls
+        found["content"] = found["content"] or None
+    if thoughts:
+        found["reasoning_content"] = "".join(thoughts)
+    return found
+
+
+def _merge(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Append a message of the same role."""
+    texts = [text for text in (first["content"], second["content"]) if text]
+    first["content"] = ("\n" if first["role"] == "user" else "").join(texts)
+    calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+    if calls:
+        first["tool_calls"] = calls
+        first["content"] = first["content"] or None
+    thoughts = first.get("reasoning_content", "") + second.get("reasoning_content", "")
+    if thoughts:
+        first["reasoning_content"] = thoughts
+
+
+def _joined(texts: list[TextBlock]) -> str:
+    return "\n".join(block.text for block in texts)
+
+
+def _wrong_block(kind: str, param: str, role: str) -> RequestError:
+    return RequestError(
+        f"'{param}' has the type {short(kind)}, which a message of role '{role}' cannot have.",
+        param=param,
+        code="invalid_value",
+    )
+
+
+def _choice_fields(body: ConversationFields) -> dict[str, Any]:
+    choice = body.tool_choice
+    if choice is None:
+        return {}
+    if (choice.name is None) == (choice.type == "tool"):
+        problem = "is required for" if choice.name is None else "is only allowed for"
+        raise RequestError(
+            f"'tool_choice.name' {problem} the type 'tool'; the type is '{choice.type}'.",
+            param="tool_choice.name",
+            code="invalid_value",
+        )
+    fields: dict[str, Any] = {"auto": {"tool_choice": "auto"}, "none": {"tool_choice": "none"}}.get(choice.type, {})
+    if choice.type == "any":
+        fields = {"tool_choice": "required"}
+    elif choice.type == "tool":
+        fields = {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
+    if choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    return fields
+
+
+def _thinking_fields(body: ConversationFields, known_variables: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of a chat about the reasoning."""
+    thinking, values = body.thinking, dict(body.chat_template_kwargs or {})
+    fields: dict[str, Any] = {}
+    if body.output_config is not None and body.output_config.effort is not None:
+        effort = body.output_config.effort
+        fields["reasoning_effort"] = "xhigh" if effort == "max" else effort
+    if thinking is not None:
+        _check_budget(body)
+        if thinking.type == "enabled":
+            fields["thinking_token_budget"] = thinking.budget_tokens
+        is_on = thinking.type != "disabled"
+        switches = {name: is_on for name in _SWITCHES if name in known_variables}
+        values = switches | values
+    return fields | ({"chat_template_kwargs": values} if values else {})
+
+
+def _check_budget(body: ConversationFields) -> None:
+    thinking = body.thinking
+    assert thinking is not None
+    budget = thinking.budget_tokens
+    if (budget is None) == (thinking.type == "enabled"):
+        problem = "is required for" if budget is None else "is only allowed for"
+        raise RequestError(
+            f"'thinking.budget_tokens' {problem} the type 'enabled'; the type is '{thinking.type}'.",
+            param="thinking.budget_tokens",
+            code="invalid_value",
+        )
+    if budget is not None and isinstance(body, MessagesRequest) and budget >= body.max_tokens:
+        raise RequestError(
+            f"'thinking.budget_tokens' is {budget}; it must be less than 'max_tokens', which is {body.max_tokens}.",
+            param="thinking.budget_tokens",
+            code="invalid_value",
+        )

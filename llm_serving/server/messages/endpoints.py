@@ -1,0 +1,59 @@
+"""The endpoints ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from llm_serving.errors import RequestError
+from llm_serving.server.body import json_response, read_request, whole_response
+from llm_serving.server.generation import count_items
+from llm_serving.server.lifecycle import run_while_connected
+from llm_serving.server.messages.answer import MessageStream, message_of
+from llm_serving.server.messages.conversion import chat_request, named_back
+from llm_serving.server.messages.fields import CountRequest, MessagesRequest
+from llm_serving.server.openai_chat import chat_prompt, start_chat
+from llm_serving.server.scheduling import tenant_of
+from llm_serving.server.sse import EventStream
+from llm_serving.server.state import AnyResponse, Endpoint, ServerState
+
+
+async def _create_message(state: ServerState, request: Request) -> AnyResponse:
+    """Handle ``POST /v1/messages``: answer a conversation, streamed or not."""
+    state.check_queue(tenant_of(request))
+    body = await read_request(MessagesRequest, request, state.settings.max_body_bytes)
+    state.check_model(body.model)
+    chat = chat_request(body, state.output_format.effort_variables)
+    try:
+        generation, plan = await start_chat(state, request, chat, "messages", "msg")
+    except RequestError as error:
+        raise named_back(error) from None
+    if body.stream:
+        return EventStream(generation, MessageStream(generation, plan))
+    [answer] = await run_while_connected(state.active, request.receive, generation.answers())
+    return await whole_response(
+        generation.request_id, count_items([answer]), lambda: message_of(generation, plan, answer)
+    )
+
+
+async def _count_tokens(state: ServerState, request: Request) -> AnyResponse:
+    """Handle ``POST /v1/messages/count_tokens``: the number of tokens of a prompt."""
+    body = await read_request(CountRequest, request, state.settings.max_body_bytes)
+    state.check_model(body.model)
+    chat = chat_request(body, state.output_format.effort_variables)
+    try:
+        prompt = await chat_prompt(state, chat)
+    except RequestError as error:
+        raise named_back(error) from None
+    return json_response({"input_tokens": len(prompt.token_ids)})
+
+
+ENDPOINTS = (
+    Endpoint(
+        "POST", "/v1/messages", _create_message, "Anthropic: answer a conversation.", MessagesRequest,
+        '{"max_tokens": 64, "messages": [{"role": "user", "content": "Hello!"}]}',
+    ),
+    Endpoint(
+        "POST", "/v1/messages/count_tokens", _count_tokens, "Anthropic: the number of tokens of a conversation.",
+        CountRequest, '{"messages": [{"role": "user", "content": "Hello!"}]}',
+    ),
+)  # fmt: skip
