@@ -42,7 +42,10 @@ EVERYTHING = OBJECTS | LINKED
 
 
 class Tree:
-    """A source tree with a fake compiler. The file next to the compiler has the version that it reports."""
+    """A source tree with a fake compiler.
+
+    The file ``compiler/version`` has the text that the compiler reports as its version.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -177,9 +177,9 @@ def test_preemption_x_prefix_hit_x_block_border_x_abort(
 
 
 def check_abort(preemption: str, hit: str, border: str, moment: str, who: str) -> None:
-    """Aborts one of two requests. The other one continues undisturbed.
+    """Aborts one of two requests. The other request still ends as usual.
 
-    A third request with the prompt of ``young`` then hits only the blocks that are still cached.
+    A third request with the prompt of ``young`` then finds as many cached tokens as ``found_after`` expects.
     """
     simulation, old, young = crossing(preemption, hit, border, ahead=2)
     run_until(simulation, young, moment)
@@ -197,7 +197,7 @@ def check_abort(preemption: str, hit: str, border: str, moment: str, who: str) -
 
 
 def found_after(preemption: str, hit: str, border: str, moment: str, who: str) -> int:
-    """Returns how many cached tokens a third request should find, whose prompt is that of ``young``.
+    """Returns how many cached tokens a third request with the prompt of ``young`` should find.
 
     Usually, these are all tokens except the last one. While the blocks of ``young`` return from the host, only the
     cached blocks of ``old`` count.

@@ -119,9 +119,10 @@ def test_prompts_get_only_the_tokens_that_they_need() -> None:
 
 
 def test_no_step_is_longer_than_twice_the_objective() -> None:
-    """A step is at most twice as long as the objective.
+    """A step is at most twice as long as the objective for the time between tokens, which is 30 ms here.
 
-    The sequence is seconds ahead of its pace, so its mean time between tokens alone would allow a step of 0.3 s.
+    The sequence has got its tokens faster than the objective demands. So its mean time between tokens would still be
+    good with a step of 0.3 s.
     """
     simulation = timed(tbt_objective=0.03, ttft_objective=0.34)
     row, long = row_and_long_prompt(simulation, steps_ahead=200)
@@ -170,9 +171,10 @@ def row_and_long_prompt(simulation: TimedSimulation, steps_ahead: int = 3) -> tu
 
 
 def test_only_requests_that_keep_their_pace_start() -> None:
-    """Each sequence adds 0.1 ms to a step, and the base cost of a step is 4 ms.
+    """Only as many sequences decode together as can keep the objective of 6.4 ms between tokens, with a margin of 0.64
+    ms.
 
-    The objective of 6.4 ms, with a margin of 0.64 ms, leaves time for 17 sequences.
+    A step takes 4 ms, plus 0.1 ms for each sequence. So about 17 sequences fit.
     """
     simulation = timed(tbt_objective=0.0064, ttft_objective=60.0)
     learn(simulation)
@@ -247,9 +249,9 @@ def taken_at_the_door(simulation: TimedSimulation, seconds: float, every_s: floa
 
 
 def test_the_admission_limit_counts_batch_rows_that_keep_their_pace() -> None:
-    """Only about 17 of 64 batch rows can keep their pace.
+    """Only about 17 of the 64 batch rows can be used, because more sequences would miss the objective between tokens.
 
-    The queue accepts 8 requests in addition to these 17, and not in addition to 64.
+    The server takes at most 8 requests in addition to these 17. The unused batch rows do not count.
     """
     simulation = timed(tbt_objective=0.0064, ttft_objective=0.1, max_waiting_requests=8)
     learn(simulation)

@@ -65,7 +65,7 @@ def test_the_latest_start_leaves_time_for_the_prefill_and_the_margin() -> None:
 def test_late_requests_come_after_those_on_time() -> None:
     new = Arrivals()
     long, short = new.next(300, ttft_objective=4.0), new.next(100, ttft_objective=5.0)
-    # the first request must start before 1.0 s and the second before 4.0 s to be on time
+    # To be on time, the request ``long`` must start before 1.0 s, and the request ``short`` before 4.0 s.
     order = fill(make_order(per_token=0.01), [long, short])
     assert order.first(1.0) is long
     assert (order.first(1.5), order.num_late) == (short, 1)

@@ -179,7 +179,9 @@ class FakeDevice:
         return slot
 
     def _spoil(self, slot: _Slot) -> None:
-        """Overwrites with random numbers every position of a block that the step had to write."""
+        """Overwrites everything that a step had to write with random numbers: blocks that it moved, and positions that
+        it computed.
+        """
         size = self.limits.block_size
         for move in slot.moves:
             memory = self.host if move.kind is MoveKind.SWAP_OUT else self.cache

@@ -94,9 +94,10 @@ class KVCacheModel:
         self._check_slots(sequence, table, match.num_tokens)
 
     def start(self, sequence: ModelSequence) -> bool:
-        """Starts a waiting sequence with the result of its latest lookup, which may be outdated.
+        """Starts a waiting sequence with the cached prefix that ``look`` found for it. Returns whether the sequence has
+        started.
 
-        The start must succeed if no other sequence runs.
+        The cache may have changed since ``look``. The start must succeed if no other sequence runs.
         """
         assert sequence.match is not None
         alone = self.manager.num_free_blocks == self.manager.num_usable_blocks

@@ -51,7 +51,7 @@ class LargeInput:
 
 
 def large_requests(sizes: Iterable[int] = SIZES, counts: Iterable[int] = COUNTS) -> Iterator[FuzzRequest]:
-    """Yield the requests. The ``place`` of each request describes its input."""
+    """Yield requests with large inputs. The ``place`` of a request has the size and the kind of its input."""
     for name, unit in UNITS.items():
         for size in sizes:
             text, what = unit * (size // len(unit.encode())), f"{size} bytes of {name}"

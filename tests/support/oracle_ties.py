@@ -23,10 +23,10 @@ RELATIVE_TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
 def check_forced(
     cases: list[dict[str, Any]], forced: list[list[int]], dtype: str, most_ties: float, label: str
 ) -> None:
-    """Checks the greedy token at every position of a model that gets the oracle's tokens as input.
+    """Checks the greedy tokens of a model. At each position, the model gets the oracle's earlier tokens as input.
 
-    The token must be the oracle's, or be at a tie: its logit is within the margin of the oracle's best logit. At most a
-    fraction ``most_ties`` of the positions may be ties.
+    A greedy token that differs from the oracle's token is a tie. In the oracle's logits, it must be within the margin
+    of the best logit. At most a fraction ``most_ties`` of the positions may be ties.
     """
     margins = []
     for case, tokens in zip(cases, forced, strict=True):

@@ -48,6 +48,6 @@ def check_sharing_bits(digests: Mapping[str, Sequence[str]]) -> None:
     assert len(set(plain)) == len(plain) == SHARED_TOKENS, "tokens that are all different, or bits prove nothing"
     assert len(digests) == WAYS_TO_SHARE + 1
     for way, found in digests.items():
-        # These kinds have the digests of two batch rows that share blocks.
+        # For these two kinds, ``found`` has the digests of two batch rows, because both rows compute the same output.
         both = way in ("prefix of another row", "copied tail")
         assert found == (plain * 2 if both else plain), way

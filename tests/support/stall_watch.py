@@ -21,7 +21,7 @@ _BUSY = re.compile(r"^llm_serving_event_loop_longest_busy_seconds (\S+)", re.M)
 
 @dataclass(frozen=True)
 class Stall:
-    """The longest stall of the event loop in a period, and the delays that the machine caused."""
+    """The longest stall of the event loop in a period, and measurements that show how much of it the machine caused."""
 
     loop_s: float
     machine_s: float
@@ -33,7 +33,7 @@ class Stall:
 
     @property
     def own_s(self) -> float:
-        """The part of the stall that the machine's delays do not explain."""
+        """The seconds of the stall that the server caused itself, without the delays that the machine caused."""
         return min(self.busy_s, max(0.0, self.loop_s - self.machine_s))
 
 

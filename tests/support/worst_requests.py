@@ -44,7 +44,10 @@ SLOW_TEMPLATE = (
 
 @dataclass(frozen=True)
 class WorstRequest:
-    """A request that the server accepts. ``read`` is the function that reads the response."""
+    """A request that the server accepts.
+
+    ``read`` is the client's function that reads the response. It may read slowly on purpose.
+    """
 
     name: str
     path: str
@@ -100,8 +103,8 @@ def _bodies() -> list[WorstRequest]:
 def _texts() -> list[WorstRequest]:
     """Returns requests that need much work before the first step.
 
-    The requests have prompts that tokenizers encode slowly, prompts with as many tokens as possible, and chats with
-    many messages.
+    The requests tokenize texts that are slow to encode, detokenize many tokens, have very many prompt tokens, or render
+    chats with many messages.
     """
     requests = []
     for name, text in {"letters": "a" * 2900, "words": "word " * 580, "marks": "e\u0302\u0323" * 960}.items():

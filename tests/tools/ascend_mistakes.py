@@ -346,7 +346,7 @@ class CandidatesWithoutTemperature(sampling_cells._Candidates):
 
 
 class OwnPart(nn.Cell):
-    """Plants a mistake: returns the agent's own part instead of the sum over the agents."""
+    """Plants a mistake in tensor parallelism: returns the agent's own part instead of the sum over all agents."""
 
     def construct(self, x: Any, step: Any) -> Any:
         return x

@@ -345,7 +345,10 @@ def test_more_threads_than_the_quota_is_a_warning(tmp_path):
 
 
 def test_agents_share_cores_and_memory(tmp_path):
-    """Two replicas of two agents run on eight cores. The control group permits the use of only two cores."""
+    """Two replicas of two agents are checked on a machine with eight usable cores and on one with two.
+
+    On two cores, the doctor advises to use fewer agents.
+    """
     parallel = ["parallel_config.tensor_parallel=2", "parallel_config.data_parallel=2"]
     config = small_config(tmp_path, parallel)
     (finding,) = deployment.check_agents(config)
