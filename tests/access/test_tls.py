@@ -145,7 +145,8 @@ def test_a_client_without_tls_gets_nothing(server):
 
 def test_old_versions_of_tls_are_refused(server, certificates):
     context = client_context(certificates.authority)
-    context.set_ciphers("ALL:@SECLEVEL=0")  # otherwise OpenSSL in the client refuses these versions itself
+    # Without this line, OpenSSL in the client itself refuses these versions of TLS.
+    context.set_ciphers("ALL:@SECLEVEL=0")
     context.minimum_version = ssl.TLSVersion.TLSv1
     context.maximum_version = ssl.TLSVersion.TLSv1_1
     with server.raw(b"") as plain, pytest.raises(ssl.SSLError):

@@ -187,7 +187,8 @@ def run_own_memory() -> dict[str, Any]:
             found += [output.digest for output in driver.decode(*parts)]
         return found
 
-    # Neither model packs its weights, because the packed products are rounded differently from the primitives.
+    # Neither driver packs its weights, because packed products are rounded differently from the products of the
+    # primitives.
     NativeCpuHooks.take_weights = lambda self, weights, *, tied: None
     plain = StepDriver(make_config(FOLDER, "bfloat16", "native"))
     plain_traits = NativeCpuOps.traits

@@ -177,8 +177,9 @@ def greedy_plan() -> list[Step]:
 
 
 def pad(driver: StepDriver) -> None:
-    """Gives the runner graphs that pad decodes to 2, 4 or 8 sequences, as if their launches were captured in these
-    sizes.
+    """Replaces the runner's graphs by graphs that pad decodes to 2, 4 or 8 sequences.
+
+    An Ascend does the same if it captures the launches of decodes in these sizes.
     """
     from agent.step_graph.making import make_step_graph
 

@@ -137,7 +137,7 @@ def test_products_use_the_integers_times_the_scales(runs: Callable[..., Results]
 
 
 def differences(found: Any, wanted: Any, model: str) -> list[float]:
-    """Returns the differences between two models' logits of the tokens that are among the best of both.
+    """Returns how much the logits of two runs differ, for the tokens that are among the best ids of both runs.
 
     Each difference is divided by the standard deviation of the oracle's logits.
     """

@@ -1,4 +1,7 @@
-"""Tests how an agent checks and copies a step slot. NumPy applies the same rules to the same nearly valid steps."""
+"""Tests how an agent checks and copies a step slot.
+
+The agent's check and a NumPy version of its rules must agree on valid and on nearly valid steps.
+"""
 
 from __future__ import annotations
 

@@ -247,7 +247,10 @@ model:
 
 
 def test_sizes_in_the_names_of_config_json(tmp_path: Path) -> None:
-    """The YAML has the form of the file for Qwen3 in MindFormers 1.9, whose sizes have the names of ``config.json``."""
+    """Sizes in a MindFormers YAML may have the names of ``config.json``.
+
+    This YAML has the form of MindFormers 1.9's file for Qwen3.
+    """
     shape = shape_in(write(tmp_path, QWEN3))
     assert (shape.architecture, shape.query_key_norm, shape.hidden_act) == ("Qwen3ForCausalLM", True, "silu")
     assert (shape.num_layers, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (3, 4, 2, 32)

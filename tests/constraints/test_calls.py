@@ -71,7 +71,7 @@ class Language:
 
 
 def written(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
-    """Returns calls in a format."""
+    """Returns the text of the given calls in the tool format ``name``."""
     form = TOOL_FORMATS[name]
     identifier = f"abcDEF123{form.after_id}" if form.id_pattern else ""
     texts = [form.begin.replace("{name}", tool) + identifier + WRITERS[form.arguments](values) + form.end
@@ -236,7 +236,10 @@ def test_limits_of_texts_in_tags_are_refused(schema: dict[str, Any]) -> None:
 
 
 def test_the_fixtures_of_every_format_fit_its_grammar(compiler: GrammarCompiler) -> None:
-    """The grammar and the parser must agree on what a call looks like."""
+    """The grammar of a format accepts the example texts (fixtures) of this format's parser.
+
+    The grammar and the parser must agree on what a call looks like.
+    """
     for name in (name for name in TOOL_FORMATS if name != "gpt_oss"):
         tools = [CallableTool(tool, None, is_strict=False) for tool in ("weather", "search-2", "now")]
         language = Language(compiler, {}, tool_format=TOOL_FORMATS[name], tools=tools, is_required=True)

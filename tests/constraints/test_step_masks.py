@@ -1,4 +1,7 @@
-"""Tests when the masks of a step are computed and published."""
+"""Tests when the masks of a step are computed and published.
+
+A mask states for each token whether a constraint allows the token next.
+"""
 
 from __future__ import annotations
 

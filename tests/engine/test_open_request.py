@@ -43,7 +43,10 @@ class Recorded:
         self.opened.is_ended, self.opened.last_piece = True, piece
 
     def end(self) -> dict[str, Any]:
-        """Returns the ``request_end`` event, and checks that the times of its parts add up to the total."""
+        """Returns the ``request_end`` event.
+
+        Checks that the times of the request's phases add up to its total time.
+        """
         piece = self.opened.last_piece
         assert piece is not None
         self.requests.request_end(piece, self.opened.timings(piece), self.request)

@@ -1,4 +1,4 @@
-"""Compares tokenizers in GGUF files with the files from which these were made. Damaged files are refused."""
+"""Compares tokenizers that are read from GGUF files with those of the original files. Damaged files are refused."""
 
 from __future__ import annotations
 

@@ -67,9 +67,9 @@ def test_every_agent_is_reported(make_executor):
 
 
 def test_steps_run_in_the_order_they_were_sent(make_executor):
-    """The agents of a group run steps in the order of the server, whatever the policy.
+    """The agents of a group run steps in the order of the server, also with the policy ``prefill_first``.
 
-    They must not choose different orders.
+    Otherwise two agents could choose different orders.
     """
     executor = make_executor(*PAIR, "scheduler_config.policy=prefill_first")
     events_until(executor, AgentReady)

@@ -36,7 +36,8 @@ def test_faults_change_no_text_and_leak_nothing(tmp_path):
             rig = FaultRig(server, orders, load)
             outcomes = []
             before = None
-            # During the first fault, the server starts threads that it then keeps.
+            # The last fault is also injected first, because the server then starts threads that it keeps. ``before``
+            # must count these threads.
             for injection in (FAULTS[-1], *FAULTS):
                 outcomes.append(rig.inject(injection))
                 if before is None:

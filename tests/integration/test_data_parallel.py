@@ -64,8 +64,8 @@ def test_texts_are_those_of_one_replica_and_both_are_used(
     for round_number in range(2):
         answers = ask_all(server, [body(prompt) for prompt in PROMPTS])
         assert [ids_of(answer) for answer in answers] == expected[40], round_number
-    # Both caches may contain a prefix that many requests share. Only one cache contains the prefix of these questions,
-    # and both replicas are idle.
+    # A prefix that many requests share may be in the caches of both replicas. The prefix of these questions is in one
+    # cache only, and both replicas are idle. So the second question must go to the replica that served the first.
     for question in ("Who was it?", "Where was it?"):
         server.wait_until_idle()
         server.post("/v1/completions", body("A grey owl sat in a tree and looked at the moon. " * 4 + question))

@@ -1,4 +1,7 @@
-"""Serves model folders of other families with ``start_server.py``. The tokens equal those of transformers."""
+"""Serves model folders of other families than Llama with ``start_server.py``.
+
+The tokens equal those of transformers.
+"""
 
 from __future__ import annotations
 

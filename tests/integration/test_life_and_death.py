@@ -188,7 +188,8 @@ def test_the_next_start_removes_what_a_server_killed_in_its_start_has_left(tmp_p
     wait_for(lambda: shm_entries(killed.pid))
     os.kill(killed.pid, signal.SIGKILL)
     assert killed.wait_end() == -signal.SIGKILL
-    with running_server(tmp_path):  # the server of another test may have removed the segments before this one
+    # A server of another test may start earlier, and then removes these segments before this server can.
+    with running_server(tmp_path):
         assert shm_entries(killed.pid) == set()
     killed.stop()
 
@@ -202,7 +203,7 @@ def test_a_signal_under_load_stops_everything(tmp_path, with_signal):
         wait_for(lambda: server.get("/server_info")["engine"]["running"] == 2)
         assert server.stop(with_signal) == 0
         for answer in answers:
-            with contextlib.suppress(OSError):  # the connection was closed before the response began
+            with contextlib.suppress(OSError):  # the server may have closed the connection before the response began
                 body = answer.result()
                 assert len(body["choices"][0]["token_ids"]) == 400 if "choices" in body else body["status"] >= 500
     with socket.socket() as free:

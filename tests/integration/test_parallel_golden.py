@@ -37,9 +37,10 @@ SAMPLINGS = (
 
 
 def sampled(server):
-    """Returns the texts for each of ``SAMPLINGS``.
+    """Returns the texts of all golden prompts for each of the sampling parameters ``SAMPLINGS``.
 
-    A group's logits differ from one agent's in their last bits. These bits do not change the sampled tokens here.
+    The logits of a group differ from those of one agent in their last bits. These differences change no sampled token
+    here.
     """
     return [complete(server, case["prompt"], 24, **each) for case in GOLDEN["cases"] for each in SAMPLINGS]
 

@@ -92,7 +92,11 @@ def test_answers_are_the_same_to_the_bit_under_pressure(way, bodies, unpressed, 
 
 
 def check_pressed(way: str, engine: dict[str, Any], ends: list[dict[str, Any]]) -> None:
-    """Checks that preemptions, and their effects that the setup ``way`` names, occurred often."""
+    """Checks that preemptions occurred often.
+
+    ``way`` is the name of the setup, for example "swap, chunked, cached". These effects must have occurred often, too.
+    With "recompute", no sequence may have been swapped.
+    """
     assert engine["preemptions"] >= 20
     if "swap" in way:
         assert engine["swaps"] >= 10

@@ -24,8 +24,8 @@ PROMPTS = [
     "My name is Tiny and",
 ]
 
-# The pool is so small that blocks run out and sequences are preempted. One block is reserved for each running sequence.
-# The longest outputs need eight blocks in addition to their prompt.
+# The pool of KV blocks is so small that blocks run out and sequences are preempted. The scheduler reserves one block
+# for each running sequence. The longest outputs need eight blocks in addition to their prompt.
 PRESSED = ["model_config.max_generate_length=256", "pa_config.num_blocks=18", "model_config.decode_batch_size=[24]"]
 
 

@@ -112,9 +112,10 @@ def test_agents_without_finite_logits_are_restarted(tmp_path: Path) -> None:
     with running_server(tmp_path / "server", [f"model_config.model_path={model}"]) as server:
 
         def has_failed_together() -> bool:
-            """Returns whether both sequences failed in the same step.
+            """Returns whether both sequences of the request failed in the same step.
 
-            A request ends when its first sequence fails. A sequence that starts later is aborted and not logged.
+            The request ends when its first sequence fails. If the second sequence starts later, it is aborted and not
+            logged.
             """
             before = len(failures())
             answer = server.post("/v1/completions", BAD | {"n": 2, "temperature": 1})
@@ -139,7 +140,7 @@ def test_agents_without_finite_logits_are_restarted(tmp_path: Path) -> None:
 def test_a_row_with_other_bits_alone_restarts_the_agents(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a sequence has other bits when it is computed alone, the agents are restarted.
+    """The row check computes a sequence of a batch again, alone. If its bits differ, the agents are restarted.
 
     The requests are computed again and give the same text.
     """
@@ -150,7 +151,9 @@ def test_a_row_with_other_bits_alone_restarts_the_agents(
         prompts = [GOOD | {"prompt": [1, 310, number], "max_tokens": 150} for number in (300, 301, 302)]
         expected = list(pool.map(lambda body: text_of(server.post("/v1/completions", body)), prompts))
         passed = metric(server, 'llm_serving_self_checks_total{check="row",result="passed"}')
-        assert passed >= 149 // 5  # at most 149 tokens come from decodes, because the prefill samples the first one
+        # Every fifth decode step is checked. A text has at most 149 decode steps, because the prefill samples its first
+        # token.
+        assert passed >= 149 // 5
         assert server.events("agent_lost") == []
         (tmp_path / "fault").touch()
         pending = [pool.submit(server.post, "/v1/completions", body) for body in prompts]

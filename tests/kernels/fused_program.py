@@ -101,9 +101,10 @@ def rendering(ids: np.ndarray) -> np.ndarray:
 
 
 def run(net: Layers, ids: list[int], last: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Runs a step that is smaller than the graph. Returns the logits and the best ids of its sequences.
+    """Runs a step with fewer tokens and sequences than fit into the inputs of the graph.
 
-    Inputs beyond the step's tokens are invalid, and the operators must not read them.
+    Returns the logits and the best ids of the step's sequences. The other inputs of the graph are invalid, and the
+    operators must not read them.
     """
     all_ids, all_last = np.full(TOKENS, VOCAB + 7, np.int32), np.full(SEQS, TOKENS + 7, np.int32)
     all_ids[: len(ids)], all_last[: len(last)] = ids, last

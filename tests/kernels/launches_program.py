@@ -133,7 +133,7 @@ def check_replays() -> None:
 
 
 class TwoResults(Layer):
-    """Also returns the rows after the norm, and the largest element of each row with its index."""
+    """A ``Layer`` with three more results: the rows after the norm, each row's largest element, and its index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,8 @@ def check_what_is_not_recorded() -> None:
     of_mindspore = refusal(Graph(Layer(ops.Sin())))
     assert of_mindspore is not None
     unknown = "MatMul reads what none of our kernels wrote, as its argument 0"
-    # MindSpore's kernel may write to memory that one of our kernels wrote before.
+    # The operator in the middle is MindSpore's own. It may write its result to memory that one of our kernels wrote
+    # before. Then its absence shows only in the results of a replay.
     wrong = "a replay gives another result"
     RESULTS["a kernel of MindSpore's between ours"] = of_mindspore.is_for_good and (
         unknown in str(of_mindspore) or wrong in str(of_mindspore)

@@ -71,7 +71,10 @@ def random_settings(rng: np.random.Generator, rows: int) -> dict[str, Array]:
 
 
 class Sampling:
-    """Random rows. Samples the same rows from whole logits and from the best candidates."""
+    """Rows of logits with their sampling parameters.
+
+    Samples the same rows in two ways: from whole logits, and from the best candidates.
+    """
 
     def __init__(self, logits: Array, settings: dict[str, Array], histories: list[Array], prompts: list[int]) -> None:
         fields: dict[str, Any] = {each.name: each.default for each in SAMPLER_PARAMETERS}
@@ -103,7 +106,7 @@ def make(seed: int, vocab: int, spread: float, rounding: Callable[[Array], Array
     rng = np.random.default_rng([seed, vocab, int(spread * 100)])
     logits = rounding((rng.standard_normal((ROWS, vocab)) * spread).astype(np.float32))
     histories = [rng.integers(0, vocab, rng.integers(1, 30)).astype(np.int32) for _ in range(ROWS)]
-    # Half of each history are likely tokens, so that penalties change the result.
+    # About half of each history are tokens that are likely to be sampled, so penalties change the result.
     for index, history in enumerate(histories):
         likely = logits[index].argsort()[::-1][: len(history) // 2]
         history[: len(likely)] = likely
@@ -205,9 +208,9 @@ def test_candidates_that_are_not_numbers_need_whole_logits() -> None:
 
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 1, "top_k": 5}, {"num_top_logits": 2}])
 def test_rows_whose_logits_are_not_finite_are_marked(settings: dict[str, Any]) -> None:
-    """A row is marked if its largest logit is not finite.
+    """If the largest logit of a row is not finite, the row gets the id NOT_FINITE instead of a token.
 
-    If only the device's sum is NaN, the sampler needs whole logits.
+    If only the device's sum of exponentials is NaN, the sampler needs the row's whole logits.
     """
     sampling = make(3, 1000, 1.0, np.float32, **(OFF | settings))
     best, values, candidates = candidates_of(sampling.logits, sampling.inputs["temperature"])

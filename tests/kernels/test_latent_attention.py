@@ -84,9 +84,10 @@ class Latent:
         return out
 
     def run(self, begin: int, end: int, *, form: list[int] | None = None) -> tuple[int, Array]:
-        """Computes the tokens of the sequence from ``begin`` to ``end``.
+        """Runs the operator for the tokens of the sequence from ``begin`` to ``end``.
 
-        Earlier calls must have computed the tokens before.
+        Earlier calls must have run the tokens before ``begin``. ``form`` replaces the sizes that are passed to the
+        operator.
         """
         s, count = self.sizes, end - begin
         positions = np.arange(begin, end, dtype=np.int32)

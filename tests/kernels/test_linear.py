@@ -122,9 +122,9 @@ def test_a_row_does_not_depend_on_the_batch(fmt: str, dtype: str, depth: int) ->
 @pytest.mark.parametrize(("fmt", "dtype"), [("bfloat16", "bfloat16"), ("int8", "float32"), ("int4", "bfloat16")])
 @pytest.mark.parametrize("depth", [12800, 13000])
 def test_pieces_of_the_depth_change_no_bit(fmt: str, dtype: str, depth: int) -> None:
-    """The depth is larger than one piece of it, so the sums wait in memory until the next piece.
+    """Each output has a long sum, which the kernel computes in several pieces.
 
-    This changes no bit.
+    Between two pieces, the sums wait in memory. A row has the same bits in every batch.
     """
     x, _, blob = operands(fmt, dtype, (27, 64, depth, 64 if fmt == "int4" else 0, False, False))
     whole = linear(x, blob, dtype)
@@ -137,7 +137,10 @@ def test_pieces_of_the_depth_change_no_bit(fmt: str, dtype: str, depth: int) -> 
 @pytest.mark.parametrize(("fmt", "dtype"), [(fmt, "bfloat16") for fmt in ("bfloat16", *INTEGERS)])
 @pytest.mark.parametrize("depth", [768, 3072])
 def test_blocks_of_rows_change_no_bit(fmt: str, dtype: str, depth: int) -> None:
-    """With AMX tiles, a row may be in any block of rows, and the depth may have several chunks. This changes no bit."""
+    """With AMX tiles, a row may be in any block of rows, and its inputs may be summed in several chunks.
+
+    A row has the same bits in every batch.
+    """
     x, _, blob = operands(fmt, dtype, (530, 134, depth, 64 if fmt.startswith("int4") else 0, True, False))
     for epilogue in ("store", "swiglu"):
         whole = linear(x, blob, dtype, epilogue=epilogue)

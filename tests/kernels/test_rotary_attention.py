@@ -31,8 +31,8 @@ CASES = [
     (Shape(7, 1, 66, 64), [(0, 33)]),
     (Shape(2, 1, 16, 16), [(1999, 2000)]),
     (Shape(3, 3, 34, 100), [(600, 700), (511, 513)]),
-    # In these steps, one block of rows has the query rows of several key-value heads, also of numbers that do not
-    # divide the block evenly.
+    # In these steps, the kernel puts the query rows of several key-value heads into one block of rows. Some numbers of
+    # heads do not divide the block evenly.
     (Shape(30, 3, 64, 16), [(500, 501), (270, 271), (0, 1)]),
     (Shape(32, 2, 64, 16), [(500, 501), (270, 271)]),
     (Shape(32, 4, 64, 16), [(500, 501), (255, 256), (66, 67)]),

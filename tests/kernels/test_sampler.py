@@ -22,7 +22,10 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Given:
-    """The inputs of a draw. ``inputs`` are the arrays of the prepared call, and ``run`` has the values of each run."""
+    """The inputs of a draw, which samples one token for each row.
+
+    ``inputs`` are the arrays from which a SampleCall is made. ``run`` has the arguments of its run.
+    """
 
     inputs: SampleInputs
     run: dict[str, Any]
@@ -174,7 +177,7 @@ def test_masked_tokens_are_never_drawn() -> None:
 
 
 def test_logits_that_are_not_finite_are_marked_and_change_no_other_row() -> None:
-    """Rows whose logits are not finite are marked, and other rows do not change.
+    """Rows whose logits are not finite get the id NOT_FINITE instead of a token, and other rows do not change.
 
     The logit -infinity is accepted for an impossible token if another logit of the row is finite.
     """

@@ -135,9 +135,9 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 
 class WatchedMachine(KVCacheMachine):
-    """Looks up the cached prefix of every waiting sequence after every step.
+    """Also looks up the cached prefix of every waiting sequence after every step.
 
-    The model checks the contents of each match.
+    ``KVCacheModel`` checks that the memory of each match contains the prefix.
     """
 
     @invariant()

@@ -60,7 +60,10 @@ def test_the_next_line_after_a_rename_goes_to_the_new_file(tmp_path: Path, is_re
 
 
 def test_a_deleted_folder_loses_nothing_until_the_file_is_closed(tmp_path: Path) -> None:
-    """The lines go to the open file until a file can be created again at the path."""
+    """After its folder is deleted, a log file writes lines to the open file that no longer has a name.
+
+    When a file can be created at the path again, lines go to the new file.
+    """
     folder = tmp_path / "folder"
     file = LogFile(folder / "log", LOSSES)
     (folder / "log").unlink()

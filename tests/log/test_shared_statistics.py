@@ -1,4 +1,5 @@
-"""Tests percentiles, summaries and latencies of ``telemetry/statistics.py``, which the server and the tools share."""
+"""Tests ``telemetry/statistics.py``, which computes percentiles, summaries and latencies for the server and the tools.
+"""
 
 import random
 

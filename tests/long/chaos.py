@@ -129,7 +129,7 @@ def holdings(server: ServerProcess, load: ChaosLoad) -> Holdings:
 
 @contextmanager
 def watching(watch: MemoryWatch, server: ServerProcess) -> Iterator[None]:
-    """Sample the memory of the server and its agents in a thread, until the context ends."""
+    """Samples the memory of the server and its agents in a thread, until the ``with`` block ends."""
     ended = threading.Event()
 
     def sample() -> None:

@@ -2,8 +2,8 @@
 
     python tests/long/find_planted_bugs.py [--only WORDS] [--jobs 2]
 
-Random scripts run first. If they do not find a bug, the tests of scheduler and KV cache run. The program exits with 1
-if no test finds a bug, or if the present code no longer contains the text that a bug changes.
+First, random scripts run through the scheduler. If they do not find the bug, the tests of scheduler and KV cache run.
+The program exits with 1 if no test finds a bug, or if the present code no longer contains the text that a bug changes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python tests/long/fuzz_frames.py --frames 100000 [--seed N]
 
-The receiver must decode a stream or refuse it with ProtocolError or AgentLostError. Prints the counts of each direction
-as one JSON line. Exits with 1 after a crash, a hang, or a growth of memory above the limit.
+The receiver must decode a stream or refuse it with ProtocolError or AgentLostError. Prints one JSON line for each
+direction, with the numbers of accepted, refused and crashed cases. Exits with 1 after a crash, a hang, or a growth of
+memory above the limit.
 """
 
 from __future__ import annotations

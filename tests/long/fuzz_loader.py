@@ -47,7 +47,10 @@ def main() -> int:
 
 
 def is_good(name: str, cases: int, seed: int) -> bool:
-    """Run the cases of one format in a child process and print its line. Returns whether there was no finding."""
+    """Runs the cases of one format in a child process and prints its line.
+
+    Returns True if no case crashed or hung, and memory did not grow above the limit.
+    """
     options = ["--child", name, "--cases", str(cases), "--seed", str(seed)]
     done = subprocess.run([sys.executable, __file__, *options], capture_output=True, text=True)
     if done.stdout.startswith("{"):

@@ -2,10 +2,10 @@
 
     python tests/long/worst_requests.py [--repeats 3] [--only TEXT]
 
-Prints one JSON line. ``longest_stall_ms`` is the longest block over all kinds of requests. A delay that the machine
-imposes does not count. A block counts at most as the processor time that the server used during it. A request is sent
-several times and the shortest time counts, because other programs can only lengthen it. The exit code is 1 if a kind
-blocks the event loop for longer than ``--limit-ms``.
+Prints one JSON line. ``longest_stall_ms`` is the longest stall of the event loop over all kinds of requests. A delay
+that the machine imposes does not count. Therefore a stall counts at most as the processor time that the server used
+during the stall. Each request is sent several times, and its shortest stall counts, because other programs can only
+lengthen a stall. The exit code is 1 if a kind blocks the event loop for longer than ``--limit-ms``.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ MOST_TIES = 0.05
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns a function that gives the results for a type. They are computed on first use."""
+    """Returns a function that gives the printed results for a data type. They are computed on first use."""
 
     @cache
     def run(dtype: str) -> subprocess.CompletedProcess[str]:

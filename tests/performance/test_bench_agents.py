@@ -46,7 +46,7 @@ def test_one_agent_and_two_agents_generate_the_same_texts(tmp_path: Path) -> Non
 
 
 def text(tokens: dict[int, int], best: float) -> dict[str, list[Any]]:
-    """Returns a generated text of zeros, except for ``tokens`` at their positions.
+    """Returns a generated text whose token ids are 0, except that ``tokens`` maps some positions to other ids.
 
     ``best`` is the logit of the best token at each position. The second-best logit is 1.
     """

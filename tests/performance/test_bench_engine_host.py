@@ -1,4 +1,7 @@
-"""Tests the benchmark of the engine's host time: its parts add up to the total, and its fit is a straight line."""
+"""Tests the benchmark of the engine's host time.
+
+The parts of the time add up to the total. The fit finds the time per step and the time per sequence.
+"""
 
 import json
 from pathlib import Path

@@ -54,7 +54,7 @@ def test_a_linear_case_runs_over_copies_of_its_weight(weight_format: str, monkey
 def test_another_build_runs_alternately_on_the_same_arrays(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this test, this tree's own build takes the place of the other build."""
+    """This test compares this tree's build of the kernels with itself, so it needs no second build."""
     monkeypatch.setattr(kernel_cases, "load_shape", lambda name: SMALL)
     monkeypatch.setattr("performance.bench.kernel_main.measure_ceilings", lambda threads: CEILINGS)
     arguments = ["--rows", "1", "--formats", "int8", "--models", "llama_160m", "--seconds", "0.01"]

@@ -36,7 +36,8 @@ def test_a_small_queue_rejects_requests_of_heavy_keys_and_the_figures_show_it(
     assert results["overload_rate"] == 30 * results["peak_rate"]
     assert results["refusal_ms"]["p99"] == goals["refusals"]["figure"] > 0
     codes = {key: set(counts["refused_by_code"]) for key, counts in results["by_key"].items()}
-    assert "rate_limit_exceeded" in codes["heavy-requests"]  # otherwise only the full queue would refuse requests
+    # The quota of the key must refuse some of its requests, not only the full queue.
+    assert "rate_limit_exceeded" in codes["heavy-requests"]
     assert "rate_limit_exceeded" not in codes["heavy-open"]
     assert results["light_requests"] == sum(results["by_key"][f"light-{i}"]["requests"] for i in range(2)) > 0
     assert 0 < results["client_cpu_share"] < 2
@@ -69,13 +70,13 @@ def test_goodput_counts_good_requests_that_end_between_the_settling_and_the_last
         return Result("key", sent, 11, sent=sent, status=status, first=first, end=end)
 
     results = [
-        # This request does not count, because it was sent before the settling time had passed.
+        # This request does not count, because it ended before the settling time of 2 seconds was over.
         result(100.0, 100.5, 101.0),
         result(101.0, 101.5, 102.5),
-        result(102.0, 104.5, 105.0),  # its first token is late
+        result(102.0, 104.5, 105.0),  # its first token took longer than the allowed second
         result(102.0, 102.5, 104.5),  # slow tokens
         result(103.0, None, 103.1, status=429),
-        result(109.0, 109.5, 110.4),  # this request ends after the last arrival
+        result(109.0, 109.5, 110.4),  # this request does not count, because it ends after the last arrival
     ]
     run = FloodRun(results, start=100.0, duration_s=10.0, client_cpu_s=0.0, lateness_ms=[])
     assert run.goodput(ttft_ms=1000.0, tpot_ms=100.0, settle_s=2.0) == pytest.approx(1 / 8)

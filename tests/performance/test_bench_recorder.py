@@ -1,4 +1,7 @@
-"""Tests the benchmark of the flight recorder's cost in a busy server. It uses the server's metrics."""
+"""Tests the benchmark that measures what the flight recorder costs in a busy server.
+
+The benchmark reads the cost from the server's metrics.
+"""
 
 from __future__ import annotations
 

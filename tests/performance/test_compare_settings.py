@@ -1,4 +1,4 @@
-"""Tests the comparison of several values of a setting. The scripted server is slower with policy ``fcfs``."""
+"""Tests the comparison of several values of a setting. The scripted server answers more slowly with policy ``fcfs``."""
 
 import json
 import textwrap
