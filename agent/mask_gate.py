@@ -1,4 +1,4 @@
-"""Lets the device thread wait for a step's token masks (structured output).
+"""Lets the device thread wait for a step's token masks (structured output), and keeps the logit biases of batch rows.
 
 The server writes the masks into the step slot after it has sent the step.
 """
@@ -6,38 +6,73 @@ The server writes the masks into the step slot after it has sent the step.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from llm_serving.errors import AgentError
-from llm_serving.ipc.messages import Masks
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.errors import AgentError, ProtocolError
+from llm_serving.ipc.messages import Bias, Masks
 
 MASK_TIMEOUT_S = 30.0
 """Maximum wait for the masks of a step. The server normally writes them while the step computes its logits."""
 
 
+@dataclass(frozen=True, slots=True)
+class LogitBias:
+    """The numbers that are added to the logits of some tokens. No token occurs twice."""
+
+    token_ids: npt.NDArray[np.int32]
+    values: npt.NDArray[np.float32]
+
+
 class MaskGate:
     """Remembers for which steps the token masks have arrived.
 
-    The socket thread calls ``note``, and the device thread calls ``wait``.
+    The socket thread calls ``note`` and ``note_bias``, and the device thread calls ``wait``.
     """
 
     def __init__(self, timeout_s: float = MASK_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._newest: dict[int, int] = {}
+        self._newest: dict[int, Masks] = {}
+        """The newest message of each slot."""
+        self._biases: dict[int, LogitBias] = {}
+        """The newest bias of each batch row."""
         self._changed = threading.Condition()
 
     def note(self, message: Masks) -> None:
         """Remembers that the token masks of a step are in its step slot."""
         with self._changed:
-            self._newest[message.slot] = message.seq
+            self._newest[message.slot] = message
             self._changed.notify_all()
 
-    def wait(self, seq: int) -> None:
-        """Waits until the token masks of step ``seq`` are in its step slot.
-
-        Raises AgentError if the masks do not arrive in time.
-        """
+    def note_bias(self, message: Bias) -> None:
+        """Remembers the logit bias of a batch row. Raises ProtocolError if its arrays do not fit together."""
+        ids, values = len(message.token_ids), len(message.values)
+        if ids != values or ids % 4:
+            raise ProtocolError(f"the bias of row {message.row} has {ids} bytes of token ids and {values} of values")
+        token_ids = np.frombuffer(message.token_ids, np.int32)
+        bias = LogitBias(token_ids, np.frombuffer(message.values, np.float32))
         with self._changed:
-            if not self._changed.wait_for(lambda: seq in self._newest.values(), self._timeout_s):
+            self._biases[message.row] = bias
+
+    def wait(self, seq: int) -> Mapping[int, LogitBias]:
+        """Waits until the token masks of step ``seq`` are in its step slot. Returns the step's biases by batch row.
+
+        Raises AgentError if the masks do not arrive in time, and ProtocolError if a bias is missing.
+        """
+
+        def message_of_step() -> Masks | None:
+            return next((each for each in self._newest.values() if each.seq == seq), None)
+
+        with self._changed:
+            message = self._changed.wait_for(message_of_step, self._timeout_s)
+            if message is None:
                 raise AgentError(
                     f"the masks of step {seq} did not arrive within {self._timeout_s:g} s, so the step has no tokens"
                 )
+            missing = [row for row in message.biased_rows if row not in self._biases]
+            if missing:
+                raise ProtocolError(f"step {seq} has a logit bias for row {missing[0]}, which the agent has not got")
+            return {row: self._biases[row] for row in message.biased_rows}

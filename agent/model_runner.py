@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from agent.group.exchange import Exchange
 from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
 from agent.kernels import OperatorRefusedError, compiled_sets, kernel_isa, num_threads
-from agent.mask_gate import MaskGate
+from agent.mask_gate import LogitBias, MaskGate
 from agent.model_loading import LoadedModel, load_model, load_without_network, with_network
 from agent.profiling import Profiling
 from agent.run_ahead.steps import StepsAhead
@@ -97,8 +97,10 @@ class ModelRunner:
         self._config = config = self._part.narrow(config)
         self._report = report
         num_rows = config.max_num_seqs
-        self.wait_for_masks: Callable[[int], None] = MaskGate().wait
-        """Returns when the slot of a step, which is named by its number, has the masks of its sequences."""
+        self.wait_for_masks: Callable[[int], Mapping[int, LogitBias]] = MaskGate().wait
+        """Returns when the slot of a step, which is named by its number, has the masks of its sequences.
+
+        The result has the logit biases of the step by batch row."""
         self._sampler = Sampler(
             num_rows, config.max_model_len, config.shape.vocab_size, lambda seq: self.wait_for_masks(seq)
         )

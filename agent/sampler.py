@@ -7,18 +7,19 @@ only if the sampled token may not be one of the candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 import numpy as np
 import numpy.typing as npt
 
 from agent.kernels import SAMPLE_INPUTS, SampleCall, SampleOutputs
+from agent.mask_gate import LogitBias
 from agent.scores import DeviceScores, StepLogits
 from agent.step_inputs import check_range
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import StepSlot
-from llm_serving.sampling_params import SAMPLER_PARAMETERS
+from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 
 Int32Array = npt.NDArray[np.int32]
 _NO_TOKEN = -1
@@ -74,12 +75,17 @@ class Sampler:
     """
 
     def __init__(
-        self, num_rows: int, max_model_len: int, vocab_size: int, wait_for_masks: Callable[[int], None] | None = None
+        self,
+        num_rows: int,
+        max_model_len: int,
+        vocab_size: int,
+        wait_for_masks: Callable[[int], Mapping[int, LogitBias]] | None = None,
     ) -> None:
         """``wait_for_masks`` takes the number of a step, and returns when the step's slot has its token masks.
 
-        If it is None, a step with masks is refused.
+        Its result has the logit biases of the step by batch row. If it is None, a step with masks is refused.
         """
+        self._vocab_size = vocab_size
         self.rows = RowTable(num_rows, max_model_len, vocab_size)
         self._wait_for_masks = wait_for_masks
 
@@ -89,26 +95,74 @@ class Sampler:
         Raises ProtocolError if a batch row with penalties has no history, or if the history's length is wrong. Raises
         AgentError if the token masks of the step do not arrive in time. Raises RuntimeError if the device fails.
         """
-        self._await_masks(slot)
+        biases = self._await_masks(slot)
         seqs, call = slot.num_seqs, self._call_of(slot)
         if not call.has_penalties(seqs):
             self._run(call, scores, slot)
+            if biases:
+                self._sample_biased(call, scores, slot, biases)
             return
         rows, penalised = slot.rows[:seqs], _has_penalties(slot, seqs) & (slot.do_sample[:seqs] != 0)
-        self._run(call, scores, slot, self._histories(slot, penalised), self.rows.prompt_len[rows])
+        histories, prompt_lens = self._histories(slot, penalised), self.rows.prompt_len[rows]
+        self._run(call, scores, slot, histories, prompt_lens)
+        if biases:
+            self._sample_biased(call, scores, slot, biases, histories, prompt_lens)
         # If a sequence's logits are not finite, its sampled id is negative and the history gets token 0 instead. A step
         # that was sent ahead may compute with this token, but no client sees the result.
         self.rows.append(rows[penalised], np.maximum(slot.sampled_ids[:seqs][penalised], 0))
 
-    def _await_masks(self, slot: StepSlot) -> None:
-        """Waits until the token masks of the step are in its slot. Raises ProtocolError if their number is wrong."""
+    def _await_masks(self, slot: StepSlot) -> Mapping[int, LogitBias]:
+        """Waits until the token masks of the step are in its slot. Returns the logit biases of the step by batch row.
+
+        Raises ProtocolError if the number of masks is wrong.
+        """
         highest = int(slot.mask_number[: slot.num_seqs].max())
         if highest != slot.num_masks:
             raise ProtocolError(f"a step has {slot.num_masks} masks, and its sequences use {highest}")
         if highest:
             if self._wait_for_masks is None:
                 raise ProtocolError(f"a step has {highest} masks, but this sampler takes none")
-            self._wait_for_masks(slot.seq)
+            return self._wait_for_masks(slot.seq)
+        return {}
+
+    def _sample_biased(
+        self,
+        call: SampleCall,
+        scores: StepLogits | DeviceScores,
+        slot: StepSlot,
+        biases: Mapping[int, LogitBias],
+        histories: list[Int32Array | None] | None = None,
+        prompt_lens: Int32Array | None = None,
+    ) -> None:
+        """Samples the sequences with a logit bias again, from all of their logits plus the bias.
+
+        The first sampling has written the logsumexp and the best tokens of the raw logits, which stay.
+        """
+        seqs = slot.num_seqs
+        has_token = (slot.do_sample[:seqs] != 0) & (slot.sampled_ids[:seqs] >= 0)
+        indices = np.flatnonzero(has_token & np.isin(slot.rows[:seqs], list(biases))).astype(np.int32)
+        if not indices.size:
+            return
+        logits = scores.values[indices] if isinstance(scores, StepLogits) else scores.rows(indices).copy()
+        raw = []
+        for place, index in enumerate(indices):
+            bias = biases[int(slot.rows[index])]
+            check_range("logit bias", bias.token_ids, 0, self._vocab_size)
+            raw.append(logits[place, bias.token_ids])
+            logits[place, bias.token_ids] += bias.values
+        width = MAX_TOP_LOGITS * seqs
+        reports = (slot.logsumexp[:seqs], slot.top_ids[:width], slot.top_logits[:width])
+        kept = [report.copy() for report in reports]
+        places = np.full(seqs, _NO_TOKEN, np.int32)
+        places[indices] = np.arange(indices.size)
+        call.run_rows(logits, places, histories, prompt_lens)
+        for report, values in zip(reports, kept, strict=True):
+            report[:] = values
+        for place, index in enumerate(indices):
+            bias = biases[int(slot.rows[index])]
+            found = np.flatnonzero(bias.token_ids == slot.sampled_ids[index])
+            if found.size:
+                slot.sampled_logit[index] = raw[place][found[0]]
 
     def _run(
         self,

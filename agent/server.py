@@ -118,6 +118,8 @@ class AgentServer:
         elif isinstance(message, messages.Masks):
             self._check_slot(message)
             self.masks.note(message)
+        elif isinstance(message, messages.Bias):
+            self.masks.note_bias(message)
         else:
             self._check_slot(message)
             self._queue.put(message)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+MAX_LOGIT_BIAS = 100.0
+"""Maximum of the absolute values in ``SamplingParams.logit_bias``."""
 MAX_TOP_LOGITS = 32
 """Maximum number of (token id, logit) pairs that a step returns for each sampled token."""
 
@@ -83,6 +85,10 @@ class SamplingParams:
     )
     stop: tuple[str, ...] = _parameter((), "Strings that end the text.", max_items=16, max_chars=256)
     stop_token_ids: frozenset[int] = _parameter(frozenset(), "Token ids that end the text.", max_items=64)
+    logit_bias: tuple[tuple[int, float], ...] = _parameter(
+        (), f"Added to the logits of these tokens, before the penalties: -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}.",
+        max_items=1024,
+    )  # fmt: skip
     min_tokens: int = _parameter(
         0, "Minimum number of tokens before an end token or a stop string ends the text.", low=0, high=1 << 30
     )

@@ -96,9 +96,9 @@ class AgentExecutor:
             self.wake()
 
     def publish_masks(self, seq: int, masks: Sequence[npt.NDArray[np.uint32]]) -> None:
-        message = self._steps.write_masks(seq, masks)
-        if message is not None and self._group is not None:
-            self._group.send(message)
+        for message in self._steps.write_masks(seq, masks):
+            if self._group is not None:
+                self._group.send(message)
 
     def request_status(self) -> None:
         self._agent_states.ask()

@@ -91,6 +91,8 @@ class StepSlots:
         self._sampling: dict[str, npt.NDArray[Any]] = {
             name: np.zeros(num_rows, dtype) for name, dtype in _SAMPLING_COLUMNS.items()
         }
+        self._unsent_biases: set[int] = set()
+        """Batch rows of sequences with a logit bias that the agents do not have yet."""
         self._batch: _Batch | None = None
         self._check_interval = check_interval
         self._num_decodes = 0
@@ -108,20 +110,36 @@ class StepSlots:
         self.slot_of[step.seq] = number
         return _MESSAGES[step.kind](seq=step.seq, slot=number)
 
-    def write_masks(self, seq: int, masks: Sequence[npt.NDArray[np.uint32]]) -> messages.Masks | None:
-        """Write the masks of a step in flight. Returns the message that announces them.
+    def write_masks(
+        self, seq: int, masks: Sequence[npt.NDArray[np.uint32]]
+    ) -> list[messages.Bias | messages.Masks]:
+        """Write the masks of a step in flight. Returns the messages that announce them, in the order to send them.
 
-        Returns None if the step has ended. Raises ProtocolError if the number of masks differs from the step's.
+        Returns no messages if the step has ended. Raises ProtocolError if the number of masks differs from the step's.
         """
         number = self.slot_of.get(seq)
         if number is None:
-            return None
+            return []
         slot, width = self._slots[number], self._limits.mask_words
         if len(masks) != slot.num_masks:
             raise ProtocolError(f"step {seq} has {slot.num_masks} sequences with masks, and {len(masks)} masks")
         for index, mask in enumerate(masks):
             slot.masks[index * width : (index + 1) * width] = mask
-        return messages.Masks(seq=seq, slot=number)
+        masked = slot.rows[: slot.num_seqs][slot.mask_number[: slot.num_seqs] != 0].tolist()
+        biased = tuple(row for row in masked if self._bias_of(row))
+        new = [self._bias_message(seq, row) for row in biased if row in self._unsent_biases]
+        self._unsent_biases.difference_update(biased)
+        return [*new, messages.Masks(seq=seq, slot=number, biased_rows=biased)]
+
+    def _bias_of(self, row: int) -> tuple[tuple[int, float], ...]:
+        owner = self._owners[row]
+        return () if owner is None else owner.sampling.logit_bias
+
+    def _bias_message(self, seq: int, row: int) -> messages.Bias:
+        ids, values = zip(*self._bias_of(row), strict=True)
+        return messages.Bias(
+            seq=seq, row=row, token_ids=np.array(ids, np.int32).tobytes(), values=np.array(values, np.float32).tobytes()
+        )
 
     def take(self, member: int, reply: StepDone | StepFailed) -> StepResult | None:
         """Process an agent's reply. ``member`` is its number in the group. Returns the result after the last reply.
@@ -280,6 +298,9 @@ class StepSlots:
                 self._owners[row] = request
                 self._num_blocks[row] = 0
                 self._write_sampling(row, request.sampling)
+                self._unsent_biases.discard(row)
+                if request.sampling.logit_bias:
+                    self._unsent_biases.add(row)
             known = self._num_blocks[row]
             if len(table) > known:
                 self._block_tables[row, known : len(table)] = table[known:]

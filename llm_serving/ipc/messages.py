@@ -12,6 +12,7 @@ A message names a step slot and a sequence number. It never contains an array. M
       | <------------------- Progress ... --|   loading, compiling, warming up
       | <------------------- Ready | Failed-|
       |--- Prefill | Decode | Move -------->|   "run slot s as step n"
+      |--- Bias --------------------------->|   the logit bias of the sequence in a batch row
       |--- Masks -------------------------->|   the masks of step n are in its slot
       | <------------------- StepDone ------|
       | <------------------- Unhealthy -----|   a self-check failed; the server restarts the agent
@@ -31,7 +32,7 @@ import msgspec
 
 from llm_serving.errors import ProtocolError
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 NONCE_BYTES = 16
 
 UInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -129,10 +130,27 @@ class Move(Message, frozen=True, tag="move"):
 
 
 class Masks(Message, frozen=True, tag="masks"):
-    """Server to agent: all masks of step ``seq`` are in slot ``slot``. Sent once for each step with masks."""
+    """Server to agent: all masks of step ``seq`` are in slot ``slot``. Sent once for each step with masks.
+
+    ``biased_rows`` are the batch rows of the step whose logits get a bias before the token is sampled.
+    """
 
     seq: UInt
     slot: UInt
+    biased_rows: tuple[UInt, ...] = ()
+
+
+class Bias(Message, frozen=True, tag="bias"):
+    """Server to agent: the logit bias of the sequence that uses batch row ``row`` from now on.
+
+    Sent before the first ``Masks`` that names the batch row for this sequence. ``token_ids`` (int32) and ``values``
+    (float32) are the bytes of arrays of the same length.
+    """
+
+    seq: UInt
+    row: UInt
+    token_ids: bytes
+    values: bytes
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -236,7 +254,9 @@ class StatusReply(Message, frozen=True, tag="status_reply"):
 Step = Prefill | Decode | Move
 """A message with a slot. The agent replies with ``StepDone`` or ``StepFailed``."""
 
-ServerMessage = Connect | Prefill | Decode | Move | Masks | Abort | Status | ProfileStart | ProfileStop | Shutdown
+ServerMessage = (
+    Connect | Prefill | Decode | Move | Masks | Bias | Abort | Status | ProfileStart | ProfileStop | Shutdown
+)
 AgentMessage = (
     Challenge | Connected | Progress | Ready | Failed | StepDone | StepFailed | Unhealthy | StatusReply | ProfileReply
 )

@@ -19,6 +19,7 @@ _SAMPLING: dict[str, tuple[object, ...]] = {
     **{each.name: (None, each.default) for each in SAMPLER_PARAMETERS if each.name not in ("temperature", "seed")},
     "top_k": (None, 0, -1),
     "stop": ((),),
+    "logit_bias": ((),),
     "min_tokens": (None, 0),
     "allowed_token_ids": (None,),
     "bad_words": ((),),

@@ -53,7 +53,6 @@ class ChatRequest(ToolFields, SamplingFields):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
-        "logit_bias": (None, {}),
         "modalities": (None, ["text"]),
         "audio": (None,),
         "prediction": (None,),

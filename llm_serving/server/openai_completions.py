@@ -42,7 +42,7 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionRequest(SamplingFields):
     """Request body of ``/v1/completions``: one or more prompts to continue."""
 
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"suffix": (None, ""), "logit_bias": (None, {})}
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"suffix": (None, "")}
     ignored = IGNORED
 
     prompt: Any = Field(

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, Wit
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from llm_serving.engine.beam_search import MAX_BEAM_WIDTH
-from llm_serving.sampling_params import MAX_TOP_LOGITS, PARAMETERS
+from llm_serving.sampling_params import MAX_LOGIT_BIAS, MAX_TOP_LOGITS, PARAMETERS
 from llm_serving.server.limits import (
     MAX_CHOICES,
     MAX_LENGTH_PENALTY,
@@ -59,6 +59,35 @@ Seed = Annotated[int | None, _parameter("seed")]
 MaxTokens = Annotated[int | None, _parameter("max_tokens")]
 Name = Annotated[str | None, Field(max_length=MAX_NAME_CHARS)]
 TokenIds = Annotated[list[int], Field(max_length=PARAMETERS["stop_token_ids"].max_items, fail_fast=True)]
+def _logit_bias(value: object) -> object:
+    """Return the field ``logit_bias``, an object from token ids to numbers, as pairs in the order of the ids."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise PydanticCustomError("dict_type", "should be an object with token ids as names")
+    max_items = PARAMETERS["logit_bias"].max_items or 0
+    if len(value) > max_items:
+        raise PydanticCustomError("too_long", f"should hold at most {max_items} tokens, not {len(value)}")
+    biases: dict[int, float] = {}
+    for name, bias in value.items():
+        if not (name.isascii() and name.isdigit() and len(name) <= _MAX_ID_DIGITS) or int(name) in biases:
+            raise PydanticCustomError("token_id", f"holds {short(name)}, which is no token id or occurs twice")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= MAX_LOGIT_BIAS:
+            raise PydanticCustomError(
+                "bias", f"holds {short(bias)} for token {name}; it should be -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
+            )
+        biases[int(name)] = float(bias)
+    return tuple(sorted(biases.items()))
+
+
+_MAX_ID_DIGITS = 9
+LogitBias = Annotated[
+    tuple[tuple[int, float], ...],
+    BeforeValidator(_logit_bias),
+    WithJsonSchema(
+        {"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]}
+    ),
+]
 AllowedTokenIds = Annotated[
     list[int], Field(min_length=1, max_length=PARAMETERS["allowed_token_ids"].max_items, fail_fast=True)
 ]
@@ -116,6 +145,7 @@ class SamplingFields(SchedulingFields, StructuredFields, StrictModel):
     seed: Seed = None
     stop: StopStrings = ()
     stop_token_ids: Annotated[TokenIds | None, _parameter("stop_token_ids")] = None
+    logit_bias: Annotated[LogitBias, _described("logit_bias")] = ()
     min_tokens: Annotated[int | None, _parameter("min_tokens")] = None
     allowed_token_ids: Annotated[AllowedTokenIds | None, _parameter("allowed_token_ids")] = None
     bad_words: Annotated[_Strings, _described("bad_words")] = ()

@@ -54,6 +54,7 @@ def base_sampling(fields: SamplingFields, defaults: Mapping[str, Any]) -> Sampli
         **(values if fields.use_beam_search else {**_usable(defaults), **values}),
         stop=fields.stop,
         stop_token_ids=frozenset(fields.stop_token_ids or ()),
+        logit_bias=fields.logit_bias,
         min_tokens=fields.min_tokens or 0,
         allowed_token_ids=frozenset(fields.allowed_token_ids or ()),
         bad_words=fields.bad_words,

@@ -17,8 +17,9 @@ from llm_serving.server.state import ServerState
 from llm_serving.server.structured import check_available
 from llm_serving.server.work import off_loop
 
-MASK_FIELDS = ("allowed_token_ids", "bad_words", "min_tokens")
-"""The fields that forbid tokens. A beam search does not take them."""
+MASK_FIELDS = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
+"""The fields that need the masks of a step. A request with ``logit_bias`` has a mask that allows every token, because
+the agents choose tokens under a mask from all logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,19 @@ async def with_token_rules(
         )
     ends = sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | state.engine.end_token_ids
     has_minimum = sampling.min_tokens > 0 and bool(ends)
-    given = (bool(sampling.allowed_token_ids), bool(sampling.bad_words), has_minimum)
+    given = (bool(sampling.allowed_token_ids), bool(sampling.bad_words), has_minimum, bool(sampling.logit_bias))
     used = [name for name, is_given in zip(MASK_FIELDS, given, strict=True) if is_given]
     if not used:
         return grammar
     check_available(state, used[0], ignore_eos=False, beams=False)
     vocab_size = state.settings.vocab_size
     check_vocabulary(sorted(sampling.allowed_token_ids), vocab_size, "allowed_token_ids")
+    if sampling.logit_bias and (last := sampling.logit_bias[-1][0]) >= vocab_size:
+        raise RequestError(
+            f"'logit_bias' has a value for token id {last}; the model's vocabulary has ids 0 to {vocab_size - 1}.",
+            param="logit_bias",
+            code="invalid_value",
+        )
     num_chars = sum(map(len, sampling.bad_words))
     forbidden = await off_loop(num_chars, partial(_forbidden, state.engine.tokenizer, sampling.bad_words))
     check_vocabulary([one for ids in forbidden for one in ids], vocab_size, "bad_words")

@@ -362,13 +362,43 @@ def test_masks_are_written_after_the_step():
     assert (slot.num_masks, slot.mask_number[:3].tolist()) == (2, [1, 0, 2])
     with pytest.raises(ProtocolError, match="2 sequences with masks, and 1 masks"):
         slots.write_masks(7, [np.zeros(2, np.uint32)])
-    assert slots.write_masks(7, [np.array([1, 2], np.uint32), np.array([3, 4], np.uint32)]) == messages.Masks(7, 0)
+    assert slots.write_masks(7, [np.array([1, 2], np.uint32), np.array([3, 4], np.uint32)]) == [
+        messages.Masks(7, 0)
+    ]
     assert slot.masks[:4].tolist() == [1, 2, 3, 4]
     slots.take(0, StepDone(seq=7, slot=0))
-    assert slots.write_masks(7, []) is None
+    assert slots.write_masks(7, []) == []
     step.seq, step.requests = 8, [request("d"), request("e"), request("f")]
     slots.write(step)
     assert (slot.num_masks, slot.mask_number[:3].tolist()) == (0, [0, 0, 0])
+
+
+def test_a_bias_is_sent_once_for_each_start_of_its_sequence_on_a_row():
+    limits = SlotLimits(max_tokens=16, max_seqs=4, max_blocks_per_seq=6, max_context=24, mask_words=2)
+    layout = SlotLayout.of(limits)
+    slot = StepSlot(layout, bytearray(layout.slot_bytes))
+    slots = StepSlots(limits, 4, range(1), [slot])
+    mask = np.full(2, 0xFFFFFFFF, np.uint32)
+
+    def sent(seq, one, *, restart):
+        one.constraint = AnyToken()
+        step = ScheduledStep(
+            seq, StepKind.PREFILL if restart else StepKind.DECODE, requests=[one], rows=[2], token_ids=[LAST_TOKEN],
+            query_lens=[1], starts=[3], block_tables=[[1]], do_sample=[True], sample_positions=[1], restarts=[restart],
+        )  # fmt: skip
+        slots.write(step)
+        announced = slots.write_masks(seq, [mask])
+        slots.take(0, StepDone(seq=seq, slot=0))
+        return announced
+
+    biased, plain = request("a", logit_bias=((3, -1.5), (9, 100.0))), request("b")
+    ids, values = np.array([3, 9], np.int32).tobytes(), np.array([-1.5, 100], np.float32).tobytes()
+    assert sent(1, biased, restart=True) == [
+        messages.Bias(1, 2, ids, values), messages.Masks(1, 0, (2,)),
+    ]  # fmt: skip
+    assert sent(2, biased, restart=False) == [messages.Masks(2, 0, (2,))]
+    assert sent(3, biased, restart=True) == [messages.Bias(3, 2, ids, values), messages.Masks(3, 0, (2,))]
+    assert sent(4, plain, restart=True) == [messages.Masks(4, 0)]
 
 
 def test_a_chunk_without_a_sampled_token_has_no_mask():

@@ -47,7 +47,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def requests(count: int) -> list[dict[str, Any]]:
-    """Returns random bodies of several kinds: constrained and free, greedy and random, with penalties and
+    """Returns random bodies of several kinds: constrained and free, greedy and random, with penalties, biases and
     log-probabilities.
     """
     bodies = []
@@ -58,8 +58,9 @@ def requests(count: int) -> list[dict[str, Any]]:
             {"structured_outputs": {"regex": "[a-f]{3,9}(-[0-9]+)?"}},
             {"max_tokens": 40, "ignore_eos": True},
             {"structured_outputs": {"choice": CHOICES}, "repetition_penalty": 1.3, "logprobs": 2},
+            {"logit_bias": {"330": 20, "331": 19.5}, "frequency_penalty": 0.5, "max_tokens": 40, "ignore_eos": True},
         ]
-        bodies.append(body | kinds[seed % 4])
+        bodies.append(body | kinds[seed % 5])
     return bodies
 
 
@@ -84,7 +85,7 @@ def check(body: dict[str, Any], text: str, finish_reason: str) -> None:
 
 
 def test_texts_fit_and_are_the_same_alone_and_together(server: ServerProcess) -> None:
-    bodies = requests(16)
+    bodies = requests(20)
     alone = [answer(server, body) for body in bodies]
     for body, (text, finish_reason, _) in zip(bodies, alone, strict=True):
         check(body, text, finish_reason)
@@ -119,6 +120,39 @@ def test_rules_about_tokens_hold_alone_and_together(server: ServerProcess) -> No
             assert set(answer["token_ids"]) <= set(allowed)
             assert 2 not in answer["token_ids"][:30]
             assert len(answer["token_ids"]) >= 30
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        assert list(pool.map(choice, bodies)) == alone
+    server.wait_until_idle()
+
+
+def test_a_bias_comes_before_penalties_and_mask_and_changes_no_log_probability(server: ServerProcess) -> None:
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"logit_bias": {str(one): 100 for one in (330, 331, 332)}},
+        {"logit_bias": {"330": 100, "331": 99}, "frequency_penalty": 2, "repetition_penalty": 1.2},
+        {"structured_outputs": {"regex": "[a-f]{3,9}(-[0-9]+)?"}, "logit_bias": {"340": 100}},
+        {"logit_bias": {str(one): -100 for one in range(3, 200)}, "allowed_token_ids": list(range(150, 205))},
+    ]
+    bodies = []
+    for seed in range(20):
+        body = {"prompt": [1, 310 + seed], "max_tokens": 30, "seed": seed, "temperature": seed % 2, "logprobs": 20}
+        bodies.append(body | kinds[seed % 5] | {"return_token_ids": True})
+
+    def choice(body: dict[str, Any]) -> Any:
+        return server.post("/v1/completions", body)["choices"][0]
+
+    alone = [choice(body) for body in bodies]
+    for number, answer in enumerate(alone):
+        ids = answer["token_ids"]
+        if number % 5 == 1:
+            assert set(ids) <= {330, 331, 332}
+            free = choice({**bodies[number], "logit_bias": None, "max_tokens": 1})
+            tops = [list(each["logprobs"]["top_logprobs"][0].items())[:20] for each in (answer, free)]
+            assert tops[0] == tops[1]
+        elif number % 5 == 2:
+            assert {330, 331} <= set(ids)
+        elif number % 5 == 4:
+            assert set(ids) <= set(range(200, 205))
     with ThreadPoolExecutor(len(bodies)) as pool:
         assert list(pool.map(choice, bodies)) == alone
     server.wait_until_idle()

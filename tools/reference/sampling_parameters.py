@@ -17,6 +17,7 @@ For clients of the [HTTP API](http_api.md). The names are those of the OpenAI en
 | Parameter | Meaning | Type | Default | Range |
 |---|---|---|---|---|
 """
+_PAIRS = tuple[tuple[int, float], ...]
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "strings"}
 
 
@@ -32,6 +33,8 @@ def sampling_parameters_page() -> str:
 
 
 def _type_name(hint: typing.Any) -> str:
+    if hint == _PAIRS:
+        return "object of token ids and numbers"
     if arguments := typing.get_args(hint):
         return f"list of {_TYPES[arguments[0]].removesuffix('s')}s"
     return _TYPES[hint]
