@@ -1,6 +1,7 @@
 """Runs the same steps with and without running ahead, in an agent's worker, and prints the results as JSON.
 
-test_run_ahead.py starts it in a separate process. All parts run with one pair of models, in the given order.
+test_run_ahead.py starts it in a separate process. All parts run with one pair of models, in the given order. The
+weights are written to the working directory.
 
 python tests/agent/run_ahead_program.py [greedy] [mixed] [captured] [failing]
 """
@@ -25,11 +26,15 @@ from step_driver import Move, Part, StepDriver, blocks_for  # noqa: E402
 from agent.backends.runtime import start_runtime  # noqa: E402
 from agent.task_queue import TaskQueue  # noqa: E402
 from agent.worker import Worker  # noqa: E402
+from llm_serving.config import Config  # noqa: E402
 from llm_serving.ipc.messages import Decode, Prefill, Shutdown  # noqa: E402
 from llm_serving.ipc.shm import LAST_TOKEN, MoveKind, StepSlot  # noqa: E402
+from performance.models.folders import write_model  # noqa: E402
+from performance.models.variants import VARIANTS  # noqa: E402
 from support.step_config import make_config  # noqa: E402
 
-CONFIG = make_config(ROOT / "models" / "tiny_llama", "bfloat16", "native")
+MODEL = "llama3_rope"
+"""A model of two layers, because MindSpore compiles its graphs many times."""
 GREEDY = {"num_top_logits": -1}
 IN_FLIGHT = 2
 ROWS, PROMPT, ROUNDS = 6, 9, 14
@@ -137,7 +142,7 @@ def random_sampling(row: int) -> dict[str, float]:
     return GREEDY | kinds[row]
 
 
-def pair() -> tuple[StepDriver, StepDriver]:
+def pair(config: Config) -> tuple[StepDriver, StepDriver]:
     """Returns two drivers of the same model.
 
     The second runs on an artificial device, which finishes a step after 1 ms.
@@ -145,9 +150,9 @@ def pair() -> tuple[StepDriver, StepDriver]:
     from performance.artificial_device.ops import use_artificial_device
     from performance.artificial_device.queue import ArtificialDevice
 
-    plain = StepDriver(CONFIG)
+    plain = StepDriver(config)
     use_artificial_device(ArtificialDevice(device_s=0.001))
-    return plain, StepDriver(CONFIG)
+    return plain, StepDriver(config)
 
 
 Pair = tuple[StepDriver, StepDriver]
@@ -200,6 +205,8 @@ PARTS: dict[str, Callable[[Pair], dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    start_runtime(CONFIG)
-    drivers = pair()
+    write_model(VARIANTS[MODEL], Path.cwd() / MODEL)
+    config = make_config(Path.cwd() / MODEL, "bfloat16", "native")
+    start_runtime(config)
+    drivers = pair(config)
     print(json.dumps({part: PARTS[part](drivers) for part in sys.argv[1:]}))

@@ -37,6 +37,9 @@ QUANTISED_SETUPS = (
 SETUPS = (FLOAT32, *HALF_SETUPS, *QUANTISED_SETUPS)
 QUANTISED_MODELS = ("llama_linear_mqa", "qwen2_tied", "mistral_window", "qwen3_moe", "deepseek_v2_lite")
 """The models that ``make test`` quantises."""
+NATIVE = ("bfloat16", "native", "auto", "auto")
+NATIVE_MODELS = ("llama_dynamic", "mistral_window", "mixtral", "qwen2_yarn_window", "qwen3_tied", "qwen3_moe")
+"""The models that ``make test`` runs with native operators: one of each architecture."""
 LATENT_MODELS = tuple(model for model in MODELS if "kv_lora_rank" in FAMILY_VARIANTS[model].config)
 """Models that the native operators refuse. In int4, these small random models lose their text."""
 DISCONTINUOUS = ("bfloat16", "deepseek_v3")
@@ -61,16 +64,17 @@ Run = Callable[[Setup, str], Results]
 def is_swept(setup: Setup, model: str) -> bool:
     """Returns whether only ``make test-sweeps`` runs a case.
 
-    ``make test`` runs each model in float32, in one half type with each op table, and some models quantised.
+    ``make test`` runs each model in float32 and in one half type with fused operators. It runs one model of each
+    architecture with native operators, and some models quantised.
     """
     if setup == FLOAT32:
         return False
     if setup in QUANTISED_SETUPS:
         return model not in QUANTISED_MODELS
-    if model in LATENT_MODELS:
-        return setup[0] != "float16"
-    float16_is_native = MODELS.index(model) % 2 == 0
-    return ((setup[0] == "float16") == (setup[1] == "native")) != float16_is_native
+    if setup[1] == "native":
+        return setup != NATIVE or model not in NATIVE_MODELS
+    is_float16 = model in LATENT_MODELS or MODELS.index(model) % 2 == 1
+    return (setup[0] == "float16") != is_float16
 
 
 def of_models(setups: Iterable[Setup]) -> list[Any]:
@@ -117,6 +121,16 @@ def fraction_near(model: str, forced: list[list[int]]) -> float:
 def test_every_family_has_a_model() -> None:
     assert {variant.config["architectures"][0] for variant in FAMILY_VARIANTS.values()} == set(FAMILIES)
     assert sorted(path.stem for path in golden_files.FAMILIES.glob("*.json")) == sorted(MODELS)
+
+
+def test_native_operators_run_every_architecture_that_they_support() -> None:
+    supported = [model for model in MODELS if has_setup(NATIVE, model)]
+    assert architectures(NATIVE_MODELS) == architectures(supported)
+    assert len(architectures(NATIVE_MODELS)) == len(NATIVE_MODELS)
+
+
+def architectures(models: Iterable[str]) -> set[str]:
+    return {FAMILY_VARIANTS[model].config["architectures"][0] for model in models}
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:

@@ -22,11 +22,15 @@ from performance.models.variants import FAMILY_VARIANTS, Variant
 from support.agent_group import Setup, run_group
 from support.golden_files import golden_of
 from support.position_bits import check_position_bits
+from support.sweeps import with_sweeps
 
 pytestmark = pytest.mark.timeout(600)
 
 MODELS = ("qwen3_moe", "mixtral")
 """Models with a layer without experts, and with a window."""
+SWEPT_MODEL = "mixtral"
+"""Only ``make test-sweeps`` runs it: its experts have the same products, and other tests cover windows."""
+MODEL_PARAMS = with_sweeps([(model,) for model in MODELS], lambda model: model == SWEPT_MODEL)
 SETUPS = {
     fmt: Setup(1, 1, dtype, "native", fmt)
     for fmt, dtype in (("int8", "bfloat16"), ("int8_weight_only", "float16"), ("int4", "float16"))
@@ -49,35 +53,37 @@ def same_values(variant: Variant) -> Variant:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Path]]:
-    """Returns a function that writes the folders of all models and returns them by name.
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Returns a function that writes the folder of a model and returns its path.
 
     The function's argument is "plain" for unchanged weights, or the format to which the experts are rounded.
     """
 
     @cache
-    def made(kind: str) -> dict[str, Path]:
-        scratch = tmp_path_factory.mktemp(kind)
-        for model in MODELS:
-            write_model(same_values(FAMILY_VARIANTS[model]), scratch / model)
-            if kind != "plain":
-                multiply_out(scratch / model, kind)
-        return {model: scratch / model for model in MODELS}
+    def made(kind: str, model: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind) / model
+        write_model(same_values(FAMILY_VARIANTS[model]), folder)
+        if kind != "plain":
+            multiply_out(folder, kind)
+        return folder
 
     return made
 
 
 @pytest.fixture(scope="module")
-def runs(folders: Callable[[str], dict[str, Path]]) -> Callable[[Setup, str], Results]:
+def runs(folder_of: Callable[[str, str], Path]) -> Callable[..., Results]:
+    """Returns a function that gives the results of a model in a setup, with the given kind of weights."""
+
     @cache
-    def known(setup: str, kind: str) -> Results:
-        return run_group(by_name[setup], folders(kind))[0]
+    def known(setup: str, model: str, kind: str) -> Results:
+        found: Results = run_group(by_name[setup], {model: folder_of(kind, model)})[0][model]
+        return found
 
     by_name: dict[str, Setup] = {}
 
-    def run(setup: Setup, kind: str = "plain") -> Results:
+    def run(setup: Setup, model: str, kind: str = "plain") -> Results:
         by_name[str(setup)] = setup
-        return known(str(setup), kind)
+        return known(str(setup), model, kind)
 
     return run
 
@@ -99,35 +105,35 @@ def multiply_out(folder: Path, fmt: str) -> None:
     save_file(tensors, file)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODEL_PARAMS)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_position_gives_the_same_bits_however_it_is_computed(
     runs: Callable[..., Results], fmt: str, model: str
 ) -> None:
-    check_position_bits(runs(SETUPS[fmt])[model]["invariance"])
+    check_position_bits(runs(SETUPS[fmt], model)["invariance"])
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODEL_PARAMS)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_tokens_are_among_the_oracles_best(runs: Callable[..., Results], fmt: str, model: str) -> None:
     near = [
         token in best
-        for case, tokens in zip(golden_of(model)["cases"], runs(SETUPS[fmt])[model]["forced"], strict=True)
+        for case, tokens in zip(golden_of(model)["cases"], runs(SETUPS[fmt], model)["forced"], strict=True)
         for token, best in zip(tokens, case["top_ids"], strict=True)
     ]
     assert sum(near) >= LEAST_AGREEMENT[fmt] * len(near)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODEL_PARAMS)
 @pytest.mark.parametrize("fmt", [SWEPT_FORMAT, "int4"])
 def test_products_use_the_integers_times_the_scales(runs: Callable[..., Results], fmt: str, model: str) -> None:
     """Quantised native experts give nearly the logits of float32 fused operators with dequantised weights.
 
     The logits differ more from those with the original weights.
     """
-    found = runs(SETUPS[fmt])[model]["best"]
+    found = runs(SETUPS[fmt], model)["best"]
     errors = {
-        kind: differences(found, runs(Setup(1, 1, "float32", "fused"), kind)[model]["best"], model)
+        kind: differences(found, runs(Setup(1, 1, "float32", "fused"), model, kind)["best"], model)
         for kind in (fmt, "plain")
     }
     print(f"{model} {fmt}: median {np.median(errors[fmt]):.4f}, 98 % {np.quantile(errors[fmt], 0.98):.4f}, plain "
@@ -151,11 +157,11 @@ def differences(found: Any, wanted: Any, model: str) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODEL_PARAMS)
 def test_int8_rounds_activations_like_the_fused_operators(runs: Callable[..., Results], model: str) -> None:
     """Native and fused int8 both multiply integers, so their results differ only by roundings to bfloat16."""
-    found = runs(SETUPS["int8"])[model]["best"]
-    wanted = runs(Setup(1, 1, "bfloat16", "fused", "int8"))[model]["best"]
+    found = runs(SETUPS["int8"], model)["best"]
+    wanted = runs(Setup(1, 1, "bfloat16", "fused", "int8"), model)["best"]
     errors = differences(found, wanted, model)
     print(f"{model} int8: median {np.median(errors):.4f}, 98 % {np.quantile(errors, 0.98):.4f}")
     assert np.median(errors) < 0.05

@@ -23,13 +23,13 @@ SETUPS = {
     "2 stages of 2": Setup(2, 2, "bfloat16", "native"),
 }
 CASES = [
-    ("one agent", "qwen2_tied"),
     ("one agent, int8", "qwen3_moe"),
     ("2 share layers", "qwen3_moe"),
     ("2 stages", "gqa_tied"),
 ]
-"""Models with experts, windows and biases, whose graphs use more than the inference primitives."""
+"""A model with experts, whose graphs use more than the inference primitives, and two stages."""
 SWEPT_CASES = [
+    ("one agent", "qwen2_tied"),
     ("one agent", "mixtral"),
     ("2 share layers", "gqa_tied"),
     ("one agent", "qwen3_moe"),

@@ -632,8 +632,10 @@ def turned_listing() -> list[str]:
 
 KINDS = ("prefill", "chunked", "decode")
 ALONE = (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3, INT8, INT4, INT8_WEIGHTS, STATIC, STATIC_QWEN2)
-SHARED = (PAIR, INT8_PAIR, INT4_PAIR, STATIC_PAIR, STAGES)
-EXPERTS = (MOE, INT8_MOE, BFLOAT16_MOE, INT4_MOE, INT8_WEIGHTS_MOE, INT8_MOE_PAIR, INT4_MOE_PAIR)
+SHARED = (PAIR, INT8_PAIR, STAGES)
+EXPERTS = (MOE, INT8_MOE, INT4_MOE, INT8_WEIGHTS_MOE)
+COMBINED = (INT4_PAIR, STATIC_PAIR, BFLOAT16_MOE, INT8_MOE_PAIR, INT4_MOE_PAIR)
+"""Combinations of the settings of the other configs. Only ``make test-sweeps`` compiles them without a mistake."""
 
 
 def right(kinds: Sequence[str], configs: Sequence[Any]) -> list[str]:
@@ -650,7 +652,9 @@ def main() -> None:
             + right(("candidates", "rows"), (CONFIG, PAIR))
             + right(KINDS[:2], (CONFIG, INT8_MOE))
         ),
-        "right, all prompts": lambda: right(KINDS[:2], (*ALONE[1:], *SHARED)),
+        "right, more": lambda: (
+            right(KINDS[:2], (*ALONE[1:], *SHARED, INT4_PAIR, STATIC_PAIR)) + right(("decode",), COMBINED)
+        ),
         "names": lambda: list(MISTAKES),
         "fusions": fusions,
         "listing": listing,
