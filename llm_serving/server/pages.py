@@ -199,7 +199,7 @@ def _section(endpoint: Endpoint, schemas: dict[str, Any], base_url: str) -> str:
 def _curl(endpoint: Endpoint, path: str, base_url: str) -> str:
     url = base_url + path.replace("{name}", "MODEL")
     if endpoint.example is None:
-        return f"curl {url}"
+        return f"curl {url}" if endpoint.method == "GET" else f"curl -X {endpoint.method} {url}"
     stream = " -N" if "stream" in path else ""
     return f"curl{stream} {url} -H 'Content-Type: application/json' \\\n  -d '{endpoint.example}'"
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from llm_serving.server import admin, chat, generate, openai_chat, openai_completions, pages, profile, receipts
 from llm_serving.server.messages import endpoints as messages
+from llm_serving.server.responses import endpoints as responses
 
 ENDPOINTS = (
     *openai_completions.ENDPOINTS,
     *openai_chat.ENDPOINTS,
+    *responses.ENDPOINTS,
     *messages.ENDPOINTS,
     *generate.ENDPOINTS,
     *chat.ENDPOINTS,

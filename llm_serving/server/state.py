@@ -24,6 +24,7 @@ from llm_serving.server.errors import UnavailableError
 from llm_serving.server.lifecycle import ActiveRequests
 from llm_serving.server.limits import DEFAULT_REQUEST_CONTEXTS
 from llm_serving.server.loop_watch import LoopWatch
+from llm_serving.server.responses.store import ResponseStore
 from llm_serving.server.validation import RequestModel, short
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
@@ -168,6 +169,8 @@ class ServerState:
     renders_inline: bool = True
     """False after the chat template took too many steps for the event loop's thread. Another thread then renders."""
     started_at: float = field(default_factory=time.time)
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    """The stored responses of `/v1/responses`."""
     _format: tuple[ChatTemplate, OutputFormat] | None = None
 
     @property

@@ -23,7 +23,8 @@ def examples() -> list[tuple[str, str, str | None]]:
             assert words[0] == "curl"
             url = next(word for word in words if word.startswith(BASE))
             body = words[words.index("-d") + 1] if "-d" in words else None
-            found.append(("GET" if body is None else "POST", url.removeprefix(BASE), body))
+            method = words[words.index("-X") + 1] if "-X" in words else "GET" if body is None else "POST"
+            found.append((method, url.removeprefix(BASE), body))
     return found
 
 
@@ -31,7 +32,7 @@ EXAMPLES = examples()
 
 
 def test_every_endpoint_is_described_with_an_example():
-    names = {"MODEL": "{name}", "REQUEST": "{request_id}", "chat.html": "{file}"}
+    names = {"MODEL": "{name}", "REQUEST": "{request_id}", "RESPONSE": "{response_id}", "chat.html": "{file}"}
     shown = set()
     for method, url, _ in EXAMPLES:
         path = url.partition("?")[0]
@@ -47,6 +48,8 @@ def test_every_endpoint_is_described_with_an_example():
 def test_the_example_works(server, method, path, body):
     if "REQUEST" in path:
         path = path.replace("REQUEST", server.post("/v1/completions", {"prompt": "a"}).json()["id"])
+    if "RESPONSE" in path:
+        path = path.replace("RESPONSE", server.post("/v1/responses", {"input": "a"}).json()["id"])
     content = None if body is None else json.dumps(json.loads(body))
     headers = {} if body is None else {"Content-Type": "application/json"}
     response = server.http.request(method, path.replace("MODEL", MODEL_NAME), content=content, headers=headers)

@@ -264,6 +264,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content", "image"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
      "messages[0].content[0]", "tool_use"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0].content[0].text", "5"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type", "custom"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "weather"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name", "pattern"),

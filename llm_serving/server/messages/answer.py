@@ -6,13 +6,12 @@ from typing import Any
 
 import orjson
 
-from llm_serving.parsing.events import Content, Event
-from llm_serving.parsing.parser import OutputParser
 from llm_serving.request import FinishReason, RequestOutput
 from llm_serving.server.answer_plan import AnswerPlan
 from llm_serving.server.errors import ErrorReply
 from llm_serving.server.generation import Answer, Generation
 from llm_serving.server.messages.blocks import BlockWriter, blocks_of
+from llm_serving.server.piece_reader import PieceReader
 from llm_serving.server.sampling import Choice
 
 
@@ -34,25 +33,6 @@ def message_of(generation: Generation, plan: AnswerPlan | None, answer: Answer) 
     if generation.return_receipt:
         message["receipt"] = generation.receipt()
     return message
-
-
-class PieceReader:
-    """Reads the pieces of one answer's text with the parser of its plan. Without a plan, all text is content."""
-
-    def __init__(self, plan: AnswerPlan | None) -> None:
-        self._parser: OutputParser | None = None if plan is None else plan.parser()
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether a tool call has begun."""
-        return self._parser is not None and self._parser.has_calls
-
-    def events(self, text: str, *, is_last: bool) -> list[Event]:
-        """Return the parser's events for the next piece of text."""
-        if self._parser is None:
-            return [Content(text)] if text else []
-        events = self._parser.feed(text)
-        return events + self._parser.finish() if is_last else events
 
 
 class MessageStream:

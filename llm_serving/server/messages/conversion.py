@@ -73,6 +73,17 @@ def chat_request(body: ConversationFields, known_variables: tuple[str, ...]) -> 
         raise named_back(request_error(error)) from None
 
 
+_TAGS = (
+    (r"messages\[(\d+)\]\.content\[(\d+)\]\.(?:text|thinking|tool_use|tool_result)\b", r"messages[\1].content[\2]"),
+)
+"""Patterns of locations to which pydantic adds the type of a block, and the locations in the request."""
+
+
+def without_tags(error: RequestError) -> RequestError:
+    """Return the error of a request body with the location of the field in the request."""
+    return renamed(error, _TAGS)
+
+
 def named_back(error: RequestError) -> RequestError:
     """Return the error of a chat with the names of Anthropic's fields."""
     return renamed(error, _FIELDS)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from llm_serving.errors import RequestError
-from llm_serving.server.body import json_response, read_request, whole_response
+from llm_serving.server.body import ModelT, json_response, read_request, whole_response
 from llm_serving.server.generation import count_items
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.messages.answer import MessageStream, message_of
-from llm_serving.server.messages.conversion import chat_request, named_back
+from llm_serving.server.messages.conversion import chat_request, named_back, without_tags
 from llm_serving.server.messages.fields import CountRequest, MessagesRequest
 from llm_serving.server.openai_chat import chat_prompt, start_chat
 from llm_serving.server.scheduling import tenant_of
@@ -20,7 +20,7 @@ from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 async def _create_message(state: ServerState, request: Request) -> AnyResponse:
     """Handle ``POST /v1/messages``: answer a conversation, streamed or not."""
     state.check_queue(tenant_of(request))
-    body = await read_request(MessagesRequest, request, state.settings.max_body_bytes)
+    body = await _read(MessagesRequest, state, request)
     state.check_model(body.model)
     chat = chat_request(body, state.output_format.effort_variables)
     try:
@@ -37,7 +37,7 @@ async def _create_message(state: ServerState, request: Request) -> AnyResponse:
 
 async def _count_tokens(state: ServerState, request: Request) -> AnyResponse:
     """Handle ``POST /v1/messages/count_tokens``: the number of tokens of a prompt."""
-    body = await read_request(CountRequest, request, state.settings.max_body_bytes)
+    body = await _read(CountRequest, state, request)
     state.check_model(body.model)
     chat = chat_request(body, state.output_format.effort_variables)
     try:
@@ -45,6 +45,13 @@ async def _count_tokens(state: ServerState, request: Request) -> AnyResponse:
     except RequestError as error:
         raise named_back(error) from None
     return json_response({"input_tokens": len(prompt.token_ids)})
+
+
+async def _read(model: type[ModelT], state: ServerState, request: Request) -> ModelT:
+    try:
+        return await read_request(model, request, state.settings.max_body_bytes)
+    except RequestError as error:
+        raise without_tags(error) from None
 
 
 ENDPOINTS = (

@@ -1,0 +1,164 @@
+"""The response of ``/v1/responses``: a whole response, or the events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from llm_serving.request import FinishReason, RequestOutput
+from llm_serving.server.answer_plan import AnswerPlan
+from llm_serving.server.errors import ErrorReply
+from llm_serving.server.generation import Answer, Generation
+from llm_serving.server.piece_reader import PieceReader
+from llm_serving.server.responses.conversion import answer_message
+from llm_serving.server.responses.fields import ResponsesRequest
+from llm_serving.server.responses.items import ItemWriter
+from llm_serving.server.responses.store import StoredResponse
+from llm_serving.server.sampling import Choice
+
+
+class Responder:
+    """Makes the response of one request, and stores the response if the client wants this."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        plan: AnswerPlan | None,
+        body: ResponsesRequest,
+        messages: Sequence[dict[str, Any]],
+        tenant: str,
+    ) -> None:
+        """``messages`` are those of the conversation until now, without the instructions."""
+        self.generation = generation
+        self._body, self._messages, self._tenant = body, messages, tenant
+        self._reader = PieceReader(plan)
+        self._writer = ItemWriter(generation.request_id, lambda: plan.call_id() if plan is not None else "")
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """Return the response of a complete answer."""
+        is_cut = answer.finish_reason == FinishReason.LENGTH.value
+        self.events(answer.text, is_last=True, is_cut=is_cut)
+        return self.complete(len(answer.token_ids), is_cut=is_cut)
+
+    def events(self, text: str, *, is_last: bool, is_cut: bool) -> list[dict[str, Any]]:
+        """Return the events of the next piece of text."""
+        found = self._writer.write(self._reader.events(text, is_last=is_last))
+        return found + self._writer.end(is_cut=is_cut) if is_last else found
+
+    def begun(self) -> dict[str, Any]:
+        """Return the response before its first item."""
+        return self._response("in_progress", [], None)
+
+    def complete(self, num_output_tokens: int, *, is_cut: bool) -> dict[str, Any]:
+        """Return the complete response."""
+        response = self._response("incomplete" if is_cut else "completed", self._writer.items, num_output_tokens)
+        if is_cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if self.generation.return_receipt:
+            response["receipt"] = self.generation.receipt()
+        return response
+
+    def failed(self, reply: ErrorReply) -> dict[str, Any]:
+        """Return the response that ended with an error."""
+        response = self._response("failed", self._writer.items, None)
+        response["error"] = {"code": reply.code or "server_error", "message": reply.message}
+        return response
+
+    def keep(self, response: dict[str, Any]) -> None:
+        """Store a complete response, unless the client does not want this. Call this method on the event loop.
+
+        The member ``store`` becomes false if the response is too large.
+        """
+        if self._body.store is False:
+            return
+        messages = [*self._messages, answer_message(response["output"])]
+        stored = StoredResponse(orjson.dumps(response), orjson.dumps(messages))
+        response["store"] = self.generation.state.responses.put(self._tenant, self.generation.request_id, stored)
+
+    def _response(self, status: str, output: list[dict[str, Any]], num_output_tokens: int | None) -> dict[str, Any]:
+        body, generation = self._body, self.generation
+        sampling = generation.choices[0].sampling
+        form: dict[str, Any] = {"type": "text"}
+        if body.text is not None and body.text.format is not None:
+            form = body.text.format.model_dump(by_alias=True, exclude_none=True)
+        choice = body.tool_choice
+        return {
+            "id": generation.request_id,
+            "object": "response",
+            "created_at": generation.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": generation.state.engine.model_name,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "store": body.store is not False,
+            "temperature": sampling.temperature,
+            "text": {"format": form},
+            "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [_tool_json(tool.model_dump()) for tool in body.tools or ()],
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": None if num_output_tokens is None else _usage(generation, num_output_tokens),
+        }
+
+
+class ResponseStream:
+    """Formats the events of a streamed response, with their sequence numbers."""
+
+    def __init__(self, responder: Responder) -> None:
+        self._responder = responder
+        self._next = 0
+        self._num_tokens = 0
+        self._is_cut = False
+
+    def events(self, choice: Choice, piece: RequestOutput, /) -> bytes:
+        """Return the events of a piece. The first piece also begins the response."""
+        found = []
+        if self._next == 0:
+            begun = self._responder.begun()
+            found = [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
+        self._num_tokens += len(piece.token_ids)
+        self._responder.generation.note_tokens(choice.index, piece.token_ids)
+        self._is_cut = piece.finish_reason is FinishReason.LENGTH
+        found += self._responder.events(piece.text, is_last=piece.finish_reason is not None, is_cut=self._is_cut)
+        return self._encoded(found)
+
+    def last(self) -> bytes:
+        """Return the event with the complete response, which is also stored."""
+        response = self._responder.complete(self._num_tokens, is_cut=self._is_cut)
+        self._responder.keep(response)
+        return self._encoded([{"type": f"response.{response['status']}", "response": response}])
+
+    def error(self, reply: ErrorReply, /) -> bytes:
+        """Return an error as the end of the stream."""
+        return self._encoded([{"type": "response.failed", "response": self._responder.failed(reply)}])
+
+    def _encoded(self, events: Sequence[dict[str, Any]]) -> bytes:
+        parts = []
+        for event in events:
+            content = orjson.dumps(event | {"sequence_number": self._next})
+            self._next += 1
+            parts.append(b"".join((b"event: ", str(event["type"]).encode(), b"\ndata: ", content, b"\n\n")))
+        return b"".join(parts)
+
+
+def _tool_json(tool: dict[str, Any]) -> dict[str, Any]:
+    return tool | {"strict": tool["strict"] is not False}
+
+
+def _usage(generation: Generation, num_output_tokens: int) -> dict[str, Any]:
+    return {
+        "input_tokens": generation.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": generation.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": generation.num_reasoning_tokens or 0},
+        "total_tokens": generation.num_prompt_tokens + num_output_tokens,
+    }

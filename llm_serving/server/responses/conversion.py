@@ -1,0 +1,135 @@
+"""Converts a request of ``/v1/responses`` to a chat request, and the fields in the chat's errors back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from llm_serving.errors import RequestError
+from llm_serving.server.openai_chat import ChatRequest
+from llm_serving.server.renamed import renamed
+from llm_serving.server.responses.fields import (
+    CallItem,
+    MessageItem,
+    NamedFunction,
+    ReasoningItem,
+    ResponsesRequest,
+    TextPart,
+)
+from llm_serving.server.scheduling import SchedulingFields
+from llm_serving.server.validation import request_error
+
+_FIELDS = (
+    (r"tools\[(\d+)\]\.function", r"tools[\1]"),
+    (r"tool_choice\.function", "tool_choice"),
+    (r"response_format\.json_schema", "text.format"),
+    (r"response_format", "text.format"),
+    (r"reasoning_effort", "reasoning.effort"),
+    (r"max_tokens", "max_output_tokens"),
+    (r"messages", "input"),
+)
+"""Patterns of fields of a chat request, and the fields of ``/v1/responses`` from which they were made."""
+
+
+_TAGS = (
+    (r"input\[(\d+)\]\.(?:message|function_call_output|function_call|reasoning)\b", r"input[\1]"),
+    (r"tool_choice\.(?:literal|NamedFunction).*", "tool_choice"),
+)
+"""Patterns of locations to which pydantic adds the name of an alternative, and the locations in the request."""
+
+
+def without_tags(error: RequestError) -> RequestError:
+    """Return the error of a request body with the location of the field in the request."""
+    return renamed(error, _TAGS)
+
+
+def named_back(error: RequestError) -> RequestError:
+    """Return the error of a chat with the names of the fields of ``/v1/responses``."""
+    return renamed(error, _FIELDS)
+
+
+def conversation(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages after which the model answers, without the instructions. ``earlier`` are stored messages."""
+    messages = list(earlier)
+    for item in body.input:
+        if isinstance(item, MessageItem):
+            _add(messages, {"role": item.role, "content": _joined(item.content)})
+        elif isinstance(item, CallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            _add(messages, {"role": "assistant", "content": None, "tool_calls": [call]})
+        elif isinstance(item, ReasoningItem):
+            thoughts = "".join(part.text for part in item.content or ())
+            if thoughts:
+                _add(messages, {"role": "assistant", "content": "", "reasoning_content": thoughts})
+        else:
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
+    return messages
+
+
+def chat_request(body: ResponsesRequest, messages: Sequence[dict[str, Any]]) -> ChatRequest:
+    """Return the chat request with the meaning of ``body`` for these messages. Raises RequestError."""
+    chat: dict[str, Any] = {name: getattr(body, name) for name in SchedulingFields.model_fields}
+    names = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "chat_template_kwargs")
+    chat |= {name: getattr(body, name) for name in names}
+    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    chat |= {"messages": [*system, *messages], "max_tokens": body.max_output_tokens}
+    if body.tools:
+        chat["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in body.tools
+        ]
+    choice = body.tool_choice
+    chat["tool_choice"] = (
+        {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice
+    )
+    if body.reasoning is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None and body.text.format is not None:
+        form = body.text.format
+        chat["response_format"] = {"type": form.type}
+        if form.type == "json_schema":
+            chat["response_format"]["json_schema"] = {"name": form.name, "schema": form.json_schema}
+    try:
+        return ChatRequest.model_validate({name: value for name, value in chat.items() if value is not None})
+    except ValidationError as error:
+        raise named_back(request_error(error)) from None
+
+
+def answer_message(output: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the items of a response's output as a message of the assistant."""
+    messages: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    for item in output:
+        if item["type"] == "message":
+            _add(messages, {"role": "assistant", "content": "".join(part["text"] for part in item["content"])})
+        elif item["type"] == "reasoning":
+            thoughts = "".join(part["text"] for part in item["content"])
+            _add(messages, {"role": "assistant", "content": "", "reasoning_content": thoughts})
+        else:
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            _add(messages, {"role": "assistant", "content": None, "tool_calls": [call]})
+    return messages[0]
+
+
+def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Append a message. Neighbouring messages of the assistant become one."""
+    if message["role"] != "assistant" or not messages or messages[-1]["role"] != "assistant":
+        messages.append(message)
+        return
+    first = dict(messages[-1])
+    calls = [*first.get("tool_calls", ()), *message.get("tool_calls", ())]
+    text = (first["content"] or "") + (message["content"] or "")
+    first["content"] = text or (None if calls else "")
+    if calls:
+        first["tool_calls"] = calls
+    thoughts = first.get("reasoning_content", "") + message.get("reasoning_content", "")
+    if thoughts:
+        first["reasoning_content"] = thoughts
+    messages[-1] = first
+
+
+def _joined(parts: Sequence[TextPart]) -> str:
+    return "".join(part.text for part in parts)

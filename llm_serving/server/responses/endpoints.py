@@ -1,0 +1,92 @@
+"""The endpoints ``POST /v1/responses``, and ``GET`` and ``DELETE /v1/responses/{response_id}``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.errors import RequestError
+from llm_serving.server.body import json_response, read_request, whole_response
+from llm_serving.server.generation import count_items
+from llm_serving.server.lifecycle import run_while_connected
+from llm_serving.server.openai_chat import start_chat
+from llm_serving.server.responses.answer import Responder, ResponseStream
+from llm_serving.server.responses.conversion import chat_request, conversation, named_back, without_tags
+from llm_serving.server.responses.fields import ResponsesRequest
+from llm_serving.server.responses.store import StoredResponse
+from llm_serving.server.scheduling import tenant_of
+from llm_serving.server.sse import EventStream
+from llm_serving.server.state import AnyResponse, Endpoint, ServerState
+from llm_serving.server.validation import short
+
+
+class UnknownResponseError(RequestError):
+    """The response is not stored, or it belongs to another tenant."""
+
+    status = 404
+    code = "response_not_found"
+
+
+async def _create_response(state: ServerState, request: Request) -> AnyResponse:
+    """Handle ``POST /v1/responses``: answer a conversation, streamed or not, and store the response."""
+    tenant = tenant_of(request)
+    state.check_queue(tenant)
+    try:
+        body = await read_request(ResponsesRequest, request, state.settings.max_body_bytes)
+    except RequestError as error:
+        raise without_tags(error) from None
+    state.check_model(body.model)
+    earlier: list[dict[str, Any]] = []
+    if body.previous_response_id is not None:
+        found = _stored(state, tenant, body.previous_response_id, "previous_response_id")
+        earlier = orjson.loads(found.messages)
+    messages = conversation(body, earlier)
+    chat = chat_request(body, messages)
+    try:
+        generation, plan = await start_chat(state, request, chat, "responses", "resp")
+    except RequestError as error:
+        raise named_back(error) from None
+    responder = Responder(generation, plan, body, messages, tenant)
+    if body.stream:
+        return EventStream(generation, ResponseStream(responder))
+    [answer] = await run_while_connected(state.active, request.receive, generation.answers())
+    response = responder.whole(answer)
+    responder.keep(response)
+    return await whole_response(generation.request_id, count_items([answer]), lambda: response)
+
+
+async def _get_response(state: ServerState, request: Request) -> Response:
+    found = _stored(state, tenant_of(request), request.path_params["response_id"], "response_id")
+    return Response(found.body, media_type="application/json")
+
+
+async def _delete_response(state: ServerState, request: Request) -> Response:
+    response_id, tenant = request.path_params["response_id"], tenant_of(request)
+    _stored(state, tenant, response_id, "response_id")
+    state.responses.delete(tenant, response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def _stored(state: ServerState, tenant: str, response_id: str, param: str) -> StoredResponse:
+    """Return a stored response of the tenant. Raises UnknownResponseError."""
+    found = state.responses.get(tenant, response_id)
+    if found is None:
+        raise UnknownResponseError(
+            f"The response {short(response_id)} is not stored for this API key. Only the newest responses are kept, in "
+            "memory, until the server stops. Send the whole conversation as 'input'.",
+            param=param,
+        )
+    return found
+
+
+ENDPOINTS = (
+    Endpoint(
+        "POST", "/v1/responses", _create_response, "OpenAI: answer an input and store the response.", ResponsesRequest,
+        '{"input": "Hello!", "max_output_tokens": 64}',
+    ),
+    Endpoint("GET", "/v1/responses/{response_id}", _get_response, "OpenAI: a stored response."),
+    Endpoint("DELETE", "/v1/responses/{response_id}", _delete_response, "OpenAI: delete a stored response."),
+)  # fmt: skip

@@ -1,0 +1,224 @@
+"""The request body of ``/v1/responses``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from llm_serving.server.limits import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
+from llm_serving.server.protocol import IGNORED, MaxTokens, Name, Temperature, TopP
+from llm_serving.server.scheduling import SchedulingFields
+from llm_serving.server.tool_fields import ToolName
+from llm_serving.server.validation import StrictModel, short
+
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_Id = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+
+
+def _parts(value: object) -> object:
+    """Return a content as a list of parts. Only parts with text are supported."""
+    if isinstance(value, str):
+        return [{"type": "input_text", "text": value}]
+    for i, part in enumerate(value if isinstance(value, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind not in ("input_text", "output_text"):
+            raise PydanticCustomError(
+                "content_part",
+                "holds a part [{index}] of type {kind}, which is not supported; only input_text and output_text are",
+                {"index": i, "kind": short(kind)},
+            )
+    return value
+
+
+class TextPart(StrictModel):
+    """A part of a text."""
+
+    ignored = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+Parts = Annotated[list[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])]
+
+
+class MessageItem(StrictModel):
+    """A message of the conversation."""
+
+    ignored = frozenset({"id", "status", "phase"})
+
+    type: Literal["message"]
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Parts
+
+
+class CallItem(StrictModel):
+    """A tool call of an earlier response."""
+
+    ignored = frozenset({"id", "status"})
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "namespace": (None,),
+        "caller": (None, {"type": "direct"}),
+        "async": (None, False),
+    }
+
+    type: Literal["function_call"]
+    call_id: _Id
+    name: _Id
+    arguments: str
+
+
+class ResultItem(StrictModel):
+    """The result of a tool call."""
+
+    ignored = frozenset({"id", "status"})
+
+    type: Literal["function_call_output"]
+    call_id: _Id
+    output: Parts
+
+
+class ReasoningText(StrictModel):
+    """A part of the reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(StrictModel):
+    """The reasoning of an earlier response."""
+
+    ignored = frozenset({"id", "status", "summary"})
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"encrypted_content": (None,)}
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+
+
+def _items(value: object) -> object:
+    """Return the input as a list of items. Messages may be given without a type."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list):
+        return value
+    items = [{"type": "message", **one} if isinstance(one, dict) and "role" in one else one for one in value]
+    for i, item in enumerate(items):
+        kind = item.get("type") if isinstance(item, dict) else item
+        if kind not in _KINDS:
+            raise PydanticCustomError(
+                "item_type",
+                "holds an item [{index}] of type {kind}, which is not supported; the types are {kinds}",
+                {"index": i, "kind": short(kind), "kinds": ", ".join(_KINDS)},
+            )
+    return items
+
+
+Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, Field(discriminator="type")]
+
+
+class ResponseTool(StrictModel):
+    """A function that the model may call."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "defer_loading": (None, False),
+        "async": (None, False),
+        "allowed_callers": (None, ["direct"]),
+        "output_schema": (None,),
+    }
+
+    type: Literal["function"]
+    name: ToolName = Field(description="Name of the function: letters, digits, `_` and `-`.")
+    description: str | None = Field(default=None, description="What the function does, for the model.")
+    parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments.")
+    strict: bool | None = Field(
+        default=None, description="False: do not enforce the schema. Otherwise the arguments always fit."
+    )
+
+
+class NamedFunction(StrictModel):
+    """The choice of one function."""
+
+    type: Literal["function"]
+    name: _Id
+
+
+class TextForm(StrictModel):
+    """The form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(default=None, max_length=MAX_NAME_CHARS, description="Name of the schema; has no effect.")
+    description: str | None = Field(default=None, description="Description of the schema; has no effect.")
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema", description="The schema of `json_schema`.")
+    strict: bool | None = Field(default=None, description="Has no effect: the schema is always enforced.")
+
+
+class TextOptions(StrictModel):
+    """Options of the text."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"verbosity": (None, "medium")}
+
+    format: TextForm | None = None
+
+
+class ReasoningOptions(StrictModel):
+    """Options of the reasoning."""
+
+    ignored = frozenset({"summary", "generate_summary"})
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+
+class StreamSettings(StrictModel):
+    """Options of a stream."""
+
+    ignored = frozenset({"include_obfuscation"})
+
+
+class ResponsesRequest(SchedulingFields, StrictModel):
+    """Request body of ``/v1/responses``."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "background": (None, False),
+        "context_management": (None, []),
+        "conversation": (None,),
+        "include": (None, [], ["reasoning.encrypted_content"]),
+        "max_tool_calls": (None,),
+        "moderation": (None,),
+        "prompt": (None,),
+        "top_logprobs": (None, 0),
+        "truncation": (None, "disabled"),
+    }
+    ignored = IGNORED - {"store", "metadata"}
+
+    model: Name = Field(default=None, description="Name of the served model; may be left out.")
+    input: Annotated[
+        list[Item],
+        BeforeValidator(_items, json_schema_input_type=str | list[Item]),
+        Field(min_length=1, max_length=MAX_MESSAGES),
+    ] = Field(description="A text, or a list of items: messages, tool calls, their results, reasoning.")
+    instructions: str | None = Field(default=None, description="The system prompt of this response only.")
+    previous_response_id: _Id | None = Field(default=None, description="Continue the conversation of this response.")
+    store: bool | None = Field(default=None, description="False: do not keep the response (default: keep).")
+    metadata: dict[str, str] | None = Field(default=None, max_length=16, description="Returned with the response.")
+    max_output_tokens: MaxTokens = Field(
+        default=None, description="Maximum number of tokens to generate (default: the rest of the context)."
+    )
+    stream: bool | None = Field(default=None, description="Send the response as events while it is generated.")
+    stream_options: StreamSettings | None = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    tools: Annotated[list[ResponseTool] | None, Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
+        default=None, description="Functions that the model may call."
+    )
+    tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="False: at most one tool call (default: any number)."
+    )
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Variables for the model's chat template, as in `/v1/chat/completions`."
+    )

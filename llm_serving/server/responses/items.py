@@ -1,0 +1,97 @@
+"""Turns the events of a parser into the output items of ``/v1/responses``, and into the events of a stream; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from llm_serving.parsing.events import Arguments, CallBegin, CallEnd, Content, Event, Reasoning
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+class ItemWriter:
+    """Writes the output items of one response. Each item is added, has deltas, and is done before the next begins."""
+
+    def __init__(self, response_id: str, call_id: Callable[[], str]) -> None:
+        self.items: list[dict[str, Any]] = []
+        """The items until now. The last one may be open: its text is then not yet complete."""
+        self._id = response_id.rpartition("-")[2]
+        self._call_id = call_id
+        self._texts: list[str] = []
+        self._is_open = False
+
+    def write(self, events: Iterable[Event]) -> list[dict[str, Any]]:
+        """Return the stream's events, without sequence numbers, for the next events of the parser."""
+        found: list[dict[str, Any]] = []
+        for event in events:
+            if isinstance(event, Content | Reasoning):
+                kind = "message" if isinstance(event, Content) else "reasoning"
+                if event.text:
+                    found += self._text_item(kind)
+                    name = "output_text" if kind == "message" else "reasoning_text"
+                    found.append(self._delta(f"response.{name}.delta", event.text, _LOGPROBS.get(kind, {})))
+            elif isinstance(event, CallBegin):
+                found += self.end()
+                found.append(self._begin("function_call", call_id=self._call_id(), name=event.name, arguments=""))
+            elif isinstance(event, Arguments):
+                if event.text:
+                    found.append(self._delta("response.function_call_arguments.delta", event.text, {}))
+            else:
+                assert isinstance(event, CallEnd)
+                found += self.end()
+        return found
+
+    def end(self, *, is_cut: bool = False) -> list[dict[str, Any]]:
+        """Return the events that end the open item. ``is_cut`` is True if the limit of tokens has ended the text."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item, text = self.items[-1], "".join(self._texts)
+        item["status"] = "incomplete" if is_cut else "completed"
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            done = {"type": "response.function_call_arguments.done", "arguments": text, "name": item["name"]}
+            return [done | self._where(), self._item_event("response.output_item.done")]
+        part = item["content"][0]
+        part["text"] = text
+        more = _LOGPROBS.get(item["type"], {}) | self._where()
+        return [
+            {"type": f"response.{part['type']}.done", "content_index": 0, "text": text} | more,
+            {"type": "response.content_part.done", "content_index": 0, "part": dict(part)} | self._where(),
+            self._item_event("response.output_item.done"),
+        ]
+
+    def _text_item(self, kind: str) -> list[dict[str, Any]]:
+        if self._is_open and self.items[-1]["type"] == kind:
+            return []
+        found = self.end()
+        more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+        found.append(self._begin(kind, **more, content=[]))
+        part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        if kind == "message":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self.items[-1]["content"] = [part]
+        added = {"type": "response.content_part.added", "content_index": 0, "part": dict(part)}
+        return [*found, added | self._where()]
+
+    def _begin(self, kind: str, **members: Any) -> dict[str, Any]:
+        number = len(self.items)
+        name = f"{_PREFIXES[kind]}_{self._id}_{number}"
+        self.items.append({"id": name, "type": kind, "status": "in_progress", **members})
+        self._texts, self._is_open = [], True
+        return self._item_event("response.output_item.added")
+
+    def _item_event(self, kind: str) -> dict[str, Any]:
+        return {"type": kind, "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+
+    def _delta(self, kind: str, text: str, more: dict[str, Any]) -> dict[str, Any]:
+        self._texts.append(text)
+        index = {} if "arguments" in kind else {"content_index": 0}
+        return {"type": kind, "delta": text} | index | more | self._where()
+
+    def _where(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+
+_LOGPROBS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}}

@@ -1,0 +1,88 @@
+"""Keeps the newest responses of each tenant in memory, so that later requests can continue them; pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+MAX_RESPONSES = 256
+"""Maximum number of stored responses of one tenant."""
+MAX_TENANT_BYTES = 16 * 1024 * 1024
+"""Maximum size of the stored responses of one tenant."""
+MAX_BYTES = 128 * 1024 * 1024
+"""Maximum size of all stored responses together."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response as JSON, and the messages of its conversation as JSON, with the answer."""
+
+    body: bytes
+    messages: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.body) + len(self.messages) + _ENTRY_BYTES
+
+
+_ENTRY_BYTES = 512
+"""Memory of an entry beside its texts."""
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """The responses of one tenant, oldest first."""
+
+    entries: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
+
+
+class ResponseStore:
+    """The stored responses of all tenants. A tenant finds only its own responses.
+
+    If there are too many, the oldest response of the tenant with the most bytes is dropped.
+    """
+
+    def __init__(
+        self, max_responses: int = MAX_RESPONSES, max_tenant_bytes: int = MAX_TENANT_BYTES, max_bytes: int = MAX_BYTES
+    ) -> None:
+        self._max_responses, self._max_tenant_bytes, self._max_bytes = max_responses, max_tenant_bytes, max_bytes
+        self._shelves: dict[str, _Shelf] = {}
+        self.num_bytes = 0
+
+    def put(self, tenant: str, response_id: str, response: StoredResponse) -> bool:
+        """Store a response. Returns False if the response is larger than a tenant's space, and so is not stored."""
+        if response.size > min(self._max_tenant_bytes, self._max_bytes):
+            return False
+        shelf = self._shelves.setdefault(tenant, _Shelf())
+        shelf.entries[response_id] = response
+        shelf.num_bytes += response.size
+        self.num_bytes += response.size
+        while len(shelf.entries) > self._max_responses or shelf.num_bytes > self._max_tenant_bytes:
+            self._drop_oldest(tenant)
+        while self.num_bytes > self._max_bytes:
+            self._drop_oldest(max(self._shelves, key=lambda name: self._shelves[name].num_bytes))
+        return True
+
+    def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """Return a response of the tenant. None if there is no such response."""
+        shelf = self._shelves.get(tenant)
+        return None if shelf is None else shelf.entries.get(response_id)
+
+    def delete(self, tenant: str, response_id: str) -> bool:
+        """Delete a response of the tenant. Returns False if there is no such response."""
+        if self.get(tenant, response_id) is None:
+            return False
+        self._drop(tenant, response_id)
+        return True
+
+    def _drop_oldest(self, tenant: str) -> None:
+        self._drop(tenant, next(iter(self._shelves[tenant].entries)))
+
+    def _drop(self, tenant: str, response_id: str) -> None:
+        shelf = self._shelves[tenant]
+        size = shelf.entries.pop(response_id).size
+        shelf.num_bytes -= size
+        self.num_bytes -= size
+        if not shelf.entries:
+            del self._shelves[tenant]

@@ -1,0 +1,89 @@
+"""The store of responses is bounded for each tenant and together; 1000 random answers in pieces equal the whole."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+from llm_serving.parsing.calls import CallOptions
+from llm_serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
+from llm_serving.parsing.parser import OutputParser
+from llm_serving.server.responses.items import ItemWriter
+from llm_serving.server.responses.store import ResponseStore, StoredResponse
+
+NUM_STREAMS = 1000
+PARTS = ("Rain. ", "\n", "é\U0001f642", "<think>", "</think>", "a < b", "<tool_call>",
+         '<tool_call>\n{"name": "weather", "arguments": {"city": "B\\"\\u00e4", "n": [1, {"a": null}]}}\n</tool_call>',
+         '<tool_call>{"name": "now", "arguments": {}}</tool_call>')  # fmt: skip
+
+
+def entry(size: int) -> StoredResponse:
+    return StoredResponse(b"x" * (size - 512), b"")
+
+
+def test_a_tenant_keeps_its_newest_responses() -> None:
+    store = ResponseStore(3, 10_000, 100_000)
+    for i in range(5):
+        assert store.put("a", f"{i}", entry(1000))
+    assert [store.get("a", f"{i}") is not None for i in range(5)] == [False, False, True, True, True]
+    assert store.get("b", "4") is None
+    assert not store.delete("b", "4")
+    assert store.put("a", "large", entry(9000))
+    assert [store.get("a", name) is not None for name in ("3", "4", "large")] == [False, True, True]
+    assert not store.put("a", "too large", entry(10_001))
+    assert store.num_bytes == 10_000
+    assert store.delete("a", "large")
+    assert store.delete("a", "4")
+    assert store.num_bytes == 0
+
+
+def test_the_tenant_with_the_most_bytes_gives_way() -> None:
+    store = ResponseStore(100, 10_000, 15_000)
+    store.put("small", "first", entry(1000))
+    for i in range(10):
+        store.put("large", f"{i}", entry(1000))
+    for i in range(200):
+        store.put(f"tenant {i}", "one", entry(600))
+        assert store.num_bytes <= 15_000
+    assert store.get("small", "first") is None or store.get("large", "0") is None
+    assert store.get("large", "0") is None
+
+
+def parser() -> OutputParser:
+    return OutputParser(TOOL_FORMATS["hermes"], REASONING_FORMATS["think"], CallOptions({"weather": {}, "now": {}}))
+
+
+def writer() -> ItemWriter:
+    numbers = itertools.count()
+    return ItemWriter("resp-1", lambda: f"call_{next(numbers)}")
+
+
+def test_random_streams_equal_the_whole() -> None:
+    chance = random.Random(27)
+    kinds = set()
+    for _ in range(NUM_STREAMS):
+        text = "".join(chance.choices(PARTS, k=chance.randint(1, 8)))
+        text = text[: chance.randint(1, len(text))] if chance.random() < 0.3 else text
+        reader, whole = parser(), writer()
+        whole.write([*reader.feed(text), *reader.finish()])
+        whole.end()
+        reader, pieces, rest = parser(), writer(), text
+        events: list[dict[str, Any]] = []
+        while rest:
+            size = chance.randint(1, 12)
+            events += pieces.write(reader.feed(rest[:size]))
+            rest = rest[size:]
+        events += pieces.write(reader.finish())
+        events += pieces.end()
+        assert pieces.items == whole.items, text
+        texts = [""] * len(whole.items)
+        for event in events:
+            if event["type"].endswith(".delta"):
+                texts[event["output_index"]] += event["delta"]
+        stated = [item["arguments"] if "arguments" in item else item["content"][0]["text"] for item in whole.items]
+        assert texts == stated, text
+        done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert done == whole.items
+        kinds |= {item["type"] for item in whole.items}
+    assert kinds == {"message", "reasoning", "function_call"}
