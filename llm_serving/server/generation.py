@@ -76,6 +76,10 @@ class Generation:
         self.created = int(time.time())
         self.stream = stream
         self.choices: list[Choice] = []
+        self.scoring: list[Choice] = []
+        """Further sequences of a response that is not streamed. They score prompts and are no choices."""
+        self.is_scoring_only = False
+        """Whether only ``scoring`` runs, because the choices have no tokens."""
         self._open: list[OpenRequest] = []
         self._is_refused = False
         self._cached_tokens: dict[int, int] = {}
@@ -104,6 +108,10 @@ class Generation:
     def num_reasoning_tokens(self) -> int | None:
         """Number of tokens of the reasoning until now. None if the model has no reasoning."""
         return sum(watch.num_tokens for watch in self._watches.values()) if self._watches else None
+
+    @property
+    def _sequences(self) -> list[Choice]:
+        return self.scoring if self.is_scoring_only else [*self.choices, *self.scoring]
 
     def watch_reasoning(self, plan: AnswerPlan | None) -> None:
         """Count the tokens of the reasoning of each choice, if ``plan`` has a format for it."""
@@ -136,9 +144,9 @@ class Generation:
         error that the engine finds later is passed to ``sink.fail``.
         """
         if self._visit is not None:
-            self._visit.reserve(self.num_prompt_tokens, sum(choice.sampling.max_tokens for choice in self.choices))
+            self._visit.reserve(self.num_prompt_tokens, sum(choice.sampling.max_tokens for choice in self._sequences))
         num_tokens = 0
-        for choice in self.choices:
+        for choice in self._sequences:
             num_tokens += OPEN_OVERHEAD_TOKENS + len(choice.prompt.token_ids)
             if num_tokens > OPEN_TOKENS:
                 await asyncio.sleep(0)
@@ -173,11 +181,15 @@ class Generation:
         self._open.clear()  # breaks a reference cycle, which only the garbage collector would free
 
     async def answers(self, *, keep_logits: bool = False) -> list[Answer]:
-        """Return the complete outputs of all choices. Raises LLMServingError if one cannot be completed."""
+        """Return the complete outputs of all choices, then those of ``scoring``.
+
+        Raises LLMServingError if one cannot be completed.
+        """
         collector = _Collector(self, keep_logits=keep_logits)
         try:
-            await self.open(collector, streamed=False)
-            await collector.done
+            if self._sequences:
+                await self.open(collector, streamed=False)
+                await collector.done
             return collector.answers
         finally:
             del collector  # breaks a reference cycle: an error in the collector refers to this frame
@@ -243,12 +255,13 @@ class _Collector:
     """A ``PieceSink`` that collects the complete outputs of all choices, for a response without streaming."""
 
     def __init__(self, generation: Generation, *, keep_logits: bool) -> None:
-        self.answers = [Answer(choice) for choice in generation.choices]
+        sequences = [*generation.choices, *generation.scoring]
+        self.answers = [Answer(choice) for choice in sequences]
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._generation = generation
         self._keep_logits = keep_logits
-        self._texts: list[list[str]] = [[] for _ in generation.choices]
-        self._num_open = len(self.answers)
+        self._texts: list[list[str]] = [[] for _ in sequences]
+        self._num_open = len(generation._sequences)
 
     def push(self, index: int, piece: RequestOutput) -> None:
         if self.done.done():

@@ -52,6 +52,8 @@ class CompletionLogprobs:
             prompt_token_ids=choice.prompt.token_ids,
         )
         self._offset = 0
+        self._first_token = choice.prompt.token_ids[0]
+        self._echoed_text = IncrementalDetokenizer(tokenizer, skip_special_tokens=choice.sampling.skip_special_tokens)
 
     def encoded(self, logits: Sequence[TokenLogits]) -> dict[str, EncodedList]:
         """Return ``logprobs`` for all tokens of the choice, with encoded lists."""
@@ -60,6 +62,23 @@ class CompletionLogprobs:
             "token_logprobs": EncodedList(_finite(token.logprob) for token in logits),
             "tokens": EncodedList(token_string(self._tokenizer, token.token_id) for token in logits),
             "top_logprobs": EncodedList(self._top(token) for token in logits),
+        }
+
+    def echoed(self, logits: Sequence[TokenLogits]) -> dict[str, EncodedList]:
+        """Return ``logprobs`` for the prompt and all tokens of the choice.
+
+        ``logits`` begin with the second token of the prompt, because the first token has no log-probability.
+        """
+        first = self._first_token
+        self._text = self._echoed_text
+        self._offset = len(self._text.append((first,))[0])
+        return {
+            "text_offset": EncodedList([0, *(self._next_offset(token) for token in logits)]),
+            "token_logprobs": EncodedList([None, *(_finite(token.logprob) for token in logits)]),
+            "tokens": EncodedList(
+                token_string(self._tokenizer, one) for one in (first, *(token.token_id for token in logits))
+            ),
+            "top_logprobs": EncodedList([None, *(self._top(token) for token in logits)]),
         }
 
     def take(self, logits: Sequence[TokenLogits]) -> dict[str, Any]:
@@ -92,6 +111,24 @@ def step_logits(entries: Sequence[TokenLogits]) -> Iterator[dict[str, Any]]:
             "logit": entry.logprob + entry.logsumexp,
             "top_token_ids": [token_id for token_id, _ in entry.top],
             "top_logits": [logit for _, logit in entry.top],
+        }
+
+
+def prompt_entries(tokenizer: Tokenizer, logits: Sequence[TokenLogits], count: int) -> Iterator[dict[str, Any] | None]:
+    """Yield the members of vLLM's ``prompt_logprobs``: null for the first token, then an object for each token.
+
+    An object has the token and the ``count`` best tokens by id. The rank of a token that is none of the best is null.
+    """
+    yield None
+    for token in logits:
+        best = _top(token, count)
+        entries: dict[int, tuple[float, int | None]] = {
+            one: (logprob, rank) for rank, (one, logprob) in enumerate(best, 1)
+        }
+        entries.setdefault(token.token_id, (_finite(token.logprob), None))
+        yield {
+            str(one): {"logprob": logprob, "rank": rank, "decoded_token": token_string(tokenizer, one)}
+            for one, (logprob, rank) in entries.items()
         }
 
 

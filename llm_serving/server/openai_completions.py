@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -12,13 +12,14 @@ from pydantic import Field
 from starlette.requests import Request
 
 from llm_serving.errors import RequestError
-from llm_serving.request import RequestOutput
+from llm_serving.request import FinishReason, RequestOutput, TokenLogits
 from llm_serving.server.beams import check_beam_fields, search_answers
 from llm_serving.server.body import read_request
 from llm_serving.server.generation import Answer, Generation
+from llm_serving.server.json_pieces import EncodedList
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.limits import MAX_LOGPROBS
-from llm_serving.server.logprobs import CompletionLogprobs
+from llm_serving.server.logprobs import CompletionLogprobs, prompt_entries
 from llm_serving.server.openai_stream import (
     FINISH,
     OpenAIStream,
@@ -27,8 +28,9 @@ from llm_serving.server.openai_stream import (
     response_of,
     stop_reason_json,
 )
+from llm_serving.server.prompt_scores import check_prompt_scores, scoring_choices, scoring_name
 from llm_serving.server.prompts import max_output_tokens, read_prompts
-from llm_serving.server.protocol import IGNORED, MaxTokens, SamplingFields
+from llm_serving.server.protocol import IGNORED, SamplingFields
 from llm_serving.server.sampling import Choice, base_sampling, make_choices
 from llm_serving.server.scheduling import tenant_of
 from llm_serving.server.sse import EventStream
@@ -56,13 +58,18 @@ class CompletionRequest(SamplingFields):
             ]
         },
     )
-    max_tokens: MaxTokens = Field(
-        default=None, description=f"Maximum number of tokens to generate (default {DEFAULT_MAX_TOKENS})."
+    max_tokens: int | None = Field(
+        default=None, ge=0, description=f"Maximum number of tokens to generate (default {DEFAULT_MAX_TOKENS})."
     )
     logprobs: int | None = Field(
         default=None, ge=0, le=MAX_LOGPROBS, description="Number of best tokens with log-probabilities."
     )
-    echo: bool | None = Field(default=None, description="Put the prompt before the text.")
+    echo: bool | None = Field(
+        default=None, description="Put the prompt before the text, and its log-probabilities before those of the text."
+    )
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_LOGPROBS, description="Number of best tokens at each position of the prompt."
+    )
     best_of: int | None = Field(
         default=None, ge=1, description="The value of `n`, or the number of beams of a beam search."
     )
@@ -82,9 +89,16 @@ async def create_completion(state: ServerState, request: Request) -> AnyResponse
     if body.use_beam_search:
         work = search_answers(generation, body, body.best_of, has_limit=body.max_tokens is not None)
     else:
-        work = generation.answers(keep_logits=body.logprobs is not None)
+        if (wanted := _prompt_scores(body)) is not None:
+            n, (param, top) = body.n or 1, wanted
+            generation.scoring = scoring_choices(state, generation.request_id, generation.choices, n, top, param)
+            generation.is_scoring_only = body.max_tokens == 0
+        work = generation.answers(keep_logits=body.logprobs is not None or bool(generation.scoring))
     answers = await run_while_connected(state.active, request.receive, work)
-    return await response_of(generation, "text_completion", answers, partial(_choice, generation, body))
+    num_choices = len(generation.choices)
+    scores = {answer.choice.request_id: answer.logits for answer in answers[num_choices:]}
+    choice, num_items = partial(_choice, generation, body, scores), sum(map(len, scores.values()))
+    return await response_of(generation, "text_completion", answers[:num_choices], choice, num_items)
 
 
 ENDPOINTS = (
@@ -103,14 +117,29 @@ def _check(body: CompletionRequest) -> None:
             param="best_of",
             code="unsupported_parameter",
         )
-    if body.echo and body.logprobs is not None:
+    wanted = _prompt_scores(body)
+    if wanted is not None:
+        check_prompt_scores(wanted[0], stream=bool(body.stream), beams=bool(body.use_beam_search))
+    elif body.max_tokens == 0:
         raise RequestError(
-            "'echo' with 'logprobs' is not supported: there are no log-probabilities of prompt tokens.",
-            param="echo",
-            code="unsupported_parameter",
+            "'max_tokens' should be greater than or equal to 1; got 0. Only a request for log-probabilities of the "
+            "prompt ('echo' with 'logprobs', or 'prompt_logprobs') may have 0.",
+            param="max_tokens",
+            code="invalid_value",
         )
     check_stream_options(body)
     check_beam_fields(body)
+
+
+def _prompt_scores(body: CompletionRequest) -> tuple[str, int] | None:
+    """Return the field that asks for log-probabilities of the prompt, and the number of best tokens.
+
+    None if there is no such field.
+    """
+    echoed = body.logprobs if body.echo else None
+    if echoed is None and body.prompt_logprobs is None:
+        return None
+    return "prompt_logprobs" if echoed is None else "echo", max(echoed or 0, body.prompt_logprobs or 0)
 
 
 async def _choices(state: ServerState, body: CompletionRequest, request_id: str) -> list[Choice]:
@@ -131,13 +160,24 @@ async def _choices(state: ServerState, body: CompletionRequest, request_id: str)
     return make_choices(state.settings, request_id, prompts, sampling, n, body.seed, constraint)
 
 
-def _choice(generation: Generation, body: CompletionRequest, answer: Answer) -> dict[str, Any]:
+def _choice(
+    generation: Generation, body: CompletionRequest, scores: Mapping[str, Sequence[TokenLogits]], answer: Answer
+) -> dict[str, Any]:
+    """Return one choice as JSON. ``scores`` has the log-probabilities of prompts by the name of their sequence."""
     tokenizer, choice = generation.state.engine.tokenizer, answer.choice
+    if generation.is_scoring_only:
+        answer.finish_reason = FinishReason.LENGTH.value
+    prompt_logits = scores.get(scoring_name(generation.request_id, choice.index // (body.n or 1)), ())
     logprobs = None
     if body.logprobs is not None:
-        logprobs = CompletionLogprobs(tokenizer, choice, body.logprobs).encoded(answer.logits)
+        formatted = CompletionLogprobs(tokenizer, choice, body.logprobs)
+        echoed = [*prompt_logits, *answer.logits]
+        logprobs = formatted.echoed(echoed) if body.echo else formatted.encoded(answer.logits)
     text = (choice.prompt.as_text(tokenizer) if body.echo else "") + answer.text
-    return choice_of(body, answer, {"text": text}, logprobs)
+    output: dict[str, Any] = {"text": text}
+    if body.prompt_logprobs is not None:
+        output["prompt_logprobs"] = EncodedList(prompt_entries(tokenizer, prompt_logits, body.prompt_logprobs))
+    return choice_of(body, answer, output, logprobs)
 
 
 class CompletionStream(OpenAIStream):

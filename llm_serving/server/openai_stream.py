@@ -25,12 +25,17 @@ FINISH = {None: b"null", FinishReason.STOP: b'"stop"', FinishReason.LENGTH: b'"l
 
 
 async def response_of(
-    generation: Generation, kind: str, answers: Sequence[Answer], choice: Callable[[Answer], dict[str, Any]]
+    generation: Generation,
+    kind: str,
+    answers: Sequence[Answer],
+    choice: Callable[[Answer], dict[str, Any]],
+    num_prompt_items: int = 0,
 ) -> AnyResponse:
     """Return a response that is not streamed.
 
     ``kind`` is the value of the response's member ``object``, OpenAI's name for the kind of a response. The function
     ``choice`` makes one member of ``choices`` from an answer. If the response is long, another thread calls ``choice``.
+    ``num_prompt_items`` is the number of log-probabilities of prompts in the response.
     """
     num_output_tokens = sum(len(answer.token_ids) for answer in answers)
     head, tail = _head(generation, kind), {"usage": _usage(generation, num_output_tokens)}
@@ -40,7 +45,7 @@ async def response_of(
     def build() -> dict[str, Any]:
         return head | {"choices": [choice(answer) for answer in answers]} | tail
 
-    return await whole_response(generation.request_id, count_items(answers), build)
+    return await whole_response(generation.request_id, count_items(answers) + num_prompt_items, build)
 
 
 def choice_of(request: SamplingFields, answer: Answer, output: dict[str, Any], logprobs: object) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -155,6 +156,28 @@ def test_a_bias_comes_before_penalties_and_mask_and_changes_no_log_probability(s
             assert set(ids) <= set(range(200, 205))
     with ThreadPoolExecutor(len(bodies)) as pool:
         assert list(pool.map(choice, bodies)) == alone
+    server.wait_until_idle()
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_decoding(server: ServerProcess) -> None:
+    body = {"prompt": [1, 310, 311], "max_tokens": 40, "temperature": 1, "seed": 5, "logprobs": 3, "ignore_eos": True}
+    decoded = server.post("/v1/completions", body | {"return_token_ids": True})["choices"][0]
+    whole = [*body["prompt"], *decoded["token_ids"]]
+    scored = {"prompt": whole, "echo": True, "logprobs": 3, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 2}
+    answers = [server.post("/v1/completions", scored | {"max_tokens": most}) for most in (1, 0)]
+    logprobs, prompt_only = (answer["choices"][0]["logprobs"] for answer in answers)
+    for name in ("tokens", "token_logprobs", "top_logprobs"):
+        assert len(logprobs[name]) == len(whole) + 1
+        assert logprobs[name][3:-1] == decoded["logprobs"][name]
+        assert logprobs[name][:-1] == prompt_only[name]
+    assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [1, 0]
+    entries = answers[1]["choices"][0]["prompt_logprobs"]
+    assert entries[0] is None
+    assert [entries[at][str(whole[at])]["logprob"] for at in range(1, len(whole))] == logprobs["token_logprobs"][1:-1]
+    with ThreadPoolExecutor(8) as pool:
+        together = [each[2] for each in pool.map(partial(answer, server), [scored, body, *requests(6)])]
+    assert together[:2] == [logprobs, decoded["logprobs"]]
     server.wait_until_idle()
 
 

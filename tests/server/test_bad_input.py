@@ -110,7 +110,10 @@ BAD_REQUESTS = [
     ((COMPLETIONS, {"prompt": "x" * 5000}), "prompt", "has 5000 characters; more than"),
     # combinations
     (completion(best_of=2), "best_of", "'best_of' is 2 and n is 1; only equal values are supported."),
-    (completion(echo=True, logprobs=1), "echo", "'echo' with 'logprobs' is not supported"),
+    (completion(echo=True, logprobs=1, stream=True), "stream", "'stream' with 'echo' is not supported"),
+    (completion(prompt_logprobs=1, use_beam_search=True), "use_beam_search", "with 'prompt_logprobs' is not supported"),
+    (completion(prompt_logprobs=21), "prompt_logprobs", "less than or equal to 20; got 21."),
+    (completion(echo=True, max_tokens=0), "max_tokens", "greater than or equal to 1; got 0."),
     (completion(stream_options={"include_usage": True}), "stream_options", "only allowed when 'stream' is true."),
     (chat(top_logprobs=2), "top_logprobs", "only allowed when 'logprobs' is true."),
     (chat(max_tokens=4, max_completion_tokens=5), "max_tokens", "is 4 and 'max_completion_tokens' is 5; give one."),
