@@ -29,7 +29,7 @@ def preflight_response(method: str, headers: Headers) -> Response | None:
     """Return the response to a preflight request, or None for any other request."""
     if method != "OPTIONS" or _REQUESTED_METHOD not in headers:
         return None
-    allowed = {"access-control-allow-methods": "GET, POST", "access-control-max-age": str(MAX_AGE_S)}
+    allowed = {"access-control-allow-methods": "GET, POST, DELETE", "access-control-max-age": str(MAX_AGE_S)}
     if _REQUESTED_HEADERS in headers:
         allowed["access-control-allow-headers"] = headers[_REQUESTED_HEADERS]
     return Response(status_code=204, headers=allowed)

@@ -49,7 +49,7 @@ def test_a_preflight_request(served: HttpServer) -> None:
     response = served.http.options("/v1/completions", headers={"origin": PAGE, **PREFLIGHT})
     assert (response.status_code, response.content) == (204, b"")
     assert response.headers["access-control-allow-origin"] == PAGE
-    assert response.headers["access-control-allow-methods"] == "GET, POST"
+    assert response.headers["access-control-allow-methods"] == "GET, POST, DELETE"
     assert response.headers["access-control-allow-headers"] == "authorization, content-type"
     plain = served.http.options("/v1/completions", headers={"origin": PAGE})
     assert plain.status_code == 405

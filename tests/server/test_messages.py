@@ -214,6 +214,13 @@ def test_thinking_is_controlled(
     assert message.content[1].text.endswith("y z")
 
 
+def test_a_receipt(server: HttpServer) -> None:
+    for path, body in (("/v1/messages", body_of()), ("/v1/responses", {"input": "Weather?"})):
+        answer = server.post(path, body | {"return_receipt": True}).json()
+        assert answer["receipt"]["id"] == answer["id"]
+        assert len(answer["receipt"]["sequences"]) == 1
+
+
 def test_stop_sequences_and_max_tokens(client: anthropic.Anthropic, server: HttpServer) -> None:
     server.engine.say("hello to the bird")
     message = ask(client, stop_sequences=["the", "zzz"])

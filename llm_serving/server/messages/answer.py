@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -22,17 +23,17 @@ def call_id(plan: AnswerPlan | None) -> str:
     return f"toolu_{made.removeprefix('call_')}" if made.startswith("call_") else made
 
 
-def message_of(generation: Generation, plan: AnswerPlan | None, answer: Answer) -> dict[str, Any]:
-    """Return the message of a complete answer."""
+def message_of(
+    generation: Generation, plan: AnswerPlan | None, answer: Answer, more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the message of a complete answer, with the members ``more``. Another thread may call this function."""
     reader = PieceReader(plan)
     events = reader.events(answer.text, is_last=True)
     message = _head(generation)
     message["content"] = blocks_of(events, lambda: call_id(plan))
     message |= _stop(answer.finish_reason, answer.stop_reason, has_calls=reader.has_calls)
     message["usage"] = _usage(generation, len(answer.token_ids), generation.num_cached_tokens)
-    if generation.return_receipt:
-        message["receipt"] = generation.receipt()
-    return message
+    return message | dict(more)
 
 
 class MessageStream:

@@ -30,8 +30,9 @@ async def _create_message(state: ServerState, request: Request) -> AnyResponse:
     if body.stream:
         return EventStream(generation, MessageStream(generation, plan))
     [answer] = await run_while_connected(state.active, request.receive, generation.answers())
+    more = {"receipt": generation.receipt()} if generation.return_receipt else {}
     return await whole_response(
-        generation.request_id, count_items([answer]), lambda: message_of(generation, plan, answer)
+        generation.request_id, count_items([answer]), lambda: message_of(generation, plan, answer, more)
     )
 
 

@@ -17,6 +17,7 @@ from llm_serving.server.responses.fields import ResponsesRequest
 from llm_serving.server.responses.items import ItemWriter
 from llm_serving.server.responses.store import StoredResponse
 from llm_serving.server.sampling import Choice
+from llm_serving.server.work import off_loop
 
 
 class Responder:
@@ -36,10 +37,10 @@ class Responder:
         self._reader = PieceReader(plan)
         self._writer = ItemWriter(generation.request_id, lambda: plan.call_id() if plan is not None else "")
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the response of a complete answer."""
+    async def whole(self, answer: Answer) -> dict[str, Any]:
+        """Return the response of a complete answer. Another thread reads a long text."""
         is_cut = answer.finish_reason == FinishReason.LENGTH.value
-        self.events(answer.text, is_last=True, is_cut=is_cut)
+        await off_loop(len(answer.token_ids), lambda: self.events(answer.text, is_last=True, is_cut=is_cut))
         return self.complete(len(answer.token_ids), is_cut=is_cut)
 
     def events(self, text: str, *, is_last: bool, is_cut: bool) -> list[dict[str, Any]]:

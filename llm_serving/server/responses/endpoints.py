@@ -53,7 +53,7 @@ async def _create_response(state: ServerState, request: Request) -> AnyResponse:
     if body.stream:
         return EventStream(generation, ResponseStream(responder))
     [answer] = await run_while_connected(state.active, request.receive, generation.answers())
-    response = responder.whole(answer)
+    response = await responder.whole(answer)
     responder.keep(response)
     return await whole_response(generation.request_id, count_items([answer]), lambda: response)
 
