@@ -221,7 +221,7 @@ def test_strangers_cannot_fill_the_audit_log(tokenizer, tmp_path, monkeypatch):
         assert complete(server, "alice").status_code == 200
     lines = [json.loads(line) for line in (tmp_path / "audit.log").read_text().splitlines()]
     refusals = [line for line in lines if line["status"] == 401]
-    # The log has 5 refusals at once, and one more for each 12 seconds that the test takes.
+    # The log has 5 refusals immediately, and one more for each 12 seconds that the test takes.
     assert 5 <= len(refusals) < 10
     assert len(refusals) + sum(line["skipped"] for line in lines) == 20
     assert lines[-1]["status"] == 200

@@ -49,7 +49,7 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
 def recorded_by_large_steps(driver: StepDriver, usual: Any) -> bool:
     """Returns whether launches are recorded from two steps that are larger than ``MAX_COMPARED_TOKENS``.
 
-    In such a large step, the agent does not compare the replay with the graph.
+    In a step of this size, the agent does not compare the replay with the graph.
     """
     from agent.step_graph.replay.fused import MAX_COMPARED_TOKENS, FusedReplays
 

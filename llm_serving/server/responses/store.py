@@ -26,7 +26,7 @@ class StoredResponse:
 
 
 _ENTRY_BYTES = 512
-"""Memory of an entry beside its texts."""
+"""Memory of an entry in addition to its texts."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class ResponseStore:
         self.num_bytes = 0
 
     def put(self, tenant: str, response_id: str, response: StoredResponse) -> bool:
-        """Store a response. Returns False if the response is larger than a tenant's space, and so is not stored."""
+        """Store a response. Returns False, and stores nothing, if the response is too large for a tenant."""
         if response.size > min(self._max_tenant_bytes, self._max_bytes):
             return False
         shelf = self._shelves.setdefault(tenant, _Shelf())
@@ -65,12 +65,12 @@ class ResponseStore:
         return True
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """Return a response of the tenant. None if there is no such response."""
+        """Return a response of the tenant. None if the store does not have the response."""
         shelf = self._shelves.get(tenant)
         return None if shelf is None else shelf.entries.get(response_id)
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Delete a response of the tenant. Returns False if there is no such response."""
+        """Delete a response of the tenant. Returns False if the store does not have the response."""
         if self.get(tenant, response_id) is None:
             return False
         self._drop(tenant, response_id)
