@@ -11,6 +11,7 @@ from typing import Any
 from agent.backends.base import BlockMoves, OpTable
 from agent.group.model_part import ModelPart
 from agent.kv_cache import KVCache
+from agent.pooling.weights import needed_specs
 from agent.weights import LinearForms, Packing, WeightSource, WeightSpec, load_weights, open_weights
 from agent.weights.cache.folder import WeightCache
 from agent.weights.sharding import part_forms, shard_specs
@@ -53,6 +54,8 @@ def load_model(
     definition = find_model(whole.architecture, config.model_config.model_type)
     specs = definition.weight_specs(whole)
     ignorable = definition.ignorable_suffixes(whole)
+    if config.pooling is not None:
+        specs, ignorable = needed_specs(specs, ignorable, config.pooling)
     source = open_weights(_folder(config), specs, seed=_seed(config), ignorable=ignorable)
     try:
         forms = _forms(config, specs, part, source)

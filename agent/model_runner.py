@@ -20,6 +20,8 @@ from agent.group.model_part import ModelPart
 from agent.kernels import OperatorRefusedError, compiled_sets, kernel_isa, num_threads
 from agent.mask_gate import LogitBias, MaskGate
 from agent.model_loading import LoadedModel, load_model, load_without_network, with_network
+from agent.pooling.pooler import Pooler
+from agent.pooling.weights import read_pooling_weights
 from agent.profiling import Profiling
 from agent.run_ahead.steps import StepsAhead
 from agent.sampler import Sampler, find_candidates
@@ -114,6 +116,10 @@ class ModelRunner:
         if not self._part.shard.is_first_stage:
             shape = (config.max_num_batched_tokens, config.shape.hidden_size)
             self._stream = np.zeros(shape, STORAGE_DTYPES[config.model_config.model_dtype])
+        self._pooler: Pooler | None = None
+        if config.pooling is not None:
+            weights = read_pooling_weights(config, config.pooling)
+            self._pooler = Pooler(config.pooling, weights, num_rows, config.model_config.model_dtype)
         self._model: LoadedModel | None = None
         self._graph: StepGraph | None = None
         self.ahead: StepsAhead | None = None
@@ -272,6 +278,8 @@ class ModelRunner:
         if self._last_tokens is not None:
             return self._run_in_group(slot, inputs, start)
         assert self._graph is not None, "compile() must come before any step"
+        if self._pooler is not None:
+            return self._run_pooled(slot, inputs, self._pooler, start)
         try:
             scores = self._graph.run(inputs, inputs.token_ids)
             computed = time.perf_counter_ns()
@@ -282,6 +290,17 @@ class ModelRunner:
         if slot.checked_row and is_decode:
             self._check_row(slot, scores)
         return cost
+
+    def _run_pooled(self, slot: StepSlot, inputs: StepInputs, pooler: Pooler, start: int) -> StepCost:
+        """Runs a step whose results are pooled hidden states in place of sampled tokens."""
+        assert self._graph is not None, "compile() must come before any step"
+        try:
+            stream = self._graph.run_stage(inputs, inputs.token_ids)
+        except RuntimeError as error:
+            raise self.after_failure(error) from error
+        computed = time.perf_counter_ns()
+        pooler.take(stream, inputs, slot)
+        return _cost(start, computed, None)
 
     def run_moves(self, slot: StepSlot) -> StepCost:
         """Runs a step that only copies blocks. Raises the same errors as ``run_step``."""
@@ -298,6 +317,8 @@ class ModelRunner:
         valid.
         """
         self._sampler.rows.reset()
+        if self._pooler is not None:
+            self._pooler.reset()
         if self._last_tokens is not None:
             self._last_tokens.reset()
 

@@ -165,7 +165,7 @@ class _Launcher:
                 _freeze_objects()
                 scheme = "http" if tls is None else "https"
                 admin_url = None if admin_socket is None else _url(scheme, admin_socket)
-                if settings.canary_interval_s:
+                if settings.canary_interval_s and config.pooling is None:
                     canary = asyncio.create_task(Canary(engine, log, metrics, settings.canary_interval_s).run())
                     owned.callback(canary.cancel)
                 self._say_ready(_url(scheme, http_socket), admin_url, log)

@@ -247,6 +247,8 @@ class RequestOutput:
     timings: RequestTimings | None = None
     num_cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache. Set only in the last piece of a sequence."""
+    pooled: bytes = b""
+    """Pooled result of a server of embeddings or scores, float32. Empty for generated text."""
 
     @property
     def finished(self) -> bool:

@@ -30,8 +30,11 @@ class ModelPart:
 
     @classmethod
     def of(cls, config: Config, rank: int = 0) -> ModelPart:
-        parallel = config.parallel_config
-        return cls(parallel, place(rank, parallel), config.shard(rank), config.shape, config.sum_shards)
+        parallel, shard = config.parallel_config, config.shard(rank)
+        if config.pooling is not None:
+            # Pooling takes the residual stream, as the next stage of a pipeline would.
+            shard = replace(shard, is_last_stage=False)
+        return cls(parallel, place(rank, parallel), shard, config.shape, config.sum_shards)
 
     @property
     def is_split(self) -> bool:

@@ -36,9 +36,9 @@ class ProgramStore(ArrayCache):
     def fits(config: Config) -> bool:
         """Returns whether programs of this config can be stored.
 
-        The config must have fused operators and groups of one agent, and must not save graphs.
+        The config must have fused operators and groups of one agent, must not save graphs, and must generate text.
         """
-        is_alone = config.parallel_config.group_size == 1
+        is_alone = config.parallel_config.group_size == 1 and config.pooling is None
         return config.op_table == "fused" and is_alone and not config.context.save_graphs
 
     def find(self) -> tuple[StoredProgram, dict[str, Array]] | None:

@@ -19,6 +19,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _OTHER_NAMES = ("quant_model_weight*", "quant-model*")
 """Patterns of the names, without ``.safetensors``, that msModelSlim and golden-stick use instead of ``model``."""
 MAX_INDEX_BYTES = 64 * 1024 * 1024
+_EMBEDDING, _OUTPUT, _PREFIX = "embed_tokens.weight", "lm_head.", "model."
 _LISTED = 8
 
 
@@ -29,10 +30,13 @@ class TensorFiles:
         self.folder = folder
         self._files: list[SafetensorsFile] = []
         self._file_of: dict[str, SafetensorsFile] = {}
+        self._stored_names: dict[str, str] = {}
+        """Names in the files of tensors that have another name here."""
         self.bytes_read = 0
         """Number of bytes that were read from the files."""
         try:
             self._open()
+            self._add_prefixes()
         except BaseException:
             self.close()
             raise
@@ -44,7 +48,7 @@ class TensorFiles:
         return tuple(self._file_of)
 
     def info(self, name: str) -> TensorInfo:
-        return self._file_of[name].tensors[name]
+        return self._file_of[name].tensors[self._stored_name(name)]
 
     def where(self, name: str) -> Path:
         """Returns the file of a tensor, or the folder if the tensor does not exist."""
@@ -52,15 +56,15 @@ class TensorFiles:
 
     def read(self, name: str) -> tuple[Array, str]:
         """Returns a tensor of floats and the name of its type. Raises CheckpointError if it does not have floats."""
-        return self._file_of[name].read(name)
+        return self._file_of[name].read(self._stored_name(name))
 
     def float_dtype(self, name: str) -> str:
         """Returns the type of a tensor of floats."""
-        return self._file_of[name].read(name)[1]
+        return self._file_of[name].read(self._stored_name(name))[1]
 
     def read_optional(self, name: str) -> tuple[Array, str] | None:
         """Returns a tensor and its type as the file spells it, or None if the tensor does not exist."""
-        return self._file_of[name].read_stored(name) if name in self._file_of else None
+        return self._file_of[name].read_stored(self._stored_name(name)) if name in self._file_of else None
 
     def count(self, num_bytes: int) -> None:
         """Adds bytes to ``bytes_read``. The caller counts the bytes, because a view is read from the file only when it
@@ -70,7 +74,7 @@ class TensorFiles:
 
     def release(self, name: str) -> None:
         """Frees the memory pages into which a tensor was read. A later read reads the file again."""
-        self._file_of[name].release(name)
+        self._file_of[name].release(self._stored_name(name))
 
     def close(self) -> None:
         """Unmaps the files."""
@@ -91,6 +95,19 @@ class TensorFiles:
                 f"{self.folder}: there is neither {SINGLE_FILE} nor {INDEX_FILE} ({found}); "
                 "model_config.load_format: dummy serves random weights"
             )
+
+    def _stored_name(self, name: str) -> str:
+        return self._stored_names.get(name, name)
+
+    def _add_prefixes(self) -> None:
+        """Adds ``model.`` to the names of a network that was stored without its output layer, as embedding models are.
+        """
+        if _EMBEDDING not in self._file_of or _PREFIX + _EMBEDDING in self._file_of:
+            return
+        self._stored_names = {_PREFIX + name: name for name in self._file_of if not name.startswith(_OUTPUT)}
+        self._file_of = {
+            name if name.startswith(_OUTPUT) else _PREFIX + name: file for name, file in self._file_of.items()
+        }
 
     def _find(self) -> tuple[Path | None, Path | None]:
         """Returns the path of the single file, and the path of the index of shards. At least one of them is None."""

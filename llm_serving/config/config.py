@@ -27,6 +27,7 @@ from llm_serving.config.source import UnusedSetting
 from llm_serving.errors import ConfigError
 from llm_serving.model.number_formats import AUTO, KvFormat, WeightFormat, kv_format, weight_format
 from llm_serving.model.parallel import Shard, place, shard_of
+from llm_serving.model.pooling import Pooling
 from llm_serving.model.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class Config:
     and the blocks permit, and ``llm_serving.planning.auto_blocks`` the largest that fits the machine."""
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     """Sampling parameters of requests that set none, from the model folder. Empty if the config ignores them."""
+    pooling: Pooling | None = None
+    """How embeddings or scores are computed. None if the server generates text."""
     unused: tuple[UnusedSetting, ...] = ()
     """Settings of the YAML files that were read but have no effect, with the reasons."""
 
@@ -271,6 +274,11 @@ class Config:
         return wanted if wanted is not None else self.pa_config.num_blocks * swaps
 
     @property
+    def uses_prefix_cache(self) -> bool:
+        """True if requests may share blocks. A mean needs the hidden states of all tokens, which blocks do not have."""
+        return self.scheduler_config.prefix_cache and (self.pooling is None or self.pooling.reads_prefixes)
+
+    @property
     def max_blocks_per_seq(self) -> int:
         """Number of blocks of the longest sequence."""
         return -(-self.max_model_len // self.pa_config.block_size)
@@ -284,8 +292,14 @@ class Config:
             max_seqs=self.max_num_seqs,
             max_blocks_per_seq=self.max_blocks_per_seq,
             max_context=self.max_model_len,
-            mask_words=-(-self.shape.vocab_size // 32) if self.serving_config.structured_outputs else 0,
+            mask_words=self._mask_words,
+            pooled_width=0 if self.pooling is None else self.pooling.width,
         )
+
+    @property
+    def _mask_words(self) -> int:
+        has_masks = self.serving_config.structured_outputs and self.pooling is None
+        return -(-self.shape.vocab_size // 32) if has_masks else 0
 
     def to_json(self) -> str:
         """Return the whole config as JSON, for another process."""

@@ -166,6 +166,27 @@ class ModelConfig:
         "searched like `model_cfg_path`. `package:NAME` means the folder of an installed Python package.",
         null="none; sizes come from `model_cfg_path`, and `load_format` must be `dummy`",
     )
+    task: str = own(
+        "auto",
+        "What the server computes. `generate`: text. `embed`: embeddings (`/v1/embeddings`). `score`: how well a text "
+        "answers a query, with a model that answers yes or no (`/v1/rerank`, `/v1/score`). `auto`: `embed` or `score` "
+        "if the model folder has the files of sentence-transformers, else `generate`.",
+        choices=("auto", "generate", "embed", "score"),
+    )
+    matryoshka_dimensions: tuple[int, ...] | None = own(
+        None,
+        "Numbers of dimensions to which a client may shorten embeddings (`dimensions`). `[0]`: any number.",
+        low=0,
+        high=65536,
+        null="those that `config.json` declares, or none",
+    )
+    score_token_ids: tuple[int, ...] | None = own(
+        None,
+        "Token ids of no and yes, in this order, for `task: score`.",
+        low=0,
+        high=MAX_TOKENS,
+        null="the tokens `no` and `yes` of the tokenizer",
+    )
     load_format: str = own(
         "auto",
         "Source of the weights: `safetensors` files, `dummy` (seeded random numbers of the right shapes), or "

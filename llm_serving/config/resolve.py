@@ -29,12 +29,14 @@ from llm_serving.config.validation import (
     check_model_parts,
     check_native_weights,
     check_parallel,
+    check_pooling,
     check_sharing,
     check_stored_format,
     check_sum_parts,
 )
 from llm_serving.errors import CheckpointError
 from llm_serving.gguf.place import SUFFIX, find_gguf, own_config
+from llm_serving.model.pooling import Pooling, has_modules, read_pooling, read_score
 from llm_serving.model.quantization import stored_weight_format, stored_weight_group
 from llm_serving.model.shape import ModelShape
 
@@ -115,6 +117,7 @@ class Resolver:
             stored_weight_format=stored_weight_format(folder) if folder and model.load_format != "dummy" else None,
             stored_weight_group=stored_weight_group(folder) if folder and model.load_format != "dummy" else 1,
             sampling_defaults=self._sampling_defaults(folder),
+            pooling=self._pooling(folder, shape, sections["tokenizer"]),
             auto_length=self._sections["pa_config"].decode_seq_length == AUTO_SIZE,
             auto_blocks=self._sections["pa_config"].num_blocks == AUTO_SIZE,
             notes=tuple(self._notes),
@@ -131,7 +134,20 @@ class Resolver:
         check_native_weights(self._raw, config)
         check_sum_parts(self._raw, config)
         check_mindformers(self._raw, config)
+        check_pooling(self._raw, config)
         return config
+
+    def _pooling(self, folder: Path | None, shape: ModelShape, tokenizer: TokenizerConfig) -> Pooling | None:
+        """Return how embeddings or scores are computed, or None if the server generates text."""
+        model, task = self._model, self._model.task
+        if task == "auto":
+            task = "embed" if folder is not None and has_modules(folder) else "generate"
+        if task == "generate":
+            return None
+        if task == "score":
+            assert tokenizer.vocab_file is not None, "the tokenizer was found"
+            return read_score(folder, shape.hidden_size, Path(tokenizer.vocab_file), model.score_token_ids)
+        return read_pooling(folder, shape.hidden_size, model.matryoshka_dimensions)
 
     def _sampling_defaults(self, folder: Path | None) -> SamplingDefaults:
         """Return the sampling parameters that the model recommends, unless the config ignores them."""

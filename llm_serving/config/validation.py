@@ -254,6 +254,32 @@ def check_parallel(raw: RawConfig, config: Config) -> None:
         raise raw.error(f"parallel_config.{key}", getattr(config.parallel_config, key), problem)
 
 
+def check_pooling(raw: RawConfig, config: Config) -> None:
+    """Check that embeddings or scores are possible with the other settings."""
+    pooling, model, parallel = config.pooling, config.model_config, config.parallel_config
+    if pooling is None:
+        return
+    key, task = "model_config.task", model.task
+    if model.model_type == "mindformers":
+        raise raw.error(key, task, "the classes of MindFormers return no hidden states; use model_type dyn")
+    if parallel.group_size > 1:
+        problem = (
+            f"needs the whole model in one agent; tensor_parallel x pipeline_parallel is {parallel.group_size}; use 1"
+        )
+        raise raw.error(key, task, problem)
+    if config.device != "CPU":
+        raise raw.error(key, task, f"embeddings and scores need a CPU, and the device is {config.device}; use CPU")
+    if any(layer for layer in pooling.dense) and model.load_format == "dummy":
+        raise raw.error("model_config.load_format", "dummy", "Dense layers have no random weights; use safetensors")
+    if model.score_token_ids is not None and len(model.score_token_ids) != 2:
+        problem = "must be two token ids: that of no, and that of yes"
+        raise raw.error("model_config.score_token_ids", list(model.score_token_ids), problem)
+    wrong = [token for token in pooling.score_tokens if token >= config.shape.vocab_size]
+    if wrong:
+        problem = f"token {wrong[0]} is outside the vocabulary of {config.shape.vocab_size} tokens"
+        raise raw.error("model_config.score_token_ids", list(pooling.score_tokens), problem)
+
+
 def check_sum_parts(raw: RawConfig, config: Config) -> None:
     """Check that the model and its operators support ``parallel_config.sum_parts``."""
     parallel = config.parallel_config

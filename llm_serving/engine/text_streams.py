@@ -101,7 +101,10 @@ class TextStreams:
             num_prompt_tokens, num_tokens = len(request.prompt_token_ids), len(request.output_token_ids)
             return RequestOutput(request.request_id, text, token_ids, logits, num_prompt_tokens, num_tokens)
         del self._streams[request.request_id]
-        return _last_output(update, text, token_ids, logits, stop_string)
+        output = _last_output(update, text, token_ids, logits, stop_string)
+        if result is not None and result.pooled is not None and token_ids:
+            output.pooled = result.pooled[update.index]
+        return output
 
     def _end(self, request: Request, reason: FinishReason, now: float) -> None:
         if self._front.finish_request(request.request_id, reason, now) is None:

@@ -357,12 +357,15 @@ def _read_result(slot: StepSlot, done: StepDone) -> StepResult:
     wanted = slot.num_top_logits[:num_seqs]
     if (wanted > 0).any():
         tops = _read_tops(slot, wanted.tolist())
+    width = slot.layout.limits.pooled_width
+    pooled = slot.pooled[: num_seqs * width].reshape(num_seqs, width) if width else None
     return StepResult(
         done.seq,
         sampled_ids=slot.sampled_ids[:num_seqs].tolist(),
         logits=slot.sampled_logit[:num_seqs].tolist(),
         logsumexps=slot.logsumexp[:num_seqs].tolist(),
         tops=tops,
+        pooled=None if pooled is None else [each.tobytes() for each in pooled],
         queue_us=done.queue_us,
         graph_us=done.graph_us,
         sample_us=done.sample_us,

@@ -73,6 +73,8 @@ class SlotLimits:
 
     mask_words: int = 0
     """Length of a mask of allowed tokens, in words of 32 tokens. 0: the steps have no masks."""
+    pooled_width: int = 0
+    """Number of values of a pooled result (embedding or score). 0: the steps sample tokens."""
 
     @property
     def max_history(self) -> int:
@@ -134,6 +136,7 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         Field("logsumexp", "float32", seqs, "[S] log of the sum of exp of the raw logits"),
         Field("top_ids", "int32", seqs * MAX_TOP_LOGITS, "[S, MAX_TOP_LOGITS] best first, -1 past num_top_logits"),
         Field("top_logits", "float32", seqs * MAX_TOP_LOGITS, "[S, MAX_TOP_LOGITS] raw logits"),
+        Field("pooled", "float32", seqs * limits.pooled_width, "[S, pooled_width] pooled results where do_sample is 1"),
     )
 
 
@@ -189,6 +192,7 @@ class StepSlot:
     logsumexp: npt.NDArray[np.float32]
     top_ids: npt.NDArray[np.int32]
     top_logits: npt.NDArray[np.float32]
+    pooled: npt.NDArray[np.float32]
 
     def __init__(self, layout: SlotLayout, buffer: memoryview | mmap.mmap | bytearray, offset: int = 0) -> None:
         self.layout = layout

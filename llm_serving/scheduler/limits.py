@@ -146,9 +146,10 @@ class SchedulerLimits:
             decode_steps_ahead=scheduler.decode_steps_ahead,
             chunk_tokens=scheduler.chunk_tokens,
             page_attention=model.page_attention,
-            prefix_cache=scheduler.prefix_cache,
+            prefix_cache=config.uses_prefix_cache,
             cache_namespace=config.cache_namespace,
-            preemption=PreemptionKind(scheduler.preemption),
+            # A sequence that comes back from the host would have lost the sum of its hidden states.
+            preemption=PreemptionKind(scheduler.preemption if config.pooling is None else "recompute"),
             admission=AdmissionKind(scheduler.admission),
             max_total_tokens=scheduler.max_schedule_total_token_num,
             predict_output_length=scheduler.predict_output_length,

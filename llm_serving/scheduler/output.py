@@ -156,6 +156,8 @@ class StepResult:
     """[S] Logarithm of the sum of the exponentials of the raw logits."""
     tops: list[tuple[tuple[int, float], ...]] | None = None
     """[S] The best (token id, raw logit) pairs that each sequence asked for. None if no sequence asked."""
+    pooled: list[bytes] | None = None
+    """[S] The pooled result of each sequence, float32. None if the agents sample tokens."""
     aborted: bool = False
     error: str | None = None
     queue_us: int = 0

@@ -36,6 +36,8 @@ OPEN_TOKENS = 32768
 OPEN_OVERHEAD_TOKENS = 1024
 """Opening a sequence takes, apart from its tokens, about as long as checking this number of prompt tokens."""
 
+POOLED_APIS = ("embeddings", "rerank", "score")
+"""Names of the endpoints whose responses have pooled results in place of text."""
 GENERATION = "llm_serving.generation"
 """Key of the ASGI scope whose value is the request's ``Generation``, so that the application closes it at the end."""
 
@@ -50,6 +52,8 @@ class Answer:
     logits: list[TokenLogits] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    pooled: bytes = b""
+    """Pooled result, float32. Empty for generated text."""
 
 
 def count_items(answers: Sequence[Answer]) -> int:
@@ -64,6 +68,12 @@ class Generation:
     def __init__(
         self, state: ServerState, request: Request, api: str, id_prefix: str, fields: SchedulingFields, *, stream: bool
     ) -> None:
+        if state.settings.pooling is not None and api not in POOLED_APIS:
+            raise RequestError(
+                "This server computes embeddings or scores and generates no text; start it with model_config.task: "
+                "generate for this endpoint.",
+                code="unsupported_task",
+            )
         self.state = state
         self._visit = visit_of(request)
         if self._visit is not None:
@@ -280,6 +290,7 @@ class _Collector:
         answer.text = "".join(self._texts[index])
         answer.finish_reason = piece.finish_reason.value
         answer.stop_reason = piece.stop_reason
+        answer.pooled = piece.pooled
         self._num_open -= 1
         if self._num_open == 0:
             self.done.set_result(None)

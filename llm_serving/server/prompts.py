@@ -53,41 +53,44 @@ async def read_prompts(state: ServerState, value: object, n: int) -> list[Prompt
     return await resolve_prompts(state, prompts, "prompt")
 
 
-def check_lengths(value: object, n: int, settings: ServerSettings) -> None:
-    """Raise RequestError if the number of prompts or of token ids is too high, before the prompts are examined."""
+def check_lengths(value: object, n: int, settings: ServerSettings, param: str = "prompt") -> None:
+    """Raise RequestError if the number of prompts or of token ids is too high, before the prompts are examined.
+
+    ``param`` is the name of their field.
+    """
     if not isinstance(value, list):
         return
     if value and not isinstance(value[0], list | str):
-        check_prompt(len(value), settings, "prompt")
+        check_prompt(len(value), settings, param)
         return
     if len(value) > MAX_PROMPTS:
         raise RequestError(
-            f"'prompt' holds {len(value)} prompts; the maximum is {MAX_PROMPTS}.", param="prompt", code="invalid_value"
+            f"'{param}' holds {len(value)} prompts; the maximum is {MAX_PROMPTS}.", param=param, code="invalid_value"
         )
     for i, entry in enumerate(value):
         if isinstance(entry, list):
-            check_prompt(len(entry), settings, f"prompt[{i}]")
+            check_prompt(len(entry), settings, f"{param}[{i}]")
     check_work(settings, [(len(entry), 0) for entry in value if isinstance(entry, list)], n)
 
 
-def parse_prompts(value: object) -> list[str | list[int]]:
-    """Return the prompts of a ``prompt`` field: text, token ids, or a list of either. Raises RequestError."""
+def parse_prompts(value: object, param: str = "prompt") -> list[str | list[int]]:
+    """Return the prompts of the field ``param``: text, token ids, or a list of either. Raises RequestError."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise _wrong_prompt("prompt", value)
+        raise _wrong_prompt(param, value)
     if not value:
-        raise RequestError("'prompt' is an empty list; give at least one prompt.", param="prompt", code="invalid_value")
+        raise RequestError(f"'{param}' is an empty list; give at least one.", param=param, code="invalid_value")
     if type(value[0]) is int:
-        return [_token_list(value, "prompt")]
+        return [_token_list(value, param)]
     prompts: list[str | list[int]] = []
     for i, entry in enumerate(value):
         if isinstance(entry, str):
             prompts.append(entry)
         elif isinstance(entry, list):
-            prompts.append(_token_list(entry, f"prompt[{i}]"))
+            prompts.append(_token_list(entry, f"{param}[{i}]"))
         else:
-            raise _wrong_prompt(f"prompt[{i}]", entry)
+            raise _wrong_prompt(f"{param}[{i}]", entry)
     return prompts
 
 

@@ -5,7 +5,18 @@ To add an endpoint, write a module with an ``ENDPOINTS`` tuple and add one line 
 
 from __future__ import annotations
 
-from llm_serving.server import admin, chat, generate, openai_chat, openai_completions, pages, profile, receipts
+from llm_serving.server import (
+    admin,
+    chat,
+    embeddings,
+    generate,
+    openai_chat,
+    openai_completions,
+    pages,
+    profile,
+    ranking,
+    receipts,
+)
 from llm_serving.server.messages import endpoints as messages
 from llm_serving.server.responses import endpoints as responses
 
@@ -14,6 +25,8 @@ ENDPOINTS = (
     *openai_chat.ENDPOINTS,
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
+    *embeddings.ENDPOINTS,
+    *ranking.ENDPOINTS,
     *generate.ENDPOINTS,
     *chat.ENDPOINTS,
     *receipts.ENDPOINTS,

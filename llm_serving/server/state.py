@@ -19,6 +19,7 @@ from llm_serving.constraints.compiler import GrammarCompiler
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.chat_template import ChatTemplate
 from llm_serving.errors import ModelNotFoundError
+from llm_serving.model.pooling import Pooling
 from llm_serving.parsing.formats import AUTO, OutputFormat
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.lifecycle import ActiveRequests
@@ -70,6 +71,8 @@ class ServerSettings:
     """Values of sampling parameters that a request to OpenAI's endpoints does not set, by name."""
     trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
     """Addresses and networks of the clients whose header ``X-Request-Start`` counts."""
+    pooling: Pooling | None = None
+    """How the server computes embeddings or scores. None if it generates text."""
     info: dict[str, object] = field(default_factory=dict)
     """Facts about the model that ``/server_info`` shows."""
     profile_folder: str = "output/profiles"
@@ -104,6 +107,7 @@ class ServerSettings:
             cors_origins=frozenset(origin.lower() for origin in serving.cors_origins or ()),
             sampling_defaults=config.sampling_defaults.values(),
             trusted_proxies=serving.trusted_proxies or (),
+            pooling=config.pooling,
             profile_folder=str(Path(config.log_config.path).parent / "profiles"),
             info={
                 "architecture": config.shape.architecture,
@@ -114,6 +118,7 @@ class ServerSettings:
                 "vocab_size": config.shape.vocab_size,
                 "max_num_seqs": config.max_num_seqs,
                 "policy": config.scheduler_config.policy,
+                "task": "generate" if config.pooling is None else "score" if config.pooling.scores else "embed",
                 "sampling_defaults": config.sampling_defaults.values(),
             },
             settings={

@@ -312,7 +312,7 @@ def test_a_charset_of_utf_8_is_fine(server):
 # each case: method, path, expected status, phrase of the expected message, expected code
 BAD_URLS = [
     ("GET", "/nowhere", 404, "Unknown URL: GET /nowhere", None),
-    ("POST", "/v1/embeddings", 404, "Unknown URL: POST /v1/embeddings", None),
+    ("POST", "/v1/images", 404, "Unknown URL: POST /v1/images", None),
     ("POST", "/v1/completions/", 404, "Unknown URL", None),
     ("GET", "/../../etc/passwd", 404, "Unknown URL", None),
     ("GET", "/v1/completions", 405, "does not take GET; use POST.", None),

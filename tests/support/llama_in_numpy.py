@@ -51,6 +51,13 @@ class NumpyLlama:
 
         The results of operators are rounded to the type ``between``. The logits are rounded to ``logits_type``.
         """
+        return rounded(self._linear(self.hidden(tokens, between), "lm_head"), logits_type)
+
+    def hidden(self, tokens: list[int], between: str = "float32") -> Floats:
+        """Returns the hidden states after the last norm [tokens, hidden_size].
+
+        The results of operators are rounded to the type ``between``.
+        """
         shape, length = self._shape, len(tokens)
         residual = self._weights[_EMBEDDING][tokens]
         cos, sin = (table[:, None, :] for table in rotary_tables(shape, length))
@@ -69,7 +76,11 @@ class NumpyLlama:
             gate, up = (rounded(self._linear(x, f"{name}.mlp.{part}_proj"), between) for part in ("gate", "up"))
             gated = rounded(rounded(gate / (1 + np.exp(-gate)), between) * up, between)
             residual = rounded(residual + rounded(self._linear(gated, f"{name}.mlp.down_proj"), between), between)
-        return rounded(self._linear(self._norm(residual, "model.norm", between), "lm_head"), logits_type)
+        return self._norm(residual, "model.norm", between)
+
+    def rows(self, tokens: list[int]) -> Floats:
+        """Returns the rows of the output layer for some tokens [tokens, hidden_size]."""
+        return self._weights[_OUTPUT][tokens]
 
     def _norm(self, x: Floats, name: str, between: str) -> Floats:
         inverse = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(self._shape.rms_norm_eps))

@@ -1,0 +1,118 @@
+"""Turns the hidden states of each step into pooled results, and writes the results into the step slot.
+
+All arithmetic is float32 and handles one token after the other. So the bits do not depend on the batch or on the chunks
+of a prompt.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.pooling.weights import Floats, PoolingWeights
+from agent.step_inputs import StepInputs
+from agent.weights.storage import Array, to_float32
+from llm_serving.errors import ProtocolError
+from llm_serving.ipc.shm import NOT_FINITE, StepSlot
+from llm_serving.model.pooling import LAST, WEIGHTED_MEAN, Pooling
+
+POOLED = 0
+"""Value in ``sampled_ids`` of a sequence with a pooled result."""
+_NO_RESULT = -1
+
+
+class Pooler:
+    """Pools the hidden states of the sequences in all batch rows."""
+
+    def __init__(self, pooling: Pooling, weights: PoolingWeights, num_rows: int, dtype: str) -> None:
+        """``dtype`` is the type of the residual stream."""
+        self._pooling = pooling
+        self._weights = weights
+        self._dtype = dtype
+        self._sums: Floats = np.zeros((num_rows, weights.norm.size), np.float32)
+        self._counts: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        """Number of tokens in the sum of each batch row."""
+        self._hidden: Floats = np.zeros(weights.norm.size, np.float32)
+        self._checks_order = False
+
+    def reset(self) -> None:
+        """Forgets the sums of all batch rows. From now on, a step must continue where the last step ended.
+
+        Before the first call, steps of the warm-up may begin anywhere.
+        """
+        self._sums.fill(0)
+        self._counts.fill(0)
+        self._checks_order = True
+
+    def take(self, stream: Array, inputs: StepInputs, slot: StepSlot) -> None:
+        """Takes the residual stream [tokens, hidden_size] after the last layer of a step.
+
+        Writes the result of each sequence whose prompt is complete to ``slot.pooled``. Raises ProtocolError if a mean
+        does not have all tokens of its sequence.
+        """
+        seqs, width = inputs.query_lens.size, self._pooling.width
+        results = slot.pooled[: seqs * width].reshape(seqs, width)
+        slot.sampled_ids[:seqs] = _NO_RESULT
+        slot.sampled_logit[:seqs] = 0
+        slot.logsumexp[:seqs] = 0
+        end = 0
+        for index in range(seqs):
+            begin, end = end, end + int(inputs.query_lens[index])
+            is_last = bool(slot.do_sample[index])
+            pooled = self._pooled(stream[begin:end], inputs, index, int(inputs.positions[begin]), is_last=is_last)
+            if pooled is None:
+                continue
+            result = self._result(pooled)
+            results[index] = result
+            slot.sampled_ids[index] = POOLED if np.isfinite(result).all() else NOT_FINITE
+
+    def _pooled(
+        self, stream: Array, inputs: StepInputs, index: int, position: int, *, is_last: bool
+    ) -> Floats | None:
+        """Returns the pooled hidden state of sequence ``index`` if its prompt is complete (``is_last``), or None."""
+        if self._pooling.method == LAST:
+            return self._normed(stream[-1:])[0] if is_last else None
+        row, is_weighted = int(inputs.rows[index]), self._pooling.method == WEIGHTED_MEAN
+        total = self._sums[row]
+        if position == 0:
+            total.fill(0)
+            self._counts[row] = 0
+        if self._checks_order and self._counts[row] != position:
+            raise ProtocolError(f"row {row} has the sum of {self._counts[row]} tokens, and position {position} follows")
+        for offset, hidden in enumerate(self._normed(stream)):
+            total += hidden * np.float32(position + offset + 1) if is_weighted else hidden
+        self._counts[row] += len(stream)
+        if not is_last:
+            return None
+        count = int(self._counts[row])
+        mean: Floats = total / np.float32(count * (count + 1) / 2 if is_weighted else count)
+        return mean
+
+    def _normed(self, stream: Array) -> Floats:
+        """Returns the hidden states after the last norm, float32 [tokens, hidden_size]."""
+        x = np.ascontiguousarray(to_float32(stream, self._dtype))
+        normed: Floats = np.empty_like(x)
+        # One token after the other, because NumPy may add in another order if an array has one row.
+        for row, out in zip(x, normed, strict=True):
+            np.multiply(row, row, out=out)
+            scale = np.float32(1) / np.sqrt(np.add.reduce(out) / np.float32(row.size) + self._weights.epsilon)
+            np.multiply(row, scale, out=out)
+            out *= self._weights.norm
+        return normed
+
+    def _result(self, pooled: Floats) -> Floats:
+        """Returns an embedding after all Dense layers, before truncation and normalisation, or a score [1]."""
+        weights = self._weights
+        # Always the same memory, because a matrix product may depend on the alignment of its input.
+        self._hidden[:] = pooled
+        if weights.score_rows is not None:
+            no, yes = weights.score_rows @ self._hidden
+            return np.array([yes - no], np.float32)
+        x: Floats = self._hidden
+        for layer in weights.dense:
+            x = layer.weight @ np.array(x, np.float32)
+            if layer.bias is not None:
+                x = x + layer.bias
+            if layer.activation == "tanh":
+                x = np.tanh(x)
+        return x

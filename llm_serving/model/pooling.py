@@ -1,0 +1,259 @@
+"""Reads how a model turns hidden states into an embedding or a score, from the files of sentence-transformers.
+
+The files are ``modules.json``, the ``config.json`` of each module's folder and ``config_sentence_transformers.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llm_serving.errors import CheckpointError
+from llm_serving.formats.small_files import read_json_object, read_small_text
+
+MAX_FILE_BYTES = 1024 * 1024
+MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
+MAX_WIDTH = 65536
+ANY_DIMENSION = 0
+"""Member of ``Pooling.dimensions`` that permits every number of dimensions up to the width."""
+
+LAST, MEAN, WEIGHTED_MEAN = "last", "mean", "weighted_mean"
+METHODS = {
+    "lasttoken": LAST,
+    "last": LAST,
+    "mean": MEAN,
+    "mean_tokens": MEAN,
+    "weightedmean_tokens": WEIGHTED_MEAN,
+    "weightedmean": WEIGHTED_MEAN,
+}
+"""Pooling methods by the names that sentence-transformers uses."""
+_ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh"}
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """A linear layer after the pooling. ``folder`` has its ``model.safetensors``."""
+
+    folder: str
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str
+    """``identity`` or ``tanh``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A text that is put before a text of the client. ``name`` is its name in ``prompt_name``."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """What an agent computes from the hidden states of a text: an embedding, or a score."""
+
+    method: str = LAST
+    """``last``, ``mean`` or ``weighted_mean``: which hidden states are pooled."""
+    width: int = 0
+    """Number of values of the result."""
+    normalises: bool = True
+    """Whether the embedding is divided by its length."""
+    dense: tuple[DenseLayer, ...] = ()
+    dimensions: tuple[int, ...] = ()
+    """Numbers of dimensions to which a client may shorten an embedding. Empty if the model declares none."""
+    prompts: tuple[Prompt, ...] = ()
+    default_prompt: str = ""
+    """Name of the prompt of texts without ``prompt_name``. Empty for none."""
+    score_tokens: tuple[int, ...] = ()
+    """Token ids whose logits give a score: the token for no, and the token for yes. Empty for embeddings."""
+
+    @property
+    def scores(self) -> bool:
+        """True if the result is a score: logit(yes) - logit(no) after the last token."""
+        return bool(self.score_tokens)
+
+    @property
+    def reads_prefixes(self) -> bool:
+        """True if the result needs only the last hidden state, so that a prefix may come from the prefix cache."""
+        return self.method == LAST
+
+    def permits(self, dimensions: int) -> bool:
+        """Return whether a client may ask for embeddings with this number of dimensions."""
+        if dimensions in self.dimensions:
+            return True
+        return ANY_DIMENSION in self.dimensions and 1 <= dimensions <= self.width
+
+
+def has_modules(folder: Path) -> bool:
+    """Return whether a model folder has the files of sentence-transformers."""
+    return folder.is_dir() and (folder / "modules.json").is_file()
+
+
+def read_pooling(folder: Path | None, hidden_size: int, dimensions: tuple[int, ...] | None) -> Pooling:
+    """Return the pooling of the embeddings of a model folder. A folder without ``modules.json`` has last pooling.
+
+    ``dimensions`` replaces the numbers of dimensions that ``config.json`` declares, unless it is None. Raises
+    CheckpointError if the files are damaged or need something that this server does not have.
+    """
+    pooling = Pooling(width=hidden_size)
+    if folder is not None and has_modules(folder):
+        pooling = _of_modules(folder, hidden_size)
+    if pooling.scores:
+        return pooling
+    declared = _declared_dimensions(folder) if dimensions is None else dimensions
+    too_large = [each for each in declared if each > pooling.width]
+    if too_large:
+        problem = f"{too_large[0]} are declared for shorter embeddings"
+        raise CheckpointError(f"embeddings have {pooling.width} dimensions, and {problem}; declare at most as many")
+    return replace(pooling, dimensions=declared, **_prompts(folder))
+
+
+def read_score(folder: Path | None, hidden_size: int, tokenizer_file: Path, tokens: tuple[int, ...] | None) -> Pooling:
+    """Return the pooling of a model that answers yes or no, such as Qwen3-Reranker.
+
+    ``tokens`` are the ids of the tokens for no and for yes. None takes the tokens ``no`` and ``yes`` of the tokenizer.
+    Raises CheckpointError if the tokenizer has no such tokens.
+    """
+    if tokens is None and folder is not None and has_modules(folder):
+        pooling = _of_modules(folder, hidden_size)
+        if pooling.scores:
+            return pooling
+    if tokens is None:
+        tokens = _yes_and_no(tokenizer_file)
+    return Pooling(width=1, normalises=False, score_tokens=tokens)
+
+
+def _of_modules(folder: Path, hidden_size: int) -> Pooling:
+    pooling, place = Pooling(width=hidden_size, normalises=False), folder / "modules.json"
+    kinds: list[str] = []
+    for module in _modules(place):
+        kind, path = str(module.get("type", "")).rpartition(".")[2], str(module.get("path", ""))
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise CheckpointError(f"{place}: the path {path!r} is not a folder inside of the model folder")
+        if kinds and kinds[-1] == "Normalize":
+            raise CheckpointError(f"{place}: {kind} follows Normalize; only Normalize as the last module is supported")
+        if (kind == "Transformer") != (not kinds):
+            raise CheckpointError(f"{place}: module {len(kinds)} is {kind}; Transformer must be the first, and only it")
+        if kind == "Transformer":
+            if path not in ("", "."):
+                raise CheckpointError(f"{place}: Transformer is in {path!r}; it must be in the model folder itself")
+        elif kind == "Pooling":
+            pooling = replace(pooling, method=_method(folder / path / "config.json"))
+        elif kind == "Dense":
+            layer = _dense(folder / path, pooling.width)
+            pooling = replace(pooling, dense=(*pooling.dense, layer), width=layer.out_features)
+        elif kind == "Normalize":
+            pooling = replace(pooling, normalises=True)
+        elif kind == "LogitScore":
+            pooling = replace(pooling, width=1, score_tokens=_score_tokens(folder / path / "config.json"))
+        else:
+            raise CheckpointError(
+                f"{place}: the module {kind!r} is not supported; there are Pooling, Dense, Normalize and LogitScore"
+            )
+        kinds.append(kind)
+    if kinds.count("Pooling") + kinds.count("LogitScore") != 1 or (pooling.dense and kinds[1] != "Pooling"):
+        raise CheckpointError(f"{place}: the modules are {kinds}; one Pooling or LogitScore must follow Transformer")
+    return pooling
+
+
+def _modules(place: Path) -> list[dict[str, Any]]:
+    try:
+        modules = json.loads(read_small_text(place, MAX_FILE_BYTES, CheckpointError))
+    except (ValueError, RecursionError) as reason:
+        raise CheckpointError(f"{place}: not valid JSON: {reason}") from reason
+    if not isinstance(modules, list) or not modules or not all(isinstance(each, dict) for each in modules):
+        raise CheckpointError(f"{place}: must hold a list of modules")
+    return modules
+
+
+def _method(file: Path) -> str:
+    values = read_json_object(file, MAX_FILE_BYTES, CheckpointError)
+    if values.get("include_prompt", True) is not True:
+        raise CheckpointError(f"{file}: include_prompt is false; only true is supported")
+    stated = values.get("pooling_mode")
+    if stated is None:
+        prefix = "pooling_mode_"
+        chosen = [name.removeprefix(prefix) for name, on in values.items() if name.startswith(prefix) and on is True]
+        stated = chosen[0] if len(chosen) == 1 else chosen
+    method = METHODS.get(stated) if isinstance(stated, str) else None
+    if method is None:
+        known = ", ".join(METHODS)
+        raise CheckpointError(f"{file}: the pooling mode {stated} is not supported; one of these must be: {known}")
+    return method
+
+
+def _dense(folder: Path, width: int) -> DenseLayer:
+    file = folder / "config.json"
+    values = read_json_object(file, MAX_FILE_BYTES, CheckpointError)
+    inputs, outputs = (_size(values, name, file) for name in ("in_features", "out_features"))
+    if inputs != width:
+        raise CheckpointError(f"{file}: in_features is {inputs}; the module before has {width} outputs")
+    stated = str(values.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    activation = _ACTIVATIONS.get(stated.rpartition(".")[2])
+    if activation is None:
+        raise CheckpointError(f"{file}: activation_function {stated!r} is not supported; Identity and Tanh are")
+    return DenseLayer(str(folder), inputs, outputs, values.get("bias", True) is True, activation)
+
+
+def _size(values: Mapping[str, object], name: str, file: Path) -> int:
+    value = values.get(name)
+    if type(value) is not int or not 1 <= value <= MAX_WIDTH:
+        raise CheckpointError(f"{file}: {name} is {value!r}; it must be a whole number from 1 to {MAX_WIDTH}")
+    return value
+
+
+def _score_tokens(file: Path) -> tuple[int, int]:
+    values = read_json_object(file, MAX_FILE_BYTES, CheckpointError)
+    no, yes = values.get("false_token_id"), values.get("true_token_id")
+    if type(no) is not int or type(yes) is not int or min(no, yes) < 0:
+        raise CheckpointError(f"{file}: true_token_id is {yes!r} and false_token_id is {no!r}; both must be token ids")
+    return no, yes
+
+
+def _yes_and_no(tokenizer_file: Path) -> tuple[int, int]:
+    values = read_json_object(tokenizer_file, MAX_TOKENIZER_BYTES, CheckpointError)
+    model = values.get("model", values)
+    vocabulary = model.get("vocab", model) if isinstance(model, dict) else {}
+    ids = [vocabulary.get(word) if isinstance(vocabulary, dict) else None for word in ("no", "yes")]
+    if type(ids[0]) is not int or type(ids[1]) is not int:
+        raise CheckpointError(
+            f"{tokenizer_file}: has no tokens 'no' and 'yes', whose logits give a score; set "
+            "model_config.score_token_ids: [NO, YES]"
+        )
+    return ids[0], ids[1]
+
+
+def _declared_dimensions(folder: Path | None) -> tuple[int, ...]:
+    """Return the numbers of dimensions that ``config.json`` declares (matryoshka embeddings), or ()."""
+    file = None if folder is None else folder / "config.json"
+    if file is None or not file.is_file():
+        return ()
+    values = read_json_object(file, MAX_FILE_BYTES, CheckpointError)
+    stated = values.get("matryoshka_dimensions")
+    if stated is None:
+        return (ANY_DIMENSION,) if values.get("is_matryoshka") is True else ()
+    if not isinstance(stated, list) or not all(type(each) is int and 1 <= each <= MAX_WIDTH for each in stated):
+        raise CheckpointError(f"{file}: matryoshka_dimensions must be a list of numbers from 1 to {MAX_WIDTH}")
+    return tuple(stated)
+
+
+def _prompts(folder: Path | None) -> dict[str, Any]:
+    """Return the fields ``prompts`` and ``default_prompt`` of a folder's ``Pooling``."""
+    file = None if folder is None else folder / "config_sentence_transformers.json"
+    if file is None or not file.is_file():
+        return {}
+    values = read_json_object(file, MAX_FILE_BYTES, CheckpointError)
+    stated, default = values.get("prompts") or {}, values.get("default_prompt_name") or ""
+    if not isinstance(stated, dict) or not all(isinstance(text, str) for text in stated.values()):
+        raise CheckpointError(f"{file}: prompts must be an object of texts")
+    if default and default not in stated:
+        raise CheckpointError(f"{file}: default_prompt_name is {default!r}, and prompts has no such name")
+    similarity = values.get("similarity_fn_name")
+    if similarity not in (None, "cosine"):
+        raise CheckpointError(f"{file}: similarity_fn_name is {similarity!r}; only cosine is supported")
+    return {"prompts": tuple(Prompt(name, text) for name, text in stated.items()), "default_prompt": str(default)}
