@@ -394,6 +394,11 @@ class SchedulerConfig:
     fairness: bool = own(
         True, "Serve waiting API keys equally, by the tokens that they have received (virtual token counters)."
     )
+    light_keys_first: bool = own(
+        True,
+        "Start requests of API keys with few requests first, while another key has at least 16 times as many. Some "
+        "batch rows and blocks are kept free for them. Needs `fairness`, and changes nothing with one key.",
+    )
     ttft_objective_ms: float = own(
         2000.0,
         "Objective of policy `slo` for the time to the first token, unless a request states its own.",

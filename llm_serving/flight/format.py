@@ -24,10 +24,10 @@ import msgspec
 from llm_serving.errors import LLMServingError
 
 MAGIC = b"LLMFLT01"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 READ_VERSIONS = range(1, FORMAT_VERSION + 1)
-"""Versions of the format that can be read. The state of versions 1 to 3 cannot be restored, so their replay starts at
-the beginning of a run."""
+"""Versions of the format that can be read. The state of earlier versions cannot be restored, because the scheduler has
+other parts now. So their replay starts at the beginning of a run."""
 SUFFIX = ".flight"
 _FRAME = struct.Struct("<II")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from llm_serving.kvcache.block_pool import BlockCopy
+from llm_serving.scheduler.light_keys import LightKeys
 from llm_serving.scheduler.output import ScheduledStep, StepReason
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
@@ -34,6 +35,7 @@ class StepComposer(Stateful):
         state: SchedulerState,
         starter: Starter,
         preempt: Callable[[Sequence, float], None],
+        light_keys: LightKeys,
         *,
         waits_for_prefill: bool = False,
     ) -> None:
@@ -45,6 +47,7 @@ class StepComposer(Stateful):
         self._state = state
         self._starter = starter
         self._preempt = preempt
+        self.light_keys = light_keys
         self._waits_for_prefill = waits_for_prefill
         self._held_since: float | None = None
         self._num_choices = 0

@@ -5,6 +5,7 @@ The scheduler and the router both use it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from llm_serving.errors import QueueFullError, RequestError
@@ -194,6 +195,11 @@ class Intake(Stateful):
     def __len__(self) -> int:
         """Number of waiting requests."""
         return len(self._preempted) + len(self.order)
+
+    @property
+    def waiting_by_tenant(self) -> Mapping[str, int]:
+        """Number of waiting requests of each tenant that has any."""
+        return self._shares.by_tenant
 
     @property
     def num_preempted(self) -> int:

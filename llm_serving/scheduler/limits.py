@@ -112,6 +112,8 @@ class SchedulerLimits:
     """True if ``admission`` expects outputs as long as recent ones. False if it expects the maximum length."""
     fairness: bool = True
     """The queue shares service equally between tenants."""
+    light_keys_first: bool = True
+    """Requests of tenants with few requests start before those of tenants with many, see ``light_keys``."""
     ttft_objective: float = 2.0
     """Time from arrival to first token, for requests without an own objective."""
     tbt_objective: float = 0.2
@@ -154,6 +156,7 @@ class SchedulerLimits:
             max_total_tokens=scheduler.max_schedule_total_token_num,
             predict_output_length=scheduler.predict_output_length,
             fairness=scheduler.fairness,
+            light_keys_first=scheduler.light_keys_first,
             ttft_objective=scheduler.ttft_objective_ms / 1000,
             tbt_objective=scheduler.tbt_objective_ms / 1000,
             batching=BatchingStrategy(model.batching_strategy),

@@ -8,6 +8,7 @@ prompt.
 from __future__ import annotations
 
 from llm_serving.scheduler.composer import StepComposer
+from llm_serving.scheduler.light_keys import MAX_LIGHT_STREAK
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.policies import SchedulingPolicy
 from llm_serving.scheduler.sequence import Sequence
@@ -27,10 +28,13 @@ _MAX_STEPS_WITHOUT_PROMPTS = 8
 class MixedComposer(StepComposer):
     """Composes mixed steps, in addition to prefill and decode steps."""
 
-    STATE = (*StepComposer.STATE, "_num_without_prompts")
+    STATE = (*StepComposer.STATE, "_num_without_prompts", "_light_streak")
 
     _num_without_prompts = 0
     """Number of steps that decoding sequences filled while prompts waited, since the last prefill step for them."""
+
+    _light_streak = 0
+    """Number of steps since the last one that was not only for prompts of light keys."""
 
     def mixed(
         self,
@@ -47,6 +51,7 @@ class MixedComposer(StepComposer):
         Returns None if there is nothing to run. ``starts`` decides which requests may start. The sequences in ``late``
         only get tokens that no other prompt can use.
         """
+        self._light_streak = 0
         if self._num_without_prompts >= _MAX_STEPS_WITHOUT_PROMPTS:
             self._num_without_prompts = 0
             plan = self._mixed_plan([], budget, now, starts, late)
@@ -62,6 +67,21 @@ class MixedComposer(StepComposer):
         step = _build(in_flight.next_seq, reason, self._columns(decoding), plan)
         sequences = [*decoding, *plan.sequences]
         return in_flight.add(step, sequences, first_chunk=len(decoding), copies=self._note_chunks(plan))
+
+    def light_prefill(self, budget: int, now: float) -> ScheduledStep | None:
+        """Returns a prefill step of at most ``budget`` tokens with prompts of light keys only.
+
+        Returns None if no prompt of a light key can start or continue, or after ``MAX_LIGHT_STREAK`` of these steps.
+        """
+        state, light_keys = self._state, self.light_keys
+        if self._light_streak >= MAX_LIGHT_STREAK or not light_keys.look(now):
+            return None
+        others = [sequence for sequence in state.running.prefilling if not light_keys.is_light(sequence)]
+        plan = ChunkPlan(state.limits, min(budget, state.limits.max_num_batched_tokens))
+        self._continue_prompts(plan, skip=frozenset(others))
+        self._starter.fill(plan, now, whole=False, only_light=True)
+        self._light_streak += bool(plan)
+        return self._send_prefill(plan, StepReason.PROMPT_READY) if plan else None
 
     def _mixed_plan(
         self, decoding: list[Sequence], budget: int, now: float, starts: SloStarts | None, late: frozenset[Sequence]
@@ -104,6 +124,10 @@ class MixedPolicy(SchedulingPolicy):
         super().__init__(state, composer)
         self._mixed = composer
 
+    def _has_enough_steps(self) -> bool:
+        """Returns True if more than ``decode_steps_ahead`` steps are in flight."""
+        return self._state.in_flight.num_compute_steps > self._state.limits.decode_steps_ahead
+
 
 class Chunked(MixedPolicy):
     """``chunked``: each step has all sequences that can decode, and chunks of prompts fill the rest of a token budget.
@@ -114,6 +138,7 @@ class Chunked(MixedPolicy):
 
     def next_step(self, now: float) -> ScheduledStep | None:
         limits = self._state.limits
-        if self._state.in_flight.num_compute_steps > limits.decode_steps_ahead:
+        if self._has_enough_steps():
             return None
-        return self._mixed.mixed(limits.mixed_step_tokens, now, StepReason.BUDGET_SHARED)
+        step = self._mixed.light_prefill(limits.mixed_step_tokens, now)
+        return step or self._mixed.mixed(limits.mixed_step_tokens, now, StepReason.BUDGET_SHARED)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, ClassVar, Generic, TypeVar
 
 from llm_serving.scheduler.sequence import Sequence
@@ -40,6 +40,10 @@ OUTPUT_WEIGHT = 2
 MAX_IDLE_TENANTS = 1024
 """Maximum number of counters of tenants without waiting requests. The least counters are dropped first: many of them
 would rise anyway when their tenant comes back."""
+
+LIGHT_CREDIT = 1024
+"""Service, in weighted tokens, by which a light key may be ahead of other tenants when its next request starts. So a
+second request that arrives shortly after the first does not wait until the others have caught up."""
 
 DEFAULT_AGEING_S = 30.0
 """Seconds of waiting that outweigh one level of priority."""
@@ -109,6 +113,13 @@ class QueueOrder(Stateful):
     def first(self, now: float) -> Sequence:
         """Returns the sequence that must start next. Raises IndexError if the queue is empty."""
         return self._classes[self._oldest.first()].queue.first()
+
+    def first_of(self, tenants: Iterable[str], now: float) -> Sequence | None:
+        """Returns the next sequence of the light keys ``tenants`` in the first class.
+
+        Returns None if they have none there, or if each is more than ``LIGHT_CREDIT`` ahead of another tenant.
+        """
+        return self._classes[self._oldest.first()].queue.first_of(tenants) if self._classes else None
 
     def start(self, sequence: Sequence) -> None:
         """Removes a sequence from any position of the queue because it starts, and charges its prompt to its tenant."""
@@ -229,6 +240,18 @@ class FairQueue(Stateful):
         """Returns the first sequence of the tenant with the least counter. Raises IndexError if the queue is empty."""
         return self._tenants[self._counters.first()].first()
 
+    def first_of(self, tenants: Iterable[str]) -> Sequence | None:
+        """Returns the first sequence of those of ``tenants`` that are at most ``LIGHT_CREDIT`` ahead of the others.
+
+        Returns None if none of these tenants waits. Costs O(n) for n tenants.
+        """
+        if not self._tenants:
+            return None
+        least = self._counters.counter(self._counters.first())
+        waiting = [self._tenants[tenant] for tenant in tenants if tenant in self._tenants]
+        heads = [each for each in waiting if self._counters.counter(self._tenant(each.first())) <= least + LIGHT_CREDIT]
+        return min(heads, key=_first_key).first() if heads else None
+
     def charge_input(self, sequence: Sequence) -> None:
         """Charges the prompt of a sequence to its tenant."""
         if self._fairness:
@@ -257,6 +280,10 @@ class FairQueue(Stateful):
         else:
             del self._tenants[tenant]
             self._counters.leave(tenant)
+
+
+def _first_key(sequences: KeyedHeap[Sequence]) -> Any:
+    return sequences.key(sequences.first())
 
 
 class VirtualTokenCounters(Stateful):

@@ -30,6 +30,7 @@ from llm_serving.scheduler.block_supply import make_block_supply
 from llm_serving.scheduler.figures import Capacity, Figures
 from llm_serving.scheduler.intake import Intake
 from llm_serving.scheduler.lifecycle import Lifecycle
+from llm_serving.scheduler.light_keys import LightKeys
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
 from llm_serving.scheduler.mixed import Chunked, MixedComposer
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
@@ -80,11 +81,13 @@ class Scheduler:
         self._preemption = Preemption(self._state, self._swapper, self._admission)
         self._lifecycle = Lifecycle(self._state, self._supply, self._preemption, self._admission)
         batching = make_batching_mode(self._state)
-        starter = Starter(self._state, batching, self._supply, self._admission)
+        light_keys = LightKeys(self._state)
+        starter = Starter(self._state, batching, self._supply, self._admission, light_keys)
         composer = MixedComposer(
             self._state,
             starter,
             self._preemption.preempt,
+            light_keys,
             waits_for_prefill=limits.policy is Policy.DECODE_FIRST,
         )
         self._policy = _POLICIES[limits.policy](self._state, composer)
@@ -94,6 +97,7 @@ class Scheduler:
             "preemption": self._preemption,
             **({"swapper": self._swapper} if self._swapper is not None else {}),
             "admission": self._admission,
+            "light_keys": light_keys,
             "batching": batching,
             "composer": composer,
             "policy": self._policy,

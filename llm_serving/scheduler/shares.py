@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 OVERFLOW = 2
 """Size of the queue with all requests that entered by their tenant's share, in multiples of its limit."""
 
@@ -29,6 +31,11 @@ class WaitingShares:
             self._waiting[tenant] = left
         else:
             del self._waiting[tenant]
+
+    @property
+    def by_tenant(self) -> Mapping[str, int]:
+        """Number of waiting requests of each tenant that has any."""
+        return self._waiting
 
     def may_enter(self, tenant: str, limit: int, waiting: int) -> bool:
         """Returns True if a tenant may add a request to the queue, although it already has ``limit`` requests or more.

@@ -32,6 +32,10 @@ Load
     request runs, one request always starts. ``SloStarts`` limits late requests. The policy also reports to the intake
     how many requests can start. The intake refuses further requests, because they would be late from the beginning.
 
+Light keys
+    While light keys are active (``light_keys``), a step is sent shortly before the running one is expected to end. A
+    light key's prompt then waits for the rest of the running step only.
+
 Before the first measurements the policy works like ``chunked``.
 """
 
@@ -48,6 +52,9 @@ from llm_serving.scheduler.state import SchedulerState
 
 LONGEST_STEP = 2.0
 """Maximum time of a step while sequences decode, as a multiple of the objective for the time between tokens."""
+
+MIN_LEAD_S = 0.002
+"""Seconds before the end of the running step at which the next step is sent while light keys are active."""
 
 _MARGIN = 0.1
 """Fraction of an objective that is left for the time of the host and for variations between steps."""
@@ -76,18 +83,33 @@ class Slo(MixedPolicy):
     The policy composes a step when at most ``decode_steps_ahead`` steps are in flight.
     """
 
-    STATE = ("_num_steps", "_model", "_starts")
+    STATE = ("_num_steps", "_model", "_starts", "_runs_until", "_seconds_of_step", "_has_completed")
 
     def __init__(self, state: SchedulerState, composer: MixedComposer) -> None:
         super().__init__(state, composer)
         self._model = StepCostModel()
         self._num_steps = 0
         self._starts = SloStarts(state, state.intake.order)
+        self._runs_until = 0.0
+        """When the agent is expected to have run all steps in flight."""
+        self._seconds_of_step = 0.0
+        """The expected duration of the last step that was sent."""
+        self._has_completed = False
+        """True if a step has completed since ``_runs_until`` was updated."""
 
     def next_step(self, now: float) -> ScheduledStep | None:
-        state, limits = self._state, self._state.limits
-        if state.in_flight.num_compute_steps > limits.decode_steps_ahead:
+        if self._has_enough_steps():
             return None
+        step = self._mixed.light_prefill(self._light_tokens(), now)
+        if step is None and not self._waits_for_light_keys(now):
+            step = self._paced_step(now)
+        if step is not None:
+            self._note_sent(step, now)
+        return step
+
+    def _paced_step(self, now: float) -> ScheduledStep | None:
+        """Returns a step with as many prompt tokens as the objectives need and allow."""
+        state, limits = self._state, self._state.limits
         self._num_steps += 1
         can_start = state.intake and state.running.num_free_rows
         if not (can_start or state.running.num_prefilling) or not self._model.is_known:
@@ -107,6 +129,48 @@ class Slo(MixedPolicy):
 
     def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
         self._model.learn(step, result)
+        self._has_completed = True
+
+    def reset(self) -> None:
+        self._has_completed = False
+
+    def _waits_for_light_keys(self, now: float) -> bool:
+        """Returns True, and sets the wakeup, if the next step would wait long at the agent while light keys are active.
+
+        The prompt of a light key that arrives in this time would wait for the next step, too.
+        """
+        state = self._state
+        if not (state.in_flight.num_compute_steps and self._model.is_known and self._mixed.light_keys.is_active(now)):
+            return False
+        if self._has_completed and state.in_flight.num_compute_steps == 1:
+            self._has_completed = False
+            [step] = [flight.step for flight in state.in_flight if flight.step.kind is not StepKind.MOVE]
+            self._runs_until = now + self._seconds(step)
+        wakeup = self._runs_until - max(MIN_LEAD_S, _MARGIN * self._seconds_of_step)
+        if wakeup <= now:
+            return False
+        state.wake_at(wakeup)
+        return True
+
+    def _note_sent(self, step: ScheduledStep, now: float) -> None:
+        """Updates when the agent is expected to have run all steps in flight, of which ``step`` is the last."""
+        others = self._state.in_flight.num_compute_steps > 1
+        self._seconds_of_step = self._seconds(step)
+        self._runs_until = (max(now, self._runs_until) if others else now) + self._seconds_of_step
+        self._has_completed = False
+
+    def _seconds(self, step: ScheduledStep) -> float:
+        """Predicts the time of a step."""
+        _, num_decoding, num_context, num_prompt_tokens = _counts(step)
+        return self._model.seconds(int(num_decoding), int(num_context), int(num_prompt_tokens))
+
+    def _light_tokens(self) -> int:
+        """Returns the tokens of a step that has prompts of light keys only: as many as fit ``LONGEST_STEP``."""
+        limits, model = self._state.limits, self._model
+        if not model.is_known:
+            return limits.mixed_step_tokens
+        tokens = model.prompt_tokens_within(LONGEST_STEP * limits.tbt_objective * (1.0 - _MARGIN), 0, 0)
+        return int(min(max(tokens, limits.mixed_step_tokens), limits.max_num_batched_tokens))
 
     def _pace(self, now: float) -> _Pace:
         """Returns the limits for the time of the next step, in O(n) for n running sequences."""

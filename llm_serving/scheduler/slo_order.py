@@ -20,7 +20,7 @@ Late
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from llm_serving.request import Request
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
@@ -147,6 +147,16 @@ class SloOrder(QueueOrder):
         if not self._latest_starts or (self.num_late and self._starts_before_late >= LATE_SHARE - 1):
             return super().first(now)
         return self._on_time.first()
+
+    def first_of(self, tenants: Iterable[str], now: float) -> Sequence | None:
+        """Returns the next sequence of the light keys ``tenants`` that is on time, as the base class does.
+
+        Also returns None if late requests have waited for twice ``LATE_SHARE`` starts.
+        """
+        self._move_late(now)
+        if self.num_late and self._starts_before_late >= 2 * LATE_SHARE - 1:
+            return None
+        return self._on_time.first_of(tenants)
 
     def start(self, sequence: Sequence) -> None:
         if sequence not in self._latest_starts or not self.num_late:

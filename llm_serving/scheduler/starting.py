@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from llm_serving.request import RequestStatus
+from llm_serving.scheduler.light_keys import LightKeys
 from llm_serving.scheduler.running import BlockSupply
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo_order import SloStarts
@@ -91,23 +92,43 @@ class Starter:
     """Starts waiting sequences in order. Preempted sequences always start before new ones."""
 
     def __init__(
-        self, state: SchedulerState, batching: BatchingMode, supply: BlockSupply, admission: Admission
+        self,
+        state: SchedulerState,
+        batching: BatchingMode,
+        supply: BlockSupply,
+        admission: Admission,
+        light_keys: LightKeys,
     ) -> None:
         self._state = state
+        self._light_keys = light_keys
         self._batching = batching
         self._supply = supply
         self._admission = admission
 
-    def fill(self, plan: ChunkPlan, now: float, *, whole: bool, starts: SloStarts | None = None) -> None:
+    def fill(
+        self,
+        plan: ChunkPlan,
+        now: float,
+        *,
+        whole: bool,
+        starts: SloStarts | None = None,
+        only_light: bool = False,
+    ) -> None:
         """Starts waiting sequences and adds them to ``plan``. Stops when the step is full or the first sequence cannot
         start.
 
         ``whole``: a prompt that does not fit the free tokens of the step waits for the next step, unless the step is
-        empty. ``starts``, if given, may prevent requests that never ran from starting.
+        empty. ``starts``, if given, may prevent requests that never ran from starting. With ``only_light``, only
+        requests of light keys start.
         """
         intake = self._state.intake
+        self._light_keys.look(now)
         while intake and not plan.is_full:
-            sequence = intake.peek(now)
+            sequence = self._light_keys.first(now)
+            if sequence is None:
+                if only_light:
+                    return
+                sequence = intake.peek(now)
             is_new = sequence.request.first_scheduled_time is None
             reason = self._reason_to_wait(sequence, plan, now, whole, is_new)
             if reason is None and is_new and starts is not None and not starts.may_start(sequence):
@@ -126,7 +147,7 @@ class Starter:
 
         Returns False if it lacks capacity.
         """
-        if self._missing_capacity(sequence) is not None:
+        if self._missing_capacity(sequence, (0, 0)) is not None:
             return False
         self._supply.look_up(sequence)
         self._state.intake.start(sequence, now)
@@ -147,7 +168,7 @@ class Starter:
             return BlockReason.PREEMPTED_FIRST
         if is_new and not self._batching.may_start(sequence, now, joins_step=bool(plan)):
             return BlockReason.BATCH
-        reason = self._missing_capacity(sequence)
+        reason = self._missing_capacity(sequence, self._light_keys.reserve(sequence, now) if is_new else (0, 0))
         if reason is not None:
             self._batching.note_no_capacity()
             self._state.note_no_capacity()
@@ -159,15 +180,16 @@ class Starter:
         exceeds = whole and plan and num_uncomputed > plan.num_free_tokens
         return BlockReason.BATCH if exceeds or not plan.fits(sequence, num_uncomputed) else None
 
-    def _missing_capacity(self, sequence: Sequence) -> BlockReason | None:
+    def _missing_capacity(self, sequence: Sequence, reserve: tuple[int, int]) -> BlockReason | None:
         """Returns the reason why the capacity does not suffice to start ``sequence``: batch rows, blocks or admission.
 
-        Returns None if it suffices.
+        Returns None if it suffices. ``reserve``: the batch rows and the blocks that must stay free for light keys.
         """
         state, running = self._state, self._state.running
-        if not running.num_free_rows:
+        num_rows, num_blocks = reserve
+        if running.num_free_rows <= num_rows:
             return BlockReason.ROWS
-        if not self._supply.fits(sequence, running.reserve(state.limits.watermark_blocks)):
+        if not self._supply.fits(sequence, running.reserve(state.limits.watermark_blocks) + num_blocks):
             return BlockReason.BLOCKS
         if not self._admission.may_start(sequence, running, state.page_use, running.num_changes):
             return BlockReason.ADMISSION

@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+import pytest
+
 from performance.load.options import LoadOptions
+from performance.simulation.light_keys import CASES, Case, simulate_flood
 from performance.simulation.pictures import CONFIG, DEVICE, PUBLISHED_LOAD
 from performance.simulation.requests import generated
 from performance.simulation.runs import NOWHERE, simulate
@@ -52,3 +55,14 @@ def test_slo_keeps_its_goodput_when_objectives_limit_the_rows() -> None:
     peak, overload = (run.figures.good_requests / run.figures.total_time_s for run in runs)
     assert peak > 11.0
     assert overload > 0.95 * peak
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(CASES[0], id="tiny"), pytest.param(CASES[2], id="7b", marks=pytest.mark.sweep)]
+)
+def test_a_flood_from_one_key_leaves_light_keys_their_time_to_first_token(case: Case) -> None:
+    before = simulate_flood(case, (0,), SECONDS, light_keys_first=False)
+    after = simulate_flood(case, (0,), SECONDS, light_keys_first=True)
+    assert before.ratio > 2.5
+    assert after.ratio < 1.6
+    assert after.goodput > 0.95 * after.peak_goodput

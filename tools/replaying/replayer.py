@@ -11,7 +11,7 @@ from typing import Any
 
 from llm_serving.errors import LLMServingError
 from llm_serving.flight.facts import make_request, make_result
-from llm_serving.flight.format import STATE_NAMES, FlightRecordingError, Tag
+from llm_serving.flight.format import FORMAT_VERSION, STATE_NAMES, FlightRecordingError, Tag
 from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN
 from llm_serving.flight.reader import (
     Added,
@@ -144,7 +144,8 @@ class _Replayer:
 
     def _replayable(self, stretch: Stretch) -> list[Segment]:
         for index, segment in enumerate(stretch.segments):
-            if "new" in segment.state or "parts" in segment.state:
+            is_current = segment.header.format_version == FORMAT_VERSION
+            if "new" in segment.state or ("parts" in segment.state and is_current):
                 return stretch.segments[index:]
             self._notes.append(f"segment {segment.header.index} is skipped: {_reason(segment)}")
         raise FlightRecordingError(

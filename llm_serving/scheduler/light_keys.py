@@ -1,0 +1,106 @@
+"""Light keys: tenants with few requests while another tenant has many. Their first tokens do not wait for the others.
+
+A tenant is an API key. A light key has at most a ``LIGHT_SHARE``-th of the requests of the largest tenant, and at least
+one waits or runs. Running and waiting requests count. While no tenant has ``LIGHT_SHARE`` requests, no key is light. So
+with one key, or without keys, nothing changes.
+
+Order
+    A request of a light key starts first, if the key has received at most ``LIGHT_CREDIT`` weighted tokens more than
+    any other waiting tenant. A key that comes back has the least counter, so this is the usual case. The bounds of
+    ``queue_order`` grow by this credit, and nobody starves. A light key never overtakes preempted requests, or requests
+    of a higher priority.
+
+Reserve
+    After a light key has waited, other keys leave a few batch rows and blocks free for ``MEMORY_S`` seconds. So the
+    next request of a light key need not wait until another request ends.
+
+Steps
+    A policy with mixed steps gives the prompts of light keys a prefill step of their own. After ``MAX_LIGHT_STREAK`` of
+    these steps, the next step has other requests, too. Policy ``slo`` also sends the step that follows the running one
+    as late as possible for ``MEMORY_S`` seconds. A light key's prompt would wait for both steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from llm_serving.scheduler.limits import BatchingStrategy
+from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.snapshot import Stateful
+from llm_serving.scheduler.state import SchedulerState
+
+LIGHT_SHARE = 16
+"""The largest tenant has at least this number of times the requests of a light key."""
+
+MEMORY_S = 30.0
+"""Seconds for which the reserve is kept after a light key has waited."""
+
+RESERVED_ROWS_SHARE = 16
+RESERVED_BLOCKS_SHARE = 32
+"""One of this number of batch rows, or of blocks, is reserved."""
+
+MAX_LIGHT_STREAK = 2
+"""Maximum number of consecutive steps that have prompts of light keys only."""
+
+
+class LightKeys(Stateful):
+    """Knows which tenants are light keys, and what is reserved for them."""
+
+    STATE = ("_last_wait",)
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        limits = state.limits
+        self._is_on = limits.fairness and limits.light_keys_first and limits.batching is BatchingStrategy.CONTINUOUS
+        self._num_rows = max(1, limits.max_num_seqs // RESERVED_ROWS_SHARE) if limits.max_num_seqs > 1 else 0
+        self._last_wait: float | None = None
+        self._counts: Counter[str] = Counter()
+        """Waiting and running requests of each tenant."""
+        self._limit = 0
+        """Maximum number of requests of a light key. 0 if no key is light."""
+
+    def look(self, now: float) -> bool:
+        """Counts the requests of each tenant, and returns True if a light key was seen within ``MEMORY_S`` seconds."""
+        state = self._state
+        intake = state.intake
+        if not self._is_on or not intake.has_tenants:
+            return False
+        counts = self._counts = Counter(sequence.request.tenant for sequence in state.running)
+        counts.update(intake.waiting_by_tenant)
+        self._limit = max(counts.values(), default=0) // LIGHT_SHARE
+        if self._limit and any(counts[tenant] <= self._limit for tenant in intake.waiting_by_tenant):
+            self._last_wait = now
+        return self.is_active(now)
+
+    def is_active(self, now: float) -> bool:
+        """Returns True if a light key has waited within the last ``MEMORY_S`` seconds."""
+        return self._last_wait is not None and now < self._last_wait + MEMORY_S
+
+    def is_light(self, sequence: Sequence) -> bool:
+        """Returns True if the last call of ``look`` found that a sequence belongs to a light key."""
+        return 0 < self._counts[sequence.request.tenant] <= self._limit
+
+    def first(self, now: float) -> Sequence | None:
+        """Returns the request of a light key that starts next. None if there is none, or if others go first.
+
+        Uses the counts of the last call of ``look``.
+        """
+        intake = self._state.intake
+        if not self._limit or not intake or intake.num_preempted:
+            return None
+        light = [tenant for tenant in intake.waiting_by_tenant if 0 < self._counts[tenant] <= self._limit]
+        if not light:
+            return None
+        sequence = intake.order.first_of(light, now)
+        if sequence is None or sequence.request.priority > intake.peek(now).request.priority:
+            return None
+        return sequence
+
+    def reserve(self, sequence: Sequence, now: float) -> tuple[int, int]:
+        """Returns how many batch rows and how many blocks must stay free if ``sequence`` starts.
+
+        Nothing is reserved while no sequence runs. So the others wait only for rows that will become free.
+        """
+        if not self.is_active(now) or self.is_light(sequence) or not len(self._state.running):
+            return 0, 0
+        return self._num_rows, self._state.limits.num_blocks // RESERVED_BLOCKS_SHARE

@@ -1,0 +1,217 @@
+"""Tests light keys: tenants with few requests while another tenant has many. The clock is virtual."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from llm_serving.flight.reader import read_recording
+from llm_serving.request import Request
+from llm_serving.scheduler.light_keys import LIGHT_SHARE, MAX_LIGHT_STREAK, MEMORY_S
+from llm_serving.scheduler.limits import Policy
+from llm_serving.scheduler.output import ScheduledStep
+from support.fakes import make_limits, make_request
+from support.recorded_runs import recorded_simulation
+from support.simulation import Simulation, random_run
+from tools.replaying.replayer import replay
+
+POLICIES = list(Policy)
+FILLING = [policy for policy in POLICIES if policy is not Policy.DECODE_FIRST]
+"""The policies under which one key fills all batch rows."""
+ROWS = 32
+RESERVED = ROWS // 16
+MANY = {"num_blocks": 600, "max_num_seqs": ROWS, "decode_batch_size": ROWS, "max_num_batched_tokens": 128}
+
+
+def ask(name: str, tenant: str, max_tokens: int = 30, *, arrival: float = 0.0) -> Request:
+    request = make_request(name, 6, max_tokens, arrival=arrival)
+    request.tenant = tenant
+    return request
+
+
+def heavy(count: int, max_tokens: int = 30) -> list[Request]:
+    return [ask(f"h{index}", "heavy", max_tokens + index % 7) for index in range(count)]
+
+
+def running(simulation: Simulation, tenant: str) -> int:
+    return sum(sequence.request.tenant == tenant for sequence in simulation.scheduler._running)
+
+
+def flooded(policy: Policy, *, light_keys_first: bool = True) -> Simulation:
+    """Returns a simulation in which a heavy key has all batch rows and many waiting requests."""
+    limits = make_limits(**MANY, policy=policy, light_keys_first=light_keys_first, decode_steps_ahead=0)
+    simulation = Simulation(limits)
+    simulation.add(*heavy(4 * ROWS))
+    for _ in range(60):
+        if running(simulation, "heavy") == ROWS:
+            return simulation
+        simulation.step()
+    raise AssertionError("the heavy key does not fill the rows")
+
+
+def steps_to_start(simulation: Simulation, request: Request) -> int:
+    """Adds a request, and returns the number of steps until it starts."""
+    simulation.add(request)
+    for number in range(500):
+        simulation.schedule()
+        if request.first_scheduled_time is not None:
+            return number
+        simulation.answer()
+    raise AssertionError("the request does not start")
+
+
+def finish_one(simulation: Simulation, request: Request) -> None:
+    while not request.is_finished:
+        simulation.step()
+
+
+@pytest.mark.parametrize("policy", FILLING)
+def test_the_second_request_of_a_light_key_finds_a_free_row(policy: Policy) -> None:
+    simulation = flooded(policy)
+    first = ask("l0", "light", 20)
+    steps_to_start(simulation, first)
+    finish_one(simulation, first)
+    for _ in range(40):
+        simulation.step()
+    assert running(simulation, "heavy") == ROWS - RESERVED
+    assert steps_to_start(simulation, ask("l1", "light")) <= 1
+    simulation.finish()
+
+
+def test_without_the_setting_nothing_is_reserved() -> None:
+    simulation = flooded(Policy.CHUNKED, light_keys_first=False)
+    first = ask("l0", "light", 20)
+    steps_to_start(simulation, first)
+    finish_one(simulation, first)
+    for _ in range(8):
+        simulation.step()
+    assert running(simulation, "heavy") > ROWS - RESERVED
+    simulation.finish()
+
+
+@pytest.mark.parametrize("policy", FILLING)
+def test_the_reserve_ends_when_no_light_key_was_seen_for_some_time(policy: Policy) -> None:
+    simulation = flooded(policy)
+    simulation.add(*heavy_later(4 * ROWS))
+    first = ask("l0", "light", 1)
+    steps_to_start(simulation, first)
+    finish_one(simulation, first)
+    simulation.now += MEMORY_S
+    most = 0
+    for _ in range(80):
+        simulation.step()
+        most = max(most, running(simulation, "heavy"))
+    assert most == ROWS
+    simulation.finish()
+
+
+def heavy_later(count: int) -> list[Request]:
+    return [ask(f"later{index}", "heavy", 20 + index % 5) for index in range(count)]
+
+
+@pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])
+def test_the_prompt_of_a_light_key_gets_a_step_of_its_own(policy: Policy) -> None:
+    simulation = flooded(policy)
+    warm = ask("l0", "light", 1)
+    steps_to_start(simulation, warm)
+    finish_one(simulation, warm)
+    for _ in range(40):
+        simulation.step()
+    request = ask("l1", "light")
+    steps_to_start(simulation, request)
+    [step] = [each for each in simulation.steps if request in each.requests]
+    assert step.requests == [request]
+    simulation.finish()
+
+
+@pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])
+def test_light_keys_leave_steps_to_the_others(policy: Policy) -> None:
+    """A new light key arrives before each step. The heavy key still decodes after ``MAX_LIGHT_STREAK`` steps."""
+    simulation = flooded(policy)
+    for index in range(60):
+        simulation.add(ask(f"l{index}", f"light{index}", 1, arrival=simulation.now))
+        simulation.step()
+    streak = longest = 0
+    for step in simulation.steps:
+        streak = streak + 1 if only_light(step) else 0
+        longest = max(longest, streak)
+    assert longest == MAX_LIGHT_STREAK
+    simulation.finish()
+
+
+def only_light(step: ScheduledStep) -> bool:
+    return all(request.tenant.startswith("light") for request in step.requests)
+
+
+def test_a_light_key_that_always_waits_does_not_starve_the_others() -> None:
+    """The simulation also checks the bound of the virtual token counters at every start."""
+    simulation = flooded(Policy.SLO)
+    before = running_ids(simulation)
+    live: list[Request] = []
+    for index in range(1500):
+        live = [request for request in live if not request.is_finished]
+        if len(live) < 4:
+            live.append(ask(f"l{index}", "light", 30, arrival=simulation.now))
+            simulation.add(live[-1])
+        simulation.step()
+        if len(simulation.requests) < LIGHT_SHARE * 6:
+            break
+    assert running_ids(simulation).isdisjoint(before)
+    started = {request.request_id for step in simulation.steps for request in step.requests}
+    assert sum(name.startswith("h") for name in started) > 2 * ROWS
+    simulation.finish()
+
+
+def running_ids(simulation: Simulation) -> set[str]:
+    return {s.request.request_id for s in simulation.scheduler._running if s.request.tenant == "heavy"}
+
+
+@pytest.mark.parametrize("tenant", ["", "only"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_with_one_key_or_none_no_step_changes(policy: Policy, tenant: str) -> None:
+    def steps(light_keys_first: bool) -> list[tuple[object, ...]]:
+        rng = random.Random(5)
+        simulation = Simulation(make_limits(policy=policy, light_keys_first=light_keys_first))
+        requests = [ask(f"r{index}", tenant, rng.randint(1, 20)) for index in range(120)]
+        random_run(simulation, requests, rng, aborts=0.02)
+        return [(s.kind, s.reason, s.rows, s.token_ids, s.starts, s.query_lens) for s in simulation.steps]
+
+    assert steps(True) == steps(False)
+
+
+def mixed_requests(rng: random.Random) -> list[Request]:
+    """Returns the requests of a heavy key and of light keys, in random order. Some have another priority."""
+    requests = [*heavy(90, 8), *(ask(f"l{index}", f"light{index % 5}", 6) for index in range(30))]
+    for request in requests:
+        request.priority = rng.choice((0, 0, 0, 1))
+    rng.shuffle(requests)
+    return requests
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_runs_lose_no_request_row_or_block(policy: Policy, seed: int) -> None:
+    """The simulation compares every text, and checks rows, blocks and counters after each operation."""
+    rng = random.Random(seed)
+    rows = rng.choice((2, 8, 24))
+    limits = make_limits(policy=policy, num_blocks=90, max_num_seqs=rows, decode_batch_size=rows,
+                         num_host_blocks=rng.choice((0, 40)), prefix_cache=rng.random() < 0.5)  # fmt: skip
+    simulation = Simulation(limits)
+    random_run(simulation, mixed_requests(rng), rng, aborts=0.02)
+    assert simulation.scheduler.is_idle
+
+
+@pytest.mark.parametrize("policy", [Policy.SLO, Policy.CHUNKED, Policy.PREFILL_FIRST])
+def test_a_recording_with_light_keys_replays_identically(tmp_path: Path, policy: Policy) -> None:
+    rng = random.Random(3)
+    simulation, recorder = recorded_simulation(
+        tmp_path, 1 << 18, policy=policy, num_blocks=200, max_num_seqs=24, decode_batch_size=24
+    )
+    random_run(simulation, mixed_requests(rng), rng, aborts=0.02)
+    recorder.close()
+    stretch = read_recording(tmp_path)[-1]
+    result = replay(stretch)
+    assert result.difference is None
+    assert result.num_steps > 50
