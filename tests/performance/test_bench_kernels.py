@@ -18,7 +18,6 @@ from performance.bench.kernel_main import (
     names_out_of,
     row_of,
 )
-from performance.bench.plots import plot_kernels
 from performance.bench.roofline import Numbers, Operator
 from performance.bench.step_kernels import StepKernels, step_of
 from support.small_configs import REPOSITORY
@@ -119,6 +118,8 @@ def test_unknown_names_are_rejected() -> None:
 
 def test_a_run_writes_rows_ceilings_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("performance.bench.kernel_main.measure_ceilings", lambda threads: CEILINGS)
+    from performance.bench.plots import plot_kernels  # imports matplotlib, which most test processes do not need
+
     result = tmp_path / "kernels.json"
     assert main(["--only", "sample greedy", "--seconds", "0", "--json", str(result)]) == 0
     content = json.loads(result.read_text())

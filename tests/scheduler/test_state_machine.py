@@ -176,7 +176,7 @@ def play_all(seeds: range, **changes: Any) -> Counter[str]:
     return seen
 
 
-@pytest.mark.parametrize("part", with_sweeps([(part,) for part in range(10)], lambda part: part >= 4))
+@pytest.mark.parametrize("part", with_sweeps([(part,) for part in range(10)], lambda part: part >= 2))
 def test_invariants_hold_in_any_script(part: int) -> None:
     seen = play_all(range(part * 30, part * 30 + 30))
     for event in ("cached starts", "chunks", "preemptions", "refused for good"):
@@ -186,7 +186,7 @@ def test_invariants_hold_in_any_script(part: int) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 def test_every_policy_works_with_any_number_of_steps_ahead(policy: str, ahead: int) -> None:
-    play_all(range(10_000, 10_010), policy=policy, decode_steps_ahead=ahead)
+    play_all(range(10_000, 10_004), policy=policy, decode_steps_ahead=ahead)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
