@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.requests import Request
 
 from llm_serving.errors import RequestError
-from llm_serving.request import FinishReason, RequestOutput
+from llm_serving.request import FinishReason, RequestOutput, TokenLogits
 from llm_serving.server.answer_grammar import answer_constraint
 from llm_serving.server.answer_plan import (
     AnswerPlan,
@@ -27,7 +27,7 @@ from llm_serving.server.generation import Answer, Generation
 from llm_serving.server.json_pieces import EncodedList
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.limits import MAX_LOGPROBS
-from llm_serving.server.logprobs import chat_entries
+from llm_serving.server.logprobs import chat_entries, prompt_entries
 from llm_serving.server.openai_answer import TOOL_CALLS, DeltaWriter, message_of
 from llm_serving.server.openai_stream import (
     FINISH,
@@ -37,6 +37,7 @@ from llm_serving.server.openai_stream import (
     response_of,
     stop_reason_json,
 )
+from llm_serving.server.prompt_scores import check_prompt_scores, scoring_choices
 from llm_serving.server.prompts import Prompt, check_choices, check_prompt, encode_chat, max_output_tokens
 from llm_serving.server.protocol import IGNORED, MaxTokens, Messages, SamplingFields, TemplateValues
 from llm_serving.server.sampling import Choice, base_sampling, make_choices
@@ -72,6 +73,9 @@ class ChatRequest(ToolFields, SamplingFields):
     top_logprobs: int | None = Field(
         default=None, ge=0, le=MAX_LOGPROBS, description="Number of best tokens with log-probabilities, for each token."
     )
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_LOGPROBS, description="Number of best tokens at each position of the prompt."
+    )
 
 
 async def create_chat_completion(state: ServerState, request: Request) -> AnyResponse:
@@ -86,12 +90,18 @@ async def create_chat_completion(state: ServerState, request: Request) -> AnyRes
         has_limit = body.max_tokens is not None or body.max_completion_tokens is not None
         work = search_answers(generation, body, None, has_limit=has_limit)
     else:
-        work = generation.answers(keep_logits=bool(body.logprobs))
+        if body.prompt_logprobs is not None:
+            name, n, top = "prompt_logprobs", body.n or 1, body.prompt_logprobs
+            generation.scoring = scoring_choices(state, generation.request_id, generation.choices, n, top, name)
+        work = generation.answers(keep_logits=bool(body.logprobs) or bool(generation.scoring))
     answers = await run_while_connected(state.active, request.receive, work)
     if body.use_beam_search:
         for answer in answers:
             generation.note_tokens(answer.choice.index, answer.token_ids)
-    return await response_of(generation, "chat.completion", answers, partial(_choice, generation, body, plan))
+    num_choices = len(generation.choices)
+    scores = [token for answer in answers[num_choices:] for token in answer.logits]
+    choice, more = partial(_choice, generation, body, plan), partial(_prompt_members, generation, body, scores)
+    return await response_of(generation, "chat.completion", answers[:num_choices], choice, len(scores), more)
 
 
 async def start_chat(
@@ -136,6 +146,8 @@ def _check(body: ChatRequest) -> None:
             param="max_tokens",
             code="invalid_value",
         )
+    if body.prompt_logprobs is not None:
+        check_prompt_scores("prompt_logprobs", stream=bool(body.stream), beams=bool(body.use_beam_search))
     check_stream_options(body)
     check_beam_fields(body)
 
@@ -170,6 +182,17 @@ async def _prompt(state: ServerState, body: ChatRequest) -> Prompt:
     return await encode_chat(state, messages, tools=tools, template_values=template_values(state, body))
 
 
+def _prompt_members(generation: Generation, body: ChatRequest, scores: Sequence[TokenLogits]) -> dict[str, object]:
+    """Return vLLM's members of the response about the prompt, which all choices share."""
+    members: dict[str, object] = {}
+    if body.return_token_ids:
+        members["prompt_token_ids"] = EncodedList(generation.choices[0].prompt.token_ids)
+    if body.prompt_logprobs is not None:
+        entries = prompt_entries(generation.state.engine.tokenizer, scores, body.prompt_logprobs)
+        members["prompt_logprobs"] = EncodedList(entries)
+    return members
+
+
 def _choice(generation: Generation, body: ChatRequest, plan: AnswerPlan | None, answer: Answer) -> dict[str, Any]:
     logprobs = None
     if body.logprobs:
@@ -197,7 +220,10 @@ class ChatStream(OpenAIStream):
     def events(self, choice: Choice, piece: RequestOutput) -> bytes:
         events = []
         if self.count(choice, piece):
-            events.append(self.event(choice.index, _ROLE, self.token_ids(choice, (), first=True)))
+            more = b""
+            if self.wants_token_ids:
+                more = b',"prompt_token_ids":' + orjson.dumps(list(choice.prompt.token_ids))
+            events.append(self.event(choice.index, _ROLE, self.token_ids(choice, (), first=True), more=more))
         logprobs = b"null"
         if self._logprobs is not None and piece.logits:
             entries = list(chat_entries(self.tokenizer, piece.logits, self._logprobs))

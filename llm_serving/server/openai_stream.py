@@ -30,12 +30,14 @@ async def response_of(
     answers: Sequence[Answer],
     choice: Callable[[Answer], dict[str, Any]],
     num_prompt_items: int = 0,
+    more: Callable[[], dict[str, object]] | None = None,
 ) -> AnyResponse:
     """Return a response that is not streamed.
 
     ``kind`` is the value of the response's member ``object``, OpenAI's name for the kind of a response. The function
     ``choice`` makes one member of ``choices`` from an answer. If the response is long, another thread calls ``choice``.
-    ``num_prompt_items`` is the number of log-probabilities of prompts in the response.
+    ``num_prompt_items`` is the number of log-probabilities of prompts in the response. ``more`` makes further members
+    of the response.
     """
     num_output_tokens = sum(len(answer.token_ids) for answer in answers)
     head, tail = _head(generation, kind), {"usage": _usage(generation, num_output_tokens)}
@@ -43,7 +45,8 @@ async def response_of(
         tail["receipt"] = generation.receipt()
 
     def build() -> dict[str, Any]:
-        return head | {"choices": [choice(answer) for answer in answers]} | tail
+        members: dict[str, Any] = {} if more is None else more()
+        return head | {"choices": [choice(answer) for answer in answers]} | tail | members
 
     return await whole_response(generation.request_id, count_items(answers) + num_prompt_items, build)
 
@@ -91,7 +94,7 @@ class OpenAIStream(ABC):
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._open = b"data: " + orjson.dumps(_head(generation, self.object))[:-1]
         self._head = self._open + b',"choices":[{"index":'
-        self._tail = b'}],"usage":null}\n\n' if self._include_usage else b"}]}\n\n"
+        self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
         self._started: set[int] = set()
         self._num_output_tokens = 0
 
@@ -116,9 +119,12 @@ class OpenAIStream(ABC):
         self._started.add(choice.index)
         return True
 
-    def event(self, index: int, *fields: bytes) -> bytes:
-        """Return one chunk for choice ``index``. ``fields`` are encoded JSON members, each with a comma before it."""
-        return b"".join((self._head, b"%d" % index, *fields, self._tail))
+    def event(self, index: int, *fields: bytes, more: bytes = b"") -> bytes:
+        """Return one chunk for choice ``index``. ``fields`` are encoded JSON members, each with a comma before it.
+
+        ``more`` are such members of the chunk itself.
+        """
+        return b"".join((self._head, b"%d" % index, *fields, b"}]", more, self._tail))
 
     def token_ids(self, choice: Choice, token_ids: Sequence[int], first: bool) -> bytes:
         """Return the JSON member ``token_ids`` if the request asked for it. ``first`` adds ``prompt_token_ids``."""

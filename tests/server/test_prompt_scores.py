@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -57,3 +58,16 @@ def test_a_server_without_masks_refuses(server: HttpServer, fields: dict[str, An
         response = plain.post("/v1/completions", {"prompt": "a", **fields})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == next(iter(fields))
+
+
+def test_a_chat_has_the_ids_and_scores_of_its_prompt_next_to_the_choices(server: HttpServer) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "n": 2, "max_tokens": 2, "return_token_ids": True}
+    tokens = server.post("/tokenize", {"messages": body["messages"]}).json()["tokens"]
+    answer = server.post("/v1/chat/completions", body | {"prompt_logprobs": 1}).json()
+    assert answer["prompt_token_ids"] == tokens
+    assert answer["prompt_logprobs"][0] is None
+    assert [next(iter(one)) for one in answer["prompt_logprobs"][1:]] == [str(one) for one in tokens[1:]]
+    assert [len(choice["token_ids"]) for choice in answer["choices"]] == [2, 2]
+    lines = server.post("/v1/chat/completions", body | {"stream": True}).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [tokens] * 2
