@@ -103,6 +103,11 @@ class _Launcher:
             listen(settings.server_ip, settings.server_port, backlog=2048, key="serving_config.server_port")
         )
         admin_socket, unix_socket = self._more_sockets(owned)
+        telemetry = config.telemetry_config
+        if telemetry.traces_endpoint is not None:
+            from llm_serving.tracing.export import check_packages
+
+            check_packages()  # before the agents start
         executors = self._executors(owned)
         leftovers = remove_leftovers()
         # Started early, because the agents load the model while this process imports its modules.
@@ -132,8 +137,14 @@ class _Launcher:
         log.event("server_start", version=__version__, pid=os.getpid(), config=asdict(config))
         for line in unused_lines(config.unused):
             log.event("settings_unused", message=line)
-        use_vllm_names = config.telemetry_config.vllm_metric_names
-        metrics = Metrics(vllm_model=config.model_name if use_vllm_names else None)
+        metrics = Metrics(vllm_model=config.model_name if telemetry.vllm_metric_names else None)
+        tracing = None
+        if telemetry.traces_endpoint is not None:
+            from llm_serving.tracing.export import Tracing
+
+            ratio = telemetry.trace_sample_ratio
+            tracing = Tracing(telemetry.traces_endpoint, ratio, config.model_name, __version__, metrics.trace_spans)
+            owned.callback(tracing.close)
         keys = os.environ.get(ENVIRONMENT_VARIABLE, "")
         tls = self._tls = open_tls(settings, log)
         access = self._access = open_access(settings, keys, log, metrics.access_refused, rotation)
@@ -150,7 +161,7 @@ class _Launcher:
         engine = AsyncEngine(config, tokenizer, executors, new_detokenizer, log, metrics, record=record)
         engine.start()
         stop_http = asyncio.Event()
-        app, others = create_app(engine, log, metrics, config, access), []
+        app, others = create_app(engine, log, metrics, config, access, tracing), []
         if admin_socket is not None:
             app, administration = split_administration(app)
             others.append(Listener(admin_socket, administration, tls=tls is not None))

@@ -39,6 +39,13 @@ class FinishReason(enum.Enum):
     """The server could not continue. ``RequestOutput.error`` has the reason."""
 
 
+class TraceSource(Protocol):
+    """The trace of an HTTP request, which makes a trace for each of its sequences. See ``llm_serving.tracing``."""
+
+    def sequence(self) -> RequestTrace:
+        """Return the trace of one more sequence."""
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulingParams:
     """The urgency and the tenant of a request. These parameters do not change the request's tokens.
@@ -54,9 +61,23 @@ class SchedulingParams:
     tbt_objective: float | None = None
     deadline: float | None = None
     group: str = ""
+    trace: TraceSource | None = None
+    """Makes the trace of the request's sequences. None if the request is not traced."""
 
 
 DEFAULT_SCHEDULING = SchedulingParams()
+
+
+class RequestTrace(Protocol):
+    """Collects the spans of one sequence. See ``llm_serving.tracing``."""
+
+    def step(
+        self, sent: float, done: float, kind: str, sequences: int, tokens: int, parts_us: tuple[int, int, int], /
+    ) -> None:
+        """Note a step that returned a token. The engine thread calls this method."""
+
+    def end(self, request: Request, output: RequestOutput, timings: RequestTimings, /) -> None:
+        """Emit the spans of the sequence, which has ended. Does not block. The event loop calls this method."""
 
 
 class ConstraintError(Exception):
@@ -137,6 +158,8 @@ class Request:
     constraint: Constraint | None = None
     """Says which tokens may follow. None if every token may."""
     receipt: Receipt = field(default_factory=Receipt)
+    trace: RequestTrace | None = None
+    """Collects the times of steps for the spans of the sequence. None if the sequence is not traced."""
 
     def __post_init__(self) -> None:
         if not self.receipt.start_us:

@@ -14,7 +14,7 @@ from llm_serving.config.lookup import find_config_file, has_ascend
 from llm_serving.config.resolve import Resolver
 from llm_serving.config.sections import SECTIONS
 from llm_serving.config.source import COMMAND_LINE, RawConfig
-from llm_serving.config.validation import agents_of_graphs, check_model_name, check_serving
+from llm_serving.config.validation import agents_of_graphs, check_model_name, check_serving, check_telemetry
 from llm_serving.errors import ConfigError
 from llm_serving.formats.strict_yaml import parse_yaml, read_yaml_mapping
 from llm_serving.formats.typed_fields import short_repr
@@ -39,6 +39,7 @@ def load_config(path_or_name: str, overrides: Sequence[str] = (), *, ascend: boo
         notes.append(f"{file}: {reason}")
     unused = find_unused(raw, sections)
     check_serving(raw, sections["serving_config"], sections["parallel_config"])
+    check_telemetry(raw, sections["telemetry_config"])
     check_model_name(raw, sections["model_config"].model_name)
     own = {name: section for name, section in sections.items() if name in SECTIONS}
     resolver = Resolver(raw, own, has_ascend(os.environ) if ascend is None else ascend, notes, unused)

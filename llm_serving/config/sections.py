@@ -447,12 +447,25 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryConfig:
-    """Metrics for other systems, see `docs/observability.md`."""
+    """Metrics and traces for other systems, see `docs/observability.md`."""
 
     vllm_metric_names: bool = own(
         False,
         "Repeat metrics in `/metrics` under the names of vLLM. vLLM's dashboards and the Gateway API Inference "
         "Extension then work without changes.",
+    )
+    traces_endpoint: str | None = own(
+        None,
+        "URL to which traces are sent with OTLP over HTTP, for example `http://localhost:4318/v1/traces`. Needs `pip "
+        "install 'llm-serving[tracing]'`.",
+        null="no traces",
+    )
+    trace_sample_ratio: float = own(
+        1.0,
+        "Fraction of the requests without a header `traceparent` that are traced. A request with the header is traced "
+        "if its flag `sampled` is set.",
+        low=0.0,
+        high=1.0,
     )
 
 

@@ -12,7 +12,7 @@ from llm_serving.access.key_store import ENVIRONMENT_VARIABLE
 from llm_serving.config.config import Config
 from llm_serving.config.model_section import ModelConfig
 from llm_serving.config.parallel_section import MAX_RANKS, ParallelConfig
-from llm_serving.config.sections import PagedAttentionConfig, ServingConfig
+from llm_serving.config.sections import PagedAttentionConfig, ServingConfig, TelemetryConfig
 from llm_serving.config.source import RawConfig
 from llm_serving.model.number_formats import (
     AUTO,
@@ -29,6 +29,14 @@ from llm_serving.model.shape import ModelShape
 MAX_CACHE_SLOTS = 2**31 - 1
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", re.IGNORECASE)
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_telemetry(raw: RawConfig, telemetry: TelemetryConfig) -> None:
+    """Check the URL of the collector of traces."""
+    endpoint = telemetry.traces_endpoint
+    if endpoint is not None and not re.fullmatch(r"https?://[^/\s@]+/\S*", endpoint):
+        problem = "must be a URL with a path and without a password, as http://localhost:4318/v1/traces"
+        raise raw.error("telemetry_config.traces_endpoint", endpoint, problem)
 
 
 def check_serving(raw: RawConfig, serving: ServingConfig, parallel: ParallelConfig) -> None:

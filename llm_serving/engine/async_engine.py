@@ -350,6 +350,8 @@ class AsyncEngine:
                 f" {in_ms(now - arrival)} ms. Allow more time.",
                 param="deadline_ms",
             )
+        if scheduling.trace is not None:
+            self._core.note_traces()
         defaults = self.config.scheduler_config
         ttft, tbt = scheduling.ttft_objective, scheduling.tbt_objective
         return Request(
@@ -366,6 +368,7 @@ class AsyncEngine:
             tbt_objective=defaults.tbt_objective_ms / 1000.0 if tbt is None else tbt,
             deadline=deadline,
             receipt=Receipt(now),
+            trace=None if scheduling.trace is None else scheduling.trace.sequence(),
         )
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:

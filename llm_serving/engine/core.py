@@ -135,6 +135,11 @@ class EngineCore:
 
     # Any thread
 
+    def note_traces(self) -> None:
+        """Pass the times of steps to the traces of requests from now on. Any thread may call this method."""
+        for replica in self._replicas:
+            replica.has_traces = True
+
     def submit(self, command: Command) -> None:
         """Give the engine thread a command and wake it."""
         self._commands.append(command)

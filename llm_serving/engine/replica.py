@@ -54,6 +54,8 @@ class Replica:
         """True if the agents are lost and are not restarted."""
         self.wakeup: float | None = None
         """The time at which the scheduler must be called again even if no event arrives."""
+        self.has_traces = False
+        """True once a request was traced. Traces then get the times of steps."""
         self.num_steps = 0
         """Steps that completed without an error, since the start."""
         self.wants_canary = False
@@ -116,6 +118,11 @@ class Replica:
         if result.aborted:
             return outputs
         self._metrics.step(step, result, now - sent, detokenise_s)
+        if self.has_traces:
+            parts_us = result.queue_us, result.graph_us, result.sample_us
+            for update in updates:
+                if (trace := update.request.trace) is not None and update.token_id is not None:
+                    trace.step(sent, now, step.kind.value, step.num_seqs, step.num_tokens, parts_us)
         self._num_completed += 1
         if result.error is None:
             self.num_steps += 1

@@ -51,6 +51,8 @@ class RequestLog:
         self._log.event("request_end", **fields)
         self._metrics.request_end(output, reason, timings)
         self._metrics.objectives(objectives)
+        if request.trace is not None:
+            request.trace.end(request, output, timings)
 
 
 def met_objectives(request: Request, timings: RequestTimings) -> Mapping[str, bool]:

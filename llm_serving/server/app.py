@@ -26,6 +26,8 @@ from llm_serving.server.state import AnyResponse, Endpoint, ServerSettings, Serv
 from llm_serving.server.validation import clip
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
+from llm_serving.tracing.export import Tracing
+from llm_serving.tracing.trace import TRACE, HttpTrace
 
 
 def create_app(
@@ -34,10 +36,11 @@ def create_app(
     metrics: Metrics,
     config: Config | ServerSettings,
     access: AccessControl | None = None,
+    tracing: Tracing | None = None,
 ) -> ServerApp:
     """Make the ASGI application that serves ``engine``. ``metrics`` reads its gauges from the engine's status.
 
-    Without ``access``, every client may send requests.
+    Without ``access``, every client may send requests. Without ``tracing``, no request is traced.
     """
     settings = config if isinstance(config, ServerSettings) else ServerSettings.from_config(config)
     metrics.bind(engine.status)
@@ -45,7 +48,7 @@ def create_app(
     grammars = None
     if settings.structured_outputs:
         grammars = GrammarCompiler(engine.tokenizer, settings.vocab_size, sorted(engine.end_token_ids))
-    return ServerApp(ServerState(engine, log, metrics, settings, ENDPOINTS, access, grammars))
+    return ServerApp(ServerState(engine, log, metrics, settings, ENDPOINTS, access, grammars, tracing))
 
 
 def split_administration(app: ServerApp) -> tuple[ServerApp, ServerApp]:
@@ -77,6 +80,9 @@ class ServerApp:
         access, visit = self.state.access, None
         try:
             headers = Headers(scope=scope)
+            if self.state.tracing is not None and scope["method"] == "POST":
+                traceparent = headers.get("traceparent")
+                scope[TRACE] = self.state.tracing.begin(traceparent, "POST", scope["path"], scope[RECEIVED_AT])
             origin = check_origin(headers, self.state.settings)
             if origin is not None:
                 scope[STREAM_CHANNEL].add_headers(cors_headers(origin))
@@ -96,6 +102,9 @@ class ServerApp:
             scope.pop(STREAM_CHANNEL, None)  # breaks a reference cycle, because the channel refers to the scope
             if visit is not None:
                 visit.leave()
+            trace: HttpTrace | None = scope.pop(TRACE, None)
+            if trace is not None:
+                trace.end(time.monotonic())
 
 
 class _Route:
@@ -136,6 +145,9 @@ def _note_response(state: ServerState, scope: Scope, route: str, status: int) ->
     visit: Visit | None = scope.get(VISIT)
     if visit is not None:
         visit.route, visit.status = route, status
+    trace: HttpTrace | None = scope.get(TRACE)
+    if trace is not None:
+        trace.route, trace.status = route, status
 
 
 def _error_response(state: ServerState, scope: Scope, error: Exception) -> Response:

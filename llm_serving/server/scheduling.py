@@ -14,6 +14,7 @@ from llm_serving.request import SchedulingParams
 from llm_serving.server.limits import MAX_MILLISECONDS, MAX_NAME_CHARS, MAX_PRIORITY
 from llm_serving.server.state import ServerSettings
 from llm_serving.server.validation import LaxModel, RequestModel, request_error
+from llm_serving.tracing.trace import TRACE
 
 Priority = Annotated[
     int | None,
@@ -79,6 +80,7 @@ def scheduling_of(fields: SchedulingFields, request: Request, settings: ServerSe
         ttft_objective=_seconds(values["ttft_objective_ms"]),
         tbt_objective=_seconds(values["tbt_objective_ms"]),
         deadline=_seconds(values["deadline_ms"]),
+        trace=request.scope.get(TRACE),
     )
 
 

@@ -29,6 +29,7 @@ from llm_serving.server.responses.store import ResponseStore
 from llm_serving.server.validation import RequestModel, short
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
+from llm_serving.tracing.export import Tracing
 
 _NOT_READY = {
     "starting": "The model is still being loaded; try again in a few seconds.",
@@ -166,6 +167,8 @@ class ServerState:
     """API keys and audit log. None if there are neither."""
     grammars: GrammarCompiler | None = None
     """Compiles the grammars of structured output. None if it is turned off."""
+    tracing: Tracing | None = None
+    """Traces requests. None if traces are off."""
     active: ActiveRequests = field(default_factory=ActiveRequests)
     profile: RunningProfile = field(default_factory=RunningProfile)
     loop_watch: LoopWatch = field(default_factory=LoopWatch)

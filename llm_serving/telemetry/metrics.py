@@ -65,6 +65,10 @@ class Metrics:
         self._refused_access = self._counter(
             "llm_serving_access_refused", "Requests that access control refused, by reason.", "reason"
         )
+        spans = self._counter(
+            "llm_serving_trace_spans", "Spans of traces that were exported, or dropped (collector away).", "result"
+        )
+        self._spans = {result: spans.labels(result) for result in ("exported", "dropped")}
         self.registry.register(DroppedLinesCollector())
         self._present = StatusCollector()
         self.registry.register(self._present)
@@ -274,6 +278,10 @@ class Metrics:
         """
         self._stall.set(seconds)
         self._busy_stall.set(busy_seconds)
+
+    def trace_spans(self, result: str, count: int) -> None:
+        """Count spans that were ``exported`` or ``dropped``. Any thread may call this method."""
+        self._spans[result].inc(count)
 
     def exposition(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""

@@ -1,0 +1,1 @@
+"""OpenTelemetry traces of requests, off by default."""
