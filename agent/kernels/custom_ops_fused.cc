@@ -23,8 +23,8 @@ namespace {
 
 // Number of rows that an MLP computes at a time, so that the intermediate results of these rows stay in the cache.
 constexpr int64_t kMlpRows = 256;
-// Minimum number of rows per thread at which each thread computes its own rows. With fewer rows, all threads share the
-// work of one call.
+// Minimum number of rows per thread at which each thread computes its own rows (for_row_pieces()). With fewer rows, all
+// threads work on the same rows.
 constexpr int64_t kThreadRows = 128;
 
 int64_t row_bytes(DType dtype, int64_t width) { return size_of(dtype) * width; }

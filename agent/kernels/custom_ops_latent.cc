@@ -77,7 +77,7 @@ int out_of(const Tensors& t) { return t.count - 1; }
 
 // The intermediate results of the operator, with one row for each token.
 struct LatentMemory {
-  char* normed;    // [T, query_rank]; null if query_rank is 0
+  char* normed;    // latent queries after their norm: [T, query_rank]; null if query_rank is 0
   char* queries;   // [T, heads * head_dim]; null if the queries are in `joined`
   char* absorbed;  // queries in the form of cache rows: [T, heads * cache_dim]
   char* attended;  // results of the attention: [T, heads * cache_dim]

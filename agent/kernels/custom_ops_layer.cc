@@ -31,7 +31,7 @@ enum LayerArgument {
 // have a norm.
 enum FormField { kNumLayers, kWindow, kHeadNorms, kFormFields };
 
-// A matrix that one inner operator writes and a later inner operator reads.
+// A matrix between two of the operators that a layer runs: one operator writes the matrix, a later one reads it.
 struct Between {
   const char* dtype;
   int64_t shape[2];

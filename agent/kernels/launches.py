@@ -192,9 +192,9 @@ def record_any_size(
     Each range of ``memory`` begins at the same address for every size. The two steps must not have the same ratio of
     tokens to sequences, unless tokens and sequences are equal in every step.
 
-    ``fuses`` is explained in ``RecordedLaunches.generalise``. This function does not replay the launches; the caller
-    must compare the results of a replay with those of the graph. Raises RecordingError if the launches cannot be
-    replayed. Exceptions of ``runs`` and ``all_agree`` are passed on.
+    With ``fuses``, one function replaces several launches where plugin/fusion.h allows this. This function does not
+    replay the launches; the caller must compare the results of a replay with those of the graph. Raises RecordingError
+    if the launches cannot be replayed. Exceptions of ``runs`` and ``all_agree`` are passed on.
     """
     memory, reason = list(memory), ""
     made: list[RecordedLaunches | None] = []

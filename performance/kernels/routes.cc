@@ -36,7 +36,8 @@ Routes routes;
 constexpr int64_t kMaxChosen = 32;
 
 // Records the experts `ids` that a row chose. If an earlier run is followed and its set of experts for this row
-// differs, replaces `ids` and returns true. `logit` returns the router logit of an expert, up to a constant.
+// differs, replaces `ids` and returns true. `logit` returns the router logit of an expert, up to a constant that is the
+// same for all experts of the row.
 template <class Id, class Logit>
 bool take_row(Id* ids, int64_t count, const Logit& logit) {
   const size_t at = routes.chosen.size(), end = at + static_cast<size_t>(count);

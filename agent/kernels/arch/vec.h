@@ -64,8 +64,8 @@ LLMK_INLINE void store_part(T* p, Vec v, int64_t n) {
 }
 
 // Returns exp(x) with an error of about 1 ulp for -87.3 <= x <= 88.3. Returns 0 below this range and exp(88.3) above
-// it. A NaN stays a NaN. Reduces the range to |r| <= ln(2)/2 and uses the polynomial of degree 6 of Cephes' expf (S. L.
-// Moshier).
+// it. A NaN stays a NaN. Writes x as n * ln(2) + r with |r| <= ln(2)/2. For e^r, uses the polynomial of degree 6 of
+// Cephes' expf (S. L. Moshier).
 LLMK_INLINE Vec exponential(Vec x) {
   constexpr float kLowest = -87.33654f, kHighest = 88.37626f;
   const Vec clamped = maximum(broadcast(kLowest), minimum(broadcast(kHighest), x));

@@ -20,7 +20,8 @@ namespace llmk {
 namespace {
 
 constexpr auto kSpinTime = std::chrono::microseconds(20);
-constexpr auto kAttentiveTime = std::chrono::microseconds(200);  // spin time during a step; see set_attentive()
+// How long idle threads spin during a step (set_attentive()).
+constexpr auto kAttentiveTime = std::chrono::microseconds(200);
 constexpr int kMaxThreads = 256;
 
 void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
@@ -245,7 +246,8 @@ struct Scratch {
 void run_parallel(int64_t count, TaskFunction function, void* context) { pool().run(count, function, context); }
 
 void run_stretches(int64_t count, TaskFunction function, void* context) {
-  if (inside_task) return run_parallel(count, function, context);  // a task runs the whole loop in its own thread
+  // A loop that a task starts runs completely in the thread of the task.
+  if (inside_task) return run_parallel(count, function, context);
   const int64_t threads = count < num_threads() ? count : num_threads();
   Stretch stretches[kMaxThreads];
   for (int64_t i = 0; i < threads; ++i) stretches[i].set(count * i / threads, count * (i + 1) / threads);

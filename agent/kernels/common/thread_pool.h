@@ -74,7 +74,7 @@ enum ScratchSlot : int {
   kScratchBest = 10,       // largest logit of each row (used by the calling thread)
   kScratchLayer = 11,      // data between the operators of a layer (used by the calling thread)
   kScratchExperts = 12,    // activations sorted by expert (used by the calling thread)
-  kScratchParts = 13,      // products with the parts of a weight (used by the calling thread)
+  kScratchParts = 13,      // products with each part of a weight in parts (used by the calling thread)
   kScratchLaidOut = 14,    // keys and values of a sequence in the layout of the cache (used by the calling thread)
   kScratchLengths = 15,    // lengths of sequences (used by the calling thread)
   kScratchStatic = 16,     // scales and offsets of static inputs, and scales of rows (used by the calling thread)

@@ -16,7 +16,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr auto kSpinTime = std::chrono::microseconds(50);
-constexpr long kSleepNanoseconds = 20'000'000;  // how often a sleeping process checks whether the group is down
+// Nanoseconds of sleep before a process checks again whether the group is down.
+constexpr long kSleepNanoseconds = 20'000'000;
 
 // Sleeps if `*word` is still `expected`, until publish() wakes this word or the timeout expires. The futex is not
 // private, because several processes share the word.

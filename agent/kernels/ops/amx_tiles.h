@@ -59,11 +59,11 @@ template <int T>
 LLMK_INLINE void clear_tile() {
   __asm__ volatile("tilezero %%tmm%c0" ::"i"(T));
 }
-template <int S, int X, int W>  // signed X times unsigned W
+template <int S, int X, int W>  // S += X * W, where tile X has signed bytes and tile W unsigned bytes
 LLMK_INLINE void multiply_bytes() {
   __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));
 }
-template <int S, int X, int W>  // unsigned X times signed W
+template <int S, int X, int W>  // S += X * W, where tile X has unsigned bytes and tile W signed bytes
 LLMK_INLINE void multiply_unsigned_bytes() {
   __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));
 }

@@ -173,7 +173,8 @@ struct QuantizedRows {
 };
 
 bool wants_quantized_rows(const void* blob);                                 // true: the weight takes int8 activations
-int64_t quantized_rows_bytes(const void* blob, int64_t rows);                // bytes of its QuantizedRows
+// Bytes of the QuantizedRows that the weight needs for `rows` rows.
+int64_t quantized_rows_bytes(const void* blob, int64_t rows);
 // Places the arrays of QuantizedRows in `memory`, which is aligned to 64 bytes.
 QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory);
 
@@ -205,8 +206,8 @@ int check_linear(const char* op, const LinearArgs& args);
 constexpr int64_t kPanelColumns = 64;
 
 struct WeightShape {
-  int64_t panels, step_depth, step_bytes;  // depths in one step of a panel, and bytes of the step
-  int64_t steps, group_steps, groups;      // steps of the whole depth and of a full group, number of groups
+  int64_t panels, step_depth, step_bytes;  // number of panels, depths in one step of a panel, bytes of this step
+  int64_t steps, group_steps, groups;      // number of steps in the whole depth and in a full group, number of groups
   int64_t scale_bytes;                     // bytes of the scales and zero points of one group
   int64_t panel_bytes;
 };

@@ -19,7 +19,7 @@ static_assert(kTileSteps == kAmxSteps, "16 steps of a vector are a tile");
 
 struct ByteTiles16 {
   using X = int8_t;
-  static constexpr int64_t kDepth = 4 * kAmxSteps;  // depths of one tile product
+  static constexpr int64_t kDepth = 4 * kAmxSteps;  // number of depths that one tile product covers
   static constexpr Scaling kScaling = Scaling::kUnsignedBoth;
   template <int S, int A, int W>
   LLMK_INLINE void multiply_tiles() {
@@ -46,7 +46,8 @@ static inline bool fits_tiles(const LinearJob& job) {
   return job.header.depth % (kAmxSteps * job.shape.step_depth) == 0;
 }
 
-// Prefetches the next chunk of weights into the L2 cache, a few lines at a time, because more would delay the loads.
+// Prefetches the next chunk of weights into the L2 cache, a few lines at a time, because many prefetches at once would
+// delay the loads of the tiles.
 //
 // Prefetches four pages at the same time, because one page alone does not use the whole memory bandwidth. The hardware
 // prefetcher follows each page separately, at most 20 lines ahead.
@@ -320,7 +321,7 @@ struct GroupedTiles {
     }
   }
 
-  static constexpr int kTogether = 4;  // number of groups in progress; each has one tile of sums
+  static constexpr int kTogether = 4;  // number of groups whose sums are computed together, each in its own tile
   using Products = int32_t[kAmxRows][kLanes];
 
   // For one vector of columns, computes total = fma(float(sum of a group), scale, total) in the order of the groups.

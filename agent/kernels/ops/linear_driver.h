@@ -27,7 +27,7 @@ struct Piece {
   int64_t half_bytes;  // bytes from the first half of the steps to the second half
   int64_t begin, end, bytes;
   bool first;
-  const uint8_t* next;      // the next piece, of about the same size
+  const uint8_t* next;      // weights of the next piece, which is about as large as this piece
   int64_t next_half_bytes;  // `half_bytes` of the next piece
 };
 
@@ -223,8 +223,8 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
       any_tile<Form, 4>(job, piece, first, count, tile_sums, nullptr);
     } else if (fetching == 2 && !tall) {
       any_tile<Form, 2>(job, piece, first, count, tile_sums, next);
-    // Four or more tiles need one line each per step. Two tall tiles also need only one, because a tall tile reads a
-    // panel in halves and takes twice as many steps.
+    // Each of four or more tiles prefetches one cache line per step. Each of two tall tiles also prefetches only one
+    // line, because it reads a panel in halves and takes twice as many steps.
     } else {
       any_tile<Form, 1>(job, piece, first, count, tile_sums, next);
     }

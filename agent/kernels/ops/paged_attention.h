@@ -19,7 +19,7 @@ struct PagedTask {
   int64_t seq, first_row, rows;
   int64_t head, heads;               // kv heads [head, head + heads)
   int64_t first_part, end_part;      // partitions of this task
-  int64_t seen, parts;               // the rows see the partitions [seen, parts)
+  int64_t seen, parts;               // the rows see keys of the partitions [seen, parts) of the context
   int64_t join;                      // index of the PagedJoin; -1 if this task covers all partitions
 };
 
@@ -27,7 +27,8 @@ struct PagedTask {
 // combines the results of all partitions.
 struct PagedJoin {
   int64_t waiting;
-  float* parts;  // [heads][rows][partitions seen][part_floats]: best, mass, padding, then sums
+  // [heads][rows][partitions seen][part_floats]: `best` and `mass` of SoftmaxState, padding, then its `sums`.
+  float* parts;
 };
 
 struct PagedPlan {
@@ -83,7 +84,7 @@ static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask tas
     task.join = ranges > 1 ? 0 : -1;
     for (task.first_part = task.seen; task.first_part < task.parts; task.first_part = task.end_part) {
       task.end_part = smaller(task.parts, task.first_part + per_range);
-      // One task writes the new keys and also reads them, so it reaches to the end of the context.
+      // The task that writes the new keys also reads them. Therefore its partitions reach to the end of the context.
       if (task.end_part > written_part) task.end_part = task.parts;
       add(task);
     }
@@ -277,8 +278,8 @@ static inline void place_values(const RotaryAttentionArgs& args, const HeadTile&
 struct TaskMemory {
   TaskRows all;
   PanelMemory panels;
-  BlockMemory block[2];     // attend_blocks() uses both, other functions the first
-  float* buffer;            // for write_tokens() and load_rotated()
+  BlockMemory block[2];     // attend_blocks() uses both entries, other functions only the first
+  float* buffer;            // working memory of write_tokens() and load_rotated()
   int64_t *visible, *first;  // [rows]: a row sees keys [first, visible); null `first`: 0
 };
 

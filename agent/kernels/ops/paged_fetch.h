@@ -124,7 +124,8 @@ class TileFetch {
     pieces_[count_++] = {reinterpret_cast<const char*>(first & ~uintptr_t{63}), lines};
   }
 
-  static constexpr int kPieces = 256;  // maximum number of pieces; further pieces are not prefetched
+  // Maximum number of contiguous pieces of memory; further pieces are not prefetched.
+  static constexpr int kPieces = 256;
   struct Piece {
     const char* at;
     int64_t lines;

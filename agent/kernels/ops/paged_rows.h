@@ -52,10 +52,11 @@ struct SoftmaxState {
 
 // The rows of a task. Row r of head h has number h * rows + r.
 struct TaskRows {
-  int64_t heads, rows, dim, padded_dim, query_units;  // query_units: units of a query in one pass
+  // `query_units` is the number of units of a query in one pass (Int8Form has two passes).
+  int64_t heads, rows, dim, padded_dim, query_units;
   const int64_t* visible;                             // [rows]: a row sees keys before this position; ascending
   const int64_t* first;                               // [rows]: first key that a row sees; null: key 0 for all rows
-  Unit* queries;                                      // [heads * rows][passes][query_units]
+  Unit* queries;                                      // packed queries: [heads * rows][passes][query_units]
   // [heads * rows]: the factor of a score. It includes log2(e), because weights are computed as powers of two.
   float* factors;
   // [heads * rows]: offset of the integer sums, used by Int8ScoreProduct
@@ -81,7 +82,7 @@ struct GroupRange {
 // Memory of a block of rows. The row with number h * rows + r is row r of head h of the block.
 struct BlockMemory {
   float* scores;      // [rows][kScoreStride]; kPartition entries are used
-  Unit* weights;      // [rows][kWeightStride]: a row begins with [passes][units of a partition]
+  Unit* weights;      // softmax weights [rows][kWeightStride]: a row begins with [passes][units of a partition]
   float* steps;       // [rows]: factor by which sums of weight * value are multiplied
   SoftmaxState part;  // softmax of this partition
 };

@@ -46,7 +46,8 @@ struct Int8Form {
 
   // Uses a polynomial of degree 4, because its error is about as large as the rounding error of a 16-bit weight.
   static LLMK_MEMBER Vec power(Vec x) { return coarse_power_of_two<4>(x); }
-  static constexpr float kLargestQuery = 16319.0f;  // query = high * 2^7 + low with two int8: at most 127 * 2^7 + 63
+  // A query is high * 2^7 + low with two int8 numbers, so it is at most 127 * 2^7 + 63.
+  static constexpr float kLargestQuery = 16319.0f;
   static constexpr float kLargestWeight = 65535.0f;
 
   template <bool kWhole>

@@ -41,14 +41,14 @@ struct RotaryAttentionArgs {
   void* out;
   void* key_cache;
   void* value_cache;
-  const float* cos;  // [table_rows, dim]
+  const float* cos;  // table of the rotary embedding: [table_rows, dim]
   const float* sin;
   const int32_t* positions;     // [tokens]: row of cos and sin for each token
   const int32_t* slots;         // [tokens]; a negative slot: the key and value of the token are not written
-  const int32_t* block_tables;  // [num_seqs, table_width]
+  const int32_t* block_tables;  // [num_seqs, table_width]: the blocks of each sequence
   const int32_t* context_lens;  // [num_seqs]
   const int32_t* query_lens;    // [num_seqs]
-  const int64_t* query_starts;  // [num_seqs], filled by the checks
+  const int64_t* query_starts;  // [num_seqs]: first query row of each sequence; filled by the checks
   const void* query_gamma;      // [dim] of dtype, or null: no norm
   const void* key_gamma;
   int64_t tokens, num_seqs, table_width, table_rows;
@@ -64,8 +64,9 @@ struct RotaryAttentionArgs {
   bool ready;
   // Only used with `ready`. True: cache blocks have the layout of this operator. False: the layout of the primitives.
   bool laid_out;
-  const int64_t* key_starts;  // [num_seqs]; only used with `ready` and without block tables
-  const int64_t* first_keys;  // [tokens]; only used with `ready`; null: all 0
+  // [num_seqs]: first key row of each sequence; only used with `ready` and without block tables.
+  const int64_t* key_starts;
+  const int64_t* first_keys;  // [tokens]: first key that each token sees; only used with `ready`; null: all 0
 };
 
 // A row sees the keys at positions [first_key(), visible_keys()). Row number token * group + head of a sequence is a

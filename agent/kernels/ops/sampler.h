@@ -26,20 +26,21 @@ struct SampleArgs {
   const float* frequency_penalty;
   const uint64_t* seed;
   const int32_t* sample_position;
-  const int32_t* num_top_logits;        // -1: none, and logsumexp becomes 0 without being computed
+  // Number of largest logits to report; -1: none, and logsumexp becomes 0 without being computed.
+  const int32_t* num_top_logits;
   const int32_t* do_sample;             // 0: the row is skipped and its token is -1; null: no row is skipped
   const int32_t* best_ids;              // largest logit's id, the smaller id on a tie; -1 or null: not known
   const int32_t* const* history;        // [rows]: token ids of each row, prompt first; null: no row has penalties
   const int32_t* history_lens;          // prompt + output
   const int32_t* history_prompt_lens;   // number of prompt tokens in `history`
-  const int32_t* mask_number;           // from 1, number of a mask in `masks`; 0 or null: every token is allowed
+  const int32_t* mask_number;  // number of the row's mask in `masks`, counted from 1; 0 or null: every token is allowed
   const uint32_t* masks;                // [num_masks, mask_words]; id allowed: bit id % 32 of word id / 32 is 1
   int64_t num_masks, mask_words;
   int32_t* sampled_ids;
   float* sampled_logit;
   float* logsumexp;
-  int32_t* top_ids;   // [rows, kMaxTopLogits]
-  float* top_logits;  // [rows, kMaxTopLogits]
+  int32_t* top_ids;   // [rows, kMaxTopLogits]: the tokens with the largest logits
+  float* top_logits;  // [rows, kMaxTopLogits]: the logits of top_ids
   const int32_t* table_rows;  // [rows]: index in last_tokens; only read if last_tokens is set
   int32_t* last_tokens;       // entry table_rows[i] receives the token of row i; may be null
   int64_t last_tokens_size;
@@ -52,7 +53,8 @@ bool has_penalties(const SampleArgs& args);
 // nothing has been written.
 int sample(const SampleArgs& args);
 
-// Philox4x32-10 (Salmon et al., SC 2011).
+// The random number generator Philox4x32-10 (Salmon et al., SC 2011): writes the four random numbers of a counter and a
+// key to `out`.
 void philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
 
 }  // namespace llmk

@@ -22,7 +22,8 @@ struct StepCopyArgs {
   const int32_t* rows;             // [S]
   const int32_t* do_sample;        // [S]
   const int32_t* num_top_logits;   // [S]
-  const int32_t* row_last_tokens;  // [num_rows], negative: the batch row has none; null: lowest_token stays
+  // [num_rows]: last token of each batch row, negative: there is none; null: lowest_token stays.
+  const int32_t* row_last_tokens;
   int32_t* own_token_ids;          // [T]; this array and the following arrays receive the copies
   int32_t* own_positions;
   int32_t* own_slot_mapping;

@@ -139,7 +139,7 @@ struct Broadcast {
   int64_t sizes[kMostAxes];
   int64_t strides[2][kMostAxes];  // in elements; 0 on an axis along which the operand is repeated
 
-  void add(int64_t size, int64_t a, int64_t b) {  // appends an axis inside the others
+  void add(int64_t size, int64_t a, int64_t b) {  // appends an axis, which becomes the innermost axis
     if (size == 1) return;
     count *= size;
     const int last = axes - 1;

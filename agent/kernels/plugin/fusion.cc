@@ -275,7 +275,7 @@ class Finder {
     return -1;
   }
 
-  // Returns whether a launch after number `last` reads the value.
+  // Returns whether a launch after number `last` reads output number `output` of launch `writer`.
   bool outlives(int writer, size_t output, int last) const {
     const int value = of(writer).values[output];
     const auto is_value = [value](const Result& result) { return result.value == value; };

@@ -26,7 +26,7 @@ class ScalarInputs : public KernelInputInfo {
   explicit ScalarInputs(KernelInputInfo* source) : source_(source), inputs_(source->GetInputSize()) {
     for (size_t i = 0; i < inputs_; ++i) scalars_.push_back(source->IsScalarInput(i));
   }
-  // Makes the inputs of an operator that takes only tensors.
+  // For an operator that takes only tensors: none of its `inputs` inputs is a number or a list.
   explicit ScalarInputs(size_t inputs) : source_(nullptr), inputs_(inputs), scalars_(inputs, false) {}
   void close() { source_ = nullptr; }
   // Finds the lists that MindSpore read from an input of the graph. A replay reads them again from that memory.

@@ -61,8 +61,9 @@ LLMK_INLINE void hide(Vec& a) { __asm__ volatile("" : "+x"(a.low), "+x"(a.high))
 LLMK_INLINE void hide(Ints& a) { __asm__ volatile("" : "+x"(a.low), "+x"(a.high)); }
 LLMK_INLINE void hide(BroadcastQuad& a) { __asm__ volatile("" : "+x"(a.even), "+x"(a.odd)); }
 #else
+// The constraint "m" means memory: these vectors are wider than a register, so they are in memory.
 template <class T>
-LLMK_INLINE void hide(T& a) {  // "m": the vectors are wider than a register, so they are in memory
+LLMK_INLINE void hide(T& a) {
   __asm__ volatile("" : "+m"(a));
 }
 #endif

@@ -53,7 +53,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 // 10^9 operations per second of all threads together. Other processes can only slow a round down, so the fastest round
 // is the nearest to the machine's limit.
 double measure_rate(int64_t (*loop)(int64_t), double seconds) {
-  constexpr int64_t kSteps = 200000;  // about a millisecond
+  constexpr int64_t kSteps = 200000;  // number of steps of a round, which takes about a millisecond
   const StandardFloatingPoint scope;
   const double operations = static_cast<double>(loop(1)) * kSteps * num_threads() * 1e-9;
   double best = 0;
