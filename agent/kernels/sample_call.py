@@ -271,7 +271,10 @@ def _set_histories(
     prompt_lens: Sequence[int] | Int32Array | None,
     num_rows: int,
 ) -> list[Any]:
-    """Fills the history fields. Returns the objects that must stay alive during the call."""
+    """Writes the addresses of the token histories and their lengths to ``args``, the arguments of the C sampler.
+
+    Returns the objects that own this memory. They must stay alive during the call.
+    """
     if histories is None:
         if args.history is not None:
             args.history = args.history_lens = args.history_prompt_lens = None

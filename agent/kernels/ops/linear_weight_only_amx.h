@@ -158,7 +158,9 @@ class TiledWeightOnly {
 
   const LinearJob& job_;
   const int64_t rows_, row_blocks_;
-  const bool folds_, keeps_;  // keeps_: all sums stay in memory, because the next block of weights adds to them
+  // folds_: each group has its own scales, so its scaled sums are added to the totals. keeps_: all sums stay in memory,
+  // because the next block of weights adds to them.
+  const bool folds_, keeps_;
   const bfloat_t* x_;
   float *sums_, *totals_;
   Step last_ = {}, stored_ = {};

@@ -29,7 +29,7 @@ struct Launch {
   std::vector<void*> placed;     // addresses of the arguments at a replay
   std::vector<int> ndims;
   std::vector<int64_t> sizes;
-  std::vector<Length> lengths;  // rules for the sizes; empty: the sizes never change
+  std::vector<Length> lengths;  // the rule for each entry of `sizes`; empty: the sizes never change
   std::vector<int64_t*> shapes;
   std::vector<const char*> dtypes;
   std::unique_ptr<ScalarInputs> scalars;
