@@ -78,7 +78,7 @@ class ChatRequest(ToolFields, SamplingFields):
     )
 
 
-async def create_chat_completion(state: ServerState, request: Request) -> AnyResponse:
+async def _create_chat_completion(state: ServerState, request: Request) -> AnyResponse:
     """Handle ``POST /v1/chat/completions``: answer a conversation ``n`` times, streamed or not."""
     state.check_queue(tenant_of(request))
     body = await read_request(ChatRequest, request, state.settings.max_body_bytes)
@@ -129,7 +129,7 @@ async def chat_prompt(state: ServerState, body: ChatRequest) -> Prompt:
 
 ENDPOINTS = (
     Endpoint(
-        "POST", "/v1/chat/completions", create_chat_completion, "OpenAI: answer a conversation.", ChatRequest,
+        "POST", "/v1/chat/completions", _create_chat_completion, "OpenAI: answer a conversation.", ChatRequest,
         '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}',
     ),
 )  # fmt: skip

@@ -75,7 +75,7 @@ class CompletionRequest(SamplingFields):
     )
 
 
-async def create_completion(state: ServerState, request: Request) -> AnyResponse:
+async def _create_completion(state: ServerState, request: Request) -> AnyResponse:
     """Handle ``POST /v1/completions``: continue each prompt ``n`` times, streamed or not."""
     state.check_queue(tenant_of(request))
     body = await read_request(CompletionRequest, request, state.settings.max_body_bytes)
@@ -103,7 +103,7 @@ async def create_completion(state: ServerState, request: Request) -> AnyResponse
 
 ENDPOINTS = (
     Endpoint(
-        "POST", "/v1/completions", create_completion, "OpenAI: continue prompts.", CompletionRequest,
+        "POST", "/v1/completions", _create_completion, "OpenAI: continue prompts.", CompletionRequest,
         '{"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}',
     ),
 )  # fmt: skip

@@ -162,8 +162,8 @@ class _Recorder(Metrics):
         super().__init__(process=False)
         self.steps: list[StepTime] = []
 
-    def step(self, step: ScheduledStep, result: StepResult, seconds: float) -> None:
-        super().step(step, result, seconds)
+    def step(self, step: ScheduledStep, result: StepResult, seconds: float, detokenise_seconds: float) -> None:
+        super().step(step, result, seconds, detokenise_seconds)
         graph_s, sample_s = result.graph_us * 1e-6, result.sample_us * 1e-6
         self.steps.append(StepTime(step.kind.value, step.num_seqs, step.num_tokens, graph_s, sample_s))
 
