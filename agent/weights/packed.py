@@ -225,7 +225,8 @@ class LinearPacker:
         if spec.float32:
             return _Plan("float32", 0, None)
         if spec.head_rows is not None:
-            # Weights of single heads stay floats: they are small, and quantising them would cost much quality.
+            # The projections of MLA that are multiplied head by head stay floats. They are small, and quantising them
+            # would cost much quality.
             return _Plan(self._dtype, 0, None)
         if self._packing.keeps_floats or (stored is None and wanted == AUTO):
             return _Plan(self._dtype, 0, None)

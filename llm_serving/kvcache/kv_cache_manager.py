@@ -192,7 +192,7 @@ class KVCacheManager:
 
     @property
     def prefix_index(self) -> PrefixIndex:
-        """The index of cached blocks, which has their contents."""
+        """The index of cached blocks. It knows the tokens of each block."""
         return self._pool.index
 
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:

@@ -134,7 +134,10 @@ def figures(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceili
 def _decode_least(
     case: Case, steps: int, shape: ModelShape, numbers: Numbers, ceilings: Ceilings, *, by_blocks: bool = False
 ) -> float:
-    """Returns the minimum seconds of the last ``steps`` decode steps of a case, when all its sequences run."""
+    """Returns the seconds that the hardware needs at least for the last ``steps`` decode steps of a case.
+
+    All sequences of the case run in these steps.
+    """
     first = case.prompt + case.new - steps
     return decode_seconds(shape, case.batch, first, steps, numbers, ceilings, by_blocks=by_blocks)
 

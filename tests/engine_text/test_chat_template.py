@@ -118,7 +118,7 @@ HOSTILE = [
         "{{ ns.x | string }}", "{{ '%s' % ns.x }}", "{{ ns.x ~ '' }}", "{{ ns.x is eq [] }}",
         "{{ dict(a=ns.x).items() }}", "{{ [ns.x, ns.x] | sort }}",
     )),
-    *(TUPLES + end for end in (  # a tuple is the key of a dictionary; computing its hash visits all its elements
+    *(TUPLES + end for end in (  # expensive: each lookup computes the hash of a tuple, which visits all its elements
         "{{ {ns.x: 1} }}", "{{ {1: 1}.get(ns.x) }}", "{{ {1: 1}[ns.x] }}", "{{ ns.x in {1: 1} }}",
         "{{ ns.x not in {1: 1} }}",
     )),

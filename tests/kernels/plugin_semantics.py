@@ -286,7 +286,10 @@ class Extremes(nn.Cell):
 
 @pytest.mark.parametrize("dtype", ["float32", *DTYPES])
 def test_smallest_nan_and_columns(dtype: str) -> None:
-    """NaN comes after all numbers among the smallest elements, and also among the largest."""
+    """``topk`` treats NaN as larger than all numbers, so NaN comes last among the smallest elements.
+
+    ``index_select`` takes columns of the table, and ``nan_to_num`` replaces NaN and infinities.
+    """
     kind = {"float32": ms.float32, **DTYPES}[dtype]
     graph = Extremes()
     graph.set_inputs(dynamic(None, None, dtype=kind), dynamic(None, dtype=ms.int64))

@@ -177,8 +177,8 @@ struct GroupedForm {
     }
   }
 
-  // A single row reads the weights in memory order, half group by half group. The hardware prefetchers follow this
-  // single stream faster than software prefetches could.
+  // A single row reads the weights in memory order: first one half of the columns of a quantisation group, then the
+  // other half. The hardware prefetchers follow this single stream faster than software prefetches could.
   static void stream_row(const LinearJob& job, const Piece& piece, int64_t row, float* sums) {
     Vec total[2][1][2];
     start<1, 2>(piece, 0, sums, total[0]);

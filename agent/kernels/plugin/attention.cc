@@ -20,7 +20,8 @@ static int check_heads(const Call& call, const RotaryAttentionArgs& args, int64_
                      static_cast<long long>(key_width), static_cast<long long>(args.kv_heads));
 }
 
-// Reads the arguments that both primitives have at the same places: query 0, key 1, value 2, the output last.
+// Reads the arguments that PagedAttention and FlashAttentionScore have at the same places: query 0, key 1, value 2, and
+// the output last.
 static RotaryAttentionArgs ready_args(const Call& call) {
   RotaryAttentionArgs args{};
   args.ready = true;
