@@ -70,6 +70,10 @@ REPETITIONS = (
 They repeat a guarantee for another type or op table, so only ``make test-sweeps`` runs them.
 """
 
+# MindSpore contains protobuf messages that only protobuf's Python implementation accepts. MindSpore chooses this
+# implementation when it is imported, which is too late if a test of the traces has imported protobuf before.
+os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
+
 # The tests start hundreds of processes. Without cached bytecode, each process compiles the same sources again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
