@@ -3,7 +3,7 @@
 The program starts a server with several API keys. Light keys send a few requests per second. Heavy keys send the
 overload. Four measurements follow each other:
 
-  alone     the latencies of the light keys without any other load
+  alone     the latencies of the light keys without any other load. The same requests follow under overload
   peak      the largest goodput, which is the number of requests per second that meet their objectives. The request rate
             doubles until the goodput is clearly below the rate. Then several rates around this goodput are measured
   overload  the goodput and the latencies while four heavy keys and the light keys send requests. Together the heavy
@@ -74,6 +74,8 @@ KEPT_SHARE = 0.9
 MIN_GOODPUT_SHARE = 0.95
 MAX_REFUSAL_MS = 20.0
 MAX_LIGHT_TTFT_RATIO = 1.5
+LIGHT_SEED = 500_000
+"""Added to the seed of the two loads with light keys. So both loads have the same light requests at the same times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
             f"scheduler_config.tbt_objective_ms={parsed.slo_tpot_ms:g}",
             f"scheduler_config.max_waiting_requests={parsed.max_waiting}",
             f"serving_config.api_keys_file={keys.file}",
+            # The light keys send the same prompts twice. A cached prompt would not be computed.
+            "scheduler_config.prefix_cache=false",
             *parsed.settings,
         ]
         print("starting the server", file=sys.stderr)
@@ -143,14 +147,14 @@ class Study:
         peak = max(rows, key=lambda row: float(row["goodput_per_s"]))
         light_rate = parsed.light_share * peak["rate"] / LIGHT_KEYS
         light = [self._keys.load(f"light-{i}", light_rate) for i in range(LIGHT_KEYS)]
-        alone = self._load(light, parsed.duration)
+        alone = self._load(light, parsed.duration, LIGHT_SEED)
         rate = parsed.factor * peak["rate"]
         self._limit_heavy_keys(peak["goodput_per_s"])
         heavy = [self._keys.load(f"heavy-{name}", rate / len(HEAVY_KEYS)) for name in HEAVY_KEYS]
         _progress(f"overload with {rate:.0f} requests/s")
         before = psutil.cpu_times()
         with sampled(MEMORY_INTERVAL_S, children_mib) as memory:
-            flood = self._load([*heavy, *light], parsed.duration)
+            flood = self._load([*light, *heavy], parsed.duration, LIGHT_SEED)
         stolen = _stolen_share(before, psutil.cpu_times())
         figures = self._figures(peak["goodput_per_s"], alone, flood)
         third = max(1, len(memory) // 3)
@@ -171,9 +175,10 @@ class Study:
             "goals": _goals(figures),
         }  # fmt: skip
 
-    def _load(self, loads: Sequence[KeyLoad], duration_s: float) -> FloodRun:
+    def _load(self, loads: Sequence[KeyLoad], duration_s: float, seed: int | None = None) -> FloodRun:
+        """Runs one load. Without ``seed``, each load draws other requests. The key at index i has the seed plus i."""
         self._num_loads += 1
-        seed = self._parsed.seed + 1000 * self._num_loads
+        seed = self._parsed.seed + (1000 * self._num_loads if seed is None else seed)
         return run_flood(self._endpoint, self._model, loads, self._lengths, duration_s, seed)
 
     def _peak_rows(self) -> list[dict[str, Any]]:
