@@ -103,7 +103,7 @@ def test_the_agent_imports_no_http_and_only_allowed_packages(path):
     assert [name for name in ours if not inside(name, AGENT_MAY)] == []
 
 
-@pytest.mark.parametrize("package", ["scheduler", "kvcache", "routing"])
+@pytest.mark.parametrize("package", ["scheduler", "waiting", "kvcache", "routing"])
 def test_packages_that_decide_have_no_clock_and_no_io(package):
     """The packages that make decisions use no clock and no input or output.
 
@@ -111,6 +111,13 @@ def test_packages_that_decide_have_no_clock_and_no_io(package):
     """
     for path in python_files(f"llm_serving/{package}"):
         assert [name for name in imports_of(path) if inside(name, (*CLOCKS_AND_IO, *HTTP))] == [], path
+
+
+def test_the_waiting_queue_knows_no_running_sequences():
+    """The queue uses only the types of the scheduler that describe requests, because the router has a queue, too."""
+    types = {f"llm_serving.scheduler.{name}" for name in ("limits", "output", "sequence", "snapshot")}
+    for path in python_files("llm_serving/waiting"):
+        assert {name for name in imports_of(path) if inside(name, ("llm_serving.scheduler",))} <= types, path
 
 
 @pytest.mark.parametrize("package", ["llm_serving", "agent"])

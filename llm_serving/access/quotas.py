@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llm_serving.access.keys import KeyRights
 from llm_serving.errors import QuotaExceededError, RequestError
-from llm_serving.scheduler.drain_rate import DrainRate
+from llm_serving.waiting.drain_rate import DrainRate
 
 MINUTE_S = 60.0
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MEBIBYTE = 1024 * 1024
 _PACKAGE = Path(__file__).resolve().parents[1]
-_RECORDED_CODE = ("scheduler/**/*.py", "kvcache/*.py", "request.py", "telemetry/receipt.py")
+_RECORDED_CODE = ("scheduler/**/*.py", "waiting/*.py", "kvcache/*.py", "request.py", "telemetry/receipt.py")
 
 
 def recorder_of(

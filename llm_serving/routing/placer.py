@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from llm_serving.routing.placement import Candidate, Placed, Routing, choose
 from llm_serving.routing.replica import Entry, RoutedReplica, Survey
 from llm_serving.scheduler.figures import Capacity
-from llm_serving.scheduler.intake import Intake
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason
+from llm_serving.waiting.intake import Intake
 
 BALANCE_DIVISOR = 8
 """Loads of replicas are in balance if they differ by at most the tokens of a KV cache divided by this number."""

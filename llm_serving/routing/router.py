@@ -23,11 +23,11 @@ from llm_serving.routing.placement import Routing
 from llm_serving.routing.placer import Placer
 from llm_serving.routing.replica import Entry, RoutedReplica
 from llm_serving.scheduler.figures import Figures
-from llm_serving.scheduler.intake import Intake
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
-from llm_serving.scheduler.slo_order import make_order
+from llm_serving.waiting.intake import Intake
+from llm_serving.waiting.slo_order import make_order
 
 
 class Router:

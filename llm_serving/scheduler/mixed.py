@@ -12,7 +12,7 @@ from llm_serving.scheduler.light_keys import MAX_LIGHT_STREAK
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.policies import SchedulingPolicy
 from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.slo_order import SloStarts
+from llm_serving.scheduler.slo_starts import SloStarts
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import ChunkPlan, DecodeBatch, append_chunks, build_decode
 

@@ -28,7 +28,6 @@ from llm_serving.scheduler.admission import make_admission
 from llm_serving.scheduler.batching import make_batching_mode
 from llm_serving.scheduler.block_supply import make_block_supply
 from llm_serving.scheduler.figures import Capacity, Figures
-from llm_serving.scheduler.intake import Intake
 from llm_serving.scheduler.lifecycle import Lifecycle
 from llm_serving.scheduler.light_keys import LightKeys
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
@@ -40,11 +39,12 @@ from llm_serving.scheduler.quarantine import Quarantine, note_loss
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo import Slo
-from llm_serving.scheduler.slo_order import make_order
 from llm_serving.scheduler.snapshot import RequestCodec, Stateful, load_sequence, save_sequence
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import InFlightSteps, SchedulerState
 from llm_serving.scheduler.swapping import Swapper
+from llm_serving.waiting.intake import Intake
+from llm_serving.waiting.slo_order import make_order
 
 _POLICIES: dict[Policy, type[SchedulingPolicy]] = {
     Policy.PREFILL_FIRST: PrefillFirst,

@@ -46,9 +46,10 @@ from dataclasses import dataclass
 from llm_serving.scheduler.mixed import MixedComposer, MixedPolicy
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason, StepResult
 from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.slo_order import LATE_SHARE, SloStarts
+from llm_serving.scheduler.slo_starts import SloStarts
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
+from llm_serving.waiting.slo_order import LATE_SHARE
 
 LONGEST_STEP = 2.0
 """Maximum time of a step while sequences decode, as a multiple of the objective for the time between tokens."""

@@ -14,7 +14,7 @@ from llm_serving.request import RequestStatus
 from llm_serving.scheduler.light_keys import LightKeys
 from llm_serving.scheduler.running import BlockSupply
 from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.slo_order import SloStarts
+from llm_serving.scheduler.slo_starts import SloStarts
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import ChunkPlan

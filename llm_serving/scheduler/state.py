@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from llm_serving.kvcache.block_pool import BlockCopy
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
-from llm_serving.scheduler.intake import Intake
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
+from llm_serving.waiting.intake import Intake
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ POINTS = (
     "llm_serving/engine/chat_template.py:ChatTemplate.render",
     "llm_serving/engine/tokenizer_backends.py:FastTokenizer.encode",
     "llm_serving/engine/core.py:EngineCore.submit",
-    "llm_serving/scheduler/intake.py:Intake.add",
+    "llm_serving/waiting/intake.py:Intake.add",
     "llm_serving/scheduler/step_builder.py:build_prefill",
     "llm_serving/ipc/shm.py:StepSlot.write_header",
     "llm_serving/ipc/channel.py:Channel.send",

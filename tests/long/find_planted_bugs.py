@@ -36,7 +36,7 @@ if seed is not None:
     print(f"script {{seed}}: {{failure_of(draw_script(seed))}}")
     sys.exit(1)
 """
-TESTS = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "tests/scheduler", "tests/kvcache"]
+TESTS = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "tests/scheduler", "tests/waiting", "tests/kvcache"]
 
 
 def plant(bug: PlantedBug, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SCHEDULER = "llm_serving/scheduler/"
+WAITING = "llm_serving/waiting/"
 KVCACHE = "llm_serving/kvcache/"
 
 
@@ -217,13 +218,13 @@ BUGS = [
     ),
     PlantedBug(
         "the latest request of a priority starts first",
-        SCHEDULER + "queue_order.py",
+        WAITING + "queue_order.py",
         "its_class.queue.add(sequence, sequence.arrival_index)",
         "its_class.queue.add(sequence, -sequence.arrival_index)",
     ),
     PlantedBug(
         "late requests wait while any request is on time",
-        SCHEDULER + "slo_order.py",
+        WAITING + "slo_order.py",
         "(self.num_late and self._starts_before_late >= LATE_SHARE - 1)",
         "False",
     ),

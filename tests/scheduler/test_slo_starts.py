@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.scheduler import Scheduler
-from llm_serving.scheduler.slo_order import LATE_SHARE, STEPS_FOR_ONE_MORE, SloOrder, SloStarts
+from llm_serving.scheduler.slo_starts import STEPS_FOR_ONE_MORE, SloStarts
+from llm_serving.waiting.slo_order import LATE_SHARE, SloOrder
 from support.fakes import make_limits
 from support.waiting_sequences import Arrivals
 

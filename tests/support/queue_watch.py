@@ -11,8 +11,8 @@ from collections import Counter
 from llm_serving.request import Request
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep
-from llm_serving.scheduler.queue_order import DEFAULT_AGEING_S, INPUT_WEIGHT, OUTPUT_WEIGHT
-from llm_serving.scheduler.slo_order import LATE_SHARE
+from llm_serving.waiting.queue_order import DEFAULT_AGEING_S, INPUT_WEIGHT, OUTPUT_WEIGHT
+from llm_serving.waiting.slo_order import LATE_SHARE
 
 
 class QueueWatch:

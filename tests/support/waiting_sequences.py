@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from llm_serving.scheduler.intake import Intake
-from llm_serving.scheduler.queue_order import QueueOrder
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.waiting.intake import Intake
+from llm_serving.waiting.queue_order import QueueOrder
 from support.fakes import make_limits, make_request
 
 __all__ = ["Arrivals", "drain", "make_intake", "pop", "put"]

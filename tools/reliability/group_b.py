@@ -16,7 +16,7 @@ CHECKS = (
     Check(
         "B4",
         "Every admitted request finishes within a bound",
-        tests(_SCRIPTS, "scheduler/test_fairness.py", "scheduler/test_steps.py::test_a_big_request_is_not_overtaken"),
+        tests(_SCRIPTS, "waiting/test_fairness.py", "scheduler/test_steps.py::test_a_big_request_is_not_overtaken"),
     ),
     Check(
         "B5",
@@ -60,7 +60,7 @@ CHECKS = (
         tests(
             "server/test_admin.py::test_a_refusal_of_one_answer_ends_the_others",
             "scheduler/test_admission.py::test_a_refused_request_changes_nothing",
-            "scheduler/test_intake.py::test_a_refused_request_changes_nothing",
+            "waiting/test_intake.py::test_a_refused_request_changes_nothing",
         ),
     ),
     Check(

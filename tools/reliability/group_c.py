@@ -13,7 +13,8 @@ _LIFE = "integration/test_life_and_death.py"
 def _wall_clocks() -> Iterator[str]:
     """Yield the uses of the wall clock in code that compares times. Only logs and time stamps may use the wall clock.
     """
-    for package in ("llm_serving/scheduler", "llm_serving/routing", "llm_serving/executor", "llm_serving/ipc", "agent"):
+    packages = ("scheduler", "waiting", "routing", "executor", "ipc")
+    for package in (*(f"llm_serving/{package}" for package in packages), "agent"):
         yield from calls(package, {"time.time", "datetime.now", "datetime.utcnow"})
 
 

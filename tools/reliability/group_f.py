@@ -34,7 +34,7 @@ CHECKS = (
             "server/test_scheduling_fields.py::test_a_dropped_request_is_a_504_that_clients_do_not_repeat",
         ),
     ),
-    Check("F4", "A greedy client does not delay the others", tests("scheduler/test_fairness.py")),
+    Check("F4", "A greedy client does not delay the others", tests("waiting/test_fairness.py")),
     Check(
         "F5",
         "Chaos leaks nothing and loses nothing unexplained",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_serving.scheduler.queue_order import KeyedHeap
+from llm_serving.waiting.queue_order import KeyedHeap
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5) | st.none()), max_size=80))

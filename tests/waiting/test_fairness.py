@@ -7,14 +7,14 @@ import random
 
 import pytest
 
-from llm_serving.scheduler.queue_order import (
+from llm_serving.scheduler.sequence import Sequence
+from llm_serving.waiting.queue_order import (
     INPUT_WEIGHT,
     MAX_IDLE_TENANTS,
     OUTPUT_WEIGHT,
     QueueOrder,
     VirtualTokenCounters,
 )
-from llm_serving.scheduler.sequence import Sequence
 from support.waiting_sequences import Arrivals
 
 

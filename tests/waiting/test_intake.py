@@ -9,9 +9,9 @@ import pytest
 
 from llm_serving.errors import ContextLengthError, QueueFullError, RequestError
 from llm_serving.request import FinishReason, RequestStatus
-from llm_serving.scheduler.drain_rate import MAX_RETRY_AFTER_S
-from llm_serving.scheduler.intake import Intake
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.waiting.drain_rate import MAX_RETRY_AFTER_S
+from llm_serving.waiting.intake import Intake
 from support.fakes import make_request
 from support.waiting_sequences import Arrivals, drain, make_intake, pop, put
 

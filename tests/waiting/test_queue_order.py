@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_serving.scheduler.queue_order import MAX_IDLE_CLASSES, QueueOrder
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.waiting.queue_order import MAX_IDLE_CLASSES, QueueOrder
 from support.waiting_sequences import Arrivals
 
 

@@ -1,4 +1,4 @@
-"""The order in which requests start under policy ``slo``, and the number of requests that may start in a step.
+"""The order in which waiting requests start under policy ``slo``: by due time, and late requests last.
 
 A request is due ``ttft_objective`` after its arrival. Its latest start is the due time minus its prefill time and a
 margin. The prefill time is ``overhead + seconds per token * tokens``. The policy learns both coefficients from its
@@ -24,10 +24,8 @@ from collections.abc import Iterable, Iterator
 
 from llm_serving.request import Request
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
-from llm_serving.scheduler.queue_order import DEFAULT_AGEING_S, FairQueue, KeyedHeap, QueueOrder
 from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.snapshot import Stateful
-from llm_serving.scheduler.state import SchedulerState
+from llm_serving.waiting.queue_order import DEFAULT_AGEING_S, FairQueue, KeyedHeap, QueueOrder
 
 LATE_SHARE = 32
 """While late requests wait, at least one of this number of starts goes to them."""
@@ -37,12 +35,6 @@ DEFAULT_MARGIN = 0.1
 
 _RELEARN = 0.125
 """If the learnt prefill time changes by more than this fraction, the waiting requests are sorted again."""
-
-STEPS_FOR_ONE_MORE = 32
-"""Number of steps after which one more late request may run. With 8 or less, overload comes in waves."""
-
-_PLENTY = 0.5
-"""Late requests start without limit while less than this fraction of blocks and batch rows is in use."""
 
 
 class SloOrder(QueueOrder):
@@ -196,70 +188,6 @@ class SloOrder(QueueOrder):
 
 def _has_changed(known: float, learnt: float) -> bool:
     return abs(learnt - known) > _RELEARN * known
-
-
-class SloStarts(Stateful):
-    """Decides which requests start in a step, by objectives only. ``Starter`` checks batch rows, blocks and admission.
-
-    Pace
-        At most ``max_starts`` requests start, so that every running sequence keeps its time between tokens.
-
-    Late requests
-        Without a limit, late requests would use all free capacity whenever no request on time waits. They would soon
-        hold every block. Then no request could start for seconds, and all requests that arrive in this time would also
-        become late. So while requests on time are expected, one late request may start for each request that has ended
-        since the last step, and one more after every ``STEPS_FOR_ONE_MORE`` steps. This limit is a token bucket. It
-        holds at most one start, or as many starts as requests ended since the last step if that is more.
-
-    Late requests start without this limit while less than half of the blocks and usable batch rows are in use. They
-    also start without it if no request has arrived for the duration of an objective. ``SloOrder`` also gives every
-    ``LATE_SHARE``-th start to a late request. The limit does not apply to these starts.
-    """
-
-    STATE = ("_credit", "_num_started", "_num_left", "_holds_back")
-
-    def __init__(self, state: SchedulerState, order: QueueOrder) -> None:
-        self._state = state
-        self._order = order
-        self._credit = 1.0
-        """Number of late requests that may start. Negative if more other requests started than requests ended."""
-        self._num_started = 0
-        self._num_left: int | None = None
-        self._holds_back = False
-
-    def begin_step(self, max_starts: int | None, now: float) -> None:
-        """Begins a step in which at most ``max_starts`` requests may start. None means no limit."""
-        state, order = self._state, self._order
-        num_ended = max(self._num_started - state.num_started, 0)
-        self._num_started = state.num_started
-        self._num_left = max_starts
-        self._holds_back = order.num_late > 0 and order.expects_more(now) and self._use(max_starts) >= _PLENTY
-        if self._holds_back:
-            self._credit = min(self._credit + num_ended + 1 / STEPS_FOR_ONE_MORE, max(1.0, num_ended))
-        elif not order.num_late:
-            self._credit = 1.0
-
-    def may_start(self, sequence: Sequence) -> bool:
-        """Returns True if ``sequence``, the first waiting request, may start."""
-        if self._num_left is not None and self._num_left <= 0:
-            return False
-        return not self._holds_back or self._credit >= 1.0 or not self._order.is_spare(sequence)
-
-    def started(self, sequence: Sequence) -> None:
-        """Records that a request starts."""
-        self._num_started += 1
-        self._credit -= 1.0
-        if self._num_left is not None:
-            self._num_left -= 1
-
-    def _use(self, max_starts: int | None) -> float:
-        """Returns the fraction of the blocks or of the usable batch rows that is in use, whichever fraction is larger.
-        """
-        state = self._state
-        num_running, num_rows = len(state.running), state.limits.max_num_seqs
-        if max_starts is not None:
-            num_rows = min(num_rows, num_running + max_starts)
-        return max(state.page_use, num_running / num_rows if num_rows else 1.0)
 
 
 def make_order(limits: SchedulerLimits) -> QueueOrder:

@@ -9,9 +9,9 @@ import random
 
 import pytest
 
-from llm_serving.scheduler.queue_order import QueueOrder
 from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.slo_order import LATE_SHARE, SloOrder
+from llm_serving.waiting.queue_order import QueueOrder
+from llm_serving.waiting.slo_order import LATE_SHARE, SloOrder
 from support.waiting_sequences import Arrivals, drain, make_intake, put
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from llm_serving.errors import QueueFullError, RequestError
 from llm_serving.request import FinishReason, Request, RequestStatus
-from llm_serving.scheduler.drain_rate import DrainRate
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate
-from llm_serving.scheduler.queue_order import KeyedHeap, QueueOrder
 from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.shares import WaitingShares
 from llm_serving.scheduler.snapshot import Sequences, Stateful
 from llm_serving.telemetry.receipt import Phase, WaitingLine
+from llm_serving.waiting.drain_rate import DrainRate
+from llm_serving.waiting.queue_order import KeyedHeap, QueueOrder
+from llm_serving.waiting.shares import WaitingShares
 
 
 class Intake(Stateful):
@@ -29,7 +29,7 @@ class Intake(Stateful):
 
     STATE = (
         *("order", "num_arrivals", "num_tokens", "has_tenants"),
-        *("_preempted", "_deadlines", "_drain_rate", "_max_starts"),
+        *("_preempted", "_deadlines", "_max_starts"),
     )
 
     def __init__(self, limits: SchedulerLimits, order: QueueOrder) -> None:
@@ -53,8 +53,12 @@ class Intake(Stateful):
         self._max_starts: int | None = None
         self._shares = WaitingShares()
 
+    def snapshot(self) -> Any:
+        return {**super().snapshot(), "_drain_rate": self._drain_rate.snapshot()}
+
     def restore(self, state: Any, sequences: Sequences) -> None:
         super().restore(state, sequences)
+        self._drain_rate.restore(state["_drain_rate"])
         self._shares = WaitingShares()
         for sequence in (*self._preempted, *self.order.waiting()):
             self._shares.enter(sequence.request.tenant)

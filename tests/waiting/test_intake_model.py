@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llm_serving.scheduler.queue_order import QueueOrder
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.waiting.queue_order import QueueOrder
 from support.waiting_sequences import Arrivals, make_intake, pop, put
 
 
