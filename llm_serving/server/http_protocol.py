@@ -54,6 +54,8 @@ class ConnectionRules:
     max_connections: int
     refused: Callable[[], None]
     """Called for each connection beyond ``max_connections``."""
+    received: Callable[[], None] = field(default=lambda: None)
+    """Called when a client sends bytes, before they are parsed."""
     handshakes: set[asyncio.Task[None]] = field(default_factory=set)
     """Tasks of connections whose TLS handshake is not complete. These connections count like the others."""
 
@@ -214,6 +216,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_discarding:
             return
+        self._rules.received()
         was_in_body = self._in_body
         self._new_body_bytes = 0
         super().data_received(data)

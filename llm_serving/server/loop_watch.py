@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 PERIOD_S = 0.01
 """Time between two measurements in seconds. The measured length of a block is too short by at most one period."""
+
+AWAKE_S = 1.0
+"""Seconds after the last bytes of a client in which the loop is still measured. An idle server needs no processor."""
 
 
 class LoopWatch:
     """Measures the longest delay of a timer on the event loop, which is the longest time that the loop was blocked.
 
     A busy machine also delays the timer. Therefore the processor time of the server process in each delay is measured,
-    too. The loop cannot have worked for longer than that.
+    too. The loop cannot have worked for longer than that. The timer runs while clients send data or requests are active.
     """
 
     def __init__(self) -> None:
@@ -21,13 +25,26 @@ class LoopWatch:
         self._longest_busy = 0.0
         self._due = 0.0
         self._cpu = 0.0
+        self._awake_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._is_busy: Callable[[], bool] | None = None
 
-    def start(self) -> None:
-        """Start to measure on the running event loop. ``stop`` ends the measurement."""
-        self._schedule()
+    def start(self, is_busy: Callable[[], bool]) -> None:
+        """Start to measure on the running event loop. ``stop`` ends the measurement.
+
+        ``is_busy`` returns True while a request is active.
+        """
+        self._is_busy = is_busy
+        self.wake()
+
+    def wake(self) -> None:
+        """Measure for at least ``AWAKE_S`` seconds. Each event that may cause work on the event loop calls this."""
+        self._awake_until = time.monotonic() + AWAKE_S
+        if self._timer is None and self._is_busy is not None:
+            self._schedule()
 
     def stop(self) -> None:
+        self._is_busy = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -51,4 +68,6 @@ class LoopWatch:
         delay = time.monotonic() - self._due
         self._longest = max(self._longest, delay)
         self._longest_busy = max(self._longest_busy, min(delay, time.process_time() - self._cpu))
-        self._schedule()
+        self._timer = None
+        if self._is_busy is not None and (time.monotonic() < self._awake_until or self._is_busy()):
+            self._schedule()

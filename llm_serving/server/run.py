@@ -66,6 +66,7 @@ async def serve(
         TrustedProxies(state.settings.trusted_proxies),
         max_connections=min(state.settings.max_connections, max(files - RESERVED_FILES, files // 2)),
         refused=state.metrics.connection_refused,
+        received=state.loop_watch.wake,
     )
     listeners = [Listener(sock, app, tls=tls is not None), *others]
     watches = [each.watch for each in (state.access, tls) if each is not None]
@@ -82,7 +83,7 @@ async def serve(
         timeout_keep_alive=int(KEEP_ALIVE_S),
         timeout_graceful_shutdown=math.ceil(CLOSE_S + 0.5),  # then uvicorn ends the connections that are left
     )
-    state.loop_watch.start()
+    state.loop_watch.start(lambda: len(state.active) > 0)
     for watch in watches:
         watch.start()
     try:
