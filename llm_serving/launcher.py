@@ -179,6 +179,7 @@ class _Launcher:
                 if settings.canary_interval_s and config.pooling is None:
                     canary = asyncio.create_task(Canary(engine, log, metrics, settings.canary_interval_s).run())
                     owned.callback(canary.cancel)
+                self._report_energy(metrics, log, owned)
                 self._say_ready(_url(scheme, http_socket), admin_url, log)
                 await self._wait_stop(engine, http)
             log.event("server_stop")
@@ -207,6 +208,16 @@ class _Launcher:
         metrics.registry.register(npus)
         npus.start()
         owned.callback(npus.close)
+
+    def _report_energy(self, metrics: Metrics, log: EventLog, owned: ExitStack) -> None:
+        """Add energy and processor time to the metrics, and log them repeatedly if the config asks for it."""
+        from llm_serving.energy.meter import EnergyMeter
+
+        meter = EnergyMeter(metrics.output_tokens)
+        metrics.registry.register(meter)
+        interval_s = self._config.power.report_interval_s
+        if interval_s:
+            owned.callback(asyncio.create_task(meter.report(log, interval_s)).cancel)
 
     def _more_sockets(self, owned: ExitStack) -> tuple[socket.socket | None, socket.socket | None]:
         """Listen on the port for administration and on the UNIX socket, and return both sockets.

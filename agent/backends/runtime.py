@@ -53,11 +53,18 @@ def _use_cores(config: Config, rank: int) -> None:
 
 
 def _use_own_threads(config: Config) -> None:
+    _allow_spinning(config.power.mode != "quiet")
     threads = config.model_config.cpu_threads
     if threads == 0 and config.parallel_config.world_size > 1 and not config.model_config.cpu_cores:
         threads = max(1, len(os.sched_getaffinity(0)) // config.parallel_config.world_size)
     if threads:
         _use_threads(threads)
+
+
+def _allow_spinning(allowed: bool) -> None:
+    from agent.kernels import set_spinning
+
+    set_spinning(allowed)
 
 
 def _use_threads(threads: int) -> None:

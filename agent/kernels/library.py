@@ -55,6 +55,7 @@ _ENTRIES: dict[str, tuple[Any, ...]] = {
     "llmk_sample_candidates": (_INT, _POINTER, _POINTER, _POINTER),
     "llmk_scratch_bytes": (_INT64, _INT),
     "llmk_set_attentive": (None, _INT),
+    "llmk_set_spinning": (None, _INT),
     "llmk_set_threads": (None, _INT),
     "llmk_spoil_memory": (None, _POINTER),
     "llmk_take_failure": (_TEXT,),
@@ -122,6 +123,11 @@ def num_threads() -> int:
 def set_attentive(attentive: bool) -> None:
     """Sets whether the kernels' threads stay awake between kernels. Set it while a graph of many operators runs."""
     load_library().llmk_set_attentive(attentive)
+
+
+def set_spinning(allowed: bool) -> None:
+    """Sets whether the kernels' threads may wait in a loop for a few microseconds before they sleep."""
+    load_library().llmk_set_spinning(allowed)
 
 
 def scratch_bytes(*, between_operators: bool) -> int:

@@ -17,6 +17,7 @@ from llm_serving.config.sections import (
     ExtraInputsConfig,
     LogConfig,
     PagedAttentionConfig,
+    PowerConfig,
     SchedulerConfig,
     ServingConfig,
     TelemetryConfig,
@@ -61,6 +62,7 @@ class Config:
     """Number of inputs of a linear layer that share a scale in the checkpoint. 1: each output has one scale for all its
     inputs, or there are no scales."""
     telemetry_config: TelemetryConfig = field(default_factory=TelemetryConfig)
+    power: PowerConfig = field(default_factory=PowerConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     notes: tuple[str, ...] = ()
     """Messages for the log about contradicting values. Each message names the value that is used."""

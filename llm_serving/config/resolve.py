@@ -15,7 +15,7 @@ from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers,
 from llm_serving.config.model_section import MAX_TOKENS, ModelConfig
 from llm_serving.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from llm_serving.config.schema import AUTO_SIZE
-from llm_serving.config.sections import PagedAttentionConfig, ServingConfig, TokenizerConfig
+from llm_serving.config.sections import PagedAttentionConfig, PowerConfig, ServingConfig, TokenizerConfig
 from llm_serving.config.source import RawConfig, UnusedSetting
 from llm_serving.config.validation import (
     check_ascend_options,
@@ -103,6 +103,7 @@ class Resolver:
             vocab_size=shape.vocab_size,
             end_token=self._end_token(self._model.end_token, shape),
             pad_token_id=self._pad_token(self._model.pad_token_id, shape),
+            batch_waiting_time=self._batch_waiting_time(),
         )
         check_formats(self._raw, model)
         check_cores(self._raw, model.cpu_cores)
@@ -155,6 +156,13 @@ class Resolver:
         if folder is None or serving.generation_config == "none":
             return SamplingDefaults()
         return read_sampling_defaults(folder)
+
+    def _batch_waiting_time(self) -> float:
+        """Return the seconds that a prompt waits for others. Only the quiet mode has a default above 0."""
+        power: PowerConfig = self._sections["power"]
+        if power.mode != "quiet" or self._model.batch_waiting_time:
+            return self._model.batch_waiting_time
+        return power.batch_wait_ms / 1000
 
     def _resolve_lengths(self, shape: ModelShape) -> None:
         """Replace ``auto`` in the lengths of ``model_config`` by the longest sequence of the model."""

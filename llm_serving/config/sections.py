@@ -469,6 +469,32 @@ class TelemetryConfig:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PowerConfig:
+    """Energy, see `docs/power.md`."""
+
+    mode: str = own(
+        "normal",
+        "`quiet`: threads of the kernels sleep at once instead of waiting in a loop, and a prompt waits for others up "
+        "to `batch_wait_ms`. This saves energy and makes single requests slower. Texts stay the same.",
+        choices=("normal", "quiet"),
+    )
+    batch_wait_ms: float = own(
+        10.0,
+        "Maximum time that a prompt waits for others in mode `quiet`, if `model_config.batch_waiting_time` is 0.",
+        unit="milliseconds",
+        low=0.0,
+        high=10_000.0,
+    )
+    report_interval_s: float = own(
+        60.0,
+        "Time between two log events `energy`. An interval without output has none. 0: no event.",
+        unit="seconds",
+        low=0.0,
+        high=MAX_SECONDS,
+    )
+
+
 SECTIONS: dict[str, type] = {
     "model_config": ModelConfig,
     "serving_config": ServingConfig,
@@ -481,5 +507,6 @@ SECTIONS: dict[str, type] = {
     "scheduler_config": SchedulerConfig,
     "log_config": LogConfig,
     "telemetry_config": TelemetryConfig,
+    "power": PowerConfig,
 }
 """Maps the name of each YAML section to its dataclass, in the order of the documentation."""

@@ -17,7 +17,8 @@ class LoopWatch:
     """Measures the longest delay of a timer on the event loop, which is the longest time that the loop was blocked.
 
     A busy machine also delays the timer. Therefore the processor time of the server process in each delay is measured,
-    too. The loop cannot have worked for longer than that. The timer runs while clients send data or requests are active.
+    too. The loop cannot have worked for longer than that. The timer runs only while clients send data or requests are
+    active.
     """
 
     def __init__(self) -> None:

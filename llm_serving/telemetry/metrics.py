@@ -162,6 +162,7 @@ class Metrics:
             "llm_serving_queue_seconds", "Time from a request's arrival in the queue to its first step.", _LATENCY
         )
         self._prompt_length = histogram("llm_serving_request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._num_output_tokens = 0
         self._output_length = histogram("llm_serving_request_output_tokens", "Generated tokens of a request.", _TOKENS)
         self._host_overhead = histogram(
             "llm_serving_engine_host_overhead_seconds",
@@ -229,6 +230,7 @@ class Metrics:
         self._prompt_tokens.inc(output.num_prompt_tokens)
         self._prompt_length.observe(output.num_prompt_tokens)
         self._output_length.observe(output.num_output_tokens)
+        self._num_output_tokens += output.num_output_tokens
         self._queue.observe(timings.queue)
         self._e2e.observe(timings.e2e)
         if timings.tpot is not None:
@@ -237,6 +239,10 @@ class Metrics:
             self._parts[part].inc(seconds)
         for one in timings.blocked:
             self._blocked[one.reason].inc(one.seconds)
+
+    def output_tokens(self) -> int:
+        """Return the number of generated tokens of all requests that have ended."""
+        return self._num_output_tokens
 
     def objectives(self, met: Mapping[str, bool]) -> None:
         """Count the objectives (``ttft``, ``tbt``, ``both``) of a request that ended, and whether each was met."""

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import msgspec
@@ -22,7 +22,9 @@ from performance.load.batch import Batch, Display
 from performance.load.endpoint import Endpoint
 from performance.load.http_client import ConnectionPool, connect_error_text, request_bytes
 from performance.load.options import LoadOptions
+from performance.load.server_cost import ServerCost
 from performance.load.stream import RequestRecord
+from performance.load.watches import fetch_metrics
 from performance.load.workload import LoadRequest
 from performance.program import ServerUnreachableError
 
@@ -51,6 +53,7 @@ class LoadRun:
     """Unix time of ``start``."""
     client_cpu_s: float
     interrupted: bool
+    server_cost: ServerCost = field(default_factory=ServerCost)
 
     @property
     def total_time_s(self) -> float:
@@ -119,6 +122,7 @@ class LoadClient:
         batch = self._measured_batch(requests)
         gc.collect()
         gc.freeze()  # the garbage collector does not visit existing objects during the run
+        metrics = fetch_metrics(self._options.endpoint, self._headers)
         cpu = time.process_time()
         await batch.send_all(self._display)
         cpu = time.process_time() - cpu
@@ -131,6 +135,7 @@ class LoadClient:
             started_at=time.time() - (perf_counter() - batch.start),
             client_cpu_s=cpu,
             interrupted=self._stop.is_set(),
+            server_cost=ServerCost.between(metrics, fetch_metrics(self._options.endpoint, self._headers)),
         )
 
     def _measured_batch(self, requests: Sequence[LoadRequest]) -> Batch:

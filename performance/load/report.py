@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from performance.load.client import LoadRun
@@ -85,6 +85,7 @@ def _last_lines(run: LoadRun, figures: LoadFigures) -> str:
         f"  client   {figures.client_cpu_percent:.0f} % of a core; maximum delay of sending "
         f"{format_number(figures.lateness_ms.max)} ms (p99 {format_number(figures.lateness_ms.p99)} ms)",
     ]
+    lines += _cost_lines(run.server_cost.as_dict(figures.output_tokens))
     if figures.client_was_bottleneck:
         lines.append("  WARNING: the client was too busy; the latencies include its own delays")
     if figures.sends_were_late:
@@ -97,6 +98,15 @@ def _last_lines(run: LoadRun, figures: LoadFigures) -> str:
     if run.interrupted:
         lines.append(f"  note: interrupted after {figures.requests} of {run.options.count} requests")
     return "\n".join(lines)
+
+
+def _cost_lines(cost: Mapping[str, float | None]) -> list[str]:
+    """Returns the line about the server's processor time and energy. Empty if the server has no such metrics."""
+    cpu_s, joules = cost["cpu_s_per_1000_tokens"], cost["joules_per_1000_tokens"]
+    if cpu_s is None:
+        return []
+    energy = "" if joules is None else f"; {format_number(joules)} J (processors and memory of the machine)"
+    return [f"  server   {format_number(cpu_s)} CPU seconds for 1000 output tokens{energy}"]
 
 
 def _failure_text(figures: LoadFigures) -> str:
@@ -145,6 +155,7 @@ def report_json(run: LoadRun, figures: LoadFigures) -> dict[str, Any]:
             "was_bottleneck": figures.client_was_bottleneck,
             "sends_were_late": figures.sends_were_late,
         },
+        "server": run.server_cost.as_dict(figures.output_tokens),
         "started_at": run.started_at,
         "interrupted": run.interrupted,
         "model": run.model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import psutil
@@ -53,10 +53,10 @@ def children_mib() -> float:
     return total / MIB
 
 
-def fetch_metrics(endpoint: Endpoint) -> dict[str, float]:
+def fetch_metrics(endpoint: Endpoint, headers: Mapping[str, str] | None = None) -> dict[str, float]:
     """Returns a server's metrics. The result is empty if the server has none or does not respond."""
     try:
-        status, content_type, body = endpoint.get("/metrics", TIMEOUT_S)
+        status, content_type, body = endpoint.get("/metrics", TIMEOUT_S, headers)
         return read_metrics(body.decode()) if status == 200 and content_type.startswith("text/plain") else {}
     except (OSError, http.client.HTTPException, UnicodeDecodeError):
         return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from llm_serving.energy.meter import EnergyMeter
 from llm_serving.routing.placement import Placed
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.npu_metrics import NpuCollector
@@ -50,6 +51,7 @@ def metrics_page() -> str:
     npus = NpuCollector(0, 1, lambda: chips)
     npus.update()
     metrics.registry.register(npus)
+    metrics.registry.register(_energy())
     metrics.bind(lambda: _Status(state="ready", agents=[agent], replicas=[replica]))  # type: ignore[arg-type, return-value]
     declared = {each._name: each._labelnames for each in metrics.registry._collector_to_names if hasattr(each, "_name")}
     rows: dict[str, list[str]] = {"Requests and steps": [], "Replicas": [], "Agents": [], "NPUs": [], "Process": []}
@@ -60,6 +62,14 @@ def metrics_page() -> str:
     header = "| metric | type | labels | meaning |\n|---|---|---|---|\n"
     sections = [f"## {title}\n\n{header}{''.join(lines)}" for title, lines in rows.items()]
     return INTRODUCTION + "\n".join(sections) + _vllm_names()
+
+
+def _energy() -> EnergyMeter:
+    """Returns a meter with all of its metrics."""
+    tokens = iter((0.0, 1.0, 2.0))
+    meter = EnergyMeter(lambda: next(tokens), [_Status(joules=lambda: 0.0)])
+    meter.end_interval()
+    return meter
 
 
 def _vllm_names() -> str:

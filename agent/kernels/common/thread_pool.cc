@@ -32,10 +32,13 @@ void futex_wake(std::atomic<uint32_t>* word, int count) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
 }
 
+std::atomic<bool> spinning{true};
+
 // Repeats the test `done` without sleeping until it returns true. Gives up after kSpinTime, or after kAttentiveTime
-// while `attentive` is set. Returns the last result of `done`.
+// while `attentive` is set. Without spinning, tests only once. Returns the last result of `done`.
 template <class Condition>
 bool spin_until(const Condition& done, const std::atomic<bool>& attentive) {
+  if (!may_spin()) return done();
   const auto start = std::chrono::steady_clock::now();
   std::chrono::steady_clock::duration spent;
   do {
@@ -264,6 +267,10 @@ void set_num_threads(int num_threads) { pool().resize(num_threads); }
 int num_threads() { return pool().num_threads(); }
 
 void set_attentive(bool attentive) { pool().set_attentive(attentive); }
+
+void set_spinning(bool allowed) { spinning.store(allowed, std::memory_order_relaxed); }
+
+bool may_spin() { return spinning.load(std::memory_order_relaxed); }
 
 void* thread_scratch(int slot, int64_t bytes) {
   thread_local Scratch scratch;

@@ -27,6 +27,11 @@ int num_threads();
 // false, so that other processes get the processors.
 void set_attentive(bool attentive);
 
+// Sets whether threads may wait in a loop at all. If not, a waiting thread sleeps at once. That saves energy, and each
+// wake-up then takes some microseconds.
+void set_spinning(bool allowed);
+bool may_spin();
+
 // Returns scratch buffer number `slot` of this thread, aligned to 64 bytes, with undefined contents. The buffer stays
 // valid until the thread requests more bytes for the same `slot`.
 void* thread_scratch(int slot, int64_t bytes);

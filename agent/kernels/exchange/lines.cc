@@ -10,6 +10,7 @@
 
 #include "../common/check.h"
 #include "../common/pause_cpu.h"
+#include "../common/thread_pool.h"
 
 namespace llmk {
 namespace {
@@ -47,7 +48,7 @@ void publish(FlagLine* line, uint32_t value) {
 }
 
 int wait_for(const char* op, FlagLine* line, uint32_t target, std::atomic<uint32_t>* down, int64_t timeout_ms) {
-  if (has_reached(*line, target) || spin(*line, target)) return 0;
+  if (has_reached(*line, target) || (may_spin() && spin(*line, target))) return 0;
   const auto deadline = Clock::now() + std::chrono::milliseconds(timeout_ms);
   for (;;) {
     line->sleepers.fetch_add(1, std::memory_order_seq_cst);

@@ -1,0 +1,31 @@
+"""Adds up the processor time of this process and of its child processes, which are the agents."""
+
+from __future__ import annotations
+
+import psutil
+
+
+class ProcessTimes:
+    """The processor seconds of this process and its descendants. They never decrease, also if an agent ends."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, float], float] = {}
+        """Maps each process, as its id and start time, to its seconds at the last call."""
+        self._total = 0.0
+
+    def seconds(self) -> float:
+        """Return the user and system seconds of all cores.
+
+        The time that a process used between the last call and its end is missing.
+        """
+        own = psutil.Process()
+        seen = {}
+        for process in (own, *own.children(recursive=True)):
+            try:
+                times = process.cpu_times()
+                seen[process.pid, process.create_time()] = times.user + times.system
+            except psutil.NoSuchProcess:
+                continue
+        self._total += sum(seconds - self._last.get(key, 0.0) for key, seconds in seen.items())
+        self._last = seen
+        return self._total

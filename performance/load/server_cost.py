@@ -1,0 +1,39 @@
+"""The processor time and the energy that a server took for a load, from its metrics before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+CPU_METRIC = "llm_serving_cpu_seconds_total"
+ENERGY_METRIC = "llm_serving_energy_joules_total"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCost:
+    """Differences of the server's counters over a load. None stands for a metric that the server does not have."""
+
+    cpu_s: float | None = None
+    """Processor seconds of the server and its agents."""
+    joules: float | None = None
+    """Energy of the server's machine."""
+
+    @classmethod
+    def between(cls, before: Mapping[str, float], after: Mapping[str, float]) -> ServerCost:
+        def difference(name: str) -> float | None:
+            return after[name] - before[name] if name in before and name in after else None
+
+        return cls(difference(CPU_METRIC), difference(ENERGY_METRIC))
+
+    def as_dict(self, output_tokens: int) -> dict[str, float | None]:
+        """Returns the sums, and the values for 1000 of the load's ``output_tokens``."""
+
+        def for_1000(value: float | None) -> float | None:
+            return None if value is None or not output_tokens else 1000 * value / output_tokens
+
+        return {
+            "cpu_s": self.cpu_s,
+            "cpu_s_per_1000_tokens": for_1000(self.cpu_s),
+            "joules": self.joules,
+            "joules_per_1000_tokens": for_1000(self.joules),
+        }

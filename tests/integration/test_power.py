@@ -1,0 +1,46 @@
+"""Tests of the quiet mode on a real server: the same tokens, prompts that wait for others, and the event ``energy``."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from support.server_process import ServerProcess, running_server
+from support.time_limits import time_limit
+
+PROMPTS = ["The capital of France", "A fox and a crow", "One two three", "Water boils at"]
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory):
+    # Prompts wait for longer than a request on a busy machine needs from the client to the queue.
+    settings = ["power.mode=quiet", "power.batch_wait_ms=2000", "power.report_interval_s=0.2"]
+    with running_server(tmp_path_factory.mktemp("quiet"), settings) as started:
+        yield started
+
+
+def tokens(server: ServerProcess, prompt: str) -> list[int]:
+    body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return server.post("/v1/completions", body)["choices"][0]["token_ids"]
+
+
+def test_the_tokens_are_those_of_the_normal_mode_and_prompts_share_a_step(server, quiet):
+    expected = [tokens(server, prompt) for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        assert list(pool.map(lambda prompt: tokens(quiet, prompt), PROMPTS)) == expected
+    ends = [event for event in quiet.events("request_end") if event["output_tokens"] == 16]
+    assert max(event["queue_ms"] for event in ends) >= 1000
+
+
+def test_log_and_metrics_have_the_processor_time_of_1000_tokens(quiet):
+    tokens(quiet, PROMPTS[0])
+    until = time.monotonic() + time_limit(20)
+    while not (events := quiet.events("energy")) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert events[0]["output_tokens"] > 0
+    assert events[0]["cpu_s_per_1000_tokens"] == pytest.approx(
+        1000 * events[0]["cpu_s"] / events[0]["output_tokens"], rel=0.05
+    )
+    assert "llm_serving_cpu_seconds_per_1000_tokens " in quiet.get_text("/metrics")
