@@ -15,6 +15,7 @@ from typing import Any
 import llguidance
 
 from llm_serving.constraints.grammar import COMPOSED, JSON_SCHEMA, JSON_WHITESPACE, REGEX, Grammar
+from llm_serving.constraints.schema_keywords import rewritten
 from llm_serving.parsing.calls import CHANNEL, HARMONY_ENDS, MESSAGE, START
 from llm_serving.parsing.formats import NAME, ReasoningFormat, ToolFormat
 from llm_serving.parsing.parameters import STRING, json_types, resolve
@@ -129,7 +130,7 @@ class _Rules:
 
 def _json(schema: Mapping[str, Any], whitespace: str = _ONE_SPACE) -> str:
     options = {"whitespace_pattern": whitespace, "lenient": False}
-    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
+    return f"%json {json.dumps({**rewritten(schema), 'x-guidance': options}, ensure_ascii=False)}"
 
 
 def _add_thinking(rules: _Rules, thinking: Thinking | None) -> str:

@@ -7,6 +7,7 @@ next tokens. They work on the bytes of tokens, so one token may contain parts of
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from llm_serving.constraints.grammar import (
     REGEX,
     Grammar,
 )
+from llm_serving.constraints.schema_keywords import rewritten_text
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
 from llm_serving.request import ConstraintError
@@ -34,6 +36,8 @@ MAX_COMPILING = 2
 TRIED_TOKENS = 8
 """Number of tokens for which a grammar is followed before it is accepted."""
 _EVERY_WORD = np.uint32(0xFFFFFFFF)
+_ABSENT = re.compile(r"Resource ('[^']*') is not present in a registry")
+"""llguidance's error for a reference to a schema that is not in the text."""
 
 
 def _limits() -> llguidance.LLParserLimits:
@@ -215,7 +219,7 @@ def _try(compiled: CompiledGrammar, param: str) -> None:
 def _library_grammar(grammar: Grammar) -> str:
     if grammar.kind == JSON_SCHEMA:
         return llguidance.LLMatcher.grammar_from_json_schema(
-            grammar.text, defaults={"whitespace_pattern": JSON_WHITESPACE}, overrides={"lenient": False}
+            rewritten_text(grammar.text), defaults={"whitespace_pattern": JSON_WHITESPACE}, overrides={"lenient": False}
         )
     if grammar.kind == COMPOSED:
         return grammar.text
@@ -225,8 +229,17 @@ def _library_grammar(grammar: Grammar) -> str:
 
 
 def _refused(param: str, reason: str) -> RequestError:
-    text = f"'{param}' cannot be used: {_one_line(reason)}. Change or remove this part."
+    text = f"'{param}' cannot be used: {_one_line(_in_the_clients_words(reason))}. Change or remove this part."
     return RequestError(text, param=param, code="invalid_value")
+
+
+def _in_the_clients_words(reason: str) -> str:
+    """Return a reason of llguidance without options that clients do not have, and with the keyword at fault."""
+    if reason.startswith("oneOf constraints are not supported"):
+        return "Unimplemented keys: [\"oneOf\"], because its options may overlap; use anyOf"
+    if found := _ABSENT.match(reason):
+        return f"the $ref {found[1]} names a schema outside of the request"
+    return reason
 
 
 def _one_line(text: str) -> str:

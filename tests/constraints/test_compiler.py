@@ -137,6 +137,8 @@ def test_a_token_that_does_not_fit_is_an_error_and_every_token_may_follow(compil
     ("grammar", "reason"),
     [
         (schema_grammar({"not": {"type": "string"}}), 'Unimplemented keys: \\["not"\\]'),
+        (schema_grammar({"oneOf": [{"type": "string"}, {}]}), 'Unimplemented keys: \\["oneOf"\\], .* use anyOf'),
+        (schema_grammar({"$ref": "http://localhost/a.json"}), "the \\$ref 'http://localhost/a.json' names a schema"),
         (schema_grammar({"type": "string", "format": "weird"}), "Unknown format: weird"),
         (schema_grammar("{"), "cannot be used"),
         (schema_grammar({"type": "string", "minLength": 5, "maxLength": 2}), "cannot be used"),
@@ -145,7 +147,10 @@ def test_a_token_that_does_not_fit_is_an_error_and_every_token_may_follow(compil
         (Grammar(REGEX, "é" * 40_000), "has 80000 bytes; the maximum is 65536"),
         (Grammar(LARK, f"start: {' | '.join(f'a{i}' for i in range(6000))}\n"), "unknown name"),
     ],
-    ids=["keyword", "format", "not JSON", "impossible", "regex", "lark", "too long", "many names"],
+    ids=[
+        *("keyword", "one of", "reference", "format", "not JSON"),
+        *("impossible", "regex", "lark", "too long", "many names"),
+    ],
 )
 def test_bad_grammars_are_refused_with_the_reason(compiler: Compiler, grammar: Grammar, reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as error:

@@ -1,0 +1,170 @@
+"""Rewrites keywords of JSON Schema that llguidance refuses, if keywords that it knows mean exactly the same.
+
+Most of these keywords have no effect where they stand, such as ``then`` without ``if``, or ``uniqueItems: false``. Code
+generators write them often. A keyword with another meaning stays, so that llguidance refuses it by name. The meanings
+are those of JSON Schema 2020-12.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_COUNTS = (
+    *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+    *("minContains", "maxContains"),
+)
+_IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref", "$dynamicRef")
+"""Keywords whose schemas apply to the same value. ``unevaluatedProperties`` depends on them."""
+_ONE_SCHEMA = (
+    *("additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+)
+_SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SCHEMA_MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+_ALLOWS_ALL: tuple[object, ...] = (True, {})
+_DYNAMIC = "$dynamicAnchor"
+
+Schema = dict[str, Any]
+
+
+def rewritten_text(text: str) -> str:
+    """Return the JSON text of a schema after ``rewritten``, or ``text`` itself if nothing changes or it is not JSON."""
+    try:
+        schema = json.loads(text)
+        before, after = (json.dumps(one, allow_nan=False) for one in (schema, rewritten(schema)))
+        return text if before == after else after
+    except (ValueError, RecursionError):
+        return text
+
+
+def rewritten(schema: object) -> Any:
+    """Return an equivalent schema with fewer keywords. ``schema`` is parsed JSON, and stays as it is.
+
+    Raises RecursionError if the schema is nested too deeply.
+    """
+    rules = _RULES if _mentions(schema, "$dynamicRef") else (*_RULES, _plain_anchors)
+    return {} if schema is True else _rewritten(schema, rules)
+
+
+def _rewritten(schema: object, rules: tuple[Callable[[Schema], None], ...]) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    new: Schema = {}
+    for key, value in schema.items():
+        if key in _ONE_SCHEMA:
+            value = _rewritten(value, rules)
+        elif key in _SCHEMA_LISTS and isinstance(value, list):
+            value = [_rewritten(one, rules) for one in value]
+        elif key in _SCHEMA_MAPS and isinstance(value, dict):
+            value = {name: _rewritten(one, rules) for name, one in value.items()}
+        new[key] = value
+    for rule in rules:
+        rule(new)
+    return new
+
+
+def _mentions(value: object, key: str) -> bool:
+    if isinstance(value, dict):
+        return key in value or any(_mentions(one, key) for one in value.values())
+    return isinstance(value, list) and any(_mentions(one, key) for one in value)
+
+
+def _whole_counts(schema: Schema) -> None:
+    """Write counts such as 2.0 as 2."""
+    for key in _COUNTS:
+        value = schema.get(key)
+        if isinstance(value, float) and value.is_integer():
+            schema[key] = int(value)
+
+
+def _unevaluated_properties(schema: Schema) -> None:
+    """Without keywords that apply in place, properties are unevaluated if ``additionalProperties`` would apply."""
+    key = "unevaluatedProperties"
+    if key in schema and schema[key] in _ALLOWS_ALL:
+        del schema[key]
+    elif key in schema and not schema.keys() & set(_IN_PLACE):
+        schema.setdefault("additionalProperties", schema.pop(key))
+
+
+def _unevaluated_items(schema: Schema) -> None:
+    """The same for items, whose evaluation also depends on ``contains``."""
+    key = "unevaluatedItems"
+    if key in schema and schema[key] in _ALLOWS_ALL:
+        del schema[key]
+    elif key in schema and not schema.keys() & {*_IN_PLACE, "contains"} and not isinstance(schema.get("items"), list):
+        schema.setdefault("items", schema.pop(key))
+
+
+def _conditions(schema: Schema) -> None:
+    """Remove an ``if`` without consequences, and consequences without an ``if``."""
+    if "if" not in schema:
+        schema.pop("then", None)
+        schema.pop("else", None)
+    elif all(schema.get(key, True) in _ALLOWS_ALL for key in ("then", "else")):
+        for key in ("if", "then", "else"):
+            schema.pop(key, None)
+
+
+def _contains(schema: Schema) -> None:
+    """Remove limits without ``contains``, and a ``contains`` that nothing needs to match."""
+    if "contains" in schema and schema.get("minContains") == 0 and "maxContains" not in schema:
+        del schema["contains"]
+    if "contains" not in schema:
+        schema.pop("minContains", None)
+        schema.pop("maxContains", None)
+
+
+def _property_names(schema: Schema) -> None:
+    """Remove ``propertyNames`` that allow all names, and write a list or pattern of names as properties."""
+    names = schema.get("propertyNames")
+    if names in (*_ALLOWS_ALL, {"type": "string"}):
+        del schema["propertyNames"]
+        return
+    if not isinstance(names, Mapping) or schema.keys() & {"properties", "patternProperties"}:
+        return
+    others = names.keys() - {"type"}
+    value = schema.get("additionalProperties", True)
+    if names.get("type", "string") != "string" or _IN_PLACE_OR_UNEVALUATED & schema.keys():
+        return
+    if others == {"enum"} and all(isinstance(one, str) for one in names["enum"]):
+        schema["properties"] = dict.fromkeys(names["enum"], value)
+    elif others == {"pattern"} and isinstance(names["pattern"], str):
+        schema["patternProperties"] = {names["pattern"]: value}
+    else:
+        return
+    del schema["propertyNames"]
+    schema["additionalProperties"] = False
+
+
+_IN_PLACE_OR_UNEVALUATED = {*_IN_PLACE, "unevaluatedProperties"}
+
+
+def _no_effect(schema: Schema) -> None:
+    """Remove keywords whose value allows everything."""
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    if schema.get("not") is False:
+        del schema["not"]
+    for key in ("dependentRequired", "dependentSchemas"):
+        value = schema.get(key)
+        if isinstance(value, dict) and all(one in ([], *_ALLOWS_ALL) for one in value.values()):
+            del schema[key]
+
+
+def _plain_anchors(schema: Schema) -> None:
+    """Without ``$dynamicRef`` in the schema, a dynamic anchor is an anchor."""
+    if isinstance(schema.get(_DYNAMIC), str) and "$anchor" not in schema:
+        schema["$anchor"] = schema.pop(_DYNAMIC)
+
+
+_RULES = (
+    _whole_counts,
+    _unevaluated_properties,
+    _unevaluated_items,
+    _conditions,
+    _contains,
+    _property_names,
+    _no_effect,
+)
