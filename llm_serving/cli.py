@@ -9,13 +9,12 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 import yaml
 
-from llm_serving import __version__
 from llm_serving.config import Config, load_config
 from llm_serving.config.model_section import DTYPES
 from llm_serving.config.resolve import fewest_blocks
@@ -28,6 +27,7 @@ from llm_serving.model.number_formats import INTEGER_FORMATS
 from llm_serving.planning.auto_blocks import fit_sizes, with_blocks
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import MemoryPlan, plan_memory
+from llm_serving.version import __version__
 
 DEFAULT_CONFIG = "smollm2_135m_cpu.yaml"
 EXIT_USAGE = 2
@@ -144,37 +144,56 @@ def print_plan(argv: Sequence[str] | None = None, machine: Machine | None = None
 
 
 def _load(arguments: argparse.Namespace, machine: Machine) -> Config:
-    """Return the config that the options describe, with sizes that fit the machine.
+    """Return the config that the options describe, with sizes that fit the machine."""
+    return load_for_model(
+        arguments.config, arguments.model, _overrides(arguments), machine, offline=arguments.offline
+    )
 
-    If ``--model`` is given and ``--config`` is not, the model gets the longest context that fits.
+
+def load_for_model(
+    file: str, model: str | None, overrides: Sequence[str], machine: Machine, *, offline: bool = False
+) -> Config:
+    """Return the config of a file with the model ``model`` and sizes that fit the machine. None: the file's model.
+
+    Each of ``overrides`` is ``section.key=value``. If ``model`` is given and ``file`` is the default, the model gets
+    the longest context that fits. ``offline`` forbids downloads. Raises ConfigError, CheckpointError or
+    MemoryPlanError.
     """
-    overrides = _overrides(arguments)
-    if arguments.model is None or arguments.config != DEFAULT_CONFIG:
-        return fit_sizes(load_config(arguments.config, overrides), machine)
+    overrides = [*_overrides_of_model(model, offline=offline), *overrides]
+    if model is None or file != DEFAULT_CONFIG:
+        return fit_sizes(load_config(file, overrides), machine)
     try:
-        config = fit_sizes(load_config(arguments.config, [*_AUTO_SIZES, *overrides]), machine)
+        config = fit_sizes(load_config(file, [*_AUTO_SIZES, *overrides]), machine)
     except MemoryPlanError:  # raised if the memory of an Ascend is not known
-        return fit_sizes(load_config(arguments.config, overrides), machine)
-    if any(override.startswith(_NUM_BLOCKS) for override in arguments.overrides):
+        return fit_sizes(load_config(file, overrides), machine)
+    if any(override.startswith(_NUM_BLOCKS) for override in overrides):
         return config
     cache = config.pa_config
     enough = max(DEFAULT_CACHE_TOKENS // cache.block_size, fewest_blocks(config.max_model_len, cache.block_size))
     return with_blocks(config, min(cache.num_blocks, enough))
 
 
+def _overrides_of_model(model: str | None, *, offline: bool) -> list[str]:
+    if model is None:
+        return []
+    found = local_model(model, offline=offline)
+    return [
+        f"model_config.model_path={json.dumps(found.path)}",
+        f"model_config.model_name={json.dumps(found.name)}",
+    ]
+
+
 def _overrides(arguments: argparse.Namespace) -> list[str]:
     """Return the settings of the short options, then those of ``--set``, which take precedence."""
-    own = []
-    if arguments.model is not None:
-        model = local_model(arguments.model, offline=arguments.offline)
-        own += [
-            f"model_config.model_path={json.dumps(model.path)}",
-            f"model_config.model_name={json.dumps(model.name)}",
-        ]
-    for option, key in _SHORT_OPTIONS.items():
-        if (value := getattr(arguments, option, None)) is not None:
-            own.append(f"{key}={json.dumps(value)}")
-    return [*own, *arguments.overrides]
+    given = {option: getattr(arguments, option, None) for option in _SHORT_OPTIONS}
+    return [*short_overrides(given), *arguments.overrides]
+
+
+def short_overrides(options: Mapping[str, object]) -> list[str]:
+    """Return the settings of short options, for example ``dtype``. Options that are None are left out."""
+    return [
+        f"{_SHORT_OPTIONS[option]}={json.dumps(value)}" for option, value in options.items() if value is not None
+    ]
 
 
 def describe(config: Config, plan: MemoryPlan) -> str:

@@ -25,34 +25,27 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm_serving import __version__
+from llm_serving.assembly import make_engine, make_executors, wait_ready
 from llm_serving.cli import EXIT_USAGE, Launch, launch_from_command_line
 from llm_serving.config import Config
 from llm_serving.config.source import unused_lines, unused_summary
-from llm_serving.errors import AgentStartError, ConfigError, EngineFailedError, LLMServingError
+from llm_serving.errors import ConfigError, EngineFailedError, LLMServingError
 from llm_serving.ipc.segment import remove_leftovers
 from llm_serving.listening import UNIX_MODES, listen, listen_unix
-from llm_serving.model.parallel import group_ranks
 from llm_serving.planning.machine import process_seconds
 from llm_serving.telemetry.progress import ProgressDisplay
+from llm_serving.version import __version__
 
 if TYPE_CHECKING:
     from llm_serving.access.control import AccessControl
     from llm_serving.access.tls import ServerTls
     from llm_serving.engine.async_engine import AsyncEngine
-    from llm_serving.executor.agent_executor import AgentExecutor
-    from llm_serving.flight.recorder import FlightRecorder
-    from llm_serving.request import Request
-    from llm_serving.scheduler.scheduler import Scheduler
     from llm_serving.telemetry.log import EventLog
     from llm_serving.telemetry.metrics import Metrics
 
 EXIT_FAILED = 1
-_POLL_START_S = 0.02
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,7 +101,7 @@ class _Launcher:
             from llm_serving.tracing.export import check_packages
 
             check_packages()  # before the agents start
-        executors = self._executors(owned)
+        executors = make_executors(config, self._display.update, owned)
         leftovers = remove_leftovers()
         # Started early, because the agents load the model while this process imports its modules.
         for executor in executors:
@@ -117,10 +110,7 @@ class _Launcher:
         from llm_serving.access.key_store import ENVIRONMENT_VARIABLE
         from llm_serving.access.setup import open_access
         from llm_serving.access.tls import open_tls
-        from llm_serving.engine.async_engine import AsyncEngine
-        from llm_serving.engine.detokenizer import IncrementalDetokenizer
         from llm_serving.engine.tokenizer_backends import load_tokenizer
-        from llm_serving.flight.setup import recorder_of
         from llm_serving.self_checks.canary import Canary
         from llm_serving.server.app import create_app, split_administration
         from llm_serving.server.run import Listener, serve
@@ -152,13 +142,7 @@ class _Launcher:
             owned.callback(access.audit.close)
         self._watch_npus(metrics, owned)
 
-        def new_detokenizer(request: Request) -> IncrementalDetokenizer:
-            return IncrementalDetokenizer.for_request(tokenizer, request.prompt_token_ids, request.sampling)
-
-        def record(scheduler: Scheduler, replica: int) -> FlightRecorder | None:
-            return recorder_of(config, scheduler, partial(log.warning, event="flight_recorder"), replica)
-
-        engine = AsyncEngine(config, tokenizer, executors, new_detokenizer, log, metrics, record=record)
+        engine = make_engine(config, tokenizer, executors, log, metrics)
         engine.start()
         stop_http = asyncio.Event()
         app, others = create_app(engine, log, metrics, config, access, tracing), []
@@ -171,7 +155,7 @@ class _Launcher:
         self._seconds["server_started"] = process_seconds()
         http = asyncio.create_task(serve(app, http_socket, stop_http, drain_s=drain_s, tls=tls, others=others))
         try:
-            started = await self._wait_ready(engine, http)
+            started = await wait_ready(engine, lambda: self._stop.is_set() or http.done())
             if started:
                 _freeze_objects()
                 scheme = "http" if tls is None else "https"
@@ -232,39 +216,6 @@ class _Launcher:
             mode = UNIX_MODES[settings.unix_socket_users]
             unix_socket = owned.enter_context(listen_unix(settings.unix_socket, mode, backlog=2048))
         return admin_socket, unix_socket
-
-    def _executors(self, owned: ExitStack) -> list[AgentExecutor]:
-        """Make the executor of each replica, without starting it. ``owned`` closes the executors and their ports."""
-        from llm_serving.executor.agent_executor import AgentExecutor
-        from llm_serving.executor.agent_process import bind_agent_ports
-
-        settings, parallel = self._config.serving_config, self._config.parallel_config
-        listeners = owned.enter_context(bind_agent_ports(settings.agent_ip, settings.agent_ports))
-        log_folder, executors = Path(self._config.log_config.path).parent, []
-        for replica in range(parallel.data_parallel):
-            ranks = group_ranks(replica, parallel)
-            executors.append(
-                AgentExecutor(
-                    self._config,
-                    listeners[ranks.start : ranks.stop],
-                    log_folder,
-                    self._display.update,
-                    replica=replica,
-                )
-            )
-            owned.callback(executors[-1].close)
-        return executors
-
-    async def _wait_ready(self, engine: AsyncEngine, http: asyncio.Task[None]) -> bool:
-        """Wait until the agents are ready. Returns False after a signal. Raises AgentStartError if they fail."""
-        while not self._stop.is_set() and not http.done():
-            state = engine.state
-            if state == "ready":
-                return True
-            if state == "stopped":
-                raise AgentStartError(engine.stop_reason)
-            await asyncio.sleep(_POLL_START_S)
-        return False
 
     async def _wait_stop(self, engine: AsyncEngine, http: asyncio.Task[None]) -> None:
         """Wait for a signal, or until the engine or the HTTP server ends."""

@@ -7,8 +7,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from llm_serving import __version__
 from llm_serving.commands.catalogue import COMMANDS, PROGRAM, MissingPackageError, find_command
+from llm_serving.version import __version__
 
 EXIT_USAGE = 2
 

@@ -123,7 +123,10 @@ class AsyncEngine:
         """
         if self._thread.is_alive():
             self._core.submit(Stop())
-            await asyncio.to_thread(self._thread.join, timeout_s)
+            # Waits without another thread, because Python starts none while the interpreter ends.
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.ended.wait(), timeout_s)
+                self._thread.join(timeout_s)  # only the thread's last statement is left
         if not self._thread.is_alive():
             for recorder in self._recorders:
                 recorder.close()

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from llm_serving import __version__
 from llm_serving.flight.format import FlightRecordingError, SegmentHeader, replica_folder
 from llm_serving.flight.recorder import FlightRecorder
 from llm_serving.flight.ring import SegmentRing
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.version import __version__
 
 if TYPE_CHECKING:
     from llm_serving.config import Config

@@ -10,7 +10,6 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llm_serving import __version__
 from llm_serving.errors import RequestError
 from llm_serving.sampling_params import PARAMETERS
 from llm_serving.server.body import json_response, read_request
@@ -24,6 +23,7 @@ from llm_serving.server.tool_fields import Tools
 from llm_serving.server.validation import StrictModel
 from llm_serving.server.work import off_loop
 from llm_serving.telemetry.metrics import CONTENT_TYPE
+from llm_serving.version import __version__
 
 RECENT_STEP_S = 0.5
 """If a step completed within this number of seconds, the agents work, and ``/health/ready`` does not probe them."""

@@ -14,13 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llm_serving import __version__
 from llm_serving.server import openapi_errors
 from llm_serving.server.body import json_response
 from llm_serving.server.errors import has_anthropic_errors
 from llm_serving.server.scheduling import SCHEDULING_HEADERS, SchedulingFields
 from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.server.validation import clip
+from llm_serving.version import __version__
 from llm_serving.web.files import POLICY, static_files
 
 _HEADERS = {

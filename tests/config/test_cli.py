@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from llm_serving import __version__
 from llm_serving.cli import DEFAULT_CONFIG, launch_from_command_line
 from llm_serving.config import load_config
 from llm_serving.config.schema import section_keys
 from llm_serving.config.sections import SECTIONS
 from llm_serving.planning.machine import Machine
+from llm_serving.version import __version__
 from support.model_folders import write_model_folder
 from support.time_limits import time_limit
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from llm_serving import __version__
+from llm_serving.version import __version__
 from tools.diagnosis.examination import examine
 from tools.diagnosis.finding import Finding
 from tools.diagnosis.host import Host

@@ -1,0 +1,83 @@
+"""Makes an engine with its agents from a config, for the server and for programs that use no HTTP.
+
+Slow modules are imported in the functions, because the agents start before this process needs those modules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm_serving.config import Config
+from llm_serving.errors import AgentStartError
+from llm_serving.model.parallel import group_ranks
+
+if TYPE_CHECKING:
+    from llm_serving.engine.async_engine import AsyncEngine
+    from llm_serving.engine.tokenizer import Tokenizer
+    from llm_serving.executor.agent_executor import AgentExecutor
+    from llm_serving.flight.recorder import FlightRecorder
+    from llm_serving.request import Request
+    from llm_serving.scheduler.scheduler import Scheduler
+    from llm_serving.telemetry.log import EventLog
+    from llm_serving.telemetry.metrics import Metrics
+
+_POLL_START_S = 0.02
+
+ProgressNote = Callable[[int, str, int, int], None]
+"""Receives the progress of an agent's start: rank, stage, completed units and all units."""
+
+
+def make_executors(config: Config, note: ProgressNote, owned: ExitStack) -> list[AgentExecutor]:
+    """Return the executor of each replica, not started. ``owned`` closes the executors and their ports.
+
+    Raises ConfigError if a port is in use.
+    """
+    from llm_serving.executor.agent_executor import AgentExecutor
+    from llm_serving.executor.agent_process import bind_agent_ports
+
+    settings, parallel = config.serving_config, config.parallel_config
+    listeners = owned.enter_context(bind_agent_ports(settings.agent_ip, settings.agent_ports))
+    log_folder, executors = Path(config.log_config.path).parent, []
+    for replica in range(parallel.data_parallel):
+        ranks = group_ranks(replica, parallel)
+        ports = listeners[ranks.start : ranks.stop]
+        executors.append(AgentExecutor(config, ports, log_folder, note, replica=replica))
+        owned.callback(executors[-1].close)
+    return executors
+
+
+def make_engine(
+    config: Config, tokenizer: Tokenizer, executors: Sequence[AgentExecutor], log: EventLog, metrics: Metrics
+) -> AsyncEngine:
+    """Return an engine for these executors, not started, with the flight recorder that the config asks for."""
+    from llm_serving.engine.async_engine import AsyncEngine
+    from llm_serving.engine.detokenizer import IncrementalDetokenizer
+    from llm_serving.flight.setup import recorder_of
+
+    def new_detokenizer(request: Request) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer.for_request(tokenizer, request.prompt_token_ids, request.sampling)
+
+    def record(scheduler: Scheduler, replica: int) -> FlightRecorder | None:
+        return recorder_of(config, scheduler, partial(log.warning, event="flight_recorder"), replica)
+
+    return AsyncEngine(config, tokenizer, executors, new_detokenizer, log, metrics, record=record)
+
+
+async def wait_ready(engine: AsyncEngine, is_given_up: Callable[[], bool]) -> bool:
+    """Wait until the agents are ready. Returns False as soon as ``is_given_up`` returns True.
+
+    Raises AgentStartError if the agents fail.
+    """
+    while not is_given_up():
+        state = engine.state
+        if state == "ready":
+            return True
+        if state == "stopped":
+            raise AgentStartError(engine.stop_reason)
+        await asyncio.sleep(_POLL_START_S)
+    return False

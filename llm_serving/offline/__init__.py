@@ -1,0 +1,1 @@
+"""A model in a Python program, without HTTP: the engine in a thread, with its agent processes."""

@@ -1,0 +1,161 @@
+"""The class ``LLM``: a model in a Python program, with the engine of the server and without HTTP."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.offline.calls import answer_all
+from llm_serving.offline.host import EngineHost
+from llm_serving.offline.outputs import Output, embedding_of, output_of
+from llm_serving.offline.progress import call_progress
+from llm_serving.offline.requests import Sampling, bodies_of, conversations_of, prompts_of
+from llm_serving.offline.settings import config_of
+from llm_serving.server import embeddings, openai_chat, openai_completions
+from llm_serving.server.state import Endpoint
+from llm_serving.telemetry.progress import ProgressDisplay
+
+_COMPLETIONS, *_ = openai_completions.ENDPOINTS
+_CHAT, *_ = openai_chat.ENDPOINTS
+_EMBEDDINGS, *_ = embeddings.ENDPOINTS
+
+
+class LLM:
+    """A model with its agents. Use it as a context manager, or call ``close`` at the end.
+
+    The tokens are those that the server returns for the same request. Any thread may call the methods.
+
+    Raises ConfigError, CheckpointError or MemoryPlanError before anything is started, and AgentStartError if an agent
+    fails. The methods raise RequestError for a wrong request and EngineFailedError if the engine fails. The error of a
+    request names its place in the list.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: str | None = None,
+        dtype: str | None = None,
+        quantize: str | None = None,
+        offline: bool = False,
+        progress: bool | None = None,
+        **settings: object,
+    ) -> None:
+        """Load a model and wait until it is ready.
+
+        ``model`` is a model folder, a GGUF file or a name on a hub; None takes the model of ``config``. ``config`` is
+        a YAML file, as for the server. ``dtype`` and ``quantize`` are the options of the command line. ``offline``
+        forbids downloads. ``progress`` shows progress on the standard error stream; None shows it on a terminal.
+        ``settings`` are sections of the configuration with a dict of their keys, for example
+        ``pa_config={"num_blocks": 512}``.
+        """
+        self._show = sys.stderr.isatty() if progress is None else progress
+        options = {"dtype": dtype, "quantize": quantize}
+        with ExitStack() as owned:
+            folder = Path(owned.enter_context(tempfile.TemporaryDirectory(prefix="llm-serving-")))
+            loaded = config_of(model, config, options, settings, folder, offline=offline)
+            display = ProgressDisplay(num_agents=loaded.parallel_config.world_size) if self._show else None
+            note = _no_note if display is None else display.update
+            self._host = EngineHost(loaded, note)
+            owned.callback(self._host.close)
+            try:
+                self._host.start()
+            finally:
+                if display is not None:
+                    display.close()
+            # Also closes an LLM that was forgotten, at the latest when the interpreter ends.
+            self._finalizer = weakref.finalize(self, owned.pop_all().close)
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model."""
+        return self._host.config.model_name
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Output]:
+        """Continue each prompt and return the outputs in order. A prompt is a text or a list of token ids.
+
+        ``sampling`` has fields of ``/v1/completions`` by name, for all prompts or one entry for each. ``progress``
+        takes the place of the constructor's argument.
+        """
+        bodies = bodies_of("prompt", prompts_of(prompts), sampling, _WITH_IDS, is_chat=False)
+        return list(map(output_of, self._answers(_COMPLETIONS, bodies, "prompts", progress)))
+
+    def chat(
+        self,
+        conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        progress: bool | None = None,
+    ) -> list[Output]:
+        """Answer each conversation and return the outputs in order. A conversation is a list of messages.
+
+        ``sampling`` has fields of ``/v1/chat/completions`` by name. ``tools`` are the functions that the model may
+        call in all conversations; the program runs them.
+        """
+        more = _WITH_IDS if tools is None else {**_WITH_IDS, "tools": list(tools)}
+        bodies = bodies_of("messages", conversations_of(conversations), sampling, more, is_chat=True)
+        return list(map(output_of, self._answers(_CHAT, bodies, "conversations", progress)))
+
+    def embed(
+        self,
+        texts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        progress: bool | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Return the embedding of each text: float32 [texts, width].
+
+        ``dimensions`` shortens embeddings, if the model permits it. ``prompt_name`` puts this prompt of the model
+        before each text. Raises RequestError if the model generates text.
+        """
+        more = {"dimensions": dimensions, "prompt_name": prompt_name, "encoding_format": "base64"}
+        bodies = bodies_of("input", prompts_of(texts), None, more, is_chat=False)
+        vectors = list(map(embedding_of, self._answers(_EMBEDDINGS, bodies, "texts", progress)))
+        return np.stack(vectors) if vectors else np.empty((0, 0), np.float32)
+
+    def close(self) -> None:
+        """End all calls, the engine and the agents. Further calls of this method have no effect."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _answers(
+        self, endpoint: Endpoint, bodies: Sequence[bytes], name: str, progress: bool | None
+    ) -> Iterable[bytes]:
+        """Return the responses to all bodies. Errors name the argument ``name``."""
+        config = self._host.config
+        parallel = min(2 * config.max_num_seqs * config.parallel_config.data_parallel,
+                       config.scheduler_config.max_waiting_requests)  # fmt: skip
+        show = self._show if progress is None else progress
+        with call_progress(name, len(bodies), show=show) as note:
+            return self._host.run(answer_all(self._host.app, endpoint, name, bodies, parallel, note))
+
+
+_WITH_IDS: Mapping[str, Any] = {"return_token_ids": True}
+
+
+def _no_note(rank: int, stage: str, done: int, total: int) -> None:
+    """Show nothing."""

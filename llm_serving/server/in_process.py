@@ -1,0 +1,75 @@
+"""Calls the handler of an endpoint without HTTP: JSON in, JSON out, and errors as exceptions.
+
+A program without a socket gets the same checks, prompts and tokens as a client of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.types import Message, Scope
+
+from llm_serving.server.generation import GENERATION, Generation
+from llm_serving.server.http_protocol import RECEIVED_AT
+from llm_serving.server.state import Handler, ServerState
+
+
+class App(Protocol):
+    """The part of the application that handlers use."""
+
+    @property
+    def state(self) -> ServerState: ...
+
+
+async def call_handler(
+    app: App, handler: Handler, path: str, body: bytes, more: Mapping[str, Any] | None = None
+) -> bytes:
+    """Return the body of a handler's response to a POST of ``body``, which is JSON.
+
+    ``path`` is the path of the endpoint. ``more`` are further members of the ASGI scope, for example the ``Visit`` of
+    an API key. Cancel the call to abort its sequences. Raises LLMServingError, as the handler does. A request with
+    ``stream`` gets the events of all pieces as one text.
+    """
+    scope: Scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "client": None,
+        "app": app,
+        RECEIVED_AT: time.monotonic(),
+        **(more or {}),
+    }
+    exchange = _Exchange(body)
+    try:
+        response = await handler(app.state, Request(scope, exchange.receive, exchange.send))
+        await response(scope, exchange.receive, exchange.send)
+        return b"".join(exchange.parts)
+    finally:
+        generation: Generation | None = scope.pop(GENERATION, None)
+        if generation is not None:
+            generation.close(time.monotonic())
+
+
+class _Exchange:
+    """The two channels of an ASGI application: the request's body, and the parts of the response."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self.parts: list[bytes] = []
+
+    async def receive(self) -> Message:
+        """Return the body. Further calls wait until they are cancelled, because nothing can disconnect."""
+        if self._body is None:
+            await asyncio.get_running_loop().create_future()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.body":
+            self.parts.append(message.get("body", b""))
