@@ -101,13 +101,18 @@ class Pooler:
         return normed
 
     def _result(self, pooled: Floats) -> Floats:
-        """Returns an embedding after all Dense layers, before truncation and normalisation, or a score [1]."""
+        """Returns an embedding after all Dense layers, before truncation and normalisation, a score [1] or the logits
+        of classes.
+        """
         weights = self._weights
         # Always the same memory, because a matrix product may depend on the alignment of its input.
         self._hidden[:] = pooled
         if weights.score_rows is not None:
             no, yes = weights.score_rows @ self._hidden
             return np.array([yes - no], np.float32)
+        if weights.class_rows is not None:
+            logits: Floats = weights.class_rows @ self._hidden
+            return logits
         x: Floats = self._hidden
         for layer in weights.dense:
             x = layer.weight @ np.array(x, np.float32)

@@ -1,4 +1,4 @@
-"""Reads the weights that pooling needs after the last decoder layer: norm, Dense layers, two rows of the output layer.
+"""Reads the weights that pooling needs after the last decoder layer: norm, Dense layers, rows of scores or of classes.
 
 They are float32, and so small that every start reads them from the checkpoint.
 """
@@ -27,6 +27,8 @@ from llm_serving.model.shape import ModelShape
 
 Floats = npt.NDArray[np.float32]
 OUTPUT = "lm_head.weight"
+CLASSES = "score.weight"
+"""The name of a classifier's last layer: a row for each class."""
 _PREFIXES = ("linear.", "")
 """Prefixes of the names of a Dense layer's tensors."""
 
@@ -49,7 +51,9 @@ class PoolingWeights:
     epsilon: np.float32
     dense: tuple[DenseWeights, ...] = ()
     score_rows: Floats | None = None
-    """[2, hidden_size]: the rows of the output layer for no and for yes. None for embeddings."""
+    """[2, hidden_size]: the rows of the output layer for no and for yes. None for others."""
+    class_rows: Floats | None = None
+    """[classes, hidden_size]: the last layer of a classifier. None for others."""
 
 
 def needed_specs(
@@ -57,11 +61,12 @@ def needed_specs(
 ) -> tuple[Sequence[WeightSpec], tuple[str, ...]]:
     """Returns the parameters that a folder must have, and the endings of tensor names that it may have besides.
 
-    Embeddings need no output layer.
+    Embeddings and classes need no output layer.
     """
     if pooling.scores:
         return specs, tuple(ignorable)
-    return [spec for spec in specs if spec.parameter != OUTPUT], (*ignorable, OUTPUT)
+    others = (OUTPUT, CLASSES) if pooling.labels else (OUTPUT,)
+    return [spec for spec in specs if spec.parameter != OUTPUT], (*ignorable, *others)
 
 
 def read_pooling_weights(config: Config, pooling: Pooling) -> PoolingWeights:
@@ -76,10 +81,11 @@ def read_pooling_weights(config: Config, pooling: Pooling) -> PoolingWeights:
         norm = np.empty(shape.hidden_size, np.float32)
         source.read_into("model.norm.weight", norm, "float32")
         rows = _score_rows(source, shape, pooling.score_tokens) if pooling.scores else None
+        classes = _class_rows(source, len(pooling.labels), shape.hidden_size) if pooling.labels else None
     finally:
         source.close()
     dense = tuple(map(_read_dense, pooling.dense))
-    return PoolingWeights(norm, np.float32(shape.rms_norm_eps), dense, rows)
+    return PoolingWeights(norm, np.float32(shape.rms_norm_eps), dense, rows, classes)
 
 
 def _score_rows(source: WeightSource, shape: ModelShape, tokens: Sequence[int]) -> Floats:
@@ -88,6 +94,12 @@ def _score_rows(source: WeightSource, shape: ModelShape, tokens: Sequence[int]) 
     for index, token in enumerate(tokens):
         cut = TensorCut((shape.vocab_size, shape.hidden_size), Span(token, token + 1))
         source.read_into(name, rows[index : index + 1], "float32", cut)
+    return rows
+
+
+def _class_rows(source: WeightSource, num_classes: int, hidden_size: int) -> Floats:
+    rows: Floats = np.empty((num_classes, hidden_size), np.float32)
+    source.read_into(CLASSES, rows, "float32")
     return rows
 
 

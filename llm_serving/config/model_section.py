@@ -169,9 +169,10 @@ class ModelConfig:
     task: str = own(
         "auto",
         "What the server computes. `generate`: text. `embed`: embeddings (`/v1/embeddings`). `score`: how well a text "
-        "answers a query, with a model that answers yes or no (`/v1/rerank`, `/v1/score`). `auto`: `embed` or `score` "
-        "if the model folder has the files of sentence-transformers, else `generate`.",
-        choices=("auto", "generate", "embed", "score"),
+        "answers a query, with a model that answers yes or no (`/v1/rerank`, `/v1/score`). `classify`: classes of a "
+        "text, with a model `*ForSequenceClassification` (`/classify`). `auto`: `classify` for such a model, `embed` "
+        "or `score` if the model folder has the files of sentence-transformers, else `generate`.",
+        choices=("auto", "generate", "embed", "score", "classify"),
     )
     matryoshka_dimensions: tuple[int, ...] | None = own(
         None,

@@ -36,7 +36,7 @@ from llm_serving.config.validation import (
 )
 from llm_serving.errors import CheckpointError
 from llm_serving.gguf.place import SUFFIX, find_gguf, own_config
-from llm_serving.model.pooling import Pooling, has_modules, read_pooling, read_score
+from llm_serving.model.pooling import Pooling, has_modules, is_classifier, read_classifier, read_pooling, read_score
 from llm_serving.model.quantization import stored_weight_format, stored_weight_group
 from llm_serving.model.shape import ModelShape
 
@@ -139,10 +139,13 @@ class Resolver:
         return config
 
     def _pooling(self, folder: Path | None, shape: ModelShape, tokenizer: TokenizerConfig) -> Pooling | None:
-        """Return how embeddings or scores are computed, or None if the server generates text."""
+        """Return how embeddings, scores or classes are computed, or None if the server generates text."""
         model, task = self._model, self._model.task
         if task == "auto":
             task = "embed" if folder is not None and has_modules(folder) else "generate"
+            task = "classify" if folder is not None and is_classifier(folder) else task
+        if task == "classify":
+            return read_classifier(folder)
         if task == "generate":
             return None
         if task == "score":

@@ -118,9 +118,13 @@ class Experts:
         return self.count if self.num_held is None else self.num_held
 
 
+GENERATOR, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+"""Ends of the names of architectures: a model that generates text, and the same network with classes."""
+
+
 def family_of(fields: TypedFields) -> Family:
     """Return the family that ``architectures`` of ``config.json`` names, or ``model_type`` if there are no
-    architectures.
+    architectures. A classifier has the family of the model that generates text.
 
     Raises the error class of ``fields`` for an unknown family.
     """
@@ -129,6 +133,8 @@ def family_of(fields: TypedFields) -> Family:
         by_type = {family.model_type: family for family in FAMILIES.values()}
         return by_type[fields.text("model_type", "", tuple(by_type))]
     for name in names:
+        if name.endswith(CLASSIFIER):
+            name = name.removesuffix(CLASSIFIER) + GENERATOR
         if name in FAMILIES:
             return FAMILIES[name]
     raise fields.fail("architectures", f"is not supported; only {', '.join(FAMILIES)}")

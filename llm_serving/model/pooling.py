@@ -13,10 +13,12 @@ from typing import Any
 
 from llm_serving.errors import CheckpointError
 from llm_serving.formats.small_files import read_json_object, read_small_text
+from llm_serving.model.families import CLASSIFIER
 
 MAX_FILE_BYTES = 1024 * 1024
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
 MAX_WIDTH = 65536
+MAX_LABEL_CHARS = 256
 ANY_DIMENSION = 0
 """Member of ``Pooling.dimensions`` that permits every number of dimensions up to the width."""
 
@@ -30,6 +32,13 @@ METHODS = {
     "weightedmean": WEIGHTED_MEAN,
 }
 """Pooling methods by the names that sentence-transformers uses."""
+SOFTMAX, SIGMOID, IDENTITY = "softmax", "sigmoid", "identity"
+PROBLEM_TYPES = {
+    "single_label_classification": SOFTMAX,
+    "multi_label_classification": SIGMOID,
+    "regression": IDENTITY,
+}
+"""The function that turns the logits of classes into probabilities, by ``problem_type`` of ``config.json``."""
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh"}
 
 
@@ -55,7 +64,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """What an agent computes from the hidden states of a text: an embedding, or a score."""
+    """The results of a server that generates no text: an embedding, a score, or logits of classes."""
 
     method: str = LAST
     """``last``, ``mean`` or ``weighted_mean``: which hidden states are pooled."""
@@ -71,6 +80,16 @@ class Pooling:
     """Name of the prompt of texts without ``prompt_name``. Empty for none."""
     score_tokens: tuple[int, ...] = ()
     """Token ids whose logits give a score: the token for no, and the token for yes. Empty for embeddings."""
+
+    labels: tuple[str, ...] = ()
+    """Names of the classes of a classifier, in the order of the rows of ``score.weight``. Empty for others."""
+    class_activation: str = SOFTMAX
+    """``softmax``, ``sigmoid`` or ``identity``: the function that turns the logits of classes into probabilities."""
+
+    @property
+    def task(self) -> str:
+        """The kind of results: ``embed``, ``score`` or ``classify``."""
+        return "classify" if self.labels else "score" if self.score_tokens else "embed"
 
     @property
     def scores(self) -> bool:
@@ -126,6 +145,48 @@ def read_score(folder: Path | None, hidden_size: int, tokenizer_file: Path, toke
     if tokens is None:
         tokens = _yes_and_no(tokenizer_file)
     return Pooling(width=1, normalises=False, score_tokens=tokens)
+
+
+def is_classifier(folder: Path) -> bool:
+    """Return whether ``config.json`` of a model folder names an architecture ``*ForSequenceClassification``."""
+    if not (folder / "config.json").is_file():
+        return False
+    names = read_json_object(folder / "config.json", MAX_FILE_BYTES, CheckpointError).get("architectures")
+    return isinstance(names, list) and any(isinstance(name, str) and name.endswith(CLASSIFIER) for name in names)
+
+
+def read_classifier(folder: Path | None) -> Pooling:
+    """Return the pooling of a classifier: the logits of its classes after the last token.
+
+    Raises CheckpointError if the model has no classes, or if ``config.json`` describes them wrongly.
+    """
+    if folder is None or not is_classifier(folder):
+        raise CheckpointError(f"{folder}: is no model *{CLASSIFIER}, which model_config.task: classify needs")
+    file = folder / "config.json"
+    values = read_json_object(file, MAX_FILE_BYTES, CheckpointError)
+    labels = _labels(values, file)
+    problem = values.get("problem_type")
+    if problem is not None and problem not in PROBLEM_TYPES:
+        raise CheckpointError(f"{file}: problem_type is {problem!r}; it must be one of {', '.join(PROBLEM_TYPES)}")
+    activation = (SIGMOID if len(labels) == 1 else SOFTMAX) if problem is None else PROBLEM_TYPES[problem]
+    return Pooling(width=len(labels), normalises=False, labels=labels, class_activation=activation)
+
+
+def _labels(values: Mapping[str, object], file: Path) -> tuple[str, ...]:
+    """Return the names of the classes, which ``id2label`` states. A file without it has two classes."""
+    stated = values.get("id2label")
+    if stated is None:
+        number = values.get("num_labels", 2)
+        if type(number) is not int or not 1 <= number <= MAX_WIDTH:
+            raise CheckpointError(f"{file}: num_labels is {number!r}; it must be a whole number from 1 to {MAX_WIDTH}")
+        return tuple(f"LABEL_{index}" for index in range(number))
+    wanted = [str(index) for index in range(len(stated))] if isinstance(stated, dict) else []
+    if not isinstance(stated, dict) or not 1 <= len(stated) <= MAX_WIDTH or set(stated) != set(wanted):
+        raise CheckpointError(f"{file}: id2label must name the classes 0, 1, 2, ... (at most {MAX_WIDTH})")
+    labels = tuple(stated[index] for index in wanted)
+    if not all(isinstance(label, str) and len(label) <= MAX_LABEL_CHARS for label in labels):
+        raise CheckpointError(f"{file}: each label of id2label must be a text of at most {MAX_LABEL_CHARS} characters")
+    return labels
 
 
 def _of_modules(folder: Path, hidden_size: int) -> Pooling:

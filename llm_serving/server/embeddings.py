@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
+from pydantic.config import JsonDict
 from starlette.requests import Request
 
 from llm_serving.errors import RequestError
@@ -23,6 +24,16 @@ from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 from llm_serving.server.validation import StrictModel, short
 from llm_serving.server.work import off_loop
 
+INPUT_SCHEMA: JsonDict = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    ]
+}
+"""The JSON schema of the field ``input``."""
+
 
 class EmbeddingRequest(SchedulingFields, StrictModel):
     """Request body of ``/v1/embeddings``: one or more texts."""
@@ -31,14 +42,7 @@ class EmbeddingRequest(SchedulingFields, StrictModel):
 
     input: Any = Field(
         description="Text, token ids, or a list of either.",
-        json_schema_extra={
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-            ]
-        },
+        json_schema_extra=INPUT_SCHEMA,
     )
     model: Name = Field(default=None, description="Name of the served model; may be left out.")
     encoding_format: Literal["float", "base64"] | None = Field(
@@ -57,10 +61,10 @@ async def create_embeddings(state: ServerState, request: Request) -> AnyResponse
     state.check_queue(tenant_of(request))
     body = await read_request(EmbeddingRequest, request, state.settings.max_body_bytes)
     state.check_model(body.model)
-    pooling = pooling_of(state, scores=False)
+    pooling = pooling_of(state, "embed")
     _check_dimensions(pooling, body.dimensions)
     generation = Generation(state, request, "embeddings", "embd", body, stream=False)
-    texts = with_prompt(await _inputs(state, body.input), prompt_text(pooling, body.prompt_name))
+    texts = with_prompt(await read_inputs(state, body.input), prompt_text(pooling, body.prompt_name))
     prompts = await resolve_prompts(state, texts, "input")
     vectors = await pooled_results(generation, request, prompts, "input")
     is_text = body.encoding_format == "base64"
@@ -70,9 +74,7 @@ async def create_embeddings(state: ServerState, request: Request) -> AnyResponse
         for index, vector in enumerate(vectors):
             embedding = finished(vector, body.dimensions, normalises=pooling.normalises)
             shown = base64.b64encode(embedding.astype("<f4").tobytes()).decode() if is_text else None
-            data.append(
-                {"object": "embedding", "index": index, "embedding": shown or EncodedList(embedding.tolist())}
-            )
+            data.append({"object": "embedding", "index": index, "embedding": shown or EncodedList(embedding.tolist())})
         return {
             "object": "list",
             "data": data,
@@ -93,7 +95,7 @@ ENDPOINTS = (
 )  # fmt: skip
 
 
-async def _inputs(state: ServerState, value: object) -> list[str | list[int]]:
+async def read_inputs(state: ServerState, value: object) -> list[str | list[int]]:
     """Return the inputs of a request: texts or lists of token ids. Raises RequestError."""
     check_lengths(value, 1, state.settings, "input")
     num_items = sum(len(one) if isinstance(one, list) else 1 for one in value) if isinstance(value, list) else 1

@@ -36,7 +36,7 @@ OPEN_TOKENS = 32768
 OPEN_OVERHEAD_TOKENS = 1024
 """Opening a sequence takes, apart from its tokens, about as long as checking this number of prompt tokens."""
 
-POOLED_APIS = ("embeddings", "rerank", "score")
+POOLED_APIS = ("embeddings", "rerank", "score", "classify")
 """Names of the endpoints whose responses have pooled results in place of text."""
 GENERATION = "llm_serving.generation"
 """Key of the ASGI scope whose value is the request's ``Generation``, so that the application closes it at the end."""
@@ -70,8 +70,8 @@ class Generation:
     ) -> None:
         if state.settings.pooling is not None and api not in POOLED_APIS:
             raise RequestError(
-                "This server computes embeddings or scores and generates no text; start it with model_config.task: "
-                "generate for this endpoint.",
+                "This server computes embeddings, scores or classes and generates no text; start it with "
+                "model_config.task: generate for this endpoint.",
                 code="unsupported_task",
             )
         self.state = state

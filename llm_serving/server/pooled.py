@@ -27,16 +27,20 @@ _SHORTEST = np.float32(1e-12)
 """Lower limit of the length by which a vector is divided, as in PyTorch."""
 
 
-def pooling_of(state: ServerState, *, scores: bool | None) -> Pooling:
-    """Return how the server computes pooled results. ``scores`` is the kind that an endpoint needs; None takes both.
+_RESULTS = {"embed": "embeddings", "score": "scores", "classify": "classes"}
+"""What a server computes, by its task."""
 
-    Raises RequestError if the server does not compute them.
+
+def pooling_of(state: ServerState, *tasks: str) -> Pooling:
+    """Return how the server computes pooled results. ``tasks`` are those with which an endpoint works.
+
+    Raises RequestError if the server has another task.
     """
-    pooling, needed = state.settings.pooling, "score" if scores else "embed"
-    if pooling is None or (scores is not None and pooling.scores != scores):
-        now = "text" if pooling is None else "scores" if pooling.scores else "embeddings"
+    pooling = state.settings.pooling
+    if pooling is None or pooling.task not in tasks:
+        now = "text" if pooling is None else _RESULTS[pooling.task]
         raise RequestError(
-            f"This server computes {now}; start it with model_config.task: {needed} for this endpoint.",
+            f"This server computes {now}; start it with model_config.task: {tasks[0]} for this endpoint.",
             code="unsupported_task",
         )
     return pooling

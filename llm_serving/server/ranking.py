@@ -82,7 +82,7 @@ async def rerank(state: ServerState, request: Request) -> AnyResponse:
     state.check_queue(tenant_of(request))
     body = await read_request(RerankRequest, request, state.settings.max_body_bytes)
     state.check_model(body.model)
-    pooling = pooling_of(state, scores=None)
+    pooling = pooling_of(state, "embed", "score")
     generation = Generation(state, request, "rerank", "rerank", body, stream=False)
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     names = ("query", "documents")
@@ -117,7 +117,7 @@ async def score(state: ServerState, request: Request) -> AnyResponse:
     state.check_queue(tenant_of(request))
     body = await read_request(ScoreRequest, request, state.settings.max_body_bytes)
     state.check_model(body.model)
-    pooling = pooling_of(state, scores=None)
+    pooling = pooling_of(state, "embed", "score")
     generation = Generation(state, request, "score", "score", body, stream=False)
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2

@@ -8,6 +8,7 @@ from __future__ import annotations
 from llm_serving.server import (
     admin,
     chat,
+    classification,
     embeddings,
     generate,
     openai_chat,
@@ -27,6 +28,7 @@ ENDPOINTS = (
     *messages.ENDPOINTS,
     *embeddings.ENDPOINTS,
     *ranking.ENDPOINTS,
+    *classification.ENDPOINTS,
     *generate.ENDPOINTS,
     *chat.ENDPOINTS,
     *receipts.ENDPOINTS,

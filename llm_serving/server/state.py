@@ -119,7 +119,7 @@ class ServerSettings:
                 "vocab_size": config.shape.vocab_size,
                 "max_num_seqs": config.max_num_seqs,
                 "policy": config.scheduler_config.policy,
-                "task": "generate" if config.pooling is None else "score" if config.pooling.scores else "embed",
+                "task": "generate" if config.pooling is None else config.pooling.task,
                 "sampling_defaults": config.sampling_defaults.values(),
             },
             settings={

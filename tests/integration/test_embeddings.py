@@ -16,7 +16,13 @@ import pytest
 
 from performance.models.folders import write_model
 from performance.models.variants import VARIANTS
-from support.embedding_folders import VARIANT, expected_embedding, write_embedding_folder
+from support.embedding_folders import (
+    VARIANT,
+    class_weights,
+    expected_embedding,
+    write_classifier_folder,
+    write_embedding_folder,
+)
 from support.llama_in_numpy import NumpyLlama
 from support.server_process import ServerProcess, running_server
 
@@ -213,6 +219,31 @@ def test_a_reranker_scores_by_the_logits_of_yes_and_no(tmp_path: Path) -> None:
         assert each["relevance_score"] == pytest.approx(1 / (1 + math.exp(-of_index[each["index"]])))
     assert refused[0] == 400
     assert "computes scores" in refused[2]
+
+
+def test_a_classifier_returns_the_classes_of_each_text_with_the_same_bits_in_every_batch(tmp_path: Path) -> None:
+    labels = ["calm", "angry", "glad"]
+    folder = write_classifier_folder(tmp_path / "model", labels)
+    overrides = [f"model_config.model_path={folder}", FLOAT32, *PRESSED]
+    with running_server(tmp_path / "server", overrides) as server:
+        together = server.post("/v1/classify", {"input": TEXTS, "use_activation": False})["data"]
+        alone = [server.post("/classify", {"input": text, "use_activation": False})["data"][0] for text in TEXTS]
+        shown = server.post("/classify", {"input": "t40 t41 t42"})["data"]
+        refused = [error_of(server, "/v1/embeddings", {"input": "t1"})]
+        refused.append(error_of(server, "/v1/completions", {"prompt": "t1"}))
+        empty = error_of(server, "/classify", {"input": ["t1", ""]})
+    llama = NumpyLlama(folder, "float", "float32")
+    rows = class_weights(len(labels), llama.hidden([1]).shape[1])
+    for text, one, other in zip(TEXTS, together, alone, strict=True):
+        expected = rows @ llama.hidden(text)[-1]
+        assert one["probs"] == pytest.approx(expected.tolist(), rel=1e-3, abs=1e-3)
+        assert (one["label"], one["num_classes"]) == (labels[int(expected.argmax())], 3)
+        assert {**one, "index": 0} == other
+    powers = np.exp(rows @ llama.hidden([40, 41, 42])[-1])
+    assert shown[0]["probs"] == pytest.approx((powers / powers.sum()).tolist(), abs=1e-4)
+    assert [status for status, _, _ in refused] == [400, 400]
+    assert "computes classes" in refused[0][2]
+    assert empty[:2] == (400, "input[1]")
 
 
 def judged(query: str, document: str) -> str:

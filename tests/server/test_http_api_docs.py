@@ -6,13 +6,15 @@ import shlex
 
 import pytest
 
-from llm_serving.server import embeddings, ranking
+from llm_serving.server import classification, embeddings, ranking
 from llm_serving.server.routes import ENDPOINTS
 from support.fake_engine import MODEL_NAME
 from support.small_configs import REPOSITORY
 
 TEXT = (REPOSITORY / "docs" / "http_api.md").read_text("utf-8")
-POOLED = {endpoint.path for endpoint in (*embeddings.ENDPOINTS, *ranking.ENDPOINTS)}
+POOLED = {
+    endpoint.path for endpoint in (*embeddings.ENDPOINTS, *ranking.ENDPOINTS, *classification.ENDPOINTS)
+}
 """Endpoints that a server of text refuses. tests/integration/test_embeddings.py runs them."""
 BASE = "http://127.0.0.1:8835"
 

@@ -66,6 +66,29 @@ def write_embedding_folder(
     return folder
 
 
+def write_classifier_folder(folder: Path, labels: Sequence[str], **values: object) -> Path:
+    """Writes a small classifier: a Llama without output layer, with a row of ``score.weight`` for each label.
+
+    ``values`` are further members of ``config.json``.
+    """
+    write_model(VARIANTS[UNTIED_VARIANT], folder)
+    config = json.loads((folder / "config.json").read_text())
+    names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
+    classes = {"id2label": {str(index): label for index, label in enumerate(labels)}}
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": names, **classes, **values}))
+    files = TensorFiles(folder)
+    tensors = {name: files.read(name)[0].copy() for name in files.names() if name != "lm_head.weight"}
+    files.close()
+    tensors["score.weight"] = class_weights(len(labels), config["hidden_size"])
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder
+
+
+def class_weights(num_labels: int, hidden: int) -> Floats:
+    """Returns the last layer of the classifier."""
+    return np.random.default_rng(6).standard_normal((num_labels, hidden)).astype(np.float32)
+
+
 def dense_weights(hidden: int) -> tuple[Floats, Floats]:
     """Returns the weight and the bias of the Dense layer."""
     random = np.random.default_rng(5)
