@@ -47,7 +47,7 @@ class Right(enum.IntFlag):
 
 
 _OF_A_FILE = Right.EXECUTE | Right.WRITE_FILE | Right.READ_FILE | Right.TRUNCATE | Right.IOCTL_DEV
-"""Kinds that a rule for a single file may have. The others are for folders."""
+"""Kinds of access that a rule for a single file may permit. All other kinds are for folders."""
 _TCP_BIND_AND_CONNECT = 0b11
 _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 _FIRST_ABI_OF_TCP, _FIRST_ABI_OF_SCOPES = 4, 6

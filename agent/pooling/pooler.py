@@ -36,9 +36,9 @@ class Pooler:
         self._checks_order = False
 
     def reset(self) -> None:
-        """Forgets the sums of all batch rows. From now on, a step must continue where the last step ended.
+        """Forgets the sums of all batch rows. After this call, the chunks of a prompt must arrive without gaps.
 
-        Before the first call, steps of the warm-up may begin anywhere.
+        Before the first call, the warm-up runs steps whose sequences begin at any position.
         """
         self._sums.fill(0)
         self._counts.fill(0)

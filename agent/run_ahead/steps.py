@@ -89,7 +89,10 @@ class StepsAhead:
         self._device, self._reader, self._sampler = device, reader, sampler
         self._launched: deque[_Launched] = deque()
         self._place_of_row = np.full(sampler.rows.last_token.size, _NOT_SAMPLED, np.int32)
-        """For each batch row: its place among the best tokens of the newest step, or one of the numbers above."""
+        """For each batch row: the index of its token among the best tokens of the newest step.
+
+        _NOT_SAMPLED or _HOST_CHOOSES if it has no token there.
+        """
         self._last_computed = 0
         self.on_computed: Callable[[], None] = lambda: None
         """Called in any thread when the device has computed a step. ``finish_computed`` then samples it."""

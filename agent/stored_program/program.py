@@ -29,9 +29,9 @@ class StoredArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: str
     memory: str = ""
-    """The name of its memory, whose shape it has. Empty if it is an output of a launch."""
+    """Name of the memory that the tensor fills. Empty if the tensor is an output of a launch."""
     launch: int = -1
-    """The launch that writes it, and the number of the argument there."""
+    """Index of the launch that writes the tensor. ``argument`` is the tensor's index among that launch's arguments."""
     argument: int = -1
     shape: tuple[int, ...] = ()
 
@@ -44,7 +44,7 @@ class StoredLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StoredProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The launches of a graph. The result of the graph is the last argument of the last launch."""
+    """The operator launches of a graph. The result of the graph is the last argument of the last launch."""
 
     launches: tuple[StoredLaunch, ...]
     proof: str

@@ -16,7 +16,7 @@ from llm_serving.config import Config
 from llm_serving.ipc.shm import StepSlot
 
 _BLOCK = 1
-"""The block that the proof writes. It is not in use before the agent is ready."""
+"""Id of the KV block that the steps of the proof write. No request uses it yet, because the agent is not ready."""
 _MOST_TOKENS = 8
 
 

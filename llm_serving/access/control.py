@@ -24,7 +24,7 @@ OPEN_PATHS = frozenset({"/health/live", "/", "/operator"})
 """Paths that need no key. A supervisor restarts a server that does not respond at ``/health/live``. A browser cannot
 send a key for a page, and the pages' files are public. The pages ask for the key and send it with their requests."""
 OPEN_FOLDER = "/static/"
-"""Folder of the pages' files. They need no key."""
+"""Beginning of the paths of the web pages' files, which need no API key."""
 
 _NO_RIGHTS = KeyRights()
 
@@ -42,7 +42,7 @@ class AccessControl:
         self.refused = refused
         self._usages: dict[str, KeyUsage] = {}
         self.watch = Periodic(self.reload)
-        """Between its ``start`` and ``stop``, reads the key file again whenever the file changes."""
+        """Reads the key file again whenever the file changes, from ``watch.start`` until ``watch.stop``."""
 
     def usage(self, name: str) -> KeyUsage:
         """Return the present use of the quotas by all keys with this name.
@@ -86,7 +86,7 @@ class Visit:
 
     @property
     def name(self) -> str:
-        """Name of the key. Empty without keys."""
+        """Name of the request's API key. Empty if the server has no keys."""
         return "" if self._key is None else self._key.name
 
     @property

@@ -13,7 +13,7 @@ from llm_serving.access.keys import MAX_KEY_CHARS, ApiKey, KeyLineError, digest_
 from llm_serving.errors import ConfigError
 
 ENVIRONMENT_VARIABLE = "LLM_SERVING_API_KEYS"
-"""Environment variable with lines of keys. ``;`` separates them, too."""
+"""Environment variable that may contain the lines of a key file. A semicolon also ends a line."""
 MAX_FILE_BYTES = 16 * 1024 * 1024
 
 

@@ -40,7 +40,7 @@ class ServerTls:
             return False
         self._seen = seen
         try:
-            # A new context tries the files first, because an error could leave the context in use without a key.
+            # Load the files into a trial context first. An error in the context in use could leave it without a key.
             _context(self._cert, self._key)
             self.context.load_cert_chain(self._cert, self._key)
         except (ConfigError, OSError) as error:

@@ -22,14 +22,15 @@ from llm_serving.parsing.parameters import STRING, json_types, resolve
 
 _TEXT = r"/(.|\n)*/"
 _ONE_SPACE = r"\x20"
-"""White space between the parts of arguments. No model needs more, and small models would write it without an end."""
+"""Regular expression of the white space between the parts of arguments. Small models repeat longer white space without
+an end."""
 _COMMENTS = frozenset({"type", "title", "description", "default", "examples", "deprecated"})
 _XML_KEYS = _COMMENTS | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class UnsupportedToolError(Exception):
-    """The arguments of a tool cannot be enforced in the model's format. ``index`` is the tool's place."""
+    """The arguments of a tool cannot be enforced in the model's format. ``index`` is the index of the tool."""
 
     def __init__(self, index: int, message: str) -> None:
         super().__init__(message)
@@ -88,7 +89,7 @@ def answer_grammar(
 
 
 class _Rules:
-    """The rules of one grammar, and the grammars that they refer to."""
+    """Collects the rules of one grammar, and the other grammars that these rules name."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
@@ -103,7 +104,7 @@ class _Rules:
         return text in self._special
 
     def literal(self, text: str) -> str:
-        """Return a text as a sequence of strings and special tokens."""
+        """Return the expression of a fixed text, in which special tokens are written by their ids."""
         parts = [text] if self._split is None else self._split.split(text)
         return " ".join(
             f"<[{self._special[part]}]>" if part in self._special else json.dumps(part, ensure_ascii=False)
@@ -112,7 +113,7 @@ class _Rules:
         )
 
     def sub_grammar(self, grammar: Grammar) -> str:
-        """Return an expression for another grammar."""
+        """Return an expression that stands for another grammar in the rules."""
         if grammar.kind == JSON_SCHEMA:
             return _json(json.loads(grammar.text), JSON_WHITESPACE)
         name = f"other{len(self._others)}"
@@ -134,7 +135,7 @@ def _json(schema: Mapping[str, Any], whitespace: str = _ONE_SPACE) -> str:
 
 
 def _add_thinking(rules: _Rules, thinking: Thinking | None) -> str:
-    """Add the rule of the reasoning. Returns the start of the rule that follows it."""
+    """Add the rule of the reasoning. Returns the expression with which the rule of the whole answer must begin."""
     if thinking is None:
         return ""
     opening, close = thinking.format.open, thinking.format.close
@@ -167,7 +168,7 @@ def _add_calls(rules: _Rules, tool_format: ToolFormat, tools: Sequence[CallableT
 
 
 def _prefix(tool_format: ToolFormat) -> str:
-    """Return the trigger if each call begins with it."""
+    """Return the trigger of a format whose every call begins with the trigger. Empty for all other formats."""
     return tool_format.trigger if tool_format.trigger and tool_format.begin.startswith(tool_format.trigger) else ""
 
 
@@ -207,7 +208,10 @@ def _add_free_text(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | 
 
 
 def _after_trigger(rules: _Rules, name: str, text: str, trigger: str) -> str:
-    """Return text up to the trigger, then calls. The trigger is one special token, or ends a lazy lexeme."""
+    """Return the expression of free text that ends with the trigger, followed by calls (rule ``region``).
+
+    ``text`` names the rule of the free text. A trigger that is no special token ends the shortest such text (lazy).
+    """
     if rules.is_special(trigger):
         return f"{text} {rules.literal(trigger)} region"
     rules.add(f"{name}_start[lazy]", f"{text} {rules.literal(trigger)}")
@@ -215,7 +219,10 @@ def _after_trigger(rules: _Rules, name: str, text: str, trigger: str) -> str:
 
 
 def _add_messages(rules: _Rules) -> None:
-    """Add the rule of an answer in channels with any text. The header of a message with a recipient starts a call."""
+    """Add the rule of an answer of gpt-oss: messages in channels, and at the end a final message or a call.
+
+    A message contains any text. A header that names a tool as its recipient starts a call.
+    """
     opening, end = rules.literal(CHANNEL), rules.literal(f"{HARMONY_ENDS[0]}{START}assistant")
     rules.add("TEXT", _TEXT)
     rules.add("message", f'{opening} ("analysis" | "commentary") {rules.literal(MESSAGE)} TEXT {end}')
@@ -224,9 +231,9 @@ def _add_messages(rules: _Rules) -> None:
 
 
 def has_free_text(tool_format: ToolFormat, special: Mapping[str, int]) -> bool:
-    """Return whether calls can be constrained in an answer that may also be text.
+    """Return whether a grammar can constrain the calls of an answer that may also be free text.
 
-    The channels of a message must begin and end with special tokens, because its text may contain everything else.
+    A format with channels must mark its messages by special tokens, because their text may contain every other text.
     """
     if tool_format.trigger or tool_format.starts_with_brace:
         return True
@@ -256,7 +263,10 @@ def _arguments(rules: _Rules, index: int, tool: CallableTool, tool_format: ToolF
 
 
 def _xml_arguments(rules: _Rules, index: int, schema: Mapping[str, Any], is_strict: bool) -> str:
-    """Return parameters in tags, in the order of the schema. Without ``is_strict``, any parameters may follow."""
+    """Return the expression of arguments in tags, one tag for each parameter, in the order of the schema.
+
+    Without ``is_strict``, the parameters may have any names and values.
+    """
     close = json.dumps("\n</parameter>\n")
     if not is_strict:
         rules.add(f"any{index}[lazy]", f"{_TEXT} {close}")
@@ -278,7 +288,7 @@ def _xml_arguments(rules: _Rules, index: int, schema: Mapping[str, Any], is_stri
 
 
 def _add_value(rules: _Rules, name: str, index: int, schema: object, root: Mapping[str, Any], close: str) -> bool:
-    """Add the rule of one parameter's value. Returns False if the rule includes ``close``."""
+    """Add the rule of a parameter's value. Returns False if the rule includes ``close``, the text after the value."""
     schema = resolve(schema, root)
     types = json_types(schema, root)
     if not isinstance(schema, Mapping) or not types or STRING in types:
@@ -299,7 +309,7 @@ def _add_value(rules: _Rules, name: str, index: int, schema: object, root: Mappi
 
 
 def _check_text(index: int, schema: object) -> None:
-    """Raise UnsupportedToolError if a schema limits a text that stands without quotes."""
+    """Raise UnsupportedToolError if the schema of a text without quotes limits the text, for example its length."""
     if not isinstance(schema, Mapping):
         return
     for key, value in schema.items():

@@ -20,10 +20,10 @@ JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar as the client wrote it.
+    """A grammar, as the client wrote it or as the server composed it.
 
     ``kind`` is the language of ``text``: ``JSON_SCHEMA``, ``REGEX`` or ``LARK`` (llguidance's dialect of Lark). A
-    ``COMPOSED`` grammar is made by the server: JSON with several grammars that refer to each other.
+    ``COMPOSED`` grammar comes from the server. Its text is JSON with several grammars that refer to each other.
     """
 
     kind: str

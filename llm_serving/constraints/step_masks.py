@@ -41,9 +41,9 @@ class StepMasks:
         self._sampling: dict[int, list[Request]] = {}
         """For each step in flight: its constrained requests."""
         self._newest: dict[Request, int] = {}
-        """For each of these requests: the newest step in flight that samples a token of it."""
+        """For each constrained request: the number of the newest step in flight that samples one of its tokens."""
         self._waiting: dict[int, list[tuple[_Pending, int, Request]]] = {}
-        """By step: the masks that can be computed after its result."""
+        """The masks that wait for the result of a step, by the number of this step."""
 
     def sent(self, step: ScheduledStep) -> None:
         """Note that a step was submitted. If all of its masks are known, publish them."""

@@ -57,7 +57,7 @@ class ThinkingBudget:
         return np.full(self.num_words, _EVERY_WORD, np.uint32) if self._inner is None else self._inner.mask()
 
     def _force(self) -> None:
-        """Force the marker if the reasoning has reached its budget within no character."""
+        """Force the end marker once the reasoning has used its budget and its last character is complete."""
         is_within_character = bool(self._decoder.getstate()[0])
         if not self._watch.is_thinking:
             self._forced = []

@@ -14,7 +14,7 @@ Mask = npt.NDArray[np.uint32]
 
 
 class TokenRules:
-    """The rules of one request. All of its sequences share the masks that are computed here."""
+    """The token rules of one request. All sequences of the request share this object and its masks."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class TokenRules:
 
     @property
     def allows_no_token(self) -> bool:
-        """Whether no first token is possible."""
+        """Whether the rules forbid every token at the start of the output."""
         return not self.mask(0, ()).any()
 
     @property
     def allows_no_token_later(self) -> bool:
-        """Whether no token is possible even after ``min_tokens`` tokens."""
+        """Whether the rules forbid every token even after ``min_tokens`` tokens, when the output may end."""
         return not self._mask.any()
 
     def mask(self, num_tokens: int, tokens: Sequence[int]) -> Mask:

@@ -18,7 +18,7 @@ from llm_serving.gguf.header import Header, read_header
 ROPE_FACTORS = "rope_freqs.weight"
 """Name of the tensor with the numbers by which llama.cpp divides the rotary frequencies of Llama 3.1 and later."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The constants of Llama 3's rotary scaling. The file has only the factors that follow from them."""
+"""The constants of Llama 3's rotary scaling. A GGUF file has only the divisors that are computed from them."""
 _MAX_FACTORS = 4096
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -69,7 +69,9 @@ _ARCHITECTURES: dict[str, Callable[[Header], dict[str, Any]]] = {
     "qwen3": lambda _: {"architectures": ["Qwen3ForCausalLM"]},
     "qwen3moe": _qwen3_experts,
 }
-"""The fields that differ, by llama.cpp's name of the architecture. Llama includes Mistral, Mixtral and SmolLM2."""
+"""Functions that return the fields of ``config.json`` that only some architectures have, by llama.cpp's name.
+
+The name ``llama`` includes Mistral, Mixtral and SmolLM2."""
 
 
 def model_fields(path: Path) -> TypedFields:

@@ -259,7 +259,7 @@ def harmony(reader: Reader, options: CallOptions) -> Steps[None]:
         reader.record = []
         yield from skip(reader)
         if (yield from expect(reader, START, CHANNEL, "assistant", "to=")) is None:
-            reader.content(reader.recorded())  # no header
+            reader.content(reader.recorded())  # text without the header of a message is content
             marker = yield from pass_until(reader, (*HARMONY_ENDS, START), reader.content)
         else:
             marker = yield from _message(reader, options)

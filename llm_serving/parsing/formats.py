@@ -28,14 +28,15 @@ class ToolFormat:
     name: str
     parse: CallParser
     trigger: str
-    """The text that starts calls within content. Empty if calls are only constrained when they are required."""
+    """The text after which calls begin within content. Empty if no text marks them; a grammar then constrains the calls
+    only if the request requires a call."""
     begin: str
     end: str
     open: str = ""
     between: str = ""
     close: str = ""
     markers: tuple[str, ...] = ()
-    """Special tokens that the parser must see."""
+    """Special tokens that must stay in the text, because the parser finds the calls by them."""
     arguments: str = "json"
     """``json``, or ``xml`` for parameters in tags."""
     id_pattern: str = ""
@@ -46,7 +47,7 @@ class ToolFormat:
     is_parallel: bool = True
     """Whether one answer may have several calls."""
     starts_with_brace: bool = False
-    """Whether a call may also begin with the first character of the text, without the trigger."""
+    """Whether the text is also a call, without the trigger, if its first character is a brace."""
 
 
 @dataclass(frozen=True, slots=True)

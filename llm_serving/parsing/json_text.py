@@ -79,8 +79,9 @@ def read_string(reader: Reader) -> Steps[str | None]:
 def read_calls(reader: Reader, names: Collection[str] | None = None) -> Steps[bool]:
     """Read one object with the name and the arguments of a call, or a list of these objects.
 
-    The caller must have started to record. If the first object is not a call, the recorded text becomes content, and
-    the result is False. If ``names`` is given, only calls of tools with these names count as calls.
+    The caller must have set ``reader.record`` to an empty list, to record the text. If the first object is not a call,
+    the recorded text becomes content, and the result is False. If ``names`` is given, only calls of tools with these
+    names count as calls.
     """
     if (yield from peek(reader)) != "[":
         return (yield from _read_call(reader, names))

@@ -31,7 +31,10 @@ def resolve(schema: object, root: Mapping[str, Any]) -> object:
 
 
 def json_types(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows. Empty if the schema states none. ``root`` has its references."""
+    """Return the JSON types that a schema allows. Empty if the schema states none.
+
+    ``root`` is the whole schema, in which references are looked up.
+    """
     schema = resolve(schema, root)
     if not isinstance(schema, Mapping):
         return frozenset()

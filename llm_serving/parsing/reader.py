@@ -40,7 +40,10 @@ class Reader:
         self._reasoning_space = ""
         self._has_reasoning = False
         self._gap: str | None = None
-        """Characters that are left out until the next content. None within content."""
+        """Characters to leave out before the content continues. None while content is being read.
+
+        After the reasoning these are newlines, after a call all white space.
+        """
 
     def take(self, count: int) -> str:
         """Read ``count`` characters."""

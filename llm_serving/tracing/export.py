@@ -129,7 +129,8 @@ class _Exporter:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-        # A collector that is away would fill the standard error. The metric of dropped spans shows this.
+        # OpenTelemetry logs an error for each failed export. While no collector answers, these would fill standard
+        # error. The metric of dropped spans shows the failures.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._exporter: Any = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
         self._resource = Resource.create({"service.name": "llm-serving", "service.version": version})

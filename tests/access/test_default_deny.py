@@ -25,7 +25,7 @@ from support.small_configs import REPOSITORY
 ROUTES = sorted({(one.method, re.sub(r"{[^}]*}", "fake-llama", one.path)) for one in ENDPOINTS})
 LIVE = ("GET", "/health/live")
 OPEN = {LIVE, ("GET", "/"), ("GET", "/operator"), ("GET", "/static/fake-llama")}
-"""The allowlist. The pages' files are the same for every client; an unknown one is a 404."""
+"""The routes that need no key. The files of the web pages are public; a name that no file has gives status 404."""
 KEY = secret_of("alice")
 WITHOUT_KEY = {
     "no key": (),

@@ -50,7 +50,7 @@ def test_the_last_token_of_a_forbidden_sequence_is_not_allowed_after_the_others(
     rules = TokenRules(VOCAB, allowed=[1, 2, 3, 4], forbidden=[[4], [1, 2], [1, 1, 3], [2, 1, 3]])
     constraint = rules.start(None)
     masks = []
-    for token in (1, 1, 1, 3, 2, 1, 1):  # a rule only looks at the tokens before
+    for token in (1, 1, 1, 3, 2, 1, 1):  # a mask only restricts the next token, so a test may feed a forbidden one
         masks.append(allowed_ids(constraint))
         constraint.advance(token)
     assert masks == [{1, 2, 3}, {1, 3}, {1}, {1}, {1, 2, 3}, {1, 2, 3}, {1}]

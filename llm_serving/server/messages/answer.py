@@ -26,7 +26,10 @@ def call_id(plan: AnswerPlan | None) -> str:
 def message_of(
     generation: Generation, plan: AnswerPlan | None, answer: Answer, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the message of a complete answer, with the members ``more``. Another thread may call this function."""
+    """Return the message of a complete answer. Any thread may call this function.
+
+    ``more`` has further members of the message.
+    """
     reader = PieceReader(plan)
     events = reader.events(answer.text, is_last=True)
     message = _head(generation)

@@ -85,7 +85,7 @@ def blocks_of(events: Iterable[Event], call_id: Callable[[], str]) -> list[dict[
 
 
 INVALID = "_invalid_json"
-"""The member of ``input`` with the model's text, if that text is not a JSON object."""
+"""Name of the only member of a call's ``input`` if the model's arguments are no JSON object. Its value is the text."""
 
 
 def input_of(text: str) -> dict[str, Any]:

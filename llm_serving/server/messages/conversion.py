@@ -76,16 +76,16 @@ def chat_request(body: ConversationFields, known_variables: tuple[str, ...]) -> 
 _TAGS = (
     (r"messages\[(\d+)\]\.content\[(\d+)\]\.(?:text|thinking|tool_use|tool_result)\b", r"messages[\1].content[\2]"),
 )
-"""Patterns of locations to which pydantic adds the type of a block, and the locations in the request."""
+"""Patterns of pydantic's locations in an error, and the locations in the request. Pydantic adds the type of a block."""
 
 
 def without_tags(error: RequestError) -> RequestError:
-    """Return the error of a request body with the location of the field in the request."""
+    """Return the error of a wrong request body with the field's location as the client sent it."""
     return renamed(error, _TAGS)
 
 
 def named_back(error: RequestError) -> RequestError:
-    """Return the error of a chat with the names of Anthropic's fields."""
+    """Return the error of the converted chat request, with its fields renamed to those of Anthropic's API."""
     return renamed(error, _FIELDS)
 
 

@@ -15,7 +15,7 @@ from llm_serving.server.tool_fields import ToolName
 from llm_serving.server.validation import StrictModel, short
 
 _CACHE = frozenset({"cache_control"})
-"""The prefix cache needs no marks, so the field has no effect."""
+"""Fields that have no effect. The prefix cache finds equal prefixes by itself, so clients need not mark them."""
 _BLOCKS = ("text", "thinking", "tool_use", "tool_result")
 
 

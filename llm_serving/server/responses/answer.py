@@ -38,13 +38,13 @@ class Responder:
         self._writer = ItemWriter(generation.request_id, lambda: plan.call_id() if plan is not None else "")
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the response of a complete answer. Another thread reads a long text."""
+        """Return the response of a complete answer. If the text is long, another thread parses it."""
         is_cut = answer.finish_reason == FinishReason.LENGTH.value
         await off_loop(len(answer.token_ids), lambda: self.events(answer.text, is_last=True, is_cut=is_cut))
         return self.complete(len(answer.token_ids), is_cut=is_cut)
 
     def events(self, text: str, *, is_last: bool, is_cut: bool) -> list[dict[str, Any]]:
-        """Return the events of the next piece of text."""
+        """Return the events of the next piece of text. ``is_cut``: the last piece ended at the limit of tokens."""
         found = self._writer.write(self._reader.events(text, is_last=is_last))
         return found + self._writer.end(is_cut=is_cut) if is_last else found
 

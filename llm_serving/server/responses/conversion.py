@@ -37,16 +37,17 @@ _TAGS = (
     (r"input\[(\d+)\]\.(?:message|function_call_output|function_call|reasoning)\b", r"input[\1]"),
     (r"tool_choice\.(?:literal|NamedFunction).*", "tool_choice"),
 )
-"""Patterns of locations to which pydantic adds the name of an alternative, and the locations in the request."""
+"""Patterns of pydantic's locations in an error, and the locations in the request. Where a field has one of several
+types, pydantic adds the name of the type."""
 
 
 def without_tags(error: RequestError) -> RequestError:
-    """Return the error of a request body with the location of the field in the request."""
+    """Return the error of a wrong request body with the field's location as the client sent it."""
     return renamed(error, _TAGS)
 
 
 def named_back(error: RequestError) -> RequestError:
-    """Return the error of a chat with the names of the fields of ``/v1/responses``."""
+    """Return the error of the converted chat request, with its fields renamed to those of ``/v1/responses``."""
     return renamed(error, _FIELDS)
 
 
