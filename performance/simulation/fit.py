@@ -35,7 +35,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
 
 from llm_serving.scheduler.output import MoveKind, ScheduledStep, StepKind
 from performance.program import UsageError
@@ -214,6 +213,8 @@ def _coefficients(counts: Array, seconds: Array) -> Array:
 
     Columns of ``counts`` may be zero or linearly dependent.
     """
+    from scipy.optimize import nnls  # imported late: most programs that import this module fit nothing
+
     scale = np.linalg.norm(counts, axis=0)
     scale[scale == 0.0] = 1.0
     solution: Array = nnls(counts / scale, seconds, maxiter=30 * len(scale))[0]

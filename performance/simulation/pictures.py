@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from llm_serving.scheduler.limits import Policy
 from performance.load.options import LoadOptions
@@ -36,6 +34,10 @@ from performance.simulation.requests import generated, some_tokens
 from performance.simulation.runs import NOWHERE, SimulatedRun, simulate
 from performance.simulation.setup import make_setup
 from performance.simulation.workload import ClosedLoop, OpenLoop, SimulatedRequest
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CONFIG, DEVICE = "llama_7b_kbk_pa_dyn.yaml", "ascend-910b"
 PUBLISHED_LOAD = LoadOptions(
@@ -180,6 +182,10 @@ def gaps_of(record: RequestRecord) -> list[Gap]:
 
 
 def _figure(path: Path, panels: int) -> tuple[Figure, list[Axes]]:
+    # imported late: tests use the loads of this module without drawing
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9.6, 2.9), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels, sharey=panels > 3)

@@ -10,7 +10,6 @@ import json
 import re
 from collections import Counter
 
-import openai
 import pytest
 
 from llm_serving.access import key_store
@@ -20,7 +19,10 @@ from llm_serving.server.routes import ENDPOINTS
 from support.access_keys import access_for, bearer, secret_of, write_keys
 from support.fake_engine import FakeEngine
 from support.http_server import http_request, read_response, running, wait_until
+from support.lazy_module import LazyModule
 from support.small_configs import REPOSITORY
+
+openai = LazyModule("openai")
 
 ROUTES = sorted({(one.method, re.sub(r"{[^}]*}", "fake-llama", one.path)) for one in ENDPOINTS})
 LIVE = ("GET", "/health/live")

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 
 import httpx
-import openai
 import pytest
 
 from llm_serving.access.tls import ServerTls
@@ -23,7 +22,10 @@ from support.access_keys import SilentLog, access_for, secret_of
 from support.certificates import client_context, make_authority, make_certificate
 from support.fake_engine import FakeEngine
 from support.http_server import HttpServer, http_request, wait_until
+from support.lazy_module import LazyModule
 from support.time_limits import time_limit
+
+openai = LazyModule("openai")
 
 LIVE = b'{"status":"live"}'
 STREAM = json.dumps({"prompt": "a", "max_tokens": 100, "stream": True}).encode()

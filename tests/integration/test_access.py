@@ -9,15 +9,17 @@ import subprocess
 import sys
 
 import httpx
-import openai
 import pytest
 
 from support.access_keys import bearer, secret_of, write_keys
 from support.certificates import client_context, make_authority, make_certificate
 from support.http_server import wait_until
+from support.lazy_module import LazyModule
 from support.server_process import running_server
 from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
+
+openai = LazyModule("openai")
 
 PROMPT = [1, *range(300, 400)]
 KEYS = ["alice", "bob", "root admin", "narrow requests_per_minute=1"]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import concurrent.futures
 import re
 
-import openai
 import pytest
+
+from support.lazy_module import LazyModule
+
+openai = LazyModule("openai")
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 

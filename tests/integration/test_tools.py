@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
+from support.lazy_module import LazyModule
 from support.server_process import ServerProcess, running_server
 from support.small_configs import TINY_LLAMA
+
+openai = LazyModule("openai")
 
 ASK: list[Any] = [{"role": "user", "content": "How is the weather in Bern?"}]
 PROPERTIES = {"city": {"enum": ["Bern", "Rio"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}

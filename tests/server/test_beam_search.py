@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from llm_serving.engine.beam_search import Beam, BeamSearchParams
@@ -13,6 +12,9 @@ from llm_serving.errors import EngineFailedError, QueueFullError
 from llm_serving.request import FinishReason, TokenLogits
 from support.fake_engine import FAKE_TIMINGS, MODEL_NAME
 from support.http_server import http_request, wait_until
+from support.lazy_module import LazyModule
+
+openai = LazyModule("openai")
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
 
 from llm_serving.engine.chat_template import ChatTemplate
@@ -15,6 +14,9 @@ from llm_serving.engine.tokenizer import Tokenizer
 from support.access_keys import access_for, secret_of
 from support.fake_engine import MODEL_NAME, FakeEngine
 from support.http_server import HttpServer, running
+from support.lazy_module import LazyModule
+
+anthropic = LazyModule("anthropic")
 
 ASK: list[Any] = [{"role": "user", "content": "Weather?"}]
 TOOLS: list[Any] = [

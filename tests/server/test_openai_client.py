@@ -1,14 +1,18 @@
 """Tests every function of the official OpenAI client that this server supports."""
 
+from __future__ import annotations
+
 import asyncio
 import math
 from collections.abc import Iterator
 
-import openai
 import pytest
 
 from llm_serving.errors import QueueFullError
 from support.fake_engine import LOGSUMEXP, MODEL_NAME, make_status
+from support.lazy_module import LazyModule
+
+openai = LazyModule("openai")
 
 HELLO = [{"role": "user", "content": "hello"}]
 

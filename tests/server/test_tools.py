@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pydantic
 import pytest
 
@@ -18,6 +17,9 @@ from llm_serving.engine.tokenizer import Tokenizer
 from support.call_fixtures import fixtures_of
 from support.fake_engine import MODEL_NAME, FakeEngine
 from support.http_server import HttpServer, running
+from support.lazy_module import LazyModule
+
+openai = LazyModule("openai")
 
 ASK: list[Any] = [{"role": "user", "content": "Weather?"}]
 WEATHER = {

@@ -6,11 +6,10 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WIDTH_INCHES, CHART_INCHES = 9.2, 2.0
 UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
@@ -31,6 +30,11 @@ class Line:
 
 def charts_svg(charts: Sequence[tuple[str, Sequence[Line]]], duration_s: float, marks: Sequence[float]) -> str:
     """Draws charts (title, lines) below each other. Time begins at 0; ``marks`` are times of dashed vertical lines."""
+    # imported late: a report without charts needs no matplotlib
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
     unit, unit_name = next((each for each in UNITS if duration_s >= 2 * each[0]), UNITS[-1])
     with matplotlib.rc_context(FIXED):
         figure = Figure(figsize=(WIDTH_INCHES, CHART_INCHES * len(charts)), layout="constrained")
