@@ -292,7 +292,7 @@ class ModelRunner:
         return cost
 
     def _run_pooled(self, slot: StepSlot, inputs: StepInputs, pooler: Pooler, start: int) -> StepCost:
-        """Runs a step whose results are pooled hidden states in place of sampled tokens."""
+        """Runs a step whose results are pooled hidden states instead of sampled tokens."""
         assert self._graph is not None, "compile() must come before any step"
         try:
             stream = self._graph.run_stage(inputs, inputs.token_ids)

@@ -59,7 +59,7 @@ class PoolingWeights:
 def needed_specs(
     specs: Sequence[WeightSpec], ignorable: Sequence[str], pooling: Pooling
 ) -> tuple[Sequence[WeightSpec], tuple[str, ...]]:
-    """Returns the parameters that a folder must have, and the endings of tensor names that it may have besides.
+    """Returns the parameters that a folder must have, and the endings of tensor names that it may also have.
 
     Embeddings and classes need no output layer.
     """

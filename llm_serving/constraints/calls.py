@@ -210,7 +210,8 @@ def _add_free_text(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | 
 def _after_trigger(rules: _Rules, name: str, text: str, trigger: str) -> str:
     """Return the expression of free text that ends with the trigger, followed by calls (rule ``region``).
 
-    ``text`` names the rule of the free text. A trigger that is no special token ends the shortest such text (lazy).
+    ``text`` names the rule of the free text. If the trigger is no special token, the text ends where the trigger first
+    occurs (lazy).
     """
     if rules.is_special(trigger):
         return f"{text} {rules.literal(trigger)} region"

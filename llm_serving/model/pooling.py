@@ -64,7 +64,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """The results of a server that generates no text: an embedding, a score, or logits of classes."""
+    """States how an agent turns the hidden states of a text into an embedding, a score or logits of classes."""
 
     method: str = LAST
     """``last``, ``mean`` or ``weighted_mean``: which hidden states are pooled."""
@@ -136,7 +136,7 @@ def read_score(folder: Path | None, hidden_size: int, tokenizer_file: Path, toke
     """Return the pooling of a model that answers yes or no, such as Qwen3-Reranker.
 
     ``tokens`` are the ids of the tokens for no and for yes. None takes the tokens ``no`` and ``yes`` of the tokenizer.
-    Raises CheckpointError if the tokenizer has no such tokens.
+    Raises CheckpointError if the tokenizer does not have these tokens.
     """
     if tokens is None and folder is not None and has_modules(folder):
         pooling = _of_modules(folder, hidden_size)

@@ -107,7 +107,7 @@ async def read_inputs(state: ServerState, value: object) -> list[str | list[int]
 def prompt_text(pooling: Pooling, name: str | None) -> str:
     """Return the prompt of the model with this name, or the default prompt if it is None.
 
-    Raises RequestError if the model has no such prompt.
+    Raises RequestError if the model has no prompt with this name.
     """
     prompts = {prompt.name: prompt.text for prompt in pooling.prompts}
     if name is None:

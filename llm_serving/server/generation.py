@@ -37,7 +37,7 @@ OPEN_OVERHEAD_TOKENS = 1024
 """Opening a sequence takes, apart from its tokens, about as long as checking this number of prompt tokens."""
 
 POOLED_APIS = ("embeddings", "rerank", "score", "classify")
-"""Names of the endpoints whose responses have pooled results in place of text."""
+"""Names of the endpoints whose responses have pooled results instead of text."""
 GENERATION = "llm_serving.generation"
 """Key of the ASGI scope whose value is the request's ``Generation``, so that the application closes it at the end."""
 

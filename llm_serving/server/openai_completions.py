@@ -134,7 +134,7 @@ def _check(body: CompletionRequest) -> None:
 def _prompt_scores(body: CompletionRequest) -> tuple[str, int] | None:
     """Return the field that asks for log-probabilities of the prompt, and the number of best tokens.
 
-    None if there is no such field.
+    None if the request has neither of these fields.
     """
     echoed = body.logprobs if body.echo else None
     if echoed is None and body.prompt_logprobs is None:

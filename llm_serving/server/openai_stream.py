@@ -122,7 +122,7 @@ class OpenAIStream(ABC):
     def event(self, index: int, *fields: bytes, more: bytes = b"") -> bytes:
         """Return one chunk for choice ``index``. ``fields`` are encoded JSON members, each with a comma before it.
 
-        ``more`` are such members of the chunk itself.
+        ``more`` are further members, which belong to the chunk and not to the choice.
         """
         return b"".join((self._head, b"%d" % index, *fields, b"}]", more, self._tail))
 

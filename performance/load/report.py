@@ -101,7 +101,7 @@ def _last_lines(run: LoadRun, figures: LoadFigures) -> str:
 
 
 def _cost_lines(cost: Mapping[str, float | None]) -> list[str]:
-    """Returns the line about the server's processor time and energy. Empty if the server has no such metrics."""
+    """Returns the line about the server's processor time and energy. Empty if the server does not measure them."""
     cpu_s, joules = cost["cpu_s_per_1000_tokens"], cost["joules_per_1000_tokens"]
     if cpu_s is None:
         return []
