@@ -36,7 +36,7 @@ class MaskGate:
     def __init__(self, timeout_s: float = MASK_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._newest: dict[int, Masks] = {}
-        """The newest message of each slot."""
+        """For each step slot: the newest message with token masks."""
         self._biases: dict[int, LogitBias] = {}
         """The newest bias of each batch row."""
         self._changed = threading.Condition()

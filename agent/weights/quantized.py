@@ -65,7 +65,8 @@ class QuantizedTensor:
     def check_describes_layer(self, name: str) -> None:
         """Raises CheckpointError if the layer cannot be computed with float inputs.
 
-        This happens if the norm before the layer has a bias, because only the static ``inputs`` contain this bias.
+        If the norm before the layer has a bias, the checkpoint has merged it into the static ``inputs``. Float inputs
+        would lose it.
         """
         if self.has_norm_bias:
             raise CheckpointError(

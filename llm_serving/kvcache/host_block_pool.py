@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class HostBlockPool:
-    """Host blocks ``0 .. num_blocks - 1``.
+    """Allocates and frees the host blocks ``0 .. num_blocks - 1``.
 
     The block that was freed last is allocated first. The pool may have no blocks.
     """

@@ -141,7 +141,7 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
     # this bias is as large as the differences between router scores, so that it changes which experts are chosen
     if name.endswith("e_score_correction_bias"):
         return 0.2
-    if name.endswith(".bias"):  # smaller than the terms that depend on the input
+    if name.endswith(".bias"):  # so small that the input still decides the outputs
         return 0.4 if name.endswith(("q_proj.bias", "k_proj.bias")) else 0.15
     gain = 2.0 if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight")) else 1.2
     return float(gain * shape[1] ** -0.5) if len(shape) == 2 else 1.0

@@ -42,8 +42,8 @@ def machine(user: float, steal: float, idle: float, own: list[float | None]) -> 
 @pytest.mark.parametrize(
     ("user", "steal", "own", "share"),
     [
-        (109.0, 1.0, [3.0, 8.0], 0.0),  # 9 s of our own
-        (112.0, 1.0, [3.0, 8.0], 0.15),  # 3 s more than our own 9 s: another program used them
+        (109.0, 1.0, [3.0, 8.0], 0.0),  # all 9 s were used by the processes that belong to the measurement
+        (112.0, 1.0, [3.0, 8.0], 0.15),  # 3 s more than these 9 s: another program used them
         (109.0, 3.0, [3.0, 8.0], 0.1),  # 2 s that the hypervisor took away count as other programs
         (109.0, 1.0, [2.0, 6.0, None], 0.15),
         # Processor times are rounded, so the time of other programs may be negative, which becomes 0.

@@ -39,13 +39,13 @@ def dialect(**fields: Any) -> tuple[str, dict[str, Any]]:
 
 # each case: (path, body), expected param, phrase of the expected message
 BAD_REQUESTS = [
-    # missing and unknown fields
+    # fields that are missing or unknown
     ((COMPLETIONS, {}), "prompt", "Missing required parameter: 'prompt'."),
     ((CHAT, {"model": "fake-llama"}), "messages", "Missing required parameter: 'messages'."),
     (completion(temprature=1), "temprature", "Unrecognized request argument supplied: temprature"),
     (completion(stream=True, stream_options={"usage": True}), "stream_options.usage", "Unrecognized request argument"),
     (completion(**{"x" * 5000: 1}), "x" * 80 + "...", "Unrecognized request argument supplied: xxxx"),
-    # types
+    # values of a wrong type
     (completion(temperature="1"), "temperature", 'should be a valid number; got "1".'),
     (completion(max_tokens=1.5), "max_tokens", "should be a valid integer; got 1.5."),
     (completion(max_tokens=True), "max_tokens", "should be a valid integer; got true."),
@@ -59,7 +59,7 @@ BAD_REQUESTS = [
     ((COMPLETIONS, {"prompt": ["a", 5]}), "prompt[1]", "should be text, token ids"),
     ((COMPLETIONS, {"prompt": [1, "a"]}), "prompt", "'prompt[1]' should be a token id; got \"a\"."),
     ((COMPLETIONS, {"prompt": [[1], [True]]}), "prompt[1]", "'prompt[1][0]' should be a token id; got true."),
-    # ranges
+    # numbers and lengths outside their range
     (completion(temperature=-0.1), "temperature", "greater than or equal to 0; got -0.1."),
     (completion(temperature=2.1), "temperature", "less than or equal to 2; got 2.1."),
     (completion(top_p=1.01), "top_p", "less than or equal to 1; got 1.01."),
@@ -100,7 +100,7 @@ BAD_REQUESTS = [
     (completion(use_beam_search=True, min_tokens=1), "min_tokens", "a beam search does not use it"),
     (chat(use_beam_search=True, bad_words=["a"]), "bad_words", "a beam search does not use it"),
     (chat(use_beam_search=True, allowed_token_ids=[5]), "allowed_token_ids", "a beam search does not use it"),
-    # prompts
+    # prompts that are empty, too long, or have unknown token ids
     ((COMPLETIONS, {"prompt": []}), "prompt", "'prompt' is an empty list"),
     ((COMPLETIONS, {"prompt": [[]]}), "prompt[0]", "'prompt[0]' holds no tokens."),
     ((COMPLETIONS, {"prompt": ["a"] * 257}), "prompt", "holds 257 prompts; the maximum is 256."),
@@ -108,7 +108,7 @@ BAD_REQUESTS = [
     ((COMPLETIONS, {"prompt": [1, 360]}), "prompt", "'prompt[1]' is token id 360; the model's vocabulary has ids 0 to"),
     ((COMPLETIONS, {"prompt": [-1]}), "prompt", "is token id -1"),
     ((COMPLETIONS, {"prompt": "x" * 5000}), "prompt", "has 5000 characters; more than"),
-    # combinations
+    # fields that contradict each other
     (completion(best_of=2), "best_of", "'best_of' is 2 and n is 1; only equal values are supported."),
     (completion(echo=True, logprobs=1, stream=True), "stream", "'stream' with 'echo' is not supported"),
     (completion(prompt_logprobs=1, use_beam_search=True), "use_beam_search", "with 'prompt_logprobs' is not supported"),
@@ -117,7 +117,7 @@ BAD_REQUESTS = [
     (completion(stream_options={"include_usage": True}), "stream_options", "only allowed when 'stream' is true."),
     (chat(top_logprobs=2), "top_logprobs", "only allowed when 'logprobs' is true."),
     (chat(max_tokens=4, max_completion_tokens=5), "max_tokens", "is 4 and 'max_completion_tokens' is 5; give one."),
-    # features that this server does not support
+    # fields that ask for a feature that this server does not support
     (completion(suffix="z"), "suffix", "'suffix' is not supported by this server; leave it out (got \"z\")."),
     (chat(tools=[{"type": "function"}]), "tools[0].function", "Missing required parameter"),
     (chat(functions=[{}]), "functions", "'functions' is not supported"),
@@ -126,7 +126,7 @@ BAD_REQUESTS = [
     (chat(modalities=["text", "audio"]), "modalities", "'modalities' is not supported"),
     (chat(reasoning_effort="high"), "reasoning_effort", "'reasoning_effort' is not supported"),
     (chat(reasoning_effort="much"), "reasoning_effort", "'minimal'"),
-    # messages
+    # chats whose messages are missing or malformed
     ((CHAT, {"messages": []}), "messages", "should have at least 1 item"),
     ((CHAT, {"messages": "hi"}), "messages", "should be a valid list"),
     ((CHAT, {"messages": [{"content": "hi"}]}), "messages[0].role", "Missing required parameter: 'messages[0].role'."),
@@ -154,7 +154,7 @@ BAD_REQUESTS = [
     (dialect(gen_kwargs={"num_beams": 4}), "gen_kwargs.num_beams", "'gen_kwargs.num_beams' is not supported"),
     (dialect(gen_kwargs={"max_length": 0}), "gen_kwargs.max_length", "greater than or equal to 1"),
     (("/stream_chat_post", {"request_id": "1"}), "query", "Missing required parameter: 'query'."),
-    # tokenizer
+    # requests to /tokenize and /detokenize
     (("/tokenize", {}), "prompt", "Give either 'prompt' or 'messages'."),
     (("/tokenize", {"prompt": "a", "messages": USER}), "prompt", "Give either 'prompt' or 'messages'."),
     (("/detokenize", {"tokens": [5, 360]}), "tokens", "'tokens[1]' is token id 360"),

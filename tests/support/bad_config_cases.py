@@ -44,7 +44,7 @@ LATENT: dict[str, object] = {
 }  # fmt: skip
 
 CASES = [
-    # DeepSeek models.
+    # Configs of DeepSeek models with settings that these models cannot use.
     Case(
         "latent attention with the native operators",
         in_model("model_dtype: float16, op_table: native"),
@@ -82,7 +82,7 @@ CASES = [
         f"{FILE}: model_config.weight_group = 32: must be 32, 64 or 128 and divide the model's q_lora_rank of 48",
         folder=LATENT,
     ),
-    # Formats of weights and of the KV cache.
+    # Formats of weights and of the KV cache that do not fit the other settings.
     Case(
         "bf16 weights in another type",
         in_model("model_dtype: float16, weight_format: bf16"),
@@ -252,7 +252,7 @@ CASES = [
         in_model("model_name: a/b"),
         f"{FILE}: model_config.model_name = 'a/b': must begin with a letter or digit",
     ),
-    # Values that the parser understands, but this version does not support.
+    # Values that the parser knows, but that this version does not support.
     Case(
         "unknown batching",
         in_model("batching_strategy: statik"),
@@ -279,7 +279,7 @@ CASES = [
         in_model("current_index: True"),
         f"{FILE}: model_config.current_index = True: graphs with a cursor input are not available",
     ),
-    # Combinations.
+    # Values that are valid alone, but contradict each other.
     Case(
         "more ports than agents",
         with_section(SERVING + "{agent_ports: [16002, 16003]}"),
@@ -415,7 +415,7 @@ CASES = [
         "128, a token for each sequence of a decode step",
         ("scheduler_config.max_num_batched_tokens=64",),
     ),
-    # The model.
+    # Folders of models that are missing, incomplete or unsupported.
     Case(
         "no such folder",
         "model_config: {model_path: /no/such/folder}",

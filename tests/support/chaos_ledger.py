@@ -18,7 +18,7 @@ from support.server_process import ServerProcess, shm_entries
 MAX_SLOPE_MIB = 1.0
 """Maximum growth of the server in 10 minutes after the warm-up."""
 NOISE_MIB = 3.0
-"""Growth that a short run may show, because an allocator keeps what bursts of requests took."""
+"""Growth of memory that a short run may show, because an allocator keeps the memory of bursts of requests."""
 WARM_UP = 0.4
 """Part of the run after which memory counts."""
 AGENT_WARM_UP_S = 30.0

@@ -23,7 +23,8 @@ MAX_RESPONSE_BYTES = 4_000_000
 PATIENCE_S = 0.2
 """Time that a request without a clear end waits for a response."""
 _EXPECTED_ERRORS = ("deadline_exceeded", "queue_full")
-"""Codes of errors of 500 and above that a request can ask for. A ``deadline_ms`` of a millisecond is one."""
+"""Codes of errors with status 500 or above that a correct server may return. A ``deadline_ms`` of a millisecond causes
+one of them."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from support.time_limits import time_limit
 MAX_GROWTH_MIB = 24.0
 """Maximum growth of the server after the warm-up. Freed memory is not always given back, so it is not 0."""
 WARM_UP = 0.3
-"""Part of the requests after which memory counts."""
+"""Fraction of the requests that are sent before the growth of memory is measured."""
 STALL_REPEATS = 2
 """A batch that stalls the event loop is sent again. The stall of a request repeats, that of a busy machine does not."""
 BATCH = 200

@@ -156,7 +156,7 @@ struct FloatForm {
   struct Weights {
     const float* value_scales;  // scales of the values [kPartition], or null
     Unit* out;
-    Vec masses = zero();  // per lane
+    Vec masses = zero();  // each lane: sum of the weights of its keys
 
     LLMK_MEMBER Weights(const float* value_scales, float, Unit* out) : value_scales(value_scales), out(out) {}
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {

@@ -19,7 +19,7 @@ class BlockWriter:
         self._kind: str | None = None
 
     def write(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Return the stream's events for the next events of the parser."""
+        """Return the events of Anthropic's stream that follow from the next events of the parser."""
         found: list[dict[str, Any]] = []
         for event in events:
             if isinstance(event, Content | Reasoning):

@@ -22,7 +22,10 @@ class ItemWriter:
         self._is_open = False
 
     def write(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Return the stream's events, without sequence numbers, for the next events of the parser."""
+        """Return the events of the response's stream that follow from the next events of the parser.
+
+        They have no sequence numbers yet.
+        """
         found: list[dict[str, Any]] = []
         for event in events:
             if isinstance(event, Content | Reasoning):
