@@ -415,7 +415,7 @@ CASES = [
         "128, a token for each sequence of a decode step",
         ("scheduler_config.max_num_batched_tokens=64",),
     ),
-    # Folders of models that are missing, incomplete or unsupported.
+    # Models that are missing or unsupported, or that contradict their settings.
     Case(
         "no such folder",
         "model_config: {model_path: /no/such/folder}",

@@ -68,8 +68,8 @@ class Submitted:
     num_tokens: int = 0
     finish_reason: str | None = None
     constraint: Constraint | None = None
-    """The constraint on the next token. The tokens of the test's script must satisfy it. If it allows one token only, this
-    token follows instead of the script's."""
+    """The constraint on the next token. The tokens of the test's script must satisfy it. If it allows only one token,
+    this token follows instead of the script's."""
 
     def receipt(self) -> RequestReceipt:
         """Returns a receipt whose times are always the same powers of two."""
