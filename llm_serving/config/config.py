@@ -278,7 +278,9 @@ class Config:
     @property
     def uses_prefix_cache(self) -> bool:
         """True if requests may share blocks. A mean needs the hidden states of all tokens, which blocks do not have."""
-        return self.scheduler_config.prefix_cache and (self.pooling is None or self.pooling.reads_prefixes)
+        wanted = self.scheduler_config.prefix_cache
+        enabled = wanted if wanted is not None else self.model_config.page_attention
+        return enabled and (self.pooling is None or self.pooling.reads_prefixes)
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -369,8 +369,10 @@ class SchedulerConfig:
         "is full, it is recomputed. `auto`: the faster way by measured rates.",
         choices=("recompute", "swap", "auto"),
     )
-    prefix_cache: bool = own(
-        False, "Share the blocks of computed prompts with later requests that begin alike. Needs paged attention."
+    prefix_cache: bool | None = own(
+        None,
+        "Share the blocks of computed prompts with later requests that begin alike. Needs paged attention.",
+        null="True with paged attention",
     )
     admission: str = own(
         "none",

@@ -98,7 +98,7 @@ def _needed_bytes(config: Config, machine: Machine) -> int:
 def _most_useful(config: Config) -> int:
     """Return the maximum number of blocks that the server can use."""
     limit = min(MAX_BLOCKS, MAX_CACHE_SLOTS // config.pa_config.block_size)
-    if config.scheduler_config.prefix_cache:
+    if config.uses_prefix_cache:
         return limit
     return min(limit, max(config.pa_config.num_blocks, config.max_num_seqs * config.max_blocks_per_seq + 1))
 

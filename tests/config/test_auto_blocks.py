@@ -21,6 +21,7 @@ from support.model_folders import write_model_folder
 
 GIB, MIB = 1024**3, 1024**2
 AUTO = "pa_config.num_blocks=auto"
+UNSHARED = "scheduler_config.prefix_cache=false"
 
 
 def small(tmp_path: Path, *overrides: str, ascend: bool = False, head_dim: int = 16) -> Config:
@@ -51,9 +52,9 @@ def test_the_cache_fills_the_memory_after_everything_else(tmp_path: Path, swap: 
 
 def test_no_more_blocks_than_all_sequences_can_use_unless_prefixes_are_cached(tmp_path: Path) -> None:
     plenty = Machine(100 * GIB, "test machine")
-    config = fit_blocks(small(tmp_path, AUTO), plenty)
+    config = fit_blocks(small(tmp_path, AUTO, UNSHARED), plenty)
     assert config.pa_config.num_blocks == config.max_num_seqs * config.max_blocks_per_seq + 1
-    cached = fit_blocks(small(tmp_path, AUTO, "scheduler_config.prefix_cache=true"), plenty)
+    cached = fit_blocks(small(tmp_path, AUTO), plenty)
     assert cached.pa_config.num_blocks > 10 * config.pa_config.num_blocks
     assert estimate_memory(cached, plenty).total_bytes <= 90 * GIB
 
@@ -120,7 +121,7 @@ LENGTHS = (
 
 def test_lengths_are_those_of_the_model_if_the_memory_permits(tmp_path: Path) -> None:
     plenty = Machine(100 * GIB, "test machine")
-    config = fit_sizes(small(tmp_path, *LENGTHS, AUTO), plenty)
+    config = fit_sizes(small(tmp_path, *LENGTHS, AUTO, UNSHARED), plenty)
     assert (config.max_model_len, config.max_prompt_len) == (4096, 4096)
     assert config.max_num_batched_tokens == 2048
     assert config.pa_config.num_blocks == config.max_num_seqs * config.max_blocks_per_seq + 1

@@ -8,8 +8,15 @@ import pytest
 
 from support.server_process import ServerProcess, running_server
 
-ROOMY = ["pa_config.num_blocks=2048", "model_config.decode_batch_size=[24]"]
-"""A config with blocks and batch rows for every request of the tests, so that none is preempted."""
+ROOMY = [
+    "pa_config.num_blocks=2048",
+    "model_config.decode_batch_size=[24]",
+    "scheduler_config.prefix_cache=false",
+]
+"""A config with blocks and batch rows for every request of the tests, so that none is preempted.
+
+The server is the reference of other tests, so it computes every prompt completely.
+"""
 
 
 @pytest.fixture(scope="session")

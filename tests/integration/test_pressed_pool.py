@@ -22,12 +22,13 @@ BLOCK = 16
 
 TIGHT = ["model_config.max_generate_length=256", "model_config.decode_batch_size=[24]", "pa_config.num_blocks=30"]
 CACHE = "scheduler_config.prefix_cache=true"
+NO_CACHE = "scheduler_config.prefix_cache=false"
 CHUNKED = ["scheduler_config.policy=chunked", "scheduler_config.chunk_tokens=40"]
 
 WAYS = {
-    "recompute": [],
+    "recompute": [NO_CACHE],
     "recompute, chunked, cached": ["scheduler_config.preemption=recompute", *CHUNKED, CACHE],
-    "swap": ["scheduler_config.preemption=swap", "pa_config.num_host_blocks=256"],
+    "swap": ["scheduler_config.preemption=swap", "pa_config.num_host_blocks=256", NO_CACHE],
     "swap, chunked, cached": ["scheduler_config.preemption=swap", "pa_config.num_host_blocks=256", *CHUNKED, CACHE],
     "swap to a small host, decode_first, cached, 3 ahead": [
         "scheduler_config.preemption=swap",

@@ -50,7 +50,7 @@ def bodies():
 
 @pytest.fixture(scope="module")
 def alone(bodies, server):
-    """The results of every request when it runs alone on a server with enough blocks."""
+    """The results of every request when it runs alone on a server with enough blocks, without a prefix cache."""
     return asyncio.run(run_alone(server.url, bodies))
 
 
@@ -73,3 +73,4 @@ def test_concurrent_answers_equal_lone_ones(policy, ahead, bodies, alone, tmp_pa
             compared += 1
     assert compared >= 150
     assert engine["preemptions"] > 0, "the pool was meant to be too small"
+    assert engine["prefix_hit_tokens"] > 0, "the prefix cache was meant to share blocks, which is the default"
