@@ -143,6 +143,7 @@ def think(server: ServerProcess, budget: int, **more: Any) -> dict[str, Any]:
     body = {"messages": ASK, "thinking_token_budget": budget, "max_tokens": 150, "temperature": 1, "seed": budget}
     answer = server.post("/v1/chat/completions", body | more)
     assert "choices" in answer, answer
+    del answer["usage"]["prompt_tokens_details"]  # the prefix cache has the prompts of earlier requests
     return {"choice": answer["choices"][0], "usage": answer["usage"]}
 
 
