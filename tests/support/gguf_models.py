@@ -33,6 +33,18 @@ def _without(name: str, *keys: str) -> Variant:
     return replace(variant, dtype="float32", config=config)
 
 
+ROUTER = "ffn_gate_inp"
+RANDOM_BLOCKS = {
+    "Q2_K": {80: 1.0, 82: 1.5},
+    "Q3_K": {108: 1.0},
+    "Q4_K": {0: 1.0, 2: 7.5},
+    "Q5_K": {0: 1.0, 2: 15.5},
+    "Q6_K": {208: 1.0},
+    "IQ4_NL": {0: 1.0},
+    "IQ4_XS": {0: 1.0},
+}
+"""Positions in a block of its float16 factors, by type. A block's second factor, of the minima, centres the values."""
+
 GGUF_FAMILIES = {
     "llama": _without("llama_linear_mqa"),
     "mixtral": _without("mixtral", "sliding_window"),
@@ -43,25 +55,66 @@ GGUF_FAMILIES = {
 """A seeded model of each architecture that is read from GGUF files."""
 
 
-def write_gguf_model(folder: Path, path: Path, kind: str = "F32") -> None:
-    """Writes the model of a Hugging Face folder as one GGUF file, with matrices of type ``kind`` and no tokenizer."""
+_WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def _wide(variant: Variant) -> Variant:
+    """Returns a variant whose rows are whole blocks of 256 values, which the K types need."""
+    sizes = {key: size for key, size in {"moe_intermediate_size": 256, "head_dim": 64}.items() if key in variant.config}
+    return replace(variant, config={**variant.config, **_WIDE, **sizes}, num_shards=1)
+
+
+WIDE_FAMILIES = {name: _wide(variant) for name, variant in GGUF_FAMILIES.items()}
+"""The models of ``GGUF_FAMILIES`` with rows of 256 values."""
+
+
+def write_gguf_model(folder: Path, path: Path, kind: str = "F32") -> dict[str, np.ndarray]:
+    """Writes the model of a Hugging Face folder as one GGUF file, with matrices of type ``kind`` and no tokenizer.
+
+    As in llama.cpp, vectors and routers of experts stay F32. Returns the values that the file stores, as float32 by
+    Hugging Face's names; the experts of a layer are one array. The ``gguf`` library dequantizes them.
+    """
     config = json.loads((folder / "config.json").read_text())
     name = _ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(str(path), name)
     _write_metadata(writer, name, config)
     numbers = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(numbers[name], config["num_hidden_layers"])
+    stored_values: dict[str, np.ndarray] = {}
     for tensor, values in _joined_experts(folder):
         found = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
-        if name == "llama" and (heads := _heads(tensor, config)):
-            values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         assert found is not None, tensor
-        stored = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-        writer.add_tensor(found, gguf.quantize(values, stored), raw_dtype=stored)
+        stored = gguf.GGMLQuantizationType[kind if values.ndim > 1 and ROUTER not in found else "F32"]
+        data = encode(values, stored)
+        stored_values[tensor] = gguf.dequantize(data, stored).reshape(values.shape)
+        if name == "llama" and (heads := _heads(tensor, config)):
+            data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
+        writer.add_tensor(found, data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return stored_values
+
+
+def encode(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Returns ``values`` as blocks of a GGUF type.
+
+    For the types that the ``gguf`` library cannot write, returns random blocks instead. Their values have mean 0 and
+    the same standard deviation.
+    """
+    if kind.name not in RANDOM_BLOCKS:
+        return gguf.quantize(values, kind)
+    size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(int(np.abs(values).sum() * 1000) % 2**32)
+    data = random.integers(0, 256, (*values.shape[:-1], values.shape[-1] // size, block_bytes), dtype=np.uint8)
+    factors, unit = RANDOM_BLOCKS[kind.name], np.float32(1)
+    for scale in (unit, None):
+        if scale is None:
+            scale = values.std() / gguf.dequantize(data.reshape(*values.shape[:-1], -1), kind).std()
+        for place, factor in factors.items():
+            data[..., place : place + 2] = np.frombuffer(np.float16(scale * factor).tobytes(), np.uint8)
+    return data.reshape(*values.shape[:-1], -1)
 
 
 def _write_metadata(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) -> None:
