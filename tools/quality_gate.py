@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
 """Measures how much quality each number format costs, with the served graph and its kernels.
 
-The tool runs the model over texts that were not used to train the tiny Llama, token by token. It prints the perplexity,
-its change from bf16, and the fraction of positions with the same most probable token. The exit code is 1 if the
-perplexity of int8 is more than 1 % above bf16, or that of int4 more than 5 %.
+The tool runs the model over texts, token by token. It prints the perplexity, its change from bf16, and the fraction of
+positions with the same most probable token. The exit code is 1 if a format exceeds its limit.
 
-    python tools/quality_gate.py [--config llama_tiny_cpu.yaml] [--formats bf16,int8] [--json FILE]
+    python tools/quality_gate.py                                                     # the default model
+    python tools/quality_gate.py --formats bf16,int8 --json FILE
+    python tools/quality_gate.py --config llama_tiny_cpu.yaml --source generated     # the embedded model
+
+The weights of a GGUF file are first dequantized. The row "file" has the weights as the file stores them.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import sys
@@ -29,19 +31,20 @@ from numpy.typing import NDArray
 
 from agent.model_runner import ModelRunner
 from agent.scores import DeviceScores, StepLogits, whole_logits
+from llm_serving.cli import DEFAULT_CONFIG
 from llm_serving.config import Config, ModelConfig, load_config
-from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import ConfigError, LLMServingError
+from llm_serving.gguf.place import own_config
 from llm_serving.ipc.shm import SlotLayout, StepSlot
 from llm_serving.model.number_formats import INTEGER_FORMATS
 from llm_serving.sampling_params import SAMPLER_PARAMETERS
-from tools.quantization.calibration import builtin_documents, calibration_tokens
+from tools.quality_texts import SOURCES, Texts, calibration_texts
+from tools.quantization.calibration import BUILTIN, calibration_tokens
 from tools.quantization.convert import quantise_folder
+from tools.quantization.float_folder import write_float_folder
 from tools.quantization.rounding import Settings
 
-HELD_OUT_SEED = 4242
-SHORTEST_DOCUMENT = 24
 BASELINE = "bf16"
 Visit = Callable[[int, NDArray[np.float32]], None]
 """Receives a position and the logits [sequences, vocabulary] at it. The array is valid only during the call."""
@@ -66,6 +69,8 @@ class Format:
     """Maximum relative increase of the perplexity, or None without a limit."""
     calibrated: Settings | None = None
     """Settings with which the model folder is first converted by GPTQ, or None to measure the original folder."""
+    as_stored: bool = False
+    """True if the format is that of the model's GGUF file, served as the config says. Folders do not have this row."""
 
 
 FORMATS = (
@@ -73,6 +78,7 @@ FORMATS = (
     Format("float32", ("model_dtype=float32",)),
     *(Format(each.name, (f"weight_format={each.name}",), each.perplexity_limit) for each in INTEGER_FORMATS),
     Format("int4 gptq", ("weight_format=auto",), 0.05, Settings(4, 64, False, "bfloat16")),
+    Format("file", limit=0.01, as_stored=True),
     Format("kv int8", ("weight_format=bf16", "kv_format=int8"), 0.01),
     Format("int8 + kv int8", ("weight_format=int8", "kv_format=int8"), 0.01),
     Format("int4 + kv int8", ("weight_format=int4", "kv_format=int8"), 0.05),
@@ -95,26 +101,6 @@ class Quality:
     @property
     def passes(self) -> bool:
         return self.limit is None or self.change <= self.limit
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Texts to measure: token ids [texts, length]. ``counted`` is True at positions that have a next token."""
-
-    tokens: NDArray[np.int32]
-    counted: NDArray[np.bool_]
-
-
-def held_out_texts(tokenizer: Tokenizer, count: int, length: int) -> Texts:
-    """Returns ``count`` texts that were not used for training, cut or padded to ``length`` tokens."""
-    documents = (each for each in builtin_documents(tokenizer, HELD_OUT_SEED, held_out=True))
-    chosen = itertools.islice((each for each in documents if len(each) >= SHORTEST_DOCUMENT), count)
-    tokens, counted = np.zeros((count, length), np.int32), np.zeros((count, length), np.bool_)
-    for row, ids in enumerate(chosen):
-        size = min(len(ids), length)
-        tokens[row, :size] = ids[:size]
-        counted[row, : size - 1] = True
-    return Texts(tokens, counted)
 
 
 def forced_config(name: str, num_seqs: int, length: int, overrides: Sequence[str]) -> Config:
@@ -199,39 +185,61 @@ def known_keys() -> set[str]:
     return {field.name for field in fields(ModelConfig)}
 
 
-def overrides_of(each: Format, scratch: Path, folder: Path) -> list[str]:
-    """Returns the config overrides of a format. First converts the model to ``scratch`` if the format needs that."""
-    dtype = [] if any(item.startswith("model_dtype=") for item in each.overrides) else ["model_dtype=bfloat16"]
-    items = [*dtype, *(item for item in each.overrides if item.split("=")[0] in known_keys())]
-    if each.calibrated is not None:
-        out = scratch / each.name.replace(" ", "_")
-        tokens = calibration_tokens(folder, "builtin", 128, 256)
-        quantise_folder(folder, out, each.calibrated, lambda done, total: None, calibration=tokens)
-        items.append(f"model_path={out}")
-    return [f"model_config.{item}" for item in items]
+class Model:
+    """The measured model: its config, a folder with its floats, and tokens for GPTQ."""
+
+    def __init__(self, config_name: str, source: str, scratch: Path) -> None:
+        self.config_name, self._scratch, self._source = config_name, scratch, source
+        self.plain = load_config(config_name)
+        assert self.plain.model_config.model_path is not None, "main() has refused a config without a model"
+        self.stored = Path(self.plain.model_config.model_path)
+        self.file = own_config(self.stored)
+        self.floats = self.stored
+        if self.file is not None:
+            self.floats = scratch / "floats"
+            write_float_folder(self.file, self.floats, "float32")
+
+    def overrides(self, each: Format) -> list[str]:
+        """Returns the config overrides of a format. First converts the model if the format needs that."""
+        if each.as_stored:
+            return []
+        dtype = [] if any(item.startswith("model_dtype=") for item in each.overrides) else ["model_dtype=bfloat16"]
+        items = [*dtype, *(item for item in each.overrides if item.split("=")[0] in known_keys())]
+        path = self.floats if each.calibrated is None else self._converted(each.name, each.calibrated)
+        tokenizer = [] if self.file is None else [f"tokenizer.vocab_file={self.file}"]
+        return [*tokenizer, *(f"model_config.{item}" for item in (*items, f"model_path={path}"))]
+
+    def _converted(self, name: str, settings: Settings) -> Path:
+        out = self._scratch / name.replace(" ", "_")
+        quantise_folder(self.floats, out, settings, lambda done, total: None, calibration=self._calibration())
+        return out
+
+    def _calibration(self) -> NDArray[np.int32]:
+        """Returns token ids [sequences, 256] of other texts than the measured ones, of the same kind."""
+        if self._source == "generated":
+            return calibration_tokens(self.floats, BUILTIN, 128, 256)
+        return calibration_texts(load_tokenizer(self.plain), 64, 256).tokens
 
 
-def is_available(each: Format) -> bool:
-    """Returns True if this version has the settings that the format overrides."""
+def is_available(each: Format, model: Model) -> bool:
+    """Returns True if this version has the settings that the format overrides, and the model has a file if needed."""
     wanted = {item for item in each.overrides if not item.endswith(("=bf16", "=auto"))}
-    return all(item.split("=")[0] in known_keys() for item in wanted)
+    return all(item.split("=")[0] in known_keys() for item in wanted) and (model.file is not None or not each.as_stored)
 
 
-def run(config_name: str, formats: Sequence[Format], count: int, length: int) -> list[Quality]:
+def run(config_name: str, source: str, formats: Sequence[Format], count: int, length: int) -> list[Quality]:
     """Measures the formats, baseline first, and prints each row of the table when it is complete."""
-    plain = load_config(config_name)
-    assert plain.model_config.model_path is not None, "main() has refused a config without a model"
-    folder, texts = Path(plain.model_config.model_path), held_out_texts(load_tokenizer(plain), count, length)
-    print(f"{config_name}: {int(texts.counted.sum())} tokens of {count} held-out texts\n\n{TABLE_HEAD}")
     results: list[Quality] = []
     reference: tuple[float, NDArray[np.int32]] | None = None
     with tempfile.TemporaryDirectory() as scratch:
+        model = Model(config_name, source, Path(scratch))
+        texts = SOURCES[source](load_tokenizer(model.plain), count, length)
+        print(f"{config_name}: {int(texts.counted.sum())} tokens of {count} {source} texts\n\n{TABLE_HEAD}")
         for each in formats:
-            if not is_available(each):
-                print(f"{each.name:<18} not available: the config lacks its keys")
+            if not is_available(each, model):
                 continue
             start = time.monotonic()
-            config = forced_config(config_name, count, length, overrides_of(each, Path(scratch), folder))
+            config = forced_config(config_name, count, length, model.overrides(each))
             loss, best = measure(config, texts)
             reference = reference or (loss, best)
             agreement = float((best == reference[1])[texts.counted].mean())
@@ -264,10 +272,17 @@ def chosen_formats(names: str) -> list[Format]:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="llama_tiny_cpu.yaml", help="config of the measured model")
+    parser.add_argument("--config", default=DEFAULT_CONFIG, help="config of the measured model (default %(default)s)")
+    parser.add_argument(
+        "--source",
+        choices=tuple(SOURCES),
+        default="general",
+        help="texts: `general` are documentation and code of Python and of this project (default), `generated` those "
+        "of the embedded model's generator",
+    )
     parser.add_argument("--formats", default="", help="comma-separated rows of the table (default: all)")
-    parser.add_argument("--texts", type=int, default=64, help="number of texts (default 64)")
-    parser.add_argument("--length", type=int, default=192, help="maximum tokens of a text (default 192)")
+    parser.add_argument("--texts", type=int, default=60, help="number of texts (default 60)")
+    parser.add_argument("--length", type=int, default=160, help="maximum tokens of a text (default 160)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON to this file, too")
     return parser.parse_args(arguments)
 
@@ -278,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if load_config(options.config).model_config.load_format == "dummy":
             raise ConfigError(f"{options.config}: random weights have no quality to measure")
-        results = run(options.config, chosen_formats(options.formats), options.texts, options.length)
+        results = run(options.config, options.source, chosen_formats(options.formats), options.texts, options.length)
     except LLMServingError as error:
         print(f"quality_gate: {error}", file=sys.stderr)
         return 2

@@ -10,13 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agent.models.names import ignorable_suffixes, weight_specs
+from agent.weights import load_weights, open_weights
 from llm_serving.config import load_config
 from llm_serving.engine.tokenizer_backends import load_tokenizer
-from llm_serving.errors import ConfigError
+from llm_serving.errors import CheckpointError, ConfigError
+from llm_serving.model.shape import ModelShape
+from support.gguf_oracle import write_pair
 from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
 from tools import quality_gate
-from tools.quality_gate import FORMATS, Quality, chosen_formats, held_out_texts, table_line
+from tools.quality_gate import FORMATS, Model, Quality, chosen_formats, is_available, table_line
+from tools.quality_texts import calibration_texts, general_texts, generated_texts
+from tools.quantization.float_folder import write_float_folder
 
 
 def test_a_format_passes_up_to_its_limit() -> None:
@@ -40,12 +46,48 @@ def test_the_baseline_is_always_measured_first() -> None:
 
 def test_texts_are_held_out_documents() -> None:
     tokenizer = load_tokenizer(load_config("llama_tiny_cpu.yaml"))
-    texts = held_out_texts(tokenizer, 5, 40)
+    texts = generated_texts(tokenizer, 5, 40)
     assert texts.tokens.shape == texts.counted.shape == (5, 40)
     assert (texts.tokens[:, 0] == 1).all()
     assert not texts.counted[:, -1].any()
     assert texts.counted[:, :23].all()
-    np.testing.assert_array_equal(texts.tokens, held_out_texts(tokenizer, 5, 40).tokens)
+    np.testing.assert_array_equal(texts.tokens, generated_texts(tokenizer, 5, 40).tokens)
+
+
+def test_general_texts_are_documentation_docstrings_and_code() -> None:
+    tokenizer = load_tokenizer(load_config("llama_tiny_cpu.yaml"))
+    texts = general_texts(tokenizer, 9, 64)
+    assert texts.tokens.shape == (9, 64)
+    assert texts.counted[:, :-1].all()
+    found = [tokenizer.decode(row.tolist()) for row in texts.tokens]
+    assert all("#" in page for page in found[0::3])
+    assert all(code.lstrip().startswith(("def ", "class ", "@")) for code in found[2::3])
+    assert not any("def " in docstring for docstring in found[1::3])
+    others = calibration_texts(tokenizer, 9, 64)
+    assert not {row.tobytes() for row in texts.tokens} & {row.tobytes() for row in others.tokens}
+    with pytest.raises(CheckpointError, match="--texts 1000 needs more"):
+        general_texts(tokenizer, 1000, 64)
+
+
+def test_a_gguf_file_becomes_a_folder_of_the_values_that_it_stores(tmp_path: Path) -> None:
+    oracle, file = write_pair("qwen3moe", "Q4_1", tmp_path)
+    write_float_folder(file, tmp_path / "floats", "float32")
+    shape = ModelShape.from_path(tmp_path / "floats")
+    assert shape == ModelShape.from_path(file)
+    specs = [spec for spec in weight_specs(shape) if not spec.packed_only]
+    loaded = []
+    for path in (oracle, tmp_path / "floats"):
+        source = open_weights(path, specs, seed=None, ignorable=ignorable_suffixes(shape))
+        loaded.append(load_weights(specs, source, "float32", lambda done, of: None))
+        source.close()
+    assert loaded[0].keys() == loaded[1].keys()
+    for parameter, values in loaded[0].items():
+        np.testing.assert_array_equal(loaded[1][parameter], values, parameter)
+
+
+def test_only_a_gguf_file_has_a_row_of_its_own_format(tmp_path: Path) -> None:
+    [of_file] = [each for each in FORMATS if each.as_stored]
+    assert not is_available(of_file, Model("llama_tiny_cpu.yaml", "generated", tmp_path))
 
 
 def test_a_format_above_its_limit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +98,8 @@ def test_a_format_above_its_limit_fails(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_perplexity_is_measured_with_the_graph(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/quality_gate.py", "--formats", "float32", "--texts", "4", "--length", "32"]
+    command = [sys.executable, "tools/quality_gate.py", "--config", "llama_tiny_cpu.yaml", "--source", "generated"]
+    command += ["--formats", "float32", "--texts", "4", "--length", "32"]
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "gate.json")],
         cwd=REPOSITORY,

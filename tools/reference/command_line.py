@@ -55,6 +55,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "performance/compare_batching.py",
         "performance/compare_op_tables.py",
         "performance/compare_peers.py",
+        "performance/compare_llama_cpp.py",
     ),
     "Benchmarks": (
         "performance/bench_engine.py",

@@ -1,0 +1,148 @@
+"""Compares this engine with llama.cpp on the same GGUF file, in alternating runs of the same program.
+
+Each round starts llama.cpp (through its C interface, performance/peers/llama_cpp_driver.py) and this engine (without
+HTTP), one after the other. The order changes from round to round. Both get prompts of random token ids with the same
+lengths, decode greedily, ignore end tokens, and use --threads threads. A machine's speed changes over minutes, so a
+ratio compares the two runs of one round. The table has the median, the smallest and the largest ratio. Above 1, this
+engine is faster.
+
+llama-cpp-python has an environment of its own:
+
+    python3.11 -m venv /tmp/peers/llamacpp && /tmp/peers/llamacpp/bin/pip install llama-cpp-python gguf
+
+This engine reads the file with the settings of --config, as a server does. --set changes a setting. llama.cpp keeps
+keys and values in float16; model_config.kv_format sets the format here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llm_serving.cli import DEFAULT_CONFIG
+from llm_serving.config import Config, load_config
+from llm_serving.gguf.place import find_gguf
+from performance.bench.engine import offline_engine
+from performance.bench.engine_rows import cases_of, random_prompts
+from performance.peers.compare import Peer, measure_peer, rate
+from performance.program import (
+    LoadTestError,
+    UsageError,
+    exits_with_errors,
+    new_parser,
+    parse_count,
+    parse_counts,
+    write_json,
+)
+from performance.terminal import format_number, format_table
+
+WARM_UP_TOKENS = 4
+Rates = dict[str, float]
+"""Tokens per second by row, such as ``batch 8`` or ``prefill 1024``."""
+
+EPILOG = """\
+examples:
+  %(prog)s --python /tmp/peers/llamacpp/bin/python
+  %(prog)s --python /tmp/peers/llamacpp/bin/python --file MODEL.gguf --batch 1,8,32 --rounds 5 --json results.json
+"""
+
+
+@exits_with_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0. Raises UsageError for a config without a GGUF file, and LoadTestError if an engine fails."""
+    parsed = build_parser().parse_args(arguments)
+    file = None if parsed.file is None else parsed.file.resolve()
+    config = load_config(parsed.config, _settings(file, parsed.settings))
+    file = _file_of(config)
+    parsed.vocab_size = config.shape.vocab_size
+    print(f"{file.name}, {parsed.threads} threads, {parsed.rounds} rounds", flush=True)
+    rounds = [_round(number, file, parsed) for number in range(parsed.rounds)]
+    print(table(rounds))
+    write_json(parsed.json, {"file": file.name, "threads": parsed.threads, "rounds": rounds})
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = new_parser(__doc__, DEFAULT_CONFIG, epilog=EPILOG)
+    parser.add_argument("--python", required=True, metavar="FILE", help="Python of the environment of llama-cpp-python")
+    parser.add_argument("--file", type=Path, metavar="FILE", help="GGUF file (default: that of the config)")
+    parser.add_argument("--batch", type=parse_counts, default=(1, 8, 32), help="default 1,8,32")
+    parser.add_argument("--prompt", type=parse_count, default=64, help="default %(default)s")
+    parser.add_argument("--new", type=parse_count, default=128, help="default %(default)s")
+    parser.add_argument("--prefill", type=parse_counts, default=(1024,), help="default 1024")
+    parser.add_argument("--rounds", type=parse_count, default=5, help="runs of each engine (default %(default)s)")
+    parser.add_argument("--threads", type=parse_count, default=2, help="of each engine (default %(default)s)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds of llama.cpp in a round (%(default)s)")
+    return parser
+
+
+def table(rounds: Sequence[Mapping[str, Rates]]) -> str:
+    """Returns the median rates of both engines, and the median, smallest and largest ratio of a round, for each row."""
+    lines = []
+    for row in rounds[0]["ours"]:
+        ours, theirs = ([each[engine][row] for each in rounds] for engine in ("ours", "llama.cpp"))
+        ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+        rates = [format_number(statistics.median(values)) for values in (theirs, ours)]
+        lines.append([row, *rates, *(f"{of(ratios):.2f}" for of in (statistics.median, min, max))])
+    return format_table(["tokens/s", "llama.cpp", "ours", "ratio", "smallest", "largest"], lines)
+
+
+def _settings(file: Path | None, settings: Sequence[str]) -> list[str]:
+    return [*([] if file is None else [f"model_config.model_path={file}"]), *settings]
+
+
+def _file_of(config: Config) -> Path:
+    path = config.model_config.model_path
+    found = None if path is None else find_gguf(Path(path))
+    if found is None:
+        raise UsageError(f"{config.file} has no GGUF file; give one with --file")
+    return found
+
+
+def _round(number: int, file: Path, parsed: argparse.Namespace) -> dict[str, Rates]:
+    """Measures both engines once. In every second round, this engine is first."""
+    engines = {"llama.cpp": _theirs, "ours": _ours}
+    rates: dict[str, Rates] = {}
+    for name in sorted(engines, reverse=number % 2 == 1):
+        print(f"round {number + 1}/{parsed.rounds}: {name}", file=sys.stderr, flush=True)
+        rates[name] = engines[name](file, parsed)
+    return rates
+
+
+def _theirs(file: Path, parsed: argparse.Namespace) -> Rates:
+    request = argparse.Namespace(**vars(parsed), repeats=1, no_prefill=False, lock=None)
+    rows, error = measure_peer(Peer("llama.cpp", "llama_cpp", parsed.python, str(file)), request)
+    if error is not None:
+        raise LoadTestError(f"llama.cpp: {error}")
+    return _rates(rows)
+
+
+def _ours(file: Path, parsed: argparse.Namespace) -> Rates:
+    """Measures this engine without HTTP. As with llama.cpp, each row has a run before that is not counted."""
+    threads = f"model_config.cpu_threads={parsed.threads}"
+    config = load_config(parsed.config, [*_settings(file, parsed.settings), threads, "serving_config.agent_ports=[0]"])
+    rates: Rates = {}
+    with offline_engine(config) as engine:
+        for case in cases_of(parsed, config):
+            engine.generate(random_prompts(case, config.shape.vocab_size, seed=-1), min(case.new, WARM_UP_TOKENS))
+            times = engine.generate(random_prompts(case, config.shape.vocab_size, seed=0), case.new)
+            if case.kind == "decode":
+                rates[case.name] = times.decoded_tokens / (times.end - times.prefilled)
+            else:
+                rates[case.name] = case.batch * case.prompt / times.prefilled
+    return rates
+
+
+def _rates(rows: Mapping[str, Mapping[str, Any]]) -> Rates:
+    """Returns the rate of each row. Raises LoadTestError for a row without a rate."""
+    rates: Rates = {}
+    for name, row in rows.items():
+        value = rate(row)
+        if not value:
+            raise LoadTestError(f"{name} has no rate; --new must be at least 2")
+        rates[name] = value
+    return rates

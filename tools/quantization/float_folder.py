@@ -1,0 +1,39 @@
+"""Writes the model of a GGUF file as a Hugging Face folder with floats, for tools that start from such a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from agent.models.names import ignorable_suffixes, weight_specs
+from agent.weights import open_weights
+from agent.weights.storage import STORAGE_DTYPES
+from llm_serving.gguf.model_config import model_fields
+from llm_serving.model.shape import ModelShape
+from tools.quantization.folder_writer import FolderWriter
+
+
+def write_float_folder(file: Path, folder: Path, dtype: str) -> None:
+    """Writes ``config.json`` and the dequantised weights of a GGUF file to the new folder ``folder``.
+
+    ``dtype`` is the type of the weights, for example ``float32``. The folder has no tokenizer. Raises CheckpointError
+    for a damaged file.
+    """
+    shape = ModelShape.from_path(file)
+    parts = [part for spec in weight_specs(shape) if not spec.packed_only for part in spec.parts]
+    source = open_weights(file, weight_specs(shape), seed=None, ignorable=ignorable_suffixes(shape))
+    try:
+        folder.mkdir()
+        writer = FolderWriter(folder)
+        for part in {part.name: part for part in parts}.values():
+            values = np.empty(part.shape, STORAGE_DTYPES[dtype])
+            source.read_into(part.name, values, dtype)
+            writer.write(part.name, values)
+        writer.close()
+    finally:
+        source.close()
+    fields = model_fields(file)
+    config = {key: fields.value(key) for key in fields.keys()} | {"torch_dtype": dtype}  # noqa: SIM118
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
