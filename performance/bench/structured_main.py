@@ -1,8 +1,10 @@
 """Measures the cost of structured output.
 
-1. The time to calculate a mask of allowed tokens, for random JSON schemas and a vocabulary of 131,072 made-up tokens.
+1. The time to calculate a mask of allowed tokens, for random JSON schemas and a vocabulary of 131,072 made-up tokens:
+   wall time and processor time. Other programs lengthen only the wall time.
 2. The tokens per second of a server if all requests have a grammar, divided by the tokens per second without grammars.
-   Rounds with and without grammars alternate. All texts have the same number of tokens.
+   Rounds with and without grammars alternate. All texts have the same number of tokens. The processor time that the
+   server and its agents use for a token is printed, too.
 
     python performance/bench_structured.py
     python performance/bench_structured.py --config llama_tiny_cpu.yaml --clients 16 --rounds 5 --json FILE
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import psutil
 
 from llm_serving.constraints.compiler import GrammarCompiler
 from llm_serving.constraints.grammar import schema_grammar
@@ -75,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     figures = mask_times()
     print(
-        f"masks of {VOCAB_SIZE} tokens: p50 {figures['mask_p50_us']:.0f} us, p99 {figures['mask_p99_us']:.0f} us,"
-        f" {NUM_MASKS} masks"
+        f"masks of {VOCAB_SIZE} tokens: p50 {figures['mask_p50_us']:.0f} us, p99 {figures['mask_p99_us']:.0f} us; "
+        f"processor time {figures['mask_p50_cpu_us']:.0f} us, {figures['mask_p99_cpu_us']:.0f} us; {NUM_MASKS} masks"
     )
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -87,6 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"tokens/s with a grammar {figures['structured_tokens_s']:.1f}, without {figures['free_tokens_s']:.1f}: "
         f"median ratio {figures['ratio']:.3f}, {figures['ratio_low']:.3f} to {figures['ratio_high']:.3f}"
     )
+    print(
+        f"processor time for a token: with a grammar {figures['structured_cpu_us']:.0f} us, without "
+        f"{figures['free_cpu_us']:.0f} us"
+    )
     if options.json:
         write_json(Path(options.json), figures)
     return 0
@@ -95,17 +102,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def mask_times() -> dict[str, float]:
     """Generates random texts that fit random schemas, and measures the time of each mask of allowed tokens.
 
-    Returns the median and the 99th percentile of the time, in microseconds.
+    Returns the median and the 99th percentile of the wall time and of the processor time, in microseconds.
     """
     rng = random.Random(1)
     compiler = GrammarCompiler(cast(Tokenizer, MadeUpTokenizer()), VOCAB_SIZE, [256])
     seconds: list[float] = []
+    processor: list[float] = []
     while len(seconds) < NUM_MASKS:
         grammar = schema_grammar(random_schema(rng, 3))
         constraint = asyncio.run(compiler.compile(grammar, "schema")).start()
         for _ in range(100):
-            start = time.perf_counter()
+            start, processor_start = time.perf_counter(), time.thread_time()
             mask = constraint.mask()
+            processor.append(time.thread_time() - processor_start)
             seconds.append(time.perf_counter() - start)
             token_id = int(rng.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))))
             if token_id == 256:
@@ -114,6 +123,8 @@ def mask_times() -> dict[str, float]:
     return {
         "mask_p50_us": 1e6 * statistics.median(seconds),
         "mask_p99_us": 1e6 * statistics.quantiles(seconds, n=100)[98],
+        "mask_p50_cpu_us": 1e6 * statistics.median(processor),
+        "mask_p99_cpu_us": 1e6 * statistics.quantiles(processor, n=100)[98],
     }
 
 
@@ -133,7 +144,10 @@ def random_schema(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def throughput(endpoint: Endpoint, clients: int, rounds: int) -> dict[str, float]:
-    """Returns tokens per second with and without a grammar, as medians over alternating rounds."""
+    """Returns tokens per second and processor time for a token, with and without a grammar.
+
+    All are medians over alternating rounds.
+    """
     common = {"prompt": "A list of things:", "max_tokens": 64, "temperature": 1}
     free = common | {"ignore_eos": True}
     schema = {"type": "array", "items": {"type": "string", "minLength": 20}, "minItems": 100}
@@ -141,18 +155,23 @@ def throughput(endpoint: Endpoint, clients: int, rounds: int) -> dict[str, float
     for body in (free, structured):
         run_round(endpoint, body, clients)
     pairs = [(run_round(endpoint, free, clients), run_round(endpoint, structured, clients)) for _ in range(rounds)]
-    ratios = [with_grammar / without for without, with_grammar in pairs]
+    ratios = [with_grammar[0] / without[0] for without, with_grammar in pairs]
     return {
-        "free_tokens_s": statistics.median(without for without, _ in pairs),
-        "structured_tokens_s": statistics.median(with_grammar for _, with_grammar in pairs),
+        "free_tokens_s": statistics.median(without[0] for without, _ in pairs),
+        "structured_tokens_s": statistics.median(with_grammar[0] for _, with_grammar in pairs),
+        "free_cpu_us": statistics.median(without[1] for without, _ in pairs),
+        "structured_cpu_us": statistics.median(with_grammar[1] for _, with_grammar in pairs),
         "ratio": statistics.median(ratios),
         "ratio_low": min(ratios),
         "ratio_high": max(ratios),
     }
 
 
-def run_round(endpoint: Endpoint, body: dict[str, Any], clients: int) -> float:
-    """Sends four requests for each client. Returns the output tokens per second."""
+def run_round(endpoint: Endpoint, body: dict[str, Any], clients: int) -> tuple[float, float]:
+    """Sends four requests for each client.
+
+    Returns the output tokens per second, and the microseconds of processor time of server and agents for each token.
+    """
 
     def client(number: int) -> int:
         connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=300)
@@ -165,7 +184,14 @@ def run_round(endpoint: Endpoint, body: dict[str, Any], clients: int) -> float:
         connection.close()
         return tokens
 
-    start = time.perf_counter()
+    start, processor_start = time.perf_counter(), processor_seconds()
     with ThreadPoolExecutor(clients) as pool:
         total = sum(pool.map(client, range(clients)))
-    return total / (time.perf_counter() - start)
+    seconds, processor = time.perf_counter() - start, processor_seconds() - processor_start
+    return total / seconds, 1e6 * processor / total
+
+
+def processor_seconds() -> float:
+    """Returns the processor time of all processes that this program has started, in seconds."""
+    times = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
+    return sum(each.user + each.system for each in times)
