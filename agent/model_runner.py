@@ -18,6 +18,7 @@ from agent.group.exchange import Exchange
 from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
 from agent.kernels import OperatorRefusedError, compiled_sets, kernel_isa, num_threads
+from agent.logits_processors import load_processors
 from agent.mask_gate import LogitBias, MaskGate
 from agent.model_loading import LoadedModel, load_model, load_without_network, with_network
 from agent.pooling.pooler import Pooler
@@ -103,8 +104,10 @@ class ModelRunner:
         """Returns when the slot of a step, which is named by its number, has the masks of its sequences.
 
         The result has the logit biases of the step by batch row."""
+        vocab_size = config.shape.vocab_size
+        processors = load_processors(config.model_config.logits_processors or (), vocab_size)
         self._sampler = Sampler(
-            num_rows, config.max_model_len, config.shape.vocab_size, lambda seq: self.wait_for_masks(seq)
+            num_rows, config.max_model_len, vocab_size, lambda seq: self.wait_for_masks(seq), processors
         )
         self._reader = StepReader(config, num_rows, self._sampler.rows.last_token if exchange is None else None)
         self._exchange: Exchange | None = None

@@ -7,13 +7,14 @@ only if the sampled token may not be one of the candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 
 import numpy as np
 import numpy.typing as npt
 
 from agent.kernels import SAMPLE_INPUTS, SampleCall, SampleOutputs
+from agent.logits_processors import LogitsProcessor, process
 from agent.mask_gate import LogitBias
 from agent.scores import DeviceScores, StepLogits
 from agent.step_inputs import check_range
@@ -80,36 +81,50 @@ class Sampler:
         max_model_len: int,
         vocab_size: int,
         wait_for_masks: Callable[[int], Mapping[int, LogitBias]] | None = None,
+        processors: Sequence[tuple[str, LogitsProcessor]] = (),
     ) -> None:
         """``wait_for_masks`` takes the number of a step, and returns when the step's slot has its token masks.
 
         Its result has the logit biases of the step by batch row. If it is None, a step with masks is refused.
+        ``processors`` are the operator's logits processors with their names. They need the history of every sequence.
         """
         self._vocab_size = vocab_size
         self.rows = RowTable(num_rows, max_model_len, vocab_size)
         self._wait_for_masks = wait_for_masks
+        self._processors = processors
 
     def sample(self, scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
         """Samples a token for each sequence of the step. Sequences that do not sample get -1.
 
         Raises ProtocolError if a batch row with penalties has no history, or if the history's length is wrong. Raises
-        AgentError if the token masks of the step do not arrive in time. Raises RuntimeError if the device fails.
+        AgentError if the token masks of the step do not arrive in time, or if a logits processor fails. Raises
+        RuntimeError if the device fails.
         """
         biases = self._await_masks(slot)
         seqs, call = slot.num_seqs, self._call_of(slot)
-        if not call.has_penalties(seqs):
+        processes = bool(self._processors) and bool(self._is_processed(slot).any())
+        if not call.has_penalties(seqs) and not processes:
             self._run(call, scores, slot)
             if biases:
-                self._sample_biased(call, scores, slot, biases)
+                self._sample_changed(call, scores, slot, biases)
             return
-        rows, penalised = slot.rows[:seqs], _has_penalties(slot, seqs) & (slot.do_sample[:seqs] != 0)
+        needs_history = _has_penalties(slot, seqs) | self._is_processed(slot)
+        rows, penalised = slot.rows[:seqs], needs_history & (slot.do_sample[:seqs] != 0)
         histories, prompt_lens = self._histories(slot, penalised), self.rows.prompt_len[rows]
         self._run(call, scores, slot, histories, prompt_lens)
-        if biases:
-            self._sample_biased(call, scores, slot, biases, histories, prompt_lens)
+        if biases or processes:
+            self._sample_changed(call, scores, slot, biases, histories, prompt_lens)
         # If a sequence's logits are not finite, its sampled id is negative and the history gets token 0 instead. A step
         # that was sent ahead may compute with this token, but no client sees the result.
         self.rows.append(rows[penalised], np.maximum(slot.sampled_ids[:seqs][penalised], 0))
+
+    def _is_processed(self, slot: StepSlot) -> npt.NDArray[np.bool_]:
+        """Returns, for each sequence, whether the operator's processors change its logits: bool [sequences].
+
+        With processors, every request has a mask. The steps of the warm-up have none.
+        """
+        seqs = slot.num_seqs
+        return _has_mask(slot, seqs) if self._processors else np.zeros(seqs, np.bool_)
 
     def _await_masks(self, slot: StepSlot) -> Mapping[int, LogitBias]:
         """Waits until the token masks of the step are in its slot. Returns the logit biases of the step by batch row.
@@ -125,7 +140,7 @@ class Sampler:
             return self._wait_for_masks(slot.seq)
         return {}
 
-    def _sample_biased(
+    def _sample_changed(
         self,
         call: SampleCall,
         scores: StepLogits | DeviceScores,
@@ -134,22 +149,31 @@ class Sampler:
         histories: list[Int32Array | None] | None = None,
         prompt_lens: Int32Array | None = None,
     ) -> None:
-        """Samples the sequences with a logit bias again, from all of their logits plus the bias.
+        """Samples the sequences with a logit bias, or with the operator's processors, again from all of their logits.
 
-        The first sampling has written the logsumexp and the best tokens of the raw logits, which stay.
+        The bias comes before the processors. The first sampling has written the
+        logsumexp and the best tokens of the raw logits, which stay.
         """
         seqs = slot.num_seqs
-        has_token = (slot.do_sample[:seqs] != 0) & (slot.sampled_ids[:seqs] >= 0)
-        indices = np.flatnonzero(has_token & np.isin(slot.rows[:seqs], list(biases))).astype(np.int32)
+        changes = (slot.do_sample[:seqs] != 0) & (slot.sampled_ids[:seqs] >= 0)
+        is_processed = self._is_processed(slot)
+        changes &= is_processed | np.isin(slot.rows[:seqs], list(biases))
+        indices = np.flatnonzero(changes).astype(np.int32)
         if not indices.size:
             return
-        logits = scores.values[indices] if isinstance(scores, StepLogits) else scores.rows(indices).copy()
-        raw = []
+        raw = scores.values[indices] if isinstance(scores, StepLogits) else scores.rows(indices)
+        logits = raw.copy()
         for place, index in enumerate(indices):
-            bias = biases[int(slot.rows[index])]
-            check_range("logit bias", bias.token_ids, 0, self._vocab_size)
-            raw.append(logits[place, bias.token_ids])
-            logits[place, bias.token_ids] += bias.values
+            bias = biases.get(int(slot.rows[index]))
+            if bias is not None:
+                check_range("logit bias", bias.token_ids, 0, self._vocab_size)
+                logits[place, bias.token_ids] += bias.values
+            if is_processed[index]:
+                assert histories is not None
+                assert prompt_lens is not None
+                history = histories[index]
+                assert history is not None
+                process(self._processors, history, int(prompt_lens[index]), logits[place])
         width = MAX_TOP_LOGITS * seqs
         reports = (slot.logsumexp[:seqs], slot.top_ids[:width], slot.top_logits[:width])
         kept = [report.copy() for report in reports]
@@ -158,11 +182,7 @@ class Sampler:
         call.run_rows(logits, places, histories, prompt_lens)
         for report, values in zip(reports, kept, strict=True):
             report[:] = values
-        for place, index in enumerate(indices):
-            bias = biases[int(slot.rows[index])]
-            found = np.flatnonzero(bias.token_ids == slot.sampled_ids[index])
-            if found.size:
-                slot.sampled_logit[index] = raw[place][found[0]]
+        slot.sampled_logit[indices] = raw[np.arange(indices.size), slot.sampled_ids[indices]]
 
     def _run(
         self,

@@ -104,6 +104,7 @@ class SamplingParams:
     shown_token_ids: frozenset[int] = _parameter(
         frozenset(), "Special tokens that stay in the text, because they begin or end parts of an answer."
     )
+    keeps_history: bool = _parameter(False, "The sampler needs all tokens, for the operator's logits processors.")
     logprobs: bool = _parameter(False, "Returns the log-probability of each token.")
     top_logits: int = _parameter(0, "Most probable tokens to return with each token.", low=0, high=MAX_TOP_LOGITS)
 
@@ -115,7 +116,8 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """Whether the sampler needs the history of the sequence."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        penalties = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return penalties or self.keeps_history
 
 
 def _table() -> dict[str, SamplingParameter]:

@@ -188,6 +188,12 @@ class ModelConfig:
         high=MAX_TOKENS,
         null="the tokens `no` and `yes` of the tokenizer",
     )
+    logits_processors: tuple[str, ...] | None = own(
+        None,
+        "Python classes `module:Class` that change the logits of each token before it is sampled, see "
+        "`docs/logits_processors.md`. They run in the agents. Every step takes longer, also without changes.",
+        null="none",
+    )
     load_format: str = own(
         "auto",
         "Source of the weights: `safetensors` files, `dummy` (seeded random numbers of the right shapes), or "

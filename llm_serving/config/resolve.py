@@ -30,6 +30,7 @@ from llm_serving.config.validation import (
     check_native_weights,
     check_parallel,
     check_pooling,
+    check_processors,
     check_sharing,
     check_stored_format,
     check_sum_parts,
@@ -136,6 +137,7 @@ class Resolver:
         check_sum_parts(self._raw, config)
         check_mindformers(self._raw, config)
         check_pooling(self._raw, config)
+        check_processors(self._raw, config)
         return config
 
     def _pooling(self, folder: Path | None, shape: ModelShape, tokenizer: TokenizerConfig) -> Pooling | None:

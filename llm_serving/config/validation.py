@@ -28,6 +28,7 @@ from llm_serving.model.shape import ModelShape
 
 MAX_CACHE_SLOTS = 2**31 - 1
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", re.IGNORECASE)
+_PROCESSOR_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -286,6 +287,21 @@ def check_pooling(raw: RawConfig, config: Config) -> None:
     if wrong:
         problem = f"token {wrong[0]} is outside the vocabulary of {config.shape.vocab_size} tokens"
         raise raw.error("model_config.score_token_ids", list(pooling.score_tokens), problem)
+
+
+def check_processors(raw: RawConfig, config: Config) -> None:
+    """Check the names of the operator's logits processors, and that the other settings permit processors."""
+    names, key = config.model_config.logits_processors, "model_config.logits_processors"
+    if not names:
+        return
+    wrong = next((name for name in names if not _PROCESSOR_NAME.fullmatch(name)), None)
+    if wrong is not None:
+        raise raw.error(key, wrong, "must have the form module:Class")
+    if config.pooling is not None:
+        raise raw.error(key, list(names), "a server of embeddings, scores or classes samples no tokens; use null")
+    if not config.serving_config.structured_outputs:
+        problem = "the agents change logits in steps with token masks; use serving_config.structured_outputs: true"
+        raise raw.error(key, list(names), problem)
 
 
 def check_sum_parts(raw: RawConfig, config: Config) -> None:

@@ -8,10 +8,12 @@ import dataclasses
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from llm_serving.config import Config
+from llm_serving.constraints.token_rules import TokenRules
 from llm_serving.engine.beam_search import BeamSearch, BeamSearchParams, SearchResult
 from llm_serving.engine.core import Abort, Add, Distrust, EngineCore, Probe, Profile, Stop
 from llm_serving.engine.open_request import OpenRequest, PieceSink, PieceStream
@@ -72,6 +74,10 @@ class AsyncEngine:
         self._metrics = metrics
         self._requests = RequestLog(log, metrics)
         self._receipts = ReceiptBook()
+        has_processors = bool(config.model_config.logits_processors)
+        self._free = TokenRules(config.shape.vocab_size) if has_processors else None
+        """Rules that allow every token. With logits processors, each request has a constraint, because the agents
+        change the logits of sequences with a mask only."""
         self._searches: dict[str, Request] = {}
         self._probes: list[asyncio.Future[bool]] = []
         self._profile_answer: asyncio.Future[list[dict[str, object]]] | None = None
@@ -242,7 +248,7 @@ class AsyncEngine:
         if request_id in self._open:
             raise RequestError(f"a request with the id {request_id!r} is being served", param="request_id")
         request = self._new_request(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
-        request.constraint = constraint
+        request.constraint = constraint if constraint is not None or self._free is None else self._free.start(None)
         opened = OpenRequest(request, sink, index, self._closed, self._requests, streamed=streamed, quiet=quiet)
         self._open[request_id] = opened
         self._core.submit(Add(request))
@@ -344,6 +350,8 @@ class AsyncEngine:
         Raises RequestError and DeadlineExceededError, see ``open``.
         """
         self._check_tokens(prompt_token_ids)
+        if self._free is not None:
+            sampling = replace(sampling, keeps_history=True)
         now = self._clock()
         arrival = now if arrival_time is None else arrival_time
         deadline = None if scheduling.deadline is None else arrival + scheduling.deadline

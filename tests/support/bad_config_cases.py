@@ -44,6 +44,19 @@ LATENT: dict[str, object] = {
 }  # fmt: skip
 
 CASES = [
+    # Logits processors.
+    Case(
+        "logits processor without a class",
+        in_model("logits_processors: [my_rules]"),
+        f"{FILE}: model_config.logits_processors = 'my_rules': must have the form module:Class",
+    ),
+    Case(
+        "logits processors without masks",
+        in_model("logits_processors: ['a:B']"),
+        f"{FILE}: model_config.logits_processors = ['a:B']: the agents change logits in steps with token masks; use "
+        "serving_config.structured_outputs: true",
+        ("serving_config.structured_outputs=false",),
+    ),
     # Configs of DeepSeek models with settings that these models cannot use.
     Case(
         "latent attention with the native operators",

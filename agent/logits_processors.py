@@ -1,0 +1,72 @@
+"""The operator's logits processors: Python code that changes the logits of each token before it is sampled.
+
+The config names them (``model_config.logits_processors``). No request can name or load one. A processor sees the tokens
+and the logits of one sequence at a time, so that no sequence depends on another.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.errors import AgentError, AgentStartError
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+
+class LogitsProcessor(Protocol):
+    """The interface of an operator's class. It is made once in each agent, with the size of the vocabulary.
+
+    A call must depend on nothing but its arguments. Else texts would depend on the order of the steps.
+    """
+
+    def __call__(self, prompt_token_ids: Int32Array, output_token_ids: Int32Array, logits: Float32Array, /) -> None:
+        """Change ``logits`` [vocabulary] of the next token in place. -infinity forbids a token.
+
+        The token ids are those of the sequence so far. They are read-only.
+        """
+
+
+def load_processors(names: Sequence[str], vocab_size: int) -> list[tuple[str, LogitsProcessor]]:
+    """Returns the processors ``module:Class`` with their names, in this order. Raises AgentStartError if one cannot be
+    made.
+    """
+    return [(name, _loaded(name, vocab_size)) for name in names]
+
+
+def _loaded(name: str, vocab_size: int) -> LogitsProcessor:
+    module, _, cls = name.partition(":")
+    try:
+        processor: LogitsProcessor = getattr(importlib.import_module(module), cls)(vocab_size)
+    except Exception as error:  # it is the operator's code, so any error is possible
+        raise AgentStartError(
+            f"model_config.logits_processors: {name!r} cannot be made: {error!r}. The module must be importable "
+            "(PYTHONPATH), and the class takes the size of the vocabulary"
+        ) from error
+    if not callable(processor):
+        raise AgentStartError(f"model_config.logits_processors: an object of {name!r} cannot be called")
+    return processor
+
+
+def process(
+    processors: Sequence[tuple[str, LogitsProcessor]], history: Int32Array, num_prompt_tokens: int, logits: Float32Array
+) -> None:
+    """Changes the logits [vocabulary] of one sequence in place. ``history`` has its prompt and its output.
+
+    Raises AgentError if a processor fails, or if it leaves no token or a value that is no number.
+    """
+    tokens = history.view()
+    tokens.flags.writeable = False
+    prompt, output = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
+    for name, processor in processors:
+        try:
+            processor(prompt, output, logits)
+        except Exception as error:  # it is the operator's code, so any error is possible
+            raise AgentError(f"the logits processor {name!r} failed: {error!r}") from error
+        if not (logits < np.inf).all() or not (logits > -np.inf).any():
+            raise AgentError(f"the logits processor {name!r} left NaN, +infinity or no token that may follow")
