@@ -58,14 +58,15 @@ def documented() -> dict[str, set[str]]:
     return series
 
 
-@pytest.mark.parametrize(("title", "query"), QUERIES)
-def test_every_metric_and_label_exists(title: str, query: str) -> None:
+def test_every_metric_and_label_exists() -> None:
     series = documented()
-    names = names_of(query)
-    assert names <= series.keys(), f"{title}: {names - series.keys()} is not in docs/metrics.md"
-    for name, selector in re.findall(r"\b((?:llm_serving|process)_\w+)\{(.*?)\}", query):
-        labels = set(re.findall(r"(\w+)=~?\"", selector)) - {"instance"}
-        assert labels <= series[name], f"{title}: {name} has no label {labels - series[name]}"
+    assert len(QUERIES) > 40
+    for title, query in QUERIES:
+        names = names_of(query)
+        assert names <= series.keys(), f"{title}: {names - series.keys()} is not in docs/metrics.md"
+        for name, selector in re.findall(r"\b((?:llm_serving|process)_\w+)\{(.*?)\}", query):
+            labels = set(re.findall(r"(\w+)=~?\"", selector)) - {"instance"}
+            assert labels <= series[name], f"{title}: {name} has no label {labels - series[name]}"
 
 
 def test_a_wrong_metric_is_found() -> None:
@@ -148,12 +149,15 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 @needs_prometheus
-@pytest.mark.parametrize(("title", "query"), QUERIES)
-def test_prometheus_runs_every_query(prometheus: Prometheus, title: str, query: str) -> None:
-    query = query.replace("$__rate_interval", "1m").replace("$instance", ".+")
-    prometheus.query(query)  # raises HTTPError for a wrong query
-    for name in names_of(query) - EMPTY:
-        assert prometheus.query(name), f"{title}: the server has no series {name}"
+def test_prometheus_runs_every_query(prometheus: Prometheus) -> None:
+    for title, query in QUERIES:
+        query = query.replace("$__rate_interval", "1m").replace("$instance", ".+")
+        try:
+            prometheus.query(query)
+        except urllib.error.HTTPError as error:
+            pytest.fail(f"{title}: Prometheus refuses {query}: {error}")
+        for name in names_of(query) - EMPTY:
+            assert prometheus.query(name), f"{title}: the server has no series {name}"
 
 
 @needs_prometheus

@@ -14,8 +14,6 @@ from llm_serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 from llm_serving.parsing.parser import OutputParser
 from support.call_fixtures import OPTIONS, Fixture, fixtures_of
 
-FIXTURES = [(name, fixture) for name in TOOL_FORMATS for fixture in fixtures_of(name)]
-
 
 def parser_of(format_name: str, fixture: Fixture) -> OutputParser:
     tools = TOOL_FORMATS[format_name]
@@ -34,16 +32,18 @@ def parsed(answer: ParsedAnswer) -> tuple[object, ...]:
     return answer.content, answer.reasoning, calls
 
 
-@pytest.mark.parametrize(("name", "fixture"), FIXTURES, ids=[f"{name}: {one.name}" for name, one in FIXTURES])
-def test_the_parts_are_right_for_every_split(name: str, fixture: Fixture) -> None:
-    text = fixture.text
-    whole = collect(events_of(parser_of(name, fixture), text))
-    assert parsed(whole) == parsed(fixture.answer)
-    if TOOL_FORMATS[name].arguments == "json":
-        assert whole == fixture.answer, "the arguments are raw slices of the text"
-    for place in range(1, len(text)):
-        assert collect(events_of(parser_of(name, fixture), text[:place], text[place:])) == whole, place
-    assert collect(events_of(parser_of(name, fixture), *text)) == whole
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_the_parts_are_right_for_every_split(name: str) -> None:
+    for fixture in fixtures_of(name):
+        text, case = fixture.text, fixture.name
+        whole = collect(events_of(parser_of(name, fixture), text))
+        assert parsed(whole) == parsed(fixture.answer), case
+        if TOOL_FORMATS[name].arguments == "json":
+            assert whole == fixture.answer, f"{case}: the arguments are raw slices of the text"
+        for place in range(1, len(text)):
+            pieces = text[:place], text[place:]
+            assert collect(events_of(parser_of(name, fixture), *pieces)) == whole, f"{case}: split at {place}"
+        assert collect(events_of(parser_of(name, fixture), *text)) == whole, f"{case}: one character at a time"
 
 
 def test_each_format_has_thirty_fixtures() -> None:
