@@ -72,6 +72,8 @@ class Quarantine(Stateful):
             step = self._composer.decode_alone(suspect, now, StepReason.SUSPECT)
             if step is not None:
                 return True, step
+            if suspect.is_decoding:
+                return False, None  # the suspect was preempted, and its blocks move to the host first
         if suspect.state is SequenceState.WAITING and not self._starter.start_alone(suspect, now):
             return False, None
         return True, self._composer.prefill_alone(suspect, StepReason.SUSPECT)
