@@ -1,0 +1,1 @@
+"""Speculative decoding: proposes drafts, which are guesses of the next tokens that a step then verifies."""

@@ -1,0 +1,92 @@
+"""Finds drafts in a sequence's own tokens: the tokens that followed earlier occurrences of its last tokens.
+
+This is prompt lookup (Saxena 2023) with an index. The index maps each pair of adjacent tokens to its latest place. It
+also maps each place to the previous place of the same pair. A lookup follows this chain and compares the tokens before
+each place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MIN_MATCH, MAX_MATCH = 2, 8
+"""Shortest and longest number of last tokens that a lookup compares."""
+MAX_INDEXED_TOKENS = 32_768
+"""Maximum number of tokens in an index. It bounds the memory of a sequence's index to about 5 MB."""
+_MAX_PLACES = 6
+"""Maximum number of earlier places that a lookup compares, the latest first."""
+_NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that may follow a sequence, and the number of its last tokens that led to them."""
+
+    token_ids: list[int]
+    match: int
+
+
+class SuffixIndex:
+    """The tokens of one sequence with an index of their pairs. Appending a token takes constant time."""
+
+    def __init__(self, token_ids: Iterable[int] = ()) -> None:
+        """``token_ids`` are the first tokens of the sequence. If there are too many, only the last ones are indexed."""
+        known = list(token_ids)[-MAX_INDEXED_TOKENS // 2 :]
+        self._tokens: list[int] = []
+        self._latest: dict[int, int] = {}
+        self._previous: list[int] = []
+        self.extend(known)
+
+    def __len__(self) -> int:
+        """Returns the number of indexed tokens."""
+        return len(self._tokens)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Appends tokens. If the index is full, it first forgets the older half of its tokens."""
+        tokens, latest, previous = self._tokens, self._latest, self._previous
+        for token_id in token_ids:
+            if len(tokens) >= MAX_INDEXED_TOKENS:
+                kept = tokens[-MAX_INDEXED_TOKENS // 2 :]
+                for part in (tokens, latest, previous):
+                    part.clear()
+                self.extend(kept)
+            place = len(tokens)
+            pair = (tokens[-1] << 32 | token_id) if place else _NONE
+            previous.append(latest.get(pair, _NONE))
+            latest[pair] = place
+            tokens.append(token_id)
+
+    def propose(self, num_tokens: int) -> Draft | None:
+        """Returns up to ``num_tokens`` tokens that followed the longest match of the last tokens, or None without a
+        match.
+
+        If two matches are equally long, the later one counts. A match that overlaps the end repeats its period.
+        """
+        tokens, previous = self._tokens, self._previous
+        if num_tokens < 1 or len(tokens) <= MIN_MATCH:
+            return None
+        best, best_place, place = 0, _NONE, previous[-1]
+        for _ in range(_MAX_PLACES):
+            if place == _NONE or best == MAX_MATCH:
+                break
+            length = self._match_length(place)
+            if length > best:
+                best, best_place = length, place
+            place = previous[place]
+        return Draft(self._following(best_place, num_tokens), best) if best else None
+
+    def _match_length(self, place: int) -> int:
+        """Returns how many tokens up to ``place`` equal the last tokens. The last pair is known to be equal."""
+        tokens, length = self._tokens, MIN_MATCH
+        most = min(MAX_MATCH, place + 1)
+        while length < most and tokens[place - length] == tokens[-1 - length]:
+            length += 1
+        return length
+
+    def _following(self, place: int, num_tokens: int) -> list[int]:
+        """Returns the tokens after ``place``. Beyond the end, they continue with the tokens that were returned."""
+        found = self._tokens[place + 1 : place + 1 + num_tokens]
+        for index in range(num_tokens - len(found)):
+            found.append(found[index])
+        return found
