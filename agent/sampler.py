@@ -19,6 +19,7 @@ from agent.mask_gate import LogitBias
 from agent.scores import DeviceScores, StepLogits
 from agent.step_inputs import check_range
 from llm_serving.errors import ProtocolError
+from llm_serving.ipc.drafts import REJECTED, rejected_entries
 from llm_serving.ipc.shm import StepSlot
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 
@@ -63,6 +64,29 @@ class RowTable:
             self.history_len[row], self.prompt_len[row] = length, prompt_lens[index]
             start += length
 
+    def write_drafts(self, rows: Int32Array, token_ids: Int32Array, num_before: Int32Array) -> None:
+        """Writes drafts behind the histories of their batch rows, without making the histories longer.
+
+        ``num_before`` is, for each entry of a step, the number of drafts of its sequence up to this entry. Entries with
+        0 are left out.
+        """
+        drafted = np.flatnonzero(num_before)
+        places = self.history_len[rows[drafted]] + num_before[drafted] - 1
+        if (places >= self.history.shape[1] - 1).any():
+            raise ProtocolError("a step has more drafts than fit the longest context")
+        self.history[rows[drafted], places] = token_ids[drafted]
+
+    def take_last(self, slot: StepSlot) -> None:
+        """Marks the sampled tokens of a step that do not count as REJECTED, because a draft before them was wrong.
+
+        The last tokens of the batch rows become those that count.
+        """
+        seqs = slot.num_seqs
+        rows, sampled_ids = slot.rows[:seqs], slot.sampled_ids[:seqs]
+        sampled_ids[rejected_entries(rows.tolist(), slot.token_ids[:seqs].tolist(), sampled_ids.tolist())] = REJECTED
+        counts = sampled_ids != REJECTED
+        self.last_token[rows[counts]] = np.maximum(sampled_ids[counts], 0)
+
     def append(self, rows: Int32Array, sampled_ids: Int32Array) -> None:
         """Appends one sampled token to the history of each batch row in ``rows``. These rows must have penalties."""
         self.history[rows, self.history_len[rows]] = sampled_ids
@@ -102,18 +126,28 @@ class Sampler:
         """
         biases = self._await_masks(slot)
         seqs, call = slot.num_seqs, self._call_of(slot)
+        drafts = _num_drafts_before(slot) if slot.num_drafts else None
         processes = bool(self._processors) and bool(self._is_processed(slot).any())
         if not call.has_penalties(seqs) and not processes:
             self._run(call, scores, slot)
             if biases:
                 self._sample_changed(call, scores, slot, biases)
+            if drafts is not None:
+                self.rows.take_last(slot)
             return
         needs_history = _has_penalties(slot, seqs) | self._is_processed(slot)
         rows, penalised = slot.rows[:seqs], needs_history & (slot.do_sample[:seqs] != 0)
-        histories, prompt_lens = self._histories(slot, penalised), self.rows.prompt_len[rows]
+        if drafts is not None:
+            self.rows.write_drafts(rows, slot.token_ids[:seqs], np.where(penalised, drafts, 0))
+        histories, prompt_lens = self._histories(slot, penalised, drafts), self.rows.prompt_len[rows]
         self._run(call, scores, slot, histories, prompt_lens)
         if biases or processes:
             self._sample_changed(call, scores, slot, biases, histories, prompt_lens)
+        if drafts is not None:
+            self.rows.take_last(slot)
+            for index in np.flatnonzero(penalised & (slot.sampled_ids[:seqs] != REJECTED)):
+                self.rows.append(rows[index : index + 1], np.maximum(slot.sampled_ids[index : index + 1], 0))
+            return
         # If a sequence's logits are not finite, its sampled id is negative and the history gets token 0 instead. A step
         # that was sent ahead may compute with this token, but no client sees the result.
         self.rows.append(rows[penalised], np.maximum(slot.sampled_ids[:seqs][penalised], 0))
@@ -216,12 +250,20 @@ class Sampler:
             call = slot.prepared[self] = SampleCall(inputs, outputs, limits.max_seqs, masks)
         return call
 
-    def _histories(self, slot: StepSlot, penalised: npt.NDArray[np.bool_]) -> list[Int32Array | None]:
+    def _histories(
+        self, slot: StepSlot, penalised: npt.NDArray[np.bool_], drafts: Int32Array | None = None
+    ) -> list[Int32Array | None]:
+        """Returns the history of each sequence with penalties.
+
+        ``drafts`` is the number of drafts of its sequence up to each entry. They are part of the entry's history.
+        """
         table = self.rows
         histories: list[Int32Array | None] = [None] * slot.num_seqs
         for index in np.flatnonzero(penalised):
             row, position = int(slot.rows[index]), int(slot.sample_position[index])
             length, prompt = int(table.history_len[row]), int(table.prompt_len[row])
+            if length and drafts is not None:
+                length += int(drafts[index])
             if length == 0 or length - prompt != position or length >= table.history.shape[1]:
                 raise ProtocolError(
                     f"row {row} samples its output token {position} with penalties, but its history has {prompt} "
@@ -229,6 +271,23 @@ class Sampler:
                 )
             histories[index] = table.history[row, :length]
         return histories
+
+
+def _num_drafts_before(slot: StepSlot) -> Int32Array:
+    """Returns, for each entry of a step, the number of drafts of its sequence up to this entry: int32 [sequences].
+
+    Raises ProtocolError if the step does not have as many drafts as its slot states, or if a draft is no token.
+    """
+    seqs = slot.num_seqs
+    is_draft = np.zeros(seqs, np.bool_)
+    is_draft[1:] = slot.rows[1:seqs] == slot.rows[: seqs - 1]
+    places = np.arange(seqs, dtype=np.int32)
+    before: Int32Array = places - np.maximum.accumulate(np.where(is_draft, 0, places))
+    if int(is_draft.sum()) != slot.num_drafts or slot.num_tokens != seqs or (slot.do_sample[:seqs] == 0).any():
+        raise ProtocolError(f"a step has {int(is_draft.sum())} drafts in {seqs} entries, and states {slot.num_drafts}")
+    if (slot.token_ids[:seqs][is_draft] < 0).any():
+        raise ProtocolError("a draft of a step is not a token id")
+    return before
 
 
 def find_candidates(scores: DeviceScores, slot: StepSlot) -> bool:

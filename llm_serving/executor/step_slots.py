@@ -126,7 +126,7 @@ class StepSlots:
         for index, mask in enumerate(masks):
             slot.masks[index * width : (index + 1) * width] = mask
         masked = slot.rows[: slot.num_seqs][slot.mask_number[: slot.num_seqs] != 0].tolist()
-        biased = tuple(row for row in masked if self._bias_of(row))
+        biased = tuple(row for row in dict.fromkeys(masked) if self._bias_of(row))
         new = [self._bias_message(seq, row) for row in biased if row in self._unsent_biases]
         self._unsent_biases.difference_update(biased)
         return [*new, messages.Masks(seq=seq, slot=number, biased_rows=biased)]
@@ -330,6 +330,7 @@ def _write_sizes(
         num_moves=len(step.moves),
         checked_row=checked_row,
         num_masks=num_masks,
+        num_drafts=step.num_drafts,
     )
 
 

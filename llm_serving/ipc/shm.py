@@ -116,7 +116,8 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         Field("context_lens", "int32", seqs, "[S] tokens of each sequence in the cache once this step has written"),
         Field("block_tables", "int32", seqs * limits.max_blocks_per_seq, "[S, W] block ids, padded with 0"),
         # Inputs of the sampler, one entry for each sequence.
-        Field("rows", "int32", seqs, "[S] row of the agent's state table that belongs to the sequence"),
+        Field("rows", "int32", seqs, "[S] row of the agent's state table that belongs to the sequence; a draft has the"
+              " row of the entry before it"),
         Field("do_sample", "int32", seqs, "[S] 1: sample after the sequence's last token; 0: a chunk, no output"),
         *(Field(each.name, each.column, seqs, f"[S] {each.meaning}") for each in SAMPLER_PARAMETERS),
         Field("sample_position", "int32", seqs, "[S] index of the token to sample in the output, from 0"),
@@ -131,7 +132,7 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         # Blocks to copy before the computation, in this order.
         Field("moves", "int32", limits.max_moves * MOVE_WIDTH, "[num_moves, 3] MoveKind, source and destination block"),
         # Results of the step.
-        Field("sampled_ids", "int32", seqs, "[S] the token, -1 where do_sample is 0, or NOT_FINITE"),
+        Field("sampled_ids", "int32", seqs, "[S] the token, -1 where do_sample is 0, NOT_FINITE or REJECTED"),
         Field("sampled_logit", "float32", seqs, "[S] its raw logit, before penalties and temperature"),
         Field("logsumexp", "float32", seqs, "[S] log of the sum of exp of the raw logits"),
         Field("top_ids", "int32", seqs * MAX_TOP_LOGITS, "[S, MAX_TOP_LOGITS] best first, -1 past num_top_logits"),
@@ -141,7 +142,7 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
 
 
 _SIZES = ("num_tokens", "num_seqs", "table_width", "history_len", "num_moves")
-_HEADER_ENTRIES = ("magic", "seq_low", "seq_high", *_SIZES, "checked_row", "num_masks")
+_HEADER_ENTRIES = ("magic", "seq_low", "seq_high", *_SIZES, "checked_row", "num_masks", "num_drafts")
 HEADER = {name: index for index, name in enumerate(_HEADER_ENTRIES)}
 """Index of each header entry. ``seq`` is the step's number, With it, the agent detects a step slot that was overwritten
 by another step.
@@ -240,6 +241,11 @@ class StepSlot:
         return self._numbers[HEADER["num_masks"]]
 
     @property
+    def num_drafts(self) -> int:
+        """Number of entries of a decode step whose input is a draft, see ``llm_serving.ipc.drafts``. Mostly 0."""
+        return self._numbers[HEADER["num_drafts"]]
+
+    @property
     def seq(self) -> int:
         return self._numbers[HEADER["seq_low"]] | self._numbers[HEADER["seq_high"]] << 31
 
@@ -254,6 +260,7 @@ class StepSlot:
         num_moves: int = 0,
         checked_row: int = 0,
         num_masks: int = 0,
+        num_drafts: int = 0,
     ) -> None:
         """Write the header, as the server's last write. Raises ProtocolError if a size exceeds the slot's limits.
 
@@ -263,7 +270,8 @@ class StepSlot:
         _check_sizes(self.layout.limits, *sizes)
         _check_size("checked_row", checked_row, 0, num_seqs)
         self._check_masks(num_masks, num_seqs)
-        self.header[:10] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, *sizes, checked_row, num_masks)
+        _check_size("num_drafts", num_drafts, 0, max(num_seqs - 1, 0))
+        self.header[:11] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, *sizes, checked_row, num_masks, num_drafts)
 
     def _check_masks(self, num_masks: int, num_seqs: int) -> None:
         _check_size("num_masks", num_masks, 0, num_seqs if self.layout.limits.mask_words else 0)
@@ -278,6 +286,7 @@ class StepSlot:
         _check_sizes(self.layout.limits, *self.header[HEADER["num_tokens"] : HEADER["num_moves"] + 1].tolist())
         _check_size("checked_row", self.checked_row, 0, self.num_seqs)
         self._check_masks(self.num_masks, self.num_seqs)
+        _check_size("num_drafts", self.num_drafts, 0, max(self.num_seqs - 1, 0))
 
 
 def _check_sizes(

@@ -7,6 +7,9 @@ in ``submit`` and keeps no reference.
 The executor may rely on the following rules. They allow it to do most of its work once per change of the batch, and not
 in each step:
 
+* A decode step may verify drafts (``num_drafts``), see ``llm_serving.ipc.drafts``. A sequence with k drafts then has
+  1 + k entries, one after the other, with the same request and batch row. Behind such a step, no step of this sequence
+  is in flight.
 * A sequence keeps its batch row until no step in flight uses it. The sampling parameters of a batch row never change.
 * If ``restarts[i]`` is True, the step is the first step of sequence ``i`` on its batch row. This step is usually a
   prefill step. Its tokens can begin after position 0, because a prefix may be cached or the sequence may come back from
@@ -88,8 +91,8 @@ class History:
 class ScheduledStep:
     """One step with S sequences and T tokens.
 
-    A DECODE step has one token per sequence (T == S) and samples a token for each sequence. A MOVE step only copies
-    blocks (S == T == 0).
+    A DECODE step has one token per sequence (T == S) and samples a token for each sequence. Each draft counts as a
+    sequence here. A MOVE step only copies blocks (S == T == 0).
     """
 
     seq: int
@@ -98,7 +101,7 @@ class ScheduledStep:
     requests: list[Request] = field(default_factory=list)
     """[S] The request of each sequence. Only its ``sampling`` stays the same while the step is in flight."""
     rows: list[int] = field(default_factory=list)
-    """[S] The batch row of each sequence. A batch row occurs once in a step."""
+    """[S] The batch row of each sequence. A batch row occurs once in a step, and once more for each draft."""
     token_ids: list[int] = field(default_factory=list)
     """[T] The tokens of all sequences, one sequence after the other. ``LAST_TOKEN`` (-1) stands for a token that only
     the agent knows yet."""
@@ -120,6 +123,8 @@ class ScheduledStep:
     """[S] True in a sequence's first step on its batch row. An empty list means False for all sequences."""
     moves: list[BlockMove] = field(default_factory=list)
     """Copies of blocks. They run before the computation, in this order."""
+    num_drafts: int = 0
+    """Number of entries of a DECODE step whose input token is a draft."""
     reason: StepReason = StepReason.PROMPT_READY
 
     @property
@@ -149,7 +154,8 @@ class StepResult:
 
     seq: int
     sampled_ids: list[int] = field(default_factory=list)
-    """[S] The sampled token, -1 if ``do_sample`` was False, or ``NOT_FINITE``."""
+    """[S] The sampled token, -1 if ``do_sample`` was False, ``NOT_FINITE``, or ``REJECTED`` for a token that does not
+    count because a draft before it was wrong."""
     logits: list[float] = field(default_factory=list)
     """[S] Raw logit of the sampled token."""
     logsumexps: list[float] = field(default_factory=list)
@@ -173,7 +179,7 @@ class StepResult:
 class RequestUpdate:
     """One change of a request: a new token, its end, or both.
 
-    If ``request.is_finished`` is True, this is the last update of the request.
+    If ``request.is_finished`` is True and ``num_later`` is 0, this is the last update of the request.
     """
 
     request: Request
@@ -181,6 +187,8 @@ class RequestUpdate:
     """The new token. ``request.output_token_ids`` contains it already."""
     index: int = -1
     """Index of the sequence in the StepResult, for its logits; -1 without a token."""
+    num_later: int = 0
+    """Number of later tokens of the same result. ``request.output_token_ids`` contains them already."""
     stop_token_id: int | None = None
     """The member of ``sampling.stop_token_ids`` that ended the request."""
     error: str | None = None
