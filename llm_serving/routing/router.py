@@ -182,7 +182,7 @@ class Router:
                 continue
             if pays and update.token_id is not None:
                 self._intake.order.charge_output(entry.sequence, 1)
-            if update.request.is_finished:
+            if update.request.is_finished and not update.num_later:
                 self._forget(entry)
 
     def _end_waiting(self, entry: Entry, reason: FinishReason, now: float) -> None:

@@ -24,6 +24,9 @@ class ReplicaSource:
     def num_preemptions(self) -> int:
         return self._replica.scheduler.num_preemptions
 
+    def offer_drafts(self, offers: list[tuple[str, list[int]]]) -> None:
+        self._replica.scheduler.offer_drafts(offers)
+
     def schedule(self, now: float) -> ScheduledStep | None:
         return self._router.schedule(self._replica, now)
 

@@ -12,7 +12,13 @@ from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
-from llm_serving.scheduler.step_builder import ChunkPlan, DecodeBatch, build_decode, build_prefill
+from llm_serving.scheduler.step_builder import (
+    ChunkPlan,
+    DecodeBatch,
+    build_decode,
+    build_prefill,
+    build_verification,
+)
 
 MAX_PREFILL_STEPS_IN_FLIGHT = 2
 """Maximum number of prefill steps in flight. One runs and one is queued.
@@ -115,7 +121,7 @@ class StepComposer(Stateful):
         (``decode_batch_waiting_time``).
         """
         sequences = self._decoding_sequences(now)
-        return self._send_decode(sequences, reason) if sequences else None
+        return self._send_decode_or_drafts(sequences, reason) if sequences else None
 
     def decode_alone(self, sequence: Sequence, now: float, reason: StepReason) -> ScheduledStep | None:
         """Returns a decode step with only this sequence, while no step is in flight.
@@ -129,6 +135,38 @@ class StepComposer(Stateful):
         in_flight = self._state.in_flight
         step = build_decode(in_flight.next_seq, reason, self._columns(sequences))
         return in_flight.add(step, sequences, first_chunk=len(sequences))
+
+    def _send_decode_or_drafts(self, sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
+        """Returns the decode step of these sequences. The step verifies their drafts if entries and blocks are free."""
+        entries = self._with_drafts(sequences) if any(sequence.draft for sequence in sequences) else sequences
+        if len(entries) == len(sequences):
+            return self._send_decode(sequences, reason)
+        in_flight = self._state.in_flight
+        step = build_verification(in_flight.next_seq, reason, DecodeBatch.of(entries))
+        return in_flight.add(step, entries, first_chunk=len(entries))
+
+    def _with_drafts(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Returns the sequences, each repeated for every draft that fits the step and the sequence's blocks.
+
+        Drafts take no block that a running sequence may need next, and no sequence is preempted for them.
+        """
+        limits, running, kv_cache = self._state.limits, self._state.running, self._state.kv_cache
+        num_free = min(limits.decode_batch_size, limits.max_num_seqs, limits.max_num_batched_tokens) - len(sequences)
+        entries: list[Sequence] = []
+        for sequence in sequences:
+            entries.append(sequence)
+            if not sequence.draft or sequence.restarts or sequence.request.num_inflight_tokens:
+                continue
+            request = sequence.request
+            wanted = min(len(sequence.draft), num_free, sequence.max_output_tokens - len(request.output_token_ids) - 1)
+            computed = request.num_computed_tokens
+            needed = kv_cache.blocks_for(computed + 1 + wanted) - len(sequence.block_table)
+            if needed > 0 and needed + len(running) > kv_cache.num_free_blocks:
+                wanted = min(wanted, len(sequence.block_table) * kv_cache.block_size - computed - 1)
+            if wanted > 0 and kv_cache.grow(sequence.block_table, computed + 1 + wanted):
+                entries += [sequence] * wanted
+                num_free -= wanted
+        return entries
 
     def _columns(self, sequences: list[Sequence]) -> DecodeBatch:
         """Returns the columns (lists, one entry per sequence) of a decode step.
@@ -179,9 +217,10 @@ class StepComposer(Stateful):
             num_inflight_tokens = request.num_inflight_tokens
             if len(request.output_token_ids) + num_inflight_tokens >= sequence.max_output_tokens:
                 continue  # the steps in flight sample its last token, so it needs no decode step
-            if num_inflight_tokens <= ahead and not (waits_for_prefill and _prefill_in_flight(sequence)):
+            is_behind = num_inflight_tokens > (0 if sequence.draft or sequence.num_inflight_drafts else ahead)
+            if not is_behind and not (waits_for_prefill and _prefill_in_flight(sequence)):
                 ready.append(sequence)
-            elif sequence.num_inflight_decodes:
+            elif sequence.num_inflight_decodes or sequence.draft:
                 return [], 0
             else:
                 num_joining += 1

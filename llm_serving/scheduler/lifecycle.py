@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from llm_serving.ipc.drafts import REJECTED
 from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler.output import NOT_FINITE_ERROR, RequestUpdate, ScheduledStep, StepKind, StepResult
@@ -118,6 +119,9 @@ class Lifecycle:
     def take_result(self, flight: InFlightStep, result: StepResult, now: float) -> list[RequestUpdate]:
         """Processes the result of a step. Returns an update for each new token and for each request that ended."""
         error = result.error or _shape_error(flight.step, result)
+        for sequence in flight.sequences:
+            if sequence.draft:
+                sequence.draft, sequence.num_inflight_drafts = [], 0
         if error is not None:
             for sequence in flight.sequences:
                 sequence.drop_tokens = True
@@ -138,13 +142,20 @@ class Lifecycle:
     def _take_tokens(self, flight: InFlightStep, result: StepResult, now: float) -> list[RequestUpdate]:
         """Appends the tokens of a completed step to its sequences, and ends the sequences that are complete."""
         self._note_prefixes(flight)
-        updates = []
+        if flight.step.num_drafts:
+            for sequence, token_id in zip(flight.sequences, result.sampled_ids, strict=True):
+                sequence.request.num_computed_tokens -= token_id == REJECTED
+        updates: list[RequestUpdate] = []
         finished = RequestStatus.FINISHED
         for index, (sequence, token_id) in enumerate(zip(flight.sequences, result.sampled_ids, strict=True)):
             request = sequence.request
             if token_id < 0 or request.status is finished or sequence.drop_tokens:
                 if token_id == NOT_FINITE and request.status is not finished and not sequence.drop_tokens:
-                    updates += self._end_not_finite(sequence, now)
+                    ended = self._end_not_finite(sequence, now)
+                    if updates and updates[-1].request is request:
+                        updates[-1].error = NOT_FINITE_ERROR  # the request's last token comes with the same result
+                    else:
+                        updates += ended
                 continue
             if sequence.notes_tokens:
                 self._note_token(sequence, now)
@@ -158,6 +169,8 @@ class Lifecycle:
                 self.finish(sequence, FinishReason.STOP, now)
             elif len(output_token_ids) >= sequence.max_output_tokens:
                 self.finish(sequence, FinishReason.LENGTH, now)
+        if flight.step.num_drafts:
+            _count_later(updates)
         return updates
 
     def _end_not_finite(self, sequence: Sequence, now: float) -> list[RequestUpdate]:
@@ -218,6 +231,13 @@ class Lifecycle:
             raise AssertionError(f"{state.num_started} requests counted as started")
 
 
+def _count_later(updates: list[RequestUpdate]) -> None:
+    """Sets ``num_later`` of each update. The updates of a request follow each other without a gap."""
+    for update, after in zip(reversed(updates[:-1]), reversed(updates[1:]), strict=True):
+        if after.request is update.request:
+            update.num_later = after.num_later + 1
+
+
 def _shape_error(step: ScheduledStep, result: StepResult) -> str | None:
     """Returns a description of the difference if the result does not have the shape that the step demands, otherwise
     None.
@@ -231,5 +251,19 @@ def _shape_error(step: ScheduledStep, result: StepResult) -> str | None:
         wrong = -1 in result.sampled_ids
     else:
         wrong = any((token == -1) is samples for token, samples in zip(result.sampled_ids, step.do_sample, strict=True))
-    wrong = wrong or min(result.sampled_ids, default=0) < NOT_FINITE
+    wrong = wrong or not _may_reject(step, result.sampled_ids)
     return f"step {step.seq} has a sampled token where do_sample is False, or none where it is True" if wrong else None
+
+
+def _may_reject(step: ScheduledStep, sampled_ids: list[int]) -> bool:
+    """Returns True if the result rejects only drafts, and with a draft also the later drafts of its sequence."""
+    if min(sampled_ids, default=0) >= NOT_FINITE:
+        return True
+    rows = step.rows
+    for index, token_id in enumerate(sampled_ids):
+        is_draft = bool(step.num_drafts and index and rows[index] == rows[index - 1])
+        if token_id < REJECTED or (token_id == REJECTED and not is_draft):
+            return False
+        if is_draft and token_id != REJECTED and sampled_ids[index - 1] < 0:
+            return False
+    return True

@@ -60,7 +60,7 @@ class MixedComposer(StepComposer):
         decoding = self._decoding_sequences(now)
         plan = self._mixed_plan(decoding, budget, now, starts, late)
         if not plan:
-            return self._send_decode(decoding, StepReason.ROWS_READY) if decoding else None
+            return self._send_decode_or_drafts(decoding, StepReason.ROWS_READY) if decoding else None
         if not decoding:
             return self._send_prefill(plan, StepReason.PROMPT_READY)
         in_flight = self._state.in_flight

@@ -232,6 +232,19 @@ class Scheduler:
 
     # Steps
 
+    def offer_drafts(self, offers: Iterable[tuple[str, list[int]]]) -> None:
+        """Offers guesses of the tokens that follow the known tokens of running requests, by request id.
+
+        The next decode step of a request verifies as many of its guesses as fit. Until then, no step of the request is
+        sent ahead. An offer replaces an earlier one, and an empty offer withdraws it. An offer is void when the request
+        gets a token. Offers for other requests, and for requests whose guesses are in flight, have no effect. Guesses
+        never change the tokens of a request.
+        """
+        for request_id, token_ids in offers:
+            sequence = self._intake.sequences.get(request_id)
+            if sequence is not None and sequence.is_decoding and not sequence.num_inflight_drafts:
+                sequence.draft = token_ids
+
     def schedule(self, now: float) -> ScheduledStep | None:
         """Returns the next step, or None. After None, call this method again after ``update``, a new request or the
         ``next_wakeup``.

@@ -60,6 +60,11 @@ class Sequence:
     """True if the sequence's next token changes its receipt or is charged to its tenant."""
     num_inflight_steps: int = 0
     num_inflight_decodes: int = 0
+    draft: list[int] = field(default_factory=list)
+    """Guesses of the next tokens, see ``Scheduler.offer_drafts``. While there are any, no step of the sequence is sent
+    ahead."""
+    num_inflight_drafts: int = 0
+    """Number of drafts in the sequence's decode step in flight."""
     drop_tokens: bool = False
     """True after a step of this sequence never ran. The results of its steps in flight are then void, and the content
     of its blocks is unknown."""
@@ -110,6 +115,8 @@ class Sequence:
         self.restarts = False
         self.num_inflight_steps = 0
         self.num_inflight_decodes = 0
+        self.draft = []
+        self.num_inflight_drafts = 0
         self.drop_tokens = False
 
 

@@ -29,7 +29,7 @@ _SEQUENCE, _STEP, _TUPLE, _DICT = "sequence", "step", "tuple", "dict"
 or a dict."""
 _SEQUENCE_STATE = (
     *("arrival_index", "max_output_tokens", "on_host", "is_decoding", "restarts", "notes_tokens", "drop_tokens"),
-    *("num_inflight_steps", "num_inflight_decodes", "last_chosen", "block_table", "host_table"),
+    *("num_inflight_steps", "num_inflight_decodes", "num_inflight_drafts", "last_chosen", "block_table", "host_table"),
 )
 
 
@@ -135,6 +135,7 @@ def save_sequence(sequence: Sequence, codec: RequestCodec, version: int) -> dict
         "copies": [[copy.source, copy.destination] for copy in sequence.copies],
         "prefix_chain": None if chain is None else chain.snapshot(codec.chain_tokens(chain, sequence.request)),
         "prefix_match": None if match is None or match[0] != version else match[1].snapshot(),
+        "num_drafts": len(sequence.draft),
         **{name: save(getattr(sequence, name)) for name in _SEQUENCE_STATE},
     }
 
@@ -149,6 +150,7 @@ def load_sequence(state: dict[str, Any], codec: RequestCodec, kv_cache: KVCacheM
         sequence.prefix_chain = kv_cache.prefixes.restore_chain(state["prefix_chain"], request.cache_salt)
     if state["prefix_match"] is not None:
         sequence.prefix_match = (version, PrefixMatch.restored(state["prefix_match"]))
+    sequence.draft = [0] * state["num_drafts"]
     for name in _SEQUENCE_STATE:
         setattr(sequence, name, state[name])
     return sequence
@@ -169,6 +171,7 @@ def _save_step(flight: InFlightStep) -> dict[str, Any]:
         "starts": step.starts.copy(),
         "do_sample": step.do_sample.copy(),
         "sample_positions": step.sample_positions.copy(),
+        "num_drafts": step.num_drafts,
         "moves": [[move.kind.name, move.source, move.destination] for move in step.moves],
         "sequences": [sequence.arrival_index for sequence in flight.sequences],
         "first_chunk": flight.first_chunk,
@@ -193,6 +196,7 @@ def _load_step(state: dict[str, Any], sequences: Sequences) -> InFlightStep:
         sample_positions=state["sample_positions"],
         restarts=[False] * len(state["rows"]),
         moves=[BlockMove(MoveKind[name], source, target) for name, source, target in state["moves"]],
+        num_drafts=state["num_drafts"],
         reason=StepReason[state["reason"]],
     )
     return InFlightStep(step, in_flight, state["first_chunk"], [BlockCopy(*pair) for pair in state["copies"]])

@@ -128,6 +128,24 @@ def build_decode(seq: int, reason: StepReason, batch: DecodeBatch) -> ScheduledS
     return step
 
 
+def build_verification(seq: int, reason: StepReason, batch: DecodeBatch) -> ScheduledStep:
+    """Builds a decode step that verifies the drafts of its sequences.
+
+    In ``batch``, a sequence occurs once, and once more for each of its first drafts, without a gap. Its last token and
+    its drafts then count as computed. A sequence with drafts must have no step in flight.
+    """
+    step = build_decode(seq, reason, batch)
+    before: Sequence | None = None
+    for index, sequence in enumerate(batch.sequences):
+        if sequence is before:
+            step.token_ids[index] = sequence.draft[sequence.num_inflight_drafts]
+            sequence.num_inflight_drafts += 1
+            step.sample_positions[index] += sequence.num_inflight_drafts
+            step.num_drafts += 1
+        before = sequence
+    return step
+
+
 def append_chunks(step: ScheduledStep, plan: ChunkPlan) -> None:
     """Appends the prompt chunks of a plan to a step, and adds their tokens to the sequences' ``num_computed_tokens``.
     """

@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from llm_serving.ipc.drafts import REJECTED, rejected_entries
 from llm_serving.ipc.shm import LAST_TOKEN, NOT_FINITE
 from llm_serving.request import Request
 from llm_serving.sampling_params import SamplingParams
@@ -71,6 +72,7 @@ class _Slot:
     histories: list[History]
     restarts: list[bool]
     moves: list[BlockMove]
+    num_drafts: int
 
     @classmethod
     def of(cls, step: ScheduledStep) -> _Slot:
@@ -89,6 +91,7 @@ class _Slot:
             list(step.histories),
             list(step.restarts) or [False] * step.num_seqs,
             list(step.moves),
+            step.num_drafts,
         )
 
 
@@ -193,18 +196,22 @@ class FakeDevice:
 
     def _run(self, slot: _Slot) -> StepResult:
         result, offset = StepResult(slot.seq), 0
+        drafts: list[int] = []
         histories = {history.index: history for history in slot.histories}
         for move in slot.moves:
             self._move(move)
         for index, query_len in enumerate(slot.query_lens):
             tokens = slot.token_ids[offset : offset + query_len]
             offset += query_len
-            token = self._run_sequence(slot, index, tokens, histories.get(index))
+            is_draft = index > 0 and slot.rows[index] == slot.rows[index - 1]
+            drafts = [*drafts, *tokens] if is_draft else []
+            token = self._run_sequence(slot, index, tokens, histories.get(index), drafts)
             if slot.samplings[index].seed == BROKEN_SEED and slot.sample_positions[index] >= 2 and token >= 0:
                 token = NOT_FINITE
             result.sampled_ids.append(token)
             result.logits.append(float(token))
             result.logsumexps.append(float(slot.sample_positions[index]))
+        self._keep_tokens(slot, result.sampled_ids)
         if any(sampling.top_logits for sampling in slot.samplings):
             result.tops = [
                 tuple((token + rank, float(-rank)) for rank in range(sampling.top_logits))
@@ -219,7 +226,22 @@ class FakeDevice:
         tokens = source[move.source * size : (move.source + 1) * size]
         destination[move.destination * size : (move.destination + 1) * size] = tokens
 
-    def _run_sequence(self, slot: _Slot, index: int, tokens: list[int], history: History | None) -> int:
+    def _keep_tokens(self, slot: _Slot, sampled_ids: list[int]) -> None:
+        """Rejects tokens after wrong drafts, and appends all other tokens to their batch rows."""
+        if slot.num_drafts:
+            for index in rejected_entries(slot.rows, slot.token_ids, sampled_ids):
+                sampled_ids[index] = REJECTED
+        for row_number, token in zip(slot.rows, sampled_ids, strict=True):
+            if token not in (-1, REJECTED):
+                row = self.rows[row_number]
+                row.last_token = max(token, 0)
+                if row.history is not None:
+                    row.history.append(row.last_token)
+
+    def _run_sequence(
+        self, slot: _Slot, index: int, tokens: list[int], history: History | None, drafts: list[int]
+    ) -> int:
+        """Returns the token that a sequence samples. ``drafts`` are its drafts up to this entry of the step."""
         start, table, size = slot.starts[index], slot.block_tables[index], self.limits.block_size
         if slot.restarts[index]:
             self.rows[slot.rows[index]] = _Row()
@@ -236,19 +258,18 @@ class FakeDevice:
         key: list[object] = [tuple(context), sampling.seed, slot.sample_positions[index]]
         if sampling.has_penalties:
             assert row.history is not None
-            key.append((tuple(row.history), row.num_prompt_tokens))
+            key.append(((*row.history, *drafts), row.num_prompt_tokens))
         assert len(context) - num_prompt_tokens == slot.sample_positions[index]
-        row.last_token = hash(tuple(key)) % VOCABULARY
-        if row.history is not None:
-            row.history.append(row.last_token)
-        return row.last_token
+        return hash(tuple(key)) % VOCABULARY
 
     def _check(self, step: ScheduledStep) -> None:
         """Checks the rules that every step must follow."""
         limits, seqs = self.limits, step.num_seqs
         columns = (step.requests, step.query_lens, step.starts, step.block_tables, step.do_sample)
         assert all(len(column) == seqs for column in (*columns, step.sample_positions))
-        assert len(set(step.rows)) == seqs
+        is_draft = [row == before for row, before in zip(step.rows[1:], step.rows, strict=False)]
+        assert len(set(step.rows)) == seqs - step.num_drafts == seqs - is_draft.count(True)
+        assert not step.num_drafts or step.kind is StepKind.DECODE
         assert all(0 <= row < limits.max_num_seqs for row in step.rows)
         assert sum(step.query_lens) == step.num_tokens
         assert sum(len(history.token_ids) for history in step.histories) <= limits.max_step_history

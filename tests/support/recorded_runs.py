@@ -41,11 +41,15 @@ def some_requests(rng: random.Random, count: int) -> list[Request]:
 
 
 def record_random_run(
-    folder: Path, seed: int, *, count: int = 80, ring_bytes: int = RING_BYTES, **limits: Any
+    folder: Path, seed: int, *, count: int = 80, ring_bytes: int = RING_BYTES, drafts: bool = False, **limits: Any
 ) -> FlightRecorder:
-    """Records a random run, in which some requests are aborted, until every request has ended."""
+    """Records a random run, in which some requests are aborted, until every request has ended.
+
+    With ``drafts``, random drafts are offered all the time.
+    """
     rng = random.Random(seed)
     simulation, recorder = recorded_simulation(folder, ring_bytes, **limits)
+    simulation.drafts = random.Random(seed) if drafts else None
     random_run(simulation, some_requests(rng, count), rng, aborts=0.02)
     recorder.close()
     return recorder

@@ -7,6 +7,7 @@ example, ``answer`` without a result. Therefore a script is still valid if opera
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -165,9 +166,13 @@ def _can_be_served(limits: SchedulerLimits, prompt: int, max_tokens: int) -> boo
     )
 
 
-def play(script: Script) -> Simulation:
-    """Runs a script until all its requests have ended. Raises AssertionError if a check fails."""
+def play(script: Script, drafts: int | None = None) -> Simulation:
+    """Runs a script until all its requests have ended. Raises AssertionError if a check fails.
+
+    ``drafts`` is the seed of random drafts, which are offered all the time. None: no drafts are offered.
+    """
     player = Player(script.limits)
+    player.simulation.drafts = None if drafts is None else random.Random(drafts)
     for operation in script.operations:
         player.do(operation)
     player.finish()

@@ -75,7 +75,7 @@ class SimulatedClients:
             assert request.request_id not in self.ended, "an update after the last one"
             if update.token_id is not None:
                 self.streams[request.request_id].append(update.token_id)
-            if request.is_finished:
+            if request.is_finished and not update.num_later:
                 assert request.finish_reason is not None
                 self.ended[request.request_id] = request.finish_reason
                 self._check_receipt(request)

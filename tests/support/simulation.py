@@ -11,7 +11,7 @@ from llm_serving.scheduler.output import MoveKind, RequestUpdate, ScheduledStep,
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.scheduler.sequence import SequenceState
 from support.cache_check import check_cache
-from support.fakes import FakeDevice
+from support.fakes import VOCABULARY, FakeDevice, next_token
 from support.queue_watch import QueueWatch
 from support.salt_watch import SaltWatch
 from support.simulated_clients import SimulatedClients
@@ -32,6 +32,8 @@ class Simulation(SimulatedClients):
         self._salt_watch = SaltWatch(limits.block_size)
         self._unanswered: dict[int, frozenset[int]] = {}
         self._idle_until: float | None = None
+        self.drafts: random.Random | None = None
+        """Draws the drafts that are offered before each call of ``schedule``. None: none are offered."""
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -42,6 +44,8 @@ class Simulation(SimulatedClients):
     def schedule(self) -> list[ScheduledStep]:
         """Schedules all possible steps and returns them. Checks that the device is not idle while requests wait."""
         steps: list[ScheduledStep] = []
+        if self.drafts is not None:
+            self._offer_drafts(self.drafts)
         while (step := self._next_step()) is not None:
             assert step.seq == len(self.steps)
             self._watch(step)
@@ -53,6 +57,21 @@ class Simulation(SimulatedClients):
         self._check_busy()
         self.check()
         return steps
+
+    def _offer_drafts(self, rng: random.Random) -> None:
+        """Offers drafts for some requests: the tokens that follow in truth, often with an error among them."""
+        offers = []
+        for name, request in self.requests.items():
+            if name in self.ended or rng.random() < 0.3:
+                continue
+            text = [*request.prompt_token_ids, *request.output_token_ids]
+            known = len(text)
+            for _ in range(rng.choice([0, 1, 1, 2, 3, 6])):
+                wrong = rng.random() < 0.25
+                truth = next_token(text, len(request.prompt_token_ids), request.sampling)
+                text.append(rng.randrange(VOCABULARY) if wrong else truth)
+            offers.append((name, text[known:]))
+        self.scheduler.offer_drafts(offers)
 
     def _next_step(self) -> ScheduledStep | None:
         """Returns the scheduler's next step. Checks that the oldest running sequence is not preempted for this step."""
@@ -74,6 +93,7 @@ class Simulation(SimulatedClients):
         self._unanswered[step.seq] = frozenset(touched)
         self.seen[f"{step.kind.value} steps"] += 1
         self.seen.update(f"{move.kind.name} moves" for move in step.moves)
+        self.seen["drafts"] += step.num_drafts
         self.seen["chunks"] += step.kind is not StepKind.MOVE and step.do_sample.count(False)
         self.seen["cached starts"] += sum(
             restart and start > 0 for restart, start in zip(step.restarts, step.starts, strict=False)
@@ -116,6 +136,7 @@ class Simulation(SimulatedClients):
     def update(self, result: StepResult) -> list[RequestUpdate]:
         """Passes a result to the scheduler."""
         updates = self.scheduler.update(result, self.now)
+        self.seen["tokens of drafts"] += sum(update.num_later > 0 for update in updates)
         self.device.answered(result.seq)
         del self._unanswered[result.seq]
         self._idle_until = None
