@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.telemetry.receipt import BlockReason, Receipt
@@ -102,6 +102,22 @@ class Constraint(Protocol):
 
         After an error every token may follow, and the next ``advance`` raises ConstraintError.
         """
+
+
+@runtime_checkable
+class ForkableConstraint(Constraint, Protocol):
+    """A constraint that can look ahead: which tokens may follow after some guessed tokens."""
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the next ``advance`` raises ConstraintError for any token."""
+
+    def fork(self) -> ForkableConstraint | None:
+        """Return a copy that advances independently, or None if this constraint cannot be copied."""
+
+    def forced_tokens(self) -> list[int]:
+        """Return tokens that very probably follow, because the constraint leaves no other text. Often empty."""
+
 
 ALONE_TO_THE_END = 1 << 40
 """Value of ``Request.alone_until`` that no number of output tokens reaches."""

@@ -111,6 +111,18 @@ class GrammarConstraint:
         if self.error:
             raise ConstraintError(f"the grammar cannot be followed any further: {_one_line(self.error)}")
 
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.error)
+
+    def fork(self) -> GrammarConstraint | None:
+        if self.error:
+            return None
+        return GrammarConstraint(self._matcher.deep_copy(), self.num_words, self._end_token_ids)
+
+    def forced_tokens(self) -> list[int]:
+        return [] if self.error else self._matcher.compute_ff_tokens()
+
     def mask(self) -> npt.NDArray[np.uint32]:
         mask = np.zeros(self.num_words, np.uint32)
         if not self.error:

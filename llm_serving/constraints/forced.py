@@ -23,6 +23,18 @@ class ForcedTokens:
             raise ConstraintError(f"token {token_id} was sampled in place of {self._token_ids[self._position]}")
         self._position += 1
 
+    @property
+    def has_failed(self) -> bool:
+        return False
+
+    def fork(self) -> ForcedTokens:
+        fork = ForcedTokens(self._token_ids, 32 * self.num_words)
+        fork._position = self._position
+        return fork
+
+    def forced_tokens(self) -> list[int]:
+        return list(self._token_ids[self._position :])
+
     def mask(self) -> npt.NDArray[np.uint32]:
         if self._position >= len(self._token_ids):
             return np.full(self.num_words, 0xFFFFFFFF, np.uint32)

@@ -38,6 +38,8 @@ class StepMasks:
 
     def __init__(self, publish: Publish) -> None:
         self._publish = publish
+        self._prepared: dict[Request, list[Mask]] = {}
+        """The masks of the tokens after each of a request's drafts, until its next token."""
         self._sampling: dict[int, list[Request]] = {}
         """For each step in flight: its constrained requests."""
         self._newest: dict[Request, int] = {}
@@ -45,15 +47,27 @@ class StepMasks:
         self._waiting: dict[int, list[tuple[_Pending, int, Request]]] = {}
         """The masks that wait for the result of a step, by the number of this step."""
 
+    def prepare(self, request: Request, masks: list[Mask]) -> None:
+        """Keep the masks of the tokens after each of a request's drafts, until its next token."""
+        self._prepared[request] = masks
+
     def sent(self, step: ScheduledStep) -> None:
-        """Note that a step was submitted. If all of its masks are known, publish them."""
+        """Note that a step was submitted. If all of its masks are known, publish them.
+
+        If the step verifies drafts of a request, the masks of all its entries must have been prepared.
+        """
         constrained = step.constrained
         if not constrained:
             return
         requests = [step.requests[index] for index in constrained]
-        pending = _Pending(step.seq, [], 0)
+        pending, num_drafts = _Pending(step.seq, [], 0), 0
         for place, request in enumerate(requests):
             before = self._newest.get(request)
+            if place and request is requests[place - 1]:
+                pending.masks.append(self._prepared[request][num_drafts])
+                num_drafts += 1
+                continue
+            num_drafts = 0
             if before is None:
                 pending.masks.append(_mask_of(request))
             else:
@@ -61,7 +75,7 @@ class StepMasks:
                 pending.num_missing += 1
                 self._waiting.setdefault(before, []).append((pending, place, request))
             self._newest[request] = step.seq
-        self._sampling[step.seq] = requests
+        self._sampling[step.seq] = list(dict.fromkeys(requests)) if step.num_drafts else requests
         if not pending.num_missing:
             self._publish(pending.seq, pending.masks)
 
@@ -75,6 +89,7 @@ class StepMasks:
         failures = []
         for update in updates:
             request = update.request
+            self._prepared.pop(request, None)
             if request.constraint is not None and update.token_id is not None and not request.is_finished:
                 try:
                     request.constraint.advance(update.token_id)
@@ -100,6 +115,7 @@ class StepMasks:
         self._sampling.clear()
         self._newest.clear()
         self._waiting.clear()
+        self._prepared.clear()
 
 
 def _mask_of(request: Request) -> Mask:

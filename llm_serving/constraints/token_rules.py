@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from llm_serving.request import Constraint, ConstraintError
+from llm_serving.request import Constraint, ConstraintError, ForkableConstraint
 
 Mask = npt.NDArray[np.uint32]
 
@@ -98,6 +98,23 @@ class RuledTokens:
         self._num_tokens += 1
         if self._rules.num_remembered:
             self._tokens = [*self._tokens, token_id][-self._rules.num_remembered :]
+
+    @property
+    def has_failed(self) -> bool:
+        return self._has_failed or (isinstance(self._inner, ForkableConstraint) and self._inner.has_failed)
+
+    def fork(self) -> RuledTokens | None:
+        inner: Constraint | None = None
+        if self._inner is not None:
+            inner = self._inner.fork() if isinstance(self._inner, ForkableConstraint) else None
+            if inner is None:
+                return None
+        fork = RuledTokens(self._rules, inner)
+        fork._num_tokens, fork._tokens, fork._has_failed = self._num_tokens, self._tokens, self._has_failed
+        return fork
+
+    def forced_tokens(self) -> list[int]:
+        return self._inner.forced_tokens() if isinstance(self._inner, ForkableConstraint) else []
 
     def mask(self) -> Mask:
         mask = self._rules.mask(self._num_tokens, self._tokens)

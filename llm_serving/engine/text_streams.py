@@ -51,8 +51,18 @@ class TextStreams:
         self._streams[request.request_id] = _Stream(request, detokenizer, request.sampling.wants_logits)
 
     def outputs(self, updates: Iterable[RequestUpdate], result: StepResult | None, now: float) -> list[RequestOutput]:
-        """Return the next piece of each updated request. The last piece closes the stream."""
-        return [self._output(update, result, now) for update in updates]
+        """Return the next piece of each updated request. The last piece closes the stream.
+
+        A result may have several tokens of a request. If one of them ends the text, the later ones are dropped.
+        """
+        outputs: list[RequestOutput] = []
+        cut: Request | None = None
+        for update in updates:
+            if update.request is not cut:
+                outputs.append(self._output(update, result, now))
+                if update.num_later and outputs[-1].finish_reason is not None:
+                    cut = update.request
+        return outputs
 
     def fail(self, update: RequestUpdate, error: str, now: float) -> None:
         """End the request of ``update`` with an error.
@@ -81,8 +91,9 @@ class TextStreams:
         request, token_id = update.request, update.token_id
         stream = self._streams[request.request_id]
         token_ids = () if token_id is None else (token_id,)
+        is_last = request.finish_reason is not None and (not update.num_later or update.error is not None)
         try:
-            if request.finish_reason is None:  # the usual case: not the last token
+            if not is_last:  # the usual case
                 text, stop_string = stream.detokenizer.append(token_ids)
             else:
                 text, stop_string = _last_text(stream, token_ids)
@@ -90,17 +101,21 @@ class TextStreams:
             self._log.error("a detokenizer failed", request_id=request.request_id, traceback=traceback.format_exc())
             update.error = f"the text could not be decoded: {error}"
             self._end(request, FinishReason.ERROR, now)
-            text, stop_string = "", None
+            text, stop_string, is_last = "", None, True
         else:
             if stop_string is not None:
                 self._end(request, FinishReason.STOP, now)
+                is_last = True
         logits: tuple[TokenLogits, ...] = ()
         if stream.wants_logits and token_ids and result is not None:
             logits = (_token_logits(result, update.index),)
-        if request.finish_reason is None:
-            num_prompt_tokens, num_tokens = len(request.prompt_token_ids), len(request.output_token_ids)
+        if not is_last:
+            num_prompt_tokens = len(request.prompt_token_ids)
+            num_tokens = len(request.output_token_ids) - update.num_later
             return RequestOutput(request.request_id, text, token_ids, logits, num_prompt_tokens, num_tokens)
         del self._streams[request.request_id]
+        if update.num_later:
+            del request.output_token_ids[-update.num_later :]
         output = _last_output(update, text, token_ids, logits, stop_string)
         if result is not None and result.pooled is not None and token_ids:
             output.pooled = result.pooled[update.index]

@@ -6,12 +6,13 @@ tokens that ended their requests and the device's times. Token ids, stop strings
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
 from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN
+from llm_serving.ipc.drafts import REJECTED
 from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.request import Request, RequestStatus
 from llm_serving.sampling_params import SamplingParams
@@ -113,6 +114,8 @@ def is_whole(step: ScheduledStep, sampled_ids: list[int], num_logits: int, num_l
     """
     if not len(sampled_ids) == num_logits == num_logsumexps == len(step.rows):
         return False
+    if step.num_drafts:
+        return min(token_id for token_id in sampled_ids if token_id != REJECTED) >= 0
     if all(step.do_sample):
         return min(sampled_ids, default=0) >= 0
     return [token_id >= 0 for token_id in sampled_ids] == step.do_sample
@@ -125,12 +128,13 @@ def make_result(
     ends: list[int],
     names: list[int] | None,
     times: tuple[int, int, int],
+    rejected: Sequence[int] = (),
 ) -> StepResult:
     """Creates a result for a replay. The scheduler makes the same decisions from it as from the recorded result.
 
-    ``do_sample`` has one entry for each sequence of the step: whether the step samples its next token. ``names`` has
-    the pseudonyms of the tokens. If it is None, tokens that end a request become ``ENDING_TOKEN``, all others
-    ``PLAIN_TOKEN``.
+    ``do_sample`` has one entry for each sequence of the step: whether the step samples its next token. ``rejected`` are
+    the indices of the rejected drafts. ``names`` has the pseudonyms of the tokens. If it is None, tokens that end a
+    request become ``ENDING_TOKEN``, all others ``PLAIN_TOKEN``.
     """
     result = StepResult(seq, queue_us=times[0], graph_us=times[1], sample_us=times[2])
     signs, num_logits, num_sums = do_sample, len(do_sample), len(do_sample)
@@ -145,6 +149,8 @@ def make_result(
     result.sampled_ids = [
         NOT_FINITE if samples == NOT_FINITE else names[index] if samples else -1 for index, samples in enumerate(signs)
     ]
+    for index in rejected:
+        result.sampled_ids[index] = REJECTED
     result.logits = [0.0] * num_logits
     result.logsumexps = [0.0] * num_sums
     return result

@@ -24,7 +24,7 @@ import msgspec
 from llm_serving.errors import LLMServingError
 
 MAGIC = b"LLMFLT01"
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 READ_VERSIONS = range(1, FORMAT_VERSION + 1)
 """Versions of the format that can be read. The state of earlier versions cannot be restored, because the scheduler has
 other parts now. So their replay starts at the beginning of a run."""
@@ -61,7 +61,8 @@ class Tag(enum.IntEnum):
     of the latest step."""
     UPDATE = 3
     """``update``. Fields: step number, fault?, indices of ended sequences, output pseudonyms?, queue_us, graph_us,
-    sample_us, number of updates or name of the raised error, counts?."""
+    sample_us, number of updates or name of the raised error, counts?; then, only if the step has rejected drafts, the
+    indices of the rejected entries."""
     FINISH = 4
     """``finish_request``. Fields: number of the request?, reason, whether the scheduler knew the request."""
     AGENT_LOST = 5
@@ -79,6 +80,8 @@ class Tag(enum.IntEnum):
     index and number of output tokens."""
     RELEASE = 11
     """``release_requests``. Fields: numbers of the waiting requests that moved to another replica."""
+    OFFER = 13
+    """``offer_drafts``. Fields: ``[number of the request, number of drafts]`` of each offer."""
     DECODING = 12
     """Several loop iterations in which the same batch decoded (``decode_log.py``). Fields: encoded steps, number of the
     first completed step, times, queue_us, graph_us, sample_us, counts, output pseudonyms?, irregular iterations.

@@ -111,7 +111,7 @@ class _Arrivals:
                 continue
             if failed:
                 self._end(arrival, "error", answer.now)
-            elif answer.fault is None and step.do_sample[index]:
+            elif answer.fault is None and step.do_sample[index] and index not in answer.rejected:
                 name = None if answer.names is None else answer.names[index]
                 self._token(arrival, step.sample_positions[index], index in answer.ends, answer.now, name)
 

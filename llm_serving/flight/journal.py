@@ -16,6 +16,7 @@ from llm_serving.flight.format import Counts, Tag
 from llm_serving.flight.requests import KnownRequests, TokenNames
 from llm_serving.flight.segments import SegmentWriter
 from llm_serving.flight.step_writer import StepWriter
+from llm_serving.ipc.drafts import REJECTED
 from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.request import Request
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
@@ -295,4 +296,6 @@ class Journal:
         names = self._requests.names
         if names is not None and updates:
             step_names = names.take(updates, len(sampled_ids))
-        self._pending.append((_UPDATE, seq, fault, ends, step_names, *times, outcome, counts))
+        rejected = [index for index, token_id in enumerate(sampled_ids) if token_id == REJECTED]
+        last = (rejected,) if rejected else ()
+        self._pending.append((_UPDATE, seq, fault, ends, step_names, *times, outcome, counts, *last))

@@ -51,6 +51,15 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class Offered:
+    """A recorded call of ``Scheduler.offer_drafts``: the number of drafts for each request."""
+
+    now: float
+    offers: list[list[int]]
+    """Pairs of a request's number and the number of its drafts."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scheduled:
     """A recorded call of ``Scheduler.schedule``. If it returned no step, ``wakeup`` is the time to call it again."""
 
@@ -79,6 +88,8 @@ class Completed:
     """Number of updates that the call returned, or name of the error that it raised."""
     state: list[int] | None
     """The scheduler's counts after the call, or None if the call raised no error."""
+    rejected: list[int] = field(default_factory=list)
+    """Indices of the entries of the step that were rejected, because a draft was wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +151,23 @@ class Raised:
     error: str
 
 
-Event = Added | Released | Scheduled | Completed | Finished | AgentLost | FailedAll | TookEnded | VoidSteps | Raised
+Event = (
+    Added
+    | Released
+    | Offered
+    | Scheduled
+    | Completed
+    | Finished
+    | AgentLost
+    | FailedAll
+    | TookEnded
+    | VoidSteps
+    | Raised
+)
 
 _EVENTS: dict[Tag, Callable[..., Event]] = {
     Tag.RELEASE: Released,
+    Tag.OFFER: Offered,
     Tag.UPDATE: Completed,
     Tag.FINISH: Finished,
     Tag.AGENT_LOST: AgentLost,

@@ -97,6 +97,11 @@ class FlightRecorder:
         self._scheduler.release_requests(request_ids)
         self._record(self._record_release, request_ids)
 
+    def offer_drafts(self, offers: Iterable[tuple[str, list[int]]]) -> None:
+        offers = list(offers)
+        self._scheduler.offer_drafts(offers)
+        self._record(self._record_offers, offers)
+
     def schedule(self, now: float) -> ScheduledStep | None:
         try:
             step = self._scheduler.schedule(now)
@@ -208,6 +213,10 @@ class FlightRecorder:
     def _record_release(self, request_ids: list[str]) -> None:
         self._journal.record([Tag.RELEASE, [self._journal.find(request_id) for request_id in request_ids]])
         self._journal.release(request_ids)
+
+    def _record_offers(self, offers: list[tuple[str, list[int]]]) -> None:
+        numbers = [(self._journal.find(request_id), len(token_ids)) for request_id, token_ids in offers]
+        self._journal.record([Tag.OFFER, [pair for pair in numbers if pair[0] is not None]])
 
     def _record_fault(self, record: list[object], now: float | None = None) -> None:
         self._journal.record(record, now, urgent=True)

@@ -35,7 +35,7 @@ class _Last:
     reason: StepReason
     reason_name: str
     is_plain: bool
-    """True if every sequence of the step has one token and samples."""
+    """True if every sequence of the step has one token and samples, and the step has no drafts."""
 
 
 class StepWriter:
@@ -156,7 +156,7 @@ class StepWriter:
             False,
         )
         ones, all_sample = step.query_lens.count(1) == len(step.query_lens), all(step.do_sample)
-        last.is_plain = ones and all_sample and bool(numbers)
+        last.is_plain = ones and all_sample and bool(numbers) and not step.num_drafts
         batch: list[object] = [
             numbers,
             step.rows,

@@ -11,7 +11,7 @@ import pytest
 
 from llm_serving.flight.format import FlightRecordingError
 from llm_serving.flight.history import arrivals
-from llm_serving.flight.reader import Stretch, read_recording
+from llm_serving.flight.reader import Completed, Stretch, read_recording
 from llm_serving.flight.setup import limits_to_map, record
 from llm_serving.scheduler.limits import AdmissionKind, BatchingStrategy, Policy, PreemptionKind
 from llm_serving.scheduler.output import StepKind
@@ -75,6 +75,16 @@ def test_every_mode_is_identical(tmp_path, batching, admission):
     assert len(stretch.segments) > 1
     for first in (1, len(stretch.segments) - 1):
         assert_identical(Stretch(stretch.segments[first:]), 0)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_drafts_replay_identically(tmp_path, prefix_cache):
+    """The recording has no tokens, only the number of offered drafts and of rejected ones."""
+    record_random_run(tmp_path, 7, count=40, drafts=True, prefix_cache=prefix_cache, decode_steps_ahead=1)
+    (stretch,) = read_recording(tmp_path)
+    completed = [event for event in stretch.events() if isinstance(event, Completed)]
+    assert any(event.rejected for event in completed)
+    assert_identical(stretch, 50)
 
 
 def test_failed_steps_and_lost_agents_replay_identically(tmp_path):

@@ -12,6 +12,7 @@ from llm_serving.flight.reader import (
     Event,
     FailedAll,
     Finished,
+    Offered,
     Raised,
     Released,
     Scheduled,
@@ -41,6 +42,8 @@ def _describe_call(event: Event) -> str:
         )
     if isinstance(event, Released):
         return f"requests {shorten(event.numbers)} move to another replica"
+    if isinstance(event, Offered):
+        return f"drafts offered to requests (number, drafts): {shorten(event.offers)}"
     if isinstance(event, Scheduled):
         if event.step is None:
             wakeup = "" if event.wakeup is None else f", call again at {event.wakeup:.6f}"
@@ -48,6 +51,7 @@ def _describe_call(event: Event) -> str:
         return f"schedule: {describe_step(event.step)}{_after(event.state)}"
     if isinstance(event, Completed):
         ends = f", ends {event.ends}" if event.ends else ""
+        ends += f", rejects {len(event.rejected)} drafts" if event.rejected else ""
         fault = "" if event.fault is None else (", dropped" if event.fault[0] else ", failed")
         return f"result of step {event.seq}: {event.outcome} updates{ends}{fault}{_after(event.state)}"
     if isinstance(event, Finished):

@@ -20,6 +20,7 @@ from llm_serving.flight.reader import (
     Event,
     FailedAll,
     Finished,
+    Offered,
     Raised,
     Released,
     Scheduled,
@@ -193,6 +194,8 @@ class _Replayer:
             self._add(event)
         elif isinstance(event, Released):
             self._scheduler.release_requests([self._requests[number].request_id for number in event.numbers])
+        elif isinstance(event, Offered):
+            self._offer(event)
         elif isinstance(event, Scheduled):
             self._schedule(event)
         elif isinstance(event, Completed):
@@ -231,6 +234,11 @@ class _Replayer:
             self._know(event.number, request)
         self._compare("add_request", "refusal", event.refusal, refusal)
 
+    def _offer(self, event: Offered) -> None:
+        """Offers as many drafts as were recorded. The recorded results contain which of them were right."""
+        known = [(self._requests[number].request_id, size) for number, size in event.offers if number in self._requests]
+        self._scheduler.offer_drafts([(request_id, [PLAIN_TOKEN] * size) for request_id, size in known])
+
     def _schedule(self, event: Scheduled) -> None:
         try:
             step = self._scheduler.schedule(event.now)
@@ -257,7 +265,7 @@ class _Replayer:
         times = (event.queue_us, event.graph_us, event.sample_us)
         do_sample = self._sampling.pop(event.seq, [])
         self._let_end(event)
-        result = make_result(event.seq, do_sample, event.fault, event.ends, event.names, times)
+        result = make_result(event.seq, do_sample, event.fault, event.ends, event.names, times, event.rejected)
         outcome: int | str
         try:
             outcome = len(self._scheduler.update(result, event.now))

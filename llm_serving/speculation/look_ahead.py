@@ -1,0 +1,39 @@
+"""Looks ahead in the constraint of a sequence: which of its drafts are allowed, and the mask after each draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.request import Constraint, ConstraintError, ForkableConstraint
+
+Mask = npt.NDArray[np.uint32]
+
+
+def allowed_drafts(constraint: Constraint, draft: Sequence[int]) -> tuple[list[int], list[Mask]]:
+    """Returns the drafts before the first forbidden one, and the masks of the next token and after each of them.
+
+    Returns no drafts and no masks if the constraint cannot look ahead. The constraint stays unchanged.
+    """
+    fork = constraint.fork() if isinstance(constraint, ForkableConstraint) else None
+    if fork is None:
+        return [], []
+    allowed: list[int] = []
+    masks = [fork.mask()]
+    if fork.has_failed:
+        return [], []
+    for token_id in draft:
+        if not 0 <= token_id < 32 * constraint.num_words or not masks[-1][token_id // 32] >> token_id % 32 & 1:
+            break
+        try:
+            fork.advance(token_id)
+        except ConstraintError:
+            break
+        mask = fork.mask()
+        if fork.has_failed:
+            break
+        allowed.append(token_id)
+        masks.append(mask)
+    return allowed, masks
