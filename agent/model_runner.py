@@ -97,6 +97,7 @@ class ModelRunner:
             start_without_mindspore(config, rank)
         else:
             self._start_runtime()
+        self._pooler = self._made_pooler(config)
         self._config = config = self._part.narrow(config)
         self._report = report
         num_rows = config.max_num_seqs
@@ -119,16 +120,20 @@ class ModelRunner:
         if not self._part.shard.is_first_stage:
             shape = (config.max_num_batched_tokens, config.shape.hidden_size)
             self._stream = np.zeros(shape, STORAGE_DTYPES[config.model_config.model_dtype])
-        self._pooler: Pooler | None = None
-        if config.pooling is not None:
-            weights = read_pooling_weights(config, config.pooling)
-            self._pooler = Pooler(config.pooling, weights, num_rows, config.model_config.model_dtype)
         self._model: LoadedModel | None = None
         self._graph: StepGraph | None = None
         self.ahead: StepsAhead | None = None
         """Launches steps ahead if the device does so. None otherwise, and before ``load``."""
         self._seconds = {"import": process_seconds()}
         self.profiling = Profiling(config.device, rank, self._set_replaying)
+
+    def _made_pooler(self, config: Config) -> Pooler | None:
+        """Returns the object that pools the results, or None if this agent pools none. ``config`` has the whole model.
+        """
+        if config.pooling is None or not (self._part.pools and self._part.returns_results):
+            return None
+        weights = read_pooling_weights(config, config.pooling)
+        return Pooler(config.pooling, weights, config.max_num_seqs, config.model_config.model_dtype)
 
     def load(self) -> None:
         """Builds the model, loads its weights and allocates its KV cache. Raises CheckpointError or AgentStartError."""
@@ -368,10 +373,13 @@ class ModelRunner:
         assert last_tokens is not None
         assert graph is not None, "compile() must come before any step"
         try:
-            scores = self._compute_in_group(inputs)
+            stream = graph.run_stage(inputs, self._entry(inputs)) if self._part.pools else None
+            scores = self._compute_in_group(inputs) if stream is None else None
             computed = time.perf_counter_ns()
             try:
-                if scores is not None and self._part.returns_results:
+                if stream is not None and self._pooler is not None:
+                    self._pooler.take(stream, inputs, slot)
+                elif scores is not None and self._part.returns_results:
                     self._sampler.sample(scores, slot)
                 elif isinstance(scores, DeviceScores):
                     find_candidates(scores, slot)

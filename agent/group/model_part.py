@@ -28,13 +28,18 @@ class ModelPart:
     (``parallel_config.sum_parts``).
     """
 
+    pools: bool = False
+    """True if this agent pools the residual stream after the last layer. ``shard`` then is not the last stage, because
+    pooling takes the stream as the next stage of a pipeline would.
+    """
+
     @classmethod
     def of(cls, config: Config, rank: int = 0) -> ModelPart:
         parallel, shard = config.parallel_config, config.shard(rank)
-        if config.pooling is not None:
-            # Pooling takes the residual stream, as the next stage of a pipeline would.
+        pools = config.pooling is not None and shard.is_last_stage
+        if pools:
             shard = replace(shard, is_last_stage=False)
-        return cls(parallel, place(rank, parallel), shard, config.shape, config.sum_shards)
+        return cls(parallel, place(rank, parallel), shard, config.shape, config.sum_shards, pools)
 
     @property
     def is_split(self) -> bool:
@@ -53,8 +58,8 @@ class ModelPart:
 
     @property
     def returns_results(self) -> bool:
-        """True for the agent of the group that samples and writes the results of a step."""
-        return self.shard.is_last_stage and self.place.tp_index == 0
+        """True for the agent of the group that samples or pools, and writes the results of a step."""
+        return (self.shard.is_last_stage or self.pools) and self.place.tp_index == 0
 
     @property
     def vocab_stride(self) -> int:

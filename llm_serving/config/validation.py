@@ -265,17 +265,12 @@ def check_parallel(raw: RawConfig, config: Config) -> None:
 
 def check_pooling(raw: RawConfig, config: Config) -> None:
     """Check that embeddings or scores are possible with the other settings."""
-    pooling, model, parallel = config.pooling, config.model_config, config.parallel_config
+    pooling, model = config.pooling, config.model_config
     if pooling is None:
         return
     key, task = "model_config.task", model.task
     if model.model_type == "mindformers":
         raise raw.error(key, task, "the classes of MindFormers return no hidden states; use model_type dyn")
-    if parallel.group_size > 1:
-        problem = (
-            f"needs the whole model in one agent; tensor_parallel x pipeline_parallel is {parallel.group_size}; use 1"
-        )
-        raise raw.error(key, task, problem)
     if config.device != "CPU":
         raise raw.error(key, task, f"embeddings and scores need a CPU, and the device is {config.device}; use CPU")
     if any(layer for layer in pooling.dense) and model.load_format == "dummy":

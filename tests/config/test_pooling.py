@@ -133,7 +133,6 @@ def test_a_dense_layer_must_fit_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["parallel_config.tensor_parallel=2"], "whole model in one agent"),
         (["model_config.matryoshka_dimensions=[65]"], "declare at most as many"),
         (["model_config.task=score", "model_config.score_token_ids=[1]"], "two token ids"),
         (["model_config.task=score", "model_config.score_token_ids=[1, 300]"], "outside the vocabulary"),

@@ -99,6 +99,26 @@ def test_native_operators_return_embeddings_too(tmp_path: Path, mode: str) -> No
         assert embedding.tobytes() == again.tobytes()
 
 
+@pytest.mark.parametrize(
+    ("mode", "groups"),
+    [
+        ("mean_tokens", ["parallel_config.tensor_parallel=2"]),
+        ("lasttoken", ["parallel_config.pipeline_parallel=2"]),
+    ],
+    ids=["tensor parallel", "stages"],
+)
+def test_groups_of_agents_return_embeddings(tmp_path: Path, mode: str, groups: list[str]) -> None:
+    folder = write_embedding_folder(tmp_path / "model", mode, dense=mode == "mean_tokens")
+    overrides = [f"model_config.model_path={folder}", FLOAT32, *PRESSED, *groups]
+    with running_server(tmp_path / "server", overrides) as server:
+        alone = [embeddings(server, text)[0] for text in TEXTS[:8]]
+        together = embeddings(server, TEXTS[:8])
+    llama = NumpyLlama(folder, "float", "float32")
+    for text, one, other in zip(TEXTS, alone, together, strict=False):
+        assert float(one @ expected_embedding(llama, text, mode, dense=mode == "mean_tokens")) >= COSINE
+        assert one.tobytes() == other.tobytes()
+
+
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, NumpyLlama]]:
     """A server with matryoshka embeddings and prompts, and the oracle of its model."""
