@@ -47,6 +47,11 @@ class StepMasks:
         self._waiting: dict[int, list[tuple[_Pending, int, Request]]] = {}
         """The masks that wait for the result of a step, by the number of this step."""
 
+    @property
+    def in_use(self) -> bool:
+        """Whether steps with constrained requests are in flight."""
+        return bool(self._sampling)
+
     def prepare(self, request: Request, masks: list[Mask]) -> None:
         """Keep the masks of the tokens after each of a request's drafts, until its next token."""
         self._prepared[request] = masks

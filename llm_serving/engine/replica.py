@@ -17,6 +17,7 @@ from llm_serving.routing.router import Router
 from llm_serving.routing.sources import StepSource
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 from llm_serving.self_checks.results import broken_requests, is_all_broken
+from llm_serving.speculation.forced import forced_offers
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.status import ReplicaStatus
@@ -106,6 +107,8 @@ class Replica:
         step, sent = self._sent.pop(result.seq)
         for update, reason in self._masks.advance(updates):
             self._texts.fail(update, reason, now)
+        if self._masks.in_use and (offers := forced_offers(updates, self._masks.prepare)):
+            self.scheduler.offer_drafts(offers)
         self._masks.completed(result.seq)
         self._dropped.discard(result.seq)
         if result.error is not None:

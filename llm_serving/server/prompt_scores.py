@@ -1,8 +1,9 @@
 """Log-probabilities of prompt tokens, for ``echo`` with ``logprobs`` and for ``prompt_logprobs``.
 
 A sequence of its own scores each prompt: its prompt is the first token, and a constraint forces it to generate the
-other tokens. So each log-probability has exactly the bits that decoding gives at this position. The agents need memory
-for one row of logits, however long the prompt is. No block of the prefix cache replaces the computation.
+other tokens. So each log-probability has exactly the bits that decoding gives at this position. A step scores many of
+these tokens (``llm_serving.speculation.forced``). The agents need no more memory for logits than for a batch, however
+long the prompt is. No block of the prefix cache replaces the computation.
 """
 
 from __future__ import annotations

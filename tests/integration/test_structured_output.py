@@ -159,6 +159,21 @@ def test_a_bias_comes_before_penalties_and_mask_and_changes_no_log_probability(s
     server.wait_until_idle()
 
 
+def num_steps(server: ServerProcess) -> int:
+    """Returns the number of steps that the agents have completed."""
+    server.wait_until_idle()
+    steps: int = server.get("/server_info")["engine"]["steps"]
+    return steps
+
+
+def test_a_step_scores_several_tokens_of_a_prompt(server: ServerProcess) -> None:
+    body = {"prompt": [1, *range(310, 430)], "max_tokens": 0, "echo": True, "logprobs": 1}
+    before = num_steps(server)
+    scored = server.post("/v1/completions", body)["choices"][0]["logprobs"]
+    assert num_steps(server) - before <= 24, "120 tokens, a batch of 8"
+    assert len(scored["tokens"]) == 121
+
+
 def test_log_probabilities_of_a_prompt_are_those_of_decoding(server: ServerProcess) -> None:
     body = {"prompt": [1, 310, 311], "max_tokens": 40, "temperature": 1, "seed": 5, "logprobs": 3, "ignore_eos": True}
     decoded = server.post("/v1/completions", body | {"return_token_ids": True})["choices"][0]
