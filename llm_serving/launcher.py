@@ -25,6 +25,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llm_serving.assembly import make_engine, make_executors, wait_ready
@@ -145,7 +146,13 @@ class _Launcher:
         engine = make_engine(config, tokenizer, executors, log, metrics)
         engine.start()
         stop_http = asyncio.Event()
-        app, others = create_app(engine, log, metrics, config, access, tracing), []
+        batches = None
+        if config.batch_config.folder is not None:
+            from llm_serving.server.batches.store import BatchStore
+
+            batches = BatchStore(config.batch_config, partial(log.warning, event="batch_record_ignored"))
+            owned.callback(batches.close)
+        app, others = create_app(engine, log, metrics, config, access, tracing, batches), []
         if admin_socket is not None:
             app, administration = split_administration(app)
             others.append(Listener(admin_socket, administration, tls=tls is not None))

@@ -106,6 +106,24 @@ class Visit:
         if key is None:
             access.refused("missing_key" if secret is None else "wrong_key")
             raise UnauthorizedError(_MISSING if secret is None else _WRONG)
+        self._enter(key)
+
+    def enter_as(self, name: str) -> None:
+        """Count a request that the server makes for the key ``name``, for example for a line of a batch.
+
+        Raises UnauthorizedError if no key has this name any more, and QuotaExceededError.
+        """
+        keys = self._access.keys
+        if keys is None:
+            return
+        key = keys.named(name)
+        if key is None:
+            self._access.refused("wrong_key")
+            raise UnauthorizedError(f"The server has no key with the name {name!r} any more.")
+        self._enter(key)
+
+    def _enter(self, key: ApiKey) -> None:
+        access = self._access
         self._key = key
         usage = access.usage(key.name)
         try:

@@ -34,6 +34,8 @@ class KeyStore:
         self._fixed = _keys_of_environment(environment) if environment.strip(" ;\n") else {}
         self._seen: tuple[int, ...] | None = None
         self._keys: Mapping[bytes, ApiKey] = self._fixed
+        self._named: tuple[Mapping[bytes, ApiKey], Mapping[str, ApiKey]] = {}, {}
+        """Keys by name, and the keys by hash from which they were made."""
         if path is not None:
             self._seen = file_signature(path)
             self._keys = self._read(path)
@@ -51,6 +53,14 @@ class KeyStore:
         digest = digest_of(secret)
         key = self._keys.get(digest)
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
+
+    def named(self, name: str) -> ApiKey | None:
+        """Return a key with this name, or None. All keys with one name have the same rights."""
+        keys, by_name = self._named
+        if keys is not self._keys:
+            by_name = {key.name: key for key in self._keys.values()}
+            self._named = self._keys, by_name
+        return by_name.get(name)
 
     def has_changed(self) -> bool:
         """Return whether the file differs from the one that was read last."""

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from llm_serving.config.batch_section import BatchConfig
 from llm_serving.config.convert import build_dataclass
 from llm_serving.config.mindformers import MindSporeContext
 from llm_serving.config.model_section import ModelConfig
@@ -62,6 +63,7 @@ class Config:
     """Number of inputs of a linear layer that share a scale in the checkpoint. 1: each output has one scale for all its
     inputs, or there are no scales."""
     telemetry_config: TelemetryConfig = field(default_factory=TelemetryConfig)
+    batch_config: BatchConfig = field(default_factory=BatchConfig)
     power: PowerConfig = field(default_factory=PowerConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     notes: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llm_serving.config.batch_section import BatchConfig
 from llm_serving.config.model_section import MAX_SEQS, MAX_TOKENS, ModelConfig
 from llm_serving.config.parallel_section import ParallelConfig
 from llm_serving.config.schema import own, published, without_effect
@@ -509,6 +510,7 @@ SECTIONS: dict[str, type] = {
     "scheduler_config": SchedulerConfig,
     "log_config": LogConfig,
     "telemetry_config": TelemetryConfig,
+    "batch_config": BatchConfig,
     "power": PowerConfig,
 }
 """Maps the name of each YAML section to its dataclass, in the order of the documentation."""

@@ -16,6 +16,7 @@ from llm_serving.access.control import VISIT, AccessControl, Visit
 from llm_serving.config import Config
 from llm_serving.constraints.compiler import GrammarCompiler
 from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.server.batches.store import BatchStore
 from llm_serving.server.cors import cors_headers, preflight_response
 from llm_serving.server.errors import ClientGoneError, error_reply, note_error
 from llm_serving.server.generation import GENERATION, Generation
@@ -37,10 +38,12 @@ def create_app(
     config: Config | ServerSettings,
     access: AccessControl | None = None,
     tracing: Tracing | None = None,
+    batches: BatchStore | None = None,
 ) -> ServerApp:
     """Make the ASGI application that serves ``engine``. ``metrics`` reads its gauges from the engine's status.
 
-    Without ``access``, every client may send requests. Without ``tracing``, no request is traced.
+    Without ``access``, every client may send requests. Without ``tracing``, no request is traced. Without
+    ``batches``, the server has neither files nor batches.
     """
     settings = config if isinstance(config, ServerSettings) else ServerSettings.from_config(config)
     metrics.bind(engine.status)
@@ -48,7 +51,7 @@ def create_app(
     grammars = None
     if settings.structured_outputs:
         grammars = GrammarCompiler(engine.tokenizer, settings.vocab_size, sorted(engine.end_token_ids))
-    return ServerApp(ServerState(engine, log, metrics, settings, ENDPOINTS, access, grammars, tracing))
+    return ServerApp(ServerState(engine, log, metrics, settings, ENDPOINTS, access, grammars, tracing, batches=batches))
 
 
 def split_administration(app: ServerApp) -> tuple[ServerApp, ServerApp]:

@@ -153,7 +153,7 @@ async def _read(request: Request, max_bytes: int, counted: _CountedBytes) -> byt
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         if request.headers.get("expect", "").lower() != "100-continue":
-            await _drain(request.receive)
+            await drain_body(request.receive)
         raise _too_large(f"{int(declared)} bytes", max_bytes)
     chunks = []
     size = 0
@@ -164,7 +164,7 @@ async def _read(request: Request, max_bytes: int, counted: _CountedBytes) -> byt
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > max_bytes:
-            await _drain(request.receive)
+            await drain_body(request.receive)
             raise _too_large(f"more than {max_bytes} bytes", max_bytes)
         counted.add(len(chunk))
         chunks.append(chunk)
@@ -178,7 +178,7 @@ def _too_large(size: str, max_bytes: int) -> PayloadTooLargeError:
     )
 
 
-async def _drain(receive: Receive) -> None:
+async def drain_body(receive: Receive) -> None:
     """Discard the rest of a body for a short time, because many clients read the response only after sending it."""
 
     async def discard() -> None:

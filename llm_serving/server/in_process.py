@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -26,20 +26,26 @@ class App(Protocol):
 
 
 async def call_handler(
-    app: App, handler: Handler, path: str, body: bytes, more: Mapping[str, Any] | None = None
+    app: App,
+    handler: Handler,
+    path: str,
+    body: bytes,
+    *,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    more: Mapping[str, Any] | None = None,
 ) -> bytes:
     """Return the body of a handler's response to a POST of ``body``, which is JSON.
 
-    ``path`` is the path of the endpoint. ``more`` are further members of the ASGI scope, for example the ``Visit`` of
-    an API key. Cancel the call to abort its sequences. Raises LLMServingError, as the handler does. A request with
-    ``stream`` gets the events of all pieces as one text.
+    ``path`` is the path of the endpoint. ``headers`` are further headers, with names in lower case. ``more`` are
+    further members of the ASGI scope, for example the ``Visit`` of an API key. With ``stream``, the result has the
+    events of all pieces. Cancel the call to abort its sequences. Raises LLMServingError, as the handler does.
     """
     scope: Scope = {
         "type": "http",
         "method": "POST",
         "path": path,
         "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
+        "headers": [(b"content-type", b"application/json"), *headers],
         "client": None,
         "app": app,
         RECEIVED_AT: time.monotonic(),

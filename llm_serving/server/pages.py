@@ -170,7 +170,7 @@ def _operation(endpoint: Endpoint, path: str, schema: dict[str, Any] | None, has
     if parameters:
         operation["parameters"] = parameters
     if schema is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        operation["requestBody"] = {"required": True, "content": {endpoint.media_type: {"schema": schema}}}
     return operation
 
 
@@ -198,6 +198,8 @@ def _section(endpoint: Endpoint, schemas: dict[str, Any], base_url: str) -> str:
 
 def _curl(endpoint: Endpoint, path: str, base_url: str) -> str:
     url = base_url + path.replace("{name}", "MODEL")
+    if endpoint.media_type == "multipart/form-data":
+        return f"curl {url} -F purpose=batch -F file=@requests.jsonl"
     if endpoint.example is None:
         return f"curl {url}" if endpoint.method == "GET" else f"curl -X {endpoint.method} {url}"
     stream = " -N" if "stream" in path else ""

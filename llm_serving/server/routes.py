@@ -18,6 +18,7 @@ from llm_serving.server import (
     ranking,
     receipts,
 )
+from llm_serving.server.batches import endpoints as batches
 from llm_serving.server.messages import endpoints as messages
 from llm_serving.server.responses import endpoints as responses
 
@@ -26,6 +27,7 @@ ENDPOINTS = (
     *openai_chat.ENDPOINTS,
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
+    *batches.ENDPOINTS,
     *embeddings.ENDPOINTS,
     *ranking.ENDPOINTS,
     *classification.ENDPOINTS,

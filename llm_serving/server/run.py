@@ -17,6 +17,8 @@ import uvicorn
 
 from llm_serving.access.tls import ServerTls
 from llm_serving.server.app import ServerApp
+from llm_serving.server.batches.endpoints import BATCH_ENDPOINTS
+from llm_serving.server.batches.runner import BatchRunner
 from llm_serving.server.http_protocol import BoundedHttpProtocol, ConnectionRules
 from llm_serving.server.limits import KEEP_ALIVE_S
 from llm_serving.server.proxies import TrustedProxies
@@ -86,9 +88,14 @@ async def serve(
     state.loop_watch.start(lambda: len(state.active) > 0)
     for watch in watches:
         watch.start()
+    batches = None if state.batches is None else BatchRunner(app, state.batches, BATCH_ENDPOINTS)
+    context = tls.context if tls else None
     try:
-        await _Server(config, app, rules, listeners, tls.context if tls else None, stop, drain_s).serve()
+        await _Server(config, app, rules, listeners, context, stop, drain_s, batches).serve()
     finally:
+        if batches is not None:
+            await batches.stop()
+            batches.store.close()
         state.loop_watch.stop()
         for watch in watches:
             watch.stop()
@@ -104,8 +111,10 @@ class _Server(uvicorn.Server):
         tls: ssl.SSLContext | None,
         stop: asyncio.Event,
         drain_s: float,
+        batches: BatchRunner | None,
     ) -> None:
         super().__init__(config)
+        self._batches = batches
         self._state = app.state
         self._rules = rules
         self._listeners = listeners
@@ -145,7 +154,11 @@ class _Server(uvicorn.Server):
         return TlsListener(self._rules, sock, tls, connect, lambda: len(self.server_state.connections))
 
     async def main_loop(self) -> None:
+        if self._batches is not None:
+            self._batches.start()
         await self._tick_until(asyncio.ensure_future(self._stop.wait()))
+        if self._batches is not None:
+            await self._batches.stop()  # its lines are computed after the next start, so nothing waits for them
         # The socket still listens, so that clients get a 503 with a reason instead of a refused connection.
         drain_s = 0.0 if self._state.engine.state == "stopped" else self._drain_s
         await self._tick_until(asyncio.ensure_future(self._state.active.drain(drain_s)))

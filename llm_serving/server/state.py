@@ -21,6 +21,7 @@ from llm_serving.engine.chat_template import ChatTemplate
 from llm_serving.errors import ModelNotFoundError
 from llm_serving.model.pooling import Pooling
 from llm_serving.parsing.formats import AUTO, OutputFormat
+from llm_serving.server.batches.store import BatchStore
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.lifecycle import ActiveRequests
 from llm_serving.server.limits import DEFAULT_REQUEST_CONTEXTS
@@ -177,6 +178,8 @@ class ServerState:
     renders_inline: bool = True
     """False after the chat template took too many steps for the event loop's thread. Another thread then renders."""
     started_at: float = field(default_factory=time.time)
+    batches: BatchStore | None = None
+    """The files and batches of `/v1/files` and `/v1/batches`. None if they are turned off."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     """The stored responses of `/v1/responses`."""
     _format: tuple[ChatTemplate, OutputFormat] | None = None
@@ -241,5 +244,7 @@ class Endpoint:
     body: type[RequestModel] | None = None
     example: str | None = None
     in_docs: bool = True
+    media_type: str = "application/json"
+    """Type of the request's body."""
     admin: bool = False
     """Whether only keys with the right ``admin`` may use the endpoint."""

@@ -53,6 +53,23 @@ EVENTS: Mapping[str, LogEvent] = {
         "A part of the server failed or ended by itself, so the process ends with exit code 1.",
         {"message": "the operation"},
     ),
+    "batch_end": LogEvent(
+        "A batch has ended.",
+        {
+            "batch": "id of the batch",
+            "tenant": _TERMS["tenant"],
+            "status": "completed, failed, cancelled or expired",
+            "lines": "lines of the input",
+            "completed": "lines with a response",
+            "failed": "lines with an error",
+        },
+    ),
+    "batch_failed": LogEvent(
+        "The server could not continue a batch, for example because its disk is full.", {"message": "the reason"}
+    ),
+    "batch_record_ignored": LogEvent(
+        "A file in batch_config.folder is no record of a file or batch.", {"message": "path of the file"}
+    ),
     "api_keys_loaded": LogEvent(
         "The key file has changed; its keys are valid from now on.",
         {"keys": "number of valid keys", "file": "the key file"},

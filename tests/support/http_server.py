@@ -17,6 +17,7 @@ import uvloop
 from llm_serving.access.control import AccessControl
 from llm_serving.access.tls import ServerTls
 from llm_serving.server.app import create_app
+from llm_serving.server.batches.store import BatchStore
 from llm_serving.server.run import Listener, serve
 from llm_serving.server.state import ServerSettings
 from llm_serving.telemetry.metrics import Metrics
@@ -45,7 +46,13 @@ class MemoryLog:
 class HttpServer:
     """A running server. A test may change the engine's script while the server runs in its own thread."""
 
-    def __init__(self, engine: FakeEngine, access: AccessControl | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine,
+        access: AccessControl | None = None,
+        batches: BatchStore | None = None,
+        **settings: Any,
+    ) -> None:
         self.engine = engine
         self.log = MemoryLog()
         self.metrics = Metrics(process=False)
@@ -55,7 +62,8 @@ class HttpServer:
             "vocab_size": engine.tokenizer.vocab_size,
             "max_body_bytes": MAX_BODY_BYTES,
         }
-        self.app = create_app(engine, self.log, self.metrics, ServerSettings(**(values | settings)), access)
+        all_settings = ServerSettings(**(values | settings))
+        self.app = create_app(engine, self.log, self.metrics, all_settings, access, batches=batches)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -119,8 +127,10 @@ class HttpServer:
 
 
 @contextlib.contextmanager
-def running(engine: FakeEngine, access: AccessControl | None = None, **settings: Any) -> Iterator[HttpServer]:
-    server = HttpServer(engine, access, **settings).start()
+def running(
+    engine: FakeEngine, access: AccessControl | None = None, batches: BatchStore | None = None, **settings: Any
+) -> Iterator[HttpServer]:
+    server = HttpServer(engine, access, batches, **settings).start()
     try:
         yield server
     finally:

@@ -1,0 +1,103 @@
+"""Reads the lines of a batch's input, and makes the lines of its output; pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from llm_serving.server.limits import MAX_NAME_CHARS, MAX_PRIORITY
+from llm_serving.server.validation import short
+
+_MEMBERS = {"custom_id", "method", "url", "body"}
+_ENTRY_ID = re.compile(rb'^{"id":"batch_req_[0-9a-f]+_([0-9]{1,9})"')
+
+
+@dataclass(frozen=True, slots=True)
+class LineRequest:
+    """The request of one line."""
+
+    number: int
+    custom_id: str
+    body: bytes
+    """JSON body of the request, with the lowest priority."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineProblem:
+    """A line that is no request, and the reason."""
+
+    number: int
+    custom_id: str | None
+    code: str
+    message: str
+
+
+def read_line(number: int, line: bytes | None, endpoint: str, max_bytes: int) -> LineRequest | LineProblem:
+    """Return the request of a line. ``line`` is None if the line has more than ``max_bytes`` bytes."""
+    if line is None:
+        message = f"has more than {max_bytes} bytes (serving_config.max_body_bytes)"
+        return _problem(number, None, "line_too_long", message)
+    try:
+        value = orjson.loads(line)
+    except ValueError as error:
+        return _problem(number, None, "invalid_json_line", f"is not valid JSON: {error}")
+    if not isinstance(value, dict):
+        return _problem(number, None, "invalid_request", "must be a JSON object")
+    custom_id = value.get("custom_id")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_NAME_CHARS:
+        message = f"needs a 'custom_id' of 1 to {MAX_NAME_CHARS} characters; got {short(custom_id)}"
+        return _problem(number, None, "invalid_custom_id", message)
+    if (problem := _wrong_member(value, endpoint)) is not None:
+        return _problem(number, custom_id, *problem)
+    try:
+        body = orjson.dumps({**value["body"], "priority": MAX_PRIORITY})
+    except TypeError as error:  # the body is nested too deep
+        return _problem(number, custom_id, "invalid_request", f"has a body that cannot be read: {error}")
+    return LineRequest(number, custom_id, body)
+
+
+def _wrong_member(value: dict[str, Any], endpoint: str) -> tuple[str, str] | None:
+    """Return code and text of the first wrong member of a line. None if all members are right."""
+    if unknown := sorted(value.keys() - _MEMBERS):
+        return "unknown_parameter", f"has the unknown member {short(unknown[0])}"
+    if value.get("method") != "POST":
+        return "invalid_method", f"has the method {short(value.get('method'))}; only POST is supported"
+    if value.get("url") != endpoint:
+        return "mismatched_endpoint", f"has the url {short(value.get('url'))}; the batch has the endpoint {endpoint}"
+    body = value.get("body")
+    if not isinstance(body, dict):
+        return "invalid_request", f"needs a 'body' that is a JSON object; got {short(body)}"
+    if body.get("stream"):
+        return "unsupported_parameter", "has 'stream', which batches do not support; leave it out"
+    return None
+
+
+def _problem(number: int, custom_id: str | None, code: str, message: str) -> LineProblem:
+    return LineProblem(number, custom_id, code, f"Line {number} {message}.")
+
+
+def response_entry(batch_id: str, line: LineRequest, status: int, body: bytes) -> bytes:
+    """Return the output line for a request with a response. ``body`` is JSON."""
+    name = _entry_id(batch_id, line.number)
+    response = {"status_code": status, "request_id": name, "body": orjson.Fragment(body)}
+    return orjson.dumps({"id": name, "custom_id": line.custom_id, "response": response, "error": None}) + b"\n"
+
+
+def problem_entry(batch_id: str, problem: LineProblem) -> bytes:
+    """Return the output line for a line without a response."""
+    error = {"code": problem.code, "message": problem.message}
+    name = _entry_id(batch_id, problem.number)
+    return orjson.dumps({"id": name, "custom_id": problem.custom_id, "response": None, "error": error}) + b"\n"
+
+
+def number_of_entry(entry: bytes) -> int | None:
+    """Return the number of the input line to which an output line belongs. None if it is no output line."""
+    found = _ENTRY_ID.match(entry)
+    return None if found is None else int(found[1])
+
+
+def _entry_id(batch_id: str, number: int) -> str:
+    return f"batch_req_{batch_id.removeprefix('batch_')}_{number}"
