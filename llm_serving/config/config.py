@@ -21,6 +21,7 @@ from llm_serving.config.sections import (
     PowerConfig,
     SchedulerConfig,
     ServingConfig,
+    SpeculativeConfig,
     TelemetryConfig,
     TokenizerConfig,
     WarmupInputsConfig,
@@ -65,6 +66,7 @@ class Config:
     telemetry_config: TelemetryConfig = field(default_factory=TelemetryConfig)
     batch_config: BatchConfig = field(default_factory=BatchConfig)
     power: PowerConfig = field(default_factory=PowerConfig)
+    speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     notes: tuple[str, ...] = ()
     """Messages for the log about contradicting values. Each message names the value that is used."""

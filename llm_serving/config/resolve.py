@@ -32,6 +32,7 @@ from llm_serving.config.validation import (
     check_pooling,
     check_processors,
     check_sharing,
+    check_speculation,
     check_stored_format,
     check_sum_parts,
 )
@@ -131,6 +132,7 @@ class Resolver:
         check_lengths(self._raw, config)
         check_batches(self._raw, config)
         check_sharing(self._raw, config)
+        check_speculation(self._raw, config)
         check_model_parts(self._raw, config)
         check_parallel(self._raw, config)
         check_native_weights(self._raw, config)

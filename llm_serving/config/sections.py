@@ -498,6 +498,22 @@ class PowerConfig:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Speculative decoding, see `docs/speculation.md`. It never changes a text."""
+
+    method: str = own(
+        "off",
+        "Where drafts (guesses of the next tokens) come from. `auto`: as `suffix`, but only while drafts are expected "
+        "to make decoding faster. `suffix`: from earlier tokens of the same request, and from its grammar, always. "
+        "`off`: no drafts. `draft`, `eagle` and `mtp` are refused until they exist.",
+        choices=("auto", "off", "suffix", "draft", "eagle", "mtp"),
+    )
+    max_draft_tokens: int = own(
+        7, "Maximum number of drafts of a sequence in a decode step.", unit="tokens", low=1, high=63
+    )
+
+
 SECTIONS: dict[str, type] = {
     "model_config": ModelConfig,
     "serving_config": ServingConfig,
@@ -512,5 +528,6 @@ SECTIONS: dict[str, type] = {
     "telemetry_config": TelemetryConfig,
     "batch_config": BatchConfig,
     "power": PowerConfig,
+    "speculative_config": SpeculativeConfig,
 }
 """Maps the name of each YAML section to its dataclass, in the order of the documentation."""

@@ -427,6 +427,15 @@ def _check_ascend_only(raw: RawConfig, config: Config, key: str, value: object, 
         raise raw.error(f"model_config.{key}", value, problem)
 
 
+def check_speculation(raw: RawConfig, config: Config) -> None:
+    """Check that the method of speculative decoding exists, and that it works with the other settings."""
+    method, key = config.speculative_config.method, "speculative_config.method"
+    if method in ("draft", "eagle", "mtp"):
+        raise raw.error(key, method, "is not built yet; set auto, suffix or off")
+    if method == "suffix" and config.parallel_config.pipeline_parallel > 1:
+        raise raw.error(key, method, "needs parallel_config.pipeline_parallel: 1; set auto or off")
+
+
 def check_sharing(raw: RawConfig, config: Config) -> None:
     """Check that the prefix cache is only used with paged attention."""
     if config.scheduler_config.prefix_cache and not config.model_config.page_attention:

@@ -34,6 +34,7 @@ from llm_serving.routing.sources import StepSource, replica_sources
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.speculation.setup import speculator_maker
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.receipt import Receipt
@@ -97,6 +98,7 @@ class AsyncEngine:
             state_interval_s=config.log_config.state_interval_s,
             clock=clock,
             keep_recording=self._keep_recording,
+            make_speculator=speculator_maker(config),
         )
         self.canary_wanted = asyncio.Event()
         """Set on the event loop when the canary must run soon."""

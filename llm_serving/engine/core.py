@@ -23,6 +23,7 @@ from llm_serving.request import Request
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import RequestFront, StepSource
 from llm_serving.scheduler.output import StepResult
+from llm_serving.speculation.setup import MakeSpeculator
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.status import EngineState, EngineStatus
@@ -99,10 +100,12 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         poll: Poll | None = None,
         keep_recording: Callable[[int, str], Path | None] = lambda replica, reason: None,
+        make_speculator: MakeSpeculator | None = None,
     ) -> None:
         """Create the engine loop.
 
         ``keep_recording`` saves the flight recording of a replica that failed a self-check, and returns the folder.
+        ``make_speculator`` creates the source of drafts of each replica. None: there are no drafts.
         """
         self.state = EngineState.STARTING
         self.stop_reason = ""
@@ -122,7 +125,11 @@ class EngineCore:
         self._poll = poll_all(executors) if poll is None else poll
         self._wake = executors[0].wake
         self._replicas = [
-            Replica(index, scheduler, executor, self._texts, self._state_line, log, metrics, named=len(replicas) > 1)
+            Replica(
+                *(index, scheduler, executor, self._texts, self._state_line, log, metrics),
+                named=len(replicas) > 1,
+                make_speculator=make_speculator,
+            )
             for index, (scheduler, executor) in enumerate(replicas)
         ]
         self._commands: deque[Command] = deque()

@@ -18,6 +18,7 @@ from llm_serving.routing.sources import StepSource
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 from llm_serving.self_checks.results import broken_requests, is_all_broken
 from llm_serving.speculation.forced import forced_offers
+from llm_serving.speculation.setup import MakeSpeculator
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.status import ReplicaStatus
@@ -43,6 +44,7 @@ class Replica:
         metrics: Metrics,
         *,
         named: bool,
+        make_speculator: MakeSpeculator | None = None,
     ) -> None:
         self.index = index
         self.scheduler = scheduler
@@ -68,6 +70,7 @@ class Replica:
         self._log = log
         self._metrics = metrics
         self._masks = StepMasks(executor.publish_masks)
+        self._speculator = None if make_speculator is None else make_speculator(self._masks.prepare)
         self._sent: dict[int, tuple[ScheduledStep, float]] = {}
         self._dropped: set[int] = set()
         self._num_completed = 0
@@ -127,6 +130,8 @@ class Replica:
                 if (trace := update.request.trace) is not None and update.token_id is not None:
                     trace.step(sent, now, step.kind.value, step.num_seqs, step.num_tokens, parts_us)
         self._num_completed += 1
+        if self._speculator is not None:
+            self._speculator.completed(step, result, updates, now - sent)
         if result.error is None:
             self.num_steps += 1
             self.last_result = now
@@ -166,6 +171,8 @@ class Replica:
         if not self.is_ready:
             return outputs
         executor, scheduler = self.executor, self.scheduler
+        if self._speculator is not None and (offers := self._speculator.take_offers()):
+            scheduler.offer_drafts(offers)
         while executor.num_free_slots > 0:
             step = scheduler.schedule(now)
             if step is None:
@@ -224,5 +231,7 @@ class Replica:
         self.is_given_up = final
         self._sent.clear()
         self._masks.clear()
+        if self._speculator is not None:
+            self._speculator.clear()
         self._dropped.clear()
         self.scheduler.agent_lost(now, blameless=blameless)

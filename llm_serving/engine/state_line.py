@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from llm_serving.ipc.drafts import REJECTED
 from llm_serving.routing.sources import RequestFront
 from llm_serving.scheduler.figures import Figures
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
@@ -31,6 +32,9 @@ class StateLine:
         self._tokens[step.kind] += step.num_tokens
         self._output_tokens += num_output_tokens
         self._fetched_bytes += result.fetched_bytes
+        if step.num_drafts and result.sampled_ids:
+            self._draft_tokens += step.num_drafts
+            self._accepted_tokens += step.num_drafts - result.sampled_ids.count(REJECTED)
 
     @property
     def due(self) -> float | None:
@@ -63,6 +67,8 @@ class StateLine:
             "prefix_hit_tokens": figures.prefix_hit_tokens - last.prefix_hit_tokens,
             "prefix_query_tokens": figures.prefix_query_tokens - last.prefix_query_tokens,
             "fetched_bytes": self._fetched_bytes,
+            "draft_tokens": self._draft_tokens,
+            "accepted_draft_tokens": self._accepted_tokens,
         }
         self._last = figures
         self._since = None if self._front.is_idle else now
@@ -72,4 +78,4 @@ class StateLine:
     def _clear(self) -> None:
         self._steps = dict.fromkeys(StepKind, 0)
         self._tokens = dict.fromkeys(StepKind, 0)
-        self._output_tokens = self._fetched_bytes = 0
+        self._output_tokens = self._fetched_bytes = self._draft_tokens = self._accepted_tokens = 0

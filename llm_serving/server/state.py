@@ -120,6 +120,7 @@ class ServerSettings:
                 "vocab_size": config.shape.vocab_size,
                 "max_num_seqs": config.max_num_seqs,
                 "policy": config.scheduler_config.policy,
+                "speculation": asdict(config.speculative_config),
                 "task": "generate" if config.pooling is None else config.pooling.task,
                 "sampling_defaults": config.sampling_defaults.values(),
             },

@@ -245,6 +245,8 @@ EVENTS: Mapping[str, LogEvent] = {
             "prefix_hit_tokens": "prompt tokens found in the prefix cache",
             "prefix_query_tokens": "prompt tokens looked up in the prefix cache",
             "fetched_bytes": "bytes copied from devices to choose tokens; 0 with fused operators",
+            "draft_tokens": "drafts (guesses of tokens) that steps verified",
+            "accepted_draft_tokens": "drafts that were right",
         },
     ),
     "flight_recorder": LogEvent(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from llm_serving.ipc.drafts import REJECTED
 from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.request import PARTS, FinishReason, RequestOutput, RequestTimings
 from llm_serving.scheduler.output import ScheduledStep, StepResult
@@ -91,6 +92,8 @@ class Metrics:
         self._refused = counter("llm_serving_requests_refused", "Requests that the engine refused, by code.", "code")
         self._prompt_tokens = counter("llm_serving_prompt_tokens", "Prompt tokens of requests that ended.")
         self._generated_tokens = counter("llm_serving_generated_tokens", "Tokens generated.")
+        self._draft_tokens = counter("llm_serving_draft_tokens", "Drafts (guesses of tokens) that steps verified.")
+        self._accepted_tokens = counter("llm_serving_accepted_draft_tokens", "Drafts that were right.")
         self._fetched_bytes = counter(
             "llm_serving_fetched_bytes", "Bytes copied from devices to choose tokens; 0 with fused operators."
         )
@@ -202,7 +205,11 @@ class Metrics:
         size.observe(step.num_seqs)
         tokens.inc(step.num_tokens)
         ids = result.sampled_ids
-        sampled = len(ids) - ids.count(-1) - ids.count(NOT_FINITE)
+        rejected = ids.count(REJECTED) if step.num_drafts else 0
+        sampled = len(ids) - ids.count(-1) - ids.count(NOT_FINITE) - rejected
+        if step.num_drafts and ids:
+            self._draft_tokens.inc(step.num_drafts)
+            self._accepted_tokens.inc(step.num_drafts - rejected)
         if sampled:
             self._generated_tokens.inc(sampled)
             self._sampling.observe(result.sample_us / 1e6)

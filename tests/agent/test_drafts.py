@@ -40,9 +40,7 @@ def run(sampler: Sampler, output: list[int], draft: list[int], **sampling: Any) 
     history = known if not output else []
     slot.history_lens[0], slot.history_prompt_lens[0] = len(history), len(history)
     slot.history[: len(history)] = history
-    slot.write_header(
-        1, num_tokens=seqs, num_seqs=seqs, table_width=1, history_len=len(history), num_drafts=len(draft)
-    )
+    slot.write_header(1, num_tokens=seqs, num_seqs=seqs, table_width=1, history_len=len(history), num_drafts=len(draft))
     sampler.rows.start_rows(slot)
     logits = np.stack([logits_after(known + draft[:count]) for count in range(seqs)])
     sampler.sample(StepLogits(logits, None), slot)

@@ -12,10 +12,11 @@ ROOMY = [
     "pa_config.num_blocks=2048",
     "model_config.decode_batch_size=[24]",
     "scheduler_config.prefix_cache=false",
+    "speculative_config.method=off",
 ]
 """A config with blocks and batch rows for every request of the tests, so that none is preempted.
 
-The server is the reference of other tests, so it computes every prompt completely.
+The server is the reference of other tests, so it computes every prompt completely and has no drafts.
 """
 
 

@@ -73,6 +73,8 @@ async def served(**limits: object) -> AsyncIterator[Served]:
         shape=SimpleNamespace(vocab_size=VOCABULARY),
         end_token_ids=(END_TOKEN,),
         parallel_config=SimpleNamespace(routing="prefix"),
+        speculative_config=SimpleNamespace(method="off"),
+        model_config=SimpleNamespace(logits_processors=()),
         log_config=SimpleNamespace(state_interval_s=60.0),
         scheduler_config=SimpleNamespace(ttft_objective_ms=500.0, tbt_objective_ms=50.0),
     )

@@ -65,6 +65,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "performance/bench_collectives.py",
         "performance/bench_step_ahead.py",
         "performance/bench_structured.py",
+        "performance/bench_speculation.py",
         "performance/bench_recorder.py",
         "performance/bench_reliability_cost.py",
     ),

@@ -1,0 +1,26 @@
+"""Creates the speculators of a deployment from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llm_serving.config import Config
+from llm_serving.request import Request
+from llm_serving.speculation.look_ahead import Mask
+from llm_serving.speculation.speculator import Speculator
+
+MakeSpeculator = Callable[[Callable[[Request, list[Mask]], None]], Speculator]
+"""Creates the speculator of a replica. The argument keeps the masks after the drafts of a request."""
+
+
+def speculator_maker(config: Config) -> MakeSpeculator | None:
+    """Returns the function that creates a replica's speculator, or None if speculation is off.
+
+    With ``auto``, speculation is off for embeddings and with pipeline parallelism, which needs steps sent ahead.
+    """
+    section = config.speculative_config
+    if section.method == "off" or config.pooling is not None or config.parallel_config.pipeline_parallel > 1:
+        return None
+    max_entries = min(config.max_decode_seqs, config.max_num_batched_tokens)
+    is_forced = section.method == "suffix"
+    return lambda prepare: Speculator(section.max_draft_tokens, max_entries, prepare, always=is_forced)

@@ -1,0 +1,211 @@
+"""Decides which drafts a replica's scheduler is offered, so that steps with drafts give more tokens per second.
+
+The text never depends on these decisions, because a step verifies each draft. The scheduler gets them as an input, and
+a flight recording contains their number.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from llm_serving.constraints.forced import ForcedTokens
+from llm_serving.request import ForkableConstraint, Request
+from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
+from llm_serving.speculation.costs import FORCED, Chances, OwnChance, StepCosts
+from llm_serving.speculation.look_ahead import Mask, allowed_drafts
+from llm_serving.speculation.suffix_index import Draft, SuffixIndex
+
+MIN_GAIN = 1.05
+"""Drafts are offered if they give at least this multiple of the tokens per second of plain steps."""
+PLAIN_STEP_INTERVAL = 64
+"""After this number of steps with drafts, one plain step measures the time of plain steps again."""
+_NO_DRAFT = Draft([], 0)
+
+
+@dataclass(slots=True)
+class _Track:
+    """The drafts of one request, and how often they were right."""
+
+    request: Request
+    index: SuffixIndex
+    chance: OwnChance = field(default_factory=OwnChance)
+    num_known: int = 0
+    """Number of output tokens that the index has."""
+    draft: Draft = _NO_DRAFT
+    """The draft of the next tokens, also if it was not offered."""
+
+    def before_end(self, token_ids: list[int]) -> list[int]:
+        """Returns the tokens before the first one that ends the request: no token after it would count."""
+        request, endings = self.request, self.request.sampling.stop_token_ids
+        if not request.sampling.ignore_eos:
+            endings = endings | request.end_token_ids
+        end = next((place for place, token_id in enumerate(token_ids) if token_id in endings), len(token_ids))
+        return token_ids[:end]
+
+
+class Speculator:
+    """Makes the drafts of one replica's requests. The engine thread calls all methods."""
+
+    def __init__(
+        self,
+        max_drafts: int,
+        max_entries: int,
+        prepare_masks: Callable[[Request, list[Mask]], None],
+        *,
+        always: bool = False,
+    ) -> None:
+        """``max_drafts`` is the maximum number of drafts of a request, ``max_entries`` that of a decode step's entries.
+
+        ``prepare_masks`` takes the masks after the drafts of a request with a constraint. With ``always``, all drafts
+        are offered, whether they are expected to gain time or not.
+        """
+        self._max_drafts = max_drafts
+        self._max_entries = max_entries
+        self._prepare_masks = prepare_masks
+        self._always = always
+        self._costs = StepCosts()
+        self._chances = Chances()
+        self._may_gains: dict[int, bool] = {}
+        """The results of ``_may_gain`` by number of sequences, for the present estimates."""
+        self._tracks: dict[Request, _Track] = {}
+        self._offers: dict[str, list[int]] = {}
+        self._num_drafted = 0
+
+    def take_offers(self) -> list[tuple[str, list[int]]]:
+        """Returns the offers since the last call: pairs of a request id and its drafts."""
+        offers, self._offers = list(self._offers.items()), {}
+        return offers
+
+    def clear(self) -> None:
+        """Forgets all offers and all requests, because the agents were lost."""
+        self._offers.clear()
+        self._tracks.clear()
+
+    def completed(
+        self, step: ScheduledStep, result: StepResult, updates: Iterable[RequestUpdate], seconds: float
+    ) -> None:
+        """Takes the result of a step that took ``seconds`` from sending to its result, and chooses new drafts.
+
+        Call it when the constraints of the requests have taken the tokens of the result.
+        """
+        if step.kind is StepKind.DECODE and result.error is None:
+            device_s = (result.graph_us + result.sample_us) / 1e6
+            if self._costs.note(step.num_seqs, device_s, seconds - result.queue_us / 1e6):
+                self._may_gains.clear()
+            self._num_drafted = self._num_drafted + 1 if step.num_drafts else 0
+        tracks = [track for request in _requests_of(updates) if (track := self._advance(request)) is not None]
+        if tracks and self._may_gain(len(tracks)):
+            for track in tracks:
+                track.draft = self._draft_of(track)
+            self._offer(tracks)
+
+    def _advance(self, request: Request) -> _Track | None:
+        """Takes the new tokens of a request. Returns None if the request needs no more drafts."""
+        self._offers.pop(request.request_id, None)
+        track = self._tracks.get(request)
+        if isinstance(request.constraint, ForcedTokens):
+            return None  # it scores a prompt, and ``forced_offers`` has its drafts
+        if request.is_finished:
+            self._tracks.pop(request, None)
+            return None
+        if track is None:
+            if len(self._tracks) > 2 * self._max_entries:
+                self._tracks = {known: one for known, one in self._tracks.items() if not known.is_finished}
+            track = self._tracks[request] = _Track(request, SuffixIndex(request.prompt_token_ids))
+        new = request.output_token_ids[track.num_known :]
+        self._compare(track, new)
+        track.index.extend(new)
+        track.num_known += len(new)
+        return track
+
+    def _compare(self, track: _Track, token_ids: list[int]) -> None:
+        """Compares a draft with the tokens that were sampled, up to the first difference."""
+        draft, track.draft = track.draft, _NO_DRAFT
+        for guess, token_id in zip(draft.token_ids, token_ids, strict=False):
+            self._chances.note(draft.match, guess == token_id)
+            track.chance.note(guess == token_id)
+            if guess != token_id:
+                break
+
+    def _draft_of(self, track: _Track) -> Draft:
+        request = track.request
+        if isinstance(request.constraint, ForkableConstraint):
+            forced = track.before_end(request.constraint.forced_tokens()[: self._max_drafts])
+            if forced:
+                return Draft(forced, FORCED)
+        found = track.index.propose(self._max_drafts)
+        return _NO_DRAFT if found is None else Draft(track.before_end(found.token_ids), found.match)
+
+    def _may_gain(self, num_sequences: int) -> bool:
+        """Returns False if even right drafts would not gain enough, so that no draft need be made."""
+        if num_sequences >= self._max_entries or self._always:
+            return num_sequences < self._max_entries
+        known = self._may_gains.get(num_sequences)
+        if known is None:
+            gain, _ = self._best_gain(num_sequences, [1.0] * (self._max_drafts * num_sequences))
+            known = self._may_gains[num_sequences] = gain >= MIN_GAIN
+        return known
+
+    def _offer(self, tracks: list[_Track]) -> None:
+        """Offers the drafts that are expected to gain the most, if they gain enough."""
+        if self._num_drafted >= PLAIN_STEP_INTERVAL - 1:
+            self._num_drafted = 0
+            return
+        sizes = self._sizes(tracks)
+        for track, size in zip(tracks, sizes, strict=True):
+            draft, constraint = track.draft.token_ids[:size], track.request.constraint
+            if draft and constraint is not None:
+                draft, masks = allowed_drafts(constraint, draft)
+                self._prepare_masks(track.request, masks[1:])
+            if draft:
+                self._offers[track.request.request_id] = draft
+
+    def _sizes(self, tracks: list[_Track]) -> list[int]:
+        """Returns the number of drafts to offer for each request.
+
+        Adds the drafts one by one, the most probable first. Keeps the number with the most expected tokens per second.
+        """
+        if self._always:
+            return [len(track.draft.token_ids) for track in tracks]
+        order: list[tuple[float, int]] = []
+        heap = [(-self._chance(track), number) for number, track in enumerate(tracks) if track.draft.token_ids]
+        heapq.heapify(heap)
+        sizes = [0] * len(tracks)
+        while heap and len(order) < self._max_entries - len(tracks):
+            survival, number = heapq.heappop(heap)
+            order.append((-survival, number))
+            sizes[number] += 1
+            if sizes[number] < len(tracks[number].draft.token_ids):
+                heapq.heappush(heap, (survival * self._chance(tracks[number]), number))
+        gain, best = self._best_gain(len(tracks), [survival for survival, _ in order])
+        if gain < MIN_GAIN:
+            return [0] * len(tracks)
+        chosen = [number for _, number in order[:best]]
+        return [chosen.count(number) for number in range(len(tracks))]
+
+    def _chance(self, track: _Track) -> float:
+        return track.chance.mixed_with(self._chances.of(track.draft.match))
+
+    def _best_gain(self, num_sequences: int, survivals: list[float]) -> tuple[float, int]:
+        """Returns the largest gain over plain steps, and the number of drafts that reaches it.
+
+        ``survivals`` are the probabilities that the drafts count, in the order in which they are added.
+        """
+        plain_s = self._costs.seconds(num_sequences)
+        best, best_size, tokens = 1.0, 0, float(num_sequences)
+        for size, survival in enumerate(survivals[: self._max_entries - num_sequences], 1):
+            tokens += survival
+            seconds = self._costs.seconds(num_sequences + size)
+            if plain_s is None or not plain_s or seconds is None:
+                break
+            gain = tokens / num_sequences * plain_s / (seconds + self._costs.gap_s)
+            if gain > best:
+                best, best_size = gain, size
+        return best, best_size
+
+
+def _requests_of(updates: Iterable[RequestUpdate]) -> list[Request]:
+    """Returns the requests that got a token, each once."""
+    return list(dict.fromkeys(update.request for update in updates if update.token_id is not None))

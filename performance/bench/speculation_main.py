@@ -1,0 +1,194 @@
+"""Compares the tokens per second of two servers of the same tree: with speculative decoding and without.
+
+The rounds of the two servers alternate. The texts of both servers must be equal. The workloads are work that copies
+(edit a text, extract from a text, edit code), ordinary chat, JSON by schema, and random text. The random text runs at
+several batch sizes.
+
+    python performance/bench_speculation.py
+    python performance/bench_speculation.py --rounds 3 --workloads copy chat --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from performance.load.endpoint import Endpoint
+from performance.load.server_process import configured_server
+from performance.program import exits_with_errors, write_json
+
+START_TIMEOUT_S = 600.0
+STORY = (
+    "The old lighthouse keeper climbed the stairs every evening at six. He carried a lamp, a book and a small bag of "
+    "bread. From the top he could see the harbour, the fishing boats and the long grey line of the northern hills. "
+    "When the wind came from the west, he closed the shutters and wrote the weather into his log."
+)
+LETTER = (
+    "Order 4711 of Maria Lindqvist, 12 Harbour Street, Gothenburg: three brass lamps at 45 euros, two oak shelves at "
+    "120 euros, one wool blanket at 80 euros. Delivery on Friday, 14 March, before noon. Phone +46 31 555 0199."
+)
+CODE = """def mean_of_values(values):
+    total = 0.0
+    count = 0
+    for value in values:
+        total = total + value
+        count = count + 1
+    if count == 0:
+        return None
+    return total / count
+"""
+COPIES = [
+    f"Correct the spelling of this text and change nothing else. Answer with the text only.\n\n{STORY}",
+    f"Repeat this text word for word, but write 'dawn' in place of 'evening'.\n\n{STORY}",
+    f"List every item of this order with its price, then repeat the address exactly.\n\n{LETTER}",
+    f"Copy this Python function and rename 'values' to 'numbers'. Answer with the code only.\n\n{CODE}",
+]
+CHATS = [
+    "What should I cook tonight with rice, eggs and spinach?",
+    "Explain in a few sentences why the sky is blue.",
+    "Give me three ideas for a birthday present for my sister, who likes gardens.",
+    "How do I learn to play the guitar as an adult?",
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "customer_name": {"type": "string", "maxLength": 30},
+        "delivery_address": {"type": "string", "maxLength": 60},
+        "number_of_items": {"type": "integer", "minimum": 0, "maximum": 1000},
+        "payment_method": {"enum": ["invoice", "credit card", "bank transfer"]},
+        "is_express_delivery": {"type": "boolean"},
+    },
+    "required": ["customer_name", "delivery_address", "number_of_items", "payment_method", "is_express_delivery"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that ``clients`` clients send at the same time, each one after the other."""
+
+    name: str
+    clients: int
+    path: str
+    bodies: list[dict[str, Any]]
+
+
+def workloads() -> list[Workload]:
+    """Returns the workloads by which speculation is judged."""
+    chat = "/v1/chat/completions"
+    form = {"type": "json_schema", "json_schema": {"name": "order", "schema": SCHEMA}}
+    found = [
+        Workload("copy", 1, chat, [_chat(text, max_tokens=120, temperature=0) for text in COPIES]),
+        Workload("chat", 1, chat, [_chat(text, max_tokens=120, temperature=0.7) for text in CHATS]),
+        Workload("json", 1, chat, [_chat(LETTER, max_tokens=160, temperature=0, response_format=form)] * 3),
+    ]
+    rng = random.Random(5)
+    for clients in (1, 4, 16):
+        bodies = [
+            {"prompt": [rng.randrange(1000, 40000) for _ in range(60)], "max_tokens": 64, "temperature": 1.0,
+             "ignore_eos": True}
+            for _ in range(max(3, 2 * clients))
+        ]  # fmt: skip
+        found.append(Workload(f"random{clients}", clients, "/v1/completions", bodies))
+    return found
+
+
+def _chat(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+@exits_with_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints the gain for each workload. Returns 1 if a text differs, otherwise 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="smollm2_135m_cpu.yaml", help="deployment of both servers")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of both servers")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each server (5)")
+    names = [workload.name for workload in workloads()]
+    parser.add_argument("--workloads", nargs="*", default=names, choices=names, help="the workloads (all)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
+    options = parser.parse_args(arguments)
+    chosen = [workload for workload in workloads() if workload.name in options.workloads]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _server("off", options, Path(folder)) as plain,
+        _server("auto", options, Path(folder)) as speculating,
+    ):
+        figures = {workload.name: compare(workload, plain, speculating, options.rounds) for workload in chosen}
+    if options.json:
+        write_json(Path(options.json), figures)
+    return 0 if all(figure["texts_equal"] for figure in figures.values()) else 1
+
+
+def _server(method: str, options: argparse.Namespace, folder: Path) -> Any:
+    settings = [f"speculative_config.method={method}", *options.set]
+    return configured_server(method, options.config, settings, folder / method, START_TIMEOUT_S)
+
+
+def compare(workload: Workload, plain: Endpoint, speculating: Endpoint, rounds: int) -> dict[str, Any]:
+    """Runs alternating rounds of one workload on both servers, and prints and returns the figures."""
+    same = run_round(plain, workload)[1] == run_round(speculating, workload)[1]
+    before = counters(speculating)
+    ratios, rates = [], []
+    for _ in range(rounds):
+        plain_rate, plain_texts = run_round(plain, workload)
+        rate, texts = run_round(speculating, workload)
+        same = same and plain_texts == texts
+        ratios.append(rate / plain_rate)
+        rates.append((plain_rate, rate))
+    drafted, accepted = (late - early for late, early in zip(counters(speculating), before, strict=True))
+    figures = {
+        "ratio": statistics.median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+        "plain_tokens_s": statistics.median(rate for rate, _ in rates),
+        "speculating_tokens_s": statistics.median(rate for _, rate in rates),
+        "draft_tokens": drafted,
+        "accepted_draft_tokens": accepted,
+        "texts_equal": same,
+    }
+    print(
+        f"{workload.name}: {figures['ratio']:.3f} times ({figures['ratio_low']:.3f} to {figures['ratio_high']:.3f}), "
+        f"{figures['plain_tokens_s']:.1f} -> {figures['speculating_tokens_s']:.1f} tokens/s, {drafted:.0f} drafts, "
+        f"{accepted:.0f} right, texts {'equal' if same else 'DIFFER'}",
+        flush=True,
+    )
+    return figures
+
+
+def run_round(endpoint: Endpoint, workload: Workload) -> tuple[float, list[str]]:
+    """Sends all requests of a workload. Returns the output tokens per second and the responses' texts."""
+
+    def one(number: int) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=600)
+        content = json.dumps(workload.bodies[number] | {"seed": number})
+        connection.request("POST", workload.path, content, {"Content-Type": "application/json"})
+        answer = json.loads(connection.getresponse().read())
+        connection.close()
+        choice = answer["choices"][0]
+        return int(answer["usage"]["completion_tokens"]), choice.get("text") or choice["message"]["content"]
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(workload.clients) as pool:
+        results = list(pool.map(one, range(len(workload.bodies))))
+    return sum(tokens for tokens, _ in results) / (time.perf_counter() - start), [text for _, text in results]
+
+
+def counters(endpoint: Endpoint) -> tuple[float, float]:
+    """Returns the numbers of drafts and of right drafts that the server has counted."""
+    connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=60)
+    connection.request("GET", "/metrics")
+    values = dict(line.rsplit(" ", 1) for line in connection.getresponse().read().decode().splitlines() if line)
+    connection.close()
+    drafted, accepted = "llm_serving_draft_tokens_total", "llm_serving_accepted_draft_tokens_total"
+    return float(values[drafted]), float(values[accepted])

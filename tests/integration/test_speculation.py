@@ -1,0 +1,96 @@
+"""Speculative decoding changes no bit: tokens, texts and log-probabilities are those of a server without drafts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from typing import Any
+
+import pytest
+
+from support.completions_client import assert_same, run_alone, run_together
+from support.request_mixes import mixed_body
+from support.server_process import ServerProcess, running_server
+from support.sweeps import with_sweeps
+
+NUM_REQUESTS = 80
+LIST = "one two three, one two three, one two three, one two"
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"enum": [1, 20, 300]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PRESSED = ["model_config.max_generate_length=256", "pa_config.num_blocks=18", "model_config.decode_batch_size=[24]"]
+
+
+def make_bodies(seed: int) -> list[dict[str, Any]]:
+    """Returns bodies of all kinds, with prompts that repeat themselves so that there are drafts."""
+    draw = random.Random(seed)
+    bodies = []
+    for index in range(NUM_REQUESTS):
+        base = [draw.randrange(300, 1900) for _ in range(draw.choice([2, 5, 9]))]
+        prompt: object = draw.choice([LIST, base * draw.choice([3, 6])])
+        body = mixed_body(draw, index, prompt, [1, 2, 16, 33, 64])
+        extra = draw.random()
+        if extra < 0.2:
+            body["stop"] = draw.choice([["e"], ["the", "s "], ["ne", "t"]])
+        elif extra < 0.4:
+            form = {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}
+            body |= {"response_format": form, "ignore_eos": False}
+        elif extra < 0.5:
+            body |= {"min_tokens": 10, "ignore_eos": False, "max_tokens": 33}
+        elif extra < 0.6:
+            body |= {"logit_bias": {"400": 5, "500": -100}}
+        bodies.append(body)
+    return bodies
+
+
+@pytest.fixture(scope="module")
+def bodies() -> list[dict[str, Any]]:
+    return make_bodies(11)
+
+
+@pytest.fixture(scope="module")
+def alone(bodies: list[dict[str, Any]], server: ServerProcess) -> list[tuple[Any, ...]]:
+    """The responses of a server without speculation to each request alone."""
+    assert server.get("/server_info")["model"]["speculation"]["method"] == "off"
+    return asyncio.run(run_alone(server.url, bodies))
+
+
+def counted(server: ServerProcess, name: str) -> float:
+    [value] = re.findall(rf"^llm_serving_{name}_total (\S+)$", server.get_text("/metrics"), re.MULTILINE)
+    return float(value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "overrides"),
+    with_sweeps(
+        [
+            ("prefill_first", ("scheduler_config.decode_steps_ahead=1",)),
+            ("chunked", ("scheduler_config.chunk_tokens=32",)),
+            ("slo", ("scheduler_config.decode_steps_ahead=2",)),
+            ("fcfs", ("scheduler_config.preemption=swap",)),
+        ],
+        lambda policy, overrides: policy != "prefill_first",
+    ),
+)
+def test_responses_are_those_without_drafts(
+    policy: str, overrides: tuple[str, ...], bodies: list[dict[str, Any]], alone: list[Any], tmp_path: Any
+) -> None:
+    settings = [*PRESSED, "speculative_config.method=suffix", f"scheduler_config.policy={policy}", *overrides]
+    with running_server(tmp_path, settings) as server:
+        together = asyncio.run(run_together(server.url, bodies, seed=3))
+        one_by_one = asyncio.run(run_alone(server.url, bodies[:30]))
+        engine = server.wait_until_idle()
+        drafted, accepted = counted(server, "draft_tokens"), counted(server, "accepted_draft_tokens")
+        generated = counted(server, "generated_tokens")
+    for body, expected, answer in zip(bodies, alone, together, strict=True):
+        if answer is not None:
+            assert_same(answer, expected, body)
+    for body, expected, answer in zip(bodies, alone, one_by_one, strict=False):
+        assert_same(answer, expected, body)
+    assert engine["preemptions"] > 0 or policy == "chunked", "the pool was meant to be too small"
+    assert 50 < accepted < drafted
+    assert generated > accepted
