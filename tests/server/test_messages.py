@@ -288,8 +288,15 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config.format.schema",
      "type must be"),
     ({"mcp_servers": [{}]}, "mcp_servers", "not supported"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management", "not supported"),
     ({"unknown": 1}, "unknown", "Unrecognized"),
 ]  # fmt: skip
+
+
+def test_claude_code_may_ask_to_keep_all_reasoning(server: HttpServer) -> None:
+    """Claude Code sends this field with every request. The server keeps the reasoning of earlier answers anyway."""
+    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    assert server.post("/v1/messages", body_of(context_management=kept)).status_code == 200
 
 
 @pytest.mark.parametrize(("change", "param", "text"), WRONG, ids=[f"{param} {text}" for _, param, text in WRONG])

@@ -16,6 +16,8 @@ from llm_serving.server.validation import StrictModel, short
 
 _CACHE = frozenset({"cache_control"})
 """Fields that have no effect. The prefix cache finds equal prefixes by itself, so clients need not mark them."""
+_KEEP_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+"""The edit that keeps the reasoning of all earlier answers, which is what the server does. Claude Code sends it."""
 _BLOCKS = ("text", "thinking", "tool_use", "tool_result")
 
 
@@ -174,7 +176,7 @@ class ConversationFields(SchedulingFields, StrictModel):
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "container": (None,),
-        "context_management": (None,),
+        "context_management": (None, {}, {"edits": []}, _KEEP_THINKING),
         "diagnostics": (None,),
         "mcp_servers": (None, []),
         "speed": (None, "standard"),
