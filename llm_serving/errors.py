@@ -8,6 +8,7 @@ LLMServingError
 ├── MemoryPlanError           weights, KV cache and activations do not fit the machine
 ├── RequestError              a request is wrong or cannot be accepted (an HTTP 4xx)
 │   ├── ModelNotFoundError    the server does not serve this model (404)
+│   ├── AdapterError          a LoRA adapter cannot be loaded (400)
 │   ├── ContextLengthError    prompt and output do not fit the model's context (400)
 │   ├── UnauthorizedError     the request has no valid API key (401)
 │   ├── NotPermittedError     the API key does not have the right (403)
@@ -76,6 +77,15 @@ class ModelNotFoundError(RequestError):
 
     status = 404
     code = "model_not_found"
+
+
+class AdapterError(RequestError):
+    """The folder of a LoRA adapter is wrong, or uses something that this server does not support."""
+
+    code = "invalid_adapter"
+
+    def __init__(self, message: str, *, param: str | None = "lora_path", code: str | None = None) -> None:
+        super().__init__(message, param=param, code=code)
 
 
 class ContextLengthError(RequestError):

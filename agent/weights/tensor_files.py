@@ -9,9 +9,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from agent.weights.safetensors_file import SafetensorsFile, TensorInfo
+from agent.weights.safetensors_file import SafetensorsFile
 from agent.weights.storage import Array
 from llm_serving.errors import CheckpointError
+from llm_serving.formats.safetensors_index import TensorInfo
 from llm_serving.formats.small_files import read_small_text
 
 SINGLE_FILE = "model.safetensors"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.weights import safetensors_file
+from llm_serving.formats import safetensors_index
 from support.fuzzing import Findings
 from support.loader_fuzz import FORMATS, LoaderFuzz
 
@@ -24,7 +24,7 @@ def test_a_damaged_folder_is_read_or_refused(tmp_path: Path, name: str) -> None:
 def test_a_missing_check_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the check of tensor extents is removed, the fuzz cases find a reader that accepts a tensor outside its file.
     """
-    monkeypatch.setattr(safetensors_file, "_check_extents", lambda path, tensors, data_bytes: None)
+    monkeypatch.setattr(safetensors_index, "_check_extents", lambda path, tensors, data_bytes: None)
     findings = Findings()
     LoaderFuzz("safetensors", tmp_path).run(range(300), findings)
     assert not findings.is_good

@@ -1,0 +1,113 @@
+"""Shared memory with a LoRA adapter: the server writes it, and the agents copy the adapter into one of their slots.
+
+The content is 8 bytes N (little-endian), N bytes of MessagePack (a list of ``AdapterModule``), then the matrices. Each
+matrix begins at a multiple of 64 bytes. The segment keeps its name as long as the adapter is loaded, because restarted
+agents map it again.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.errors import ProtocolError
+from llm_serving.ipc.segment import NamedSegment, map_segment, new_segment
+
+Array = npt.NDArray[Any]
+
+_ALIGNMENT = 64
+_LENGTH_BYTES = 8
+_Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+_Offset = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class AdapterModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The adapter of one linear layer: its sizes, and the places of its matrices A and B in the shared memory."""
+
+    name: Annotated[str, msgspec.Meta(max_length=256)]
+    scale: float
+    rank: _Size
+    inputs: _Size
+    outputs: _Size
+    a_begin: _Offset
+    b_begin: _Offset
+
+
+class AdapterMemory(NamedSegment):
+    """A shared-memory segment with one adapter. ``dtype`` is the NumPy type of the matrices; uint16 for bfloat16."""
+
+    def __init__(self, name: str, mapping: mmap.mmap, dtype: Any) -> None:
+        super().__init__(name)
+        self.num_bytes = len(mapping)
+        self._mapping = mapping
+        self._dtype = np.dtype(dtype)
+
+    @classmethod
+    def create(cls, modules: Sequence[tuple[str, float, Array, Array]]) -> AdapterMemory:
+        """Create a segment with the adapters of linear layers: name, scale, A [rank, inputs] and B [outputs, rank].
+
+        All matrices have the same type. Raises OSError if /dev/shm is too small.
+        """
+        sizes = [(each[2].nbytes, each[3].nbytes) for each in modules]
+        # The length of the index does not depend much on the offsets, so a first index determines its room.
+        room = len(msgspec.msgpack.encode(_index(modules, 1 << 40, sizes)))
+        start = _aligned(_LENGTH_BYTES + room)
+        index = _index(modules, start, sizes)
+        encoded = msgspec.msgpack.encode(index)
+        end = start + sum(_aligned(a) + _aligned(b) for a, b in sizes)
+        with new_segment(end) as (name, mapping):
+            memory = cls(name, mapping, modules[0][2].dtype)
+            mapping[:_LENGTH_BYTES] = len(encoded).to_bytes(_LENGTH_BYTES, "little")
+            mapping[_LENGTH_BYTES : _LENGTH_BYTES + len(encoded)] = encoded
+            for module, (_, _, a, b) in zip(index, modules, strict=True):
+                mapping[module.a_begin : module.a_begin + a.nbytes] = a.tobytes()
+                mapping[module.b_begin : module.b_begin + b.nbytes] = b.tobytes()
+        memory.has_name = True
+        return memory
+
+    @classmethod
+    def attach(cls, name: str, num_bytes: int, dtype: Any) -> AdapterMemory:
+        """Map a segment that the server created. Raises ProtocolError if its name or size is wrong."""
+        return cls(name, map_segment(name, num_bytes, "adapter"), dtype)
+
+    def modules(self) -> list[tuple[AdapterModule, Array, Array]]:
+        """Return each module with views of its matrices A [rank, inputs] and B [outputs, rank].
+
+        Raises ProtocolError if the content is damaged.
+        """
+        length = int.from_bytes(self._mapping[:_LENGTH_BYTES], "little")
+        try:
+            encoded = self._mapping[_LENGTH_BYTES : _LENGTH_BYTES + min(length, self.num_bytes)]
+            index = msgspec.msgpack.decode(encoded, type=list[AdapterModule])
+            return [(each, self._view(each.a_begin, each.rank, each.inputs),
+                     self._view(each.b_begin, each.outputs, each.rank)) for each in index]  # fmt: skip
+        except (msgspec.DecodeError, ValueError) as problem:
+            raise ProtocolError(f"the adapter in {self.name} is damaged: {problem}") from None
+
+    def _view(self, begin: int, rows: int, columns: int) -> Array:
+        view = np.frombuffer(self._mapping, self._dtype, rows * columns, begin)
+        return view.reshape(rows, columns)
+
+    def close(self) -> None:
+        """Remove the segment's name. The mapping ends when no view of it is left."""
+        self.unlink()
+
+
+def _index(
+    modules: Sequence[tuple[str, float, Array, Array]], start: int, sizes: Sequence[tuple[int, int]]
+) -> list[AdapterModule]:
+    index = []
+    for (name, scale, a, b), (a_bytes, b_bytes) in zip(modules, sizes, strict=True):
+        b_begin = start + _aligned(a_bytes)
+        index.append(AdapterModule(name, scale, a.shape[0], a.shape[1], b.shape[0], start, b_begin))
+        start = b_begin + _aligned(b_bytes)
+    return index
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

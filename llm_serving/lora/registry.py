@@ -1,0 +1,138 @@
+"""The loaded adapters of a server by name, their slots, and which of them are in use.
+
+The agents have a fixed number of adapter slots. A new adapter takes a free slot, or the slot of the adapter that was
+used least recently. An adapter with open requests never loses its slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from llm_serving.errors import AdapterError, ModelNotFoundError, RequestError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """A loaded adapter. Each load makes a new object, also for an adapter with the same name."""
+
+    name: str
+    path: str
+    """The folder from which the adapter was loaded."""
+    digest: bytes
+    """Digest of the adapter's files."""
+    slot: int
+    """Number of the adapter slot in which the agents have it, from 0."""
+
+
+class AdaptersInUseError(RequestError):
+    """All adapter slots have adapters with open requests, so no further adapter can be loaded now."""
+
+    status = 409
+    code = "adapters_in_use"
+
+
+def adapted_salt(digest: bytes, salt: bytes) -> bytes:
+    """Return the salt of the prefix cache for a request with an adapter.
+
+    Only requests with the same ``salt`` and the same bytes of the adapter share blocks. The adapter's name does not
+    matter.
+    """
+    return blake2b(digest + salt, digest_size=16, person=b"llm-adapter-salt").digest()
+
+
+@dataclass(slots=True)
+class _Use:
+    adapter: Adapter
+    num_requests: int = 0
+    is_removed: bool = False
+
+
+@dataclass(slots=True)
+class AdapterRegistry:
+    """The adapters that requests may name, the least recently used first. Only the event loop uses it."""
+
+    max_adapters: int
+    on_free: Callable[[int], None] = lambda slot: None
+    """Takes a slot whose adapter was removed and has no open requests any more."""
+    _named: dict[str, Adapter] = field(default_factory=dict)
+    _uses: dict[int, _Use] = field(default_factory=dict)
+    """The adapter of each taken slot. A removed adapter stays until its last request has ended."""
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """The adapters in alphabetical order of their names."""
+        return [self._named[name] for name in sorted(self._named)]
+
+    def find(self, name: str) -> Adapter | None:
+        """Return the adapter with a name, or None."""
+        return self._named.get(name)
+
+    def check_new(self, name: str) -> None:
+        """Raise AdapterError if an adapter with this name is loaded."""
+        if name in self._named:
+            raise AdapterError(
+                f"An adapter with the name {name!r} is loaded; POST /v1/unload_lora_adapter unloads it.",
+                param="lora_name",
+                code="adapter_loaded",
+            )
+
+    def take_slot(self) -> int:
+        """Return a slot for a new adapter: a free one, or that of the least recently used adapter without requests.
+
+        The caller must call ``add`` or ``give_back``. Raises AdaptersInUseError if there is no such slot.
+        """
+        free = next((slot for slot in range(self.max_adapters) if slot not in self._uses), None)
+        if free is not None:
+            self._uses[free] = _Use(Adapter("", "", b"", free))
+            return free
+        idle = next((each for each in self._named.values() if not self._uses[each.slot].num_requests), None)
+        if idle is None:
+            raise AdaptersInUseError(
+                f"All {self.max_adapters} adapter slots have open requests; try again later, or start the server with "
+                "a larger lora_config.max_adapters.",
+                param="lora_name",
+            )
+        del self._named[idle.name]
+        self._uses[idle.slot] = _Use(Adapter("", "", b"", idle.slot))
+        return idle.slot
+
+    def add(self, adapter: Adapter) -> None:
+        """Let requests use an adapter that the agents have loaded into a slot of ``take_slot``."""
+        self._uses[adapter.slot] = _Use(adapter)
+        self._named[adapter.name] = adapter
+
+    def give_back(self, slot: int) -> None:
+        """Free a slot of ``take_slot`` whose adapter could not be loaded."""
+        del self._uses[slot]
+
+    def remove(self, name: str) -> Adapter:
+        """Refuse further requests for an adapter. Its slot is free when its open requests have ended.
+
+        Raises ModelNotFoundError if no adapter has this name.
+        """
+        adapter = self._named.pop(name, None)
+        if adapter is None:
+            raise ModelNotFoundError(f"No adapter with the name {name!r} is loaded.", param="lora_name")
+        self._uses[adapter.slot].is_removed = True
+        self._free_if_unused(adapter.slot)
+        return adapter
+
+    def acquire(self, adapter: Adapter) -> None:
+        """Note the begin of a request for an adapter. Raises ModelNotFoundError if the adapter was removed."""
+        if self._named.get(adapter.name) is not adapter:
+            raise ModelNotFoundError(f"The adapter {adapter.name!r} was unloaded.", param="model")
+        self._named[adapter.name] = self._named.pop(adapter.name)  # now the most recently used
+        self._uses[adapter.slot].num_requests += 1
+
+    def release(self, adapter: Adapter) -> None:
+        """Note the end of a request for an adapter."""
+        self._uses[adapter.slot].num_requests -= 1
+        self._free_if_unused(adapter.slot)
+
+    def _free_if_unused(self, slot: int) -> None:
+        use = self._uses[slot]
+        if use.is_removed and not use.num_requests:
+            del self._uses[slot]
+            self.on_free(slot)

@@ -1,0 +1,70 @@
+"""The linear layers of a model that may have LoRA adapters, by the names that the layers have in a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llm_serving.model.shape import ModelShape
+
+ADAPTED_FAMILIES = frozenset(
+    {
+        *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+        *("Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    }
+)
+"""Architectures whose operators add adapters. A new family belongs here once its linear layers do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A linear layer: its name in a checkpoint, without ``.weight``, and its numbers of inputs and outputs."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+    def parameters(self, rank: int) -> int:
+        """Return the number of values of an adapter of this layer."""
+        return rank * (self.inputs + self.outputs)
+
+
+def lora_targets(shape: ModelShape) -> dict[str, Target]:
+    """Return the layers that may have adapters, by name, in the order of the model.
+
+    These are the linear layers of attention and the dense MLPs. Latent attention multiplies some matrices head by head,
+    and experts have one matrix each. These layers cannot have adapters.
+    """
+    targets = [each for layer in range(shape.num_layers) for each in _of_layer(shape, f"model.layers.{layer}", layer)]
+    return {target.name: target for target in targets}
+
+
+def largest_adapter(shape: ModelShape, max_rank: int) -> int:
+    """Return the number of values of an adapter with the rank ``max_rank`` in every layer that may have one."""
+    return sum(target.parameters(max_rank) for target in lora_targets(shape).values())
+
+
+def _of_layer(shape: ModelShape, prefix: str, layer: int) -> list[Target]:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    targets = _of_latent_attention(shape, prefix) if shape.latent is not None else _of_attention(shape, prefix)
+    if not shape.has_experts(layer):
+        targets += [Target(f"{prefix}.mlp.{name}", hidden, inner) for name in ("gate_proj", "up_proj")]
+        targets.append(Target(f"{prefix}.mlp.down_proj", inner, hidden))
+    return targets
+
+
+def _of_attention(shape: ModelShape, prefix: str) -> list[Target]:
+    hidden, dim = shape.hidden_size, shape.head_dim
+    query, key = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
+    widths = {"q_proj": query, "k_proj": key, "v_proj": key}
+    found = [Target(f"{prefix}.self_attn.{name}", hidden, width) for name, width in widths.items()]
+    return [*found, Target(f"{prefix}.self_attn.o_proj", query, hidden)]
+
+
+def _of_latent_attention(shape: ModelShape, prefix: str) -> list[Target]:
+    latent = shape.latent
+    assert latent is not None
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    first = ("q_a_proj", latent.query_rank) if latent.query_rank else ("q_proj", heads * latent.head_dim)
+    widths = (first, ("kv_a_proj_with_mqa", latent.cache_dim))
+    found = [Target(f"{prefix}.self_attn.{name}", hidden, width) for name, width in widths]
+    return [*found, Target(f"{prefix}.self_attn.o_proj", heads * latent.value_dim, hidden)]
