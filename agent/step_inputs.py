@@ -8,10 +8,10 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels import StepArrays, StepBounds, StepBuffers, StepCopy
+from agent.kernels import ADAPTERS, StepArrays, StepBounds, StepBuffers, StepCopy
 from llm_serving.config import Config
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import LAST_TOKEN, MOVE_WIDTH, NO_LOGSUMEXP, PADDING_SLOT, MoveKind, StepSlot
+from llm_serving.ipc.shm import LAST_TOKEN, MOVE_WIDTH, NO_ADAPTER, NO_LOGSUMEXP, PADDING_SLOT, MoveKind, StepSlot
 from llm_serving.sampling_params import MAX_TOP_LOGITS
 
 Int32Array = npt.NDArray[np.int32]
@@ -65,7 +65,9 @@ class StepReader:
         self._num_rows = num_rows
         self._row_last_tokens = row_last_tokens
         limits = config.slot_limits()
-        self.buffers = StepBuffers(limits.max_tokens, limits.max_seqs, limits.max_seqs * limits.max_blocks_per_seq)
+        table_size = limits.max_seqs * limits.max_blocks_per_seq
+        self._max_adapters = limits.max_adapters
+        self.buffers = StepBuffers(limits.max_tokens, limits.max_seqs, table_size, limits.max_adapters)
         """The memory into which every step is copied. Its addresses do not change, so that a graph can read it
         directly.
         """
@@ -102,6 +104,9 @@ class StepReader:
         buffers.block_tables[:width] = buffers.block_tables[index * width : (index + 1) * width].copy()
         buffers.last_tokens[0] = buffers.sampled_tokens[0] = 0
         buffers.counts[:3] = 1, 1, width
+        if self._max_adapters:
+            adapter = buffers.counts[ADAPTERS + index]
+            buffers.counts[ADAPTERS - 1 : ADAPTERS + 1] = adapter != NO_ADAPTER, adapter
         self._sizes = (1, 1, width, False)
         self._inputs = self._views(*self._sizes)
         return self._inputs
@@ -134,8 +139,10 @@ class StepReader:
                 num_blocks=self._num_blocks,
                 num_rows=self._num_rows,
                 max_top_logits=MAX_TOP_LOGITS,
+                max_adapters=self._max_adapters,
             )
-            arrays = StepArrays(**{field.name: getattr(slot, field.name) for field in fields(StepArrays)})
+            used = {field.name: getattr(slot, field.name) for field in fields(StepArrays)}
+            arrays = StepArrays(**used | ({} if self._max_adapters else {"adapters": None}))
             copy = slot.prepared[self] = StepCopy(arrays, self.buffers, bounds, self._row_last_tokens)
         return copy
 
@@ -184,6 +191,12 @@ class StepReader:
         if (positions[np.cumsum(query_lens) - 1] + 1 != context_lens).any():
             raise ProtocolError("a sequence's last position is not the last position of its context")
         check_range("num_top_logits", slot.num_top_logits[:seqs], NO_LOGSUMEXP, MAX_TOP_LOGITS + 1)
+        if self._max_adapters:
+            adapters = slot.adapters[:seqs]
+            check_range("adapters", adapters, NO_ADAPTER, self._max_adapters)
+            missing = [slot for slot in adapters.tolist() if slot != NO_ADAPTER and not self.buffers.loaded[slot]]
+            if missing:
+                raise ProtocolError(f"a step names adapter slot {missing[0]}, which has no adapter")
         if self._row_last_tokens is not None:
             asking = np.repeat(slot.rows[:seqs], query_lens)[slot.token_ids[:tokens] == LAST_TOKEN]
             for row in asking[self._row_last_tokens[asking] < 0].tolist():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llm_serving.config import Config
-from llm_serving.ipc.shm import MOVE_WIDTH, PADDING_SLOT, MoveKind, SlotLayout, StepSlot
+from llm_serving.ipc.shm import MOVE_WIDTH, NO_ADAPTER, PADDING_SLOT, MoveKind, SlotLayout, StepSlot
 from llm_serving.sampling_params import SAMPLER_PARAMETERS
 
 
@@ -65,6 +65,7 @@ def make_step(config: Config, query_lens: Sequence[int], context_lens: Sequence[
     slot.context_lens[:seqs] = context_lens
     slot.rows[:seqs] = np.arange(seqs)
     slot.do_sample[:seqs] = 1
+    slot.adapters[:] = NO_ADAPTER
     for each in SAMPLER_PARAMETERS:
         slot.arrays[each.name][:seqs] = 0 if each.name == "temperature" else each.default
     slot.write_header(0, num_tokens=tokens, num_seqs=seqs, table_width=width, history_len=0)

@@ -173,6 +173,8 @@ class Request:
     """The replica that serves the request, or served it last. None before the first placement at one of several."""
     constraint: Constraint | None = None
     """Says which tokens may follow. None if every token may."""
+    adapter_slot: int = -1
+    """Number of the adapter slot with the LoRA adapter of the request. -1 if it uses no adapter."""
     receipt: Receipt = field(default_factory=Receipt)
     trace: RequestTrace | None = None
     """Collects the times of steps for the spans of the sequence. None if the sequence is not traced."""

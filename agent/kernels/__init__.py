@@ -30,9 +30,10 @@ from agent.kernels.library import (
 )
 from agent.kernels.operators import Argument, call_operator
 from agent.kernels.sample_call import SAMPLE_INPUTS, Candidates, SampleCall, SampleInputs, SampleOutputs
-from agent.kernels.step_copy import StepArrays, StepBounds, StepBuffers, StepCopy
+from agent.kernels.step_copy import ADAPTERS, StepArrays, StepBounds, StepBuffers, StepCopy
 
 __all__ = [
+    "ADAPTERS",
     "SAMPLE_INPUTS",
     "Argument",
     "BlockCopies",

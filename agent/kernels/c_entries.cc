@@ -8,6 +8,7 @@
 #include "exchange/lines.h"
 #include "ops/candidates.h"
 #include "ops/copy_blocks.h"
+#include "ops/lora.h"
 #include "ops/primitive_weight.h"
 #include "ops/sampler.h"
 #include "ops/step_copy.h"
@@ -49,6 +50,11 @@ LLMK_ENTRY void llmk_widen_bfloat16(const uint16_t* values, uint32_t* out, int64
     const int64_t end = llmk::smaller((task + 1) * kSpan, count);
     for (int64_t i = task * kSpan; i < end; ++i) out[i] = static_cast<uint32_t>(values[i]) << 16;
   });
+}
+
+// Sets the adapter of a packed weight in an adapter slot; null removes it (ops/lora.h).
+LLMK_ENTRY void llmk_set_adapter(const void* packed_weight, int slot, const llmk::LoraWeight* adapter) {
+  llmk::set_adapter(packed_weight, slot, adapter);
 }
 
 // Entries that pack weights for linear layers (ops/linear.h) and for native primitives (ops/primitive_weight.h).

@@ -67,6 +67,9 @@ int check_weight(const Tensors& t, int i, int64_t columns, int64_t depth, bool g
 // `limit`.
 int64_t rows_of(const Tensors& t, int counts, int which, int64_t limit);
 
+// Returns the adapter slots of the step's rows, or null if no row has an adapter (ops/lora.h).
+const int32_t* row_adapters(const Tensors& t, int counts);
+
 // Returns the header of argument i, a packed weight, or null after an error.
 const PackedWeightHeader* packed_weight(const Tensors& t, int i);
 

@@ -17,6 +17,11 @@ int64_t rows_of(const Tensors& t, int counts, int which, int64_t limit) {
   return -1;
 }
 
+const int32_t* row_adapters(const Tensors& t, int counts) {
+  if (t.size(counts) <= kRowAdapters || t.as<int32_t>(counts)[kNumAdapted] == 0) return nullptr;
+  return t.as<int32_t>(counts) + kRowAdapters;
+}
+
 const PackedWeightHeader* packed_weight(const Tensors& t, int i) {
   const int64_t bytes = t.has_dtype(i, "uint8") ? t.size(i) : 0;
   return check_packed_weight(t.op, t.data[i], bytes) == 0 ? &header_of(t.data[i]) : nullptr;

@@ -56,6 +56,7 @@ int for_row_pieces(int64_t rows, int64_t most, const Function& function) {
 }
 
 // The activations that a linear layer multiplies after a norm, quantised if its weight format takes int8 activations.
+// Quantised activations have float `values` only for rows with adapters.
 struct NormedRows {
   const void* values = nullptr;
   QuantizedRows quantized{};
@@ -81,9 +82,10 @@ void norm_row(const NormInput& in, int64_t from, void* out) {
 
 namespace {
 
-// Computes the norms of `rows` rows: row i of the result comes from row source(i) of the input.
+// Computes the norms of `rows` rows: row i of the result comes from row source(i) of the input. With `keeps_floats`,
+// the result has float values even if the weight takes quantised ones.
 template <class Source>
-NormedRows norm_rows(const NormInput& in, const void* weight, int64_t rows, const Source& source) {
+NormedRows norm_rows(const NormInput& in, const void* weight, int64_t rows, bool keeps_floats, const Source& source) {
   NormedRows out;
   const int64_t bytes = row_bytes(in.dtype, in.width), per_task = larger(1, 16384 / in.width);
   out.is_quantized = wants_quantized_rows(weight);
@@ -91,15 +93,17 @@ NormedRows norm_rows(const NormInput& in, const void* weight, int64_t rows, cons
   if (out.is_quantized) {
     out.quantized =
         quantized_rows(weight, rows, thread_scratch(kScratchQuantized, quantized_rows_bytes(weight, rows)));
-  } else {
+  }
+  const bool has_floats = keeps_floats || !out.is_quantized;
+  if (has_floats) {
     values = static_cast<char*>(thread_scratch(kScratchNormed, rows * bytes));
     out.values = values;
   }
   parallel_for(ceil_div(rows, per_task), [&](int64_t task) {
     const int64_t end = smaller((task + 1) * per_task, rows);
-    void* row = out.is_quantized ? thread_scratch(kScratchNormed, bytes) : nullptr;
+    void* row = has_floats ? nullptr : thread_scratch(kScratchNormed, bytes);
     for (int64_t i = task * per_task; i < end; ++i) {
-      if (!out.is_quantized) row = values + i * bytes;
+      if (has_floats) row = values + i * bytes;
       norm_row(in, source(i), row);
       if (out.is_quantized) kernels().quantize_row(in.dtype, row, out.quantized, i, weight);
     }
@@ -150,7 +154,9 @@ int run_parts(const Tensors& t, const LinearArgs& whole) {
   return 0;
 }
 
-int run_linear(const Tensors& t, LinearArgs args, const NormedRows& in, int weight, int64_t rows) {
+// Computes a linear layer. `adapters` has the adapter slot of each row; null: no row has an adapter.
+int run_linear(const Tensors& t, LinearArgs args, const NormedRows& in, int weight, int64_t rows,
+               const int32_t* adapters) {
   args.weight = t.data[weight];
   args.x = in.values;
   args.quantized = in.is_quantized ? &in.quantized : nullptr;
@@ -159,8 +165,18 @@ int run_linear(const Tensors& t, LinearArgs args, const NormedRows& in, int weig
   args.x_stride = header_of(args.weight).depth;
   if (header_of(args.weight).parts != 0 && !in.is_quantized) return run_parts(t, args);
   const int error = check_linear(t.op, args);
-  if (error == 0) kernels().linear(args);
-  return error;
+  if (error != 0) return error;
+  LoraRows lora;
+  const bool is_adapted = adapters != nullptr && shrink_rows(args.weight, adapters, rows, args.dtype, in.values,
+                                                             args.x_stride, &lora);
+  args.lora = is_adapted ? &lora : nullptr;
+  kernels().linear(args);
+  return 0;
+}
+
+// Returns the adapters of the rows from `first` on, or null.
+const int32_t* from_row(const int32_t* adapters, int64_t first) {
+  return adapters == nullptr ? nullptr : adapters + first;
 }
 
 // Checks output matrix `i`: its type must be `dtype` or float32. Outputs that are later added over several agents are
@@ -229,10 +245,12 @@ int norm_linear(const Tensors& t, bool has_residual) {
                *t.as<float>(epsilon),
                width,
                dtype};
+  const int32_t* adapters = row_adapters(t, counts);
   return for_row_pieces(rows, rows, [&](int64_t first, int64_t count) {
-    const NormedRows normed = norm_rows(in, t.data[weight], count, [first](int64_t i) { return first + i; });
+    const NormedRows normed = norm_rows(in, t.data[weight], count, adapters != nullptr,
+                                        [first](int64_t i) { return first + i; });
     void* to = t.as<char>(out) + first * row_bytes(dtype, columns);
-    return run_linear(t, output(to, columns, Epilogue::kStore), normed, weight, count);
+    return run_linear(t, output(to, columns, Epilogue::kStore), normed, weight, count, from_row(adapters, first));
   });
 }
 
@@ -247,11 +265,12 @@ int packed_linear(const Tensors& t) {
   error = check_sums(t, kOut, rows, columns, dtype);
   if (error == 0) error = check_weight(t, kWeight, columns, width, false);
   if (error != 0 || rows == 0) return error;
+  const int32_t* adapters = row_adapters(t, kCounts);
   return for_row_pieces(rows, rows, [&](int64_t first, int64_t count) {
     NormedRows x;
     x.values = t.as<char>(kX) + first * row_bytes(dtype, width);
     void* to = t.as<char>(kOut) + first * row_bytes(t.dtype(kOut), columns);
-    return run_linear(t, output(to, columns, epilogue_of(t, kOut)), x, kWeight, count);
+    return run_linear(t, output(to, columns, epilogue_of(t, kOut)), x, kWeight, count, from_row(adapters, first));
   });
 }
 
@@ -278,15 +297,18 @@ int gated_mlp(const Tensors& t) {
   const int64_t out_bytes = row_bytes(t.dtype(kOut), width);
   const NormInput in{t.as<char>(kHidden), t.as<char>(kResidual), t.as<char>(kSum), t.data[kGamma],
                      *t.as<float>(kEpsilon), width, dtype};
+  const int32_t* adapters = row_adapters(t, kCounts);
   return for_row_pieces(rows, kMlpRows, [&](int64_t first, int64_t count) {
     NormedRows product;
     void* activated = thread_scratch(kScratchInner, count * row_bytes(dtype, inner));
     product.values = activated;
-    const NormedRows normed = norm_rows(in, t.data[kGateUp], count, [first](int64_t i) { return first + i; });
-    const int failed = run_linear(t, output(activated, inner, Epilogue::kSwiglu), normed, kGateUp, count);
+    const int32_t* own = from_row(adapters, first);
+    const NormedRows normed = norm_rows(in, t.data[kGateUp], count, own != nullptr,
+                                        [first](int64_t i) { return first + i; });
+    const int failed = run_linear(t, output(activated, inner, Epilogue::kSwiglu), normed, kGateUp, count, own);
     if (failed != 0) return failed;
     void* out = t.as<char>(kOut) + first * out_bytes;
-    return run_linear(t, output(out, width, epilogue_of(t, kOut)), product, kDown, count);
+    return run_linear(t, output(out, width, epilogue_of(t, kOut)), product, kDown, count, own);
   });
 }
 
@@ -325,12 +347,12 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
     end = begin + 1;
     if (last[begin] < 0) continue;
     while (end < seqs && last[end] >= 0) ++end;
-    const NormedRows normed =
-        norm_rows(in, t.data[at.weight], end - begin, [last, begin](int64_t i) { return int64_t{last[begin + i]}; });
+    const NormedRows normed = norm_rows(in, t.data[at.weight], end - begin, false,
+                                        [last, begin](int64_t i) { return int64_t{last[begin + i]}; });
     LinearArgs args = output(t.as<float>(at.logits) + begin * stride, stride, Epilogue::kStoreFloat);
     args.best_ids = best + begin;
     args.best_values = best_values + begin;
-    error = run_linear(t, args, normed, at.weight, end - begin);
+    error = run_linear(t, args, normed, at.weight, end - begin, nullptr);
     if (error != 0) return error;
   }
   return 0;

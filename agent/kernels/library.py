@@ -54,6 +54,7 @@ _ENTRIES: dict[str, tuple[Any, ...]] = {
     "llmk_sample": (_INT, _POINTER),
     "llmk_sample_candidates": (_INT, _POINTER, _POINTER, _POINTER),
     "llmk_scratch_bytes": (_INT64, _INT),
+    "llmk_set_adapter": (None, _POINTER, _INT, _POINTER),
     "llmk_set_attentive": (None, _INT),
     "llmk_set_spinning": (None, _INT),
     "llmk_set_threads": (None, _INT),

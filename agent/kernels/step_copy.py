@@ -14,6 +14,8 @@ from agent.kernels.library import load_library, structure
 Int32Array = npt.NDArray[np.int32]
 
 _VALID, _VALID_AND_WHOLE = 1, 2
+ADAPTERS = 5
+"""Index in ``StepBuffers.counts`` of the first token's adapter slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class StepBounds:
     num_blocks: int
     num_rows: int
     max_top_logits: int
+    max_adapters: int = 0
+    """Number of adapter slots. 0: the steps have no adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +51,18 @@ class StepArrays:
     rows: Int32Array
     do_sample: Int32Array
     num_top_logits: Int32Array
+    adapters: Int32Array | None = None
+    """[S] adapter slot of each sequence, or -1. None if the steps have no adapters."""
 
 
 class StepBuffers:
     """Memory for the inputs of one step. The addresses do not change, so that a graph can read this memory directly."""
 
-    def __init__(self, max_tokens: int, max_seqs: int, table_size: int) -> None:
-        """``table_size`` is the number of entries of all block tables together."""
+    def __init__(self, max_tokens: int, max_seqs: int, table_size: int, max_adapters: int = 0) -> None:
+        """``table_size`` is the number of entries of all block tables together.
+
+        ``max_adapters`` is the number of adapter slots. 0 means that the steps have no adapters.
+        """
         self.token_ids, self.positions, self.slot_mapping = (np.zeros(max_tokens, np.int32) for _ in range(3))
         self.query_lens, self.context_lens, self.rows = (np.zeros(max_seqs, np.int32) for _ in range(3))
         self.block_tables: Int32Array = np.zeros(table_size, np.int32)
@@ -61,17 +70,23 @@ class StepBuffers:
         """[S]: the index of each sequence's last token in T."""
         self.sampled_tokens: Int32Array = np.zeros(max_seqs, np.int32)
         """[S]: the index of each sequence's last token in T if the sequence samples, else -1."""
-        self.counts: Int32Array = np.zeros(4, np.int32)
-        """T, S and W of the step, and the step's number, which the graph sets."""
+        self.counts: Int32Array = np.zeros(ADAPTERS + max_tokens if max_adapters else 4, np.int32)
+        """T, S and W of the step, and the step's number, which the graph sets.
+
+        If the steps have adapters, two more parts follow: the number of tokens with an adapter, and the adapter slot of
+        each token, or -1.
+        """
+        self.loaded: Int32Array = np.zeros(max_adapters, np.int32)
+        """1 for each adapter slot that has an adapter. Steps may name only these adapter slots."""
 
 
 _COPIED = ("token_ids", "positions", "slot_mapping", "query_lens", "context_lens", "block_tables", "rows")
 _Args = structure(
     "StepCopyArgs",
     "int64: tokens seqs width; int32: decode lowest_token lowest_slot lowest_top_logits;"
-    "int64: vocab_size max_model_len block_size num_blocks num_rows max_top_logits;"
+    "int64: vocab_size max_model_len block_size num_blocks num_rows max_top_logits max_adapters;"
     f"pointer: {' '.join(field.name for field in fields(StepArrays))} row_last_tokens;"
-    f"pointer: {' '.join(f'own_{name}' for name in _COPIED)} last_tokens sampled_tokens counts",
+    f"pointer: {' '.join(f'own_{name}' for name in _COPIED)} last_tokens sampled_tokens counts loaded",
 )
 """A ctypes class with the members of llmk::StepCopyArgs in ops/step_copy.h."""
 
@@ -95,15 +110,18 @@ class StepCopy:
             *(array.size for array in (arrays.do_sample, arrays.num_top_logits)),
             *(array.size for array in (buffers.last_tokens, buffers.sampled_tokens)),
         )
+        if arrays.adapters is not None:
+            self._max_seqs = min(self._max_seqs, arrays.adapters.size)
         self._table_size = _smallest(arrays, buffers, "block_tables")
         self.whole_prompts = False
         """Whether every sequence of the copied step starts at position 0. False for a decode."""
         self._args = args = _Args(**asdict(bounds))
         for field in fields(arrays):
-            setattr(args, field.name, _address(field.name, getattr(arrays, field.name)))
+            array = getattr(arrays, field.name)
+            setattr(args, field.name, None if array is None else _address(field.name, array))
         for name in _COPIED:
             setattr(args, f"own_{name}", _address(name, getattr(buffers, name)))
-        for name in ("last_tokens", "sampled_tokens", "counts"):
+        for name in ("last_tokens", "sampled_tokens", "counts", "loaded"):
             setattr(args, name, _address(name, getattr(buffers, name)))
         if row_last_tokens is not None:
             if row_last_tokens.size < bounds.num_rows:

@@ -17,6 +17,7 @@ from llm_serving.config.sections import (
     BasicInputsConfig,
     ExtraInputsConfig,
     LogConfig,
+    LoraConfig,
     PagedAttentionConfig,
     PowerConfig,
     SchedulerConfig,
@@ -68,6 +69,7 @@ class Config:
     power: PowerConfig = field(default_factory=PowerConfig)
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    lora_config: LoraConfig = field(default_factory=LoraConfig)
     notes: tuple[str, ...] = ()
     """Messages for the log about contradicting values. Each message names the value that is used."""
     auto_blocks: bool = False
@@ -302,6 +304,7 @@ class Config:
             max_context=self.max_model_len,
             mask_words=self._mask_words,
             pooled_width=0 if self.pooling is None else self.pooling.width,
+            max_adapters=self.lora_config.max_adapters,
         )
 
     @property

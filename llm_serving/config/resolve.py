@@ -26,6 +26,7 @@ from llm_serving.config.validation import (
     check_formats,
     check_group,
     check_lengths,
+    check_lora,
     check_model_parts,
     check_native_weights,
     check_parallel,
@@ -140,6 +141,7 @@ class Resolver:
         check_mindformers(self._raw, config)
         check_pooling(self._raw, config)
         check_processors(self._raw, config)
+        check_lora(self._raw, config)
         return config
 
     def _pooling(self, folder: Path | None, shape: ModelShape, tokenizer: TokenizerConfig) -> Pooling | None:

@@ -449,6 +449,28 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """LoRA adapters, which requests choose by their name in the field `model`. See `docs/lora.md`."""
+
+    max_adapters: int = own(
+        0,
+        "Number of adapter slots: the maximum number of LoRA adapters that are loaded at the same time. 0 turns "
+        "adapters off.",
+        low=0,
+        high=256,
+    )
+    max_rank: int = own(
+        16, "Maximum rank of an adapter. It limits the memory of an adapter.", low=1, high=512
+    )
+    adapters: tuple[str, ...] | None = own(
+        None,
+        "Adapters to load at the start, each as `NAME=FOLDER`. The folders are those of the library PEFT, with "
+        "`adapter_config.json` and `adapter_model.safetensors`.",
+        null="no adapters at the start",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class TelemetryConfig:
     """Metrics and traces for other systems, see `docs/observability.md`."""
 
@@ -524,6 +546,7 @@ SECTIONS: dict[str, type] = {
     "warmup_inputs": WarmupInputsConfig,
     "parallel_config": ParallelConfig,
     "scheduler_config": SchedulerConfig,
+    "lora_config": LoraConfig,
     "log_config": LogConfig,
     "telemetry_config": TelemetryConfig,
     "batch_config": BatchConfig,

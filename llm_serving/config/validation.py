@@ -14,6 +14,7 @@ from llm_serving.config.model_section import ModelConfig
 from llm_serving.config.parallel_section import MAX_RANKS, ParallelConfig
 from llm_serving.config.sections import PagedAttentionConfig, ServingConfig, TelemetryConfig
 from llm_serving.config.source import RawConfig
+from llm_serving.lora.targets import ADAPTED_FAMILIES
 from llm_serving.model.number_formats import (
     AUTO,
     GROUP_SIZES,
@@ -297,6 +298,35 @@ def check_processors(raw: RawConfig, config: Config) -> None:
     if not config.serving_config.structured_outputs:
         problem = "the agents change logits in steps with token masks; use serving_config.structured_outputs: true"
         raise raw.error(key, list(names), problem)
+
+
+def check_lora(raw: RawConfig, config: Config) -> None:
+    """Check that LoRA adapters are possible with the other settings."""
+    lora, parallel, key = config.lora_config, config.parallel_config, "lora_config.max_adapters"
+    adapters = lora.adapters or ()
+    if len(adapters) > lora.max_adapters:
+        raise raw.error("lora_config.adapters", list(adapters), f"are more than {key} = {lora.max_adapters}")
+    if lora.max_adapters == 0:
+        return
+    problem = None
+    if config.op_table != "fused":
+        problem = f"adapters need op_table fused (CPU), and it is {config.op_table}; merge the adapter into the model"
+    elif config.model_config.model_type == "mindformers":
+        problem = "the classes of MindFormers add no adapters; use model_type dyn"
+    elif config.shape.architecture not in ADAPTED_FAMILIES:
+        problem = f"the family {config.shape.architecture} has no adapters yet; merge the adapter into the model"
+    elif parallel.group_size > 1:
+        problem = f"needs the whole model in one agent; tensor_parallel x pipeline_parallel is {parallel.group_size}"
+    elif parallel.sum_parts > 1:
+        problem = f"sum_parts is {parallel.sum_parts}, and the sums of parts have no adapters; use sum_parts 1"
+    elif config.pooling is not None:
+        problem = "the server computes embeddings or scores, which have no adapters; use task generate"
+    if problem is not None:
+        raise raw.error(key, lora.max_adapters, problem)
+    for number, entry in enumerate(adapters):
+        name, equals, folder = entry.partition("=")
+        if not equals or not name.strip() or not folder.strip():
+            raise raw.error(f"lora_config.adapters[{number}]", entry, "must be NAME=FOLDER, as sql=/adapters/sql")
 
 
 def check_sum_parts(raw: RawConfig, config: Config) -> None:

@@ -220,6 +220,8 @@ class StepSlots:
         slot.query_lens[:num_seqs] = step.query_lens
         slot.rows[:num_seqs] = rows
         slot.do_sample[:num_seqs] = step.do_sample
+        if self._limits.max_adapters:
+            slot.adapters[:num_seqs] = [request.adapter_slot for request in step.requests]
         for name, column in self._sampling.items():
             slot.arrays[name][:num_seqs] = column[rows]
         return _write_histories(step, slot)

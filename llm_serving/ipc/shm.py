@@ -41,6 +41,9 @@ NO_LOGSUMEXP = -1
 MOVE_WIDTH = 3
 """Number of integers that describe one block move in a slot: kind, source, destination."""
 
+NO_ADAPTER = -1
+"""Value in ``adapters`` of a sequence that uses no LoRA adapter."""
+
 PADDING_SLOT = -1
 """Value in ``slot_mapping`` for a token whose keys and values are not written."""
 
@@ -75,6 +78,8 @@ class SlotLimits:
     """Length of a mask of allowed tokens, in words of 32 tokens. 0: the steps have no masks."""
     pooled_width: int = 0
     """Number of values of a pooled result (embedding or score). 0: the steps sample tokens."""
+    max_adapters: int = 0
+    """Number of adapter slots, which hold LoRA adapters. 0: the steps have no adapters."""
 
     @property
     def max_history(self) -> int:
@@ -115,6 +120,7 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         Field("query_lens", "int32", seqs, "[S] tokens of each sequence in this step; they sum to T"),
         Field("context_lens", "int32", seqs, "[S] tokens of each sequence in the cache once this step has written"),
         Field("block_tables", "int32", seqs * limits.max_blocks_per_seq, "[S, W] block ids, padded with 0"),
+        Field("adapters", "int32", seqs if limits.max_adapters else 0, "[S] adapter slot, or NO_ADAPTER"),
         # Inputs of the sampler, one entry for each sequence.
         Field("rows", "int32", seqs, "[S] row of the agent's state table that belongs to the sequence; a draft has the"
               " row of the entry before it"),
@@ -178,6 +184,7 @@ class StepSlot:
     query_lens: npt.NDArray[np.int32]
     context_lens: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
+    adapters: npt.NDArray[np.int32]
     rows: npt.NDArray[np.int32]
     do_sample: npt.NDArray[np.int32]
     sample_position: npt.NDArray[np.int32]

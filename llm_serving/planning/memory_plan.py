@@ -22,6 +22,8 @@ The formulas give bytes. They use these letters:
                      (b + 16), for the logits and four float32 matrices of the operators that find candidates
     rotary tables    2 x P x D x 4, cosine and sine. MindFormers may have more rows than P
     token history    S x P x 4, for penalties
+    LoRA adapters    2 x max_adapters x max_rank x (inputs + outputs of each layer that may have an adapter) x b: packed
+                     in the agents, and once more in shared memory for agents that restart
     kernel scratch   memory that the threads of a CPU's kernels keep between calls (``kernel_memory.py``)
     replays          recorded launches of a CPU's operators, and their buffers (``kernel_memory.py``)
     agent process    Python, MindSpore, compiled graphs, and MindFormers if it is used

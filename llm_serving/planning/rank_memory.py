@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from llm_serving.config import Config
 from llm_serving.config.mindformers_models import rotary_positions
+from llm_serving.lora.targets import largest_adapter
 from llm_serving.model.deepseek import LatentAttention
 from llm_serving.model.parallel import Shard, answering_rank, local_shape, place
 from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
@@ -78,7 +79,18 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
         MemoryItem(
             "token history", seqs * longest * INT32_BYTES * part.answers, f"{seqs} sequences of {longest} tokens"
         ),
+        *_adapter_items(config),
     )
+
+
+def _adapter_items(config: Config) -> tuple[MemoryItem, ...]:
+    """Return the item of the LoRA adapters: packed in an agent, and once more in shared memory."""
+    lora = config.lora_config
+    if lora.max_adapters == 0:
+        return ()
+    each = largest_adapter(config.shape, lora.max_rank) * config.dtype_bytes
+    basis = f"{lora.max_adapters} adapters of rank {lora.max_rank}, {format_bytes(each)} each, and as much in /dev/shm"
+    return (MemoryItem("LoRA adapters", 2 * lora.max_adapters * each, basis),)
 
 
 def host_block_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:

@@ -23,7 +23,7 @@ operators do. ``reference``: the scalar reference runs instead of the kernel.
 LinearArgs = structure(
     "LinearArgs",
     "pointer: weight x quantized; int32: dtype; int64: rows x_stride out_stride; pointer: out; int32: epilogue;"
-    "pointer: best_ids best_values",
+    "pointer: best_ids best_values lora",
 )
 """A ctypes class with the members of llmk::LinearArgs in ops/linear.h."""
 

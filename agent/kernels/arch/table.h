@@ -26,6 +26,7 @@ const KernelTable kTable = {
     rotary,
     matmul,
     linear,
+    lora_shrink,
     quantize_row,
     sum_parts,
     paged::rotary_attention,

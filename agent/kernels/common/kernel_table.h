@@ -22,6 +22,8 @@ struct KernelTable {
   void (*rotary)(const RotaryArgs&);
   void (*matmul)(const MatMulArgs&);
   void (*linear)(const LinearArgs&);
+  // Computes the products of a tile's rows with the 16 rows of A in rank group `group` (lora.h).
+  void (*lora_shrink)(const ShrinkTile& tile, int64_t group);
   // Quantises the activations `x` [depth] to int8 and stores them as row `row` of `rows`. Different threads may
   // quantise different rows at the same time.
   void (*quantize_row)(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob);

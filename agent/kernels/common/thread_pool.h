@@ -83,7 +83,10 @@ enum ScratchSlot : int {
   kScratchLaidOut = 14,    // keys and values of a sequence in the layout of the cache (used by the calling thread)
   kScratchLengths = 15,    // lengths of sequences (used by the calling thread)
   kScratchStatic = 16,     // scales and offsets of static inputs, and scales of rows (used by the calling thread)
-  kScratchSlots = 17
+  kScratchLora = 17,         // products with the matrices A of adapters (used by the calling thread)
+  kScratchLoraWeights = 18,  // the adapter of each row of a linear layer (used by the calling thread)
+  kScratchLoraRows = 19,     // activations as floats, for the products with A (used by each thread)
+  kScratchSlots = 20
 };
 
 }  // namespace llmk

@@ -53,6 +53,7 @@
 #pragma once
 #include "../common/thread_pool.h"
 #include "../common/types.h"
+#include "lora.h"
 
 namespace llmk {
 
@@ -197,6 +198,7 @@ struct LinearArgs {
   // NaN or an infinity. Must be null unless the epilogue is kStoreFloat.
   int32_t* best_ids;
   float* best_values;  // may be null
+  const LoraRows* lora;  // adapters of the rows; null: none. Must be null for a weight in parts.
 };
 
 // Checks the arguments of kernels().linear. Returns 0, or an error code after one line on standard error.

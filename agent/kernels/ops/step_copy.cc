@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "lora.h"
+
 namespace llmk {
 namespace {
 
@@ -57,6 +59,15 @@ bool resolve(const StepCopyArgs& a, int64_t begin, int64_t end, int32_t row) {
   return true;
 }
 
+// Writes the adapter slot of sequence `s` for its tokens [begin, end). Returns false if this slot has no adapter.
+bool copy_adapter(const StepCopyArgs& a, int64_t s, int64_t begin, int64_t end) {
+  const int32_t adapter = a.adapters[s];
+  if (adapter < -1 || adapter >= a.max_adapters || (adapter >= 0 && a.loaded[adapter] == 0)) return false;
+  std::fill(a.counts + kRowAdapters + begin, a.counts + kRowAdapters + end, adapter);
+  if (adapter >= 0) a.counts[kNumAdapted] += static_cast<int32_t>(end - begin);
+  return true;
+}
+
 }  // namespace
 
 StepVerdict copy_step(const StepCopyArgs& a) {
@@ -65,12 +76,14 @@ StepVerdict copy_step(const StepCopyArgs& a) {
   if (!in_bounds(a)) return StepVerdict::kRefused;
   int64_t end = 0;
   bool whole = a.decode == 0;
+  if (a.adapters != nullptr) a.counts[kNumAdapted] = 0;
   for (int64_t s = 0; s < a.seqs; ++s) {
     const int64_t begin = end;
     end += a.own_query_lens[s];
     if (end > a.tokens || a.own_context_lens[s] < a.own_query_lens[s]) return StepVerdict::kRefused;
     if (a.own_positions[end - 1] + 1 != a.own_context_lens[s]) return StepVerdict::kRefused;
     if (!resolve(a, begin, end, a.own_rows[s])) return StepVerdict::kRefused;
+    if (a.adapters != nullptr && !copy_adapter(a, s, begin, end)) return StepVerdict::kRefused;
     whole = whole && begin + a.own_context_lens[s] == end;
     a.last_tokens[s] = static_cast<int32_t>(end - 1);
     a.sampled_tokens[s] = a.do_sample[s] != 0 ? a.last_tokens[s] : -1;

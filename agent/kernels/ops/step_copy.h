@@ -12,7 +12,7 @@ struct StepCopyArgs {
   int64_t tokens, seqs, width;
   int32_t decode;  // 1: one token per sequence
   int32_t lowest_token, lowest_slot, lowest_top_logits;  // LAST_TOKEN, PADDING_SLOT, NO_LOGSUMEXP: all negative
-  int64_t vocab_size, max_model_len, block_size, num_blocks, num_rows, max_top_logits;
+  int64_t vocab_size, max_model_len, block_size, num_blocks, num_rows, max_top_logits, max_adapters;
   const int32_t* token_ids;        // [T]; lowest_token means the last token of the batch row
   const int32_t* positions;        // [T]
   const int32_t* slot_mapping;     // [T]
@@ -22,6 +22,7 @@ struct StepCopyArgs {
   const int32_t* rows;             // [S]
   const int32_t* do_sample;        // [S]
   const int32_t* num_top_logits;   // [S]
+  const int32_t* adapters;         // [S] adapter slot of each sequence, -1: none; null: the steps have no adapters
   // [num_rows]: last token of each batch row, negative: there is none; null: lowest_token stays.
   const int32_t* row_last_tokens;
   int32_t* own_token_ids;          // [T]; this array and the following arrays receive the copies
@@ -33,7 +34,8 @@ struct StepCopyArgs {
   int32_t* own_rows;
   int32_t* last_tokens;     // [S] each sequence's last token, as an index from 0 to T - 1
   int32_t* sampled_tokens;  // [S] like last_tokens, but -1 if the sequence does not sample
-  int32_t* counts;          // [3] tokens, sequences, width
+  int32_t* counts;          // [3] tokens, sequences, width; with adapters, see RowAdapters in lora.h for the rest
+  const int32_t* loaded;    // [max_adapters] 1 if the adapter slot has an adapter; no sequence may name another one
 };
 
 // kRefused: a value is out of bounds. kFine: all values are valid. kFineAndWhole: moreover, all sequences start at

@@ -1,0 +1,66 @@
+// LoRA adapters of linear layers: adds scale * B (A x) to the output of a packed weight (linear.h), for each row with
+// the adapter that the row names. A is [rank, depth] and B [columns, rank].
+//
+// The products with A ("shrink") are computed before the linear layer, from the float activations, also for weights
+// that take int8 activations. The epilogue of the linear layer adds the products with B, before bias, SwiGLU and
+// rounding. Rows without an adapter, and layers that an adapter does not change, take no additional work.
+//
+// Arithmetic. It is the same for every batch, tile and thread count. All sums are float32. A shrunk value is the sum
+// over even k plus the sum over odd k, times the scale. The addition to an output is the sum over even ranks plus the
+// sum over odd ranks, each from the lowest rank.
+#pragma once
+#include "../common/types.h"
+
+namespace llmk {
+
+// Indices in the argument `counts` of the operators: the number of rows with an adapter, and the adapter slot of row 0.
+// The slots of the other rows follow; -1 means no adapter. `counts` has these parts only if the server has adapters.
+constexpr int kNumAdapted = 4, kRowAdapters = 5;
+
+constexpr int64_t kRankLanes = 16;
+
+// The adapter of one packed weight. Several layers can be joined to one weight, such as q, k and v. The rows of their
+// matrices A then follow each other, and a vector of 16 columns has only the ranks of its own layers. The vectors are
+// those of the panels in linear.h.
+struct LoraWeight {
+  int32_t dtype;        // DType of `a` and `b`
+  int32_t rank_groups;  // number of groups of 16 rows of A; the last group is filled with zeros
+  int64_t depth;
+  const void* a;        // [rank_groups][depth][16 ranks]
+  const float* scales;  // [rank_groups][16 ranks]
+  const int32_t* first_rank;  // [vectors]
+  const int32_t* num_ranks;   // [vectors]; 0: the adapter does not change these columns
+  const int64_t* begin;       // [vectors] index in `b` of the vector's first element
+  const void* b;              // for each vector: [num_ranks][16 columns]
+};
+
+// The adapters of the rows of a linear layer.
+struct LoraRows {
+  const LoraWeight* const* weights;  // [rows]; null: the row has no adapter of this weight
+  const float* shrunk;               // [rows][stride]: scale * (A x)
+  int64_t stride;
+};
+
+// Up to kShrinkRows rows with the same adapter, whose products with A are computed together.
+constexpr int kShrinkRows = 4;
+struct ShrinkTile {
+  const LoraWeight* weight;
+  const void* x[kShrinkRows];  // [depth] of the weight's type
+  float* out[kShrinkRows];     // [rank_groups][16]
+  int32_t rows;
+};
+
+// Sets the adapter of a packed weight in an adapter slot; null removes it. The caller keeps the memory. No linear layer
+// may run meanwhile.
+void set_adapter(const void* packed_weight, int32_t slot, const LoraWeight* adapter);
+
+// Computes the products with A for the rows of a linear layer. `slots` [rows] has the adapter slot of each row. Returns
+// false if no row has an adapter of this weight. `out` is valid until the calling thread calls this function again.
+bool shrink_rows(const void* packed_weight, const int32_t* slots, int64_t rows, DType dtype, const void* x,
+                 int64_t x_stride, LoraRows* out);
+
+}  // namespace llmk
+
+#ifdef LLMK_ARCH
+#include "lora_shrink.h"
+#endif

@@ -1,0 +1,115 @@
+"""Packs the adapter of one parameter for the kernels. ``agent/kernels/ops/lora.h`` describes the layout.
+
+This module does not import MindSpore.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.kernels.library import structure
+from agent.weights.layout import WeightSpec
+from agent.weights.storage import STORAGE_DTYPES, Array
+
+_LANES = 16
+_PANEL = 64
+_DTYPES = ("float32", "float16", "bfloat16")
+_LoraWeight = structure(
+    "LoraWeight", "int32: dtype rank_groups; int64: depth; pointer: a scales first_rank num_ranks begin b"
+)
+"""A ctypes class with the members of llmk::LoraWeight in ops/lora.h."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleAdapter:
+    """The adapter of one checkpoint tensor, which has some rows (outputs) of a parameter."""
+
+    rows: slice
+    """The rows of the parameter that the tensor has."""
+    scale: float
+    a: Array
+    """[rank, inputs]"""
+    b: Array
+    """[outputs, rank]"""
+
+
+class PackedAdapter:
+    """The adapter of one packed weight. Owns the memory that the kernels read."""
+
+    def __init__(self, spec: WeightSpec, modules: Sequence[ModuleAdapter], dtype: str) -> None:
+        """``modules`` has the adapters of the parameter's tensors, in the order of their rows.
+
+        ``dtype`` is the type of their matrices; the bits of bfloat16 are stored as uint16.
+        """
+        columns, depth = spec.shape
+        storage = STORAGE_DTYPES[dtype]
+        ranks = np.cumsum([0, *(each.a.shape[0] for each in modules)])
+        groups = -(-int(ranks[-1]) // _LANES)
+        a = np.zeros((groups * _LANES, depth), storage)
+        scales = np.zeros(groups * _LANES, np.float32)
+        for each, first, end in zip(modules, ranks, ranks[1:], strict=False):
+            a[first:end], scales[first:end] = each.a, each.scale
+        blocks = [
+            _block(columns_of, modules, ranks, storage)
+            for columns_of in _vectors(columns, is_gated=spec.kind == "gated_linear")
+        ]
+        sizes = [block.size for _, block in blocks]
+        self._arrays: dict[str, npt.NDArray[Any]] = {
+            "a": np.ascontiguousarray(a.reshape(groups, _LANES, depth).transpose(0, 2, 1)),
+            "scales": scales,
+            "first_rank": np.array([first for first, _ in blocks], np.int32),
+            "num_ranks": np.array([block.shape[0] for _, block in blocks], np.int32),
+            "begin": np.cumsum([0, *sizes[:-1]], dtype=np.int64),
+            "b": np.concatenate([block.ravel() for _, block in blocks]),
+        }
+        addresses = {name: array.ctypes.data for name, array in self._arrays.items()}
+        self._struct = _LoraWeight(dtype=_DTYPES.index(dtype), rank_groups=groups, depth=depth, **addresses)
+
+    @property
+    def address(self) -> int:
+        """The address of the structure that describes this adapter to the kernels."""
+        return ctypes.addressof(self._struct)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the packed matrices."""
+        return sum(array.nbytes for array in self._arrays.values())
+
+
+def _vectors(columns: int, *, is_gated: bool) -> Iterator[range]:
+    """Yields the columns of each vector of a packed weight, in the order of its panels (``ops/linear.h``)."""
+    if not is_gated:
+        for first in range(0, -(-columns // _PANEL) * _PANEL, _LANES):
+            yield range(first, max(first, min(first + _LANES, columns)))
+        return
+    half = columns // 2
+    for first in range(0, -(-half // (_PANEL // 2)) * _PANEL // 2, _LANES):
+        width = max(0, min(_LANES, half - first))
+        yield range(first, first + width)
+        yield range(half + first, half + first + width)
+
+
+def _block(
+    columns: range, modules: Sequence[ModuleAdapter], ranks: npt.NDArray[Any], storage: Any
+) -> tuple[int, Array]:
+    """Returns the first rank that changes a vector's columns, and the matrix B of these columns [ranks, 16]."""
+    touched = [
+        index for index, each in enumerate(modules) if each.rows.start < columns.stop and columns.start < each.rows.stop
+    ]
+    if not touched or not columns:
+        return 0, np.zeros((0, _LANES), storage)
+    first = int(ranks[touched[0]])
+    block = np.zeros((int(ranks[touched[-1] + 1]) - first, _LANES), storage)
+    for index in touched:
+        module = modules[index]
+        low, high = max(columns.start, module.rows.start), min(columns.stop, module.rows.stop)
+        rows = slice(int(ranks[index]) - first, int(ranks[index + 1]) - first)
+        values = module.b[low - module.rows.start : high - module.rows.start]
+        block[rows, low - columns.start : high - columns.start] = values.T
+    return first, block
