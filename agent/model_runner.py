@@ -19,6 +19,7 @@ from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
 from agent.kernels import OperatorRefusedError, compiled_sets, kernel_isa, num_threads
 from agent.logits_processors import load_processors
+from agent.lora.store import AdapterStore
 from agent.mask_gate import LogitBias, MaskGate
 from agent.model_loading import LoadedModel, load_model, load_without_network, with_network
 from agent.pooling.pooler import Pooler
@@ -122,6 +123,7 @@ class ModelRunner:
             self._stream = np.zeros(shape, STORAGE_DTYPES[config.model_config.model_dtype])
         self._model: LoadedModel | None = None
         self._graph: StepGraph | None = None
+        self._adapters: AdapterStore | None = None
         self.ahead: StepsAhead | None = None
         """Launches steps ahead if the device does so. None otherwise, and before ``load``."""
         self._seconds = {"import": process_seconds()}
@@ -333,6 +335,17 @@ class ModelRunner:
     def _set_replaying(self, replaying: bool) -> None:
         assert self._graph is not None, "compile() must come before a profile"
         self._graph.set_replaying(replaying)
+
+    def load_adapter(self, slot: int, name: str, num_bytes: int) -> None:
+        """Copies the LoRA adapter in the shared memory ``name`` into an adapter slot. No step may be running.
+
+        Raises the errors of ``AdapterStore.load``.
+        """
+        assert self._model is not None, "load() must come before load_adapter()"
+        if self._adapters is None:
+            dtype, loaded = self._config.model_config.model_dtype, self._reader.buffers.loaded
+            self._adapters = AdapterStore(self._part.whole, dtype, self._model.weights, loaded)
+        self._adapters.load(slot, name, num_bytes)
 
     def step_graph(self) -> StepGraph:
         """Returns the graph that runs all steps. Do not keep it: a failed graph is replaced by a new object."""

@@ -17,9 +17,9 @@ import threading
 import time
 
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.messages import MessageClass, ProfileStart, ProfileStop, Shutdown, Step, message_class
+from llm_serving.ipc.messages import AdapterLoad, MessageClass, ProfileStart, ProfileStop, Shutdown, Step, message_class
 
-QueuedMessage = Step | ProfileStart | ProfileStop | Shutdown
+QueuedMessage = Step | ProfileStart | ProfileStop | AdapterLoad | Shutdown
 """The messages that wait in the queue. The socket thread handles ``Abort`` and ``Status`` immediately."""
 
 

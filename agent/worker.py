@@ -13,6 +13,8 @@ from agent.step_cost import StepCost
 from agent.task_queue import StepComputed, TaskQueue
 from llm_serving.errors import GroupBrokenError, GroupDownError, LLMServingError
 from llm_serving.ipc.messages import (
+    AdapterLoad,
+    AdapterLoaded,
     Decode,
     Failed,
     Move,
@@ -90,11 +92,23 @@ class Worker:
                 ahead.finish_all()
             if isinstance(message, Shutdown):
                 return 0
-            if isinstance(message, ProfileStart):
+            if isinstance(message, AdapterLoad):
+                self._load_adapter(message, runner)
+            elif isinstance(message, ProfileStart):
                 self._server.send(runner.profiling.start(message.seq, message.folder))
             else:
                 self._server.send(runner.profiling.stop(message.seq))
         return 1
+
+    def _load_adapter(self, message: AdapterLoad, runner: ModelRunner) -> None:
+        """Loads a LoRA adapter and replies. An adapter that cannot be loaded does not affect the agent."""
+        error = ""
+        try:
+            runner.load_adapter(message.adapter_slot, message.shm_name, message.num_bytes)
+        except (LLMServingError, OSError, MemoryError) as problem:
+            logger.warning("an adapter could not be loaded: %s", problem)
+            error = str(problem)[:MAX_ERROR_CHARS] or type(problem).__name__
+        self._server.send(AdapterLoaded(seq=message.seq, adapter_slot=message.adapter_slot, error=error))
 
     def _run_step(self, step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner) -> None:
         """Runs one step. If the device runs ahead, only launches the step, and ``runner.ahead`` finishes it later."""

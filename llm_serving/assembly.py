@@ -54,7 +54,10 @@ def make_executors(config: Config, note: ProgressNote, owned: ExitStack) -> list
 def make_engine(
     config: Config, tokenizer: Tokenizer, executors: Sequence[AgentExecutor], log: EventLog, metrics: Metrics
 ) -> AsyncEngine:
-    """Return an engine for these executors, not started, with the flight recorder that the config asks for."""
+    """Return an engine for these executors, not started, with the flight recorder that the config asks for.
+
+    Reads the LoRA adapters of the config. Raises ConfigError if one of them is wrong.
+    """
     from llm_serving.engine.async_engine import AsyncEngine
     from llm_serving.engine.detokenizer import IncrementalDetokenizer
     from llm_serving.flight.setup import recorder_of
@@ -65,7 +68,13 @@ def make_engine(
     def record(scheduler: Scheduler, replica: int) -> FlightRecorder | None:
         return recorder_of(config, scheduler, partial(log.warning, event="flight_recorder"), replica)
 
-    return AsyncEngine(config, tokenizer, executors, new_detokenizer, log, metrics, record=record)
+    engine = AsyncEngine(config, tokenizer, executors, new_detokenizer, log, metrics, record=record)
+    if config.lora_config.adapters:
+        from llm_serving.lora.loading import read_configured
+
+        for adapter in read_configured(config):
+            engine.keep_adapter(adapter.name, adapter.path, adapter.digest, adapter.memory)
+    return engine
 
 
 async def wait_ready(engine: AsyncEngine, is_given_up: Callable[[], bool]) -> bool:

@@ -9,24 +9,37 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from llm_serving.config import Config
 from llm_serving.constraints.token_rules import TokenRules
 from llm_serving.engine.beam_search import BeamSearch, BeamSearchParams, SearchResult
-from llm_serving.engine.core import Abort, Add, Distrust, EngineCore, Probe, Profile, Stop
+from llm_serving.engine.core import (
+    Abort,
+    Add,
+    Distrust,
+    DropAdapter,
+    EngineCore,
+    LoadAdapter,
+    Probe,
+    Profile,
+    Stop,
+)
 from llm_serving.engine.open_request import OpenRequest, PieceSink, PieceStream
-from llm_serving.engine.outputs import CanaryWanted, EngineOutput, ProbeAnswer, ProfileAnswer
+from llm_serving.engine.outputs import AdapterAnswer, CanaryWanted, EngineOutput, ProbeAnswer, ProfileAnswer
 from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, in_ms, receipt_of
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.engine.text_streams import DetokenizerFactory
 from llm_serving.engine.tokenizer import Tokenizer
-from llm_serving.errors import AgentLostError, DeadlineExceededError, QueueFullError, RequestError
+from llm_serving.errors import AgentError, AgentLostError, DeadlineExceededError, QueueFullError, RequestError
 from llm_serving.executor.base import Executor
 from llm_serving.flight.keeping import keep_recording
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.flight.setup import recording_folder
+from llm_serving.ipc.adapters import AdapterMemory
+from llm_serving.lora.registry import Adapter, AdapterRegistry, adapted_salt
 from llm_serving.request import DEFAULT_SCHEDULING, Constraint, Request, RequestOutput, SchedulingParams
 from llm_serving.routing.placement import Routing
 from llm_serving.routing.router import Router
@@ -82,7 +95,12 @@ class AsyncEngine:
         self._searches: dict[str, Request] = {}
         self._probes: list[asyncio.Future[bool]] = []
         self._profile_answer: asyncio.Future[list[dict[str, object]]] | None = None
+        self._adapter_answer: asyncio.Future[str] | None = None
         self._recorders: list[FlightRecorder] = []
+        self.adapters = AdapterRegistry(
+            config.lora_config.max_adapters, on_free=lambda slot: self._core.submit(DropAdapter(slot))
+        )
+        """The LoRA adapters that requests may name. Only the event loop uses it."""
         limits = SchedulerLimits.from_config(config)
         schedulers = [self._recorded(Scheduler(limits), index, record) for index in range(len(executors))]
         routing = Routing(config.parallel_config.routing)
@@ -180,6 +198,41 @@ class AsyncEngine:
         self._core.submit(Profile(folder))
         return await asyncio.wait_for(answer, timeout)
 
+    def keep_adapter(self, name: str, path: str, digest: bytes, memory: AdapterMemory) -> None:
+        """Let the agents load a LoRA adapter when they start. Call this method before ``start``."""
+        slot = self.adapters.take_slot()
+        self._core.keep_adapter(slot, memory)
+        self.adapters.add(Adapter(name, path, digest, slot))
+
+    async def load_adapter(self, name: str, path: str, digest: bytes, memory: AdapterMemory, timeout: float) -> None:
+        """Load a LoRA adapter into all agents, so that requests may name it.
+
+        The engine removes ``memory`` when it is not needed any more, also after an error. Raises AdaptersInUseError if
+        no adapter slot is free, AgentError if an agent cannot load the adapter, and TimeoutError after ``timeout``
+        seconds. Only one call may run at a time.
+        """
+        try:
+            slot = self.adapters.take_slot()
+        except RequestError:
+            memory.close()
+            raise
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._adapter_answer, is_loaded = answer, False
+        try:
+            self._core.submit(LoadAdapter(slot, memory))
+            if self._core.ended and not answer.done():
+                memory.close()
+                raise AgentLostError(f"adapters are not loaded any more: {self._core.stop_reason}")
+            error = await asyncio.wait_for(answer, timeout)
+            if error:
+                raise AgentError(error)
+            self.adapters.add(Adapter(name, path, digest, slot))
+            is_loaded = True
+        finally:
+            self._adapter_answer = None
+            if not is_loaded:
+                self.adapters.give_back(slot)
+
     def queue_full(self, tenant: str = "") -> QueueFullError | None:
         """Return why a new request of ``tenant`` would be refused, or None if it may be accepted.
 
@@ -235,6 +288,7 @@ class AsyncEngine:
         streamed: bool = True,
         quiet: bool = False,
         constraint: Constraint | None = None,
+        adapter: Adapter | None = None,
     ) -> OpenRequest:
         """Serve a request. The engine passes each piece of output to ``sink.push(index, piece)``. The caller must close
         the returned ``OpenRequest``.
@@ -242,7 +296,8 @@ class AsyncEngine:
         ``arrival_time``: when the client's request arrived, on the engine's clock; the default is now. All durations of
         the request begin at this time. ``streamed``: the caller calls ``delivered`` after it has written an output to
         the client. ``quiet``: the request does not appear in the log, the metrics and the receipts. ``constraint``
-        determines which tokens may come next. Requests must not share a ``constraint`` object.
+        determines which tokens may come next. Requests must not share a ``constraint`` object. ``adapter``: the LoRA
+        adapter that changes the model for this request.
 
         Raises RequestError for token ids outside the vocabulary and for an id in use. Raises DeadlineExceededError if
         the deadline has passed, and AgentLostError if the engine has stopped. All other refusals go to ``sink.fail``.
@@ -251,7 +306,13 @@ class AsyncEngine:
             raise RequestError(f"a request with the id {request_id!r} is being served", param="request_id")
         request = self._new_request(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
         request.constraint = constraint if constraint is not None or self._free is None else self._free.start(None)
-        opened = OpenRequest(request, sink, index, self._closed, self._requests, streamed=streamed, quiet=quiet)
+        if adapter is not None:
+            self.adapters.acquire(adapter)
+            request.adapter_slot = adapter.slot
+            request.cache_salt = adapted_salt(adapter.digest, request.cache_salt)
+        opened = OpenRequest(
+            request, sink, index, self._closed, self._requests, streamed=streamed, quiet=quiet, adapter=adapter
+        )
         self._open[request_id] = opened
         self._core.submit(Add(request))
         # The engine thread may have ended without reading the command that adds this request.
@@ -269,6 +330,7 @@ class AsyncEngine:
         arrival_time: float | None = None,
         *,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
+        adapter: Adapter | None = None,
     ) -> SearchResult:
         """Return the most likely outputs of a prompt. Cancel the call to abort it.
 
@@ -278,12 +340,16 @@ class AsyncEngine:
         """
         sampling = SamplingParams(max_tokens=params.max_tokens, temperature=0.0)
         whole = self._new_request(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
-        search = BeamSearch(self.open, whole, params, scheduling, self._clock)
+        search = BeamSearch(partial(self.open, adapter=adapter), whole, params, scheduling, self._clock)
+        if adapter is not None:
+            self.adapters.acquire(adapter)
         self._searches[request_id] = whole
         try:
             return await search.run()
         finally:
             del self._searches[request_id]
+            if adapter is not None:
+                self.adapters.release(adapter)
             output = search.output()
             if output.timings is not None:
                 self._requests.request_end(output, output.timings, whole)
@@ -409,6 +475,8 @@ class AsyncEngine:
         Writes the end of the request to the log.
         """
         del self._open[opened.request.request_id]
+        if opened.adapter is not None:
+            self.adapters.release(opened.adapter)
         if opened.ended is not None:
             opened.ended.set()
         piece = opened.last_piece
@@ -434,6 +502,10 @@ class AsyncEngine:
                 continue
             if isinstance(output, CanaryWanted):
                 self.canary_wanted.set()
+                continue
+            if isinstance(output, AdapterAnswer):
+                if self._adapter_answer is not None and not self._adapter_answer.done():
+                    self._adapter_answer.set_result(output.error)
                 continue
             if isinstance(output, ProfileAnswer):
                 if self._profile_answer is not None and not self._profile_answer.done():

@@ -13,12 +13,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm_serving.engine.adapters import AgentAdapters
 from llm_serving.engine.outputs import CanaryWanted, EngineOutput, ProbeAnswer, ProfileAnswer, RequestRefused
 from llm_serving.engine.replica import Replica
 from llm_serving.engine.state_line import StateLine
 from llm_serving.engine.text_streams import DetokenizerFactory, TextStreams
 from llm_serving.errors import AgentLostError, LLMServingError, QueueFullError, RequestError
-from llm_serving.executor.base import AgentLost, AgentProfiled, AgentReady, Executor, ExecutorEvent, Poll, poll_all
+from llm_serving.executor.base import (
+    AdapterAnswered,
+    AgentLost,
+    AgentProfiled,
+    AgentReady,
+    Executor,
+    ExecutorEvent,
+    Poll,
+    poll_all,
+)
+from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.request import Request
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import RequestFront, StepSource
@@ -71,13 +82,32 @@ class Distrust:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Command to the engine thread: load a LoRA adapter into an adapter slot of all agents.
+
+    When the agents of all ready replicas have replied, the engine delivers an ``AdapterAnswer``. The engine removes the
+    shared memory when it is not needed any more.
+    """
+
+    slot: int
+    memory: AdapterMemory
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """Command to the engine thread: forget the LoRA adapter of an adapter slot, and remove its shared memory."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Command to the engine thread: end every request with an error, then end the engine loop."""
 
     reason: str = "the server is shutting down"
 
 
-Command = Add | Abort | Probe | Profile | Distrust | Stop
+Command = Add | Abort | Probe | Profile | Distrust | LoadAdapter | DropAdapter | Stop
 
 
 class EngineCore:
@@ -132,6 +162,7 @@ class EngineCore:
             )
             for index, (scheduler, executor) in enumerate(replicas)
         ]
+        self._adapters = AgentAdapters(self._replicas)
         self._commands: deque[Command] = deque()
         self._outputs: list[EngineOutput] = []
         self._probed: set[int] = set()
@@ -175,6 +206,10 @@ class EngineCore:
         """
         return self._front.queue_full(tenant)
 
+    def keep_adapter(self, slot: int, memory: AdapterMemory) -> None:
+        """Let the agents load a LoRA adapter when they start. Call this method before the engine thread starts."""
+        self._adapters.load(slot, memory)
+
     def note_end(self) -> None:
         """Record that the engine thread has ended.
 
@@ -202,8 +237,12 @@ class EngineCore:
             self._outputs += self._texts.abandon_all(self.stop_reason, self._clock())
         self.ended = True
         while self._commands:
-            if isinstance(command := self._commands.popleft(), Add):
+            command = self._commands.popleft()
+            if isinstance(command, Add):
                 self._add(command.request, self._clock())
+            elif isinstance(command, LoadAdapter):
+                self._outputs += self._adapters.refuse(command.slot, command.memory)
+        self._outputs += self._adapters.close()
         self._hand_over()
 
     def step(self) -> None:
@@ -260,6 +299,10 @@ class EngineCore:
                 self._profile(command.folder)
             elif isinstance(command, Distrust):
                 self._replicas[command.replica].executor.distrust("canary", command.reason)
+            elif isinstance(command, LoadAdapter):
+                self._outputs += self._adapters.load(command.slot, command.memory)
+            elif isinstance(command, DropAdapter):
+                self._adapters.drop(command.slot)
             else:
                 self._give_up(command.reason, now)
                 self._running = False
@@ -279,6 +322,8 @@ class EngineCore:
             self._lose_agent(replica, event, now)
         elif isinstance(event, AgentProfiled):
             self._note_profile(replica, event.agents)
+        elif isinstance(event, AdapterAnswered):
+            self._outputs += self._adapters.answer(replica.index, event.slot, event.error)
         else:
             self._answer_probe(replica)
 
@@ -413,6 +458,7 @@ class EngineCore:
         if len(self._probed) > 1:
             self._answer_probe(replica)
         self._note_profile(replica, [{"replica": replica.index, "error": f"the agents were lost: {event.error}"}])
+        self._outputs += self._adapters.lose(replica.index)
 
     def _note_failed_check(self, replica: Replica, event: AgentLost) -> None:
         self._metrics.self_check(event.failed_check, "failed")

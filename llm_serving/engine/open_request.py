@@ -22,6 +22,7 @@ from llm_serving.engine.outputs import MERGE_AT, merge_outputs
 from llm_serving.engine.receipts import RequestReceipt, receipt_of
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.errors import LLMServingError
+from llm_serving.lora.registry import Adapter
 from llm_serving.request import Request, RequestOutput, RequestTimings
 from llm_serving.telemetry.receipt import microseconds
 from llm_serving.telemetry.statistics import time_per_output_token
@@ -47,8 +48,23 @@ class OpenRequest:
     times are on the engine's clock.
     """
 
-    __slots__ = ("_closed_at", "_first", "_last", "_on_close", "_requests", "ended", "index", "is_closed", "is_ended",
-                 "last_piece", "quiet", "request", "sink", "streamed")  # fmt: skip
+    __slots__ = (
+        "_closed_at",
+        "_first",
+        "_last",
+        "_on_close",
+        "_requests",
+        "adapter",
+        "ended",
+        "index",
+        "is_closed",
+        "is_ended",
+        "last_piece",
+        "quiet",
+        "request",
+        "sink",
+        "streamed",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -60,6 +76,7 @@ class OpenRequest:
         *,
         streamed: bool,
         quiet: bool = False,
+        adapter: Adapter | None = None,
     ) -> None:
         self.request = request
         self.sink = sink
@@ -68,6 +85,8 @@ class OpenRequest:
         self.streamed = streamed
         self.quiet = quiet
         """True for an internal request, which a beam search makes for each token. The log has no line for its end."""
+        self.adapter = adapter
+        """The LoRA adapter that the request uses, or None."""
         self.ended: asyncio.Event | None = None
         """Set when the request ends, if its reader closed it before."""
         self.is_closed = False

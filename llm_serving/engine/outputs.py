@@ -34,6 +34,14 @@ class ProfileAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterAnswer:
+    """All agents have replied to a ``LoadAdapter`` command. ``error`` is empty on success."""
+
+    slot: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class CanaryWanted:
     """The canary must run soon. The canary is a request with a known output, which shows whether the agents compute
     correctly.
@@ -42,7 +50,7 @@ class CanaryWanted:
     """
 
 
-EngineOutput = RequestOutput | RequestRefused | ProbeAnswer | ProfileAnswer | CanaryWanted
+EngineOutput = RequestOutput | RequestRefused | ProbeAnswer | ProfileAnswer | AdapterAnswer | CanaryWanted
 
 
 def merge_outputs(pieces: Sequence[RequestOutput]) -> RequestOutput:

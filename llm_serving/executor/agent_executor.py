@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentLostError, AgentStartError, SelfCheckError
+from llm_serving.executor.adapter_slots import AdapterSlots
 from llm_serving.executor.agent_group import AgentGroup
 from llm_serving.executor.agent_link import AgentLink, ProgressReport
 from llm_serving.executor.agent_states import AgentStates, Restarts
@@ -28,6 +29,7 @@ from llm_serving.executor.base import AgentLost, AgentProfiled, AgentReady, Exec
 from llm_serving.executor.step_slots import StepSlots
 from llm_serving.executor.vitals import Vitals
 from llm_serving.ipc import messages
+from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.ipc.messages import AgentMessage
 from llm_serving.ipc.shm import StepSlot
 from llm_serving.model.parallel import group_ranks
@@ -69,6 +71,7 @@ class AgentExecutor:
         self._profiled: dict[int, dict[str, object]] = {}
         self._restarts = Restarts(config.serving_config.agent_restart_limit)
         self._agent_states = AgentStates(config, replica, listeners, self._restarts)
+        self._adapters = AdapterSlots(len(self._ranks))
 
     def start(self) -> None:
         """Start the agents. ``poll`` then reports ``AgentReady`` or a final ``AgentLost``."""
@@ -111,6 +114,16 @@ class AgentExecutor:
             seq = self._control_number()
             start_or_stop = messages.ProfileStop(seq=seq) if folder is None else None
             self._group.send(start_or_stop or messages.ProfileStart(seq=seq, folder=str(folder)))
+
+    def load_adapter(self, slot: int, memory: AdapterMemory) -> None:
+        if self._group is None or not self._group.is_ready:
+            self._adapters.keep(slot, memory)
+            return
+        self._adapters.load(slot, memory, self._steps.slot_of)
+        self._send_adapters()
+
+    def drop_adapter(self, slot: int) -> None:
+        self._adapters.drop(slot)
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
         """Wait for the agents, a deadline or a wake-up. Every change of an agent's state becomes an event."""
@@ -210,21 +223,33 @@ class AgentExecutor:
         self._vitals = Vitals(pids, self._ranks.start, may_sleep=self._config.device != "CPU")
         if self._agent_states.is_wanted:
             self.request_status()
+        for message in self._adapters.again(self._control_number):
+            group.send(message)
         return AgentReady(group.summary)
 
     def _on_message(self, member: int, message: AgentMessage) -> ExecutorEvent | None:
         if isinstance(message, messages.StepDone | messages.StepFailed):
-            return self._steps.take(member, message)
+            result = self._steps.take(member, message)
+            if self._adapters.is_loading:
+                self._send_adapters()
+            return result
         if isinstance(message, messages.Unhealthy):
             raise SelfCheckError(f"agent {self._ranks[member]}: {message.error}", "row", message.seq)
         if isinstance(message, messages.StatusReply):
             assert self._group is not None
             return self._agent_states.add(member, message, self._group.links)
+        if isinstance(message, messages.AdapterLoaded):
+            return self._adapters.take(message)
         if isinstance(message, messages.ProfileReply):
             self._profiled[member] = {"rank": self._ranks[member], **msgspec.to_builtins(message)}
             if len(self._profiled) == len(self._ranks):
                 return AgentProfiled([self._profiled[each] for each in sorted(self._profiled)])
         return None
+
+    def _send_adapters(self) -> None:
+        assert self._group is not None
+        for message in self._adapters.due(self._control_number, self._steps.slot_of):
+            self._group.send(message)
 
     def _control_number(self) -> int:
         self._control_seq += 1
@@ -237,6 +262,7 @@ class AgentExecutor:
         """
         failures = self._steps.join.take_failures() if self._steps.join is not None else []
         events: list[ExecutorEvent] = [StepResult(seq, error=text) for seq, text in failures]
+        self._adapters.lose()
         check, step = (error.check, error.step) if isinstance(error, SelfCheckError) else ("", None)
         self._distrusted = None
         if self._group is not None:

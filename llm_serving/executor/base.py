@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from llm_serving.ipc.adapters import AdapterMemory
+
 
 @dataclass(frozen=True, slots=True)
 class AgentReady:
@@ -63,7 +65,16 @@ class AgentProfiled:
     """Rank, error and summary of each agent."""
 
 
-ExecutorEvent = StepResult | AgentReady | AgentLost | AgentStatus | AgentProfiled
+@dataclass(frozen=True, slots=True)
+class AdapterAnswered:
+    """Every agent replied to a ``load_adapter``."""
+
+    slot: int
+    error: str = ""
+    """Why the adapter could not be loaded. Empty on success."""
+
+
+ExecutorEvent = StepResult | AgentReady | AgentLost | AgentStatus | AgentProfiled | AdapterAnswered
 
 
 class Executor(Protocol):
@@ -101,6 +112,17 @@ class Executor(Protocol):
 
         ``poll`` reports ``AgentProfiled`` when all have replied.
         """
+
+    def load_adapter(self, slot: int, memory: AdapterMemory) -> None:
+        """Load a LoRA adapter into an adapter slot of every agent, after the steps in flight.
+
+        ``poll`` reports ``AdapterAnswered`` when all agents have replied, unless they are not ready or are lost before.
+        New agents load the adapter again, before their first step. This ends when another adapter takes the slot or
+        ``drop_adapter`` is called.
+        """
+
+    def drop_adapter(self, slot: int) -> None:
+        """Forget the adapter of a slot. Restarted agents do not load it again."""
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
         """Return the next events in order. If there are none, wait up to ``timeout_s``, or without limit if it is None.

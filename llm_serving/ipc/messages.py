@@ -16,6 +16,8 @@ A message names a step slot and a sequence number. It never contains an array. M
       |--- Masks -------------------------->|   the masks of step n are in its slot
       | <------------------- StepDone ------|
       | <------------------- Unhealthy -----|   a self-check failed; the server restarts the agent
+      |--- AdapterLoad ------------------->|   the LoRA adapter of an adapter slot
+      | <------------------- AdapterLoaded -|
       |--- Abort | Status | Shutdown ------>|
       |--- ProfileStart | ProfileStop ----->|
       | <------------------- ProfileReply --|
@@ -32,7 +34,7 @@ import msgspec
 
 from llm_serving.errors import ProtocolError
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 NONCE_BYTES = 16
 
 UInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -204,6 +206,26 @@ class ProfileReply(Message, frozen=True, tag="profile_reply"):
     note: LongText = ""
 
 
+class AdapterLoad(Message, frozen=True, tag="adapter_load"):
+    """Server to agent: copy the LoRA adapter in the shared memory ``shm_name`` into adapter slot ``adapter_slot``.
+
+    No step in flight names this adapter slot.
+    """
+
+    seq: UInt
+    adapter_slot: UInt
+    shm_name: ShortText
+    num_bytes: UInt
+
+
+class AdapterLoaded(Message, frozen=True, tag="adapter_loaded"):
+    """Agent to server: the reply to ``AdapterLoad`` with the same ``seq``. ``error`` is empty on success."""
+
+    seq: UInt
+    adapter_slot: UInt
+    error: LongText = ""
+
+
 class Shutdown(Message, frozen=True, tag="shutdown"):
     """Server to agent: end now. There is no reply; the connection closes."""
 
@@ -255,10 +277,31 @@ Step = Prefill | Decode | Move
 """A message with a slot. The agent replies with ``StepDone`` or ``StepFailed``."""
 
 ServerMessage = (
-    Connect | Prefill | Decode | Move | Masks | Bias | Abort | Status | ProfileStart | ProfileStop | Shutdown
+    Connect
+    | Prefill
+    | Decode
+    | Move
+    | Masks
+    | Bias
+    | Abort
+    | Status
+    | ProfileStart
+    | ProfileStop
+    | AdapterLoad
+    | Shutdown
 )
 AgentMessage = (
-    Challenge | Connected | Progress | Ready | Failed | StepDone | StepFailed | Unhealthy | StatusReply | ProfileReply
+    Challenge
+    | Connected
+    | Progress
+    | Ready
+    | Failed
+    | StepDone
+    | StepFailed
+    | Unhealthy
+    | StatusReply
+    | ProfileReply
+    | AdapterLoaded
 )
 
 _M = TypeVar("_M")

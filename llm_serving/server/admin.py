@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from llm_serving.errors import RequestError
 from llm_serving.sampling_params import PARAMETERS
+from llm_serving.server.adapters import adapter_json
 from llm_serving.server.body import json_response, read_request
 from llm_serving.server.guard import is_on_this_machine
 from llm_serving.server.limits import MAX_CHOICES, MAX_DETOKENIZE, MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES
@@ -62,14 +63,15 @@ class DetokenizeRequest(StrictModel):
 
 
 async def _list_models(state: ServerState, request: Request) -> Response:
-    visit = visit_of(request)
-    may_use = visit is None or visit.may_use(state.engine.model_name)
-    return json_response({"object": "list", "data": [_model(state)] if may_use else []})
+    visit, adapters = visit_of(request), state.engine.adapters.adapters
+    models = [_model(state), *(adapter_json(state, adapter) for adapter in adapters)]
+    usable = [model for model in models if visit is None or visit.may_use(model["id"])]
+    return json_response({"object": "list", "data": usable})
 
 
 async def _get_model(state: ServerState, request: Request) -> Response:
-    state.check_model(request.path_params["name"])
-    return json_response(_model(state))
+    adapter = state.find_adapter(request.path_params["name"])
+    return json_response(_model(state) if adapter is None else adapter_json(state, adapter))
 
 
 def _model(state: ServerState) -> dict[str, Any]:

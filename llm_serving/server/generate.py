@@ -73,7 +73,8 @@ async def generate(state: ServerState, request: Request, *, stream: bool = False
     body = await read_request(GenerateRequest, request, state.settings.max_body_bytes)
     parameters = body.parameters or GenerateParameters()
     stream = stream or bool(body.stream)
-    generation = Generation(state, request, "generate", "gen", body, stream=stream)
+    model = request.path_params.get("name")
+    generation = Generation(state, request, "generate", "gen", body, stream=stream, model=model)
     [prompt] = await resolve_prompts(state, [body.inputs], "inputs")
     name = "parameters.max_new_tokens"
     max_tokens = max_output_tokens(len(prompt.token_ids), parameters.max_new_tokens, state.settings, name)

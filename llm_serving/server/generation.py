@@ -66,8 +66,17 @@ class Generation:
     """The sequences of one HTTP request: its ``choices`` in the engine, from ``open`` to ``close``."""
 
     def __init__(
-        self, state: ServerState, request: Request, api: str, id_prefix: str, fields: SchedulingFields, *, stream: bool
+        self,
+        state: ServerState,
+        request: Request,
+        api: str,
+        id_prefix: str,
+        fields: SchedulingFields,
+        *,
+        stream: bool,
+        model: str | None = None,
     ) -> None:
+        """``model`` is the name in the request: the served model, an adapter, or None."""
         if state.settings.pooling is not None and api not in POOLED_APIS:
             raise RequestError(
                 "This server computes embeddings, scores or classes and generates no text; start it with "
@@ -76,8 +85,10 @@ class Generation:
             )
         self.state = state
         self._visit = visit_of(request)
+        self.adapter = state.find_adapter(model)
+        """The LoRA adapter that the request names, or None."""
         if self._visit is not None:
-            self._visit.check_model(state.engine.model_name)
+            self._visit.check_model(self.model_name)
         self.scheduling = scheduling_of(fields, request, state.settings)
         self.return_receipt = bool(fields.return_receipt)
         self._received_at: float = request.scope[RECEIVED_AT]
@@ -96,6 +107,11 @@ class Generation:
         self._searches: list[str] = []
         self._watches: dict[int, ThinkingWatch] = {}
         request.scope[GENERATION] = self
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model in the response: that of the adapter, or of the served model."""
+        return self.state.engine.model_name if self.adapter is None else self.adapter.name
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -167,6 +183,7 @@ class Generation:
                 opened = self.state.engine.open(
                     choice.request_id, choice.prompt.token_ids, choice.sampling, sink, self._received_at,
                     index=choice.index, scheduling=scheduling, streamed=streamed, constraint=constraint,
+                    adapter=self.adapter,
                 )  # fmt: skip
             except RequestError as error:
                 self._log_arrival(choice)
@@ -215,7 +232,9 @@ class Generation:
         # The number that counts against the quota if the search is aborted.
         num_output_tokens = params.width * params.max_tokens
         try:
-            result = await self.state.engine.search(name, prompt, params, self._received_at, scheduling=self.scheduling)
+            result = await self.state.engine.search(
+                name, prompt, params, self._received_at, scheduling=self.scheduling, adapter=self.adapter
+            )
             num_output_tokens = sum(len(beam.token_ids) for beam in result.beams)
         except RequestError as error:
             num_output_tokens = 0
@@ -255,6 +274,8 @@ class Generation:
             "max_tokens": choice.sampling.max_tokens,
             "stream": self.stream,
         }
+        if self.adapter is not None:
+            fields["adapter"] = self.adapter.name
         fields.update(_scheduling_fields(self.scheduling))
         if self.state.settings.log_prompts:
             fields["prompt"] = choice.prompt.as_text(self.state.engine.tokenizer)

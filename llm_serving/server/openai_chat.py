@@ -114,7 +114,7 @@ async def start_chat(
     """
     _check(body)
     check_tool_fields(state, body)
-    generation = Generation(state, request, api, id_prefix, body, stream=bool(body.stream))
+    generation = Generation(state, request, api, id_prefix, body, stream=bool(body.stream), model=body.model)
     generation.choices, plan = await _choices(state, body, generation.request_id)
     generation.watch_reasoning(plan)
     state.check_ready()

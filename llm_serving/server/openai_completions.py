@@ -81,7 +81,7 @@ async def _create_completion(state: ServerState, request: Request) -> AnyRespons
     body = await read_request(CompletionRequest, request, state.settings.max_body_bytes)
     state.check_model(body.model)
     _check(body)
-    generation = Generation(state, request, "completions", "cmpl", body, stream=bool(body.stream))
+    generation = Generation(state, request, "completions", "cmpl", body, stream=bool(body.stream), model=body.model)
     generation.choices = await _choices(state, body, generation.request_id)
     state.check_ready()
     if body.stream:

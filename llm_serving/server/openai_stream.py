@@ -148,7 +148,7 @@ def _head(generation: Generation, kind: str) -> dict[str, Any]:
         "id": generation.request_id,
         "object": kind,
         "created": generation.created,
-        "model": generation.state.engine.model_name,
+        "model": generation.model_name,
     }
 
 

@@ -6,6 +6,7 @@ To add an endpoint, write a module with an ``ENDPOINTS`` tuple and add one line 
 from __future__ import annotations
 
 from llm_serving.server import (
+    adapters,
     admin,
     chat,
     classification,
@@ -35,6 +36,7 @@ ENDPOINTS = (
     *chat.ENDPOINTS,
     *receipts.ENDPOINTS,
     *profile.ENDPOINTS,
+    *adapters.ENDPOINTS,
     *admin.ENDPOINTS,
     *pages.ENDPOINTS,
 )

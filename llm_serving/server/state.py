@@ -19,6 +19,7 @@ from llm_serving.constraints.compiler import GrammarCompiler
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.chat_template import ChatTemplate
 from llm_serving.errors import ModelNotFoundError
+from llm_serving.lora.registry import Adapter
 from llm_serving.model.pooling import Pooling
 from llm_serving.parsing.formats import AUTO, OutputFormat
 from llm_serving.server.batches.store import BatchStore
@@ -173,6 +174,8 @@ class ServerState:
     """Traces requests. None if traces are off."""
     active: ActiveRequests = field(default_factory=ActiveRequests)
     profile: RunningProfile = field(default_factory=RunningProfile)
+    adapters_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while an adapter is loaded or unloaded."""
     loop_watch: LoopWatch = field(default_factory=LoopWatch)
     body_bytes: int = 0
     """Bytes of all request bodies that are being read or parsed."""
@@ -207,12 +210,24 @@ class ServerState:
                 del full  # breaks a reference cycle: the error's traceback refers to this frame
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFoundError unless ``name`` is the name of the served model or None."""
-        if name is not None and name != self.engine.model_name:
+        """Raise ModelNotFoundError unless ``name`` is the name of the served model, of an adapter, or None."""
+        self.find_adapter(name)
+
+    def find_adapter(self, name: str | None) -> Adapter | None:
+        """Return the LoRA adapter ``name``, or None if ``name`` is the name of the served model or None.
+
+        Raises ModelNotFoundError for any other name.
+        """
+        if name is None or name == self.engine.model_name:
+            return None
+        adapter = self.engine.adapters.find(name)
+        if adapter is None:
             raise ModelNotFoundError(
-                f"The model {short(name)} does not exist; this server serves {short(self.engine.model_name)}.",
+                f"The model {short(name)} does not exist; this server serves {short(self.engine.model_name)}"
+                f"{' and its loaded adapters' if self.engine.adapters.max_adapters else ''}.",
                 param="model",
             )
+        return adapter
 
     def check_ready(self) -> None:
         """Raise UnavailableError while the server cannot serve requests."""

@@ -124,6 +124,19 @@ EVENTS: Mapping[str, LogEvent] = {
         "The profile of the agents has ended.",
         {"folder": "folder of the files", "agents": "number of agents", "message": "errors of agents; usually empty"},
     ),
+    "adapter_loaded": LogEvent(
+        "A LoRA adapter was loaded.",
+        {
+            "name": "name of the adapter",
+            "path": "folder of the adapter",
+            "digest": "digest of the adapter's files",
+            "seconds": "time that the load took",
+        },
+    ),
+    "adapter_unloaded": LogEvent(
+        "A LoRA adapter was unloaded. Its open requests continue.",
+        {"name": "name of the adapter", "path": "folder of the adapter", "digest": "digest of the adapter's files"},
+    ),
     "agent_ready": LogEvent(
         "An agent has loaded, compiled and warmed up.",
         {
@@ -173,6 +186,7 @@ EVENTS: Mapping[str, LogEvent] = {
             "prompt_tokens": "length of the prompt",
             "max_tokens": "maximum number of new tokens",
             "stream": "true for a streamed response",
+            "adapter": "name of the LoRA adapter; only if the request names one",
             "prompt": "text of the prompt; only with log_config.log_prompts",
             "ttft_objective_ms": "objective for the first token; only if the request states one",
             "tbt_objective_ms": "objective for the time between tokens; only if the request states one",

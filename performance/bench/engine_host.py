@@ -130,6 +130,10 @@ class InstantExecutor:
 
     def profile(self, folder: str | None) -> None: ...
 
+    def load_adapter(self, slot: int, memory: object) -> None: ...
+
+    def drop_adapter(self, slot: int) -> None: ...
+
     def agents(self) -> list[dict[str, object]]:
         return []
 

@@ -43,6 +43,12 @@ class PipeExecutor:
     def request_status(self) -> None:
         raise AssertionError
 
+    def load_adapter(self, slot: int, memory: object) -> None:
+        raise AssertionError
+
+    def drop_adapter(self, slot: int) -> None:
+        raise AssertionError
+
     def profile(self, folder: str | None) -> None:
         raise AssertionError
 

@@ -19,11 +19,18 @@ POOLED = {
 BASE = "http://127.0.0.1:8835"
 
 
-def refusal_of(path: str) -> str | None:
-    """Returns the code with which the server of these tests refuses a path. None if the server accepts it."""
+def refusal_of(path: str) -> tuple[int, str] | None:
+    """Returns the status and the code with which the server of these tests refuses a path.
+
+    None if the server accepts it.
+    """
     if path.startswith(("/v1/files", "/v1/batches")):
-        return "batches_off"
-    return "unsupported_task" if path in POOLED else None
+        return 400, "batches_off"
+    if path == "/v1/load_lora_adapter":
+        return 400, "invalid_adapter"
+    if path == "/v1/unload_lora_adapter":
+        return 404, "model_not_found"
+    return (400, "unsupported_task") if path in POOLED else None
 
 
 def examples() -> list[tuple[str, str, str | None]]:
@@ -66,8 +73,8 @@ def test_the_example_works(server, method, path, body):
     content = None if body is None else json.dumps(json.loads(body))
     headers = {} if body is None else {"Content-Type": "application/json"}
     response = server.http.request(method, path.replace("MODEL", MODEL_NAME), content=content, headers=headers)
-    if (code := refusal_of(path)) is not None:
-        assert (response.status_code, response.json()["error"]["code"]) == (400, code)
+    if (refusal := refusal_of(path)) is not None:
+        assert (response.status_code, response.json()["error"]["code"]) == refusal
         return
     assert response.status_code == 200, response.text
     streams = body is not None and ("stream" in path or '"stream": true' in body)
@@ -78,7 +85,7 @@ def test_the_example_works(server, method, path, body):
 def test_the_examples_of_the_docs_page_work(server, endpoint):
     path = endpoint.path.replace("{name}", MODEL_NAME)
     response = server.http.post(path, json=json.loads(endpoint.example))
-    if (code := refusal_of(path)) is not None:
-        assert (response.status_code, response.json()["error"]["code"]) == (400, code)
+    if (refusal := refusal_of(path)) is not None:
+        assert (response.status_code, response.json()["error"]["code"]) == refusal
         return
     assert response.status_code == 200, response.text

@@ -16,6 +16,7 @@ from llm_serving.engine.open_request import PieceSink
 from llm_serving.engine.receipts import RequestReceipt
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import QueueFullError
+from llm_serving.lora.registry import Adapter, AdapterRegistry
 from llm_serving.request import (
     DEFAULT_SCHEDULING,
     Blocked,
@@ -58,6 +59,7 @@ class Submitted:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     scheduling: SchedulingParams = DEFAULT_SCHEDULING
+    adapter: Adapter | None = None
     num_pieces: int = 0
     streamed: bool = True
     arrival_time: float | None = None
@@ -128,6 +130,7 @@ class FakeEngine:
         self.tokenizer = tokenizer
         self.model_name = MODEL_NAME
         self.max_model_len = 128
+        self.adapters = AdapterRegistry(0)
         self.reset()
 
     def reset(self) -> None:
@@ -198,6 +201,7 @@ class FakeEngine:
         arrival_time: float | None = None,
         *,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
+        adapter: Adapter | None = None,
     ) -> SearchResult:
         """Returns ``beams`` after ``delay_s``, as the result of a beam search."""
         record = Submitted(request_id, list(prompt_token_ids), SamplingParams(), scheduling)
@@ -232,10 +236,11 @@ class FakeEngine:
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
         streamed: bool = True,
         constraint: Constraint | None = None,
+        adapter: Adapter | None = None,
     ) -> FakeOpenRequest:
         record = Submitted(
             request_id, list(prompt_token_ids), sampling, scheduling, streamed=streamed, arrival_time=arrival_time,
-            constraint=constraint,
+            constraint=constraint, adapter=adapter,
         )  # fmt: skip
         refuse = self.refuse if len(self.submitted) >= (self.refuse_after or 0) else None
         if refuse is None:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llm_serving.executor.base import AgentLost, AgentProfiled, AgentReady, AgentStatus, ExecutorEvent
+from llm_serving.executor.base import AdapterAnswered, AgentLost, AgentProfiled, AgentReady, AgentStatus, ExecutorEvent
+from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.request import FinishReason, Request, RequestOutput, RequestTimings
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
@@ -79,6 +80,9 @@ class FakeExecutor:
         self.aborted: list[int] = []
         self.masks: dict[int, list[Any]] = {}
         """The masks of each step that has some."""
+        self.adapters: dict[int, str] = {}
+        """The name of the shared memory of the adapter in each slot."""
+        self.adapter_error = ""
         self.polls = 0
         self.step_seconds = 0.0
         self.step_error: str | None = None
@@ -114,6 +118,13 @@ class FakeExecutor:
 
     def publish_masks(self, seq: int, masks: Sequence[Any]) -> None:
         self.masks[seq] = list(masks)
+
+    def load_adapter(self, slot: int, memory: AdapterMemory) -> None:
+        self.adapters[slot] = memory.name
+        self.push(AdapterAnswered(slot, self.adapter_error))
+
+    def drop_adapter(self, slot: int) -> None:
+        del self.adapters[slot]
 
     def request_status(self) -> None:
         self.push(AgentStatus(self.agents()))

@@ -76,6 +76,7 @@ async def served(**limits: object) -> AsyncIterator[Served]:
         speculative_config=SimpleNamespace(method="off"),
         model_config=SimpleNamespace(logits_processors=()),
         log_config=SimpleNamespace(state_interval_s=60.0),
+        lora_config=SimpleNamespace(max_adapters=0),
         scheduler_config=SimpleNamespace(ttft_objective_ms=500.0, tbt_objective_ms=50.0),
     )
     with pytest.MonkeyPatch.context() as patch:

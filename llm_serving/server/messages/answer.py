@@ -85,7 +85,7 @@ def _encoded(event: dict[str, Any]) -> bytes:
 
 
 def _head(generation: Generation) -> dict[str, Any]:
-    model = generation.state.engine.model_name
+    model = generation.model_name
     return {"id": generation.request_id, "type": "message", "role": "assistant", "model": model}
 
 

@@ -1,0 +1,94 @@
+"""The adapter slots of a group of agents: sends adapters to the agents, and again after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from llm_serving.errors import AgentLostError
+from llm_serving.executor.base import AdapterAnswered
+from llm_serving.ipc import messages
+from llm_serving.ipc.adapters import AdapterMemory
+
+
+@dataclass(slots=True)
+class _Loading:
+    """An adapter that the agents load. ``steps`` are the steps in flight that must end before."""
+
+    slot: int
+    memory: AdapterMemory
+    steps: set[int]
+    replies: list[str] = field(default_factory=list)
+    """The errors of the agents that have replied. Empty texts mean success."""
+
+
+class AdapterSlots:
+    """The adapters that the agents of a group have, and the adapter that they are loading."""
+
+    def __init__(self, num_agents: int) -> None:
+        self._num_agents = num_agents
+        self._resident: dict[int, AdapterMemory] = {}
+        self._loading: _Loading | None = None
+        self._unanswered = 0
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether an adapter waits for steps in flight, or for replies of the agents."""
+        return self._loading is not None
+
+    def load(self, slot: int, memory: AdapterMemory, steps: Iterable[int]) -> None:
+        """Begin to load an adapter after ``steps``, the steps in flight. One adapter is loaded at a time."""
+        self._resident[slot] = memory
+        self._loading = _Loading(slot, memory, set(steps))
+
+    def keep(self, slot: int, memory: AdapterMemory) -> None:
+        """Load an adapter when the agents become ready."""
+        self._resident[slot] = memory
+
+    def drop(self, slot: int) -> None:
+        """Do not load the adapter of a slot again."""
+        self._resident.pop(slot, None)
+
+    def due(self, number: Callable[[], int], in_flight: Iterable[int]) -> list[messages.AdapterLoad]:
+        """Return the message for the adapter that is being loaded, once all steps before it have ended."""
+        loading = self._loading
+        if loading is None or self._unanswered:
+            return []
+        loading.steps.intersection_update(in_flight)
+        if loading.steps:
+            return []
+        self._unanswered = self._num_agents
+        return [_message(number(), loading.slot, loading.memory)]
+
+    def again(self, number: Callable[[], int]) -> list[messages.AdapterLoad]:
+        """Return the messages for new agents: one for each adapter."""
+        self._loading = None
+        self._unanswered = self._num_agents * len(self._resident)
+        return [_message(number(), slot, memory) for slot, memory in sorted(self._resident.items())]
+
+    def lose(self) -> None:
+        """Note that the agents were lost. The next agents load all adapters, also the one that was being loaded."""
+        self._loading, self._unanswered = None, 0
+
+    def take(self, reply: messages.AdapterLoaded) -> AdapterAnswered | None:
+        """Note the reply of one agent. Returns the answer after the last reply to ``load``.
+
+        Raises AgentLostError if restarted agents cannot load an adapter that they had before.
+        """
+        self._unanswered -= 1
+        if self._loading is None:
+            if reply.error:
+                raise AgentLostError(f"an adapter could not be loaded again: {reply.error}")
+            return None
+        self._loading.replies.append(reply.error)
+        if self._unanswered:
+            return None
+        loading, self._loading = self._loading, None
+        error = next(filter(None, loading.replies), "")
+        if error:
+            self._resident.pop(loading.slot, None)
+        return AdapterAnswered(loading.slot, error)
+
+
+def _message(seq: int, slot: int, memory: AdapterMemory) -> messages.AdapterLoad:
+    return messages.AdapterLoad(seq=seq, adapter_slot=slot, shm_name=memory.name, num_bytes=memory.num_bytes)

@@ -1,0 +1,59 @@
+"""Reads adapters into the shared memory from which the agents load them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_serving.config import Config
+from llm_serving.errors import AdapterError, ConfigError
+from llm_serving.ipc.adapters import AdapterMemory
+from llm_serving.lora.peft import read_adapter
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredAdapter:
+    """An adapter of ``lora_config.adapters``, which is loaded at the start."""
+
+    name: str
+    path: str
+    digest: bytes
+    memory: AdapterMemory
+
+
+def read_into_memory(folder: Path, config: Config) -> tuple[bytes, AdapterMemory]:
+    """Return the digest of an adapter and the shared memory with its matrices, which the caller must close.
+
+    Raises AdapterError, also if the shared memory is too small.
+    """
+    lora, dtype = config.lora_config, config.model_config.model_dtype
+    adapter = read_adapter(folder, config.shape, max_rank=lora.max_rank, dtype=dtype)
+    try:
+        memory = AdapterMemory.create([(each.name, each.scale, each.a, each.b) for each in adapter.modules])
+    except OSError as reason:
+        raise AdapterError(f"The adapter does not fit into /dev/shm: {reason.strerror}.") from None
+    return adapter.digest, memory
+
+
+def read_configured(config: Config) -> list[ConfiguredAdapter]:
+    """Read the adapters of ``lora_config.adapters``. The caller must close their shared memory.
+
+    Raises ConfigError if an adapter is wrong, or if two have the same name.
+    """
+    found: dict[str, ConfiguredAdapter] = {}
+    try:
+        for number, entry in enumerate(config.lora_config.adapters or ()):
+            name, _, folder = (part.strip() for part in entry.partition("="))
+            if name in found or name == config.model_name:
+                raise ConfigError(f"lora_config.adapters[{number}] = {entry!r}: the name {name!r} is already in use")
+            path = Path(folder).expanduser().absolute()
+            try:
+                digest, memory = read_into_memory(path, config)
+            except AdapterError as error:
+                raise ConfigError(f"lora_config.adapters[{number}] = {entry!r}: {error}") from None
+            found[name] = ConfiguredAdapter(name, str(path), digest, memory)
+    except ConfigError:
+        for adapter in found.values():
+            adapter.memory.close()
+        raise
+    return list(found.values())

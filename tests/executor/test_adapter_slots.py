@@ -1,0 +1,68 @@
+"""Tests when adapters are sent to the agents of a group, and what follows from the replies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llm_serving.errors import AgentLostError
+from llm_serving.executor.adapter_slots import AdapterSlots
+from llm_serving.executor.base import AdapterAnswered
+from llm_serving.ipc.messages import AdapterLoaded
+
+
+class Memory:
+    """Stands for the shared memory of an adapter."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.num_bytes = name, 64
+
+
+def sent(messages: list[Any]) -> list[tuple[int, str]]:
+    return [(each.adapter_slot, each.shm_name) for each in messages]
+
+
+def reply(slot: int, error: str = "") -> AdapterLoaded:
+    return AdapterLoaded(seq=1, adapter_slot=slot, error=error)
+
+
+def test_an_adapter_waits_for_the_steps_in_flight() -> None:
+    slots = AdapterSlots(2)
+    slots.load(1, Memory("a"), [5, 6])  # type: ignore[arg-type]
+    assert slots.due(lambda: 1, {5: 0, 6: 1, 7: 2}) == []
+    assert slots.due(lambda: 1, {6: 1, 7: 2}) == []
+    assert sent(slots.due(lambda: 1, {7: 2, 8: 0})) == [(1, "a")]
+    assert slots.due(lambda: 1, {}) == []
+    assert slots.take(reply(1)) is None
+    assert slots.take(reply(1)) == AdapterAnswered(1)
+    assert not slots.is_loading
+
+
+def test_new_agents_load_all_adapters_again() -> None:
+    slots = AdapterSlots(1)
+    slots.keep(2, Memory("c"))  # type: ignore[arg-type]
+    slots.keep(0, Memory("a"))  # type: ignore[arg-type]
+    slots.load(1, Memory("b"), [3])  # type: ignore[arg-type]
+    slots.lose()
+    assert sent(slots.again(lambda: 1)) == [(0, "a"), (1, "b"), (2, "c")]
+    slots.drop(1)
+    assert [slots.take(reply(slot)) for slot in (0, 1, 2)] == [None] * 3
+    assert sent(slots.again(lambda: 1)) == [(0, "a"), (2, "c")]
+
+
+def test_an_adapter_that_cannot_be_loaded_is_forgotten() -> None:
+    slots = AdapterSlots(2)
+    slots.load(0, Memory("a"), [])  # type: ignore[arg-type]
+    assert sent(slots.due(lambda: 1, {})) == [(0, "a")]
+    assert slots.take(reply(0, "no memory")) is None
+    assert slots.take(reply(0)) == AdapterAnswered(0, "no memory")
+    assert slots.again(lambda: 1) == []
+
+
+def test_new_agents_that_cannot_load_an_adapter_are_lost() -> None:
+    slots = AdapterSlots(1)
+    slots.keep(0, Memory("a"))  # type: ignore[arg-type]
+    slots.again(lambda: 1)
+    with pytest.raises(AgentLostError, match="no memory"):
+        slots.take(reply(0, "no memory"))

@@ -1,0 +1,166 @@
+"""A real server with LoRA adapters computes what PEFT computes, with the same bits alone and among other adapters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_serving.model.shape import ModelShape
+from support.lora_folders import random_adapter
+from support.lora_in_numpy import NumpyLora
+from support.server_process import ServerProcess, run_start_server, running_server
+from support.small_configs import TINY_LLAMA
+from support.time_limits import time_limit
+
+SHAPE = ModelShape.from_hf_folder(TINY_LLAMA)
+PROMPT = np.random.default_rng(3).integers(3, SHAPE.vocab_size, 40).tolist()
+TOKENS = 12
+NAMES = ("first", "second", "third")
+SLOTS = ["lora_config.max_adapters=3", "lora_config.max_rank=8"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters of different ranks and layers, by name."""
+    root = tmp_path_factory.mktemp("adapters")
+    return {
+        "first": random_adapter(root / "first", SHAPE, seed=1),
+        "second": random_adapter(root / "second", SHAPE, seed=2, rank=8, modules=["q_proj", "v_proj", "down_proj"]),
+        "third": random_adapter(root / "third", SHAPE, seed=3, rank=1, modules=["o_proj", "gate_proj"]),
+        "other": random_adapter(root / "other", SHAPE, seed=4),
+    }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Iterator[ServerProcess]:
+    adapters = f"lora_config.adapters=['first={folders['first']}', 'second={folders['second']}']"
+    with running_server(tmp_path_factory.mktemp("lora"), [*SLOTS, adapters]) as running:
+        load(running, "third", folders["third"])
+        yield running
+        running.wait_until_idle()
+
+
+def load(server: ServerProcess, name: str, folder: Path) -> Any:
+    return server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+
+def complete(server: ServerProcess, model: str | None, prompt: list[int] = PROMPT) -> dict[str, Any]:
+    """Returns the greedy continuation of a prompt: its tokens and log-probabilities."""
+    body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1, "return_token_ids": True,
+            "ignore_eos": True}  # fmt: skip
+    answer = server.post("/v1/completions", body | ({} if model is None else {"model": model}))
+    assert "choices" in answer, answer
+    [choice] = answer["choices"]
+    return {"model": answer["model"], "tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}
+
+
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_tokens_and_log_probabilities_equal_those_of_peft(
+    server: ServerProcess, folders: dict[str, Path], name: str | None
+) -> None:
+    found = complete(server, name)
+    tokens, logprobs = NumpyLora(TINY_LLAMA, None if name is None else folders[name]).continuation(PROMPT, TOKENS)
+    assert found["tokens"] == tokens
+    np.testing.assert_allclose(found["logprobs"], logprobs, atol=1e-5, rtol=1e-5)
+    assert found["model"] == (name or server.get("/v1/models")["data"][0]["id"])
+
+
+def test_the_bits_are_those_of_a_request_alone(server: ServerProcess) -> None:
+    prompts = [[*PROMPT[:length], 5] for length in (1, 7, 30)]
+    jobs = [(name, prompt) for prompt in prompts for name in (None, *NAMES)] * 2
+    alone = [complete(server, *job) for job in jobs[: len(jobs) // 2]]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        together = list(pool.map(lambda job: complete(server, *job), jobs))
+    assert together == alone * 2
+    assert len({tuple(each["tokens"]) for each in alone}) > len(prompts)
+
+
+def test_a_restarted_agent_has_all_adapters(server: ServerProcess) -> None:
+    before = [complete(server, name) for name in (None, *NAMES)]
+    [agent] = server.agents()
+    agent.kill()
+    until = time.monotonic() + time_limit(60)
+    while server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).get("status") or server.agents() == [agent]:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert [complete(server, name) for name in (None, *NAMES)] == before
+
+
+def test_other_bytes_under_the_same_name_use_no_old_keys_and_values(
+    server: ServerProcess, folders: dict[str, Path]
+) -> None:
+    """The prefix cache has the prompt of the earlier adapter. A reload of equal bytes finds it again."""
+    before = complete(server, "third")
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "third"})["deleted"] is True
+    load(server, "third", folders["other"])
+    tokens, logprobs = NumpyLora(TINY_LLAMA, folders["other"]).continuation(PROMPT, TOKENS)
+    after = complete(server, "third")
+    assert after["tokens"] == tokens
+    np.testing.assert_allclose(after["logprobs"], logprobs, atol=1e-5, rtol=1e-5)
+    server.post("/v1/unload_lora_adapter", {"lora_name": "third"})
+    load(server, "third", folders["third"])
+    assert complete(server, "third") == before
+
+
+def test_the_list_of_models_has_the_adapters(server: ServerProcess, folders: dict[str, Path]) -> None:
+    base, *adapters = server.get("/v1/models")["data"]
+    assert [each["id"] for each in adapters] == sorted(NAMES)
+    assert {each["parent"] for each in adapters} == {base["id"]}
+    assert server.get("/v1/models/first")["root"] == str(folders["first"])
+    assert "parent" not in base
+
+
+def test_other_apis_name_an_adapter(server: ServerProcess) -> None:
+    message = [{"role": "user", "content": "hi"}]
+    chat = {"messages": message, "max_tokens": 2, "model": "first"}
+    assert server.post("/v1/chat/completions", chat)["model"] == "first"
+    assert server.post("/v1/messages", chat)["model"] == "first"
+    assert server.post("/v1/responses", {"input": "hi", "max_output_tokens": 2, "model": "first"})["model"] == "first"
+    assert "generated_text" in server.post("/models/first/generate", {"inputs": "hi", "parameters": {}})
+
+
+def test_wrong_requests_are_refused_with_a_reason(server: ServerProcess, folders: dict[str, Path]) -> None:
+    unknown = server.post("/v1/completions", {"prompt": "hi", "model": "missing", "max_tokens": 1})
+    assert (unknown["status"], unknown["error"]["param"]) == (404, "model")
+    again = load(server, "first", folders["other"])
+    assert (again["status"], again["error"]["param"]) == (400, "lora_name")
+    missing = load(server, "fourth", folders["first"] / "missing")
+    assert (missing["status"], missing["error"]["param"]) == (400, "lora_path")
+    gone = server.post("/v1/unload_lora_adapter", {"lora_name": "fourth"})
+    assert (gone["status"], gone["error"]["param"]) == (404, "lora_name")
+    large = load(server, "fourth", random_adapter(folders["first"].parent / "large", SHAPE, rank=9))
+    assert "lora_config.max_rank" in large["error"]["message"]
+    assert [each["id"] for each in server.get("/v1/models")["data"][1:]] == sorted(NAMES)
+
+
+def test_a_new_adapter_takes_the_slot_of_the_least_recently_used_one(
+    server: ServerProcess, folders: dict[str, Path]
+) -> None:
+    for name in ("first", "third"):
+        complete(server, name)
+    load(server, "fourth", folders["other"])
+    assert [each["id"] for each in server.get("/v1/models")["data"][1:]] == ["first", "fourth", "third"]
+    assert server.post("/v1/completions", {"prompt": "hi", "model": "second"})["status"] == 404
+    assert complete(server, "fourth")["tokens"] != complete(server, None)["tokens"]
+
+
+def test_a_start_with_wrong_settings_is_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
+    log = f"log_config.path={tmp_path / 'server.log'}"
+    for sets, reason in (
+        ([f"lora_config.adapters=['a={folders['first']}']"], "are more than lora_config.max_adapters = 0"),
+        (["lora_config.max_adapters=1", "lora_config.adapters=['a']"], "must be NAME=FOLDER"),
+        (["lora_config.max_adapters=1", "model_config.op_table=native",
+          "model_config.model_dtype=bfloat16"], "adapters need op_table fused"),
+        (["lora_config.max_adapters=1", "parallel_config.tensor_parallel=2",
+          "serving_config.agent_ports=[0]"], "needs the whole model in one agent"),
+    ):  # fmt: skip
+        arguments = [part for each in (log, *sets) for part in ("--set", each)]
+        ended = run_start_server("--config", "llama_tiny_cpu.yaml", *arguments)
+        assert ended.returncode == 2
+        assert reason in ended.stderr
