@@ -14,15 +14,20 @@ Float32Array = npt.NDArray[np.float32]
 
 
 def rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32Array, Float32Array]:
-    """Returns cosines and sines, float32 [num_positions, rotary_dim]. Each row contains its angles twice.
+    """Returns cosines and sines, float32 [num_positions, rotary_width]. Each row contains its angles twice.
+
+    With partial rotary embedding, both halves of a row end with cosines of 1 and sines of 0 for the other elements.
+    The weights of queries and keys have their rows in the same order (``agent/models/names.py``).
 
     If adjacent elements are rotated together (``LatentAttention.interleaved``), equal angles are adjacent. Otherwise
     the second half of a row repeats the first half.
 
     Frequencies and angles are rounded to float32 where Hugging Face rounds them, because checkpoints were trained with
-    these values. Cosine and sine are computed in float64 and rounded once. They include YaRN's attention factor.
+    these values. Cosine and sine are computed in float64 and rounded once. They include the attention
+    factor of YaRN and LongRoPE.
     """
-    angles = np.arange(num_positions, dtype=np.float32)[:, None] * rotary_frequencies(shape)[None, :]
+    frequencies = rotary_frequencies(shape, num_positions)
+    angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies[None, :]
     scaling = shape.rope_scaling
     factor = np.float32(1.0 if scaling is None else scaling.attention_factor)
     if scaling is not None and scaling.type == "dynamic":
@@ -32,14 +37,25 @@ def rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32Array, 
     is_interleaved = shape.latent is not None and shape.latent.interleaved
     both = np.repeat(angles, 2, axis=1) if is_interleaved else np.concatenate([angles, angles], axis=1)
     angles = both.astype(np.float64)
-    return np.cos(angles).astype(np.float32) * factor, np.sin(angles).astype(np.float32) * factor
+    cos, sin = np.cos(angles).astype(np.float32) * factor, np.sin(angles).astype(np.float32) * factor
+    return _widened(cos, shape, 1.0), _widened(sin, shape, 0.0)
 
 
-def rotary_frequencies(shape: ModelShape) -> Float32Array:
+def _widened(table: Float32Array, shape: ModelShape, filler: float) -> Float32Array:
+    """Returns a table with ``filler`` for the elements of a head that are not rotated, half of them in each half."""
+    missing = (shape.rotary_width - shape.rotary_dim) // 2
+    if missing == 0:
+        return table
+    halves = np.pad(table.reshape(len(table), 2, -1), ((0, 0), (0, 0), (0, missing)), constant_values=filler)
+    return halves.reshape(len(table), -1)
+
+
+def rotary_frequencies(shape: ModelShape, num_positions: int = 1) -> Float32Array:
     """Returns the rotary frequencies, float32 [rotary_dim / 2]: the angles in radians by which a pair of elements is
     rotated for each position.
 
-    They include the model's ``rope_scaling``. With ``dynamic`` scaling, they are valid within the trained context.
+    They include the model's ``rope_scaling``. With ``dynamic`` scaling, they are valid within the trained context. With
+    ``longrope``, they depend on ``num_positions``, the longest sequence that the server accepts.
     """
     frequencies = np.float32(1.0) / _powers(shape, np.float32(shape.rope_theta))
     scaling = shape.rope_scaling
@@ -47,6 +63,8 @@ def rotary_frequencies(shape: ModelShape) -> Float32Array:
         return frequencies
     if scaling.type == "linear":
         return frequencies / np.float32(scaling.factor)
+    if scaling.type == "longrope":
+        return _longrope_frequencies(shape, scaling, num_positions)
     if scaling.type == "yarn":
         return _yarn_frequencies(shape, scaling)
     assert scaling.type == "llama3", f"ModelShape accepts no other rope type: {scaling.type}"
@@ -91,6 +109,17 @@ def _yarn_frequencies(shape: ModelShape, scaling: RopeScaling) -> Float32Array:
     stretched = np.float32(1.0) / (np.float32(scaling.factor) * powers)
     blended = stretched * (np.float32(1.0) - kept) + np.float32(1.0) / powers * kept
     return np.asarray(blended, np.float32)
+
+
+def _longrope_frequencies(shape: ModelShape, scaling: RopeScaling, num_positions: int) -> Float32Array:
+    """Returns the rotary frequencies of LongRoPE (Ding et al. 2024), each divided by a number of its own.
+
+    All positions use the long divisors if a sequence can become longer than the trained context, else the short ones.
+    A choice by the current length of a sequence would change the cached keys when the sequence grows.
+    """
+    is_long = num_positions > scaling.original_max_position_embeddings
+    divisors = np.array(scaling.long_factors if is_long else scaling.short_factors, np.float32)
+    return np.float32(1.0) / (divisors * _powers(shape, np.float32(shape.rope_theta)))
 
 
 def _dimension_of(turns: float, shape: ModelShape, scaling: RopeScaling) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from agent.weights import WeightPart, WeightSpec
-from agent.weights.layout import HeadRows
+from agent.weights.layout import HeadRows, RowsOf, rows_of
+from llm_serving.model.families import FAMILIES
 from llm_serving.model.parallel import Span
 from llm_serving.model.shape import ModelShape
 
@@ -76,6 +77,10 @@ def _attention_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[Weig
     query, key = shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
     widths = {"q_proj": query, "k_proj": key, "v_proj": key}
     parts = tuple(WeightPart(f"{theirs}.{name}.weight", (width, hidden)) for name, width in widths.items())
+    if _is_joined(shape):
+        parts = _rows_of(f"{theirs}.qkv_proj.weight", parts)
+        if shape.partial_rotary_dim:
+            parts = (*(_rotated_first(part, shape) for part in parts[:2]), parts[2])
     biases = tuple(WeightPart(f"{theirs}.{name}.bias", (width,)) for name, width in widths.items())
     yield WeightSpec(f"{ours}.qkv.weight", parts, "linear", bias=biases if shape.attention_bias else ())
     output = WeightPart(f"{theirs}.o_proj.weight", (hidden, query))
@@ -112,6 +117,8 @@ def _latent_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightS
 
 def _mlp_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:
     gate_up, down = _gated_parts(theirs, shape.hidden_size, shape.intermediate_size, _USUAL)
+    if _is_joined(shape):
+        gate_up = _rows_of(f"{theirs}.gate_up_proj.weight", gate_up)
     yield WeightSpec(f"{ours}.gate_up.weight", gate_up, "gated_linear")
     yield WeightSpec(f"{ours}.down.weight", down, "linear")
 
@@ -143,6 +150,31 @@ def _gated_parts(
     """Returns the checkpoint tensors of a gated MLP: first (gate, up), which become one weight, then (down,)."""
     gate, up = (WeightPart(f"{theirs}.{name}.weight", (inner, hidden)) for name in (names.gate, names.up))
     return (gate, up), (WeightPart(f"{theirs}.{names.down}.weight", (hidden, inner)),)
+
+
+def _is_joined(shape: ModelShape) -> bool:
+    return FAMILIES[shape.architecture].joined
+
+
+def _rows_of(name: str, parts: tuple[WeightPart, ...]) -> tuple[WeightPart, ...]:
+    """Returns ``parts`` as the rows, one after the other, of the checkpoint's tensor ``name``."""
+    whole = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return tuple(replace(part, rows_of=RowsOf(name, whole, rows.start)) for part, rows in rows_of(parts))
+
+
+def _rotated_first(part: WeightPart, shape: ModelShape) -> WeightPart:
+    """Returns the weight of queries or keys with the rows of each head in the order that whole-head rotation needs.
+
+    The checkpoint rotates elements i and i + r / 2 together, where r is the number of rotated elements, the first of a
+    head. The operators rotate elements that are half a head apart. So the second half of the r elements moves to the
+    second half of the head. Scores of queries and keys do not depend on the order of their elements.
+    """
+    rotated, size = shape.rotary_dim, shape.head_dim
+    half, unrotated = rotated // 2, (size - rotated) // 2
+    ranges = ((0, half), (rotated, rotated + unrotated), (half, rotated), (rotated + unrotated, size))
+    order = tuple(row for first, end in ranges for row in range(first, end))
+    assert part.rows_of is not None, "only joined checkpoints have partial rotary embedding"
+    return replace(part, rows_of=replace(part.rows_of, head_order=order))
 
 
 def _plain(parameter: str, name: str, *sizes: int) -> WeightSpec:

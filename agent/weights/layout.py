@@ -14,11 +14,27 @@ gated linear layer, the first half of the rows is the gate and the second half i
 
 
 @dataclass(frozen=True, slots=True)
+class RowsOf:
+    """The place of a tensor in a larger tensor of the checkpoint, for example of a query weight in Phi-3's qkv weight.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    """Name and shape of the larger tensor."""
+    first: int
+    """Row of the larger tensor at which the tensor begins."""
+    head_order: tuple[int, ...] = ()
+    """For each row of a head, the number of the stored row that the model takes. () means the stored order."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPart:
     """The Hugging Face name and the shape of a checkpoint tensor, which is a part of a model's parameter."""
 
     name: str
     shape: tuple[int, ...]
+    rows_of: RowsOf | None = None
+    """If stated, the checkpoint has no tensor of this name. The tensor is some rows of a larger one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from agent.weights.checkpoint import Checkpoint
 from agent.weights.forms import LinearForm, LinearForms
 from agent.weights.gguf.file import GGUFFile
+from agent.weights.joined import JoinedSource, stored_parts
 from agent.weights.layout import WeightSpec
 from agent.weights.packed import OUTPUT_LAYER, LinearPacker, Packing
 from agent.weights.primitive import load_primitive
@@ -36,12 +37,14 @@ def open_weights(
         return SeededWeights(seed)
     assert path is not None, "a config without a seed has a model folder or file"
     checkpoint = _open_model(path)
+    parts = [part for spec in specs for part in spec.tensors]
     try:
-        checkpoint.check([part for spec in specs for part in spec.tensors], ignorable)
+        checkpoint.check(stored_parts(parts), ignorable)
     except BaseException:
         checkpoint.close()
         raise
-    return checkpoint
+    places = {part.name: part.rows_of for part in parts if part.rows_of is not None}
+    return JoinedSource(checkpoint, places) if places else checkpoint
 
 
 def load_weights(

@@ -17,6 +17,8 @@ from llm_serving.gguf.header import Header, read_header
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Name of the tensor with the numbers by which llama.cpp divides the rotary frequencies of Llama 3.1 and later."""
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+"""Names of the tensors with the divisors of LongRoPE."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants of Llama 3's rotary scaling. A GGUF file has only the divisors that are computed from them."""
 _MAX_FACTORS = 4096
@@ -63,11 +65,35 @@ def _qwen3_experts(header: Header) -> dict[str, Any]:
     }
 
 
+def _phi3(header: Header) -> dict[str, Any]:
+    metadata = header.metadata
+    heads, rotated = metadata.get("phi3.attention.head_count"), metadata.get("phi3.rope.dimension_count")
+    fields: dict[str, Any] = {
+        "architectures": ["Phi3ForCausalLM"],
+        "sliding_window": metadata.get("phi3.attention.sliding_window"),
+    }
+    hidden = metadata.get("phi3.embedding_length")
+    if isinstance(rotated, int) and isinstance(heads, int) and isinstance(hidden, int) and 0 < heads <= hidden:
+        head_dim = hidden // heads
+        # The half keeps the product with head_dim above the whole number, which the reader rounds down.
+        fields["partial_rotary_factor"] = 1.0 if rotated == head_dim else (rotated + 0.5) / head_dim
+    if LONG_FACTORS in header.tensors or SHORT_FACTORS in header.tensors:
+        fields["rope_scaling"] = {
+            "rope_type": "longrope",
+            "long_factor": _stored_factors(header, LONG_FACTORS),
+            "short_factor": _stored_factors(header, SHORT_FACTORS),
+            "original_max_position_embeddings": metadata.get("phi3.rope.scaling.original_context_length"),
+            "attention_factor": metadata.get("phi3.rope.scaling.attn_factor"),
+        }
+    return fields
+
+
 _ARCHITECTURES: dict[str, Callable[[Header], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": lambda _: {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": lambda _: {"architectures": ["Qwen3ForCausalLM"]},
     "qwen3moe": _qwen3_experts,
+    "phi3": _phi3,
 }
 """Functions that return the fields of ``config.json`` that only some architectures have, by llama.cpp's name.
 
@@ -132,16 +158,7 @@ def _llama3_scaling(header: Header) -> dict[str, Any]:
     The tensor has one divisor for each rotary frequency. Raises CheckpointError if no Llama 3 scaling gives these
     divisors.
     """
-    entry = header.tensors[ROPE_FACTORS]
-    if entry.type.name != "F32" or len(entry.shape) != 1:
-        raise CheckpointError(f"{header.path}: tensor {ROPE_FACTORS} is {entry.type.name} {list(entry.shape)}; not F32")
-    if entry.size > _MAX_FACTORS * 4:
-        raise CheckpointError(
-            f"{header.path}: tensor {ROPE_FACTORS} has {entry.shape[0]} values; at most {_MAX_FACTORS}"
-        )
-    with header.path.open("rb") as file:
-        file.seek(entry.begin)
-        stored = struct.unpack(f"<{entry.shape[0]}f", file.read(entry.size))
+    stored = _stored_factors(header, ROPE_FACTORS)
     theta = header.metadata.get(f"{header.architecture}.rope.freq_base", 10_000.0)
     scaling = {"rope_type": "llama3", "factor": max(1.0, *stored), **_LLAMA3}
     expected = _llama3_factors(len(stored), float(theta), scaling)
@@ -151,6 +168,21 @@ def _llama3_scaling(header: Header) -> dict[str, Any]:
             f"factor {scaling['factor']:g}; other scalings are not supported"
         )
     return scaling
+
+
+def _stored_factors(header: Header, name: str) -> list[float]:
+    """Return the values of a tensor of divisors. Raises CheckpointError if it is missing or no short float32 vector.
+    """
+    entry = header.tensors.get(name)
+    if entry is None:
+        raise CheckpointError(f"{header.path}: tensor {name} is missing; the file has only the other factors")
+    if entry.type.name != "F32" or len(entry.shape) != 1:
+        raise CheckpointError(f"{header.path}: tensor {name} is {entry.type.name} {list(entry.shape)}; not F32")
+    if entry.size > _MAX_FACTORS * 4:
+        raise CheckpointError(f"{header.path}: tensor {name} has {entry.shape[0]} values; at most {_MAX_FACTORS}")
+    with header.path.open("rb") as file:
+        file.seek(entry.begin)
+        return list(struct.unpack(f"<{entry.shape[0]}f", file.read(entry.size)))
 
 
 def _llama3_factors(count: int, theta: float, scaling: Mapping[str, Any]) -> Iterator[float]:

@@ -48,6 +48,10 @@ class Family:
     window: Literal["none", "always", "switched"] = "none"
     """Meaning of the key ``sliding_window``. ``none``: the key is ignored. ``always``: every layer has the window.
     ``switched``: layers from ``max_window_layers`` on have the window if ``use_sliding_window`` is true."""
+    partial_rotary: bool = False
+    """If True, ``partial_rotary_factor`` states which part of a head is rotated. Otherwise the key is refused."""
+    joined: bool = False
+    """If True, the checkpoint stores query, key and value as one tensor, and gate and up as one tensor."""
     head_dim: int | None = None
     """Default size of a head. None: hidden size / heads."""
     experts: ExpertKeys | None = None
@@ -69,6 +73,7 @@ FAMILIES = {
         ),
         Family("Qwen2ForCausalLM", "qwen2", biases="query_key_value", window="switched"),
         Family("Qwen3ForCausalLM", "qwen3", query_key_norm=True, window="switched", head_dim=128),
+        Family("Phi3ForCausalLM", "phi3", window="always", partial_rotary=True, joined=True),
         Family(
             "Qwen3MoeForCausalLM",
             "qwen3_moe",

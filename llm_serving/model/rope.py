@@ -9,7 +9,8 @@ from llm_serving.formats.typed_fields import TypedFields
 
 MAX_POSITIONS = 16 * 1024 * 1024
 _MAX_FACTOR = 1e6
-_TYPES = ("default", "none", "linear", "dynamic", "llama3", "yarn")
+_MAX_DIVISORS = 4096
+_TYPES = ("default", "none", "linear", "dynamic", "llama3", "yarn", "longrope", "su")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class RopeScaling:
     ``linear`` divides every frequency by ``factor`` (Chen et al. 2023). ``dynamic`` raises the base of positions after
     the trained context (NTK-aware scaling, bloc97 and emozilla 2023). ``llama3`` divides low frequencies by ``factor``,
     keeps high frequencies, and interpolates between the two. ``yarn`` does the same with other limits, and also scales
-    cosines and sines (Peng et al. 2023). A rule ignores the fields of other rules.
+    cosines and sines (Peng et al. 2023). ``longrope`` divides each frequency by a number of its own (Ding et al. 2024).
+    A rule ignores the fields of other rules.
     """
 
     type: str
@@ -35,7 +37,11 @@ class RopeScaling:
     truncate: bool = True
     """``yarn``: the range of head dimensions between ``beta_fast`` and ``beta_slow`` is widened to whole numbers."""
     attention_factor: float = 1.0
-    """``yarn``: cosines and sines are multiplied by this factor."""
+    """``yarn`` and ``longrope``: cosines and sines are multiplied by this factor."""
+    short_factors: tuple[float, ...] = ()
+    """``longrope``: divisors of the frequencies, if no sequence can become longer than the trained context."""
+    long_factors: tuple[float, ...] = ()
+    """``longrope``: divisors of the frequencies, if sequences can become longer than the trained context."""
 
     def max_positions(self, max_position_embeddings: int) -> int:
         """Return the maximum length of a sequence with the scaling.
@@ -48,17 +54,20 @@ class RopeScaling:
         return max_position_embeddings
 
 
-def read_rope_scaling(rope: TypedFields, max_position_embeddings: int) -> RopeScaling | None:
+def read_rope_scaling(
+    rope: TypedFields, max_position_embeddings: int, original: int | None = None
+) -> RopeScaling | None:
     """Return the scaling in ``rope``, or None if there is none. Raises the error class of ``rope``.
 
-    ``rope`` is the mapping ``rope_scaling`` of ``config.json``, or the newer ``rope_parameters``.
+    ``rope`` is the mapping ``rope_scaling`` of ``config.json``, or the newer ``rope_parameters``. ``original`` is the
+    trained context that ``config.json`` states outside of this mapping, for ``longrope``.
     """
     rope.refuse_nested()
     kind = rope.text("rope_type" if "rope_type" in rope else "type", "default", _TYPES)
-    if rope.number("partial_rotary_factor", 1.0, 0.0, 1.0) != 1.0:
-        raise rope.fail("partial_rotary_factor", "is not supported; every head dimension is rotated")
     if kind in ("default", "none"):
         return None
+    if kind in ("longrope", "su"):
+        return _longrope(rope, max_position_embeddings, original)
     factor = rope.number("factor", None, 0.0, _MAX_FACTOR)
     if kind == "linear":
         return RopeScaling("linear", factor)
@@ -97,6 +106,30 @@ def _yarn(rope: TypedFields, factor: float, max_position_embeddings: int) -> Rop
     if scaling.beta_fast <= scaling.beta_slow:
         raise rope.fail("beta_fast", f"must be above beta_slow = {scaling.beta_slow:g}")
     return scaling
+
+
+def _longrope(rope: TypedFields, max_position_embeddings: int, original: int | None) -> RopeScaling:
+    key = "original_max_position_embeddings"
+    trained = rope.integer(key, original or max_position_embeddings, 1, MAX_POSITIONS)
+    factor = rope.number("factor", max_position_embeddings / trained, 0.0, _MAX_FACTOR)
+    default = 1.0 if factor <= 1.0 or trained == 1 else math.sqrt(1.0 + math.log(factor) / math.log(trained))
+    return RopeScaling(
+        "longrope",
+        factor,
+        original_max_position_embeddings=trained,
+        attention_factor=rope.number("attention_factor", default, 0.0, 1000.0),
+        short_factors=_divisors(rope, "short_factor"),
+        long_factors=_divisors(rope, "long_factor"),
+    )
+
+
+def _divisors(rope: TypedFields, key: str) -> tuple[float, ...]:
+    values = rope.value(key)
+    if not isinstance(values, list) or not values or len(values) > _MAX_DIVISORS:
+        raise rope.fail(key, "must be a list of numbers, one for each rotary frequency")
+    if not all(type(value) in (int, float) and 0 < value <= _MAX_FACTOR for value in values):
+        raise rope.fail(key, f"every number must be above 0, at most {_MAX_FACTOR:g}")
+    return tuple(float(value) for value in values)
 
 
 def _attention_factor(rope: TypedFields, factor: float) -> float:

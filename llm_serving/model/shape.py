@@ -11,7 +11,15 @@ from llm_serving.formats.typed_fields import TypedFields
 from llm_serving.gguf.model_config import model_fields
 from llm_serving.gguf.place import own_config
 from llm_serving.model.deepseek import MAX_EXTRA_LAYERS, LatentAttention
-from llm_serving.model.families import Experts, family_of, read_biases, read_experts, read_latent, read_window
+from llm_serving.model.families import (
+    Experts,
+    Family,
+    family_of,
+    read_biases,
+    read_experts,
+    read_latent,
+    read_window,
+)
 from llm_serving.model.quantization import read_quantization
 from llm_serving.model.rope import MAX_POSITIONS, RopeScaling, read_rope_scaling
 
@@ -57,12 +65,21 @@ class ModelShape:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     """Sizes of latent attention (``head_dim`` is then the size of a query head). None for ordinary attention."""
+    partial_rotary_dim: int = 0
+    """Number of a head's elements that are rotated, from the first one on. 0: all."""
     num_extra_layers: int = 0
     """Number of the checkpoint's layers that only predict further tokens, after the last one. Not loaded."""
 
     @property
     def rotary_dim(self) -> int:
         """Number of rotated elements of a head."""
+        if self.latent is not None:
+            return self.latent.rope_dim
+        return self.partial_rotary_dim or self.head_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """Number of elements in a row of the rotary tables. Includes those of a head that are not rotated."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
@@ -178,8 +195,20 @@ def check_head_sizes(fields: TypedFields, shape: ModelShape, heads: str, kv_head
     """
     if shape.num_attention_heads % shape.num_key_value_heads:
         raise fields.fail(kv_heads, f"must divide {heads} = {shape.num_attention_heads}")
-    if shape.rotary_dim % 2:
-        raise fields.fail("head_dim", f"the head size is {shape.rotary_dim}; rotary embedding needs an even one")
+    if shape.partial_rotary_dim % 2:
+        key = "partial_rotary_factor"
+        raise fields.fail(key, f"rotates {shape.rotary_dim} of {shape.head_dim} elements; it must be an even number")
+    if shape.rotary_width % 2:
+        raise fields.fail("head_dim", f"the head size is {shape.rotary_width}; rotary embedding needs an even one")
+    scaling = shape.rope_scaling
+    if scaling is not None and scaling.type == "longrope":
+        for name in ("short_factors", "long_factors"):
+            found = len(getattr(scaling, name))
+            if found != shape.rotary_dim // 2:
+                problem = (
+                    f"{name.removesuffix('s')} has {found} numbers; {shape.rotary_dim // 2} frequencies need one each"
+                )
+                raise fields.fail("rope_scaling", problem)
 
 
 def head_dim_of(fields: TypedFields, hidden_size: int, num_heads: int, heads: str, default: int | None = None) -> int:
@@ -217,6 +246,11 @@ def shape_of_fields(
     first = fields.token_ids("bos_token_id", vocab_size)
     biases, (window, full_layers) = read_biases(fields, family), read_window(fields, family, num_layers)
     latent = read_latent(fields, family, heads)
+    head_dim = (
+        head_dim_of(fields, hidden, heads, "num_attention_heads", family.head_dim)
+        if latent is None
+        else latent.head_dim
+    )
     shape = ModelShape(
         architecture=family.architecture,
         hidden_size=hidden,
@@ -224,15 +258,11 @@ def shape_of_fields(
         num_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=fields.integer("num_key_value_heads", heads, 1, MAX_HEADS),
-        head_dim=(
-            head_dim_of(fields, hidden, heads, "num_attention_heads", family.head_dim)
-            if latent is None
-            else latent.head_dim
-        ),
+        head_dim=head_dim,
         vocab_size=vocab_size,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6, 0.0, 1.0),
         rope_theta=theta_fields.number("rope_theta", 10_000.0, 0.0, 1e12),
-        rope_scaling=read_rope_scaling(rope, positions),
+        rope_scaling=read_rope_scaling(rope, positions, _original_positions(fields)),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         max_position_embeddings=positions,
         hidden_act="silu",
@@ -246,6 +276,7 @@ def shape_of_fields(
         full_attention_layers=full_layers,
         experts=read_experts(fields, family, num_layers),
         latent=latent,
+        partial_rotary_dim=_partial_rotary_dim(fields, rope, family, head_dim),
         num_extra_layers=fields.integer("num_nextn_predict_layers", 0, 0, MAX_EXTRA_LAYERS) if family.deepseek else 0,
     )
     check_head_sizes(fields, shape, "num_attention_heads", "num_key_value_heads")
@@ -254,8 +285,26 @@ def shape_of_fields(
 
 def _refuse_unsupported(fields: TypedFields) -> None:
     read_quantization(fields)
-    if fields.number("partial_rotary_factor", 1.0, 0.0, 1.0) != 1.0:
-        raise fields.fail("partial_rotary_factor", "is not supported; every head dimension is rotated")
+
+
+def _original_positions(fields: TypedFields) -> int | None:
+    key = "original_max_position_embeddings"
+    return fields.integer(key, None, 1, MAX_POSITIONS) if key in fields else None
+
+
+def _partial_rotary_dim(fields: TypedFields, rope: TypedFields, family: Family, head_dim: int) -> int:
+    """Return the number of rotated elements of a head, or 0 if all are rotated."""
+    key = "partial_rotary_factor"
+    for place in (rope, fields):
+        factor = place.number(key, 1.0, 0.0, 1.0)
+        if factor == 1.0:
+            continue
+        if not family.partial_rotary:
+            raise place.fail(key, "is not supported; every head dimension is rotated")
+        if int(head_dim * factor) < 2:
+            raise place.fail(key, f"rotates less than 2 of the {head_dim} elements of a head")
+        return int(head_dim * factor)
+    return 0
 
 
 def _pad_token_id(fields: TypedFields, vocab_size: int) -> int | None:

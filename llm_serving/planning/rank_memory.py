@@ -75,7 +75,7 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
         ),
         MemoryItem("activations", activation_bytes(config, part.shape), f"a step of {tokens} tokens"),
         MemoryItem("logits", _logit_bytes(config, part), f"{seqs} sequences, vocabulary of {shape.vocab_size}"),
-        MemoryItem("rotary tables", 2 * rotary * shape.rotary_dim * FLOAT32_BYTES, f"{rotary} positions"),
+        MemoryItem("rotary tables", 2 * rotary * shape.rotary_width * FLOAT32_BYTES, f"{rotary} positions"),
         MemoryItem(
             "token history", seqs * longest * INT32_BYTES * part.answers, f"{seqs} sequences of {longest} tokens"
         ),

@@ -51,6 +51,8 @@ def _attention_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[i
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim", hidden // heads)
     query, key = heads * head_dim, config["num_key_value_heads"] * head_dim
+    if config.get("model_type") == "phi3":
+        return {f"{name}.qkv_proj.weight": (query + 2 * key, hidden), f"{name}.o_proj.weight": (hidden, query)}
     shapes: dict[str, tuple[int, ...]] = {
         f"{name}.q_proj.weight": (query, hidden),
         f"{name}.k_proj.weight": (key, hidden),
@@ -90,6 +92,9 @@ def _mlp_shapes(config: Mapping[str, Any], layer: int, name: str) -> dict[str, t
     if config.get("model_type", "").startswith("deepseek"):
         return _deepseek_mlp_shapes(config, layer, name)
     hidden, experts = config["hidden_size"], config.get("num_experts", 0)
+    if config.get("model_type") == "phi3":
+        inner = config["intermediate_size"]
+        return {f"{name}.gate_up_proj.weight": (2 * inner, hidden), f"{name}.down_proj.weight": (hidden, inner)}
     dense = layer in config.get("mlp_only_layers", ()) or (layer + 1) % config.get("decoder_sparse_step", 1)
     if experts == 0 or dense:
         return _gated_shapes(name, hidden, config["intermediate_size"])

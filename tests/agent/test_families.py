@@ -35,10 +35,18 @@ QUANTISED_SETUPS = (
     ("float32", "fused", "int4", "int8"),
 )
 SETUPS = (FLOAT32, *HALF_SETUPS, *QUANTISED_SETUPS)
-QUANTISED_MODELS = ("llama_linear_mqa", "qwen2_tied", "mistral_window", "qwen3_moe", "deepseek_v2_lite")
+QUANTISED_MODELS = ("llama_linear_mqa", "qwen2_tied", "mistral_window", "phi4_mini", "qwen3_moe", "deepseek_v2_lite")
 """The models that ``make test`` quantises."""
 NATIVE = ("bfloat16", "native", "auto", "auto")
-NATIVE_MODELS = ("llama_dynamic", "mistral_window", "mixtral", "qwen2_yarn_window", "qwen3_tied", "qwen3_moe")
+NATIVE_MODELS = (
+    "llama_dynamic",
+    "mistral_window",
+    "mixtral",
+    "phi4_mini",
+    "qwen2_yarn_window",
+    "qwen3_tied",
+    "qwen3_moe",
+)
 """The models that ``make test`` runs with native operators: one of each architecture."""
 LATENT_MODELS = tuple(model for model in MODELS if "kv_lora_rank" in FAMILY_VARIANTS[model].config)
 """Models that the native operators refuse. In int4, these small random models lose their text."""

@@ -50,6 +50,33 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones(shape: ModelShape) -> 
     np.testing.assert_allclose(between, blended[(wavelength >= 8192 / 4) & (wavelength <= 8192)], rtol=1e-5)
 
 
+def test_longrope_divides_by_the_length_that_the_server_accepts(shape: ModelShape) -> None:
+    short, long = tuple(np.linspace(1, 2, 64)), tuple(np.linspace(1, 30, 64))
+    scaling = RopeScaling(
+        "longrope", 4.0, original_max_position_embeddings=100, attention_factor=1.5, short_factors=short,
+        long_factors=long,
+    )  # fmt: skip
+    scaled = replace(shape, rope_scaling=scaling)
+    exact = exact_frequencies(shape)
+    for length, divisors in ((100, short), (101, long)):
+        np.testing.assert_allclose(rotary_frequencies(scaled, length), exact / divisors, rtol=3e-7)
+        cos, sin = rotary_tables(scaled, length)
+        angles = np.arange(length)[:, None] * exact / divisors
+        np.testing.assert_allclose(cos[:, :64], 1.5 * np.cos(angles), atol=2e-5)
+        np.testing.assert_allclose(sin[:, 64:], 1.5 * np.sin(angles), atol=2e-5)
+
+
+def test_elements_that_are_not_rotated_have_a_cosine_of_1(shape: ModelShape) -> None:
+    scaling = RopeScaling("yarn", 4.0, original_max_position_embeddings=64, attention_factor=1.5)
+    partial = replace(shape, partial_rotary_dim=96, rope_scaling=scaling)
+    cos, sin = rotary_tables(partial, 20)
+    narrow, _ = rotary_tables(replace(shape, head_dim=96, rope_scaling=scaling), 20)
+    assert cos.shape == sin.shape == (20, 128)
+    np.testing.assert_array_equal(cos.reshape(20, 2, 64)[:, :, :48].reshape(20, 96), narrow)
+    np.testing.assert_array_equal(cos.reshape(20, 2, 64)[:, :, 48:], np.float32(1))
+    np.testing.assert_array_equal(sin.reshape(20, 2, 64)[:, :, 48:], np.float32(0))
+
+
 def test_each_row_has_every_angle_twice(shape: ModelShape) -> None:
     cos, sin = rotary_tables(shape, 300)
     assert cos.shape == sin.shape == (300, 128)

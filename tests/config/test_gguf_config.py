@@ -91,8 +91,8 @@ def test_yarn_and_linear_scaling_are_read(tmp_path: Path) -> None:
     scaling = ModelShape.from_path(write(tmp_path / "b.gguf", yarn)).rope_scaling
     assert scaling is not None
     assert (scaling.type, scaling.factor, scaling.original_max_position_embeddings) == ("yarn", 4.0, 1024)
-    with pytest.raises(CheckpointError, match=r"rope_scaling\.rope_type = 'longrope': is not supported"):
-        ModelShape.from_path(write(tmp_path / "c.gguf", {"llama.rope.scaling.type": "longrope"}))
+    with pytest.raises(CheckpointError, match=r"rope_scaling\.rope_type = 'ntk': is not supported"):
+        ModelShape.from_path(write(tmp_path / "c.gguf", {"llama.rope.scaling.type": "ntk"}))
 
 
 BROKEN = {

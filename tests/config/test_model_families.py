@@ -172,6 +172,21 @@ def test_latent_attention_and_deepseeks_experts_are_read(tmp_path: Path) -> None
             {"architectures": ["MistralForCausalLM"], "layer_types": ["sliding_attention"] * 2},
             "layer_types = ['sliding_attention', 'sliding_attention']: there is no sliding_window to go with it",
         ),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.7},
+            "partial_rotary_factor = 0.7: rotates 11 of 16 elements; it must be an even number",
+        ),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.1},
+            "partial_rotary_factor = 0.1: rotates less than 2 of the 16 elements of a head",
+        ),
+        (
+            {
+                "architectures": ["Phi3ForCausalLM"],
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0.0] * 8},
+            },
+            "rope_scaling.long_factor = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ...]: every number must be above 0",
+        ),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window = -1: must be from 0"),
     ],
 )
@@ -179,6 +194,27 @@ def test_bad_value_is_named(tmp_path: Path, changes: dict[str, Any], message: st
     with pytest.raises(CheckpointError) as caught:
         shape_of(tmp_path, **changes)
     assert f"config.json: {message}" in str(caught.value)
+
+
+PHI = {"architectures": ["Phi3ForCausalLM"], "sliding_window": 8}
+
+
+def test_longrope_is_read(tmp_path: Path) -> None:
+    divisors: dict[str, Any] = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    changes = {**PHI, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 1024}
+    for number, kind in enumerate(("longrope", "su")):
+        shape = shape_of(tmp_path / str(number), **changes, rope_scaling={"type": kind, **divisors})
+        assert (shape.head_dim, shape.rotary_dim, shape.rotary_width, shape.window_of(0)) == (16, 12, 16, 8)
+        scaling = shape.rope_scaling
+        assert scaling is not None
+        assert (scaling.type, scaling.factor, scaling.original_max_position_embeddings) == ("longrope", 4.0, 1024)
+        assert scaling.attention_factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(1024)))
+        assert (scaling.short_factors, scaling.long_factors) == ((1.0,) * 6, (2.0,) * 6)
+        assert shape.max_positions == 4096
+    stated = {"rope_type": "longrope", "attention_factor": 1.25, "partial_rotary_factor": 0.75, **divisors}
+    inside = shape_of(tmp_path / "inside", **PHI, rope_parameters=stated)
+    assert inside.rope_scaling is not None
+    assert (inside.rotary_dim, inside.rope_scaling.attention_factor) == (12, 1.25)
 
 
 def test_dynamic_scaling_serves_beyond_the_trained_context(tmp_path: Path) -> None:

@@ -132,7 +132,8 @@ BAD_VALUES = [
     ("eos_token_id", [2, "3"], "eos_token_id = [2, '3']: must be a token id or a list of token ids"),
     ("bos_token_id", -1, "bos_token_id = -1: every id must be from 0 to 299"),
     ("rope_scaling", "linear", "rope_scaling = 'linear': must be a mapping"),
-    ("rope_scaling", {"type": "longrope"}, "rope_scaling.type = 'longrope': is not supported; only default or none or"),
+    ("rope_scaling", {"type": "ntk"}, "rope_scaling.type = 'ntk': is not supported; only default or none or linear"),
+    ("rope_scaling", {"type": "longrope"}, "rope_scaling.short_factor = (absent): must be a list of numbers, one for"),
     ("rope_scaling", {"type": "dynamic", "factor": 0.5}, "rope_scaling.factor = 0.5: must be at least 1"),
     (
         "rope_scaling",

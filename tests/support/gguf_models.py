@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ _ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3moe",
+    "Phi3ForCausalLM": "phi3",
 }
 
 
@@ -51,6 +53,7 @@ GGUF_FAMILIES = {
     "qwen2": _without("qwen2_tied"),
     "qwen3": _without("qwen3_tied"),
     "qwen3moe": _without("qwen3_moe", "mlp_only_layers"),
+    "phi3": _without("phi4_mini"),  # its divisors are numbers of float32, as those of a GGUF file
 }
 """A seeded model of each architecture that is read from GGUF files."""
 
@@ -128,7 +131,9 @@ def _write_metadata(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) 
     writer.add_rope_freq_base(config["rope_theta"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
-    if scaling := config.get("rope_scaling"):
+    if name == "phi3":
+        _write_phi3(writer, config)
+    elif scaling := config.get("rope_scaling"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling.get("rope_type", scaling.get("type"))))
         writer.add_rope_scaling_factor(scaling["factor"])
     experts = config.get("num_local_experts", config.get("num_experts", 0))
@@ -137,6 +142,18 @@ def _write_metadata(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) 
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if name == "qwen3moe":
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _write_phi3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Writes the keys and the tensors of partial rotary embedding and of LongRoPE, as llama.cpp's converter does."""
+    scaling, trained = config["rope_scaling"], config["original_max_position_embeddings"]
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(int(head_dim * config["partial_rotary_factor"]))
+    writer.add_rope_scaling_orig_ctx_len(trained)
+    stretch = config["max_position_embeddings"] / trained
+    writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / math.log(trained)))
+    for kind in ("long", "short"):
+        writer.add_tensor(f"rope_factors_{kind}.weight", np.array(scaling[f"{kind}_factor"], np.float32))
 
 
 def _joined_experts(folder: Path) -> list[tuple[str, np.ndarray]]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from agent.weights.layout import WeightPart
 from llm_serving.errors import CheckpointError
 from llm_serving.gguf.header import Header
-from llm_serving.gguf.model_config import ROPE_FACTORS, check_architecture
+from llm_serving.gguf.model_config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, check_architecture
 from llm_serving.model.shape import MAX_LAYERS
 
 OUTPUT = "output.weight"
-IGNORED = frozenset((ROPE_FACTORS,))
+IGNORED = frozenset((ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS))
 """Tensors that hold no weights. The frequencies of rotary scaling follow from the configuration."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _JOINED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps"))

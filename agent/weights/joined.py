@@ -1,0 +1,87 @@
+"""A source of weights for checkpoints that store several tensors of the model as one, such as Phi-3's qkv."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from agent.weights.cuts import TensorCut
+from agent.weights.layout import RowsOf, WeightPart
+from agent.weights.quantized import QuantizedTensor, Scheme
+from agent.weights.source import WeightSource
+from agent.weights.storage import Array
+from llm_serving.model.parallel import Span
+
+
+def stored_parts(parts: Iterable[WeightPart]) -> list[WeightPart]:
+    """Returns the tensors of the checkpoint that contain ``parts``, each once."""
+    found = {}
+    for part in parts:
+        rows = part.rows_of
+        stored = part if rows is None else WeightPart(rows.name, rows.shape)
+        found[stored.name] = stored
+    return list(found.values())
+
+
+class JoinedSource:
+    """A WeightSource that reads some tensors as rows of larger tensors of another source."""
+
+    def __init__(self, source: WeightSource, places: Mapping[str, RowsOf]) -> None:
+        """``places`` maps names of tensors to the rows of the larger tensors. Other tensors are read by their names."""
+        self._source = source
+        self._places = places
+
+    def scheme(self, part: WeightPart) -> Scheme | None:
+        rows = self._places.get(part.name)
+        return self._source.scheme(part if rows is None else WeightPart(rows.name, rows.shape))
+
+    def float_dtype(self, name: str) -> str | None:
+        rows = self._places.get(name)
+        return self._source.float_dtype(name if rows is None else rows.name)
+
+    def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
+        rows = self._places.get(part.name)
+        if rows is None:
+            return self._source.read_quantised(part, cut)
+        own = _cut_of(rows, part.shape if cut is None else cut.whole, cut)
+        tensor = self._source.read_quantised(WeightPart(rows.name, rows.shape), own)
+        return _reordered(tensor, rows.head_order) if rows.head_order else tensor
+
+    def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:
+        rows = self._places.get(name)
+        if rows is None:
+            self._source.read_into(name, out, dtype, cut)
+            return
+        self._source.read_into(rows.name, out, dtype, _cut_of(rows, out.shape if cut is None else cut.whole, cut))
+        if rows.head_order:
+            out[:] = _in_order(out, rows.head_order)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def _in_order(rows: Array, order: tuple[int, ...]) -> Array:
+    """Returns a copy of ``rows`` [heads x head size, ...] with the rows of each head in ``order``."""
+    return rows.reshape(-1, len(order), *rows.shape[1:])[:, list(order)].reshape(rows.shape)
+
+
+def _reordered(tensor: QuantizedTensor, order: tuple[int, ...]) -> QuantizedTensor:
+    inputs = tensor.inputs
+    if inputs is not None:
+        inputs = replace(inputs, sum_offsets=np.ascontiguousarray(_in_order(inputs.sum_offsets, order)))
+    return replace(
+        tensor,
+        values=_in_order(tensor.values, order),
+        scales=_in_order(tensor.scales, order),
+        zeros=None if tensor.zeros is None else _in_order(tensor.zeros, order),
+        inputs=inputs,
+    )
+
+
+def _cut_of(rows: RowsOf, shape: tuple[int, ...], cut: TensorCut | None) -> TensorCut:
+    """Returns the part of the larger tensor that a part of one of its tensors is. ``shape`` is this tensor's shape."""
+    if cut is None:
+        return TensorCut(rows.shape, Span(rows.first, rows.first + shape[0]))
+    return TensorCut(rows.shape, Span(rows.first + cut.rows.start, rows.first + cut.rows.stop), cut.columns)
