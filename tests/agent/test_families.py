@@ -48,6 +48,9 @@ NATIVE_MODELS = (
     "qwen3_moe",
 )
 """The models that ``make test`` runs with native operators: one of each architecture."""
+HALF_MODELS = ("llama_dynamic", "mistral_full", "mixtral", "qwen2_tied", "qwen3_window", "qwen3_moe", "deepseek_v2",
+               "deepseek_v3")  # fmt: skip
+"""The models that ``make test`` runs in a half type with fused operators: one of each architecture."""
 LATENT_MODELS = tuple(model for model in MODELS if "kv_lora_rank" in FAMILY_VARIANTS[model].config)
 """Models that the native operators refuse. In int4, these small random models lose their text."""
 DISCONTINUOUS = ("bfloat16", "deepseek_v3")
@@ -72,8 +75,8 @@ Run = Callable[[Setup, str], Results]
 def is_swept(setup: Setup, model: str) -> bool:
     """Returns whether only ``make test-sweeps`` runs a case.
 
-    ``make test`` runs each model in float32 and in one half type with fused operators. It runs one model of each
-    architecture with native operators, and some models quantised.
+    ``make test`` runs each model in float32. It runs one model of each architecture in a half type, with fused and with
+    native operators, and some models quantised.
     """
     if setup == FLOAT32:
         return False
@@ -81,6 +84,8 @@ def is_swept(setup: Setup, model: str) -> bool:
         return model not in QUANTISED_MODELS
     if setup[1] == "native":
         return setup != NATIVE or model not in NATIVE_MODELS
+    if model not in HALF_MODELS:
+        return True
     is_float16 = model in LATENT_MODELS or MODELS.index(model) % 2 == 1
     return (setup[0] == "float16") != is_float16
 

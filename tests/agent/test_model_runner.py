@@ -69,6 +69,8 @@ ONE_MODEL = {
     ("bfloat16", "native", "int4", "auto"): "tiny_llama",
 }
 """Setups of which ``make test`` runs one model."""
+HALF_MODELS = {"float16": ("gqa_tied", "llama3_rope"), "bfloat16": ("gqa_tied", "mha", "tiny_llama")}
+"""The models that ``make test`` runs in each half type with fused operators. Together these are all models."""
 NATIVE_SETUPS = tuple(setup for setup in ALL_SETUPS if setup[1] == "native")
 MOST_TIES = 0.06
 """Maximum fraction of a model's tokens that may differ. More would be an error, not ties."""
@@ -83,12 +85,14 @@ Results = dict[str, Any]
 def is_swept(setup: Setup, model: str = "gqa_tied") -> bool:
     """Returns whether only ``make test-sweeps`` runs a case, because the cases of ``make test`` cover it.
 
-    With native operators, bfloat16 also covers float16, and int4 also covers int8 with float activations. Two models
-    cover each setup except those of fused operators with floats. The trained model covers native int4, and a model with
+    With native operators, bfloat16 also covers float16, and int4 also covers int8 with float activations. All models
+    run in float32, and two or three in each other setup. The trained model covers native int4, and a model with
     random weights covers native int8.
     """
     if setup in (("float16", "native", "auto", "auto"), WEIGHT_ONLY, FUSED_PARTNERS[WEIGHT_ONLY]):
         return True
+    if setup[1] == "fused" and setup in HALF_SETUPS:
+        return model not in HALF_MODELS[setup[0]]
     if setup in ONE_MODEL:
         return model != ONE_MODEL[setup]
     return (setup in QUANTISED_SETUPS or setup[1] == "native") and model in ("llama3_rope", "mha")
