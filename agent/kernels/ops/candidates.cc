@@ -219,7 +219,7 @@ bool decide(const SampleArgs& args, const CandidateArgs& from, int64_t row) {
   const uint32_t* mask = mask_of(args, row);
   const bool is_plain =
       args.temperature[row] == 0.0f && !has_penalties(args, row) && is_allowed(mask, args.best_ids[row]);
-  if (mask != nullptr && !is_plain) return false;
+  if (!is_plain && (mask != nullptr || !candidates_have_filters(args, row))) return false;
   if (is_plain && wanted < 0) {
     args.logsumexp[row] = 0.0f;
     report_top(args, row, nullptr, 0);

@@ -18,6 +18,9 @@ double uniform(uint64_t seed, int32_t position);
 bool is_skipped(const SampleArgs& args, int64_t row);
 bool has_penalties(const SampleArgs& args, int64_t row);
 
+// Returns true if candidates.cc has all filters of the row. It then may choose a token without the row's other logits.
+bool candidates_have_filters(const SampleArgs& args, int64_t row);
+
 // Returns the allowed tokens of a row as bits, or null if all tokens are allowed.
 const uint32_t* mask_of(const SampleArgs& args, int64_t row);
 
