@@ -14,7 +14,7 @@ from llm_serving.sampling_params import SamplingParams
 Sampling = Mapping[str, Any] | SamplingParams
 """How to choose tokens: fields of the HTTP API by name, or ``SamplingParams``."""
 
-_OWN = ("model", "prompt", "messages", "input", "stream", "stream_options")
+_OWN = ("prompt", "messages", "input", "stream", "stream_options")
 """Fields of the HTTP API that the arguments of ``LLM`` replace."""
 _ALWAYS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """Parameters of ``SamplingParams`` that are stated even if they have their default."""

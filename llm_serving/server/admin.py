@@ -90,10 +90,10 @@ async def _health_live(state: ServerState, request: Request) -> Response:
     return json_response({"status": "live" if is_live else "stopped"}, status=200 if is_live else 503)
 
 
-async def _health_ready(state: ServerState, request: Request) -> Response:
-    """Respond with 200 if the server would serve a request now.
+async def is_ready(state: ServerState) -> tuple[bool, str]:
+    """Return whether the server would serve a request now, and the name of its state.
 
-    This is the case if a step completed recently, or if all agents reply to a status request.
+    It would if a step completed recently, or if all agents reply to a status request.
     """
     status = state.engine.status()
     ready = status.state == "ready" and not state.active.stopping
@@ -103,6 +103,12 @@ async def _health_ready(state: ServerState, request: Request) -> Response:
     name = "stopping" if state.active.stopping else status.state
     if status.state == "ready" and not ready and not state.active.stopping:
         name = "agents do not answer"
+    return ready, name
+
+
+async def _health_ready(state: ServerState, request: Request) -> Response:
+    """Respond with 200 if the server would serve a request now."""
+    ready, name = await is_ready(state)
     return json_response({"status": name, "ready": ready}, status=200 if ready else 503)
 
 

@@ -97,13 +97,19 @@ class ErrorReply:
     headers: Mapping[str, str] = field(default_factory=dict)
     is_anthropic: bool = False
     """Whether the body has the form of Anthropic's API, and not of OpenAI's."""
+    is_kserve: bool = False
+    """Whether the member ``error`` is the message, as in KServe's protocol. The other members are next to it."""
 
     def body(self) -> bytes:
         """Return the JSON body ``{"error": {"message", "type", "param", "code"}}``, as in OpenAI's API.
 
-        The body of Anthropic's API has another ``type``, and the member ``"type": "error"`` next to ``error``.
+        The body of Anthropic's API has another ``type``, and the member ``"type": "error"`` next to ``error``. In
+        KServe's protocol, ``error`` is the message.
         """
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        if self.is_kserve:
+            error["error"] = error.pop("message")
+            return orjson.dumps(error)
         if not self.is_anthropic:
             return orjson.dumps({"error": error})
         error["type"] = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else error["type"])
@@ -133,12 +139,23 @@ def has_anthropic_errors(path: str) -> bool:
     return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
+KSERVE_PATHS = ("/v2", "/v2/health/live", "/v2/health/ready")
+KSERVE_MODELS = "/v2/models/"
+
+
+def has_kserve_errors(path: str) -> bool:
+    """Return whether the errors of a URL's path have the form of KServe's protocol."""
+    return path in KSERVE_PATHS or path.startswith(KSERVE_MODELS)
+
+
 def error_reply(error: Exception, path: str = "") -> ErrorReply:
     """Return the HTTP response for an exception. The text of a failure is one of ``FAILURE_TEXTS``, without details.
 
     ``path`` is the path of the URL, which determines the form of the body.
     """
     reply = _reply(error)
+    if has_kserve_errors(path):
+        return replace(reply, is_kserve=True)
     return replace(reply, is_anthropic=True) if has_anthropic_errors(path) else reply
 
 

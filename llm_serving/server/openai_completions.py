@@ -80,10 +80,7 @@ async def _create_completion(state: ServerState, request: Request) -> AnyRespons
     state.check_queue(tenant_of(request))
     body = await read_request(CompletionRequest, request, state.settings.max_body_bytes)
     state.check_model(body.model)
-    _check(body)
-    generation = Generation(state, request, "completions", "cmpl", body, stream=bool(body.stream), model=body.model)
-    generation.choices = await _choices(state, body, generation.request_id)
-    state.check_ready()
+    generation = await start_completion(state, request, body, "completions", "cmpl")
     if body.stream:
         return EventStream(generation, CompletionStream(generation, body))
     if body.use_beam_search:
@@ -99,6 +96,21 @@ async def _create_completion(state: ServerState, request: Request) -> AnyRespons
     scores = {answer.choice.request_id: answer.logits for answer in answers[num_choices:]}
     choice, num_items = partial(_choice, generation, body, scores), sum(map(len, scores.values()))
     return await response_of(generation, "text_completion", answers[:num_choices], choice, num_items)
+
+
+async def start_completion(
+    state: ServerState, request: Request, body: CompletionRequest, api: str, id_prefix: str
+) -> Generation:
+    """Return the choices of a completion, which are ready for the engine.
+
+    All APIs that continue prompts may call this function. ``api`` is the API's name in the log. Raises RequestError,
+    and UnavailableError if the server cannot serve requests now.
+    """
+    _check(body)
+    generation = Generation(state, request, api, id_prefix, body, stream=bool(body.stream), model=body.model)
+    generation.choices = await _choices(state, body, generation.request_id)
+    state.check_ready()
+    return generation
 
 
 ENDPOINTS = (

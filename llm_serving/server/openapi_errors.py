@@ -30,6 +30,12 @@ ANTHROPIC_ERROR_SCHEMA: dict[str, Any] = {
     "required": ["type", "error"],
     "properties": {"type": {"const": "error"}, "error": ERROR_SCHEMA["properties"]["error"]},
 }
+KSERVE_ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]},
+                   "code": {"type": ["string", "null"]}},
+}
 _REF = "#/components/responses/"
 _NAMES = {"401": "Unauthorized", "403": "Forbidden", "429": "TooManyRequests"}
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from llm_serving.server import openapi_errors
 from llm_serving.server.body import json_response
-from llm_serving.server.errors import has_anthropic_errors
+from llm_serving.server.errors import has_anthropic_errors, has_kserve_errors
 from llm_serving.server.scheduling import SCHEDULING_HEADERS, SchedulingFields
 from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.server.validation import clip
@@ -136,7 +136,8 @@ def openapi_document(endpoints: Sequence[Endpoint], version: str, *, has_keys: b
         **openapi_errors.security(has_keys=has_keys),
         "components": {
             "schemas": {**schemas.get("$defs", {}), "Error": openapi_errors.ERROR_SCHEMA,
-                        "AnthropicError": openapi_errors.ANTHROPIC_ERROR_SCHEMA},
+                        "AnthropicError": openapi_errors.ANTHROPIC_ERROR_SCHEMA,
+                        "KServeError": openapi_errors.KSERVE_ERROR_SCHEMA},
             **openapi_errors.components(_REF + "Error", has_keys=has_keys),
         },
     }
@@ -144,6 +145,7 @@ def openapi_document(endpoints: Sequence[Endpoint], version: str, *, has_keys: b
 
 def _operation(endpoint: Endpoint, path: str, schema: dict[str, Any] | None, has_keys: bool) -> dict[str, Any]:
     error_name = "AnthropicError" if has_anthropic_errors(path) else "Error"
+    error_name = "KServeError" if has_kserve_errors(path) else error_name
     error = {"content": {"application/json": {"schema": {"$ref": _REF + error_name}}}}
     generates = endpoint.body is not None and issubclass(endpoint.body, SchedulingFields)
     refusals, members = openapi_errors.of_operation(path, generates=generates, has_keys=has_keys)
@@ -178,7 +180,7 @@ def _docs_body(document: dict[str, Any], endpoints: Sequence[Endpoint], base_url
     """Return the OpenAPI document as the HTML body of ``/docs``, without scripts."""
     schemas = document["components"]["schemas"]
     sections = [_section(endpoint, schemas, base_url) for endpoint in endpoints if endpoint.in_docs]
-    shown = {e.body.__name__ for e in endpoints if e.body} | {"Error", "AnthropicError"}
+    shown = {e.body.__name__ for e in endpoints if e.body} | {"Error", "AnthropicError", "KServeError"}
     used = schemas.keys() - shown
     parts = [f"<h2 id='{name}'>{name}</h2>{_fields(schemas[name])}" for name in sorted(used)]
     return "\n".join([*sections, *parts])

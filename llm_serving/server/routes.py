@@ -20,6 +20,7 @@ from llm_serving.server import (
     receipts,
 )
 from llm_serving.server.batches import endpoints as batches
+from llm_serving.server.kserve import endpoints as kserve
 from llm_serving.server.messages import endpoints as messages
 from llm_serving.server.responses import endpoints as responses
 
@@ -33,6 +34,7 @@ ENDPOINTS = (
     *ranking.ENDPOINTS,
     *classification.ENDPOINTS,
     *generate.ENDPOINTS,
+    *kserve.ENDPOINTS,
     *chat.ENDPOINTS,
     *receipts.ENDPOINTS,
     *profile.ENDPOINTS,

@@ -1,0 +1,192 @@
+"""The endpoints ``/v2``: health, facts about the server and its model, ``infer``, ``generate`` and its stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.errors import RequestError
+from llm_serving.request import RequestOutput
+from llm_serving.server.admin import is_ready
+from llm_serving.server.body import json_response, read_request, whole_response
+from llm_serving.server.errors import ErrorReply
+from llm_serving.server.generation import Answer, Generation, count_items
+from llm_serving.server.kserve.fields import (
+    FINISH_REASON,
+    INPUT_IDS,
+    TEXT_INPUT,
+    TEXT_OUTPUT,
+    GenerateExtensionRequest,
+    InferRequest,
+    completion_of,
+    named_by_parameters,
+    read_tensors,
+    wanted_outputs,
+)
+from llm_serving.server.lifecycle import run_while_connected
+from llm_serving.server.openai_completions import CompletionRequest, start_completion
+from llm_serving.server.sampling import Choice
+from llm_serving.server.scheduling import tenant_of
+from llm_serving.server.sse import EventStream
+from llm_serving.server.state import AnyResponse, Endpoint, ServerState
+from llm_serving.version import __version__
+
+MODEL_VERSION = "1"
+"""The only version of the served model."""
+
+
+async def _server(state: ServerState, request: Request) -> Response:
+    return json_response({"name": "llm-serving", "version": __version__, "extensions": ["generate"]})
+
+
+async def _live(state: ServerState, request: Request) -> Response:
+    is_live = state.engine.state != "stopped"
+    return json_response({"live": is_live}, status=200 if is_live else 503)
+
+
+async def _ready(state: ServerState, request: Request) -> Response:
+    ready, _ = await is_ready(state)
+    return json_response({"ready": ready}, status=200 if ready else 503)
+
+
+async def _model_ready(state: ServerState, request: Request) -> Response:
+    name = request.path_params["name"]
+    state.check_model(name)
+    ready, _ = await is_ready(state)
+    return json_response({"name": name, "ready": ready}, status=200 if ready else 503)
+
+
+async def _model(state: ServerState, request: Request) -> Response:
+    name = request.path_params["name"]
+    state.check_model(name)
+    text = {"datatype": "BYTES", "shape": [-1]}
+    return json_response(
+        {
+            "name": name,
+            "versions": [MODEL_VERSION],
+            "platform": "llm-serving",
+            "inputs": [
+                {"name": TEXT_INPUT, **text},
+                {"name": INPUT_IDS, "datatype": "INT64", "shape": [-1, -1]},
+            ],
+            "outputs": [{"name": TEXT_OUTPUT, **text}, {"name": FINISH_REASON, **text}],
+        }
+    )
+
+
+async def _infer(state: ServerState, request: Request) -> AnyResponse:
+    """Handle ``infer``: continue each prompt of the input tensors."""
+    body = await _body(state, request, InferRequest)
+    prompts, parameters = read_tensors(body)
+    wanted = wanted_outputs(body)
+    completion, excludes = completion_of(request.path_params["name"], prompts, parameters, stream=False)
+    generation, answers = await _answers(state, request, completion)
+
+    def build() -> dict[str, Any]:
+        data = {
+            TEXT_OUTPUT: [_text(generation, answer, excludes) for answer in answers],
+            FINISH_REASON: [answer.finish_reason for answer in answers],
+        }
+        outputs = [{"name": name, "datatype": "BYTES", "shape": [len(answers)], "data": data[name]} for name in wanted]
+        return {**_head(request, body.id), "outputs": outputs}
+
+    return await whole_response(generation.request_id, count_items(answers), build)
+
+
+async def _generate(state: ServerState, request: Request) -> AnyResponse:
+    """Handle ``generate``: continue one prompt."""
+    body = await _body(state, request, GenerateExtensionRequest)
+    completion, excludes = completion_of(request.path_params["name"], body.text_input, body.parameters, stream=False)
+    generation, [answer] = await _answers(state, request, completion)
+    text = _text(generation, answer, excludes)
+    reply = {**_head(request, body.id), TEXT_OUTPUT: text, FINISH_REASON: answer.finish_reason}
+    return await whole_response(generation.request_id, count_items([answer]), lambda: reply)
+
+
+async def _generate_stream(state: ServerState, request: Request) -> AnyResponse:
+    """Handle ``generate_stream``: continue one prompt, piece by piece."""
+    body = await _body(state, request, GenerateExtensionRequest)
+    completion, _ = completion_of(request.path_params["name"], body.text_input, body.parameters, stream=True)
+    generation = await _started(state, request, completion)
+    return EventStream(generation, GenerateExtensionEvents(generation, _head(request, body.id)))
+
+
+async def _body(state: ServerState, request: Request, kind: type[Any]) -> Any:
+    state.check_model(request.path_params["name"])
+    state.check_queue(tenant_of(request))
+    return await read_request(kind, request, state.settings.max_body_bytes)
+
+
+async def _started(state: ServerState, request: Request, completion: CompletionRequest) -> Generation:
+    try:
+        return await start_completion(state, request, completion, "kserve", "infer")
+    except RequestError as error:
+        if type(error) is RequestError:
+            raise named_by_parameters(error) from None
+        raise
+
+
+async def _answers(
+    state: ServerState, request: Request, completion: CompletionRequest
+) -> tuple[Generation, list[Answer]]:
+    generation = await _started(state, request, completion)
+    return generation, await run_while_connected(state.active, request.receive, generation.answers())
+
+
+def _text(generation: Generation, answer: Answer, excludes: bool) -> str:
+    """Return the text of an answer, after its prompt unless ``excludes``."""
+    prompt = "" if excludes else answer.choice.prompt.as_text(generation.state.engine.tokenizer)
+    return prompt + answer.text
+
+
+def _head(request: Request, request_id: str | None) -> dict[str, Any]:
+    """Return the first members of a response."""
+    named = {} if request_id is None else {"id": request_id}
+    return {**named, "model_name": request.path_params["name"], "model_version": MODEL_VERSION}
+
+
+class GenerateExtensionEvents:
+    """Formats the events of ``generate_stream``: each has new text, and the last one the finish reason."""
+
+    def __init__(self, generation: Generation, head: dict[str, Any]) -> None:
+        self._generation, self._head = generation, head
+
+    def events(self, choice: Choice, piece: RequestOutput) -> bytes:
+        if not piece.text and piece.finish_reason is None:
+            return b""
+        event = {**self._head, TEXT_OUTPUT: piece.text}
+        if piece.finish_reason is not None:
+            event[FINISH_REASON] = piece.finish_reason.value
+        return b"data: " + orjson.dumps(event) + b"\n\n"
+
+    def last(self) -> bytes:
+        return b""
+
+    def error(self, reply: ErrorReply) -> bytes:
+        return b"data: " + reply.body() + b"\n\n"
+
+
+_GENERATE = '{"text_input": "Once upon a time", "parameters": {"max_tokens": 16, "temperature": 0}}'
+_INFER = (
+    '{"inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["Once upon a time"]}, '
+    '{"name": "max_tokens", "shape": [1], "datatype": "INT32", "data": [16]}]}'
+)
+ENDPOINTS = (
+    Endpoint("GET", "/v2", _server, "KServe: facts about the server."),
+    Endpoint("GET", "/v2/health/live", _live, "KServe: 200 while the engine runs."),
+    Endpoint("GET", "/v2/health/ready", _ready, "KServe: 200 while requests are served."),
+    Endpoint("GET", "/v2/models/{name}", _model, "KServe: the tensors of the model."),
+    Endpoint("GET", "/v2/models/{name}/ready", _model_ready, "KServe: 200 while the model serves requests."),
+    Endpoint("POST", "/v2/models/{name}/infer", _infer, "KServe: continue prompts.", InferRequest, _INFER),
+    Endpoint(
+        "POST", "/v2/models/{name}/generate", _generate, "KServe: continue a prompt.", GenerateExtensionRequest,
+        _GENERATE,
+    ),
+    Endpoint(
+        "POST", "/v2/models/{name}/generate_stream", _generate_stream, "KServe: continue a prompt, piece by piece.",
+        GenerateExtensionRequest, _GENERATE,
+    ),
+)  # fmt: skip
