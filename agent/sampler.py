@@ -125,6 +125,14 @@ class Sampler:
         RuntimeError if the device fails.
         """
         biases = self._await_masks(slot)
+        self._choose(scores, slot, biases)
+        if slot.num_masks and slot.top_allowed[: slot.num_seqs].any():
+            _report_allowed(scores, slot)
+
+    def _choose(
+        self, scores: StepLogits | DeviceScores, slot: StepSlot, biases: Mapping[int, LogitBias]
+    ) -> None:
+        """Samples a token for each sequence of a step whose masks are in its slot."""
         seqs, call = slot.num_seqs, self._call_of(slot)
         drafts = _num_drafts_before(slot) if slot.num_drafts else None
         processes = bool(self._processors) and bool(self._is_processed(slot).any())
@@ -288,6 +296,27 @@ def _num_drafts_before(slot: StepSlot) -> Int32Array:
     if (slot.token_ids[:seqs][is_draft] < 0).any():
         raise ProtocolError("a draft of a step is not a token id")
     return before
+
+
+def _report_allowed(scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
+    """Writes the best pairs again for each sequence whose pairs must be tokens of its mask: the largest logit first,
+    the smaller id on a tie. There are fewer pairs if the mask has fewer tokens.
+    """
+    seqs, words = slot.num_seqs, slot.layout.limits.mask_words
+    wanted = (slot.top_allowed[:seqs] != 0) & (slot.mask_number[:seqs] != 0) & (slot.sampled_ids[:seqs] >= 0)
+    for index in np.flatnonzero(wanted):
+        first = (int(slot.mask_number[index]) - 1) * words
+        bits = np.unpackbits(slot.masks[first : first + words].view(np.uint8), bitorder="little")
+        logits = (
+            scores.values[index] if isinstance(scores, StepLogits) else scores.rows(np.array([index], np.int32))[0]
+        )
+        allowed = np.flatnonzero(bits[: logits.size])
+        count = min(int(slot.num_top_logits[index]), allowed.size)
+        best = allowed[np.argsort(-logits[allowed], kind="stable")[:count]]
+        start = int(index) * MAX_TOP_LOGITS
+        slot.top_ids[start : start + MAX_TOP_LOGITS] = _NO_TOKEN
+        slot.top_ids[start : start + count] = best
+        slot.top_logits[start : start + count] = logits[best]
 
 
 def find_candidates(scores: DeviceScores, slot: StepSlot) -> bool:

@@ -108,6 +108,8 @@ class SamplingParams:
     logprobs: bool = _parameter(False, "Returns the log-probability of each token.")
     top_logits: int = _parameter(0, "Most probable tokens to return with each token.", low=0, high=MAX_TOP_LOGITS)
 
+    top_allowed: bool = _parameter(False, "The most probable tokens are those that the grammar allows, for beams.")
+
     @property
     def wants_logits(self) -> bool:
         """Whether pieces of the output carry ``logits``."""

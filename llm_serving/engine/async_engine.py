@@ -40,7 +40,14 @@ from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.flight.setup import recording_folder
 from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.lora.registry import Adapter, AdapterRegistry, adapted_salt
-from llm_serving.request import DEFAULT_SCHEDULING, Constraint, Request, RequestOutput, SchedulingParams
+from llm_serving.request import (
+    DEFAULT_SCHEDULING,
+    Constraint,
+    ForkableConstraint,
+    Request,
+    RequestOutput,
+    SchedulingParams,
+)
 from llm_serving.routing.placement import Routing
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import StepSource, replica_sources
@@ -331,16 +338,18 @@ class AsyncEngine:
         *,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
         adapter: Adapter | None = None,
+        constraint: ForkableConstraint | None = None,
     ) -> SearchResult:
         """Return the most likely outputs of a prompt. Cancel the call to abort it.
 
         Each step of the search is a request whose prompt is the search's prompt plus the tokens of a beam. The length
-        of the prompt plus ``max_tokens`` must therefore not exceed the maximum prompt length. Raises the errors of
+        of the prompt plus ``max_tokens`` must therefore not exceed the maximum prompt length. ``constraint`` says which
+        tokens may follow in each beam. Raises the errors of
         ``open``, and EngineFailedError if the engine fails.
         """
         sampling = SamplingParams(max_tokens=params.max_tokens, temperature=0.0)
         whole = self._new_request(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
-        search = BeamSearch(partial(self.open, adapter=adapter), whole, params, scheduling, self._clock)
+        search = BeamSearch(partial(self.open, adapter=adapter), whole, params, scheduling, self._clock, constraint)
         if adapter is not None:
             self.adapters.acquire(adapter)
         self._searches[request_id] = whole

@@ -23,10 +23,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from llm_serving.constraints.beams import BeamConstraint
 from llm_serving.engine.open_request import OpenRequest, PieceStream
 from llm_serving.engine.receipts import request_timings
 from llm_serving.errors import AgentLostTwiceError, DeadlineExceededError, EngineFailedError
-from llm_serving.request import FinishReason, Request, RequestOutput, SchedulingParams, TokenLogits
+from llm_serving.request import (
+    Constraint,
+    FinishReason,
+    ForkableConstraint,
+    Request,
+    RequestOutput,
+    SchedulingParams,
+    TokenLogits,
+)
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SamplingParams
 from llm_serving.telemetry.receipt import Phase
 
@@ -115,6 +124,7 @@ class OpenStep(Protocol):
         scheduling: SchedulingParams,
         streamed: bool,
         quiet: bool,
+        constraint: Constraint | None,
     ) -> OpenRequest: ...
 
 
@@ -133,16 +143,22 @@ class BeamSearch:
         params: BeamSearchParams,
         scheduling: SchedulingParams,
         clock: Callable[[], float],
+        constraint: ForkableConstraint | None = None,
     ) -> None:
+        """``constraint`` says which tokens may follow in the output. It must not have tokens yet."""
         self.whole = whole
+        first = None if constraint is None else BeamConstraint(constraint)
+        self._constraints: dict[tuple[int, ...], BeamConstraint | None] = {(): first}
+        """The constraints of the outputs that were expanded last. None: every token may follow."""
         self._open_step = open_step
         self._params = params
         self._scheduling = replace(scheduling, group=whole.request_id)
         self._clock = clock
         self._step = 0
         self._sampling = SamplingParams(
-            max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=True, top_logits=params.num_candidates
-        )
+            max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=True, top_logits=params.num_candidates,
+            top_allowed=constraint is not None,
+        )  # fmt: skip
 
     async def run(self) -> SearchResult:
         """Run the search. Raises the error that ends the search early, for example if one of its requests is refused.
@@ -183,23 +199,35 @@ class BeamSearch:
         if self._step > 0:
             scheduling = replace(scheduling, deadline=None, ttft_objective=scheduling.tbt_objective)
         streams = [PieceStream() for _ in outputs]
+        constraints = [self._constraint_of(output) for output in outputs]
         opened: list[OpenRequest] = []
         try:
-            for index, (output, stream) in enumerate(zip(outputs, streams, strict=True)):
+            for index, (output, stream, constraint) in enumerate(zip(outputs, streams, constraints, strict=True)):
                 name = f"{whole.request_id}.{self._step}.{index}"
                 tokens = [*whole.prompt_token_ids, *output]
                 opened.append(
                     self._open_step(
-                        name, tokens, self._sampling, stream, arrival, scheduling=scheduling, streamed=False, quiet=True
+                        name, tokens, self._sampling, stream, arrival, scheduling=scheduling, streamed=False,
+                        quiet=True, constraint=constraint,
                     )
-                )
+                )  # fmt: skip
             entries = [_logits(await stream.next()) for stream in streams]
             self._note([one.request for one in opened])
         finally:
             for one in opened:
                 one.close()
         self._step += 1
+        for constraint in constraints:
+            if constraint is not None and constraint.error:
+                raise EngineFailedError(f"a beam cannot follow the grammar any further: {constraint.error}")
+        self._constraints = dict(zip(outputs, constraints, strict=True))
         return entries
+
+    def _constraint_of(self, output: tuple[int, ...]) -> BeamConstraint | None:
+        if not output:
+            return self._constraints[output]
+        before = self._constraints[output[:-1]]
+        return None if before is None else before.extended(output[-1])
 
     def _note(self, steps: Sequence[Request]) -> None:
         """Add the times and counts of one search step's requests to ``whole``, the request that represents the search.
@@ -256,6 +284,8 @@ def _ranked(
     ranked = []
     for beam, entry in zip(live, entries, strict=True):
         for token_id, logit in entry.top[: params.num_candidates]:
+            if token_id < 0:  # a grammar allows fewer tokens than candidates
+                break
             candidate = TokenLogits(token_id, logit - entry.logsumexp, entry.logsumexp, entry.top)
             ranked.append((beam, candidate))
     ranked.sort(key=lambda pair: -(pair[0].logprob + pair[1].logprob))

@@ -22,7 +22,10 @@ from llm_serving.request import Request
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS, SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 
-_SAMPLING_COLUMNS = {each.name: each.column for each in SAMPLER_PARAMETERS} | {"num_top_logits": "int32"}
+_SAMPLING_COLUMNS = {each.name: each.column for each in SAMPLER_PARAMETERS} | {
+    "num_top_logits": "int32",
+    "top_allowed": "int32",
+}
 
 _MESSAGES: dict[StepKind, type[messages.Prefill | messages.Decode | messages.Move]] = {
     StepKind.PREFILL: messages.Prefill,

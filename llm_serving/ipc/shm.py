@@ -128,6 +128,7 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         *(Field(each.name, each.column, seqs, f"[S] {each.meaning}") for each in SAMPLER_PARAMETERS),
         Field("sample_position", "int32", seqs, "[S] index of the token to sample in the output, from 0"),
         Field("num_top_logits", "int32", seqs, "[S] best pairs wanted, 0 to MAX_TOP_LOGITS, or NO_LOGSUMEXP"),
+        Field("top_allowed", "int32", seqs, "[S] 1: the best pairs are those of the mask's tokens; 0: of all tokens"),
         Field("mask_number", "int32", seqs, "[S] number of the sequence's mask, from 1; 0: every token is allowed"),
         Field("masks", "uint32", seqs * limits.mask_words, "[num_masks, mask_words] a bit for each token, 1: allowed"),
         # Known tokens of the sequences with penalties. Only the step in which a sequence begins to use its batch row
@@ -189,6 +190,7 @@ class StepSlot:
     do_sample: npt.NDArray[np.int32]
     sample_position: npt.NDArray[np.int32]
     num_top_logits: npt.NDArray[np.int32]
+    top_allowed: npt.NDArray[np.int32]
     mask_number: npt.NDArray[np.int32]
     masks: npt.NDArray[np.uint32]
     history_lens: npt.NDArray[np.int32]

@@ -19,7 +19,7 @@ _OWN = ("prompt", "messages", "input", "stream", "stream_options")
 _ALWAYS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """Parameters of ``SamplingParams`` that are stated even if they have their default."""
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
-_SKIPPED = ("logprobs", "top_logits", "logit_bias", "shown_token_ids", "keeps_history", *_LISTS)
+_SKIPPED = ("logprobs", "top_logits", "logit_bias", "shown_token_ids", "keeps_history", "top_allowed", *_LISTS)
 
 
 def prompts_of(prompts: object) -> list[str | Sequence[int]]:

@@ -36,11 +36,12 @@ async def answer_constraint(
 ) -> ConstraintSource | None:
     """Return the constraint of each choice, or None if any text is allowed. Raises RequestError."""
     wanted = wanted_grammar(fields)
-    if plan is not None and (plan.tools is not None or plan.reasoning is not None):
+    has_parts = plan is not None and (plan.tools is not None or plan.reasoning is not None)
+    if plan is not None and has_parts:
         wanted = _with_plan(state, tools, plan, wanted)
     compiled = None
     if wanted is not None:
-        compiled = await compile_grammar(state, *wanted, ignore_eos=ignore_eos, beams=beams)
+        compiled = await compile_grammar(state, *wanted, ignore_eos=ignore_eos, beams=beams and has_parts)
     if plan is None or tools.thinking_token_budget is None:
         return compiled
     check_available(state, "thinking_token_budget", ignore_eos=False, beams=beams)

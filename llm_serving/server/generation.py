@@ -21,7 +21,7 @@ from llm_serving.errors import (
     RequestError,
 )
 from llm_serving.parsing.thinking import ThinkingWatch
-from llm_serving.request import FinishReason, RequestOutput, SchedulingParams, TokenLogits
+from llm_serving.request import FinishReason, ForkableConstraint, RequestOutput, SchedulingParams, TokenLogits
 from llm_serving.scheduler.output import NOT_FINITE_ERROR
 from llm_serving.server.answer_plan import AnswerPlan
 from llm_serving.server.errors import UnavailableError
@@ -60,6 +60,13 @@ def count_items(answers: Sequence[Answer]) -> int:
     """Return the number of tokens and log-probabilities that a response with these answers has."""
     tokens = sum(len(answer.token_ids) for answer in answers)
     return tokens + sum(len(answer.logits) * (answer.choice.sampling.top_logits + 1) for answer in answers)
+
+
+def _forkable(choice: Choice) -> ForkableConstraint | None:
+    """Return the constraint of a beam search, or None if any text is allowed."""
+    constraint = None if choice.grammar is None else choice.grammar.start()
+    assert constraint is None or isinstance(constraint, ForkableConstraint), "beams have grammars only"
+    return constraint
 
 
 class Generation:
@@ -233,8 +240,9 @@ class Generation:
         num_output_tokens = params.width * params.max_tokens
         try:
             result = await self.state.engine.search(
-                name, prompt, params, self._received_at, scheduling=self.scheduling, adapter=self.adapter
-            )
+                name, prompt, params, self._received_at, scheduling=self.scheduling, adapter=self.adapter,
+                constraint=_forkable(choice),
+            )  # fmt: skip
             num_output_tokens = sum(len(beam.token_ids) for beam in result.beams)
         except RequestError as error:
             num_output_tokens = 0

@@ -159,6 +159,34 @@ def test_a_bias_comes_before_penalties_and_mask_and_changes_no_log_probability(s
     server.wait_until_idle()
 
 
+def test_beams_follow_a_grammar_and_are_the_most_likely_texts(server: ServerProcess) -> None:
+    """The grammar allows five letters and then the end. Every text is scored as a prompt, with the same bits."""
+    prompt = [1, 310, 311]
+    body = {
+        "prompt": prompt, "use_beam_search": True, "n": 3, "max_tokens": 8, "logprobs": 0, "return_token_ids": True,
+        "structured_outputs": {"regex": "[a-e]"}, "temperature": 0,
+    }  # fmt: skip
+    found = server.post("/v1/completions", body)["choices"]
+    assert [choice["finish_reason"] for choice in found] == ["stop"] * 3
+    end = found[0]["token_ids"][-1]
+    scores = {}
+    for letter in "abcde":
+        [token] = server.post("/tokenize", {"prompt": letter, "add_special_tokens": False})["tokens"]
+        scored = {"prompt": [*prompt, token, end], "echo": True, "logprobs": 0, "max_tokens": 0}
+        scores[letter] = server.post("/v1/completions", scored)["choices"][0]["logprobs"]["token_logprobs"][3:]
+    best = sorted(scores, key=lambda letter: -sum(scores[letter]))[:3]
+    assert [choice["text"] for choice in found] == best
+    assert [choice["logprobs"]["token_logprobs"] for choice in found] == [scores[letter] for letter in best]
+    thing = {**body, "n": 2, "max_tokens": 120, "structured_outputs": None, "response_format": FORMAT}
+    bodies = [body, thing, {**body, "structured_outputs": {"choice": CHOICES}}]
+    alone = [server.post("/v1/completions", one)["choices"] for one in bodies]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(lambda one: server.post("/v1/completions", one)["choices"], bodies * 2)) == alone * 2
+    for choice in alone[1]:
+        check(thing, choice["text"], choice["finish_reason"])
+    assert {choice["text"] for choice in alone[2]} <= set(CHOICES)
+
+
 def num_steps(server: ServerProcess) -> int:
     """Returns the number of steps that the agents have completed."""
     server.wait_until_idle()
@@ -238,9 +266,8 @@ def test_a_killed_agent_changes_no_constrained_text(plain: ServerProcess) -> Non
         ({"structured_outputs": {"regex": "a("}}, "structured_outputs.regex", "unclosed group"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "not"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "not supported"),
-        ({"structured_outputs": {"regex": "a"}, "use_beam_search": True}, "use_beam_search", "not supported"),
     ],
-    ids=["no schema", "type", "empty", "two", "regex", "keyword", "ignore_eos", "beams"],
+    ids=["no schema", "type", "empty", "two", "regex", "keyword", "ignore_eos"],
 )  # fmt: skip
 def test_wrong_fields_are_refused(plain: ServerProcess, fields: dict[str, Any], param: str, reason: str) -> None:
     answer = plain.post("/v1/completions", {"prompt": "x"} | fields)

@@ -22,6 +22,7 @@ from llm_serving.request import (
     Blocked,
     Constraint,
     FinishReason,
+    ForkableConstraint,
     RequestOutput,
     RequestTimings,
     SchedulingParams,
@@ -202,6 +203,7 @@ class FakeEngine:
         *,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
         adapter: Adapter | None = None,
+        constraint: ForkableConstraint | None = None,
     ) -> SearchResult:
         """Returns ``beams`` after ``delay_s``, as the result of a beam search."""
         record = Submitted(request_id, list(prompt_token_ids), SamplingParams(), scheduling)
