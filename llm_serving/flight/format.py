@@ -53,7 +53,7 @@ class Tag(enum.IntEnum):
     """
 
     TIME = 0
-    """Fields: engine time of the calls that follow."""
+    """Sets the engine time of the calls in the following records. Field: this time."""
     ADD = 1
     """``add_request``. Fields: number of the request, its facts (a map), prompt pseudonyms?, name of the error?."""
     SCHEDULE = 2

@@ -32,9 +32,9 @@ class _Track:
     index: SuffixIndex
     chance: OwnChance = field(default_factory=OwnChance)
     num_known: int = 0
-    """Number of output tokens that the index has."""
+    """Number of the request's output tokens that the index of drafts contains."""
     draft: Draft = _NO_DRAFT
-    """The draft of the next tokens, also if it was not offered."""
+    """The draft of the next tokens, even if the scheduler was not offered it."""
 
     def before_end(self, token_ids: list[int]) -> list[int]:
         """Returns the tokens before the first one that ends the request: no token after it would count."""

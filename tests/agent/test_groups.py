@@ -22,7 +22,7 @@ from support.position_bits import check_position_bits
 from support.sweeps import with_sweeps
 
 pytestmark = pytest.mark.timeout(900)
-"""A setup's first test runs all models."""
+"""The time limit is high, because the first test of a setup runs all models of this setup."""
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDED = {**VARIANTS, **FAMILY_VARIANTS}

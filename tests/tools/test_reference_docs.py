@@ -23,7 +23,7 @@ DEVELOPMENT = {
     "make_golden.py", "make_smollm2_golden.py", "check_aarch64.py", "shape_tokenizer.py", "try_chat_page.py",
     "vendor_page_libraries.py", "show_progress.py",
 }  # fmt: skip
-"""Programs for developers of one part. The page of commands does not list them."""
+"""Programs that only the developers of one part of the project need. The page of commands does not list them."""
 
 
 def test_the_pages_are_up_to_date() -> None:

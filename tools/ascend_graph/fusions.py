@@ -22,7 +22,7 @@ INFERENCE_PRIMITIVES = frozenset(
         "PagedAttention", "QuantBatchMatmul", "ReshapeAndCache", "RmsNorm", "Swiglu", "WeightQuantBatchMatmul",
     }
 )  # fmt: skip
-"""Primitives that must keep their own kernels."""
+"""Primitives that no fusion may replace, because MindSpore has fast kernels for inference for them."""
 _ADDING = ("enable_expand_ops", "enable_expand_ops_only", "enable_cluster_ops", "enable_cluster_ops_only")
 
 

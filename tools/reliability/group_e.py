@@ -24,7 +24,7 @@ _PRODUCT = ("llm_serving", "agent")
 
 
 _SAFE_LOADER = "llm_serving/formats/strict_yaml.py"
-"""Calls ``yaml.load`` with a loader derived from ``SafeLoader``."""
+"""The only file that may call ``yaml.load``, because it passes a loader derived from ``SafeLoader``."""
 
 
 def _unsafe_code() -> Iterator[str]:

@@ -187,7 +187,7 @@ class _Replayer:
         self._step_requests[step.seq] = list(step.requests)
         self._order.sent(step.seq, step.kind)
 
-    # Calls
+    # The methods that repeat one recorded call each
 
     def _replay(self, event: Event) -> None:
         if isinstance(event, Added):
