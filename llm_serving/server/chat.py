@@ -17,9 +17,9 @@ from llm_serving.server.errors import ErrorReply
 from llm_serving.server.generation import Generation, count_items
 from llm_serving.server.json_pieces import EncodedList
 from llm_serving.server.lifecycle import run_while_connected
-from llm_serving.server.limits import MAX_MESSAGES, MAX_NAME_CHARS
+from llm_serving.server.limits import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PREFIX_IDS
 from llm_serving.server.logprobs import step_logits
-from llm_serving.server.prompts import check_prompt, encode_chat, max_output_tokens
+from llm_serving.server.prompts import Prompt, check_prompt, check_vocabulary, encode_chat, max_output_tokens
 from llm_serving.server.protocol import DialectSampling, MaxTokens
 from llm_serving.server.sampling import Choice, dialect_sampling, make_choices
 from llm_serving.server.scheduling import SchedulingFields, tenant_of
@@ -27,7 +27,11 @@ from llm_serving.server.sse import EventStream
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 from llm_serving.server.validation import LaxModel
 
-Role = Literal["system", "user", "assistant"]
+OBSERVATION = "observation"
+"""Role of a message with the result of a tool."""
+END_FLAG = "end"
+"""Value of the member ``flag`` of the last event, and of a whole response."""
+Role = Literal["system", "user", "assistant", "observation"]
 
 
 class Turn(LaxModel):
@@ -64,6 +68,9 @@ History = Annotated[
 ]
 
 
+PrefixIds = Annotated[list[int], Field(max_length=MAX_PREFIX_IDS, fail_fast=True)]
+
+
 class GenerationSettings(DialectSampling):
     """The field ``gen_kwargs`` of ``/chat``: sampling parameters and limits."""
 
@@ -79,8 +86,10 @@ class GenerationSettings(DialectSampling):
         default=None,
         description="Maximum number of tokens to generate. With `max_length`, the limit that is reached first applies.",
     )
-    prefix_text: str | None = Field(
-        default=None, description="Start of the response. The model continues it; the response does not repeat it."
+    prefix_text: str | PrefixIds | None = Field(
+        default=None,
+        description="Start of the response, as text or as token ids. The model continues it; the response does not "
+        "repeat it.",
     )
 
 
@@ -108,6 +117,8 @@ async def chat(state: ServerState, request: Request, *, stream: bool = False) ->
     settings = body.gen_kwargs or GenerationSettings()
     stream = stream or bool(body.stream)
     generation = Generation(state, request, "chat", "chat", body, stream=stream)
+    if body.request_id is not None:
+        generation.on_close = state.chat_ids.claim(tenant_of(request), body.request_id)
     generation.choices = await _choices(state, body, settings, generation.request_id)
     state.check_ready()
     request_id = generation.request_id if body.request_id is None else body.request_id
@@ -134,9 +145,7 @@ ENDPOINTS = (
 async def _choices(
     state: ServerState, body: ChatDialectRequest, settings: GenerationSettings, request_id: str
 ) -> list[Choice]:
-    messages: list[dict[str, object]] = [{"role": turn.role, "content": turn.content} for turn in body.history]
-    messages.append({"role": body.role, "content": body.query})
-    prompt = await encode_chat(state, messages, suffix=settings.prefix_text or "")
+    prompt = await _prompt(state, body, settings.prefix_text)
     ids = prompt.token_ids
     check_prompt(len(ids), state.settings, "messages")
     limit, name = _output_limit(settings, len(ids))
@@ -144,6 +153,23 @@ async def _choices(
     return make_choices(
         state.settings, request_id, [prompt], [(dialect_sampling(settings), max_tokens)], 1, settings.seed
     )
+
+
+async def _prompt(state: ServerState, body: ChatDialectRequest, prefix: str | list[int] | None) -> Prompt:
+    """Return the prompt of a conversation, with the beginning of the response. Raises RequestError."""
+    turns = [*body.history, Turn(role=body.role, content=body.query)]
+    role = _observation_role(state.engine.tokenizer.chat_template.source)
+    messages = [{"role": role if turn.role == OBSERVATION else turn.role, "content": turn.content} for turn in turns]
+    if not isinstance(prefix, list):
+        return await encode_chat(state, messages, suffix=prefix or "")
+    check_vocabulary(prefix, state.settings.vocab_size, "gen_kwargs.prefix_text")
+    prompt = await encode_chat(state, messages)
+    return Prompt([*prompt.token_ids, *prefix])
+
+
+def _observation_role(template: str | None) -> str:
+    """Return the role of a tool's result in a chat template: as in ChatGLM's, or ``tool``."""
+    return OBSERVATION if template is not None and OBSERVATION in template else "tool"
 
 
 async def _answer(
@@ -155,6 +181,7 @@ async def _answer(
         "request_id": request_id,
         "response": answer.text,
         "finish_reason": answer.finish_reason,
+        "flag": END_FLAG,
         "usage": _usage(generation, len(answer.token_ids)),
     }
     if generation.return_receipt:
@@ -197,7 +224,7 @@ def _output_limit(settings: GenerationSettings, num_prompt_tokens: int) -> tuple
 class ChatEvents:
     """Formats the events of ``/stream_chat_post``. ``delta`` of an event is the new text.
 
-    The last event has the whole ``response``, the finish reason and the token counts.
+    The last event has ``"flag": "end"``, the whole ``response``, the finish reason and the token counts.
     """
 
     def __init__(self, generation: Generation, settings: GenerationSettings, request_id: str) -> None:
@@ -215,6 +242,7 @@ class ChatEvents:
             event["logits"] = list(step_logits(piece.logits))
         if piece.finish_reason is not None:
             event["finish_reason"] = piece.finish_reason.value
+            event["flag"] = END_FLAG
             event["response"] = "".join(self._texts)
             event["usage"] = _usage(self._generation, self._num_tokens)
             if self._generation.return_receipt:

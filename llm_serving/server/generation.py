@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,6 +113,8 @@ class Generation:
         self._cached_tokens: dict[int, int] = {}
         self._searches: list[str] = []
         self._watches: dict[int, ThinkingWatch] = {}
+        self.on_close: Callable[[], None] | None = None
+        """Called when the generation is closed."""
         request.scope[GENERATION] = self
 
     @property
@@ -210,6 +212,9 @@ class Generation:
         """
         if self._visit is not None and self._open:
             self._visit.used(self.num_prompt_tokens, sum(opened.num_output_tokens for opened in self._open))
+        if self.on_close is not None:
+            self.on_close()
+            self.on_close = None
         for opened in self._open:
             opened.close(now)
         self._open.clear()  # breaks a reference cycle, which only the garbage collector would free

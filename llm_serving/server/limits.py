@@ -21,6 +21,8 @@ MAX_TOOLS_BYTES = 65536
 """Maximum size of all tools of a request together, as JSON."""
 MAX_TOOL_NAME_CHARS = 64
 MAX_MESSAGES = 4096
+MAX_PREFIX_IDS = 131072
+"""Maximum number of token ids in ``prefix_text`` of ``/chat``."""
 MAX_NAME_CHARS = 256
 """Maximum length of ids and names in a request."""
 MAX_LOGPROBS = 20

@@ -27,6 +27,7 @@ from llm_serving.server.errors import UnavailableError
 from llm_serving.server.lifecycle import ActiveRequests
 from llm_serving.server.limits import DEFAULT_REQUEST_CONTEXTS
 from llm_serving.server.loop_watch import LoopWatch
+from llm_serving.server.request_ids import RequestIds
 from llm_serving.server.responses.store import ResponseStore
 from llm_serving.server.validation import RequestModel, short
 from llm_serving.telemetry.log import EventLog
@@ -184,6 +185,8 @@ class ServerState:
     started_at: float = field(default_factory=time.time)
     batches: BatchStore | None = None
     """The files and batches of `/v1/files` and `/v1/batches`. None if they are turned off."""
+    chat_ids: RequestIds = field(default_factory=RequestIds)
+    """The ids that clients gave to requests of `/chat`."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     """The stored responses of `/v1/responses`."""
     _format: tuple[ChatTemplate, OutputFormat] | None = None

@@ -4,8 +4,12 @@
 
 import pytest
 
+from llm_serving.errors import RequestError
+from llm_serving.server.chat import _observation_role
 from llm_serving.server.errors import FAILURE_TEXTS
+from performance.load import mock_chat
 from support.fake_engine import LOGSUMEXP, MODEL_NAME
+from support.http_server import wait_until
 
 GENERATE = ["/generate", f"/models/{MODEL_NAME}/generate"]
 
@@ -108,6 +112,7 @@ def test_chat(server, engine, tokenizer):
         "request_id": "abc",
         "response": "hello to the bird",
         "finish_reason": "stop",
+        "flag": "end",
         "usage": {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12},
     }
     text = "<s><|user|>who?</s><|assistant|>"
@@ -199,6 +204,7 @@ def test_stream_chat(server, engine):
         assert "".join(event["delta"] for event in events) == events[-1]["response"] == "hello to the bird"
         assert [event["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["stop"]
         assert events[-1]["usage"]["completion_tokens"] == 5
+        assert [event.get("flag") for event in events] == [None] * (len(events) - 1) + ["end"]
 
 
 def test_logits_of_every_step(server, engine):
@@ -219,3 +225,57 @@ def test_an_error_in_a_stream_is_its_last_event(server, engine, path, body):
     events = server.events(path, body)
     assert events[-1]["error"]["message"] == FAILURE_TEXTS["engine_error"]
     assert len(events) >= 2
+
+
+def test_a_prefix_of_token_ids_follows_the_prompt(server, engine):
+    server.post("/chat", {"query": "who?"})
+    body = {"query": "who?", "gen_kwargs": {"prefix_text": [300, 301]}}
+    assert server.post("/chat", body).json()["flag"] == "end"
+    plain, prefixed = engine.submitted
+    assert prefixed.prompt_token_ids == [*plain.prompt_token_ids, 300, 301]
+    body["gen_kwargs"]["prefix_text"] = [10**6]
+    error = server.post("/chat", body).json()["error"]
+    assert (error["param"], error["code"]) == ("gen_kwargs.prefix_text", "invalid_value")
+
+
+def test_an_observation_is_the_result_of_a_tool(server, engine, tokenizer):
+    history = [["weather?", "I look."]]
+    for role in ("observation", "user"):
+        server.post("/chat", {"query": "sunny", "role": role, "history": history})
+    observed, said = (tokenizer.decode(each.prompt_token_ids, skip_special_tokens=False) for each in engine.submitted)
+    assert "<tool_response>\nsunny\n</tool_response>" in observed
+    assert "<tool_response>" not in said
+    assert _observation_role("{% if role == 'observation' %}") == "observation"
+    assert server.post("/chat", {"query": "a", "role": "tool"}).json()["error"]["param"] == "role"
+
+
+def test_a_request_id_in_use_is_refused_until_its_request_has_ended(server, engine):
+    engine.delay_s = 30
+    body = {"request_id": "twice", "query": "a"}
+    with server.http.stream("POST", "/stream_chat_post", json=body) as response:
+        assert response.status_code == 200
+        wait_until(lambda: len(engine.submitted) == 1)
+        for path in ("/chat", "/stream_chat_post"):
+            refused = server.post(path, body)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"], error["param"]) == (409, "duplicate_request_id", "request_id")
+        assert len(server.app.state.chat_ids) == 1
+    wait_until(lambda: len(server.app.state.chat_ids) == 0)
+    engine.delay_s = 0
+    assert server.post("/chat", body).status_code == 200
+    assert server.post("/chat", {**body, "gen_kwargs": {"max_new_tokens": 10**6}}).status_code == 400
+    assert len(server.app.state.chat_ids) == 0
+
+
+@pytest.mark.parametrize("whole", [[], ["--whole"]])
+def test_the_mock_client_prints_replies_and_characters_per_second(server, engine, capsys, whole):
+    engine.say("hello to the bird")
+    arguments = ["--url", server.url, "--parallel", "2", "--rounds", "3", "--max-new-tokens", "8", *whole]
+    assert mock_chat.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(": 'hello to the bird'") == 6
+    assert "all 2 users: 102 characters in" in shown
+    assert {len(each.prompt_token_ids) for each in engine.submitted} != {len(engine.submitted[0].prompt_token_ids)}
+    engine.refuse = RequestError("no more")
+    assert mock_chat.main(arguments) == 1
+    assert "no more" in capsys.readouterr().err

@@ -51,6 +51,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "performance/test_serving_performance.py",
         "performance/bench_serving.py",
         "performance/bench_overload.py",
+        "performance/mock_client.py",
         "performance/compare_settings.py",
         "performance/compare_batching.py",
         "performance/compare_op_tables.py",
