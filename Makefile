@@ -3,7 +3,7 @@
 # make help     lists all targets and variables
 
 VENV    ?= .venv
-PYTHON  ?= $(shell command -v python3.11 || command -v python3.10 || command -v python3)
+PYTHON  ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.10 || command -v python3)
 CONFIG  ?= smollm2_135m_cpu.yaml
 ARGS    ?=
 WORKERS ?= 4
@@ -95,12 +95,12 @@ clean:  ## remove compiled files and caches, but not the virtual environment
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf '\n%s\n' 'Variables: PYTHON (interpreter, 3.10 or 3.11), VENV (.venv), CONFIG, ARGS, WORKERS (4; parallel tests), CXX (g++),' \
+	@printf '\n%s\n' 'Variables: PYTHON (interpreter, 3.10 to 3.12), VENV (.venv), CONFIG, ARGS, WORKERS (4; parallel tests), CXX (g++),' \
 	  'LLM_KERNELS_BUILD (instruction sets that are compiled: best, native or all)'
 
 $(SERVING): requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 11))' || \
-	  { echo "llm-serving needs Python 3.10 or 3.11; $(PYTHON) is $$($(PYTHON) -V 2>&1). Give one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
+	  { echo "llm-serving needs Python 3.10, 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) -V 2>&1). Give one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@command -v $${CXX:-g++} >/dev/null || { echo "llm-serving needs a C++17 compiler (g++)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@$(PATIENT) "installing the packages for serving into $(VENV)" $(BIN)/python $(INSTALL) --require-hashes -r requirements.lock

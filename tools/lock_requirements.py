@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the lock files from pyproject.toml: exact versions with hashes, for Python 3.10 and 3.11.
+"""Writes the lock files from pyproject.toml: exact versions with hashes, for Python 3.10 to 3.12.
 
     python tools/lock_requirements.py              # keeps the versions that are locked now
     python tools/lock_requirements.py --upgrade    # takes the newest versions that pyproject.toml permits
@@ -86,7 +86,7 @@ def main() -> int:
             present = {package for each in base for package in written[each]}
             written[name] = {package: entry for package, entry in found.items() if package not in present}
             together = f" Installed together with {', '.join(base)}." if base else ""
-            head = f"# {meaning}{together} Written by tools/lock_requirements.py. Python 3.10 and 3.11.\n"
+            head = f"# {meaning}{together} Written by tools/lock_requirements.py. Python 3.10 to 3.12.\n"
             (ROOT / name).write_text(head + "\n".join(written[name].values()) + "\n", encoding="utf-8")
             sys.stdout.write(f"{name}: {len(written[name])} packages\n")
     return 0

@@ -17,7 +17,7 @@ from tools.diagnosis.host import CommandResult, Host
 ROOT = Path(__file__).resolve().parents[2]
 IMPORT_TIMEOUT_S = 180.0
 """Time limit of a child process. The first import of MindSpore from a slow disk takes minutes."""
-_PYTHONS = ((3, 10), (3, 11))
+_PYTHONS = ((3, 10), (3, 11), (3, 12))
 _MACHINES = ("x86_64", "aarch64")
 _MAKE_SETUP = "make setup"
 _PINNED = re.compile(r'^\s*"([A-Za-z0-9_.-]+)==([^"]+)",?\s*$')
@@ -54,7 +54,7 @@ def check_python() -> Iterator[Finding]:
     version, machine = sys.version_info[:2], platform.machine()
     text = f"{platform.python_version()}, {sys.executable}"
     if version not in _PYTHONS:
-        yield problem("python", f"{text}: must be 3.10 or 3.11", "make PYTHON=/path/to/python3.11 setup")
+        yield problem("python", f"{text}: must be 3.10, 3.11 or 3.12", "make PYTHON=/path/to/python3.11 setup")
     elif sys.platform != "linux" or machine not in _MACHINES:
         yield problem("python", f"{text} on {sys.platform} {machine}", "run on Linux on x86-64 or 64-bit Arm")
     else:
