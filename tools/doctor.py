@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if sys.version_info < (3, 10):  # noqa: UP036 - an old Python gets a message instead of a traceback
-    sys.stderr.write("error: Python 3.10, 3.11 or 3.12 is needed, this is " + sys.version.split()[0] + "; run: make setup\n")
+    sys.stderr.write("error: Python 3.10 to 3.12 is needed, this is " + sys.version.split()[0] + "; run: make setup\n")
     sys.exit(1)
 
 from llm_serving.own_python import prefer_own_python
