@@ -468,6 +468,13 @@ class LoraConfig:
         "`adapter_config.json` and `adapter_model.safetensors`.",
         null="no adapters at the start",
     )
+    batching: str = own(
+        "mixed",
+        "Adapters of a batch. `mixed`: requests with different adapters run in the same step. `split`: a request "
+        "starts when no request with another adapter runs, in the order of the queue. This is for comparison; it needs "
+        "`log_config.flight_recorder_mib: 0`.",
+        choices=("mixed", "split"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -308,6 +308,9 @@ def check_lora(raw: RawConfig, config: Config) -> None:
         raise raw.error("lora_config.adapters", list(adapters), f"are more than {key} = {lora.max_adapters}")
     if lora.max_adapters == 0:
         return
+    if lora.batching == "split" and config.log_config.flight_recorder_mib:
+        needs = "a flight recording has no adapters, so it cannot be replayed; set log_config.flight_recorder_mib: 0"
+        raise raw.error("lora_config.batching", lora.batching, needs)
     problem = None
     if config.op_table != "fused":
         problem = f"adapters need op_table fused (CPU), and it is {config.op_table}; merge the adapter into the model"

@@ -112,6 +112,8 @@ class SchedulerLimits:
     """True if ``admission`` expects outputs as long as recent ones. False if it expects the maximum length."""
     fairness: bool = True
     """The queue shares service equally between tenants."""
+    splits_adapters: bool = False
+    """All running requests have the same LoRA adapter. A request with another one waits until they have ended."""
     light_keys_first: bool = True
     """Requests of tenants with few requests start before those of tenants with many, see ``light_keys``."""
     ttft_objective: float = 2.0
@@ -156,6 +158,7 @@ class SchedulerLimits:
             max_total_tokens=scheduler.max_schedule_total_token_num,
             predict_output_length=scheduler.predict_output_length,
             fairness=scheduler.fairness,
+            splits_adapters=config.lora_config.batching == "split",
             light_keys_first=scheduler.light_keys_first,
             ttft_objective=scheduler.ttft_objective_ms / 1000,
             tbt_objective=scheduler.tbt_objective_ms / 1000,

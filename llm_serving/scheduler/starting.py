@@ -168,6 +168,8 @@ class Starter:
             return BlockReason.PREEMPTED_FIRST
         if is_new and not self._batching.may_start(sequence, now, joins_step=bool(plan)):
             return BlockReason.BATCH
+        if is_new and self._state.limits.splits_adapters and self._has_another_adapter(sequence):
+            return BlockReason.BATCH
         reason = self._missing_capacity(sequence, self._light_keys.reserve(sequence, now) if is_new else (0, 0))
         if reason is not None:
             self._batching.note_no_capacity()
@@ -179,6 +181,11 @@ class Starter:
         num_uncomputed = sequence.request.num_tokens - cached.num_tokens
         exceeds = whole and plan and num_uncomputed > plan.num_free_tokens
         return BlockReason.BATCH if exceeds or not plan.fits(sequence, num_uncomputed) else None
+
+    def _has_another_adapter(self, sequence: Sequence) -> bool:
+        """Returns True if ``sequence`` has another LoRA adapter than a running sequence."""
+        slot = sequence.request.adapter_slot
+        return any(running.request.adapter_slot != slot for running in self._state.running)
 
     def _missing_capacity(self, sequence: Sequence, reserve: tuple[int, int]) -> BlockReason | None:
         """Returns the reason why the capacity does not suffice to start ``sequence``: batch rows, blocks or admission.

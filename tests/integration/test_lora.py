@@ -81,6 +81,21 @@ def test_the_bits_are_those_of_a_request_alone(server: ServerProcess) -> None:
     assert len({tuple(each["tokens"]) for each in alone}) > len(prompts)
 
 
+def test_chunks_and_preemption_change_no_bit_of_quantised_layers(tmp_path: Path, folders: dict[str, Path]) -> None:
+    adapters = ", ".join(f"'{name}={folders[name]}'" for name in NAMES)
+    pressed = ["scheduler_config.max_num_batched_tokens=24", "scheduler_config.policy=chunked",
+               "pa_config.num_blocks=40", "model_config.weight_format=int4", "model_config.model_dtype=bfloat16",
+               "scheduler_config.prefix_cache=False"]  # fmt: skip
+    jobs = [(name, [*PROMPT * (1 + index % 3), index + 3]) for index, name in enumerate([None, *NAMES] * 3)]
+    with running_server(tmp_path / "server", [*SLOTS, f"lora_config.adapters=[{adapters}]", *pressed]) as server:
+        alone = [complete(server, *job) for job in jobs]
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            together = list(pool.map(lambda job: complete(server, *job), jobs))
+        preemptions = server.get("/server_info")["engine"]["preemptions"]
+    assert together == alone
+    assert preemptions > 0
+
+
 def test_a_restarted_agent_has_all_adapters(server: ServerProcess) -> None:
     before = [complete(server, name) for name in (None, *NAMES)]
     [agent] = server.agents()
