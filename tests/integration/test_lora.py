@@ -50,9 +50,11 @@ def load(server: ServerProcess, name: str, folder: Path) -> Any:
     return server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
 
-def complete(server: ServerProcess, model: str | None, prompt: list[int] = PROMPT) -> dict[str, Any]:
+def complete(
+    server: ServerProcess, model: str | None, prompt: list[int] = PROMPT, tokens: int = TOKENS
+) -> dict[str, Any]:
     """Returns the greedy continuation of a prompt: its tokens and log-probabilities."""
-    body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1, "return_token_ids": True,
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1, "return_token_ids": True,
             "ignore_eos": True}  # fmt: skip
     answer = server.post("/v1/completions", body | ({} if model is None else {"model": model}))
     assert "choices" in answer, answer
@@ -84,13 +86,13 @@ def test_the_bits_are_those_of_a_request_alone(server: ServerProcess) -> None:
 def test_chunks_and_preemption_change_no_bit_of_quantised_layers(tmp_path: Path, folders: dict[str, Path]) -> None:
     adapters = ", ".join(f"'{name}={folders[name]}'" for name in NAMES)
     pressed = ["scheduler_config.max_num_batched_tokens=24", "scheduler_config.policy=chunked",
-               "pa_config.num_blocks=40", "model_config.weight_format=int4", "model_config.model_dtype=bfloat16",
-               "scheduler_config.prefix_cache=False"]  # fmt: skip
+               "pa_config.num_blocks=20", "pa_config.decode_seq_length=256", "scheduler_config.prefix_cache=False",
+               "model_config.weight_format=int4", "model_config.model_dtype=bfloat16"]  # fmt: skip
     jobs = [(name, [*PROMPT * (1 + index % 3), index + 3]) for index, name in enumerate([None, *NAMES] * 3)]
     with running_server(tmp_path / "server", [*SLOTS, f"lora_config.adapters=[{adapters}]", *pressed]) as server:
-        alone = [complete(server, *job) for job in jobs]
+        alone = [complete(server, *job, tokens=60) for job in jobs]
         with ThreadPoolExecutor(len(jobs)) as pool:
-            together = list(pool.map(lambda job: complete(server, *job), jobs))
+            together = list(pool.map(lambda job: complete(server, *job, tokens=60), jobs))
         preemptions = server.get("/server_info")["engine"]["preemptions"]
     assert together == alone
     assert preemptions > 0
