@@ -532,7 +532,7 @@ class SpeculativeConfig:
     """Speculative decoding, see `docs/speculation.md`. It never changes a text."""
 
     method: str = own(
-        "off",
+        "auto",
         "Where drafts (guesses of the next tokens) come from. `auto`: as `suffix`, but only while drafts are expected "
         "to make decoding faster. `suffix`: from earlier tokens of the same request, and from its grammar, always. "
         "`off`: no drafts. `draft`, `eagle` and `mtp` are refused until they exist.",

@@ -228,4 +228,28 @@ BUGS = [
         "(self.num_late and self._starts_before_late >= LATE_SHARE - 1)",
         "False",
     ),
+    PlantedBug(
+        "a draft is compared with the token after it",
+        "llm_serving/ipc/drafts.py",
+        "token_ids[index] == sampled_ids[index - 1]",
+        "token_ids[index] == sampled_ids[index]",
+    ),
+    PlantedBug(
+        "rejected drafts still count as computed",
+        SCHEDULER + "lifecycle.py",
+        "sequence.request.num_computed_tokens -= token_id == REJECTED",
+        "pass",
+    ),
+    PlantedBug(
+        "a draft is sampled with the random number of the token before it",
+        SCHEDULER + "step_builder.py",
+        "step.sample_positions[index] += sequence.num_inflight_drafts",
+        "step.sample_positions[index] += sequence.num_inflight_drafts - 1",
+    ),
+    PlantedBug(
+        "a step is sent behind drafts that are not verified",
+        SCHEDULER + "composer.py",
+        "(0 if sequence.draft or sequence.num_inflight_drafts else ahead)",
+        "ahead",
+    ),
 ]
