@@ -32,7 +32,7 @@ def make_bodies(seed: int) -> list[dict[str, Any]]:
     for index in range(NUM_REQUESTS):
         base = [draw.randrange(300, 1900) for _ in range(draw.choice([2, 5, 9]))]
         prompt: object = draw.choice([LIST, base * draw.choice([3, 6])])
-        body = mixed_body(draw, index, prompt, [1, 2, 16, 33, 64])
+        body = mixed_body(draw, index, prompt, [2, 16, 64, 130])
         extra = draw.random()
         if extra < 0.2:
             body["stop"] = draw.choice([["e"], ["the", "s "], ["ne", "t"]])
@@ -94,3 +94,18 @@ def test_responses_are_those_without_drafts(
     assert engine["preemptions"] > 0 or policy == "chunked", "the pool was meant to be too small"
     assert 50 < accepted < drafted
     assert generated > accepted
+
+
+@pytest.mark.sweep
+def test_agents_that_share_a_model_give_the_same_responses_with_drafts(
+    bodies: list[dict[str, Any]], tmp_path: Any
+) -> None:
+    settings = ["parallel_config.tensor_parallel=2", "speculative_config.max_draft_tokens=4"]
+    answers = []
+    for method in ("off", "suffix"):
+        with running_server(tmp_path / method, [*settings, f"speculative_config.method={method}"]) as server:
+            answers.append(asyncio.run(run_alone(server.url, bodies[:25])))
+            accepted = counted(server, "accepted_draft_tokens")
+        assert (accepted > 0) == (method == "suffix")
+    for body, expected, answer in zip(bodies, *answers, strict=False):
+        assert_same(answer, expected, body)
