@@ -11,17 +11,30 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from llm_serving.constraints.forced import ForcedTokens
-from llm_serving.request import ForkableConstraint, Request
+from llm_serving.request import ConstraintError, ForkableConstraint, Request
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
 from llm_serving.speculation.costs import FORCED, Chances, OwnChance, StepCosts
 from llm_serving.speculation.look_ahead import Mask, allowed_drafts
-from llm_serving.speculation.suffix_index import Draft, SuffixIndex
+from llm_serving.speculation.suffix_index import SuffixIndex
 
 MIN_GAIN = 1.05
 """Drafts are offered if they give at least this multiple of the tokens per second of plain steps."""
 PLAIN_STEP_INTERVAL = 64
 """After this number of steps with drafts, one plain step measures the time of plain steps again."""
-_NO_DRAFT = Draft([], 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Guesses of a sequence's next tokens.
+
+    ``matches`` has one entry for each token: the length of the match that led to it, or ``FORCED``.
+    """
+
+    token_ids: list[int]
+    matches: list[int]
+
+
+_NO_DRAFT = Draft([], [])
 
 
 @dataclass(slots=True)
@@ -123,20 +136,45 @@ class Speculator:
     def _compare(self, track: _Track, token_ids: list[int]) -> None:
         """Compares a draft with the tokens that were sampled, up to the first difference."""
         draft, track.draft = track.draft, _NO_DRAFT
-        for guess, token_id in zip(draft.token_ids, token_ids, strict=False):
-            self._chances.note(draft.match, guess == token_id)
+        for guess, match, token_id in zip(draft.token_ids, draft.matches, token_ids, strict=False):
+            self._chances.note(match, guess == token_id)
             track.chance.note(guess == token_id)
             if guess != token_id:
                 break
 
     def _draft_of(self, track: _Track) -> Draft:
-        request = track.request
-        if isinstance(request.constraint, ForkableConstraint):
-            forced = track.before_end(request.constraint.forced_tokens()[: self._max_drafts])
-            if forced:
-                return Draft(forced, FORCED)
-        found = track.index.propose(self._max_drafts)
-        return _NO_DRAFT if found is None else Draft(track.before_end(found.token_ids), found.match)
+        constraint = track.request.constraint
+        if constraint is not None:
+            fork = constraint.fork() if isinstance(constraint, ForkableConstraint) else None
+            draft = _NO_DRAFT if fork is None else self._constrained_draft(track, fork)
+        elif (found := track.index.propose(self._max_drafts)) is not None:
+            draft = Draft(found.token_ids, [found.length] * len(found.token_ids))
+        else:
+            return _NO_DRAFT
+        token_ids = track.before_end(draft.token_ids)
+        return Draft(token_ids, draft.matches[: len(token_ids)])
+
+    def _constrained_draft(self, track: _Track, fork: ForkableConstraint) -> Draft:
+        """Returns a draft of tokens that the constraint forces, and of single tokens from the index between them.
+
+        ``fork`` is a copy of the request's constraint, which this method advances.
+        """
+        draft = Draft([], [])
+        while (free := self._max_drafts - len(draft.token_ids)) > 0:
+            token_ids, match = fork.forced_tokens()[:free], FORCED
+            if not token_ids:
+                found = track.index.propose(1, draft.token_ids)
+                if found is None:
+                    break
+                token_ids, match = found.token_ids, found.length
+            try:
+                for token_id in token_ids:
+                    fork.advance(token_id)
+                    draft.token_ids.append(token_id)
+                    draft.matches.append(match)
+            except ConstraintError:
+                break
+        return draft
 
     def _may_gain(self, num_sequences: int) -> bool:
         """Returns False if even right drafts would not gain enough, so that no draft need be made."""
@@ -170,7 +208,7 @@ class Speculator:
         if self._always:
             return [len(track.draft.token_ids) for track in tracks]
         order: list[tuple[float, int]] = []
-        heap = [(-self._chance(track), number) for number, track in enumerate(tracks) if track.draft.token_ids]
+        heap = [(-self._chance(track, 0), number) for number, track in enumerate(tracks) if track.draft.token_ids]
         heapq.heapify(heap)
         sizes = [0] * len(tracks)
         while heap and len(order) < self._max_entries - len(tracks):
@@ -178,15 +216,16 @@ class Speculator:
             order.append((-survival, number))
             sizes[number] += 1
             if sizes[number] < len(tracks[number].draft.token_ids):
-                heapq.heappush(heap, (survival * self._chance(tracks[number]), number))
+                heapq.heappush(heap, (survival * self._chance(tracks[number], sizes[number]), number))
         gain, best = self._best_gain(len(tracks), [survival for survival, _ in order])
         if gain < MIN_GAIN:
             return [0] * len(tracks)
         chosen = [number for _, number in order[:best]]
         return [chosen.count(number) for number in range(len(tracks))]
 
-    def _chance(self, track: _Track) -> float:
-        return track.chance.mixed_with(self._chances.of(track.draft.match))
+    def _chance(self, track: _Track, place: int) -> float:
+        """Returns the chance that a draft is right if all drafts before it are right."""
+        return track.chance.mixed_with(self._chances.of(track.draft.matches[place]))
 
     def _best_gain(self, num_sequences: int, survivals: list[float]) -> tuple[float, int]:
         """Returns the largest gain over plain steps, and the number of drafts that reaches it.

@@ -7,7 +7,7 @@ each place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MIN_MATCH, MAX_MATCH = 2, 8
@@ -20,11 +20,11 @@ _NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """Tokens that may follow a sequence, and the number of its last tokens that led to them."""
+class Match:
+    """Tokens that followed an earlier occurrence of the last tokens, and the number of these last tokens."""
 
     token_ids: list[int]
-    match: int
+    length: int
 
 
 class SuffixIndex:
@@ -57,30 +57,33 @@ class SuffixIndex:
             latest[pair] = place
             tokens.append(token_id)
 
-    def propose(self, num_tokens: int) -> Draft | None:
+    def propose(self, num_tokens: int, guessed: Sequence[int] = ()) -> Match | None:
         """Returns up to ``num_tokens`` tokens that followed the longest match of the last tokens, or None without a
         match.
 
-        If two matches are equally long, the later one counts. A match that overlaps the end repeats its period.
+        The last tokens are those of the sequence and then ``guessed``. If two matches are equally long, the later one
+        counts. A match that overlaps the end repeats its period.
         """
         tokens, previous = self._tokens, self._previous
         if num_tokens < 1 or len(tokens) <= MIN_MATCH:
             return None
-        best, best_place, place = 0, _NONE, previous[-1]
+        last = [*tokens[-MAX_MATCH:], *guessed][-MAX_MATCH:] if guessed else tokens[-MAX_MATCH:]
+        place = self._latest.get(last[-2] << 32 | last[-1], _NONE) if guessed else previous[-1]
+        best, best_place = 0, _NONE
         for _ in range(_MAX_PLACES):
             if place == _NONE or best == MAX_MATCH:
                 break
-            length = self._match_length(place)
-            if length > best:
+            length = self._match_length(place, last)
+            if length > best and place + 1 < len(tokens):
                 best, best_place = length, place
             place = previous[place]
-        return Draft(self._following(best_place, num_tokens), best) if best else None
+        return Match(self._following(best_place, num_tokens), best) if best else None
 
-    def _match_length(self, place: int) -> int:
+    def _match_length(self, place: int, last: list[int]) -> int:
         """Returns how many tokens up to ``place`` equal the last tokens. The last pair is known to be equal."""
         tokens, length = self._tokens, MIN_MATCH
-        most = min(MAX_MATCH, place + 1)
-        while length < most and tokens[place - length] == tokens[-1 - length]:
+        most = min(len(last), place + 1)
+        while length < most and tokens[place - length] == last[-1 - length]:
             length += 1
         return length
 

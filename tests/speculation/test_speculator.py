@@ -28,8 +28,8 @@ class Grammar:
         self.num_words = self._inner.num_words
         self.advance, self.mask, self.forced_tokens = self._inner.advance, self._inner.mask, self._inner.forced_tokens
 
-    def fork(self) -> ForcedTokens:
-        return self._inner.fork()
+    def fork(self) -> Grammar:
+        return Grammar(self._inner.forced_tokens(), 32 * self.num_words)
 
 
 class Decoding:
@@ -148,6 +148,13 @@ def test_drafts_follow_a_constraint() -> None:
     request.constraint = Grammar([41, 42], 64)
     assert decoding.step() == {"r0": [41, 42]}
     assert len(decoding.masks[request]) == 2
+
+
+def test_drafts_of_a_constraint_continue_with_earlier_tokens() -> None:
+    """After the forced tokens 11 and 12, the request's own text continues with 13 and 14."""
+    decoding = Decoding(flat(0.05), always=True, max_drafts=4)
+    decoding.requests[0].constraint = Grammar([11, 12], 64)
+    assert decoding.step() == {"r0": [11, 12, 13, 14]}
 
 
 def test_a_request_that_scores_a_prompt_has_its_drafts_from_elsewhere() -> None:

@@ -34,7 +34,7 @@ def test_the_tokens_after_the_longest_match_are_proposed() -> None:
     index = SuffixIndex([1, 2, 3, 40, 9, 2, 3, 50, 7, 1, 2, 3])
     draft = index.propose(2)
     assert draft is not None
-    assert (draft.token_ids, draft.match) == ([40, 9], 3)
+    assert (draft.token_ids, draft.length) == ([40, 9], 3)
 
 
 def test_without_an_earlier_pair_there_is_no_draft() -> None:
@@ -56,7 +56,7 @@ def test_drafts_are_those_of_a_comparison_of_all_places(vocabulary: int) -> None
     index = SuffixIndex(tokens)
     for _ in range(300):
         draft = index.propose(4)
-        assert (None if draft is None else (draft.token_ids, draft.match)) == brute_force(tokens, 4)
+        assert (None if draft is None else (draft.token_ids, draft.length)) == brute_force(tokens, 4)
         tokens.append(rng.randrange(vocabulary))
         index.extend(tokens[-1:])
 
@@ -71,3 +71,12 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = index.propose(3)
     assert draft is not None
     assert draft.token_ids == [500 % 7, 501 % 7, 502 % 7]
+
+
+def test_guessed_tokens_count_as_the_last_tokens() -> None:
+    index = SuffixIndex([1, 2, 3, 4, 5, 9, 9, 1, 2])
+    draft = index.propose(2, [3])
+    assert draft is not None
+    assert (draft.token_ids, draft.length) == ([4, 5], 3)
+    assert index.propose(2, [7]) is None
+    assert index.propose(1, [9, 9, 1, 2]) is not None
