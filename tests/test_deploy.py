@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -19,13 +20,14 @@ from support.time_limits import time_limit
 
 DEPLOY = REPOSITORY / "deploy"
 UNIT = (DEPLOY / "llm-serving.service").read_text()
-DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+IMAGES = {name: (DEPLOY / name).read_text() for name in ("Dockerfile", "Dockerfile.ascend")}
+"""The container files by name: for a CPU, and for an Ascend."""
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["llm-serving"]
 POD = yaml.safe_load((DEPLOY / "kubernetes.yaml").read_text())["spec"]["template"]["spec"]
 [CONTAINER] = POD["containers"]
 
 
-@pytest.mark.parametrize("name", ["llm-serving.service", "Dockerfile", "compose.yaml", "kubernetes.yaml"])
+@pytest.mark.parametrize("name", ["llm-serving.service", *IMAGES, "compose.yaml", "kubernetes.yaml"])
 def test_every_setting_exists(name):
     text = (DEPLOY / name).read_text().replace('", "', " ")
     overrides = re.findall(r'--set[ =]"?([a-z_]+\.[a-z_]+=[^\s",\\]+)', text)
@@ -42,9 +44,13 @@ def test_there_is_more_time_to_stop_than_to_drain():
 
 
 def test_containers_have_no_root_no_privileges_and_a_read_only_system():
-    [user] = re.findall(r"^USER (\d+):\d+$", DOCKERFILE, re.MULTILINE)
+    users = set()
+    for text in IMAGES.values():
+        [user] = re.findall(r"^USER (\d+):\d+$", text, re.MULTILINE)
+        assert text.rindex("\nUSER ") > text.rindex("\nRUN ")
+        users.add(user)
+    [user] = users
     assert int(user) > 0
-    assert DOCKERFILE.rindex("\nUSER ") > DOCKERFILE.rindex("\nRUN ")
     assert COMPOSE["read_only"]
     assert (COMPOSE["cap_drop"], COMPOSE["user"]) == (["ALL"], f"{user}:{user}")
     assert COMPOSE["security_opt"] == ["no-new-privileges:true"]
@@ -59,16 +65,30 @@ def test_containers_have_no_root_no_privileges_and_a_read_only_system():
 def test_the_port_is_the_default():
     assert COMPOSE["ports"] == [f"{DEFAULT_SERVER_PORT}:{DEFAULT_SERVER_PORT}"]
     assert CONTAINER["ports"] == [{"containerPort": DEFAULT_SERVER_PORT}]
-    assert f"EXPOSE {DEFAULT_SERVER_PORT}\n" in DOCKERFILE
+    assert all(f"EXPOSE {DEFAULT_SERVER_PORT}\n" in text for text in IMAGES.values())
 
 
-def test_what_the_image_copies_is_not_ignored():
+@pytest.mark.parametrize("image", IMAGES)
+def test_what_the_image_copies_is_not_ignored(image):
     ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
-    copied = [word for line in re.findall(r"^COPY ((?!--).*) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()]
+    lines = re.findall(r"^COPY ((?!--).*) \S+$", IMAGES[image], re.MULTILINE)
+    copied = [word for line in lines for word in line.split()]
     assert len(copied) > 8
     for name in copied:
         assert f"!{name}" in ignored
         assert (REPOSITORY / name).exists()
+
+
+def test_the_command_of_the_ascend_image_is_an_exec_form_whose_shell_passes_the_arguments(tmp_path):
+    """Runs the image's shell command with a stand-in for the server, and with an environment file like CANN's."""
+    text = IMAGES["Dockerfile.ascend"].replace("\\\n", "")
+    command = json.loads(text[text.rindex("ENTRYPOINT ") + len("ENTRYPOINT ") :])
+    (tmp_path / "set_env.sh").write_text("export FROM_CANN=yes\n")
+    script = command[2].replace("/usr/local/Ascend/ascend-toolkit/set_env.sh", str(tmp_path / "set_env.sh"))
+    script = re.sub(r"exec \S+ \S+", 'exec printf "%s\\\\n" "$FROM_CANN"', script)
+    arguments = [command[0], command[1], script, *command[3:], "--config", "a b"]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["yes", *command[4:], "--config", "a b"], done.stderr
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
