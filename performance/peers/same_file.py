@@ -138,11 +138,15 @@ def _ours(file: Path, parsed: argparse.Namespace) -> Rates:
 
 
 def _rates(rows: Mapping[str, Mapping[str, Any]]) -> Rates:
-    """Returns the rate of each row. Raises LoadTestError for a row without a rate."""
+    """Returns the rate of each row. Raises LoadTestError for a row without a rate above 0.
+
+    The driver subtracts two times. On a busy machine the difference can be negative.
+    """
     rates: Rates = {}
     for name, row in rows.items():
         value = rate(row)
-        if not value:
-            raise LoadTestError(f"{name} has no rate; --new must be at least 2")
+        if value is None or value <= 0:
+            problem = "--new must be at least 2, and no other program may use the machine"
+            raise LoadTestError(f"llama.cpp, {name}: a rate of {value} proves nothing; {problem}")
         rates[name] = value
     return rates

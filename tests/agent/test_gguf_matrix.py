@@ -85,7 +85,7 @@ def test_tokens_are_those_of_the_stored_values(results: Run, family: str, kind: 
     """In float32, the tokens and the bits of the logits equal the oracle's. In the served format, most tokens are near.
     """
     result = results(family, kind)
-    assert len(set(itertools.chain.from_iterable(result["oracle"]))) >= 10, "a constant text would test little"
+    assert len(set(itertools.chain.from_iterable(result["oracle"]))) >= 5, "a constant text would test little"
     assert result["float32"] == result["oracle"]
     assert result["digests"] == result["oracle_digests"]
     near = [

@@ -10,6 +10,7 @@ import pytest
 
 from performance.models.folders import write_model
 from performance.peers import same_file
+from performance.program import LoadTestError
 from support.gguf_models import WIDE_FAMILIES, write_gguf_model
 from support.small_configs import TINY_LLAMA
 
@@ -46,6 +47,12 @@ def test_a_missing_llama_cpp_is_named(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(same_file, "_file_of", lambda config: Path("model.gguf"))
     assert same_file.main(["--config", "llama_tiny_cpu.yaml", "--python", "/none/python"]) == 2
     assert "llama.cpp: [Errno 2] No such file or directory: '/none/python'" in capsys.readouterr().err
+
+
+def test_a_rate_that_noise_made_negative_is_refused() -> None:
+    rows = {"batch 1": {"kind": "decode", "decode_tokens_per_s": -81.0}}
+    with pytest.raises(LoadTestError, match="batch 1: a rate of -81.0 proves nothing; --new must be at least 2"):
+        same_file._rates(rows)
 
 
 def test_our_rates_come_from_the_engine_on_the_same_file(tmp_path: Path) -> None:
