@@ -51,7 +51,7 @@ def test_a_missing_llama_cpp_is_named(capsys: pytest.CaptureFixture[str], monkey
 
 def test_a_rate_that_noise_made_negative_is_refused() -> None:
     rows = {"batch 1": {"kind": "decode", "decode_tokens_per_s": -81.0}}
-    with pytest.raises(LoadTestError, match="batch 1: a rate of -81.0 proves nothing; --new must be at least 2"):
+    with pytest.raises(LoadTestError, match=r"batch 1: a rate of -81\.0 proves nothing; --new must be at least 2"):
         same_file._rates(rows)
 
 
