@@ -24,8 +24,9 @@ MODEL       := $(VENV)/.model-installed
 DOCS        := $(VENV)/.docs-installed
 AUDIT       := $(VENV)/.audit-installed
 MINDFORMERS := $(VENV)/.mindformers-installed
+CLIENTS     := build/clients
 
-.PHONY: serve setup test test-fast test-sweeps test-page test-aarch64 wheel test-wheel lint bench docs docs-site audit sbom lock setup-mindformers test-mindformers clean help
+.PHONY: serve setup test test-fast test-sweeps test-clients test-page test-aarch64 wheel test-wheel lint bench docs docs-site audit sbom lock setup-mindformers test-mindformers clean help
 
 serve: $(SERVING) $(LIBRARY) $(if $(findstring smollm2,$(CONFIG)),$(MODEL))  ## serve; CONFIG=FILE chooses the deployment, ARGS="--set section.key=value" changes settings
 	@$(BIN)/python start_server.py --config $(CONFIG) $(ARGS)
@@ -40,6 +41,10 @@ test-fast: setup  ## every third case of the tests without a device, in less tha
 
 test-sweeps: setup  ## more combinations, which `make test` leaves out
 	@$(BIN)/python -m pytest -m sweep $(ARGS)
+
+test-clients: setup $(CLIENTS)/.installed  ## openai-agents, langchain, instructor and litellm with a server; installs them into build/clients (0.5 GB)
+	@LLM_SERVING_PYTHON=$(abspath $(BIN))/python LITELLM_LOCAL_MODEL_COST_MAP=True $(CLIENTS)/bin/python -m pytest -q -p no:cacheprovider \
+	  -c tests/clients/pytest.ini --rootdir tests/clients tests/clients $(ARGS)
 
 test-page: setup  ## the web pages in a headless Chromium; needs Debian's packages chromium and chromium-driver
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
@@ -121,6 +126,11 @@ $(DOCS): requirements-docs.lock | $(SERVING) $(TESTS)
 
 $(AUDIT): requirements-audit.lock | $(SERVING) $(TESTS)
 	@$(PATIENT) "installing the packages of the audit" $(BIN)/python $(INSTALL) --require-hashes -r requirements.lock -r requirements-test.lock -r requirements-lint.lock -r requirements-audit.lock
+	@touch $@
+
+$(CLIENTS)/.installed: requirements-clients.lock
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(PATIENT) "installing the client libraries into $(CLIENTS)" $(CLIENTS)/bin/python $(INSTALL) --require-hashes -r requirements-clients.lock
 	@touch $@
 
 $(MINDFORMERS): requirements-mindformers.lock | $(SERVING)

@@ -27,6 +27,19 @@ def test_every_package_has_an_exact_version_and_hashes(name: str) -> None:
     assert "://" not in text
 
 
+def test_the_client_libraries_are_locked_with_hashes() -> None:
+    text = (REPOSITORY / "requirements-clients.lock").read_text("utf-8")
+    locked = packages(text)
+    wanted = (REPOSITORY / "tests/clients/requirements.in").read_text("utf-8").split("\n")
+    names = {line.partition("==")[0] for line in wanted if "==" in line}
+    assert names == {"openai-agents", "langchain-openai", "langchain-anthropic", "instructor", "litellm", "pytest",
+                     "pytest-timeout"}  # fmt: skip
+    assert {line for line in wanted if "==" in line} <= {entry.split()[0] for entry in locked.values()}
+    assert all("--hash=sha256:" in entry for entry in locked.values())
+    assert "torch" not in locked
+    assert "://" not in text
+
+
 def declared(name: str) -> set[str]:
     """Return the packages that the list ``name`` in pyproject.toml declares, each with its version."""
     body = re.search(rf"^{name} = \[(.*?)\]$", PROJECT, re.MULTILINE | re.DOTALL)
