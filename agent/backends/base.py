@@ -307,7 +307,7 @@ class OpTable(ABC):
         """
 
     def decoder_layers(
-        self, width: int, epsilon: float, form: AttentionForm, count: int, *, first: bool
+        self, width: int, epsilon: float, form: AttentionForm, count: int, *, first: bool, result_norms: bool = False
     ) -> Operator | None:
         """Returns an operator that runs several layers: (hidden, residual, layers, rotary, step) -> (hidden, residual).
 
@@ -318,7 +318,8 @@ class OpTable(ABC):
 
         ``layers`` has a tuple for each layer. The tuple has the gammas of the norms before attention and before the
         MLP, then the weights qkv, output, gate_up and down. The key cache and the value cache follow, then
-        ``head_norms`` as in ``attention``.
+        ``head_norms`` as in ``attention``. With ``result_norms``, the gammas of two more norms follow: those of the
+        results of attention and of the MLP, before they are added to the residual stream.
         """
         return None
 

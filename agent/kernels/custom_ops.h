@@ -51,6 +51,7 @@ struct NormInput {
   float epsilon;
   int64_t width;
   DType dtype;
+  DType gamma_dtype;
 };
 
 // Computes the norm of row `from` of the inputs and writes it to `out`. If there is a residual, also stores x +

@@ -6,7 +6,8 @@
 //       or [num_blocks, kv_heads, block_size, dim + 4] of int8
 //   slot_mapping [Tm]   block_tables: flat, W entries for each sequence   context_lens, query_lens [Sm]
 //   counts [4] = {T, S, W, 0}
-//   optional: window [1] int32 (0: none), or window, query_gamma and key_gamma [dim], epsilon [1]
+//   optional: window [1] int32 (0: none), or window and sinks [heads] float32, or window, query_gamma and key_gamma
+//       [dim] of the type of qkv or float32, epsilon [1]
 //   -> attended [Tm, heads * dim], of which the first T rows are written
 //
 // Every tensor has space for the largest step, which has Tm tokens and Sm sequences. T, S and W are the tokens, the
@@ -28,13 +29,14 @@ namespace {
 
 enum Argument {
   kQkv, kPositions, kCos, kSin, kKeyCache, kValueCache, kSlots, kBlockTables, kContextLens, kQueryLens, kCounts,
-  kWindow, kQueryGamma, kKeyGamma, kEpsilon
+  kWindow, kQueryGamma, kKeyGamma, kEpsilon, kSinks = kQueryGamma
 };
 
 // Returns the index of the output, which is the last tensor. The index depends on the number of optional inputs.
 int out_of(const Tensors& t) { return t.count - 1; }
 bool has_window(const Tensors& t) { return t.count > kWindow + 1; }
 bool has_norms(const Tensors& t) { return t.count > kEpsilon + 1; }
+bool has_sinks(const Tensors& t) { return t.count == kSinks + 2; }
 
 int check_dtypes(const Tensors& t) {
   const DType dtype = t.dtype(kQkv);
@@ -111,17 +113,27 @@ int read_counts(const Tensors& t, RotaryAttentionArgs* args) {
   return 0;
 }
 
-int read_window_and_norms(const Tensors& t, RotaryAttentionArgs* args) {
+int read_options(const Tensors& t, RotaryAttentionArgs* args) {
   if (has_window(t)) {
     if (!t.has_dtype(kWindow, "int32") || t.size(kWindow) != 1 || *t.as<int32_t>(kWindow) < 0) {
       return refuse_text(t.op, "window must be one int32, 0 for none, not below");
     }
     args->window = *t.as<int32_t>(kWindow);
   }
+  if (has_sinks(t)) {
+    if (!t.has_dtype(kSinks, "float32") || t.size(kSinks) != args->heads) {
+      return refuse_text(t.op, "sinks has %lld elements of %s; it must have %lld float32, one for each query head",
+                         static_cast<long long>(t.size(kSinks)), t.dtypes[kSinks], static_cast<long long>(args->heads));
+    }
+    args->sinks = t.as<float>(kSinks);
+  }
   if (!has_norms(t)) return 0;
+  args->gamma_dtype = t.dtype(kQueryGamma);
   for (const int i : {kQueryGamma, kKeyGamma}) {
-    if (t.dtype(i) == args->dtype && t.size(i) == args->dim) continue;
-    return refuse_text(t.op, "argument %d has %lld elements of %s; a norm's weight has %lld of the type of qkv", i,
+    const bool fits = t.dtype(i) == args->dtype || t.has_dtype(i, "float32");
+    if (fits && t.dtype(i) == args->gamma_dtype && t.size(i) == args->dim) continue;
+    return refuse_text(t.op, "argument %d has %lld elements of %s; a norm's weight has %lld of the type of qkv or of "
+                       "float32, both norms the same", i,
                        static_cast<long long>(t.size(i)), t.dtypes[i], static_cast<long long>(args->dim));
   }
   if (!t.has_dtype(kEpsilon, "float32") || t.size(kEpsilon) != 1) {
@@ -136,13 +148,13 @@ int read_window_and_norms(const Tensors& t, RotaryAttentionArgs* args) {
 }  // namespace
 
 int read_rotary_attention(const Tensors& t, RotaryAttentionArgs* args, std::vector<int64_t>* query_starts) {
-  if (t.count != kWindow + 1 && t.count != kQueryGamma + 1 && t.count != kEpsilon + 2) {
-    return refuse_text(t.op, "got %d arguments; it takes 11, 12 or 15 and gives 1", t.count);
+  if (t.count != kWindow + 1 && t.count != kQueryGamma + 1 && !has_sinks(t) && t.count != kEpsilon + 2) {
+    return refuse_text(t.op, "got %d arguments; it takes 11, 12, 13 or 15 and gives 1", t.count);
   }
   int error = check_dtypes(t);
   if (error == 0) error = read_shapes(t, args);
   if (error == 0) error = read_counts(t, args);
-  if (error == 0) error = read_window_and_norms(t, args);
+  if (error == 0) error = read_options(t, args);
   if (error != 0) return error;
   args->qkv = t.data[kQkv];
   args->out = t.data[out_of(t)];

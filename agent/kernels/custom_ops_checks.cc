@@ -41,8 +41,8 @@ int check_matrix(const Tensors& t, int i, int64_t rows, int64_t width, DType dty
 }
 
 int check_gamma(const Tensors& t, int gamma, int epsilon, int64_t width, DType dtype) {
-  if (t.dtype(gamma) != dtype || t.size(gamma) != width) {
-    return refuse_text(t.op, "gamma has %lld elements of %s; it must have %lld of the activations' type",
+  if ((t.dtype(gamma) != dtype && !t.has_dtype(gamma, "float32")) || t.size(gamma) != width) {
+    return refuse_text(t.op, "gamma has %lld elements of %s; it must have %lld of the activations' type or of float32",
                        static_cast<long long>(t.size(gamma)), t.dtypes[gamma], static_cast<long long>(width));
   }
   if (!t.has_dtype(epsilon, "float32") || t.size(epsilon) != 1) return refuse_text(t.op, "epsilon must be one float32");

@@ -221,7 +221,7 @@ void widen_rows(const char* from, int64_t count, float* to) {
 void norm_piece(const ExpertJob& job, int64_t first, int64_t rows, const PieceMemory& memory) {
   const Tensors& t = job.t;
   const NormInput in{t.as<char>(kHidden), t.as<char>(kResidual), t.as<char>(sum_of(t)), t.data[kGamma],
-                     *t.as<float>(kEpsilon), job.width, job.dtype};
+                     *t.as<float>(kEpsilon), job.width, job.dtype, t.dtype(kGamma)};
   const int64_t bytes = job.width * size_of(job.dtype);
   parallel_for(rows, [&](int64_t i) {
     char* row = memory.normed + i * bytes;
@@ -249,7 +249,7 @@ void choose(const ExpertJob& job, const PieceMemory& memory, int64_t rows) {
 int run_shared(const ExpertJob& job, const PieceMemory& memory, int64_t rows) {
   if (job.shared == 0) return 0;
   const int error = run_linear(job, job.t.data[kSharedGateUp], memory.normed, job.dtype, rows, memory.shared_inner,
-                               job.shared, Epilogue::kSwiglu);
+                               job.shared, Epilogue::kGated);
   if (error != 0) return error;
   return run_linear(job, job.t.data[kSharedDown], memory.shared_inner, job.dtype, rows, memory.shared_output, job.width,
                     Epilogue::kStoreFloat);
@@ -262,7 +262,7 @@ int run_experts(const ExpertJob& job, const PieceMemory& memory) {
     if (rows == 0) continue;
     char* inner = memory.inner + begin * job.inner * element;
     int error = run_linear(job, job.weight(kGateUp, expert), memory.grouped + begin * job.width * element, job.dtype,
-                           rows, inner, job.inner, Epilogue::kSwiglu);
+                           rows, inner, job.inner, Epilogue::kGated);
     if (error == 0) {
       error = run_linear(job, job.weight(kDown, expert), inner, job.dtype, rows, memory.outputs + begin * job.width,
                          job.width, Epilogue::kStoreFloat);

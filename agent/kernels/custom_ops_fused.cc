@@ -76,7 +76,8 @@ void norm_row(const NormInput& in, int64_t from, void* out) {
   args.rows = 1;
   args.width = in.width;
   args.epsilon = in.epsilon;
-  args.dtype = args.gamma_dtype = in.dtype;
+  args.dtype = in.dtype;
+  args.gamma_dtype = in.gamma_dtype;
   kernels().rms_norm(args);
 }
 
@@ -244,7 +245,8 @@ int norm_linear(const Tensors& t, bool has_residual) {
                t.data[gamma],
                *t.as<float>(epsilon),
                width,
-               dtype};
+               dtype,
+               t.dtype(gamma)};
   const int32_t* adapters = row_adapters(t, counts);
   return for_row_pieces(rows, rows, [&](int64_t first, int64_t count) {
     const NormedRows normed = norm_rows(in, t.data[weight], count, adapters != nullptr,
@@ -296,7 +298,7 @@ int gated_mlp(const Tensors& t) {
   if (error != 0) return error;
   const int64_t out_bytes = row_bytes(t.dtype(kOut), width);
   const NormInput in{t.as<char>(kHidden), t.as<char>(kResidual), t.as<char>(kSum), t.data[kGamma],
-                     *t.as<float>(kEpsilon), width, dtype};
+                     *t.as<float>(kEpsilon), width, dtype, t.dtype(kGamma)};
   const int32_t* adapters = row_adapters(t, kCounts);
   return for_row_pieces(rows, kMlpRows, [&](int64_t first, int64_t count) {
     NormedRows product;
@@ -305,7 +307,7 @@ int gated_mlp(const Tensors& t) {
     const int32_t* own = from_row(adapters, first);
     const NormedRows normed = norm_rows(in, t.data[kGateUp], count, own != nullptr,
                                         [first](int64_t i) { return first + i; });
-    const int failed = run_linear(t, output(activated, inner, Epilogue::kSwiglu), normed, kGateUp, count, own);
+    const int failed = run_linear(t, output(activated, inner, Epilogue::kGated), normed, kGateUp, count, own);
     if (failed != 0) return failed;
     void* out = t.as<char>(kOut) + first * out_bytes;
     return run_linear(t, output(out, width, epilogue_of(t, kOut)), product, kDown, count, own);
@@ -340,7 +342,7 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
     best[i] = -1;
   }
   NormInput in{t.as<char>(at.hidden), t.as<char>(at.residual), nullptr, t.data[at.gamma], *t.as<float>(at.epsilon),
-               width, dtype};
+               width, dtype, t.dtype(at.gamma)};
   in.sum = static_cast<char*>(thread_scratch(kScratchInner, tokens * row_bytes(dtype, width)));
   // Computes one linear layer for each run of consecutive sequences that sample.
   for (int64_t begin = 0, end; begin < seqs; begin = end) {

@@ -222,7 +222,7 @@ int read_step(const Tensors& t, LatentJob* job, std::vector<int64_t>* starts) {
 }
 
 void norm_into(const LatentJob& job, const char* x, const void* gamma, int64_t width, char* out) {
-  const NormInput in{x, nullptr, nullptr, gamma, job.epsilon, width, job.dtype};
+  const NormInput in{x, nullptr, nullptr, gamma, job.epsilon, width, job.dtype, job.dtype};
   norm_row(in, 0, out);
 }
 

@@ -1,5 +1,6 @@
 // The custom operators that run all decoder layers. Each layer runs the operators (Add)NormLinear, RotaryAttention,
-// PackedLinear and GatedMlp, which pass their results through scratch memory.
+// PackedLinear and GatedMlp, which pass their results through scratch memory. Some models have two more norms in a
+// layer: of the results of attention and of the MLP, before they are added to the residual stream (Gemma).
 //
 // MindSpore needs 30 to 50 us for each operator of its graph. It must wake a thread, and it must reload its own data,
 // which the weights have displaced from the processor's caches. Meanwhile the threads of the kernels fall asleep. One
@@ -8,6 +9,7 @@
 
 #include "common/check.h"
 #include "common/floating_point.h"
+#include "common/kernel_table.h"
 #include "common/thread_pool.h"
 #include "custom_ops.h"
 #include "exchange/collectives.h"
@@ -21,15 +23,21 @@ enum Argument {
 };
 
 // The position of each argument of a layer, counted from the layer's first argument. The first layer begins at argument
-// kLayers of the operator. kQueryGamma and kKeyGamma exist only if form[kHeadNorms] is set.
+// kLayers of the operator. The gammas of query and key heads follow if form[kHeadNorms] is set. Then the gammas of the
+// results of attention and MLP follow if form[kResultNorms] is set.
 enum LayerArgument {
   kInputGamma, kPostGamma, kQkv, kOutput, kGateUp, kDown, kKeyCache, kValueCache, kPlainLayer,
-  kQueryGamma = kPlainLayer, kKeyGamma, kNormedLayer
+  kQueryGamma = kPlainLayer, kKeyGamma
 };
 
-// The elements of the argument `form`: number of layers, window of attention (0: none), and whether query and key heads
-// have a norm.
-enum FormField { kNumLayers, kWindow, kHeadNorms, kFormFields };
+// The elements of the argument `form`: number of layers, window of attention (0: none), whether query and key heads
+// have a norm, and whether the results of attention and MLP have a norm.
+enum FormField { kNumLayers, kWindow, kHeadNorms, kResultNorms, kFormFields };
+
+// Returns the number of arguments of each layer.
+int layer_arguments(const int32_t* form) {
+  return kPlainLayer + (form[kHeadNorms] != 0 ? 2 : 0) + (form[kResultNorms] != 0 ? 2 : 0);
+}
 
 // A matrix between two of the operators that a layer runs: one operator writes the matrix, a later one reads it.
 struct Between {
@@ -79,7 +87,8 @@ class Layer {
  public:
   Layer(const Tensors& t, int64_t layer, int64_t rows, bool first, bool sharded)
       : t_(t), form_(t.as<int32_t>(kForm)),
-        arguments_(kLayers + static_cast<int>(layer) * (form_[kHeadNorms] != 0 ? kNormedLayer : kPlainLayer)),
+        arguments_(kLayers + static_cast<int>(layer) * layer_arguments(form_)),
+        result_gammas_(arguments_ + layer_arguments(form_) - 2),
         out_(t.count - 2), out_residual_(t.count - 1), from_hidden_(layer == 0 ? kHidden : out_),
         from_residual_(layer == 0 ? kResidual : out_residual_), is_stream_(first && layer == 0), sharded_(sharded),
         rows_(rows), width_(t.dim(kHidden, 1)) {}
@@ -144,8 +153,9 @@ class Layer {
   int project_out() {
     Call output("PackedLinear", t_);
     output.give(&attended_).give(arguments_ + kOutput).give(kCounts).give(sharded_ ? &own_ : &hidden_);
-    const int error = packed_linear(output.tensors());
-    return error == 0 && sharded_ ? sum(hidden_.data) : error;
+    int error = packed_linear(output.tensors());
+    if (error == 0 && sharded_) error = sum(hidden_.data);
+    return error == 0 ? norm_result(hidden_.data, result_gammas_) : error;
   }
 
   int feed_forward() {
@@ -153,8 +163,27 @@ class Layer {
     mlp.give(&hidden_).give(&residual_).give(arguments_ + kPostGamma).give(kEpsilon);
     mlp.give(arguments_ + kGateUp).give(arguments_ + kDown).give(kCounts);
     sharded_ ? mlp.give(&own_) : mlp.give(out_);
-    const int error = gated_mlp(mlp.give(out_residual_).tensors());
-    return error == 0 && sharded_ ? sum(t_.data[out_]) : error;
+    int error = gated_mlp(mlp.give(out_residual_).tensors());
+    if (error == 0 && sharded_) error = sum(t_.data[out_]);
+    return error == 0 ? norm_result(t_.data[out_], result_gammas_ + 1) : error;
+  }
+
+  // Applies RMSNorm to the rows of `result` in place, if the model has such a norm. `gamma` is the argument with the
+  // norm's weight.
+  int norm_result(void* result, int gamma) {
+    if (form_[kResultNorms] == 0) return 0;
+    const int error = check_gamma(t_, gamma, kEpsilon, width_, t_.dtype(kHidden));
+    if (error != 0) return error;
+    RmsNormArgs args{};
+    args.x = args.y = result;
+    args.gamma = t_.data[gamma];
+    args.rows = rows_;
+    args.width = width_;
+    args.epsilon = *t_.as<float>(kEpsilon);
+    args.dtype = t_.dtype(kHidden);
+    args.gamma_dtype = t_.dtype(gamma);
+    kernels().rms_norm(args);
+    return 0;
   }
 
   // Adds the matrices `own_` of all agents of the stage. Writes the sum to `to`, in the type of the activations.
@@ -164,7 +193,7 @@ class Layer {
 
   const Tensors& t_;
   int32_t* const form_;
-  const int arguments_, out_, out_residual_, from_hidden_, from_residual_;
+  const int arguments_, result_gammas_, out_, out_residual_, from_hidden_, from_residual_;
   const bool is_stream_, sharded_;
   const int64_t rows_, width_;
   Between qkv_{}, attended_{}, hidden_{}, residual_{}, window_{};
@@ -179,10 +208,10 @@ class Layer {
 int decoder_layers(const Tensors& t, bool first, bool sharded) {
   if (t.count < kLayers + 2) return refuse_text(t.op, "got %d arguments", t.count);
   if (!t.has_dtype(kForm, "int32") || t.size(kForm) != kFormFields) {
-    return refuse_text(t.op, "form must be int32 {layers, window, norms of query and key heads}");
+    return refuse_text(t.op, "form must be int32 {layers, window, norms of query and key heads, norms of results}");
   }
   const int32_t* form = t.as<int32_t>(kForm);
-  const int64_t arguments = kLayers + form[kNumLayers] * int64_t{form[kHeadNorms] != 0 ? kNormedLayer : kPlainLayer};
+  const int64_t arguments = kLayers + form[kNumLayers] * int64_t{layer_arguments(form)};
   if (form[kNumLayers] < 1 || t.count != arguments + 2) {
     return refuse_text(t.op, "got %d arguments for %d layers; it takes %lld and gives 2", t.count, form[kNumLayers],
                        static_cast<long long>(arguments));

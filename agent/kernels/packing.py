@@ -17,10 +17,12 @@ Array = npt.NDArray[Any]
 Blob = npt.NDArray[np.uint8]
 
 _SOURCE_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+GATES = {"silu": 1, "gelu_tanh": 2, "clamped_silu": 3}
+"""The activations of gated weights, with the numbers that llmk::Gate in ops/gated.h has for them."""
 _HUGE_PAGE = 2 << 20
 _PackSource = structure(
     "PackSource",
-    "int32: format source_dtype; int64: columns depth group; bool: gated asymmetric; pointer: values scales zeros bias"
+    "int32: format source_dtype gate; int64: columns depth group; bool: asymmetric; pointer: values scales zeros bias"
     " input_inverses input_offsets sum_offsets",
 )
 """A ctypes class with the members of llmk::PackSource in ops/linear.h."""
@@ -108,7 +110,7 @@ def _checked_inputs(inputs: StaticInputs | None, columns: int, depth: int) -> di
 def pack_weight(
     fmt: str, values: Array, out_blob: Blob, *, group: int = 0, gated: bool = False, asymmetric: bool = False,
     source_dtype: str = "float32", scales: Array | None = None, zeros: Array | None = None, bias: Array | None = None,
-    static_inputs: StaticInputs | None = None,
+    static_inputs: StaticInputs | None = None, activation: str = "silu",
 ) -> None:  # fmt: skip
     """Packs ``values`` [columns, depth] into ``out_blob``, which must have at least ``packed_weight_bytes`` bytes.
 
@@ -117,7 +119,8 @@ def pack_weight(
     changed: int8, or uint8 from 0 to 15 for int4. ``zeros`` uint8 [columns, groups], from 0 to 16, are the zero points
     of int4; None means that all are 8.
 
-    ``gated`` means that the first half of the columns is the gate of a SwiGLU and the second half is the value.
+    ``gated`` means that the first half of the columns is the gate of ``activation`` and the second half is the value.
+    The activations are the keys of ``GATES``.
     ``bias`` float32 [columns] is added to the output. ``static_inputs`` are only for int8 with ``scales``.
 
     Raises ValueError if the arrays do not fit, and KernelError if the kernel refuses them.
@@ -134,7 +137,7 @@ def pack_weight(
     given = _SOURCE_DTYPES[source_dtype] if scales is None else np.dtype(wanted.storage)
     source = _PackSource(
         format=wanted.kernel_code, source_dtype=list(_SOURCE_DTYPES).index(source_dtype), columns=columns, depth=depth,
-        group=group, gated=gated, asymmetric=asymmetric,
+        gate=GATES[activation] if gated else 0, group=group, asymmetric=asymmetric,
         values=_check("values", values, (columns, depth), given),
         scales=_check("scales", scales, groups, np.float32),
         zeros=_check("zeros", zeros, groups, np.uint8),

@@ -31,8 +31,8 @@ class Attention(nn.Cell):
         self.attention = ops.attention(attention_form(shape, layer))
         self.has_norms = shape.query_key_norm
         if self.has_norms:
-            self.query_norm = NormWeight(ops, head_dim)
-            self.key_norm = NormWeight(ops, head_dim)
+            self.query_norm = NormWeight(ops, head_dim, shape.norm_dtype)
+            self.key_norm = NormWeight(ops, head_dim, shape.norm_dtype)
 
     def norms(self) -> tuple[Tensor, ...]:
         """Returns the weights of the norms of queries and keys, or () if the model has none."""

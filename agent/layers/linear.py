@@ -73,9 +73,10 @@ class NormLinear(Weight):
 class NormWeight(nn.Cell):
     """The weight of an RMSNorm (Zhang and Sennrich 2019). The operator of the next linear layer computes the norm."""
 
-    def __init__(self, ops: OpTable, size: int) -> None:
+    def __init__(self, ops: OpTable, size: int, dtype: str | None = None) -> None:
+        """``dtype`` is the type of the weight. None means the type of the activations."""
         super().__init__()
-        self.weight = unbound_parameter((size,), ops.dtype)
+        self.weight = unbound_parameter((size,), dtype or ops.dtype)
 
 
 def _bias(ops: OpTable, size: int, *, biased: bool) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,12 @@ def rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32Array, 
     angles = both.astype(np.float64)
     cos, sin = np.cos(angles).astype(np.float32) * factor, np.sin(angles).astype(np.float32) * factor
     return _widened(cos, shape, 1.0), _widened(sin, shape, 0.0)
+
+
+def local_rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32Array, Float32Array]:
+    """Returns cosines and sines of the layers with a window of Gemma, which have their own base and no scaling."""
+    assert shape.gemma is not None, "only Gemma has two rotary embeddings"
+    return rotary_tables(replace(shape, rope_theta=shape.gemma.local_rope_theta, rope_scaling=None), num_positions)
 
 
 def _widened(table: Float32Array, shape: ModelShape, filler: float) -> Float32Array:

@@ -16,7 +16,7 @@ from agent.layers.embedding import Embedding
 from agent.layers.latent_attention import LatentAttention
 from agent.layers.linear import NormWeight, Weight
 from agent.layers.mlp import ExpertMLP, GatedMLP
-from agent.layers.rotary import rotary_tables
+from agent.layers.rotary import local_rotary_tables, rotary_tables
 from agent.models.names import ignorable_suffixes, weight_specs
 from llm_serving.config import Config
 from llm_serving.model.shape import ModelShape
@@ -38,15 +38,19 @@ class Llama(nn.Cell):
         if self.is_first_stage:
             self.embedding = Embedding(ops, ops.vocab_rows(shape.vocab_size), shape.hidden_size)
         self.rotary = ops.rotary(*rotary_tables(shape, config.max_model_len), shape.sliding_window)
+        if shape.gemma is not None:
+            self.local_rotary = ops.rotary(*local_rotary_tables(shape, config.max_model_len), shape.sliding_window)
+        self.has_local = shape.gemma is not None
         self.layers = nn.CellList([DecoderLayer(config, ops, layer=index) for index in range(shape.num_layers)])
         self.runs = equal_layers(shape)
         operators = [_layers_operator(ops, shape, first, end) for first, end in self.runs]
+        self.are_local = tuple(shape.is_local(first) for first, _ in self.runs)
         self.are_whole = tuple(operator is not None for operator in operators)
         self.wholes = nn.CellList([operator for operator in operators if operator is not None])
         if not self.is_last_stage:
             self.hand_over = ops.hand_over(shape.hidden_size)
             return
-        self.norm = NormWeight(ops, shape.hidden_size)
+        self.norm = NormWeight(ops, shape.hidden_size, shape.norm_dtype)
         self.shares_embedding = shape.tie_word_embeddings and self.is_first_stage and not ops.traits.packs_weights
         if not self.shares_embedding:
             vocab_rows = ops.vocab_rows(shape.vocab_size)
@@ -63,11 +67,13 @@ class Llama(nn.Cell):
         [tokens, hidden_size] of the previous stage. ``positions`` [tokens] are the tokens' positions. ``last_tokens``
         [sequences] is the index of each sequence's last token. ``OpTable`` describes ``step`` and ``whole_prompts``.
         """
-        rotary = self.rotary(positions)
+        whole_rotary = self.rotary(positions)
+        local_rotary = self.local_rotary(positions) if self.has_local else whole_rotary
         hidden = self.embedding(entry, step) if self.is_first_stage else entry
         residual = hidden
         operator = 0
         for number, (first, end) in enumerate(self.runs):
+            rotary = local_rotary if self.are_local[number] else whole_rotary
             if self.are_whole[number]:
                 operands: tuple[tuple[Tensor, ...], ...] = ()
                 for index in range(first, end):
@@ -93,10 +99,14 @@ class DecoderLayer(nn.Cell):
         super().__init__()
         shape, cache = config.shape, config.pa_config
         hidden, epsilon = shape.hidden_size, shape.rms_norm_eps
-        self.input_norm = NormWeight(ops, hidden)
+        self.input_norm = NormWeight(ops, hidden, shape.norm_dtype)
         attention = Attention if shape.latent is None else LatentAttention
         self.attention = attention(ops, shape, cache.num_blocks, cache.block_size, layer=layer)
-        self.post_attention_norm = NormWeight(ops, hidden)
+        self.post_attention_norm = NormWeight(ops, hidden, shape.norm_dtype)
+        self.has_result_norms = shape.gemma is not None
+        if self.has_result_norms:
+            self.attention_result_norm = NormWeight(ops, hidden, shape.norm_dtype)
+            self.mlp_result_norm = NormWeight(ops, hidden, shape.norm_dtype)
         if shape.experts is not None and shape.has_experts(layer):
             self.mlp = ExpertMLP(ops, hidden, shape.experts, epsilon)
         else:
@@ -110,7 +120,10 @@ class DecoderLayer(nn.Cell):
         attention, mlp = self.attention, self.mlp
         norms = (self.input_norm.weight, self.post_attention_norm.weight)
         weights = (attention.qkv.weight, attention.output.weight, mlp.gate_up.weight, mlp.down.weight)
-        return (*norms, *weights, attention.key_cache, attention.value_cache, *attention.norms())
+        operands = (*norms, *weights, attention.key_cache, attention.value_cache, *attention.norms())
+        if self.has_result_norms:
+            operands = (*operands, self.attention_result_norm.weight, self.mlp_result_norm.weight)
+        return operands
 
     def construct(
         self,
@@ -122,7 +135,7 @@ class DecoderLayer(nn.Cell):
     ) -> tuple[Tensor, Tensor]:
         """Returns the output of the MLP and the residual stream to which the next layer adds this output.
 
-        Both are [tokens, hidden_size].
+        Both are [tokens, hidden_size]. Does not apply the norms of results, which only ``OpTable.decoder_layers`` has.
 
         ``hidden`` and ``residual`` are the two results of the previous layer.
         """
@@ -142,7 +155,14 @@ def _layers_operator(ops: OpTable, shape: ModelShape, first: int, end: int) -> O
     if shape.has_experts(first) or shape.latent is not None:
         return None
     form = attention_form(shape, first)
-    return ops.decoder_layers(shape.hidden_size, shape.rms_norm_eps, form, end - first, first=first == 0)
+    return ops.decoder_layers(
+        shape.hidden_size,
+        shape.rms_norm_eps,
+        form,
+        end - first,
+        first=first == 0,
+        result_norms=shape.gemma is not None,
+    )
 
 
 def build(config: Config, ops: OpTable) -> Llama:

@@ -31,18 +31,19 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
     """Returns all parameters to load, in the order of the layers, with the names that they have in ``Llama``."""
     experts = _EXPERT_NAMES.get(shape.architecture, _USUAL)
     hidden, vocab = shape.hidden_size, shape.vocab_size
-    specs = [_plain("embedding.weight", "model.embed_tokens.weight", vocab, hidden)]
+    embedding = _plain("embedding.weight", "model.embed_tokens.weight", vocab, hidden)
+    specs = [embedding if shape.gemma is None else replace(embedding, factor=hidden**0.5)]
     for layer in range(shape.num_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-        specs.append(_plain(f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight", hidden))
+        specs.append(_norm(shape, f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight", hidden))
         attention = _attention_specs if shape.latent is None else _latent_specs
         specs.extend(attention(shape, f"{ours}.attention", f"{theirs}.self_attn"))
-        specs.append(_plain(f"{ours}.post_attention_norm.weight", f"{theirs}.post_attention_layernorm.weight", hidden))
+        specs.extend(_later_norms(shape, ours, theirs))
         if shape.has_experts(layer):
             specs.extend(_expert_specs(shape, f"{ours}.mlp", f"{theirs}.{experts.block}", experts))
         else:
             specs.extend(_mlp_specs(shape, f"{ours}.mlp", f"{theirs}.mlp"))
-    specs.append(_plain("norm.weight", "model.norm.weight", hidden))
+    specs.append(_norm(shape, "norm.weight", "model.norm.weight", hidden))
     tied = shape.tie_word_embeddings
     output = WeightPart("model.embed_tokens.weight" if tied else "lm_head.weight", (vocab, hidden))
     specs.append(WeightSpec("lm_head.weight", (output,), "linear", packed_only=tied))
@@ -87,8 +88,12 @@ def _attention_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[Weig
     output_bias = (WeightPart(f"{theirs}.o_proj.bias", (hidden,)),) if shape.output_bias else ()
     yield WeightSpec(f"{ours}.output.weight", (output,), "linear", bias=output_bias)
     if shape.query_key_norm:
-        yield _plain(f"{ours}.query_norm.weight", f"{theirs}.q_norm.weight", head_dim)
-        yield _plain(f"{ours}.key_norm.weight", f"{theirs}.k_norm.weight", head_dim)
+        query_norm = _norm(shape, f"{ours}.query_norm.weight", f"{theirs}.q_norm.weight", head_dim)
+        if shape.gemma is not None:
+            # The operators divide scores by the square root of the head size, so the norm corrects this division.
+            query_norm = replace(query_norm, factor=(head_dim / shape.gemma.query_scalar) ** 0.5)
+        yield query_norm
+        yield _norm(shape, f"{ours}.key_norm.weight", f"{theirs}.k_norm.weight", head_dim)
 
 
 def _latent_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:
@@ -119,7 +124,7 @@ def _mlp_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec
     gate_up, down = _gated_parts(theirs, shape.hidden_size, shape.intermediate_size, _USUAL)
     if _is_joined(shape):
         gate_up = _rows_of(f"{theirs}.gate_up_proj.weight", gate_up)
-    yield WeightSpec(f"{ours}.gate_up.weight", gate_up, "gated_linear")
+    yield WeightSpec(f"{ours}.gate_up.weight", gate_up, "gated_linear", activation=shape.hidden_act)
     yield WeightSpec(f"{ours}.down.weight", down, "linear")
 
 
@@ -150,6 +155,22 @@ def _gated_parts(
     """Returns the checkpoint tensors of a gated MLP: first (gate, up), which become one weight, then (down,)."""
     gate, up = (WeightPart(f"{theirs}.{name}.weight", (inner, hidden)) for name in (names.gate, names.up))
     return (gate, up), (WeightPart(f"{theirs}.{names.down}.weight", (hidden, inner)),)
+
+
+def _later_norms(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:
+    """Yields the norm before the MLP. For Gemma, also yields the norms of the results of attention and MLP."""
+    hidden, name = shape.hidden_size, "post_attention_layernorm"
+    if shape.gemma is not None:
+        yield _norm(shape, f"{ours}.attention_result_norm.weight", f"{theirs}.{name}.weight", hidden)
+        yield _norm(shape, f"{ours}.mlp_result_norm.weight", f"{theirs}.post_feedforward_layernorm.weight", hidden)
+        name = "pre_feedforward_layernorm"
+    yield _norm(shape, f"{ours}.post_attention_norm.weight", f"{theirs}.{name}.weight", hidden)
+
+
+def _norm(shape: ModelShape, parameter: str, name: str, size: int) -> WeightSpec:
+    """Returns the weight of a norm. Gemma multiplies by 1 + weight in float32, so this sum is the parameter."""
+    spec = _plain(parameter, name, size)
+    return spec if shape.gemma is None else replace(spec, offset=1.0, float32=True)
 
 
 def _is_joined(shape: ModelShape) -> bool:

@@ -73,6 +73,11 @@ class WeightSpec:
     head_rows: HeadRows | None = None
     """If stated, the parameter consists of one weight for each head, and ``parts`` has one tensor. The weights are
     floats for every ``weight_format``."""
+    activation: str = "silu"
+    """The activation of a gated linear layer. ``agent.kernels.packing.GATES`` lists the activations."""
+    offset: float = 0.0
+    factor: float = 1.0
+    """A plain parameter is (stored value + ``offset``) x ``factor``, computed in float32."""
     padded_rows: int = 0
     """Number of rows of the parameter, if it has more rows than its parts. The additional rows are zero."""
     input_spans: tuple[Span, ...] = ()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from agent.weights.checkpoint import Checkpoint
 from agent.weights.forms import LinearForm, LinearForms
 from agent.weights.gguf.file import GGUFFile
@@ -17,10 +19,11 @@ from agent.weights.packed import OUTPUT_LAYER, LinearPacker, Packing
 from agent.weights.primitive import load_primitive
 from agent.weights.seeded import SeededWeights
 from agent.weights.source import WeightSource
-from agent.weights.storage import Array, allocate
+from agent.weights.storage import Array, allocate, from_float32, to_float32
 from llm_serving.gguf.place import find_gguf
 from llm_serving.model.quantization import checkpoint_float8, checkpoint_quantization
 
+_PIECE_ELEMENTS = 1 << 20
 MAX_THREADS = 4
 """Maximum number of threads that read and convert. Each needs memory for the largest parameter of the model."""
 
@@ -130,7 +133,21 @@ def _load_plain(spec: WeightSpec, source: WeightSource, dtype: str) -> Array:
         source.read_into(part.name, array[row : row + part.shape[0]], dtype)
         row += part.shape[0]
     array[row:] = 0
+    if (spec.offset, spec.factor) != (0.0, 1.0):
+        _rescale(array[:row], dtype, spec.offset, spec.factor)
     return array
+
+
+def _rescale(array: Array, dtype: str, offset: float, factor: float) -> None:
+    """Replaces each value x by (x + ``offset``) x ``factor``, in pieces of rows to save memory.
+
+    ``factor`` is rounded to ``dtype`` first, as models that multiply activations by it do.
+    """
+    rounded = to_float32(from_float32(np.array([factor], np.float32), dtype), dtype)[0]
+    step = max(1, _PIECE_ELEMENTS // max(1, array[:1].size))
+    for row in range(0, len(array), step):
+        piece = to_float32(array[row : row + step], dtype)
+        array[row : row + step] = from_float32((piece + np.float32(offset)) * rounded, dtype)
 
 
 def _load_experts(spec: WeightSpec, source: WeightSource, dtype: str) -> Array:

@@ -204,6 +204,8 @@ _RULES: dict[str, Rule] = {
     _NORM: _whole,
     "input_norm.weight": _whole,
     "post_attention_norm.weight": _whole,
+    "attention_result_norm.weight": _whole,
+    "mlp_result_norm.weight": _whole,
     "attention.query_norm.weight": _whole,
     "attention.key_norm.weight": _whole,
     "attention.qkv.weight": _heads,

@@ -251,6 +251,12 @@ def check_model_parts(raw: RawConfig, config: Config) -> None:
     if shape.latent is not None or routing is not None:
         problem = f"the native operators have no latent attention for {shape.architecture}; use op_table fused (CPU)"
         raise raw.error("model_config.op_table", config.op_table, problem)
+    if shape.gemma is not None:
+        problem = (
+            f"the native operators have no GeGLU and no norms after attention and MLP for {shape.architecture}; use "
+            "op_table fused (CPU)"
+        )
+        raise raw.error("model_config.op_table", config.op_table, problem)
     if parallel.expert_parallel:
         problem = "the native operators divide the columns of every expert; use False, or op_table fused (CPU)"
         raise raw.error("parallel_config.expert_parallel", True, problem)

@@ -21,6 +21,8 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 """Names of the tensors with the divisors of LongRoPE."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants of Llama 3's rotary scaling. A GGUF file has only the divisors that are computed from them."""
+_GEMMA_27B_LAYERS = 62
+"""The model whose scores are divided by the square root of hidden size / heads. The file does not state the number."""
 _MAX_FACTORS = 4096
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -88,12 +90,29 @@ def _phi3(header: Header) -> dict[str, Any]:
     return fields
 
 
+def _gemma3(header: Header) -> dict[str, Any]:
+    metadata = header.metadata
+    layers, hidden, heads = (
+        metadata.get(f"gemma3.{key}") for key in ("block_count", "embedding_length", "attention.head_count")
+    )
+    scalar = metadata.get("gemma3.attention.key_length")
+    if layers == _GEMMA_27B_LAYERS and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        scalar = hidden / heads
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": metadata.get("gemma3.attention.sliding_window"),
+        "query_pre_attn_scalar": scalar,
+        "rope_local_base_freq": metadata.get("gemma3.rope.freq_base_swa"),
+    }
+
+
 _ARCHITECTURES: dict[str, Callable[[Header], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": lambda _: {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": lambda _: {"architectures": ["Qwen3ForCausalLM"]},
     "qwen3moe": _qwen3_experts,
     "phi3": _phi3,
+    "gemma3": _gemma3,
 }
 """Functions that return the fields of ``config.json`` that only some architectures have, by llama.cpp's name.
 
@@ -171,8 +190,7 @@ def _llama3_scaling(header: Header) -> dict[str, Any]:
 
 
 def _stored_factors(header: Header, name: str) -> list[float]:
-    """Return the values of a tensor of divisors. Raises CheckpointError if it is missing or no short float32 vector.
-    """
+    """Return the values of a tensor of divisors. Raises CheckpointError if it is missing or no short float32 vector."""
     entry = header.tensors.get(name)
     if entry is None:
         raise CheckpointError(f"{header.path}: tensor {name} is missing; the file has only the other factors")

@@ -56,6 +56,8 @@ class Family:
     """Default size of a head. None: hidden size / heads."""
     experts: ExpertKeys | None = None
     """Keys about experts. None if the family has no experts."""
+    gemma: bool = False
+    """If True, the model has the parts that ``llm_serving.model.gemma.Gemma`` describes."""
     deepseek: Literal["", "v2", "v3"] = ""
     """If stated, the model has latent attention, and experts as DeepSeek's V2 or V3 has them."""
 
@@ -73,6 +75,7 @@ FAMILIES = {
         ),
         Family("Qwen2ForCausalLM", "qwen2", biases="query_key_value", window="switched"),
         Family("Qwen3ForCausalLM", "qwen3", query_key_norm=True, window="switched", head_dim=128),
+        Family("Gemma3ForCausalLM", "gemma3_text", query_key_norm=True, window="always", gemma=True),
         Family("Phi3ForCausalLM", "phi3", window="always", partial_rotary=True, joined=True),
         Family(
             "Qwen3MoeForCausalLM",

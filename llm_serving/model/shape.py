@@ -20,6 +20,7 @@ from llm_serving.model.families import (
     read_latent,
     read_window,
 )
+from llm_serving.model.gemma import Gemma, as_llama, read_gemma
 from llm_serving.model.quantization import read_quantization
 from llm_serving.model.rope import MAX_POSITIONS, RopeScaling, read_rope_scaling
 
@@ -65,6 +66,8 @@ class ModelShape:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     """Sizes of latent attention (``head_dim`` is then the size of a query head). None for ordinary attention."""
+    gemma: Gemma | None = None
+    """The parts of a Gemma. None for all other families."""
     partial_rotary_dim: int = 0
     """Number of a head's elements that are rotated, from the first one on. 0: all."""
     num_extra_layers: int = 0
@@ -76,6 +79,15 @@ class ModelShape:
         if self.latent is not None:
             return self.latent.rope_dim
         return self.partial_rotary_dim or self.head_dim
+
+    @property
+    def norm_dtype(self) -> str | None:
+        """Type of the norms' weights. None: ``model_dtype``."""
+        return None if self.gemma is None else "float32"
+
+    def is_local(self, layer: int) -> bool:
+        """Return whether a layer has Gemma's second rotary embedding, that of the layers with a window."""
+        return self.gemma is not None and self.window_of(layer) > 0
 
     @property
     def rotary_width(self) -> int:
@@ -112,7 +124,7 @@ class ModelShape:
     def _num_other_parameters(self) -> int:
         """Number of parameters of norms, biases and the experts' routers."""
         query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        layer = 2 * self.hidden_size
+        layer = (2 if self.gemma is None else 4) * self.hidden_size
         layer += 2 * self.head_dim if self.query_key_norm else 0
         layer += query + 2 * key_value if self.attention_bias else 0
         layer += self.hidden_size if self.output_bias else 0
@@ -233,7 +245,10 @@ def shape_of_fields(
     ``hidden_act``.
     """
     family = family_of(fields)
-    _refuse_unsupported(fields)
+    read_quantization(fields)
+    if family.gemma:
+        fields = as_llama(fields, fields.integer("num_hidden_layers", None, 1, MAX_LAYERS))
+        activations = ("gelu_pytorch_tanh",)
     fields.text("hidden_act", "silu", activations)
     hidden = fields.integer("hidden_size", None, 1, MAX_HIDDEN_SIZE)
     heads = fields.integer("num_attention_heads", None, 1, MAX_HEADS)
@@ -265,7 +280,7 @@ def shape_of_fields(
         rope_scaling=read_rope_scaling(rope, positions, _original_positions(fields)),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         max_position_embeddings=positions,
-        hidden_act="silu",
+        hidden_act="gelu_tanh" if family.gemma else "silu",
         attention_bias=biases[0],
         bos_token_id=first[0] if first else None,
         eos_token_ids=end_fields.token_ids("eos_token_id", vocab_size),
@@ -276,15 +291,12 @@ def shape_of_fields(
         full_attention_layers=full_layers,
         experts=read_experts(fields, family, num_layers),
         latent=latent,
+        gemma=read_gemma(fields) if family.gemma else None,
         partial_rotary_dim=_partial_rotary_dim(fields, rope, family, head_dim),
         num_extra_layers=fields.integer("num_nextn_predict_layers", 0, 0, MAX_EXTRA_LAYERS) if family.deepseek else 0,
     )
     check_head_sizes(fields, shape, "num_attention_heads", "num_key_value_heads")
     return shape
-
-
-def _refuse_unsupported(fields: TypedFields) -> None:
-    read_quantization(fields)
 
 
 def _original_positions(fields: TypedFields) -> int | None:

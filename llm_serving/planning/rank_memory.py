@@ -75,7 +75,7 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
         ),
         MemoryItem("activations", activation_bytes(config, part.shape), f"a step of {tokens} tokens"),
         MemoryItem("logits", _logit_bytes(config, part), f"{seqs} sequences, vocabulary of {shape.vocab_size}"),
-        MemoryItem("rotary tables", 2 * rotary * shape.rotary_width * FLOAT32_BYTES, f"{rotary} positions"),
+        MemoryItem("rotary tables", _rotary_bytes(shape, rotary), f"{rotary} positions"),
         MemoryItem(
             "token history", seqs * longest * INT32_BYTES * part.answers, f"{seqs} sequences of {longest} tokens"
         ),
@@ -91,6 +91,12 @@ def _adapter_items(config: Config) -> tuple[MemoryItem, ...]:
     each = largest_adapter(config.shape, lora.max_rank) * config.dtype_bytes
     basis = f"{lora.max_adapters} adapters of rank {lora.max_rank}, {format_bytes(each)} each, and as much in /dev/shm"
     return (MemoryItem("LoRA adapters", 2 * lora.max_adapters * each, basis),)
+
+
+def _rotary_bytes(shape: ModelShape, positions: int) -> int:
+    """Return the bytes of cosines and sines. Gemma has two rotary embeddings."""
+    tables = 2 if shape.gemma is None else 4
+    return tables * positions * shape.rotary_width * FLOAT32_BYTES
 
 
 def host_block_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:

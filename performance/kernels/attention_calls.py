@@ -87,6 +87,10 @@ class AttentionStep:
     gammas: tuple[Array, Array] | None = None
     """Weights of the norms of queries and keys, [head_dim] each. The op takes them only together with ``window``."""
     epsilon: float = 1e-6
+    gamma_dtype: str | None = None
+    """Type of ``gammas``. None: ``dtype``."""
+    sinks: Float32Array | None = None
+    """A score without a value for each query head. The op takes them only together with ``window``, without gammas."""
 
 
 def rotary_attention(
@@ -120,8 +124,10 @@ def _window_and_norms(step: AttentionStep) -> list[tuple[Array, str | None]]:
     tensors: list[tuple[Array, str | None]] = []
     if step.window is not None:
         tensors.append((np.array([step.window], np.int32), None))
+    if step.sinks is not None:
+        tensors.append((step.sinks, None))
     if step.gammas is not None:
-        tensors += [(gamma, step.dtype) for gamma in step.gammas]
+        tensors += [(gamma, step.gamma_dtype or step.dtype) for gamma in step.gammas]
         tensors.append((np.array([step.epsilon], np.float32), None))
     return tensors
 

@@ -21,7 +21,7 @@ Head load_head(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
   double squares = 0;
   for (const double value : x) squares += value * value;
   const double scale = 1 / std::sqrt(squares / static_cast<double>(args.dim) + args.epsilon);
-  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] *= scale * load_element(args.dtype, gamma, d);
+  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] *= scale * load_element(args.gamma_dtype, gamma, d);
   return x;
 }
 
@@ -117,7 +117,8 @@ void attend(const RotaryAttentionArgs& args, int64_t seq, int64_t row, int64_t h
   const int64_t visible = visible_keys(args, seq, row * group);
   const Head query = query_of(args, token, head);
   std::vector<double> scores(static_cast<size_t>(visible));
-  double best = -1e300, mass = 0;
+  const bool sink = args.sinks != nullptr;
+  double best = sink ? static_cast<double>(args.sinks[head]) : -1e300, mass = 0;
   for (int64_t j = first; j < visible; ++j) {
     const Head key = held_at(args, seq, j, kv_head, true);
     double score = 0;
@@ -125,6 +126,7 @@ void attend(const RotaryAttentionArgs& args, int64_t seq, int64_t row, int64_t h
     scores[static_cast<size_t>(j)] = score * args.scale;
     best = std::fmax(best, score * args.scale);
   }
+  if (sink) mass = std::exp(args.sinks[head] - best);
   Head sums(query.size());
   for (int64_t j = first; j < visible; ++j) {
     const Head value = held_at(args, seq, j, kv_head, false);

@@ -56,9 +56,10 @@ MatMulArgs = structure("MatMulArgs", "pointer: x w out; int64: rows columns dept
 AttentionArgs = structure(
     "RotaryAttentionArgs",
     "pointer: qkv out key_cache value_cache cos sin positions slots block_tables context_lens query_lens query_starts;"
-    "pointer: query_gamma key_gamma;"
+    "pointer: query_gamma key_gamma sinks;"
     "int64: tokens num_seqs table_width table_rows num_blocks block_size heads kv_heads dim window;"
-    "float: epsilon scale; int32: dtype; bool: int8_cache write_first ready laid_out; pointer: key_starts first_keys",
+    "float: epsilon scale; int32: dtype gamma_dtype; bool: int8_cache write_first ready laid_out;"
+    "pointer: key_starts first_keys",
 )
 
 

@@ -128,8 +128,19 @@ void quantize_static_row(DType dtype, const void* x, const QuantizedRows& rows, 
   }
 }
 
-float swiglu_element(float gate, float up) {
-  return static_cast<float>(gate / (1 + std::exp(-static_cast<double>(gate))) * up);
+double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+
+// Computes a gated activation as its definition states it (ops/gated.h).
+float gated_element(int32_t kind, double gate, double up) {
+  if (kind == static_cast<int32_t>(Gate::kGelu)) {
+    const double bent = std::sqrt(2 / 3.14159265358979323846) * (gate + 0.044715 * gate * gate * gate);
+    return static_cast<float>(0.5 * gate * (1 + std::tanh(bent)) * up);
+  }
+  if (kind == static_cast<int32_t>(Gate::kClampedSilu)) {
+    const double g = gate > 7 ? 7 : gate, u = up > 7 ? 7 : up < -7 ? -7 : up;
+    return static_cast<float>(g * sigmoid(1.702 * g) * (u + 1));
+  }
+  return static_cast<float>(gate * sigmoid(gate) * up);
 }
 
 }  // namespace
@@ -156,8 +167,8 @@ void quantize_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t
 
 void linear(const LinearArgs& args, const QuantizedRows& rows) {
   const LinearWeights w(args.weight);
-  const bool swiglu = args.epilogue == Epilogue::kSwiglu;
-  const int64_t width = swiglu ? w.header.columns / 2 : w.header.columns;
+  const bool gated = args.epilogue == Epilogue::kGated;
+  const int64_t width = gated ? w.header.columns / 2 : w.header.columns;
   const DType out_dtype = args.epilogue == Epilogue::kStoreFloat ? DType::kFloat32 : args.dtype;
   for (int64_t row = 0; row < args.rows; ++row) {
     float best = -INFINITY;
@@ -165,7 +176,7 @@ void linear(const LinearArgs& args, const QuantizedRows& rows) {
     bool finite = true;
     for (int64_t column = 0; column < width; ++column) {
       float value = linear_element(args, w, rows, row, column);
-      if (swiglu) value = swiglu_element(value, linear_element(args, w, rows, row, width + column));
+      if (gated) value = gated_element(w.header.gated, value, linear_element(args, w, rows, row, width + column));
       if (args.out != nullptr) store_any(out_dtype, value, args.out, row * args.out_stride + column);
       if (value > best) best = value, best_id = static_cast<int32_t>(column);
       finite = finite && std::isfinite(value);

@@ -23,6 +23,9 @@ from agent.weights.seeded import fill_seeded
 from agent.weights.storage import Array, allocate, from_float32
 from performance.models.variants import VARIANTS, Variant
 
+_RESULT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+"""Gemma's norms whose results are added to the residual stream. They are large, as in trained models. Otherwise the
+large embeddings would decide the text alone."""
 _SPREAD_NORMS = ("q_norm.weight", "k_norm.weight", "q_a_layernorm.weight", "kv_a_layernorm.weight")
 
 
@@ -35,6 +38,9 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
         shapes |= _attention_shapes(config, f"{layer}.self_attn")
         shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+        if config.get("model_type") == "gemma3_text":
+            shapes[f"{layer}.pre_feedforward_layernorm.weight"] = (hidden,)
+            shapes[f"{layer}.post_feedforward_layernorm.weight"] = (hidden,)
         if config.get("model_type") == "mixtral":
             shapes |= _mixtral_shapes(config, f"{layer}.block_sparse_moe")
         else:
@@ -64,7 +70,7 @@ def _attention_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[i
         shapes |= {f"{name}.q_proj.bias": (query,), f"{name}.k_proj.bias": (key,), f"{name}.v_proj.bias": (key,)}
     if all_biased and model_type != "qwen2":
         shapes[f"{name}.o_proj.bias"] = (hidden,)
-    if model_type.startswith("qwen3"):
+    if model_type.startswith(("qwen3", "gemma3")):
         shapes |= {f"{name}.q_norm.weight": (head_dim,), f"{name}.k_norm.weight": (head_dim,)}
     return shapes
 
@@ -161,7 +167,9 @@ def write_model(variant: Variant, folder: Path) -> None:
     for name, shape in tensor_shapes(variant.config).items():
         tensors[name] = allocate(shape, variant.dtype)
         std = tensor_std(name, shape, variant)
-        if name.endswith(_SPREAD_NORMS):
+        if variant.config.get("model_type") == "gemma3_text" and name.endswith("norm.weight"):
+            tensors[name] = _spread_ones(name, shape, variant, centre=30 if name.endswith(_RESULT_NORMS) else 0)
+        elif name.endswith(_SPREAD_NORMS):
             tensors[name] = _spread_ones(name, shape, variant)
         else:
             fill_seeded(name, tensors[name], variant.dtype, seed=variant.seed, std=std)
@@ -171,13 +179,14 @@ def write_model(variant: Variant, folder: Path) -> None:
         _write_shards(folder, tensors, variant)
 
 
-def _spread_ones(name: str, shape: tuple[int, ...], variant: Variant) -> Array:
-    """Returns random weights of a norm, with mean 1. If all weights were 1, tests could not detect a model that ignores
-    them.
+def _spread_ones(name: str, shape: tuple[int, ...], variant: Variant, centre: int = 1) -> Array:
+    """Returns random weights of a norm, with the mean ``centre``.
+
+    If all weights were 1, tests could not detect a model that ignores them.
     """
     values = allocate(shape, "float32")
     fill_seeded(f"{name}.spread", values, "float32", seed=variant.seed, std=0.3)
-    return from_float32(values + np.float32(1), variant.dtype)
+    return from_float32(values + np.float32(centre), variant.dtype)
 
 
 def _write_shards(folder: Path, tensors: Mapping[str, Array], variant: Variant) -> None:

@@ -48,9 +48,11 @@ NATIVE_MODELS = (
     "qwen3_moe",
 )
 """The models that ``make test`` runs with native operators: one of each architecture."""
-HALF_MODELS = ("llama_dynamic", "mistral_full", "mixtral", "qwen2_tied", "qwen3_window", "qwen3_moe", "deepseek_v2",
-               "deepseek_v3")  # fmt: skip
+HALF_MODELS = ("llama_dynamic", "mistral_full", "mixtral", "phi3", "gemma3", "qwen2_tied", "qwen3_window", "qwen3_moe",
+               "deepseek_v2", "deepseek_v3")  # fmt: skip
 """The models that ``make test`` runs in a half type with fused operators: one of each architecture."""
+GEMMAS = ("gemma3",)
+"""Models that the native operators refuse, with caches like those of a Llama."""
 LATENT_MODELS = tuple(model for model in MODELS if "kv_lora_rank" in FAMILY_VARIANTS[model].config)
 """Models that the native operators refuse. In int4, these small random models lose their text."""
 DISCONTINUOUS = ("bfloat16", "deepseek_v3")
@@ -98,6 +100,8 @@ def of_models(setups: Iterable[Setup]) -> list[Any]:
 
 def has_setup(setup: Setup, model: str) -> bool:
     """Returns whether a model is tested with a setup."""
+    if model in GEMMAS:
+        return setup[1] == "fused"
     return model not in LATENT_MODELS or (setup[1] == "fused" and setup[2] != "int4")
 
 

@@ -103,7 +103,7 @@ BROKEN: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
     ),
     "other architecture": (
         lambda t, m: m.update({"general.architecture": "gemma"}),
-        "general.architecture = 'gemma': is not supported; only llama, qwen2, qwen3, qwen3moe, phi3",
+        "general.architecture = 'gemma': is not supported; only llama, qwen2, qwen3, qwen3moe, phi3, gemma3",
     ),
     "no heads": (
         lambda t, m: [m.pop("llama.attention.head_count"), m.pop("llama.attention.head_count_kv")],

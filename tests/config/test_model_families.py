@@ -11,6 +11,7 @@ import pytest
 from llm_serving.errors import CheckpointError
 from llm_serving.model.deepseek import LatentAttention, Routing
 from llm_serving.model.families import FAMILIES, Experts
+from llm_serving.model.gemma import Gemma
 from llm_serving.model.rope import RopeScaling
 from llm_serving.model.shape import ModelShape
 from support.model_folders import write_model_folder
@@ -31,7 +32,11 @@ V3 = {
     "architectures": ["DeepseekV3ForCausalLM"], **LATENT, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
 }  # fmt: skip
-NEEDED = {each["architectures"][0]: each for each in (MOE, MIXTRAL, V2, V3)}  # type: ignore[index]
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"], "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 8, "head_dim": 32, "tie_word_embeddings": None,
+}  # fmt: skip
+NEEDED = {each["architectures"][0]: each for each in (MOE, MIXTRAL, V2, V3, GEMMA)}  # type: ignore[index]
 
 
 def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
@@ -187,6 +192,9 @@ def test_latent_attention_and_deepseeks_experts_are_read(tmp_path: Path) -> None
             },
             "rope_scaling.long_factor = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ...]: every number must be above 0",
         ),
+        ({**GEMMA, "final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: is not supported"),
+        ({**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention = True: is not supported"),
+        ({**GEMMA, "hidden_activation": "gelu"}, "hidden_act = 'gelu': is not supported; only gelu_pytorch_tanh"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window = -1: must be from 0"),
     ],
 )
@@ -197,6 +205,20 @@ def test_bad_value_is_named(tmp_path: Path, changes: dict[str, Any], message: st
 
 
 PHI = {"architectures": ["Phi3ForCausalLM"], "sliding_window": 8}
+
+
+def test_gemmas_parts_are_read(tmp_path: Path) -> None:
+    shape = shape_of(tmp_path, **GEMMA, num_hidden_layers=7, rope_local_base_freq=500.0, query_pre_attn_scalar=24)
+    assert shape.gemma == Gemma(local_rope_theta=500.0, query_scalar=24.0)
+    assert (shape.hidden_act, shape.tie_word_embeddings, shape.norm_dtype) == ("gelu_tanh", True, "float32")
+    assert [shape.window_of(layer) for layer in range(7)] == [8, 8, 8, 8, 8, 0, 8]
+    assert [shape.is_local(layer) for layer in range(7)] == [True] * 5 + [False, True]
+    layer = 4 * 64 + 2 * 32 + 2 * 64 * 4 * 32 + 2 * 64 * 2 * 32 + 3 * 64 * 160
+    assert shape.num_parameters == 7 * layer + 64 + 300 * 64
+    kinds = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, "sliding_attention": {}}
+    newer = shape_of(tmp_path / "newer", **GEMMA, remove=("rope_theta",), rope_parameters=kinds)
+    assert (newer.rope_theta, newer.rope_scaling) == (1e6, RopeScaling("linear", 8.0))
+    assert newer.gemma == Gemma(local_rope_theta=10_000.0, query_scalar=256.0)
 
 
 def test_longrope_is_read(tmp_path: Path) -> None:

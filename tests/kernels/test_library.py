@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NUMERIC_TESTS = (
     "test_matmul.py",
     "test_linear.py",
+    "test_gated.py",
     "test_elementwise.py",
     "test_attention.py",
     "test_rotary_attention.py",

@@ -36,6 +36,33 @@ def test_equals_float64(formats: tuple[str, str], window: int, case: tuple[Shape
     check_against_float64(Sequences(shape, lengths, formats, window=window, norms=True), parts)
 
 
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("window", [0, 5, 300])
+@pytest.mark.parametrize("case", CASES)
+def test_sinks_equal_float64(formats: tuple[str, str], window: int, case: tuple[Shape, list[tuple[int, int]]]) -> None:
+    shape, parts = case
+    made = Sequences(shape, [end for _, end in parts], formats, window=window, sinks=True)
+    check_against_float64(made, parts)
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+def test_norms_in_float32_equal_float64(formats: tuple[str, str]) -> None:
+    shape, parts = CASES[1]
+    made = Sequences(shape, [end for _, end in parts], formats, window=0, norms=True, float_norms=True)
+    check_against_float64(made, parts)
+
+
+def test_a_sink_takes_its_share_of_the_softmax() -> None:
+    """A sink as large as the only score halves the result, and a very low sink changes no bit."""
+    made = Sequences(Shape(2, 1, 16, 16), [1], ("float32", "float32"), window=0, sinks=True)
+    plain = Sequences(Shape(2, 1, 16, 16), [1], ("float32", "float32"), window=0).whole()[0]
+    heads = made.qkv[0].reshape(4, 16).astype(np.float64)
+    made.sinks = np.float32(heads[:2] @ heads[2] * 16**-0.5)
+    np.testing.assert_allclose(made.whole()[0], plain / 2, rtol=1e-5)
+    made.sinks = np.full(2, -1e30, np.float32)
+    np.testing.assert_array_equal(made.whole()[0], plain)
+
+
 def test_the_reference_is_a_plain_rendering() -> None:
     """The kernel's reference agrees with NumPy in float64.
 
@@ -59,10 +86,12 @@ def test_the_reference_is_a_plain_rendering() -> None:
 
 
 @pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("window", [0, 3, 64, 200, 256, 1000])
-def test_prefill_chunks_and_decode_agree_bit_for_bit(formats: tuple[str, str], window: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "sinks"), [*[(each, False) for each in (0, 3, 64, 200, 256, 1000)], (0, True), (64, True)]
+)
+def test_prefill_chunks_and_decode_agree_bit_for_bit(formats: tuple[str, str], window: int, sinks: bool) -> None:
     length = 540
-    made = Sequences(Shape(6, 2, 32, 16), [length, 70], formats, window=window, norms=True)
+    made = Sequences(Shape(6, 2, 32, 16), [length, 70], formats, window=window, norms=not sinks, sinks=sinks)
     whole = made.whole()[0]
     caches = made.new_caches()
     edges = [0, 1, 100, 163, 300, 301, 512, 530, *range(531, length + 1)]

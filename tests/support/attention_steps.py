@@ -41,12 +41,14 @@ class Sequences:
 
     def __init__(
         self, shape: Shape, lengths: list[int], formats: tuple[str, str], *, seed: int = 5, window: int | None = None,
-        norms: bool = False,
+        norms: bool = False, float_norms: bool = False, sinks: bool = False,
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(seed)
         self.window = window
-        gammas = [store(1 + rng.standard_normal(shape.dim) / 8, formats[0]) for _ in range(2)]
+        self.gamma_dtype = "float32" if float_norms else formats[0]
+        gammas = [store(1 + rng.standard_normal(shape.dim) / 8, self.gamma_dtype) for _ in range(2)]
         self.gammas = (gammas[0], gammas[1]) if norms else None
+        self.sinks = np.float32(np.random.default_rng(seed).uniform(-2, 4, shape.heads)) if sinks else None
         self.shape, self.lengths, (self.dtype, self.cache_dtype) = shape, lengths, formats
         self.qkv = [random_tensor(rng, (length, shape.width), self.dtype) for length in lengths]
         counts = [-(-length // shape.block_size) for length in lengths]
@@ -103,6 +105,8 @@ class Sequences:
             dtype=self.dtype,
             window=self.window,
             gammas=self.gammas,
+            gamma_dtype=self.gamma_dtype,
+            sinks=self.sinks,
         )  # fmt: skip
 
     def run(

@@ -22,6 +22,7 @@ _ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3moe",
     "Phi3ForCausalLM": "phi3",
+    "Gemma3ForCausalLM": "gemma3",
 }
 
 
@@ -47,12 +48,18 @@ RANDOM_BLOCKS = {
 }
 """Positions in a block of its float16 factors, by type. A block's second factor, of the minima, centres the values."""
 
+
+def _with(variant: Variant, **changes: Any) -> Variant:
+    return replace(variant, config={**variant.config, **changes})
+
+
 GGUF_FAMILIES = {
     "llama": _without("llama_linear_mqa"),
     "mixtral": _without("mixtral", "sliding_window"),
     "qwen2": _without("qwen2_tied"),
     "qwen3": _without("qwen3_tied"),
     "qwen3moe": _without("qwen3_moe", "mlp_only_layers"),
+    "gemma3": _with(_without("gemma3", "layer_types"), query_pre_attn_scalar=32, num_hidden_layers=6),
     "phi3": _without("phi4_mini"),  # its divisors are numbers of float32, as those of a GGUF file
 }
 """A seeded model of each architecture that is read from GGUF files."""
@@ -88,8 +95,9 @@ def write_gguf_model(folder: Path, path: Path, kind: str = "F32") -> dict[str, n
         found = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         assert found is not None, tensor
         stored = gguf.GGMLQuantizationType[kind if values.ndim > 1 and ROUTER not in found else "F32"]
-        data = encode(values, stored)
-        stored_values[tensor] = gguf.dequantize(data, stored).reshape(values.shape)
+        one = np.float32(name == "gemma3" and tensor.endswith("norm.weight"))  # llama.cpp's converter adds 1
+        data = encode(values + one, stored)
+        stored_values[tensor] = gguf.dequantize(data, stored).reshape(values.shape) - one
         if name == "llama" and (heads := _heads(tensor, config)):
             data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
         writer.add_tensor(found, data, raw_dtype=stored)
@@ -131,6 +139,9 @@ def _write_metadata(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) 
     writer.add_rope_freq_base(config["rope_theta"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
+    if name == "gemma3":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_rope_freq_base_swa(config["rope_local_base_freq"])
     if name == "phi3":
         _write_phi3(writer, config)
     elif scaling := config.get("rope_scaling"):

@@ -133,12 +133,15 @@ class GatedMLP(nn.Cell):
 class DecoderLayers(nn.Cell):
     """Runs several decoder layers. All norms, also those of query and key heads, have the same epsilon."""
 
-    def __init__(self, layers: Operator, epsilon: float, form: AttentionForm, count: int) -> None:
+    def __init__(
+        self, layers: Operator, epsilon: float, form: AttentionForm, count: int, *, result_norms: bool
+    ) -> None:
         super().__init__()
         assert form.norm_epsilon in (None, epsilon), "one epsilon for all norms of a layer"
         self.layers = layers
         self.epsilon = _epsilon(epsilon)
-        self.form = _integers("form", (count, form.window, int(form.norm_epsilon is not None)))
+        norms = (int(form.norm_epsilon is not None), int(result_norms))
+        self.form = _integers("form", (count, form.window, *norms))
 
     def construct(
         self,

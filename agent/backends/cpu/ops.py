@@ -105,10 +105,10 @@ class FusedCpuOps(OpTable):
         return cell(self._rows("ExpertMlp", width, width), experts, epsilon)
 
     def decoder_layers(
-        self, width: int, epsilon: float, form: AttentionForm, count: int, *, first: bool
+        self, width: int, epsilon: float, form: AttentionForm, count: int, *, first: bool, result_norms: bool = False
     ) -> Operator | None:
         name = ("First" if first else "") + ("Sharded" if self.is_split else "") + "DecoderLayers"
-        return _cells().DecoderLayers(self._rows(name, width, width), epsilon, form, count)
+        return _cells().DecoderLayers(self._rows(name, width, width), epsilon, form, count, result_norms=result_norms)
 
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
         if self.is_split:

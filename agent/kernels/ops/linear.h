@@ -53,6 +53,7 @@
 #pragma once
 #include "../common/thread_pool.h"
 #include "../common/types.h"
+#include "gated.h"
 #include "lora.h"
 
 namespace llmk {
@@ -112,7 +113,7 @@ struct PackedWeightHeader {
   uint32_t magic;
   WeightFormat format;
   int32_t layout;
-  int32_t gated;
+  int32_t gated;  // a Gate (ops/gated.h): the activation of a gated weight, or 0 for other weights
   int64_t columns, depth, group;  // group: number of depths that share a scale; 0: one scale per column
   int32_t asymmetric;             // 1: the blob has zero points
   int32_t biased;                 // 1: the blob has a bias
@@ -131,12 +132,14 @@ static_assert(sizeof(PackedWeightHeader) == 64, "the header is one cache line");
 //   Integer formats without `scales`: the values are floats of source_dtype, which are quantised here to nearest.
 //     kInt8* is symmetric with scale = max|w| / 127. kInt4* has scale = max|w| / 7 and zero point 8. If `asymmetric`,
 //     kInt4* has zero points and the scale (max - min) / 15 of a range that contains 0.
-//   gated: rows [0, columns / 2) are the gate of a SwiGLU. The other rows are its second factor, called up.
+//   gate: the activation of a gated weight, else kNone. Rows [0, columns / 2) are the gate. The other rows are its
+//     second factor, called up.
 struct PackSource {
   WeightFormat format;
   DType source_dtype;
+  Gate gate;
   int64_t columns, depth, group;
-  bool gated, asymmetric;
+  bool asymmetric;
   const void* values;
   const float* scales;
   const uint8_t* zeros;
@@ -182,7 +185,7 @@ QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory);
 enum class Epilogue : int32_t {
   kStore = 0,       // out has type dtype
   kStoreFloat = 1,  // out is float32
-  kSwiglu = 2       // out has dtype and columns / 2 columns: gate / (1 + exp(-gate)) * up; only for gated weights
+  kGated = 2        // out has dtype and columns / 2 columns: the gated activation that the weight names
 };
 
 struct LinearArgs {

@@ -1,9 +1,9 @@
-// The epilogue of a linear layer: applies scales and bias to the sums of a tile, then stores them or computes SwiGLU or
-// the arg-max.
+// The epilogue of a linear layer: applies scales and bias to the sums of a tile, then stores them or computes the
+// gated activation or the arg-max.
 #pragma once
 #include "../common/types.h"
 #include "linear.h"
-#include "swiglu.h"
+#include "gated.h"
 
 namespace llmk::LLMK_ARCH {
 
@@ -107,9 +107,9 @@ struct HalfPanel {
 
 // Applies the epilogue to rows of half a panel. The sums of successive rows are 64 floats apart. The template arguments
 // are the same for all rows of a product.
-template <Scaling kScaling, bool kSwiglu, bool kBest, class T>
+template <Scaling kScaling, bool kGated, bool kBest, class T>
 struct Finish {
-  static constexpr int kStores = kSwiglu ? 1 : 2;
+  static constexpr int kStores = kGated ? 1 : 2;
 
   // Copies the members of `job` to local variables. Otherwise the compiler must assume that each store changes them.
   static void finish_rows(const LinearJob& job, const HalfPanel& to, int64_t row, int64_t count, const float* sums) {
@@ -119,6 +119,7 @@ struct Finish {
     const int64_t columns[2] = {to.column[0], to.column[1]}, out_stride = job.args.out_stride;
     const LoraRows* lora = job.args.lora;
     const int64_t vector = to.first / kLanes;
+    const Gate gate = static_cast<Gate>(job.header.gated);
     const bool whole = to.whole, stores = job.args.out != nullptr;
     T* out = static_cast<T*>(job.args.out) + row * out_stride;
     for (const int64_t end = row + count; row < end; ++row, sums += kPanelColumns, out += out_stride) {
@@ -141,7 +142,7 @@ struct Finish {
       }
       LLMK_UNROLL
       for (int v = 0; v < kStores; ++v) {
-        const Vec value = kSwiglu ? swiglu_lanes(values[0], values[1]) : values[v];
+        const Vec value = kGated ? gated_lanes(gate, values[0], values[1]) : values[v];
         if (whole) {
           store(out + columns[v], value);
         } else {
@@ -160,8 +161,8 @@ struct Finish {
 // Calls visit(Finish<...>()), with the template arguments that the epilogue and the type of the output require.
 template <Scaling kScaling, class T, class Visit>
 static inline auto choose_epilogue(const LinearJob& job, const Visit& visit) {
-  return job.args.epilogue == Epilogue::kSwiglu ? visit(Finish<kScaling, true, false, T>())
-                                                : visit(Finish<kScaling, false, false, T>());
+  return job.args.epilogue == Epilogue::kGated ? visit(Finish<kScaling, true, false, T>())
+                                               : visit(Finish<kScaling, false, false, T>());
 }
 
 template <Scaling kScaling, class Visit>

@@ -194,7 +194,9 @@ static bool has_large_zeros(const PackSource& source) {
 
 int pack_weight(const PackSource& source, void* blob) {
   const char* problem = problem_of_sizes(source.format, source.columns, source.depth, source.group);
-  if (problem == nullptr && source.gated && source.columns % 2 != 0) problem = "a gated weight needs even columns";
+  const int32_t gate = static_cast<int32_t>(source.gate);
+  if (problem == nullptr && gate != 0 && source.columns % 2 != 0) problem = "a gated weight needs even columns";
+  if (problem == nullptr && (gate < 0 || gate >= kNumGates)) problem = "the gated activation is not known";
   if (problem == nullptr && source.source_dtype == DType::kUnsupported) problem = "the source type is not known";
   if (problem == nullptr && reinterpret_cast<uintptr_t>(blob) % 64 != 0) problem = "the blob must be 64-byte aligned";
   if (problem == nullptr && has_large_zeros(source)) problem = "zero points must be 0 to 16";
@@ -217,7 +219,7 @@ int pack_weight(const PackSource& source, void* blob) {
   header.magic = kPackedWeightMagic;
   header.format = source.format;
   header.layout = kPackedWeightLayout;
-  header.gated = source.gated ? 1 : 0;
+  header.gated = gate;
   header.columns = source.columns;
   header.depth = source.depth;
   header.group = source.group;
@@ -320,8 +322,8 @@ int check_linear(const char* op, const LinearArgs& args) {
     return refuse_text(op, "x has type %d, the float weight type %d; they must be the same",
                        static_cast<int>(args.dtype), static_cast<int>(header.format));
   }
-  if (args.epilogue == Epilogue::kSwiglu && header.gated == 0) {
-    return refuse_text(op, "the SwiGLU epilogue needs a weight packed as gated");
+  if (args.epilogue == Epilogue::kGated && header.gated == 0) {
+    return refuse_text(op, "the gated epilogue needs a weight packed as gated");
   }
   if (args.best_ids != nullptr && (args.epilogue != Epilogue::kStoreFloat || header.gated != 0)) {
     return refuse_text(op, "the arg-max goes with the float store of an ungated weight only");

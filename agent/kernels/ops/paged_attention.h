@@ -114,6 +114,18 @@ static inline SoftmaxState place_state(PagedScratch* scratch, int64_t rows, int6
   return {scratch->take<float>(rows), scratch->take<float>(rows), scratch->take<float>(rows * padded_dim)};
 }
 
+// Sets the totals of a task's rows to their values before the first partition.
+static inline void start_totals(const RotaryAttentionArgs& args, const PagedTask& task, const TaskRows& all) {
+  clear_state(all.total, all.heads * all.rows, all.padded_dim);
+  if (args.sinks == nullptr) return;
+  const int64_t group = args.heads / args.kv_heads;
+  for (int64_t i = 0; i < all.heads * all.rows; ++i) {
+    const int64_t head = (task.head + i / all.rows) * group + (task.first_row + i % all.rows) % group;
+    all.total.best[i] = args.sinks[head] * kLog2E;
+    all.total.mass[i] = 1.0f;
+  }
+}
+
 // Rotates and packs the queries of the rows of one kv head.
 template <class F>
 static inline void place_queries(const RotaryAttentionArgs& args, const PagedTask& task, int64_t h, float* buffer,
@@ -469,7 +481,7 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
     if (memory.first != nullptr) memory.first[row] = first_key(args, task.seq, task.first_row + row);
   }
   for (int64_t h = 0; h < task.heads; ++h) place_queries<F>(args, task, h, memory.buffer, &all);
-  clear_state(all.total, all.heads * all.rows, padded_dim);
+  start_totals(args, task, all);
   PagedJoin* join = task.join < 0 ? nullptr : plan.joins + task.join;
   walk_partitions<F, C>(args, plan, task, next, join, memory, fetch);
   if (join == nullptr) {

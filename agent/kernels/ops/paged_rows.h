@@ -11,6 +11,9 @@
 //  total      of all partitions so far; the following partition adds its m, l and o to the totals M, L and O:
 //             M' = max(M, m),   L' = L * 2^(M - M') + l * 2^(m - M'),   O' = O * 2^(M - M') + o * 2^(m - M')
 //
+// Without a sink, the totals begin with M = lowest, L = 0 and O = 0. With a sink s, they begin with M = s * log2(e) and
+// L = 1.
+//
 // This is the online softmax of FlashAttention (Dao et al. 2022) in powers of two, split like Flash-Decoding (2023).
 //
 // A window only masks more keys. A partition in which a row sees no key does not change the row's total.

@@ -37,7 +37,7 @@ static inline void norm_head(const RotaryAttentionArgs& args, const void* gamma,
   float weights[kLanes];
   for (int64_t d = 0; d < args.dim; d += kLanes) {
     const int64_t n = args.dim - d;
-    load_floats(args.dtype, gamma, d, smaller(n, kLanes), weights);
+    load_floats(args.gamma_dtype, gamma, d, smaller(n, kLanes), weights);
     store_part(x + d, mul(mul(load_part(x + d, n), scale), load_part(weights, n)), n);
   }
 }

@@ -20,7 +20,8 @@
 // All other chunks are [block_size][dim].
 //
 // Options. With gammas, every query and key head passes RMSNorm before the rotation, in float32 (Qwen3). With a window,
-// a row sees only the last `window` keys, including its own (Mistral). With first_keys, a token sees no key before
+// a row sees only the last `window` keys, including its own (Mistral). With sinks, the softmax of a query head has one
+// more term, exp(sink), which has no value (gpt-oss). With first_keys, a token sees no key before
 // position first_keys[token].
 //
 // With `ready`, only the attention runs, for the native primitives: qkv is the rotated query [tokens, heads * dim], and
@@ -49,14 +50,16 @@ struct RotaryAttentionArgs {
   const int32_t* context_lens;  // [num_seqs]
   const int32_t* query_lens;    // [num_seqs]
   const int64_t* query_starts;  // [num_seqs]: first query row of each sequence; filled by the checks
-  const void* query_gamma;      // [dim] of dtype, or null: no norm
+  const void* query_gamma;      // [dim] of gamma_dtype, or null: no norm
   const void* key_gamma;
+  const float* sinks;           // [heads]: a score without a value for each query head, or null: none
   int64_t tokens, num_seqs, table_width, table_rows;
   int64_t num_blocks, block_size, heads, kv_heads, dim;
   int64_t window;     // maximum number of keys that a row sees; 0: no limit
   float epsilon;      // epsilon of the RMSNorm of query and key heads
   float scale;        // factor of the scores
   DType dtype;        // type of qkv and out
+  DType gamma_dtype;  // type of query_gamma and key_gamma
   bool int8_cache;    // false: the cache has elements of dtype
   // Set by the checks: true if a sequence may read a block that another sequence writes in this step.
   bool write_first;

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from agent.weights.cuts import TensorCut, copy_cut
 from agent.weights.gguf.blocks import scheme_of, to_floats, to_integers
-from agent.weights.gguf.names import IGNORED, OUTPUT, joined_with, name_table, row_heads
+from agent.weights.gguf.names import IGNORED, OUTPUT, adds_one, joined_with, name_table, row_heads
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, Scheme
-from agent.weights.storage import Array, convert_into, from_float32
+from agent.weights.storage import Array, convert_into, from_float32, to_float32
 from agent.weights.tensor_files import listed
 from llm_serving.errors import CheckpointError
 from llm_serving.gguf.header import TensorEntry, read_header
@@ -85,6 +85,8 @@ class GGUFFile:
                 self._copy_floats(part, entry, out, dtype, cut)
             else:
                 self._dequantise(part, entry, out, dtype, cut)
+            if adds_one(self._header, entry):
+                out[:] = from_float32(to_float32(out, dtype) - np.float32(1), dtype)
         except (OverflowError, CheckpointError) as reason:
             advice = "; use model_config.model_dtype bfloat16 or float32" if isinstance(reason, OverflowError) else ""
             raise CheckpointError(f"{self.path}: tensor {entry.name}: {reason}{advice}") from reason

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from agent.weights.layout import WeightPart
 from llm_serving.errors import CheckpointError
-from llm_serving.gguf.header import Header
+from llm_serving.gguf.header import Header, TensorEntry
 from llm_serving.gguf.model_config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, check_architecture
 from llm_serving.model.shape import MAX_LAYERS
 
@@ -67,6 +67,11 @@ def joined_with(name: str) -> tuple[str, ...]:
         if kind in group:
             return tuple(f"{block}.{each}.weight" for each in group)
     return (name,)
+
+
+def adds_one(header: Header, entry: TensorEntry) -> bool:
+    """Returns whether a tensor of the file is 1 larger than in Hugging Face's folder: the norms of Gemma."""
+    return header.architecture == "gemma3" and entry.name.endswith("norm.weight")
 
 
 def row_heads(header: Header, part: WeightPart) -> int | None:
