@@ -278,7 +278,9 @@ static inline void for_panels(const LinearJob& job, const Task& task) {
   const int64_t row_blocks = ceil_div(job.args.rows, kBlockRows);
   spread(job, job.shape.panels * row_blocks, [&](int64_t i) {
     const int64_t panel = i / row_blocks, block = i % row_blocks;
-    task(panel, job.args.rows * block / row_blocks, job.args.rows * (block + 1) / row_blocks);
+    const int64_t row = job.args.rows * block / row_blocks, row_end = job.args.rows * (block + 1) / row_blocks;
+    if (job.args.lora != nullptr) fetch_adapters(*job.args.lora, panel, row, row_end);
+    task(panel, row, row_end);
   });
 }
 

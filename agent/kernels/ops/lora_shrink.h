@@ -60,6 +60,23 @@ static void lora_shrink(const ShrinkTile& tile, int64_t group) {
   shrink_as<float>(tile, group);
 }
 
+// Prefetches the part of B for one panel, for the adapters of rows [row, row_end). Otherwise the epilogue would wait
+// for memory. Rows that follow each other often have the same adapter, which is prefetched once.
+static inline void fetch_adapters(const LoraRows& lora, int64_t panel, int64_t row, int64_t row_end) {
+  constexpr int64_t kVectors = 4;  // vectors of a panel
+  const LoraWeight* before = nullptr;
+  for (; row < row_end; ++row) {
+    const LoraWeight* weight = lora.weights[row];
+    if (weight == nullptr || weight == before) continue;
+    before = weight;
+    const int64_t first = panel * kVectors, last = first + kVectors - 1;
+    const int64_t size = size_of(static_cast<DType>(weight->dtype));
+    const char* b = static_cast<const char*>(weight->b);
+    const int64_t end = (weight->begin[last] + weight->num_ranks[last] * kLanes) * size;
+    for (int64_t at = weight->begin[first] * size; at < end; at += 64) __builtin_prefetch(b + at, 0, 2);
+  }
+}
+
 // Adds the products of B and `shrunk` to 16 outputs.
 template <class W>
 LLMK_INLINE void expand(const LoraWeight& weight, int64_t vector, const float* shrunk, Vec* value) {
