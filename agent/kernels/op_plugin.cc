@@ -195,6 +195,9 @@ bool has_failed() { return held_failure.load(std::memory_order_acquire) != nullp
   X(FlashAttentionScore, plugin_flash_attention(arguments)) \
   X(PagedAttention, plugin_paged_attention(arguments)) \
   X(MatMul, plugin_matmul(arguments)) \
+  X(BatchMatMul, plugin_batch_matmul(arguments)) \
+  X(Transpose, plugin_transpose(arguments)) \
+  X(Concat, plugin_concat(arguments)) \
   X(Gather, gather(arguments)) \
   X(IndexSelect, index_select(arguments)) \
   X(Reshape, reshape(arguments)) \
@@ -203,6 +206,7 @@ bool has_failed() { return held_failure.load(std::memory_order_acquire) != nullp
   X(GroupedMatmulV4, plugin_grouped_matmul(arguments)) \
   X(InnerMoeTokenUnpermute, plugin_moe_token_unpermute(arguments)) \
   X(TopkExt, plugin_top_k(arguments)) \
+  X(FusedAddTopKDiv, plugin_fused_add_top_k_div(arguments)) \
   X(AllReduce, plugin_all_reduce(arguments)) \
   X(AllGather, plugin_all_gather(arguments)) \
   X(DynamicQuantExt, plugin_dynamic_quant(arguments)) \

@@ -3,9 +3,11 @@
 //
 // Both primitives run the kernel of RotaryAttention with `ready` set, because the query is already rotated, and keys
 // and values are already stored. So prompts, chunks and decodes are computed by the same kernel.
+#include <cstring>
 #include <vector>
 
 #include "../common/kernel_table.h"
+#include "../common/thread_pool.h"
 #include "call.h"
 
 namespace llmk {
@@ -126,8 +128,32 @@ static int read_mask(const Call& call, int mask, const RotaryAttentionArgs& args
   return 0;
 }
 
+// Copies the first `width` elements of each head from rows [tokens, heads * dim] to rows [tokens, heads * width].
+static void copy_first_elements(const RotaryAttentionArgs& args, const char* from, int64_t width, char* to) {
+  const int64_t element = size_of(args.dtype), bytes = width * element, stride = args.dim * element;
+  parallel_for(args.tokens, [&](int64_t token) {
+    for (int64_t head = token * args.heads; head < (token + 1) * args.heads; ++head) {
+      std::memcpy(to + head * bytes, from + head * stride, static_cast<size_t>(bytes));
+    }
+  });
+}
+
+// Runs the attention. With mla_v_dim, the key cache is also the value cache, a value is the first mla_v_dim elements of
+// a key, and the kernel computes the other elements as well.
+static void run_paged(RotaryAttentionArgs* args, int64_t mla_v_dim) {
+  char* out = static_cast<char*>(args->out);
+  if (mla_v_dim > 0) {
+    args->out = thread_scratch(kScratchLayer, args->tokens * args->heads * args->dim * size_of(args->dtype));
+  }
+  kernels().rotary_attention(*args);
+  if (mla_v_dim > 0) copy_first_elements(*args, static_cast<const char*>(args->out), mla_v_dim, out);
+}
+
 // Runs PagedAttention: query [tokens, heads * dim], caches [blocks, block_size, kv_heads, dim], block_tables int32
 // [sequences, width].
+//
+// With mla_v_dim above 0 (latent attention), there is one kv head, both caches are the same memory, and the result is
+// [tokens, heads * mla_v_dim].
 //
 // The last q_seq_lens[s] of the context_lens[s] tokens of sequence s are its queries. Without q_seq_lens, each sequence
 // has one query. A query sees the keys up to its own position, which are in the cache already. An Ascend needs
@@ -144,11 +170,14 @@ int plugin_paged_attention(const Call& call) {
   int error = check_equal_dtype(call, kQuery, kKeyCache);
   if (error == 0) error = check_equal_dtype(call, kQuery, kValueCache);
   if (error != 0) return error;
+  const int64_t mla_v_dim = call.integer(kMlaDim);
+  const bool has_one_cache = call.data[kKeyCache] == call.data[kValueCache];
+  const bool is_latent = mla_v_dim > 0 && call.integer(kKvHeadNum) == 1 && has_one_cache;
   if (call.ndims[kKeyCache] != 4 || call.size(kKeyCache) != call.size(kValueCache) || call.ndims[kBlockTables] != 2 ||
-      !call.has_dtype(kBlockTables, "int32") || call.integer(kMlaDim) != 0) {
+      !call.has_dtype(kBlockTables, "int32") || (mla_v_dim != 0 && !is_latent) || mla_v_dim > call.dim(kKeyCache, 3)) {
     return refuse_text(call.op,
                        "caches must be [blocks, block_size, kv_heads, head_dim], block_tables int32 [sequences, "
-                       "width], mla_v_dim 0");
+                       "width], mla_v_dim 0, or at most head_dim with one kv head and one cache");
   }
   RotaryAttentionArgs args = ready_args(call);
   args.heads = call.integer(kHeadNum);
@@ -178,7 +207,7 @@ int plugin_paged_attention(const Call& call) {
   if (error == 0) error = read_mask(call, kAttnMask, args, &first_keys);
   if (error != 0) return error;
   args.first_keys = first_keys.empty() ? nullptr : first_keys.data();
-  kernels().rotary_attention(args);
+  run_paged(&args, mla_v_dim);
   return 0;
 }
 

@@ -1,0 +1,48 @@
+// The primitive FusedAddTopKDiv, the router of DeepSeek V3. The semantics are those of the operation FusedAddTopkDiv of
+// the Ascend Transformer Boost library (docs/ascend.md).
+#include "../ops/grouped_routing.h"
+#include "call.h"
+
+namespace llmk {
+
+// FusedAddTopKDiv(x [rows, experts], add_num float32 [experts], group_num, group_topk, n, k, activate_type, is_norm,
+// scale, mapping_num, mapping_table, enable_expert_mapping) -> weights float32 [rows, k], indices int32 [rows, k].
+//
+// The ranking of an expert is sigmoid(x) + add_num. The rank of a group is the sum of its n largest rankings. The
+// experts are those with the k largest rankings in the group_topk best groups. Their weights are the sigmoids, divided
+// by their sum if is_norm, times scale. On a tie, the first group or expert is chosen.
+int plugin_fused_add_top_k_div(const Call& call) {
+  enum { kX, kAdded, kGroups, kChosenGroups, kN, kK, kActivation, kIsNorm, kScale, kMappingNum, kMappingTable, kMaps,
+         kWeights, kIds, kCount };
+  const int64_t experts = call.ndims[kX] == 2 ? call.dim(kX, 1) : 0, groups = call.integer(kGroups);
+  const int64_t chosen = call.integer(kChosenGroups), n = call.integer(kN), k = call.integer(kK);
+  const bool fits = call.count == kCount && experts > 0 && call.has_dtype(kX, "float32") &&
+                    call.has_dtype(kAdded, "float32") && call.size(kAdded) == experts && groups > 0 &&
+                    experts % groups == 0 && chosen > 0 && chosen <= groups && (n == 1 || n == 2) &&
+                    n <= experts / groups && k > 0 && k <= chosen * (experts / groups);
+  if (!fits || call.integer(kActivation) != 0 || call.is_tensor(kMappingNum) || call.is_tensor(kMappingTable) ||
+      call.boolean(kMaps)) {
+    return refuse_text(call.op, "takes float32 x [rows, experts] and add_num [experts], equal groups, n 1 or 2, the "
+                       "sigmoid (activate_type 0) and no mapping; %lld experts, %lld groups, n %lld, k %lld",
+                       static_cast<long long>(experts), static_cast<long long>(groups), static_cast<long long>(n),
+                       static_cast<long long>(k));
+  }
+  GroupedRoutingArgs args{};
+  args.logits = call.as<float>(kX);
+  args.correction = call.as<float>(kAdded);
+  args.ids = call.as<int32_t>(kIds);
+  args.weights = call.as<float>(kWeights);
+  args.rows = call.dim(kX, 0);
+  args.experts = experts;
+  args.chosen = k;
+  args.groups = groups;
+  args.chosen_groups = chosen;
+  args.factor = static_cast<float>(call.real(kScale));
+  args.sigmoid = true;
+  args.corrected = n == 2;
+  args.normalised = call.boolean(kIsNorm);
+  route_to_groups(args);
+  return 0;
+}
+
+}  // namespace llmk
