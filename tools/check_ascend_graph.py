@@ -32,7 +32,8 @@ from tools.ascend_graph.listing import Wiring, list_graph
 from tools.ascend_graph.mind_ir import Graph
 from tools.ascend_graph.rules import check_graph
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "llama"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+FOLDERS = ("llama", "deepseek")
 GOLDEN = Path(__file__).resolve().parent / "ascend_graph" / "golden"
 MAX_LINES = 12
 """Maximum number of lines that are shown of a difference or an error."""
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     names = options.config or []
     if options.all:
-        names = [path.name for path in sorted(CONFIGS.glob("*.yaml")) if "model_config" in read_yaml_mapping(path)]
+        paths = [path for folder in FOLDERS for path in sorted((CONFIGS / folder).glob("*.yaml"))]
+        names = [path.name for path in paths if "model_config" in read_yaml_mapping(path)]
     set_up()
     failures = sum(check_config(name, write=options.write) for name in names)
     print(f"{len(names)} configs, {failures} graphs failed")
@@ -125,7 +127,7 @@ def _cut(lines: list[str]) -> list[str]:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compiles and checks the Ascend graphs of configs without an NPU.")
     parser.add_argument("config", nargs="*", help="name or path of a config")
-    parser.add_argument("--all", action="store_true", help="every config of configs/llama")
+    parser.add_argument("--all", action="store_true", help="every config of configs/llama and configs/deepseek")
     parser.add_argument("--write", action="store_true", help="write the golden listings of graphs without errors")
     options = parser.parse_args(arguments)
     if not options.config and not options.all:

@@ -205,6 +205,14 @@ class OpTable(ABC):
         return len(self.part.shard.vocab) if self.traits.packs_weights else self.part.vocab_stride
 
     @property
+    def has_whole_prompt_graph(self) -> bool:
+        """Whether the model needs a graph of its own for steps of whole prompts.
+
+        False: they are computed like parts of prompts. Dynamic graphs ask this after the model has been built.
+        """
+        return True
+
+    @property
     def holds_biases(self) -> bool:
         """True if the parameters of linear weights include the biases, which then have no parameters of their own."""
         return self.traits.packs_weights
@@ -218,10 +226,17 @@ class OpTable(ABC):
 
     @abstractmethod
     def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> LinearParameters:
-        """Makes the Parameters of one linear layer of all experts, or of all heads of latent attention.
+        """Makes the Parameters of one linear layer of all experts.
 
-        The weight is one blob with the packed weights of all experts or heads, or an array [experts, in, out].
+        The weight is one blob with the packed weights of all experts, or an array [experts, in, out].
         """
+
+    def head_weight(self, heads: int, in_features: int, out_features: int) -> LinearParameters:
+        """Makes the Parameters of an up-projection of latent attention, which has one weight of floats for each head.
+
+        They have the layouts of ``expert_weight``.
+        """
+        return self.expert_weight(heads, in_features, out_features)
 
     @abstractmethod
     def router_weight(self, in_features: int, num_experts: int) -> Any:
@@ -378,7 +393,7 @@ class OpTable(ABC):
           key_up, value_up).
 
         ``key_up`` maps the elements of a query head that are not rotated to ``rank`` elements. ``value_up`` maps an
-        attended latent vector to a value. Both have a weight for each head (``expert_weight``).
+        attended latent vector to a value. Both have a weight for each head (``head_weight``).
 
         The operator writes the normalised latent vector and the rotated key of each token into the cache in place,
         except where ``slot_mapping`` is -1. Every query attends causally to latent vectors, in prompts and in decode

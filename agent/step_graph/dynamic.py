@@ -21,7 +21,7 @@ from agent.group.exchange import all_agree
 from agent.layers.parameter import as_tensor
 from agent.run_ahead.inserted import InsertedIds
 from agent.scores import DeviceScores
-from agent.step_graph.dynamic_cell import GraphKind, dynamic_step
+from agent.step_graph.dynamic_cell import GraphKind, dynamic_step, graph_kinds
 from agent.step_graph.interface import Operators, StepGraph, empty_entry
 from agent.step_graph.replay.native import NativeReplays
 from agent.step_inputs import Int32Array, StepInputs
@@ -38,7 +38,7 @@ class TakesForms(Protocol):
 
 
 class DynamicStepGraph(StepGraph):
-    """Owns one dynamic graph of each ``GraphKind``.
+    """Owns one dynamic graph of each of ``graph_kinds``.
 
     The graph for whole prompts takes at most ``max_whole_prompts`` prompts. ``decode_sizes`` are the numbers of
     sequences, ascending, for which MindSpore captures the launches of a decode step. Decode steps are padded to one of
@@ -66,10 +66,10 @@ class DynamicStepGraph(StepGraph):
             kind: CompiledGraph(
                 dynamic_step(model, ops, kind, max_whole_prompts, vocab_size, captures=bool(decode_sizes))
             )
-            for kind in GraphKind
+            for kind in graph_kinds(ops)
         }
         self._sampling = SamplingGraphs(vocab_size, ops.part, ops.hooks) if ops.is_last_stage else None
-        self._max_whole_prompts = max_whole_prompts
+        self._max_whole_prompts = max_whole_prompts if ops.has_whole_prompt_graph else 0
         self._pads_prompts = ops.traits.pads_whole_prompts
         self._decode_sizes = tuple(decode_sizes)
         # Captured launches write the logits of every step into the same memory.

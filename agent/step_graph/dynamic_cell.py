@@ -30,6 +30,11 @@ class GraphKind(enum.Enum):
     """One token for each sequence: attention over the cache, without a mask."""
 
 
+def graph_kinds(ops: OpTable) -> tuple[GraphKind, ...]:
+    """Returns the kinds of graphs of a model that has been built with ``ops``."""
+    return tuple(kind for kind in GraphKind if kind != GraphKind.PREFILL or ops.has_whole_prompt_graph)
+
+
 def dynamic_step(
     model: nn.Cell, ops: OpTable, kind: GraphKind, max_whole_prompts: int, vocab_size: int, *, captures: bool = False
 ) -> nn.Cell:

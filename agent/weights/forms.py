@@ -137,7 +137,7 @@ def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Pac
         return LinearForms()
     found: dict[str, LinearForm] = {}
     for spec in specs:
-        if spec.kind == "plain" or spec.packed_only or spec.float32:
+        if spec.kind == "plain" or spec.packed_only or spec.float32 or spec.head_rows is not None:
             continue
         form = _expert_form(spec, source, packing) if spec.experts else _form(spec, source, packing)
         place = "output" if spec.parameter == OUTPUT_LAYER else "experts" if spec.experts else "layers"

@@ -14,12 +14,12 @@ from agent.weights.checkpoint import Checkpoint
 from agent.weights.forms import LinearForm, LinearForms
 from agent.weights.gguf.file import GGUFFile
 from agent.weights.joined import JoinedSource, stored_parts
-from agent.weights.layout import WeightSpec
+from agent.weights.layout import HeadRows, WeightSpec
 from agent.weights.packed import OUTPUT_LAYER, LinearPacker, Packing
 from agent.weights.primitive import load_primitive
 from agent.weights.seeded import SeededWeights
 from agent.weights.source import WeightSource
-from agent.weights.storage import Array, allocate, from_float32, to_float32
+from agent.weights.storage import STORAGE_DTYPES, Array, allocate, from_float32, to_float32
 from llm_serving.gguf.place import find_gguf
 from llm_serving.model.quantization import checkpoint_float8, checkpoint_quantization
 
@@ -119,7 +119,7 @@ def _unpacked(specs: Sequence[WeightSpec], *, holds_bias: bool) -> list[WeightSp
 def _form_of(spec: WeightSpec, forms: LinearForms | None) -> LinearForm:
     if forms is None or spec.kind == "plain":
         return LinearForm()
-    if spec.float32:
+    if spec.float32 or spec.head_rows is not None:
         return LinearForm()
     return forms.output if spec.parameter == OUTPUT_LAYER else forms.experts if spec.experts else forms.layers
 
@@ -127,6 +127,8 @@ def _form_of(spec: WeightSpec, forms: LinearForms | None) -> LinearForm:
 def _load_plain(spec: WeightSpec, source: WeightSource, dtype: str) -> Array:
     if spec.experts:
         return _load_experts(spec, source, dtype)
+    if spec.head_rows is not None:
+        return _load_heads(spec, spec.head_rows, source, dtype)
     array = allocate(spec.shape, dtype)
     row = 0
     for part in spec.parts:
@@ -155,6 +157,18 @@ def _load_experts(spec: WeightSpec, source: WeightSource, dtype: str) -> Array:
     array = allocate((experts, depth, rows), dtype)
     for index in range(experts):
         array[index] = _load_plain(spec.expert(index), source, dtype).T
+    return array
+
+
+def _load_heads(spec: WeightSpec, heads: HeadRows, source: WeightSource, dtype: str) -> Array:
+    """Loads a weight of floats [heads, in, out], which has one matrix for each head."""
+    (part,) = spec.parts
+    stored = np.empty(part.shape, STORAGE_DTYPES[dtype])
+    source.read_into(part.name, stored, dtype)
+    rows = stored.reshape(heads.heads, heads.stride, -1)[:, heads.rows.slice]
+    matrices = rows if heads.transposed else rows.swapaxes(1, 2)
+    array = allocate(matrices.shape, dtype)
+    array[...] = matrices
     return array
 
 

@@ -41,7 +41,7 @@ class ParallelConfig:
     expert_parallel: bool = own(
         False,
         "For a model with experts: each of the `tensor_parallel` agents has whole experts instead of columns of every "
-        "expert. A step reads fewer weights if its tokens choose few experts. On a CPU with the fused operators.",
+        "expert. A step reads fewer weights if its tokens choose few experts.",
     )
     routing: str = own(
         "prefix",

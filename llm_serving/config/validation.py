@@ -241,15 +241,18 @@ def check_group(raw: RawConfig, config: Config) -> None:
 
 def check_model_parts(raw: RawConfig, config: Config) -> None:
     """Check that the operators support the model's latent attention, DeepSeek routing and expert parallelism."""
-    shape, parallel = config.shape, config.parallel_config
+    shape = config.shape
     if shape.latent is not None and config.kv_format == "int8":
         problem = "latent attention needs a cache of floats; use auto"
         raise raw.error("model_config.kv_format", config.model_config.kv_format, problem)
     if config.op_table != "native":
         return
     routing = None if shape.experts is None else shape.experts.routing
-    if shape.latent is not None or routing is not None:
-        problem = f"the native operators have no latent attention for {shape.architecture}; use op_table fused (CPU)"
+    if routing is not None and not routing.sigmoid and routing.groups > 1:
+        problem = (
+            f"the native operators have no router of {shape.architecture} with {routing.groups} groups of experts and "
+            "a float32 softmax; use op_table fused (CPU)"
+        )
         raise raw.error("model_config.op_table", config.op_table, problem)
     if shape.gemma is not None:
         problem = (
@@ -257,9 +260,6 @@ def check_model_parts(raw: RawConfig, config: Config) -> None:
             "op_table fused (CPU)"
         )
         raise raw.error("model_config.op_table", config.op_table, problem)
-    if parallel.expert_parallel:
-        problem = "the native operators divide the columns of every expert; use False, or op_table fused (CPU)"
-        raise raw.error("parallel_config.expert_parallel", True, problem)
 
 
 def check_parallel(raw: RawConfig, config: Config) -> None:

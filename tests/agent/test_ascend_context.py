@@ -393,6 +393,28 @@ def test_shapes_that_the_attention_kernels_do_not_support_are_refused(
         check_limits(replace(config, shape=shape))
 
 
+@pytest.mark.parametrize(
+    ("changes", "heads", "block_size", "problem"),
+    [
+        ({"rank": 528}, 16, 128, "caches 592 elements of a token .* at most 576"),
+        ({"rank": 500}, 16, 128, "latent vector has 500 elements; .* multiples of 16"),
+        ({"rope_dim": 40}, 16, 128, "rotated key has 40 elements; .* multiples of 16"),
+        ({}, 256, 128, "has 256 query heads for one latent vector; .* at most 128"),
+        ({}, 16, 256, "block_size = 256; for latent attention .* takes 16, 32, 64, 128"),
+    ],
+)
+def test_latent_vectors_that_the_attention_kernel_does_not_support_are_refused(
+    changes: dict[str, int], heads: int, block_size: int, problem: str
+) -> None:
+    config = load_config("deepseek_v2_lite_kbk_pa_dyn.yaml", ["model_config.device_target=Ascend"], ascend=True)
+    check_limits(config)
+    assert config.shape.latent is not None
+    shape = replace(config.shape, latent=replace(config.shape.latent, **changes), num_attention_heads=heads)
+    cache = replace(config.pa_config, block_size=block_size)
+    with pytest.raises(AgentStartError, match=problem):
+        check_limits(replace(config, shape=shape, pa_config=cache))
+
+
 def test_too_many_experts_for_a_grouped_product_are_refused() -> None:
     config = published()
     many = Experts(1025, 8, 64, normalised=True)

@@ -15,11 +15,14 @@ from performance.models.folders import write_model
 from performance.models.variants import FAMILY_VARIANTS
 from support.agent_group import Setup, run_group
 from support.golden_files import golden_of
+from support.oracle_ties import check_forced
 from support.position_bits import check_position_bits
 
 pytestmark = pytest.mark.timeout(300)
 WHOLE_EXPERTS = Setup(2, 1, extra={"parallel_config.expert_parallel": True})
 COLUMNS = Setup(2, 1)
+NATIVE = Setup(2, 1, "float16", "native", extra={"parallel_config.expert_parallel": True})
+"""Each agent has whole experts, and native operators compute them."""
 CASES = (
     (WHOLE_EXPERTS, "deepseek_v3"),
     (WHOLE_EXPERTS, "deepseek_v2"),
@@ -27,7 +30,11 @@ CASES = (
     (COLUMNS, "deepseek_v3"),
     (COLUMNS, "deepseek_v2_lite"),
 )
-NAMES = {id(WHOLE_EXPERTS): "experts", id(COLUMNS): "columns"}
+NATIVE_CASES = ((NATIVE, "deepseek_v2_lite"), (NATIVE, "qwen3_moe"))
+SETUPS = {"experts": WHOLE_EXPERTS, "columns": COLUMNS, "native": NATIVE}
+NAMES = {id(setup): name for name, setup in SETUPS.items()}
+MOST_TIES = 0.08
+"""Maximum fraction of a model's tokens in float16 that may differ."""
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +47,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def run(name: str) -> dict[str, Any]:
-        setup = {NAMES[id(each)]: each for each in (WHOLE_EXPERTS, COLUMNS)}[name]
-        folders = {model: scratch / name / model for each, model in CASES if each is setup}
+        setup = SETUPS[name]
+        folders = {model: scratch / name / model for each, model in CASES + NATIVE_CASES if each is setup}
         for model, folder in folders.items():
             write_model(FAMILY_VARIANTS[model], folder)
         return run_group(setup, folders)[0]
@@ -57,7 +64,12 @@ def test_float32_gives_the_oracles_tokens_exactly(results: Any, setup: Setup, mo
     assert found["forced"] == expected
 
 
-@pytest.mark.parametrize(("setup", "model"), CASES, ids=lambda each: NAMES.get(id(each), each))
+@pytest.mark.parametrize(("setup", "model"), NATIVE_CASES, ids=lambda each: NAMES.get(id(each), each))
+def test_native_operators_differ_from_the_oracle_only_at_ties(results: Any, setup: Setup, model: str) -> None:
+    check_forced(golden_of(model)["cases"], results(setup, model)["forced"], "float16", MOST_TIES, f"{model} native")
+
+
+@pytest.mark.parametrize(("setup", "model"), CASES + NATIVE_CASES, ids=lambda each: NAMES.get(id(each), each))
 def test_a_position_gives_the_same_bits_however_it_is_computed(results: Any, setup: Setup, model: str) -> None:
     check_position_bits(results(setup, model)["invariance"])
 

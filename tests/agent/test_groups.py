@@ -57,9 +57,9 @@ Two agents cannot share them, so the config refuses them.
 
 
 LATENT = tuple(name for name in FAMILY_VARIANTS if "kv_lora_rank" in FAMILY_VARIANTS[name].config)
-"""Models with latent attention. Native operators and an int8 cache refuse them, and in int4 they lose their text.
+"""Models with latent attention. An int8 cache refuses them, and in int4 they lose their text.
 
-``test_families.py`` tests bfloat16, and ``test_expert_parallel.py`` the division of their experts.
+``test_families.py`` tests bfloat16 and native operators, and ``test_expert_parallel.py`` the division of their experts.
 """
 
 

@@ -15,6 +15,7 @@ SETUPS = (
     ("float16", "fused", "int4", "3", "dense"),
     ("float32", "fused", "int8", "2", "experts"),
     ("bfloat16", "fused", "auto", "2", "latent"),
+    ("bfloat16", "native", "auto", "2", "latent"),
     ("float32", "fused", "int8", "1", "latent"),
     ("float16", "native", "int4", "2", "dense"),
     ("bfloat16", "native", "int8", "3", "experts"),

@@ -66,11 +66,11 @@ CASES = [
     ),
     # Configs of DeepSeek models with settings that these models cannot use.
     Case(
-        "latent attention with the native operators",
+        "groups of experts by softmax with the native operators",
         in_model("model_dtype: float16, op_table: native"),
-        f"{FILE}: model_config.op_table = 'native': the native operators have no latent attention for "
-        "DeepseekV3ForCausalLM; use op_table fused (CPU)",
-        folder=LATENT,
+        f"{FILE}: model_config.op_table = 'native': the native operators have no router of DeepseekV2ForCausalLM with "
+        "4 groups of experts and a float32 softmax; use op_table fused (CPU)",
+        folder=LATENT | {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "group_limited_greedy"},
     ),
     Case(
         "int8 KV cache with latent attention",

@@ -27,6 +27,7 @@ from agent.backends.ascend import context
 from agent.backends.ascend import ops as ascend_ops
 from agent.backends.native import attention as native_attention
 from agent.backends.native import experts as native_experts
+from agent.backends.native import latent as native_latent
 from agent.backends.native import linear as native_linear
 from agent.backends.native import ops as native
 from agent.device_sampling import cells as sampling_cells
@@ -71,6 +72,15 @@ INT8_MOE_PAIR, INT4_MOE_PAIR = (
 )
 STAGES = replace(CONFIG, parallel_config=ParallelConfig(pipeline_parallel=2))
 BFLOAT16 = replace(CONFIG, model_config=replace(CONFIG.model_config, model_dtype="bfloat16"))
+
+
+DEEPSEEK = ascend_config("deepseek_small_cpu.yaml")
+DEEPSEEK = replace(DEEPSEEK, shape=replace(DEEPSEEK.shape, num_layers=2))
+"""A model with latent attention and DeepSeek V3's router."""
+INT8_DEEPSEEK = replace(DEEPSEEK, model_config=replace(DEEPSEEK.model_config, weight_format="int8"))
+DEEPSEEK_PAIR = replace(DEEPSEEK, parallel_config=ParallelConfig(tensor_parallel=2, expert_parallel=True))
+assert DEEPSEEK.shape.latent is not None
+WIDE_DEEPSEEK = replace(DEEPSEEK, shape=replace(DEEPSEEK.shape, latent=replace(DEEPSEEK.shape.latent, rank=528)))
 
 
 STATIC, STATIC_PAIR, STATIC_QWEN2 = (
@@ -360,6 +370,20 @@ def in_attention(name: str, replacement: Any) -> Any:
     return mock.patch.object(native_attention, name, replacement)
 
 
+def in_latent(name: str, replacement: Any) -> Any:
+    return mock.patch.object(native_latent, name, replacement)
+
+
+def latent_paged(**changes: Any) -> Any:
+    """Makes PagedAttention of latent vectors with other settings."""
+
+    def make(heads: int, scale: float, kv_heads: int, mla_v_dim: int) -> Any:
+        given = {"head_num": heads, "scale_value": scale, "kv_head_num": kv_heads, "mla_v_dim": mla_v_dim}
+        return auto_generate.PagedAttention(**(given | changes))
+
+    return in_latent("PagedAttention", make)
+
+
 def in_sampling(name: str, replacement: Any) -> Any:
     return mock.patch.object(sampling_cells, name, replacement)
 
@@ -427,8 +451,24 @@ def unlimited() -> Any:
 class HalfMask(native.ChunkMask):
     """Plants a mistake: makes the mask in float16, also if the model has another type."""
 
-    def __init__(self, max_positions: int, dtype: str) -> None:
-        super().__init__(max_positions, "float16")
+    def __init__(self, max_positions: int, dtype: str, *, of_latent: bool) -> None:
+        super().__init__(max_positions, "float16", of_latent=of_latent)
+
+
+class UsualMask(native.ChunkMask):
+    """Plants a mistake: hides keys with the number that attention over keys and values takes."""
+
+    def __init__(self, max_positions: int, dtype: str, *, of_latent: bool) -> None:
+        super().__init__(max_positions, dtype, of_latent=False)
+
+
+class TurnedRow(native_latent.LatentAttention):
+    """Plants a mistake: the rotated key precedes the latent vector in a row of the cache."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        join = self.join_row
+        self.join_row = lambda parts: join((parts[1], parts[0]))
 
 
 def fused(flags: str) -> Any:
@@ -563,6 +603,23 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "fusion, attention in a cluster": ("decode", fused("--enable_cluster_ops=Add,PagedAttention"), nullcontext),
     "fusion, unknown flag": ("decode", fused("--enable_paralel_fusion=true"), nullcontext),
     "fusion, level 0": ("decode", fused("--opt_level=0"), nullcontext),
+    "latent, usual mask": ("chunked", DEEPSEEK, lambda: patched("ChunkMask", UsualMask)),
+    "latent, halves for pairs": ("decode", DEEPSEEK, lambda: in_latent("_ROTATE_PAIRS", 2)),
+    "latent, turned row": ("decode", DEEPSEEK, lambda: patched("LatentAttention", TurnedRow)),
+    "latent, scale of the cached rows": ("decode", DEEPSEEK, lambda: latent_paged(scale_value=576**-0.5)),
+    "latent, whole rows as values": ("decode", DEEPSEEK, lambda: latent_paged(mla_v_dim=0)),
+    "latent, more key-value heads": ("decode", DEEPSEEK, lambda: latent_paged(kv_head_num=16)),
+    "latent, groups by their best expert": (
+        "decode",
+        DEEPSEEK,
+        lambda: mock.patch.object(native_experts, "_SUMMED_OF_GROUP", 1),
+    ),
+    "latent, undefined rows": (
+        "decode",
+        DEEPSEEK_PAIR,
+        lambda: mock.patch.object(native_experts, "NanToNum", return_value=nn.Identity()),
+    ),
+    "latent, rows of 592": ("decode", WIDE_DEEPSEEK, unlimited),
     "kernels, graph kernel level": ("decode", CONFIG, lambda: jit("O1", "off")),
 }
 
@@ -633,7 +690,8 @@ def turned_listing() -> list[str]:
 KINDS = ("prefill", "chunked", "decode")
 ALONE = (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3, INT8, INT4, INT8_WEIGHTS, STATIC, STATIC_QWEN2)
 SHARED = (PAIR, INT8_PAIR, STAGES)
-EXPERTS = (MOE, INT8_MOE, INT4_MOE, INT8_WEIGHTS_MOE)
+EXPERTS = (MOE, INT8_MOE, INT4_MOE, INT8_WEIGHTS_MOE, DEEPSEEK_PAIR)
+LATENT = (DEEPSEEK, INT8_DEEPSEEK)
 COMBINED = (INT4_PAIR, STATIC_PAIR, BFLOAT16_MOE, INT8_MOE_PAIR, INT4_MOE_PAIR)
 """Combinations of the settings of the other configs. Only ``make test-sweeps`` compiles them without a mistake."""
 
@@ -651,6 +709,7 @@ def main() -> None:
             right(("decode",), (*ALONE, *SHARED, *EXPERTS))
             + right(("candidates", "rows"), (CONFIG, PAIR))
             + right(KINDS[:2], (CONFIG, INT8_MOE))
+            + right(KINDS[1:], LATENT)
         ),
         "right, more": lambda: (
             right(KINDS[:2], (*ALONE[1:], *SHARED, INT4_PAIR, STATIC_PAIR)) + right(("decode",), COMBINED)

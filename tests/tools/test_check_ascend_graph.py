@@ -85,6 +85,15 @@ CAUGHT = {
     "fusion, attention in a cluster": "--enable_cluster_ops takes PagedAttention, which must keep its kernel",
     "fusion, unknown flag": "MindSpore has no flag --enable_paralel_fusion",
     "fusion, level 0": "--opt_level=0 turns fusion off",
+    "latent, usual mask": "with latent attention in bf16 it must be 1",
+    "latent, halves for pairs": "cos_format is 2; the model's is 3",
+    "latent, turned row": "it must be the normalised latent vector and the rotated key",
+    "latent, scale of the cached rows": "scale_value is 0.04166667; the model's is",
+    "latent, whole rows as values": "head_num, kv_head_num and mla_v_dim are (16, 1, 0); the model has (16, 1, 512)",
+    "latent, more key-value heads": "with the caches",
+    "latent, groups by their best expert": "are [8, 4, 1, 4, 0, True]; the model's are [8, 4, 2, 4, 0, True]",
+    "latent, undefined rows": "0 x NanToNum for 2 layers; there should be 1",
+    "latent, rows of 592": "heads have 592 elements; the kernel takes multiples of 16 up to 576",
     "kernels, graph kernel level": "only O0 with infer_boost has this primitive's kernel",
 }
 SWEPT_MISTAKES = (
@@ -118,6 +127,9 @@ SWEPT_MISTAKES = (
     "kernels, latent cache",
     "kernels, running sums",
     "kernels, heads of 288",
+    "latent, more key-value heads",
+    "latent, rows of 592",
+    "latent, scale of the cached rows",
     "kernels, large blocks",
     "fusion, unknown flag",
     "fusion, level 0",
@@ -233,6 +245,8 @@ def test_a_mistake_without_a_rule_changes_the_listing(findings: Findings) -> Non
 
 
 def test_every_config_has_its_golden_listings() -> None:
-    configs = [p.stem for p in (ROOT / "configs/llama").glob("*.yaml") if "model_config" in read_yaml_mapping(p)]
-    wanted = {f"{config}.{kind}.txt" for config in configs for kind in (*KINDS, "candidates", "rows")}
+    wanted = set()
+    for folder, kinds in (("llama", KINDS), ("deepseek", KINDS[1:])):
+        configs = [p.stem for p in (ROOT / "configs" / folder).glob("*.yaml") if "model_config" in read_yaml_mapping(p)]
+        wanted |= {f"{config}.{kind}.txt" for config in configs for kind in (*kinds, "candidates", "rows")}
     assert {path.name for path in (ROOT / "tools/ascend_graph/golden").iterdir()} == wanted

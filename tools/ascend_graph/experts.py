@@ -18,7 +18,16 @@ from tools.ascend_graph.mind_ir import Node, Operand, TensorType
 from tools.ascend_graph.products import TYPES
 
 EXPERT_PRIMITIVES = frozenset(
-    {"GroupedMatmulV4", "MoeGatingTopKSoftmax", "MoeInitRoutingV2", "InnerMoeTokenUnpermute", "RealDiv", "ReduceSum"}
+    {
+        "FusedAddTopKDiv",
+        "GroupedMatmulV4",
+        "InnerMoeTokenUnpermute",
+        "MoeGatingTopKSoftmax",
+        "MoeInitRoutingV2",
+        "NanToNum",
+        "RealDiv",
+        "ReduceSum",
+    }
 )
 """Primitives that only a mixture of experts has. MoeTokenUnpermute becomes InnerMoeTokenUnpermute."""
 ROUTER = "mlp.router.weight"
@@ -48,6 +57,7 @@ class ExpertRules:
         self._layers = sum(shape.has_experts(layer) for layer in range(shape.num_layers))
         self.checks: dict[str, Callable[[Node], Iterator[str]]] = {
             "MoeGatingTopKSoftmax": self._choice_problems,
+            "FusedAddTopKDiv": self._grouped_choice_problems,
             "MoeInitRoutingV2": self._order_problems,
             "GroupedMatmulV4": self._product_problems,
             "InnerMoeTokenUnpermute": self._return_problems,
@@ -60,9 +70,27 @@ class ExpertRules:
         int8 activations (``num_quantised_inputs``) is not counted either.
         """
         layers = self._layers
-        norms = layers if self._experts.normalised else 0
-        chain = dict.fromkeys(("MoeGatingTopKSoftmax", "MoeInitRoutingV2", "InnerMoeTokenUnpermute"), layers)
-        return chain | {"GroupedMatmulV4": 2 * layers, "RealDiv": norms, "ReduceSum": norms}
+        norms = layers if self._experts.normalised and self._router == "MoeGatingTopKSoftmax" else 0
+        chain = dict.fromkeys(("MoeGatingTopKSoftmax", "FusedAddTopKDiv"), 0)
+        chain |= dict.fromkeys((self._router, "MoeInitRoutingV2", "InnerMoeTokenUnpermute"), layers)
+        own = layers if self._is_divided else 0
+        return chain | {"GroupedMatmulV4": 2 * layers, "RealDiv": norms, "ReduceSum": norms, "NanToNum": own}
+
+    @property
+    def _router(self) -> str:
+        """The primitive that chooses the experts of a token."""
+        routing = self._experts.routing
+        return "FusedAddTopKDiv" if routing is not None and routing.sigmoid else "MoeGatingTopKSoftmax"
+
+    @property
+    def _is_divided(self) -> bool:
+        """True if the agent has only some of the experts."""
+        return self._experts.num_held is not None
+
+    @property
+    def num_shared(self) -> int:
+        """Number of layers with shared experts."""
+        return self._layers if self._experts.shared_size else 0
 
     @property
     def num_routers(self) -> int:
@@ -92,13 +120,29 @@ class ExpertRules:
         if finished.value is not None or k.value != self._experts.per_token:
             yield f"chooses {k.value} experts; a token has {self._experts.per_token}, and no token is finished"
 
+    def _grouped_choice_problems(self, node: Node) -> Iterator[str]:
+        operands, routing = self._wiring.operands(node), self._experts.routing
+        assert routing is not None, "this primitive is counted, so the model has this router"
+        source = self._wiring.node_of(operands[0])
+        if source is None or not self.is_router(source):
+            yield "does not choose by the router's logits"
+        correction, _ = self._wiring.source(operands[1])
+        if correction.name != f"layers.{node.layer}.mlp.correction":
+            yield f"add_num is {correction.name or correction.kind}, not the layer's correction"
+        given = [each.value for each in operands[2:8]]
+        wanted = [routing.groups, routing.chosen_groups, 2, self._experts.per_token, 0, self._experts.normalised]
+        if given != wanted:
+            yield f"group_num, group_topk, n, k, activate_type and is_norm are {given}; the model's are {wanted}"
+        if abs(operands[8].value - routing.factor) > 1e-6:
+            yield f"scale is {operands[8].value:g}; the model's is {routing.factor:g}"
+
     def _order_problems(self, node: Node) -> Iterator[str]:
         operands = self._wiring.operands(node)
         names = ("x", "expert_idx", "active_num", "expert_capacity", "expert_num", "drop_pad_mode",
                  "expert_tokens_count_or_cumsum_flag", "expert_tokens_before_capacity_flag")  # fmt: skip
         given = dict(zip(names, operands, strict=True))
-        if self._origin(given["expert_idx"])[::2] != ("MoeGatingTopKSoftmax", 1):
-            yield "expert_idx is not the choice of MoeGatingTopKSoftmax"
+        if self._origin(self._chosen(given["expert_idx"]))[::2] != (self._router, 1):
+            yield f"expert_idx is not the choice of {self._router}"
         wanted = _ROUTING | {"expert_num": self._experts.count}
         for name, value in wanted.items():
             if given[name].value != value:
@@ -106,6 +150,9 @@ class ExpertRules:
 
     def _return_problems(self, node: Node) -> Iterator[str]:
         tokens, places, shares = self._wiring.operands(node)[:3]
+        last = self._wiring.node_of(tokens)
+        if self._is_divided and last is not None and last.primitive == "NanToNum":
+            tokens = self._wiring.operands(last)[0]
         if self._origin(tokens)[0] != "GroupedMatmulV4":
             yield "the tokens do not come from GroupedMatmulV4"
         if self._origin(places)[::2] != ("MoeInitRoutingV2", 1):
@@ -144,8 +191,20 @@ class ExpertRules:
         cast = self._wiring.node_of(groups)
         if cast is None or cast.primitive != "Cast" or cast.results[0].dtype != "i64":
             yield "group_list is not int64"
-        elif self._origin(cast.operands[0])[::2] != ("MoeInitRoutingV2", 2):
+        elif self._origin(self._own_counts(cast.operands[0]))[::2] != ("MoeInitRoutingV2", 2):
             yield "group_list does not come from the counts of MoeInitRoutingV2"
+
+    def _chosen(self, numbers: Operand) -> Operand:
+        """Returns the chosen experts, of which ``numbers`` are the numbers among the experts of this agent."""
+        gather = self._wiring.node_of(numbers)
+        is_renumbered = self._is_divided and gather is not None and gather.primitive == "Gather"
+        return self._wiring.operands(gather)[1] if gather is not None and is_renumbered else numbers
+
+    def _own_counts(self, counts: Operand) -> Operand:
+        """Returns the counts of all experts, of which ``counts`` are those of the agent's experts."""
+        gather = self._wiring.node_of(counts)
+        is_part = self._is_divided and gather is not None and gather.primitive == "Gather"
+        return self._wiring.operands(gather)[0] if gather is not None and is_part else counts
 
     def _rows_problems(self, given: dict[str, Operand]) -> Iterator[str]:
         """Yields an error unless the rows are those that the product must multiply.
@@ -175,7 +234,7 @@ class ExpertRules:
         """
         place, inner = self._place(given["weight"]), self._experts.intermediate_size
         depth, columns = (inner, self._hidden) if place == "mlp.down" else (self._hidden, 2 * inner)
-        wanted = expert_parameters(self._form, self._experts.count, depth, columns, self._dtype)
+        wanted = expert_parameters(self._form, self._experts.held, depth, columns, self._dtype)
         stem = f"layers.{node.layer}.{place}"
         for name, operand in ({"weight": "weight"} | self._scales()).items():
             source, _ = self._wiring.source(given[operand])

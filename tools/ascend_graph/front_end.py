@@ -78,9 +78,9 @@ def compile_graphs(
     """Compiles the graphs of a config. Yields (kind, graph) for each kind in ``kinds`` (None: all kinds).
 
     If several agents share the model, the graphs are those of the first agent. ``forms`` are the layouts of the linear
-    layers' weights (None: ``forms_of``). The kinds are those of ``GraphKind``. If the first agent has the model's last
-    stage, the kinds of ``tools.ascend_graph.sampling`` are added. Raises the front end's error if types or shapes do
-    not match.
+    layers' weights (None: ``forms_of``). The kinds are those of ``graph_kinds``. If the first agent has the model's
+    last stage, the kinds of ``tools.ascend_graph.sampling`` are added. Raises the front end's error if types or shapes
+    do not match.
     """
     from mindspore.graph.api import _cell_graph_executor
 
@@ -89,7 +89,7 @@ def compile_graphs(
     from agent.group.model_part import ModelPart
     from agent.layers.parameter import MINDSPORE_DTYPES
     from agent.models.registry import find_model
-    from agent.step_graph.dynamic_cell import GraphKind, dynamic_step
+    from agent.step_graph.dynamic_cell import dynamic_step, graph_kinds
 
     part, forms = ModelPart.of(config), forms or forms_of(config)
     config = part.narrow(config)
@@ -97,7 +97,7 @@ def compile_graphs(
     model = find_model(config.shape.architecture).build(config, ops)
     makers: dict[str, Callable[[], Any]] = {
         kind.value: partial(dynamic_step, model, ops, kind, config.max_prefill_seqs, config.shape.vocab_size)
-        for kind in GraphKind
+        for kind in graph_kinds(ops)
     }
     if ops.is_last_stage:
         dtype, columns = MINDSPORE_DTYPES[ops.dtype], part.vocab_stride

@@ -30,6 +30,9 @@ _LAYOUTS = {0: "BSH", 1: "BNSD", 2: "SBH", 3: "BSND", 4: "TND", 5: "TH", 6: "NSD
 """``input_layout`` of FlashAttentionScore. Source: ``InputLayoutMode`` in the wheel's ``op_param.h``."""
 _RAGGED = ("TND", "TH")
 _BLOCK_SIZES = (16, 32, 64, 128)
+_MAX_LATENT = 576
+"""Maximum size of a head with MLA. Source: CANN 8.1, Ascend Transformer Boost, PagedAttentionOperation, page 0200 of
+"ascendtbapi" (head_size within (0, 576], block_size at most 128, mlaVHeadSize at most the head's size)."""
 _MAX_HEAD, _HEAD_MULTIPLE, _MAX_BLOCK_ELEMENTS, _MAX_GROUP = 256, 16, 128 * 128, 128
 _PRODUCT_TYPES = (
     (("i64", "u64"), ("none", "i32"), ("none",), ("f16",)),
@@ -140,19 +143,33 @@ class KernelRules:
         if operands[14].value != _DEFAULT_MASK and mask is not None:
             yield f"mask_mode is {operands[14].value}; with attn_mask it must be {_DEFAULT_MASK}"
         if operands[15].value:
-            yield f"mla_v_dim is {operands[15].value}; a cache of keys and values of its own has 0"
+            yield from self._latent_cache(operands)
         if mask is not None and query is not None and mask.dtype != query.dtype:
             yield f"attn_mask is {mask.dtype} and query {query.dtype}; the kernel takes one type"
         if cache is not None:
-            yield from self._cache_sizes(cache)
+            yield from self._cache_sizes(cache, _MAX_LATENT if operands[15].value else _MAX_HEAD)
         heads, kv_heads = operands[10].value, operands[12].value
         if kv_heads and heads // kv_heads > _MAX_GROUP:
             yield f"{heads // kv_heads} query heads share a key-value head; the kernel takes at most {_MAX_GROUP}"
 
-    def _cache_sizes(self, cache: TensorType) -> Iterator[str]:
+    def _latent_cache(self, operands: list[Operand]) -> Iterator[str]:
+        """Yields an error unless keys and values are the same cache, with one head, as MLA requires.
+
+        Sources: MindFormers, transformer/flash_attention.py, and vllm-mindspore, models/deepseekv3.py, which pass the
+        key cache twice; "MQA" in the page of ``_MAX_LATENT``.
+        """
+        key, value = (self._wiring.source(operand)[0].name for operand in operands[1:3])
+        if key != value or operands[12].value != 1:
+            yield (
+                f"mla_v_dim is {operands[15].value} with the caches {key} and {value} and {operands[12].value} "
+                "key-value heads; it needs one cache with one head"
+            )
+
+    def _cache_sizes(self, cache: TensorType, max_head: int) -> Iterator[str]:
         """Yields the errors in the sizes of a KV cache.
 
-        Source: the sizes that ``InternalPagedAttentionTilingImpl`` in ``_WHEEL`` refuses.
+        Source: the sizes that ``InternalPagedAttentionTilingImpl`` in ``_WHEEL`` refuses ("'head_dim' must be less than
+        or equal to 256 when is not MLA mode").
         """
         if len(cache.shape) != 4:
             yield f"key_cache is {cache}; it must be [blocks, block size, heads, head size]"
@@ -160,9 +177,9 @@ class KernelRules:
         block, head = cache.shape[1], cache.shape[3]
         if block not in _BLOCK_SIZES:
             yield f"blocks have {block} tokens; the kernel takes {', '.join(map(str, _BLOCK_SIZES))}"
-        if head % _HEAD_MULTIPLE or head > _MAX_HEAD:
-            yield f"heads have {head} elements; the kernel takes multiples of {_HEAD_MULTIPLE} up to {_MAX_HEAD}"
-        if head * block > _MAX_BLOCK_ELEMENTS:
+        if head % _HEAD_MULTIPLE or head > max_head:
+            yield f"heads have {head} elements; the kernel takes multiples of {_HEAD_MULTIPLE} up to {max_head}"
+        if max_head == _MAX_HEAD and head * block > _MAX_BLOCK_ELEMENTS:
             yield f"head size x block size is {head * block}; the kernel takes at most {_MAX_BLOCK_ELEMENTS}"
 
     def _flash_attention(self, node: Node) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,8 +63,16 @@ class Wiring:
         return self._nodes[operand.name] if operand.kind == "node" else None
 
     def operands(self, node: Node) -> list[Operand]:
-        """Returns the operands of a node, without the ``UpdateState`` values that only order side effects."""
-        return [each for each in node.operands if not self._is_state(each)]
+        """Returns the operands of a node, without the ``UpdateState`` values that only order side effects.
+
+        If an operand is a tuple of several values, as that of ``Concat``, its values are returned instead.
+        """
+        given = [each for operand in node.operands for each in self._values(operand)]
+        return [each for each in given if not self._is_state(each)]
+
+    def _values(self, operand: Operand) -> Sequence[Operand]:
+        node = self._nodes[operand.name] if operand.kind == "node" else None
+        return node.operands if node is not None and node.primitive == "MakeTuple" else [operand]
 
     def _is_state(self, operand: Operand) -> bool:
         return operand.kind == "node" and self._nodes[operand.name].primitive == "UpdateState"

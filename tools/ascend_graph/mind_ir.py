@@ -150,7 +150,7 @@ def _value(attribute: Any) -> Any:
     if kind == "STRING":
         return attribute.s.decode() or (attribute.strings[0].decode() if attribute.strings else "")
     if kind in ("FLOAT", "DOUBLE"):
-        return attribute.f or attribute.d or next((*attribute.floats, *attribute.doubles), 0.0)
+        return attribute.f or attribute.d or next(iter((*attribute.floats, *attribute.doubles)), 0.0)
     if kind == "BOOL":
         return bool(attribute.i)
     if kind.startswith(("INT", "UINT")):

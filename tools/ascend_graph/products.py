@@ -33,13 +33,12 @@ class ProductRules:
         """Returns the form of a product's weight. A product outside the decoder layers is the output layer."""
         return self._forms.output if node.layer is None else self._forms.layers
 
-    def counts(self, layers: int, *, with_experts: int, with_output: bool) -> dict[str, int]:
+    def counts(self, products: int, *, with_output: bool) -> dict[str, int]:
         """Returns the expected number of each primitive.
 
-        A decoder layer has four products, or two if it has experts. The output layer is one more product.
+        ``products`` is the number of products in the decoder layers. The output layer is one more product.
         """
         counts = dict.fromkeys([*PRODUCTS, "DynamicQuantExt", "QuantV2"], 0)
-        products = 4 * layers - 2 * with_experts
         for form, times in ((self._forms.layers, products), (self._forms.output, int(with_output))):
             counts[product_of(form)] += times
             if form.quantises_activations:

@@ -17,6 +17,7 @@ from llm_serving.config import Config
 from tools.ascend_graph.experts import EXPERT_PRIMITIVES, ExpertRules
 from tools.ascend_graph.fusions import flag_problems
 from tools.ascend_graph.kernels import DeviceSettings, KernelRules
+from tools.ascend_graph.latent import LATENT_PRIMITIVES, LatentRules
 from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Graph, Node, Operand, TensorType
 from tools.ascend_graph.products import PRODUCTS, TYPES, ProductRules
@@ -93,6 +94,10 @@ class _Rules:
         self._settings = DeviceSettings(context.environment(config), context.jit_config(config))
         self._kernels = KernelRules(self._wiring, self._type, self._settings)
         self._floats = forms.layers.format == "float"
+        latent = self._shape.latent
+        self._latent = (
+            None if latent is None else LatentRules(self._wiring, self._type, self._shape, latent, self._dtype)
+        )
         heads, kv_heads, dim = self._shape.num_attention_heads, self._shape.num_key_value_heads, self._shape.head_dim
         self._query, self._key = heads * dim, kv_heads * dim
 
@@ -109,6 +114,8 @@ class _Rules:
             "AddRmsNorm": self._check_norm,
         } | dict.fromkeys(PRODUCTS, self._products.problems)
         checks |= self._experts.checks
+        if self._latent is not None:
+            checks |= self._latent.checks | {"PagedAttention": self._check_latent_attention}
         for node in self._calls:
             check = self._experts.router_problems if self._experts.is_router(node) else checks.get(node.primitive)
             for problem in (*(check(node) if check is not None else ()), *self._kernels.problems(node)):
@@ -135,20 +142,25 @@ class _Rules:
         names = [node.primitive for node in self._calls]
         known = PRIMITIVES | (SHARING_PRIMITIVES if self._part.is_split else frozenset())
         known |= frozenset() if self._shape.experts is None else EXPERT_PRIMITIVES
+        known |= frozenset() if self._latent is None else LATENT_PRIMITIVES
         for name in sorted(set(names) - known):
             yield f"the primitive {name} is not one whose kernels are known to be right on an Ascend"
-        layers = self._shape.num_layers
+        layers, routers, shared = self._shape.num_layers, self._experts.num_routers, self._experts.num_shared
         attention = "FlashAttentionScore" if self._kind == "prefill" else "PagedAttention"
-        counts = {attention: layers, "ReshapeAndCache": layers, "ApplyRotaryPosEmb": layers, "Swiglu": layers}
+        counts = {attention: layers, "ReshapeAndCache": layers, "ApplyRotaryPosEmb": layers}
+        counts["Swiglu"] = layers + shared
         norms = 1 + (2 * layers if self._shape.query_key_norm else 0)
         is_last, is_split = self._part.shard.is_last_stage, self._part.is_split
         biases = 0 if self._products.hold_biases else self._shape.attention_bias + self._shape.output_bias
-        adds = layers * biases + (not is_last) + self._part.is_alone
+        adds = layers * biases + (not is_last) + self._part.is_alone + shared
         counts |= {"RmsNorm": norms, "AddRmsNorm": 2 * layers - (not is_last), "Add": adds}
         counts |= {"AllReduce": (2 * layers + 1) * is_split, "AllGather": 2 * (is_last and is_split)}
         counts |= {"ArgMaxWithValue": int(is_last)}
-        routers, others = self._experts.num_routers, self._experts.num_quantised_inputs
-        counts |= self._products.counts(layers, with_experts=routers, with_output=is_last) | self._experts.counts()
+        of_attention = 2 if self._latent is None else self._latent.num_products
+        products = of_attention * layers + 2 * (layers - routers + shared)
+        counts |= self._products.counts(products, with_output=is_last) | self._experts.counts()
+        counts |= {} if self._latent is None else self._latent.counts()
+        others = self._experts.num_quantised_inputs
         counts |= {"MatMul": counts["MatMul"] + routers, "DynamicQuantExt": counts["DynamicQuantExt"] + others}
         for name, count in counts.items():
             if names.count(name) != count:
@@ -160,6 +172,9 @@ class _Rules:
             "attention.qkv.weight": (self._query + 2 * self._key, shape.hidden_size),
             "attention.output.weight": (shape.hidden_size, self._query),
         }
+        always: dict[str, tuple[int, ...]] = {}
+        if self._latent is not None:
+            weights, always = self._latent.float_weights(), self._latent.weights()
         mlp = {
             "mlp.gate_up.weight": (2 * shape.intermediate_size, shape.hidden_size),
             "mlp.down.weight": (shape.hidden_size, shape.intermediate_size),
@@ -168,7 +183,7 @@ class _Rules:
         for layer in range(shape.num_layers):
             # Experts and integer weights are checked where they are multiplied.
             linears = (weights if shape.has_experts(layer) else weights | mlp) if self._floats else {}
-            for name, sizes in (linears | norms).items():
+            for name, sizes in (linears | norms | always).items():
                 full = f"layers.{layer}.{name}"
                 yield from _differs(full, self._graph.parameters.get(full), TensorType(self._dtype, sizes))
         table = TensorType(self._dtype, (self._part.vocab_stride, shape.hidden_size))
@@ -188,17 +203,28 @@ class _Rules:
         for name, operand in (("key_cache", operands[1]), ("value_cache", operands[2])):
             yield from self._cache_problems(node, name, operand)
         yield from _differs("query", self._type(operands[0]), TensorType(self._dtype, (-1, self._query)))
+        yield from self._step_problems(operands)
+        heads = (self._shape.num_attention_heads, self._shape.num_key_value_heads)
+        if (operands[10].value, operands[12].value) != heads:
+            yield f"head_num and kv_head_num are {operands[10].value} and {operands[12].value}; the model has {heads}"
+        yield from self._scale_problems(operands[11])
+        yield from self._order_problems(node, operands[0])
+
+    def _check_latent_attention(self, node: Node) -> Iterator[str]:
+        assert self._latent is not None, "only latent attention is checked here"
+        operands = self._wiring.operands(node)
+        yield from self._step_problems(operands)
+        yield from self._latent.checks["PagedAttention"](node)
+        yield from self._order_problems(node, operands[0])
+
+    def _step_problems(self, operands: list[Operand]) -> Iterator[str]:
+        """Yields the errors in PagedAttention's operands that describe the step: tables, lengths and the mask."""
         for index, name in ((3, "block_tables"), (4, "batch_valid_length"), (8, "q_seq_lens")):
             if self._input(operands[index]) != name:
                 yield f"argument {index} must be the graph's input {name}"
         positions = self._config.max_blocks_per_seq * self._config.pa_config.block_size
         wanted_mask = (-1, positions) if self._kind == "chunked" else (1, 1)
         yield from _differs("attn_mask", self._type(operands[7]), TensorType(self._dtype, wanted_mask))
-        heads = (self._shape.num_attention_heads, self._shape.num_key_value_heads)
-        if (operands[10].value, operands[12].value) != heads:
-            yield f"head_num and kv_head_num are {operands[10].value} and {operands[12].value}; the model has {heads}"
-        yield from self._scale_problems(operands[11])
-        yield from self._order_problems(node, operands[0])
 
     def _check_flash_attention(self, node: Node) -> Iterator[str]:
         operands = self._wiring.operands(node)

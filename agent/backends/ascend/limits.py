@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
+from llm_serving.model.deepseek import LatentAttention
 
 HEAD_MULTIPLE = 16
 MAX_HEAD_DIM = 256
@@ -13,6 +14,8 @@ MAX_BLOCK_ELEMENTS = 128 * 128
 """Maximum of block size times head size in PagedAttention."""
 MAX_HEAD_GROUP = 128
 """PagedAttention: maximum number of query heads that share a key-value head."""
+MAX_LATENT_DIM = 576
+"""PagedAttention over latent vectors: maximum elements of a token's row in the cache."""
 MAX_EXPERTS = 1024
 """GroupedMatmulV4: maximum number of weights in one call."""
 
@@ -22,12 +25,14 @@ def check_limits(config: Config) -> None:
     shape, block_size = config.shape, config.pa_config.block_size
     head_dim, group = shape.head_dim, shape.num_attention_heads // shape.num_key_value_heads
     other_device = "serve this model on the CPU (model_config.device_target: CPU)"
-    if head_dim % HEAD_MULTIPLE or head_dim > MAX_HEAD_DIM:
+    if shape.latent is not None:
+        _check_latent(shape.latent, shape.num_attention_heads, block_size, other_device)
+    elif head_dim % HEAD_MULTIPLE or head_dim > MAX_HEAD_DIM:
         raise AgentStartError(
             f"the model's heads have {head_dim} elements; the Ascend's attention kernels take multiples of "
             f"{HEAD_MULTIPLE} up to {MAX_HEAD_DIM}: {other_device}"
         )
-    if group > MAX_HEAD_GROUP:
+    if shape.latent is None and group > MAX_HEAD_GROUP:
         raise AgentStartError(
             f"{group} query heads of the model share a key-value head; PagedAttention on an Ascend takes "
             f"at most {MAX_HEAD_GROUP}: {other_device}"
@@ -44,9 +49,36 @@ def check_limits(config: Config) -> None:
             "PagedAttention on an Ascend supports no window: set pa_config.decode_seq_length to at most "
             f"{window}, or {other_device}"
         )
+    if shape.latent is not None:
+        return
     sizes = [size for size in BLOCK_SIZES if size * head_dim <= MAX_BLOCK_ELEMENTS]
     if block_size not in sizes:
         raise AgentStartError(
             f"pa_config.block_size = {block_size}; for heads of {head_dim} elements the Ascend's PagedAttention takes "
             f"{', '.join(map(str, sizes))}"
+        )
+
+
+def _check_latent(latent: LatentAttention, heads: int, block_size: int, other_device: str) -> None:
+    parts = {"latent vector": latent.rank, "rotated key": latent.rope_dim}
+    for name, size in parts.items():
+        if size % HEAD_MULTIPLE:
+            raise AgentStartError(
+                f"the model's {name} has {size} elements; PagedAttention on an Ascend takes multiples of "
+                f"{HEAD_MULTIPLE}: {other_device}"
+            )
+    if latent.cache_dim > MAX_LATENT_DIM:
+        raise AgentStartError(
+            f"the model caches {latent.cache_dim} elements of a token (latent vector and rotated key); PagedAttention "
+            f"on an Ascend takes at most {MAX_LATENT_DIM}: {other_device}"
+        )
+    if heads > MAX_HEAD_GROUP:
+        raise AgentStartError(
+            f"the model has {heads} query heads for one latent vector; PagedAttention on an Ascend takes at most "
+            f"{MAX_HEAD_GROUP}: {other_device}"
+        )
+    if block_size not in BLOCK_SIZES:
+        raise AgentStartError(
+            f"pa_config.block_size = {block_size}; for latent attention the Ascend's PagedAttention takes "
+            f"{', '.join(map(str, BLOCK_SIZES))}"
         )

@@ -23,6 +23,10 @@ from llm_serving.model.families import Experts
 _EMBEDDING = "embedding.weight"
 _LINEAR_WEIGHTS = ("qkv.weight", "output.weight", "gate_up.weight", "down.weight", OUTPUT_LAYER)
 """Endings of the names of linear weights, which are three-dimensional for experts."""
+_LATENT_WEIGHTS = tuple(f"attention.{name}.weight" for name in ("joined", "query", "key_up", "value_up"))
+"""Endings of the names of latent attention's linear weights."""
+_HEAD_WEIGHTS = _LATENT_WEIGHTS[2:]
+"""Endings of the names of weights that are floats for every weight format, with one matrix for each head."""
 
 
 class NativeCpuOps(NativeOps):
@@ -76,13 +80,16 @@ class NativeCpuHooks(DeviceHooks):
 
     def take_weights(self, weights: Mapping[str, Array], *, tied: bool) -> None:
         for name, array in weights.items():
-            if name.endswith(_LINEAR_WEIGHTS) and (array.ndim == 2 or self.packs_experts):
+            is_linear = name.endswith(_LINEAR_WEIGHTS) and (array.ndim == 2 or self.packs_experts)
+            if is_linear or name.endswith(_LATENT_WEIGHTS):
                 self._kept.keep(self._described(name, weights), release=True)
         if tied:
             self._kept.keep(PrimitiveWeight(weights[_EMBEDDING], self._dtype), release=False)
 
     def _described(self, name: str, weights: Mapping[str, Array]) -> PrimitiveWeight:
         stem, of_experts = name.removesuffix(".weight"), weights[name].ndim == 3
+        if name.endswith(_HEAD_WEIGHTS):
+            return PrimitiveWeight(weights[name], self._dtype, transposed=False)
         forms = self._forms
         form = forms.output if name == OUTPUT_LAYER else forms.experts if of_experts else forms.layers
         if form.is_float:

@@ -81,13 +81,15 @@ class RotaryAndMask(nn.Cell):
 class ChunkMask(nn.Cell):
     """Makes PagedAttention's mask [tokens, positions] for steps in which a sequence has several tokens.
 
-    The mask is 0 for a position that the token may attend to, else ``_MASKED``.
+    The mask is 0 for a position that the token may attend to, else ``_MASKED``. In bfloat16, PagedAttention of latent
+    vectors (``of_latent``) takes 0 and 1 instead.
     """
 
-    def __init__(self, max_positions: int, dtype: str) -> None:
+    def __init__(self, max_positions: int, dtype: str, *, of_latent: bool) -> None:
         super().__init__()
         self.columns = Tensor(np.arange(max_positions, dtype=np.int32)[None])
-        self.masked = Tensor(_MASKED, MINDSPORE_DTYPES[dtype])
+        masked = 1.0 if of_latent and dtype == "bfloat16" else _MASKED
+        self.masked = Tensor(masked, MINDSPORE_DTYPES[dtype])
         self.dtype = MINDSPORE_DTYPES[dtype]
         self.reshape, self.greater, self.cast, self.multiply = ops.Reshape(), ops.Greater(), ops.Cast(), ops.Mul()
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import (
     AddRmsNorm,
     DynamicQuantExt,
+    FusedAddTopKDiv,
     GroupedMatmulV4,
     MoeGatingTopKSoftmax,
     MoeInitRoutingV2,
     MoeTokenUnpermute,
+    NanToNum,
     Swiglu,
 )
 
 from agent.backends.base import Operator
+from agent.backends.native.linear import matrix_product
 from agent.layers.parameter import MINDSPORE_DTYPES
-from agent.weights.forms import LinearForm
+from agent.weights.forms import LinearForm, LinearForms
+from llm_serving.model.deepseek import Routing
 from llm_serving.model.families import Experts
 
 _COUNTS = 2
@@ -29,6 +34,9 @@ The arguments before them are x, weight, bias, scale, offset, antiquant_scale, a
 group_list, and three arguments for an activation. Each call below writes out all arguments. With a starred argument,
 MindSpore's graph would no longer record the layer of the call.
 """
+
+_SIGMOID, _SUMMED_OF_GROUP = 0, 2
+"""Arguments of FusedAddTopKDiv: ``activate_type``, and how many rankings of a group are added to rank the group."""
 
 
 def grouped_product(form: LinearForm) -> Operator:
@@ -83,27 +91,97 @@ class _WeightOnlyProducts(nn.Cell):
         )[0]  # fmt: skip
 
 
+class _SoftmaxRouter(nn.Cell):
+    """Chooses the experts with the largest values of a softmax over all experts.
+
+    Returns the experts' weights, float32 [tokens, chosen], and the experts, int32 [tokens, chosen].
+    """
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.choose = MoeGatingTopKSoftmax()
+        self.sum, self.divide, self.multiply = ops.ReduceSum(keep_dims=True), ops.RealDiv(), ops.Mul()
+        self.per_token, self.normalised = experts.per_token, experts.normalised
+        factor = 1.0 if experts.routing is None else experts.routing.factor
+        self.factor = None if factor == 1.0 else Tensor(factor, MINDSPORE_DTYPES["float32"])
+
+    def construct(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        fractions, chosen, _ = self.choose(logits, None, self.per_token)
+        if self.normalised:
+            fractions = self.divide(fractions, self.sum(fractions, -1))
+        if self.factor is not None:
+            fractions = self.multiply(fractions, self.factor)
+        return fractions, chosen
+
+
+class _GroupRouter(nn.Cell):
+    """DeepSeek V3's router. Chooses the experts with the largest corrected sigmoids within the best groups.
+
+    Returns the same as ``_SoftmaxRouter``.
+    """
+
+    def __init__(self, experts: Experts, routing: Routing) -> None:
+        super().__init__()
+        self.choose = FusedAddTopKDiv()
+        self.groups, self.chosen_groups = routing.groups, routing.chosen_groups
+        self.per_token, self.normalised, self.factor = experts.per_token, experts.normalised, routing.factor
+
+    def construct(self, logits: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
+        fractions, chosen = self.choose(
+            logits, correction, self.groups, self.chosen_groups, _SUMMED_OF_GROUP, self.per_token, _SIGMOID,
+            self.normalised, self.factor, None, None, False,
+        )  # fmt: skip
+        return fractions, chosen
+
+
+class _OwnExperts(nn.Cell):
+    """Restricts a choice of experts to the experts that this agent has.
+
+    The agent's experts get the first numbers. A token's weights for experts of other agents become 0.
+    """
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        numbers = (np.arange(experts.count, dtype=np.int32) - experts.first_held) % experts.count
+        self.numbers = Tensor(numbers)
+        self.is_own = Tensor((numbers < experts.held).astype(np.float32))
+        self.first = Tensor(np.arange(experts.held, dtype=np.int32))
+        self.gather, self.multiply = ops.Gather(), ops.Mul()
+
+    def construct(self, fractions: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        return self.multiply(fractions, self.gather(self.is_own, chosen, 0)), self.gather(self.numbers, chosen, 0)
+
+    def counts(self, counts: Tensor) -> Tensor:
+        """Returns the numbers of rows of the agent's experts, of those of all experts."""
+        return self.gather(counts, self.first, 0)
+
+
 class ExpertMLP(nn.Cell):
     """A mixture of experts. Returns the output of the experts, and hidden + residual.
 
     Orders the tokens by expert, multiplies them by the experts' weights in two grouped matrix products, and computes
-    the weighted sum of each token's experts.
+    the weighted sum of each token's experts. If an agent has only some whole experts, it computes their terms only.
     """
 
-    def __init__(self, experts: Experts, epsilon: float, form: LinearForm, dtype: str) -> None:
+    def __init__(self, experts: Experts, epsilon: float, forms: LinearForms, dtype: str) -> None:
         super().__init__()
+        form, routing = forms.experts, experts.routing
         self.add_norm = AddRmsNorm()
         self.epsilon = epsilon
         self.matmul = ops.MatMul(transpose_b=True)
         self.cast = ops.Cast()
-        self.choose = MoeGatingTopKSoftmax()
+        self.is_corrected = routing is not None and routing.corrected
+        is_grouped = routing is not None and routing.sigmoid
+        self.choose = _GroupRouter(experts, routing) if routing is not None and is_grouped else _SoftmaxRouter(experts)
+        self.own = None if experts.num_held is None else _OwnExperts(experts)
+        self.without_undefined = NanToNum(0.0, 0.0, 0.0)
         self.order = MoeInitRoutingV2()
         self.gate_up, self.down = grouped_product(form), grouped_product(form)
         self.activation = Swiglu()
         self.restore = MoeTokenUnpermute()
-        self.sum = ops.ReduceSum(keep_dims=True)
-        self.divide = ops.RealDiv()
-        self.count, self.per_token, self.normalised = experts.count, experts.per_token, experts.normalised
+        self.shared = _SharedExperts(forms.layers, dtype) if experts.shared_size else None
+        self.add = ops.Add()
+        self.count = experts.count
         self.dtype = MINDSPORE_DTYPES[dtype]
         self.float32, self.int64 = MINDSPORE_DTYPES["float32"], MINDSPORE_DTYPES["int64"]
 
@@ -112,17 +190,36 @@ class ExpertMLP(nn.Cell):
         hidden: Tensor,
         residual: Tensor,
         gamma: Tensor,
-        weights: tuple[Tensor, Any, Any],
+        weights: tuple[Any, ...],
         step: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
-        router, gate_up, down = weights
+        router, gate_up, down = weights[:3]
+        correction = weights[3] if self.is_corrected else None
         normed, _, total = self.add_norm(hidden, residual, gamma, self.epsilon)
         logits = self.matmul(self.cast(normed, self.float32), router)
-        fractions, experts, _ = self.choose(logits, None, self.per_token)
-        if self.normalised:
-            fractions = self.divide(fractions, self.sum(fractions, -1))
+        fractions, experts = self.choose(logits, correction)
+        if self.own is not None:
+            fractions, experts = self.own(fractions, experts)
         ordered, places, counts, _ = self.order(normed, experts, 0, 0, self.count, 0, _COUNTS, False)
-        groups = self.cast(counts, self.int64)
+        groups = self.cast(counts if self.own is None else self.own.counts(counts), self.int64)
         inner = self.activation(self.gate_up(ordered, gate_up, groups))
-        out = self.restore(self.down(inner, down, groups), places, self.cast(fractions, self.dtype), False, None)
+        rows = self.down(inner, down, groups)
+        if self.own is not None:
+            # The products of rows for experts of other agents are undefined. Their weights are 0.
+            rows = self.without_undefined(rows)
+        out = self.restore(rows, places, self.cast(fractions, self.dtype), False, None)
+        if self.shared is not None:
+            out = self.add(out, self.shared(normed, weights[-2], weights[-1]))
         return out, total
+
+
+class _SharedExperts(nn.Cell):
+    """The gated MLP that every token passes in addition to its experts."""
+
+    def __init__(self, form: LinearForm, dtype: str) -> None:
+        super().__init__()
+        self.gate_up, self.down = matrix_product(form, dtype), matrix_product(form, dtype)
+        self.activation = Swiglu()
+
+    def construct(self, normed: Tensor, gate_up: Any, down: Any) -> Tensor:
+        return self.down(self.activation(self.gate_up(normed, gate_up)), down)

@@ -12,6 +12,7 @@ from agent.backends.base import (
     CacheLayout,
     DeviceHooks,
     DeviceTraits,
+    LatentForm,
     LinearParameters,
     Operator,
     OpTable,
@@ -19,6 +20,7 @@ from agent.backends.base import (
 from agent.backends.native import parallel
 from agent.backends.native.attention import Attention, ChunkMask, Rotary, RotaryAndMask, causal_mask
 from agent.backends.native.experts import ExpertMLP
+from agent.backends.native.latent import LatentAttention
 from agent.backends.native.linear import expert_parameters, linear_parameters, matrix_product
 from agent.group.model_part import ModelPart
 from agent.layers.parameter import unbound_parameter
@@ -49,6 +51,11 @@ class NativeOps(OpTable):
         self.forms.check_type(dtype)
         self._max_positions = max_positions
         self._masks: dict[bool, Tensor] = {}
+        self._has_latent_attention = False
+
+    @property
+    def has_whole_prompt_graph(self) -> bool:
+        return not self._has_latent_attention
 
     @property
     def holds_biases(self) -> bool:
@@ -61,11 +68,17 @@ class NativeOps(OpTable):
     def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> LinearParameters:
         return _unbound(expert_parameters(self.forms.experts, num_experts, in_features, out_features, self.dtype))
 
+    def head_weight(self, heads: int, in_features: int, out_features: int) -> LinearParameters:
+        return _unbound(expert_parameters(LinearForm(), heads, in_features, out_features, self.dtype))
+
     def router_weight(self, in_features: int, num_experts: int) -> Any:
         return unbound_parameter((num_experts, in_features), "float32")
 
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         return (num_blocks, block_size, num_kv_heads, head_dim), self.dtype
+
+    def latent_cache_layout(self, num_blocks: int, block_size: int, width: int) -> CacheLayout:
+        return self.cache_layout(num_blocks, block_size, 1, width)
 
     def embedding(self, width: int) -> Operator:
         return _Embedding() if not self.is_split or self.part is None else parallel.Embedding(self.part, self.dtype)
@@ -86,7 +99,7 @@ class NativeOps(OpTable):
         return _GatedMLP(epsilon, self.forms.layers, self.dtype)
 
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
-        return ExpertMLP(experts, epsilon, self.forms.experts, self.dtype)
+        return ExpertMLP(experts, epsilon, self.forms, self.dtype)
 
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
         return _LMHead(epsilon, self.forms.output, self.dtype)
@@ -95,13 +108,17 @@ class NativeOps(OpTable):
         return Rotary(cos, sin, self.dtype) if window == 0 else RotaryAndMask(cos, sin, self.dtype, window)
 
     def chunk_mask(self) -> Operator:
-        return ChunkMask(self._max_positions, self.dtype)
+        return ChunkMask(self._max_positions, self.dtype, of_latent=self._has_latent_attention)
 
     def attention(self, form: AttentionForm) -> Operator:
         has_window = form.window > 0
         if has_window not in self._masks:
             self._masks[has_window] = causal_mask(form, self.dtype)
         return Attention(form, self.dtype, self._masks[has_window])
+
+    def latent_attention(self, form: LatentForm) -> Operator:
+        self._has_latent_attention = True
+        return LatentAttention(form, self.forms.layers, self.dtype)
 
 
 def _unbound(found: dict[str, tuple[tuple[int, ...], str]]) -> LinearParameters:
