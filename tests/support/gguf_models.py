@@ -65,13 +65,17 @@ GGUF_FAMILIES = {
 """A seeded model of each architecture that is read from GGUF files."""
 
 
-_WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+_WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 
 
 def _wide(variant: Variant) -> Variant:
     """Returns a variant whose rows are whole blocks of 256 values, which the K types need."""
-    sizes = {key: size for key, size in {"moe_intermediate_size": 256, "head_dim": 64}.items() if key in variant.config}
-    return replace(variant, config={**variant.config, **_WIDE, **sizes}, num_shards=1)
+    config = variant.config
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    sizes = {"num_attention_heads": 256 // head_dim}
+    if "moe_intermediate_size" in config:
+        sizes["moe_intermediate_size"] = 256
+    return replace(variant, config={**config, **_WIDE, **sizes}, num_shards=1)
 
 
 WIDE_FAMILIES = {name: _wide(variant) for name, variant in GGUF_FAMILIES.items()}
@@ -111,21 +115,25 @@ def write_gguf_model(folder: Path, path: Path, kind: str = "F32") -> dict[str, n
 def encode(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     """Returns ``values`` as blocks of a GGUF type.
 
-    For the types that the ``gguf`` library cannot write, returns random blocks instead. Their values have mean 0 and
-    the same standard deviation.
+    For the types that the ``gguf`` library cannot write, returns random blocks instead. Their factors have random
+    signs, so that the values have mean 0. The standard deviation is that of ``values``.
     """
     if kind.name not in RANDOM_BLOCKS:
         return gguf.quantize(values, kind)
     size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(int(np.abs(values).sum() * 1000) % 2**32)
     data = random.integers(0, 256, (*values.shape[:-1], values.shape[-1] // size, block_bytes), dtype=np.uint8)
-    factors, unit = RANDOM_BLOCKS[kind.name], np.float32(1)
-    for scale in (unit, None):
-        if scale is None:
-            scale = values.std() / gguf.dequantize(data.reshape(*values.shape[:-1], -1), kind).std()
-        for place, factor in factors.items():
-            data[..., place : place + 2] = np.frombuffer(np.float16(scale * factor).tobytes(), np.uint8)
+    signs = random.choice(np.array([-1, 1], np.float32), data.shape[:-1])
+    _set_factors(data, kind.name, signs)
+    spread = gguf.dequantize(data.reshape(*values.shape[:-1], -1), kind).std()
+    _set_factors(data, kind.name, signs * values.std() / spread)
     return data.reshape(*values.shape[:-1], -1)
+
+
+def _set_factors(data: np.ndarray, kind: str, scales: np.ndarray) -> None:
+    """Writes the float16 factors of all blocks. ``data`` are the blocks, ``scales`` the first factor of each block."""
+    for place, factor in RANDOM_BLOCKS[kind].items():
+        data[..., place : place + 2] = (scales * factor).astype(np.float16)[..., None].view(np.uint8)
 
 
 def _write_metadata(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) -> None:
