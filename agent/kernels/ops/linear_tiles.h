@@ -18,7 +18,9 @@ constexpr int64_t kTileSteps = 1;
 //
 // A Step is derived from one of the shapes and multiplies one step of a panel. Its constants are kDepth, the number of
 // depths in a step, and kVectorBytes, the size of the weights of 16 columns in a step.
+// If kOwnLoop is true, the step has a function sum() that replaces the loop of sum_steps().
 struct WideTiles {
+  static constexpr bool kOwnLoop = false;
   static constexpr int kMostRows = 6;
 #ifdef LLMK_VEC_AVX512
   static constexpr int kTallRows = 13;
@@ -29,6 +31,7 @@ struct WideTiles {
 #endif
 };
 struct NarrowTiles {  // for steps of weights or activations that need two registers
+  static constexpr bool kOwnLoop = false;
   static constexpr int kMostRows = 4, kTallRows = kMostRows;
 #ifdef LLMK_VEC_AVX512
   static constexpr int columns(int) { return 4; }
@@ -98,6 +101,7 @@ struct ByteStep : ByteTiles {
   LLMK_INLINE Sum step(Sum total, Weight w, BroadcastQuad x) { return dot_quads(total, w, x); }
 };
 
+#ifndef LLMK_VEC_AVX2
 struct NibbleStep : ByteTiles {
   using X = int8_t;
   using Sum = Ints;
@@ -117,6 +121,7 @@ struct NibbleStep : ByteTiles {
     return dot_quads(dot_quads(total, w.low, x.low), w.high, x.high);
   }
 };
+#endif
 
 // The template argument kLines is the number of cache lines that a tile prefetches per step.
 //  4: The only tile of rows prefetches its own weights, kFetchAhead bytes ahead.
@@ -134,17 +139,23 @@ constexpr int kFetchLocality = 2;
 #endif
 LLMK_INLINE void fetch_ahead(const uint8_t* p) { __builtin_prefetch(p + kFetchAhead, 0, kFetchLocality); }
 
+}  // namespace llmk::LLMK_ARCH
+
+#ifdef LLMK_VEC_AVX2
+#include "linear_nibbles_avx2.h"
+#endif
+
+namespace llmk::LLMK_ARCH {
+
 LLMK_INLINE void load_sum(const float* p, Vec* total) { *total = load(p); }
 LLMK_INLINE void load_sum(const float* p, Ints* total) { *total = load_ints(p); }
 LLMK_INLINE void store_sum(float* p, Vec total) { store(p, total); }
 LLMK_INLINE void store_sum(float* p, Ints total) { store_ints(p, total); }
 
-// Adds the products of activation row r and vector v + c of a panel to total[r][c]. `w` points to the first of `steps`
-// steps and to the beginning of a tile of kTile steps. `half_bytes` is the distance from the first half of the panel to
-// the second half.
+// The loop of sum_steps() for steps without one of their own.
 template <class Step, int R, int C, int kLines, int64_t kTile>
-LLMK_INLINE void sum_steps(const uint8_t* w, int64_t half_bytes, int v, const typename Step::X* x, int64_t x_stride,
-                           int64_t steps, const uint8_t* next, typename Step::Sum (&total)[R][C]) {
+LLMK_INLINE void sum_in_order(const uint8_t* w, int64_t half_bytes, int v, const typename Step::X* x, int64_t x_stride,
+                              int64_t steps, const uint8_t* next, typename Step::Sum (&total)[R][C]) {
   constexpr bool kOneStep = kTile == 1;  // true: the steps of a vector are equally far apart
   constexpr int64_t kStride = kOneStep ? 2 * Step::kVectorBytes : Step::kVectorBytes;
   const int64_t run = kOneStep ? steps : kTile;
@@ -174,6 +185,19 @@ LLMK_INLINE void sum_steps(const uint8_t* w, int64_t half_bytes, int v, const ty
         for (int c = 0; c < C; ++c) total[r][c] = Step::step(total[r][c], weight[c], activation);
       }
     }
+  }
+}
+
+// Adds the products of activation row r and vector v + c of a panel to total[r][c]. `w` points to the first of `steps`
+// steps and to the beginning of a tile of kTile steps. `half_bytes` is the distance from the first half of the panel to
+// the second half.
+template <class Step, int R, int C, int kLines, int64_t kTile>
+LLMK_INLINE void sum_steps(const uint8_t* w, int64_t half_bytes, int v, const typename Step::X* x, int64_t x_stride,
+                           int64_t steps, const uint8_t* next, typename Step::Sum (&total)[R][C]) {
+  if constexpr (Step::kOwnLoop) {
+    return Step::template sum<R, C, kLines>(w, half_bytes, v, x, x_stride, steps, next, total);
+  } else {
+    return sum_in_order<Step, R, C, kLines, kTile>(w, half_bytes, v, x, x_stride, steps, next, total);
   }
 }
 

@@ -1,0 +1,105 @@
+// The step for nibbles with AVX2 (linear_tiles.h). It multiplies with VPMADDUBSW, which takes unsigned and signed
+// bytes, adds neighbouring products, and saturates each sum at 16 bits. No sum of nibbles saturates, so the results are
+// exact. This takes fewer instructions than widening every nibble to 16 bits.
+//
+// AVX2 has 16 registers, so the step has a loop of its own. It sums 8 columns (half of a vector) of all rows, or
+// several halves if the tile has few rows. It reads activations from memory for each half.
+#pragma once
+#include <cstring>
+
+namespace llmk::LLMK_ARCH {
+
+// Returns the address of 8 columns of a step: half number `half`, counted from the first half of vector v of the panel.
+// Consecutive steps are 128 bytes apart.
+LLMK_INLINE const uint8_t* half_at(const uint8_t* w, int64_t half_bytes, int v, int half) {
+  const int vector = v + half / 2;
+  return w + vector / 2 * half_bytes + vector % 2 * 64 + half % 2 * 32;
+}
+LLMK_INLINE __m256i& half_of(Ints& total, int half) { return half % 2 == 0 ? total.low : total.high; }
+LLMK_INLINE __m256i load_half(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+LLMK_INLINE __m256i broadcast_four(const int8_t* p) {
+  int32_t bits;
+  std::memcpy(&bits, p, sizeof(bits));
+  return _mm256_set1_epi32(bits);
+}
+
+// Adds the products of unsigned and signed bytes, summed over the two bytes of each 16-bit lane.
+//
+// It is one asm statement, because GCC 12 would reorder the additions of an unrolled loop: all products would come
+// first and would not fit the registers.
+LLMK_INLINE void add_pairs(__m256i* total, __m256i unsigned_bytes, __m256i x) {
+  __m256i product;
+  asm("vpmaddubsw %[x], %[bytes], %[product]\n\t"
+      "vpaddw %[product], %[total], %[total]"
+      : [total] "+x"(*total), [product] "=&x"(product)
+      : [bytes] "x"(unsigned_bytes), [x] "x"(x));
+}
+
+// Unsigned nibbles times signed bytes. In kSteps steps, each 16-bit lane adds up 16 products of at most 15 * 128, which
+// is at most 30,720. Then the lanes are added to the 32-bit sums.
+struct NibbleStep {
+  static constexpr bool kOwnLoop = true;
+  using X = int8_t;
+  using Sum = Ints;
+  static constexpr int kDepth = 8, kVectorBytes = 64, kZero = 8;
+  static constexpr int kMostRows = 6, kTallRows = kMostRows;
+  static constexpr int kSums = 6;  // number of registers for 16-bit sums
+  static constexpr int64_t kSteps = 4;
+  static constexpr int columns(int rows) { return rows == 1 ? 2 : 1; }
+
+  // Prefetches of one step, as sum_steps() makes them. The tile makes them while it sums its first halves.
+  template <int C, int kLines>
+  LLMK_INLINE void fetch(const uint8_t* step, int64_t half_bytes, int v, const uint8_t* next) {
+    if (kLines == 4) {
+      LLMK_UNROLL
+      for (int c = 0; c < C; ++c) fetch_ahead(half_at(step, half_bytes, v, 2 * c));
+    }
+    if (kLines == 1 || kLines == 2) __builtin_prefetch(next, 0, 2);
+    if (kLines == 2) __builtin_prefetch(next + 64, 0, 2);
+  }
+
+  template <int R, int C, int kLines>
+  LLMK_INLINE void sum(const uint8_t* w, int64_t half_bytes, int v, const X* x, int64_t x_stride, int64_t steps,
+                       const uint8_t* next, Ints (&total)[R][C]) {
+    constexpr int H = R * 2 * C <= kSums ? 2 * C : R * 2 <= kSums ? 2 : 1;
+    const __m256i nibbles = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    LLMK_UNROLL
+    for (int first = 0; first < 2 * C; first += H) {
+      for (int64_t begin = 0; begin < steps; begin += kSteps) {
+        __m256i sums[R][H];
+        LLMK_UNROLL
+        for (int i = 0; i < R * H; ++i) sums[i / H][i % H] = _mm256_setzero_si256();
+        const auto add = [&](int64_t s) {
+          const uint8_t* step = w + s * 128;
+          const int8_t* at = x + s * kDepth;
+          if (first == 0) fetch<C, kLines>(step, half_bytes, v, next + s * kLines * 64);
+          LLMK_UNROLL
+          for (int h = 0; h < H; ++h) {
+            const __m256i bytes = load_half(half_at(step, half_bytes, v, first + h));
+            const __m256i low = _mm256_and_si256(bytes, nibbles);
+            const __m256i high = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibbles);
+            LLMK_UNROLL
+            for (int r = 0; r < R; ++r) {
+              const int8_t* four = at + r * x_stride;
+              add_pairs(&sums[r][h], low, broadcast_four(four));
+              add_pairs(&sums[r][h], high, broadcast_four(four + 4));
+            }
+          }
+        };
+        if (steps - begin >= kSteps) {
+          LLMK_UNROLL
+          for (int64_t i = 0; i < kSteps; ++i) add(begin + i);
+        } else {
+          for (int64_t s = begin; s < steps; ++s) add(s);
+        }
+        LLMK_UNROLL
+        for (int i = 0; i < R * H; ++i) {
+          __m256i& wide = half_of(total[i / H][(first + i % H) / 2], first + i % H);
+          wide = _mm256_add_epi32(wide, _mm256_madd_epi16(sums[i / H][i % H], ones));
+        }
+      }
+    }
+  }
+};
+
+}  // namespace llmk::LLMK_ARCH
