@@ -119,7 +119,7 @@ def make_cells(head_dim: int, reference: Reference) -> dict[str, Any]:
             super().__init__(auto_prefix=False)
             self.attention, self.rotary, self.whole = attention, rotary, kind == "prefill"
             self.keys, self.values = caches
-            self.mask = ChunkMask(MAX_POSITIONS, "float16") if kind == "chunked" else None
+            self.mask = ChunkMask(MAX_POSITIONS, "float16", of_latent=False) if kind == "chunked" else None
             self.phase = "prefill" if kind == "prefill" else "increment"
             self.set_train(False)
 

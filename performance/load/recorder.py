@@ -71,9 +71,9 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
     shares = []
     with tempfile.TemporaryDirectory(prefix="bench_recorder_") as folder:
         print("starting the server", file=sys.stderr)
-        server = configured_server(
-            "recorder", parsed.config, parsed.settings, Path(folder), parsed.start_timeout, program
-        )
+        # With drafts, a step could have several tokens of a sequence.
+        settings = ["speculative_config.method=off", *parsed.settings]
+        server = configured_server("recorder", parsed.config, settings, Path(folder), parsed.start_timeout, program)
         with server as endpoint:
             options = LoadOptions(endpoint, token_ids=True, vocab_size=VOCAB, ignore_eos=True)
             run_closed_loop(options, token_workload(WARM_UP, 0, (8, 8), (8, 8), VOCAB), 1, None)

@@ -150,7 +150,7 @@ BAD_REQUESTS = [
     (generate(best_of=2), "parameters.best_of", "'parameters.best_of' is not supported"),
     (generate(beams=2), "parameters.beams", "Unrecognized request argument supplied: parameters.beams"),
     (dialect(history=[["a"]]), "history", "holds an entry [0] that is no [query, answer] pair of strings"),
-    (dialect(history=[{"role": "robot", "content": "x"}]), "history[0].role", "'system', 'user' or 'assistant'"),
+    (dialect(history=[{"role": "robot", "content": "x"}]), "history[0].role", "'assistant' or 'observation'"),
     (dialect(gen_kwargs={"num_beams": 4}), "gen_kwargs.num_beams", "'gen_kwargs.num_beams' is not supported"),
     (dialect(gen_kwargs={"max_length": 0}), "gen_kwargs.max_length", "greater than or equal to 1"),
     (("/stream_chat_post", {"request_id": "1"}), "query", "Missing required parameter: 'query'."),

@@ -250,10 +250,13 @@ def test_an_observation_is_the_result_of_a_tool(server, engine, tokenizer):
 
 
 def test_a_request_id_in_use_is_refused_until_its_request_has_ended(server, engine):
-    engine.delay_s = 30
+    # The response begins with the first piece of the text. Then the text stops.
+    engine.say("hello to the bird " * 20)
+    engine.delay_s = 0.05
     body = {"request_id": "twice", "query": "a"}
     with server.http.stream("POST", "/stream_chat_post", json=body) as response:
         assert response.status_code == 200
+        engine.delay_s = 30
         wait_until(lambda: len(engine.submitted) == 1)
         for path in ("/chat", "/stream_chat_post"):
             refused = server.post(path, body)

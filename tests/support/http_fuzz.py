@@ -8,12 +8,16 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import socket
 from dataclasses import dataclass
 from typing import Any
 
 from support.mutations import INTEGERS, TEXTS, mutate_bytes, mutate_value
 
+JSON = "application/json"
+BOUNDARY = "fuzz"
+"""Separates the parts of a form."""
 _REF = "#/components/schemas/"
 MAX_TOKENS = 6
 """Output length of drawn requests, so that the run does not wait for texts."""
@@ -58,6 +62,17 @@ class FuzzAnswer:
         return self.status >= 500 and not any(code.encode() in self.body for code in _EXPECTED_ERRORS)
 
 
+def _encoded(body: Any, media: str) -> bytes:
+    """Returns a body as JSON, or as a form with one part for each field. Values of a form are JSON."""
+    if media == JSON or not isinstance(body, dict):
+        return json.dumps(body).encode("utf-8", "surrogatepass")
+    parts = [
+        f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"; filename="f"\r\n\r\n{json.dumps(value)}\r\n'
+        for name, value in body.items()
+    ]
+    return "".join([*parts, f"--{BOUNDARY}--\r\n"]).encode("utf-8", "surrogatepass")
+
+
 class RequestDrawing:
     """Draws requests for every operation of an OpenAPI document. The same seed gives the same request."""
 
@@ -84,10 +99,11 @@ class RequestDrawing:
         if body is not None and kind > 0.5:
             for _ in range(rng.choice((1, 1, 2, 3))):
                 body = mutate_value(rng, body)
-        content = b"" if body is None else json.dumps(body).encode("utf-8", "surrogatepass")
+        media = next(iter(operation["requestBody"]["content"])) if "requestBody" in operation else JSON
+        content = b"" if body is None else _encoded(body, media)
         if kind > 0.75:
             content = mutate_bytes(rng, content)
-        data = self._bytes(rng, method, path, operation, content)
+        data = self._bytes(rng, method, path, operation, content, media)
         if kind > 0.85:
             data = mutate_bytes(rng, data, until=rng.choice((data.index(b"\r\n\r\n"), len(data))))
         return FuzzRequest(f"{method} {path}", data, is_whole=kind <= 0.85)
@@ -95,15 +111,19 @@ class RequestDrawing:
     def _body(self, rng: random.Random, operation: dict[str, Any]) -> Any:
         if "requestBody" not in operation:
             return None
-        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        [media] = operation["requestBody"]["content"].values()
+        schema = media["schema"]
         body = self._value(rng, schema, "body", 0)
         self._bound(body, schema)
         return body
 
-    def _bytes(self, rng: random.Random, method: str, path: str, operation: dict[str, Any], content: bytes) -> bytes:
-        for name in ("name", "request_id"):
-            path = path.replace("{" + name + "}", rng.choice((self._model, "a", "%2e%2e", "%00", "é", "x" * 300)))
-        headers = ["Host: localhost", "Connection: close", "Content-Type: application/json"]
+    def _bytes(
+        self, rng: random.Random, method: str, path: str, operation: dict[str, Any], content: bytes, media: str
+    ) -> bytes:
+        names = (self._model, "a", "%2e%2e", "%00", "é", "x" * 300)
+        path = re.sub(r"\{\w+\}", lambda _: rng.choice(names), path)
+        content_type = media if media == JSON else f"{media}; boundary={BOUNDARY}"
+        headers = ["Host: localhost", "Connection: close", f"Content-Type: {content_type}"]
         for parameter in operation.get("parameters", []):
             if parameter["in"] == "header" and rng.random() < 0.1:
                 headers.append(f"{parameter['name']}: {rng.choice(INTEGERS) if rng.random() < 0.6 else 'x'}")
