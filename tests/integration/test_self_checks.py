@@ -146,7 +146,11 @@ def test_a_row_with_other_bits_alone_restarts_the_agents(
     """
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tests/support/faulty_agent"))
     monkeypatch.setenv("FAULTY_AGENT_FILE", str(tmp_path / "fault"))
-    settings = ["serving_config.row_check_interval=5", "serving_config.agent_ports=[0]", *overrides]
+    settings = [
+        "serving_config.row_check_interval=5", "serving_config.agent_ports=[0]",
+        "speculative_config.method=off",  # so that a text has a step for each token
+        *overrides,
+    ]  # fmt: skip
     with running_server(tmp_path / "server", settings) as server, ThreadPoolExecutor(3) as pool:
         prompts = [GOOD | {"prompt": [1, 310, number], "max_tokens": 150} for number in (300, 301, 302)]
         expected = list(pool.map(lambda body: text_of(server.post("/v1/completions", body)), prompts))
