@@ -47,7 +47,7 @@ class AccessControl:
     def usage(self, name: str) -> KeyUsage:
         """Return the present use of the quotas by all keys with this name.
 
-        The object survives a change of the key file.
+        When the key file is read again, the same object keeps its counts.
         """
         found = self._usages.get(name)
         if found is None:

@@ -89,7 +89,7 @@ class SchedulerLimits:
     """Tokens of a mixed step, including those of decoding sequences. None for the default of ``mixed_step_tokens``."""
     batching: BatchingStrategy = BatchingStrategy.CONTINUOUS
     batch_size: int | None = None
-    """Requests of a static or dynamic batch. None for the size of a decode step."""
+    """Number of requests in a static or dynamic batch. None: as many as a decode step can have."""
     batch_waiting_time: float = 0.0
     """Seconds that a prefill step, or a dynamic batch that is not full, waits for more requests."""
     decode_batch_waiting_time: float = 0.0

@@ -32,7 +32,7 @@ class EventFormat(Protocol):
         """Return the events of a piece of choice ``choice``. Empty if the piece has nothing for the client."""
 
     def last(self) -> bytes:
-        """Return the events after the last piece of the last choice."""
+        """Return the events that end the stream, after all choices have ended."""
 
     def error(self, reply: ErrorReply, /) -> bytes:
         """Return the event of an error that happened after the stream began."""

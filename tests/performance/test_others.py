@@ -44,7 +44,7 @@ def machine(user: float, steal: float, idle: float, own: list[float | None]) -> 
     [
         (109.0, 1.0, [3.0, 8.0], 0.0),  # all 9 s were used by the processes that belong to the measurement
         (112.0, 1.0, [3.0, 8.0], 0.15),  # 3 s more than these 9 s: another program used them
-        (109.0, 3.0, [3.0, 8.0], 0.1),  # 2 s that the hypervisor took away count as other programs
+        (109.0, 3.0, [3.0, 8.0], 0.1),  # 2 s of steal time count as time of other programs
         (109.0, 1.0, [2.0, 6.0, None], 0.15),
         # Processor times are rounded, so the time of other programs may be negative, which becomes 0.
         (100.0, 1.0, [3.0, 8.0], 0.0),

@@ -15,7 +15,7 @@ NUM_TOKENS = 64
 # are between 8 and 16. There, float16 rounds to multiples of 0.0078 and bfloat16 to multiples of 0.0625.
 TIE_MARGIN = {"float16": 0.02, "bfloat16": 0.35}
 MOST_TIES = {"float16": 0.01, "bfloat16": 0.05}
-"""Maximum fraction of positions with a tie."""
+"""Maximum fraction of positions at which a test accepts a tie of the best logits, by data type."""
 RELATIVE_TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
 """The margin of a tie as a multiple of the standard deviation of the oracle's logits, for any model."""
 

@@ -201,7 +201,7 @@ class ExpertRules:
         return self._wiring.operands(gather)[1] if gather is not None and is_renumbered else numbers
 
     def _own_counts(self, counts: Operand) -> Operand:
-        """Returns the counts of all experts, of which ``counts`` are those of the agent's experts."""
+        """Returns the counts of all experts. ``counts`` is the agent's part of them, or all of them."""
         gather = self._wiring.node_of(counts)
         is_part = self._is_divided and gather is not None and gather.primitive == "Gather"
         return self._wiring.operands(gather)[0] if gather is not None and is_part else counts
