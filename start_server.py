@@ -3,7 +3,7 @@
 
 import sys
 
-from llm_serving.own_python import use_own_python
+from llm_serving.commands.own_python import use_own_python
 
 if __name__ == "__main__":
     use_own_python()

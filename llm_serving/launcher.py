@@ -28,13 +28,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from llm_serving.assembly import make_engine, make_executors, wait_ready
+from llm_serving.access.listening import UNIX_MODES, listen, listen_unix
 from llm_serving.cli import EXIT_USAGE, Launch, launch_from_command_line
 from llm_serving.config import Config
 from llm_serving.config.source import unused_lines, unused_summary
+from llm_serving.engine.assembly import make_engine, make_executors, wait_ready
 from llm_serving.errors import ConfigError, EngineFailedError, LLMServingError
 from llm_serving.ipc.segment import remove_leftovers
-from llm_serving.listening import UNIX_MODES, listen, listen_unix
 from llm_serving.planning.machine import process_seconds
 from llm_serving.telemetry.progress import ProgressDisplay
 from llm_serving.version import __version__

@@ -9,7 +9,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 def run(module: str) -> None:
     """Runs ``main`` of a module and exits with its exit code."""
-    from llm_serving.own_python import TOOLS, use_own_python
+    from llm_serving.commands.own_python import TOOLS, use_own_python
 
     use_own_python(TOOLS)
     sys.exit(import_module(module).main())

@@ -15,7 +15,7 @@ if sys.version_info < (3, 10):  # noqa: UP036 - an old Python gets a message ins
     sys.stderr.write("error: Python 3.10 to 3.12 is needed, this is " + sys.version.split()[0] + "; run: make setup\n")
     sys.exit(1)
 
-from llm_serving.own_python import prefer_own_python
+from llm_serving.commands.own_python import prefer_own_python
 
 if __name__ == "__main__":
     prefer_own_python()

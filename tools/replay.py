@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_serving.own_python import TOOLS, use_own_python
+from llm_serving.commands.own_python import TOOLS, use_own_python
 
 use_own_python(TOOLS)
 

@@ -1,1 +1,1 @@
-"""Access control: API keys, their rights and quotas, encrypted connections, and the audit log."""
+"""Access control: API keys, their rights and quotas, listening sockets, encrypted connections, and the audit log."""

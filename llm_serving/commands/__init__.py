@@ -1,1 +1,1 @@
-"""The command ``llm-serving``: its sub-commands, their programs, and shell completion."""
+"""The command ``llm-serving``: its sub-commands, shell completion, and the choice of the Python for a program."""

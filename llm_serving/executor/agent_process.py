@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from llm_serving.access.listening import listen
 from llm_serving.errors import AgentStartError
 from llm_serving.executor.process_log import ProcessLog
 from llm_serving.ipc.bootstrap import Bootstrap, encode_bootstrap
-from llm_serving.listening import listen
 from llm_serving.telemetry.log_file import Rotation
 
 SECRET_BYTES = 32

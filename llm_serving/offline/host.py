@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from llm_serving.assembly import ProgressNote, make_engine, make_executors, wait_ready
 from llm_serving.config import Config
+from llm_serving.engine.assembly import ProgressNote, make_engine, make_executors, wait_ready
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import EngineFailedError
 from llm_serving.ipc.segment import remove_leftovers

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from llm_serving.access.listening import listen_unix
 from llm_serving.errors import ConfigError
-from llm_serving.listening import listen_unix
 from llm_serving.server.app import split_administration
 from llm_serving.server.run import Listener
 from support.access_keys import access_for, bearer

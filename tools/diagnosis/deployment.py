@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm_serving.access.listening import bound_socket
 from llm_serving.config import Config, load_config
 from llm_serving.config.lookup import has_ascend
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import LLMServingError
 from llm_serving.ipc.exchange import exchange_bytes
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout
-from llm_serving.listening import bound_socket
 from llm_serving.planning.auto_blocks import fit_sizes
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.rank_memory import format_bytes

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-VENV_PYTHON = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "python"
+VENV_PYTHON = Path(__file__).resolve().parents[2] / ".venv" / "bin" / "python"
 SERVING = ("msgspec", "mindspore")
 """Packages that show whether serving is installed."""
 TOOLS = (*SERVING, "rich", "matplotlib")

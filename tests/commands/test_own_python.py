@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_serving import own_python
+from llm_serving.commands import own_python
 
 
 def test_missing_packages_are_an_error_with_the_remedy(
