@@ -28,7 +28,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from llm_serving.access.listening import UNIX_MODES, listen, listen_unix
+from llm_serving.access.listening import Sockets, open_sockets
 from llm_serving.cli import EXIT_USAGE, Launch, launch_from_command_line
 from llm_serving.config import Config
 from llm_serving.config.source import unused_lines, unused_summary
@@ -43,8 +43,13 @@ if TYPE_CHECKING:
     from llm_serving.access.control import AccessControl
     from llm_serving.access.tls import ServerTls
     from llm_serving.engine.async_engine import AsyncEngine
+    from llm_serving.executor.agent_executor import AgentExecutor
+    from llm_serving.server.app import ServerApp
+    from llm_serving.server.batches.store import BatchStore
     from llm_serving.telemetry.log import EventLog
+    from llm_serving.telemetry.log_file import Rotation
     from llm_serving.telemetry.metrics import Metrics
+    from llm_serving.tracing.export import Tracing
 
 EXIT_FAILED = 1
 
@@ -91,87 +96,29 @@ class _Launcher:
             return await self._serve(owned)
 
     async def _serve(self, owned: ExitStack) -> int:
+        """Start all parts in order, serve until a signal or a failure, and stop. Returns the exit code."""
         config = self._config
-        settings = config.serving_config
-        http_socket = owned.enter_context(
-            listen(settings.server_ip, settings.server_port, backlog=2048, key="serving_config.server_port")
-        )
-        admin_socket, unix_socket = self._more_sockets(owned)
-        telemetry = config.telemetry_config
-        if telemetry.traces_endpoint is not None:
-            from llm_serving.tracing.export import check_packages
-
-            check_packages()  # before the agents start
-        executors = make_executors(config, self._display.update, owned)
-        leftovers = remove_leftovers()
-        # Started early, because the agents load the model while this process imports its modules.
-        for executor in executors:
-            executor.start()
-        self._seconds["agents_started"] = process_seconds()
-        from llm_serving.access.key_store import ENVIRONMENT_VARIABLE
-        from llm_serving.access.setup import open_access
-        from llm_serving.access.tls import open_tls
+        sockets = open_sockets(config.serving_config, owned)
+        self._check_packages()
+        # Early, because the agents load the model while this process imports its modules.
+        executors, leftovers = self._start_agents(owned)
         from llm_serving.engine.tokenizer_backends import load_tokenizer
-        from llm_serving.self_checks.canary import Canary
-        from llm_serving.server.app import create_app, split_administration
-        from llm_serving.server.run import Listener, serve
-        from llm_serving.telemetry.log import EventLog
-        from llm_serving.telemetry.log_file import Rotation, reopen_all
-        from llm_serving.telemetry.metrics import Metrics
+        from llm_serving.server.app import create_app
 
         tokenizer = load_tokenizer(config)
-        rotation = Rotation.of_mib(config.log_config.max_mib, config.log_config.keep_files)
-        log = owned.enter_context(EventLog(config.log_config.path, config.log_config.level, rotation=rotation))
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, reopen_all)
-        if leftovers:
-            log.event("leftovers_removed", names=leftovers)
-        log.event("server_start", version=__version__, pid=os.getpid(), config=asdict(config))
-        for line in unused_lines(config.unused):
-            log.event("settings_unused", message=line)
-        metrics = Metrics(vllm_model=config.model_name if telemetry.vllm_metric_names else None)
-        tracing = None
-        if telemetry.traces_endpoint is not None:
-            from llm_serving.tracing.export import Tracing
-
-            ratio = telemetry.trace_sample_ratio
-            tracing = Tracing(telemetry.traces_endpoint, ratio, config.model_name, __version__, metrics.trace_spans)
-            owned.callback(tracing.close)
-        keys = os.environ.get(ENVIRONMENT_VARIABLE, "")
-        tls = self._tls = open_tls(settings, log)
-        access = self._access = open_access(settings, keys, log, metrics.access_refused, rotation)
-        if access is not None and access.audit is not None:
-            owned.callback(access.audit.close)
-        self._watch_npus(metrics, owned)
-
+        log = self._open_log(leftovers, owned)
+        metrics = self._make_metrics(owned)
+        self._open_access(log, metrics, owned)
+        tracing, batches = self._open_tracing(metrics, owned), self._open_batches(log, owned)
         engine = make_engine(config, tokenizer, executors, log, metrics)
         engine.start()
+        app = create_app(engine, log, metrics, config, self._access, tracing, batches)
         stop_http = asyncio.Event()
-        batches = None
-        if config.batch_config.folder is not None:
-            from llm_serving.server.batches.store import BatchStore
-
-            batches = BatchStore(config.batch_config, partial(log.warning, event="batch_record_ignored"))
-            owned.callback(batches.close)
-        app, others = create_app(engine, log, metrics, config, access, tracing, batches), []
-        if admin_socket is not None:
-            app, administration = split_administration(app)
-            others.append(Listener(admin_socket, administration, tls=tls is not None))
-        if unix_socket is not None:
-            others.append(Listener(unix_socket, app))
-        drain_s = settings.drain_timeout_s
-        self._seconds["server_started"] = process_seconds()
-        http = asyncio.create_task(serve(app, http_socket, stop_http, drain_s=drain_s, tls=tls, others=others))
+        http = self._start_http(app, sockets, stop_http)
         try:
             started = await wait_ready(engine, lambda: self._stop.is_set() or http.done())
             if started:
-                _freeze_objects()
-                scheme = "http" if tls is None else "https"
-                admin_url = None if admin_socket is None else _url(scheme, admin_socket)
-                if settings.canary_interval_s and config.pooling is None:
-                    canary = asyncio.create_task(Canary(engine, log, metrics, settings.canary_interval_s).run())
-                    owned.callback(canary.cancel)
-                self._report_energy(metrics, log, owned)
-                self._say_ready(_url(scheme, http_socket), admin_url, log)
+                self._begin_service(engine, log, metrics, sockets, owned)
                 await self._wait_stop(engine, http)
             log.event("server_stop")
             stop_http.set()
@@ -187,18 +134,124 @@ class _Launcher:
             await asyncio.wait((http,))
             await engine.stop()
 
-    def _watch_npus(self, metrics: Metrics, owned: ExitStack) -> None:
-        """Add the state of the NPUs to the metrics if this machine has Ascends and their tool ``npu-smi``."""
+    def _check_packages(self) -> None:
+        """Raise ConfigError if the config asks for traces and their packages are missing. Call it before the agents
+        start.
+        """
+        if self._config.telemetry_config.traces_endpoint is not None:
+            from llm_serving.tracing.export import check_packages
+
+            check_packages()
+
+    def _start_agents(self, owned: ExitStack) -> tuple[list[AgentExecutor], list[str]]:
+        """Start the agents. Returns their executors, and the shared memory of dead servers that this call removed."""
+        executors = make_executors(self._config, self._display.update, owned)
+        leftovers = remove_leftovers()
+        for executor in executors:
+            executor.start()
+        self._seconds["agents_started"] = process_seconds()
+        return executors, leftovers
+
+    def _open_log(self, leftovers: list[str], owned: ExitStack) -> EventLog:
+        """Open the event log and write its first events. SIGUSR1 opens the files of all logs again."""
+        from llm_serving.telemetry.log import EventLog
+        from llm_serving.telemetry.log_file import reopen_all
+
+        settings = self._config.log_config
+        log = owned.enter_context(EventLog(settings.path, settings.level, rotation=self._rotation()))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, reopen_all)
+        if leftovers:
+            log.event("leftovers_removed", names=leftovers)
+        log.event("server_start", version=__version__, pid=os.getpid(), config=asdict(self._config))
+        for line in unused_lines(self._config.unused):
+            log.event("settings_unused", message=line)
+        return log
+
+    def _rotation(self) -> Rotation:
+        """Return the size and number of log files."""
+        from llm_serving.telemetry.log_file import Rotation
+
+        return Rotation.of_mib(self._config.log_config.max_mib, self._config.log_config.keep_files)
+
+    def _make_metrics(self, owned: ExitStack) -> Metrics:
+        """Make the metrics, with the state of the NPUs if this machine has Ascends and their tool ``npu-smi``."""
+        from llm_serving.telemetry.metrics import Metrics
         from llm_serving.telemetry.npu_metrics import NpuCollector
 
         config = self._config
-        if config.device != "Ascend" or not shutil.which("npu-smi"):
-            return
-        first = config.serving_config.start_device_id or config.context.device_id
-        npus = NpuCollector(first, config.parallel_config.world_size)
-        metrics.registry.register(npus)
-        npus.start()
-        owned.callback(npus.close)
+        has_vllm_names = config.telemetry_config.vllm_metric_names
+        metrics = Metrics(vllm_model=config.model_name if has_vllm_names else None)
+        if config.device == "Ascend" and shutil.which("npu-smi"):
+            first = config.serving_config.start_device_id or config.context.device_id
+            npus = NpuCollector(first, config.parallel_config.world_size)
+            metrics.registry.register(npus)
+            npus.start()
+            owned.callback(npus.close)
+        return metrics
+
+    def _open_access(self, log: EventLog, metrics: Metrics, owned: ExitStack) -> None:
+        """Read the certificate and the API keys, and open the audit log. Raises ConfigError if a file is wrong."""
+        from llm_serving.access.key_store import ENVIRONMENT_VARIABLE
+        from llm_serving.access.setup import open_access
+        from llm_serving.access.tls import open_tls
+
+        settings, keys = self._config.serving_config, os.environ.get(ENVIRONMENT_VARIABLE, "")
+        self._tls = open_tls(settings, log)
+        self._access = open_access(settings, keys, log, metrics.access_refused, self._rotation())
+        if self._access is not None and self._access.audit is not None:
+            owned.callback(self._access.audit.close)
+
+    def _open_tracing(self, metrics: Metrics, owned: ExitStack) -> Tracing | None:
+        """Return the exporter of spans, or None if the config asks for no traces."""
+        settings = self._config.telemetry_config
+        if settings.traces_endpoint is None:
+            return None
+        from llm_serving.tracing.export import Tracing
+
+        endpoint, ratio = settings.traces_endpoint, settings.trace_sample_ratio
+        tracing = Tracing(endpoint, ratio, self._config.model_name, __version__, metrics.trace_spans)
+        owned.callback(tracing.close)
+        return tracing
+
+    def _open_batches(self, log: EventLog, owned: ExitStack) -> BatchStore | None:
+        """Open the folder of files and batches. Returns None if the config names no folder."""
+        if self._config.batch_config.folder is None:
+            return None
+        from llm_serving.server.batches.store import BatchStore
+
+        batches = BatchStore(self._config.batch_config, partial(log.warning, event="batch_record_ignored"))
+        owned.callback(batches.close)
+        return batches
+
+    def _start_http(self, app: ServerApp, sockets: Sockets, stop: asyncio.Event) -> asyncio.Task[None]:
+        """Serve ``app`` on all sockets until ``stop`` is set. If there is a port for administration, only that port
+        serves the administration.
+        """
+        from llm_serving.server.app import split_administration
+        from llm_serving.server.run import Listener, serve
+
+        others = []
+        if sockets.admin is not None:
+            app, administration = split_administration(app)
+            others.append(Listener(sockets.admin, administration, tls=self._tls is not None))
+        if sockets.unix is not None:
+            others.append(Listener(sockets.unix, app))
+        self._seconds["server_started"] = process_seconds()
+        drain_s = self._config.serving_config.drain_timeout_s
+        return asyncio.create_task(serve(app, sockets.http, stop, drain_s=drain_s, tls=self._tls, others=others))
+
+    def _begin_service(
+        self, engine: AsyncEngine, log: EventLog, metrics: Metrics, sockets: Sockets, owned: ExitStack
+    ) -> None:
+        """Begin what runs only while the agents are ready, and say that the server is ready."""
+        _freeze_objects()
+        interval_s = self._config.serving_config.canary_interval_s
+        if interval_s and self._config.pooling is None:
+            from llm_serving.self_checks.canary import Canary
+
+            owned.callback(asyncio.create_task(Canary(engine, log, metrics, interval_s).run()).cancel)
+        self._report_energy(metrics, log, owned)
+        self._say_ready(sockets, log)
 
     def _report_energy(self, metrics: Metrics, log: EventLog, owned: ExitStack) -> None:
         """Add energy and processor time to the metrics, and log them repeatedly if the config asks for it."""
@@ -209,20 +262,6 @@ class _Launcher:
         interval_s = self._config.power.report_interval_s
         if interval_s:
             owned.callback(asyncio.create_task(meter.report(log, interval_s)).cancel)
-
-    def _more_sockets(self, owned: ExitStack) -> tuple[socket.socket | None, socket.socket | None]:
-        """Listen on the port for administration and on the UNIX socket, and return both sockets.
-
-        In the result, None means that the config does not ask for this socket.
-        """
-        settings, admin_socket, unix_socket = self._config.serving_config, None, None
-        if settings.admin_port is not None:
-            key = "serving_config.admin_port"
-            admin_socket = owned.enter_context(listen(settings.admin_ip, settings.admin_port, backlog=2048, key=key))
-        if settings.unix_socket is not None:
-            mode = UNIX_MODES[settings.unix_socket_users]
-            unix_socket = owned.enter_context(listen_unix(settings.unix_socket, mode, backlog=2048))
-        return admin_socket, unix_socket
 
     async def _wait_stop(self, engine: AsyncEngine, http: asyncio.Task[None]) -> None:
         """Wait for a signal, or until the engine or the HTTP server ends."""
@@ -241,12 +280,15 @@ class _Launcher:
             return EngineFailedError(f"the HTTP server stopped: {http.exception()!r}")
         return None
 
-    def _say_ready(self, url: str, admin_url: str | None, log: EventLog) -> None:
+    def _say_ready(self, sockets: Sockets, log: EventLog) -> None:
+        scheme = "http" if self._tls is None else "https"
+        url = _url(scheme, sockets.http)
+        admin_url = None if sockets.admin is None else _url(scheme, sockets.admin)
         seconds = process_seconds()
         self._display.note(f"ready in {seconds:.1f} s; log: {self._config.log_config.path}; Ctrl-C stops")
         if admin_url is not None:
             self._display.note(f"administration on {admin_url}")
-        if self._config.serving_config.unix_socket is not None:
+        if sockets.unix is not None:
             self._display.note(f"also on the UNIX socket {self._config.serving_config.unix_socket}")
         self._display.close()
         self._seconds["start"] = seconds

@@ -7,12 +7,45 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import NamedTuple
 
+from llm_serving.config.sections import ServingConfig
 from llm_serving.errors import ConfigError
+
+BACKLOG = 2048
+"""Maximum number of connections of a listening socket that wait to be accepted."""
 
 UNIX_MODES = {"owner": 0o600, "group": 0o660, "all": 0o666}
 """Permission bits of a UNIX socket for each value of ``serving_config.unix_socket_users``."""
 _UNIX_KEY = "serving_config.unix_socket"
+
+
+class Sockets(NamedTuple):
+    """The listening sockets of the server. None: the config does not ask for this socket."""
+
+    http: socket.socket
+    admin: socket.socket | None
+    """For administration."""
+    unix: socket.socket | None
+    """For programs on the same machine."""
+
+
+def open_sockets(settings: ServingConfig, owned: ExitStack) -> Sockets:
+    """Listen on the ports and on the UNIX socket that the config names. ``owned`` closes the sockets.
+
+    Raises ConfigError if one of them is in use.
+    """
+    key = "serving_config.server_port"
+    http = owned.enter_context(listen(settings.server_ip, settings.server_port, backlog=BACKLOG, key=key))
+    admin, unix = None, None
+    if settings.admin_port is not None:
+        key = "serving_config.admin_port"
+        admin = owned.enter_context(listen(settings.admin_ip, settings.admin_port, backlog=BACKLOG, key=key))
+    if settings.unix_socket is not None:
+        mode = UNIX_MODES[settings.unix_socket_users]
+        unix = owned.enter_context(listen_unix(settings.unix_socket, mode, backlog=BACKLOG))
+    return Sockets(http, admin, unix)
 
 
 def bound_socket(ip: str, port: int) -> socket.socket:

@@ -15,6 +15,7 @@ from typing import Any
 
 import uvicorn
 
+from llm_serving.access.listening import BACKLOG
 from llm_serving.access.tls import ServerTls
 from llm_serving.server.app import ServerApp
 from llm_serving.server.batches.endpoints import BATCH_ENDPOINTS
@@ -28,8 +29,6 @@ CLOSE_S = 1.0
 """Seconds in which clients can read the last bytes after all requests have ended. Then connections are closed."""
 RESERVED_FILES = 128
 """File descriptors that connections do not use: for agents, logs and shared memory."""
-BACKLOG = 2048
-"""Maximum number of connections of a listener that wait to be accepted."""
 TICK_S = 1.0
 """Seconds between updates of the response header ``Date``."""
 
