@@ -38,6 +38,8 @@ class StepMasks:
 
     def __init__(self, publish: Publish) -> None:
         self._publish = publish
+        self._free_requests: list[Request] | None = None
+        """The requests of the last step without constraints. Decode steps of one batch share this list."""
         self._prepared: dict[Request, list[Mask]] = {}
         """The masks of the tokens after each of a request's drafts, until its next token."""
         self._sampling: dict[int, list[Request]] = {}
@@ -61,8 +63,11 @@ class StepMasks:
 
         If the step verifies drafts of a request, the masks of all its entries must have been prepared.
         """
+        if step.requests is self._free_requests:
+            return
         constrained = step.constrained
         if not constrained:
+            self._free_requests = step.requests
             return
         requests = [step.requests[index] for index in constrained]
         pending, num_drafts = _Pending(step.seq, [], 0), 0
