@@ -20,12 +20,13 @@ from llm_serving.offline.outputs import Output, embedding_of, output_of
 from llm_serving.offline.progress import call_progress
 from llm_serving.offline.requests import Sampling, bodies_of, conversations_of, prompts_of
 from llm_serving.offline.settings import config_of
-from llm_serving.server import embeddings, openai_chat, openai_completions
+from llm_serving.server.openai import chat, completions
+from llm_serving.server.pooling import embeddings
 from llm_serving.server.state import Endpoint
 from llm_serving.telemetry.progress import ProgressDisplay
 
-_COMPLETIONS, *_ = openai_completions.ENDPOINTS
-_CHAT, *_ = openai_chat.ENDPOINTS
+_COMPLETIONS, *_ = completions.ENDPOINTS
+_CHAT, *_ = chat.ENDPOINTS
 _EMBEDDINGS, *_ = embeddings.ENDPOINTS
 
 

@@ -17,14 +17,14 @@ from llm_serving.config import Config
 from llm_serving.constraints.compiler import GrammarCompiler
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.batches.store import BatchStore
-from llm_serving.server.cors import cors_headers, preflight_response
 from llm_serving.server.errors import ClientGoneError, error_reply, note_error
-from llm_serving.server.generation import GENERATION, Generation
-from llm_serving.server.guard import check_origin
-from llm_serving.server.http_protocol import RECEIVED_AT, STREAM_CHANNEL
+from llm_serving.server.fields.validation import clip
+from llm_serving.server.generation.sequences import GENERATION, Generation
+from llm_serving.server.http.cors import cors_headers, preflight_response
+from llm_serving.server.http.guard import check_origin
+from llm_serving.server.http.protocol import RECEIVED_AT, STREAM_CHANNEL
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.state import AnyResponse, Endpoint, ServerSettings, ServerState
-from llm_serving.server.validation import clip
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.tracing.export import Tracing

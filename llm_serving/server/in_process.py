@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.types import Message, Scope
 
-from llm_serving.server.generation import GENERATION, Generation
-from llm_serving.server.http_protocol import RECEIVED_AT
+from llm_serving.server.generation.sequences import GENERATION, Generation
+from llm_serving.server.http.protocol import RECEIVED_AT
 from llm_serving.server.state import Handler, ServerState
 
 

@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.server import openapi_errors
-from llm_serving.server.body import json_response
 from llm_serving.server.errors import has_anthropic_errors, has_kserve_errors
-from llm_serving.server.scheduling import SCHEDULING_HEADERS, SchedulingFields
+from llm_serving.server.fields.validation import clip
+from llm_serving.server.generation.scheduling import SCHEDULING_HEADERS, SchedulingFields
+from llm_serving.server.http.body import json_response
 from llm_serving.server.state import Endpoint, ServerState
-from llm_serving.server.validation import clip
 from llm_serving.version import __version__
 from llm_serving.web.files import POLICY, static_files
 
@@ -135,9 +135,12 @@ def openapi_document(endpoints: Sequence[Endpoint], version: str, *, has_keys: b
         "paths": paths,
         **openapi_errors.security(has_keys=has_keys),
         "components": {
-            "schemas": {**schemas.get("$defs", {}), "Error": openapi_errors.ERROR_SCHEMA,
-                        "AnthropicError": openapi_errors.ANTHROPIC_ERROR_SCHEMA,
-                        "KServeError": openapi_errors.KSERVE_ERROR_SCHEMA},
+            "schemas": {
+                **schemas.get("$defs", {}),
+                "Error": openapi_errors.ERROR_SCHEMA,
+                "AnthropicError": openapi_errors.ANTHROPIC_ERROR_SCHEMA,
+                "KServeError": openapi_errors.KSERVE_ERROR_SCHEMA,
+            },
             **openapi_errors.components(_REF + "Error", has_keys=has_keys),
         },
     }

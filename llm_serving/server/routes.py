@@ -5,23 +5,15 @@ To add an endpoint, write a module with an ``ENDPOINTS`` tuple and add one line 
 
 from __future__ import annotations
 
-from llm_serving.server import (
-    adapters,
-    admin,
-    chat,
-    classification,
-    embeddings,
-    generate,
-    openai_chat,
-    openai_completions,
-    pages,
-    profile,
-    ranking,
-    receipts,
-)
+from llm_serving.server import pages
 from llm_serving.server.batches import endpoints as batches
 from llm_serving.server.kserve import endpoints as kserve
 from llm_serving.server.messages import endpoints as messages
+from llm_serving.server.openai import chat as openai_chat
+from llm_serving.server.openai import completions as openai_completions
+from llm_serving.server.operations import adapters, admin, profile, receipts
+from llm_serving.server.pooling import classification, embeddings, ranking
+from llm_serving.server.published import chat, generate
 from llm_serving.server.responses import endpoints as responses
 
 ENDPOINTS = (

@@ -20,10 +20,10 @@ from llm_serving.access.tls import ServerTls
 from llm_serving.server.app import ServerApp
 from llm_serving.server.batches.endpoints import BATCH_ENDPOINTS
 from llm_serving.server.batches.runner import BatchRunner
-from llm_serving.server.http_protocol import BoundedHttpProtocol, ConnectionRules
+from llm_serving.server.http.protocol import BoundedHttpProtocol, ConnectionRules
+from llm_serving.server.http.proxies import TrustedProxies
+from llm_serving.server.http.tls_listener import TlsListener
 from llm_serving.server.limits import KEEP_ALIVE_S
-from llm_serving.server.proxies import TrustedProxies
-from llm_serving.server.tls_listener import TlsListener
 
 CLOSE_S = 1.0
 """Seconds in which clients can read the last bytes after all requests have ended. Then connections are closed."""

@@ -24,12 +24,12 @@ from llm_serving.model.pooling import Pooling
 from llm_serving.parsing.formats import AUTO, OutputFormat
 from llm_serving.server.batches.store import BatchStore
 from llm_serving.server.errors import UnavailableError
-from llm_serving.server.lifecycle import ActiveRequests
+from llm_serving.server.fields.validation import RequestModel, short
+from llm_serving.server.http.lifecycle import ActiveRequests
+from llm_serving.server.http.loop_watch import LoopWatch
 from llm_serving.server.limits import DEFAULT_REQUEST_CONTEXTS
-from llm_serving.server.loop_watch import LoopWatch
-from llm_serving.server.request_ids import RequestIds
+from llm_serving.server.published.request_ids import RequestIds
 from llm_serving.server.responses.store import ResponseStore
-from llm_serving.server.validation import RequestModel, short
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.tracing.export import Tracing

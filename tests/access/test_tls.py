@@ -17,7 +17,7 @@ import pytest
 
 from llm_serving.access.tls import ServerTls
 from llm_serving.errors import ConfigError
-from llm_serving.server import tls_listener
+from llm_serving.server.http import tls_listener
 from support.access_keys import SilentLog, access_for, secret_of
 from support.certificates import client_context, make_authority, make_certificate
 from support.fake_engine import FakeEngine

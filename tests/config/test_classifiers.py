@@ -11,7 +11,7 @@ import pytest
 
 from llm_serving.errors import CheckpointError
 from llm_serving.model.pooling import IDENTITY, SIGMOID, SOFTMAX, is_classifier, read_classifier
-from llm_serving.server.classification import probabilities
+from llm_serving.server.pooling.classification import probabilities
 
 ARCHITECTURE = {"architectures": ["Qwen3ForSequenceClassification"]}
 

@@ -28,7 +28,7 @@ from support.call_trace import RECORD_VARIABLE, Call, CallRecorder, named_calls,
 from support.small_configs import REPOSITORY, small_config
 
 POINTS = (
-    "llm_serving/server/body.py:read_request",
+    "llm_serving/server/http/body.py:read_request",
     "llm_serving/engine/chat_template.py:ChatTemplate.render",
     "llm_serving/engine/tokenizer_backends.py:FastTokenizer.encode",
     "llm_serving/engine/core.py:EngineCore.submit",
@@ -46,8 +46,8 @@ POINTS = (
     "llm_serving/scheduler/lifecycle.py:Lifecycle.take_result",
     "llm_serving/engine/detokenizer.py:IncrementalDetokenizer.append",
     "llm_serving/engine/async_engine.py:AsyncEngine._deliver",
-    "llm_serving/server/openai_chat.py:ChatStream.events",
-    "llm_serving/server/http_protocol.py:StreamChannel.write",
+    "llm_serving/server/openai/chat.py:ChatStream.events",
+    "llm_serving/server/http/protocol.py:StreamChannel.write",
 )
 """In order, the calls where the request changes its form, or goes to another thread or process."""
 

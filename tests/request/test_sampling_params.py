@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from agent.kernels.sample_call import SAMPLE_INPUTS, _SampleArgs
 from llm_serving.ipc.shm import SlotLayout, SlotLimits, StepSlot
 from llm_serving.sampling_params import PARAMETERS, SAMPLER_PARAMETERS, SamplingParams
-from llm_serving.server.protocol import SamplingFields
-from llm_serving.server.sampling import base_sampling
+from llm_serving.server.fields.shared import SamplingFields
+from llm_serving.server.generation.sampling import base_sampling
 from support.small_configs import REPOSITORY
 
 RANGED = [each for each in PARAMETERS.values() if each.low is not None or each.above is not None]

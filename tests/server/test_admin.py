@@ -11,7 +11,7 @@ from llm_serving.errors import AgentLostError, ContextLengthError, EngineFailedE
 from llm_serving.request import Blocked, FinishReason, RequestOutput, RequestTimings
 from llm_serving.scheduler.figures import Figures
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
-from llm_serving.server.sampling import choice_seed
+from llm_serving.server.generation.sampling import choice_seed
 from llm_serving.server.state import ServerSettings
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.receipt import BlockReason

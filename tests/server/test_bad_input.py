@@ -11,7 +11,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from llm_serving.server.errors import ForbiddenError
-from llm_serving.server.guard import check_origin
+from llm_serving.server.http.guard import check_origin
 from llm_serving.server.state import ServerSettings
 from support.http_server import MAX_BODY_BYTES, http_request, read_response
 from support.small_configs import small_config

@@ -13,8 +13,8 @@ from support.small_configs import REPOSITORY
 PROGRAM = """
 import resource, sys
 import psutil
-from llm_serving.server.body import _parse
-from llm_serving.server.admin import TokenizeRequest
+from llm_serving.server.http.body import _parse
+from llm_serving.server.operations.admin import TokenizeRequest
 
 body = b'{"prompt": "' + b"a " * 1_000_000 + b'"}'
 _parse(TokenizeRequest, b'{"prompt": "a"}')

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 from llm_serving.engine.outputs import MERGE_AT
 from llm_serving.request import FinishReason, RequestOutput, TokenLogits
+from llm_serving.server.http.sse import EventStream
 from llm_serving.server.limits import INLINE_ITEMS
-from llm_serving.server.sse import EventStream
 from support.http_server import http_request, read_response, wait_until
 
 STREAM = {"prompt": "a", "max_tokens": 100, "stream": True}

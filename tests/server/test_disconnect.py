@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from llm_serving.server import body as body_module
-from llm_serving.server import http_protocol
+from llm_serving.server.http import body as body_module
+from llm_serving.server.http import protocol as http_protocol
 from support.http_server import MAX_BODY_BYTES, http_request, read_response, wait_until
 
 SLOW = {"prompt": "a", "max_tokens": 100}

@@ -12,9 +12,9 @@ import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from llm_serving.engine.tokenizer import Tokenizer
-from llm_serving.server import body as body_module
-from llm_serving.server import http_protocol
-from llm_serving.server.http_protocol import BoundedHttpProtocol
+from llm_serving.server.http import body as body_module
+from llm_serving.server.http import protocol as http_protocol
+from llm_serving.server.http.protocol import BoundedHttpProtocol
 from llm_serving.server.limits import INLINE_ITEMS, MAX_DETOKENIZE, MAX_JSON_OBJECTS, MAX_JSON_VALUES
 from support.fake_engine import FakeEngine
 from support.http_server import http_request, read_response, running, wait_until

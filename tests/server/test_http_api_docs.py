@@ -6,15 +6,13 @@ import shlex
 
 import pytest
 
-from llm_serving.server import classification, embeddings, ranking
+from llm_serving.server.pooling import classification, embeddings, ranking
 from llm_serving.server.routes import ENDPOINTS
 from support.fake_engine import MODEL_NAME
 from support.small_configs import REPOSITORY
 
 TEXT = (REPOSITORY / "docs" / "http_api.md").read_text("utf-8")
-POOLED = {
-    endpoint.path for endpoint in (*embeddings.ENDPOINTS, *ranking.ENDPOINTS, *classification.ENDPOINTS)
-}
+POOLED = {endpoint.path for endpoint in (*embeddings.ENDPOINTS, *ranking.ENDPOINTS, *classification.ENDPOINTS)}
 """Endpoints that a server of text refuses. tests/integration/test_embeddings.py runs them."""
 BASE = "http://127.0.0.1:8835"
 
@@ -51,8 +49,14 @@ EXAMPLES = examples()
 
 
 def test_every_endpoint_is_described_with_an_example():
-    names = {"MODEL": "{name}", "REQUEST": "{request_id}", "RESPONSE": "{response_id}", "FILE": "{file_id}",
-             "BATCH": "{batch_id}", "chat.html": "{file}"}
+    names = {
+        "MODEL": "{name}",
+        "REQUEST": "{request_id}",
+        "RESPONSE": "{response_id}",
+        "FILE": "{file_id}",
+        "BATCH": "{batch_id}",
+        "chat.html": "{file}",
+    }
     shown = set()
     for method, url, _ in EXAMPLES:
         path = url.partition("?")[0]

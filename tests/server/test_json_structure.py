@@ -10,8 +10,8 @@ import random
 
 import pytest
 
-from llm_serving.server import json_structure
-from llm_serving.server.json_structure import count_keys, structure_of
+from llm_serving.server.http import json_structure
+from llm_serving.server.http.json_structure import count_keys, structure_of
 
 TEXTS = ["", '"', "\\", '\\"', "a\\\\", "[{,:}]", "é😀", "a" * 9]
 

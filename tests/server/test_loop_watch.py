@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from llm_serving.server import loop_watch
-from llm_serving.server.loop_watch import LoopWatch
+from llm_serving.server.http import loop_watch
+from llm_serving.server.http.loop_watch import LoopWatch
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from llm_serving.server.http_protocol import MAX_AGE_S, age_of
-from llm_serving.server.proxies import TrustedProxies
+from llm_serving.server.http.protocol import MAX_AGE_S, age_of
+from llm_serving.server.http.proxies import TrustedProxies
 from support.fake_engine import FakeEngine
 from support.http_server import running
 

@@ -11,11 +11,12 @@ import threading
 import pytest
 
 from llm_serving.errors import RequestError
-from llm_serving.server import json_pieces, openai_chat
-from llm_serving.server.json_pieces import EncodedList, encode_in_pieces
+from llm_serving.server.generation.work import check_beams, check_work
+from llm_serving.server.http import json_pieces
+from llm_serving.server.http.json_pieces import EncodedList, encode_in_pieces
 from llm_serving.server.limits import INLINE_ITEMS, MAX_LOGPROB_ENTRIES
+from llm_serving.server.openai import chat as openai_chat
 from llm_serving.server.state import ServerSettings
-from llm_serving.server.work import check_beams, check_work
 from support.fake_engine import FakeEngine
 from support.http_server import running
 

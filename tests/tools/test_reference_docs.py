@@ -102,7 +102,7 @@ def test_the_fields_that_are_built_as_dictionaries_are_declared() -> None:
     for module, function, event in (
         ("llm_serving/engine/request_log.py", "request_end", "request_end"),
         ("llm_serving/engine/state_line.py", "take", "engine_state"),
-        ("llm_serving/server/generation.py", "_log_arrival", "request_arrival"),
+        ("llm_serving/server/generation/sequences.py", "_log_arrival", "request_arrival"),
     ):
         tree = ast.parse((REPOSITORY / module).read_text("utf-8"))
         body = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 
 from llm_serving.sampling_params import PARAMETERS, SamplingParameter, SamplingParams
-from llm_serving.server.protocol import SamplingFields
+from llm_serving.server.fields.shared import SamplingFields
 
 INTRODUCTION = """\
 # Sampling parameters

@@ -11,16 +11,17 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llm_serving.server import embeddings, openai_chat, openai_completions
 from llm_serving.server.batches import files
 from llm_serving.server.batches.files import page_of, store_of
 from llm_serving.server.batches.records import Batch
 from llm_serving.server.batches.store import new_batch_id, new_file_id
-from llm_serving.server.body import json_response, read_request
+from llm_serving.server.fields.validation import StrictModel, short
+from llm_serving.server.generation.scheduling import tenant_of
+from llm_serving.server.http.body import json_response, read_request
 from llm_serving.server.limits import MAX_NAME_CHARS
-from llm_serving.server.scheduling import tenant_of
+from llm_serving.server.openai import chat, completions
+from llm_serving.server.pooling import embeddings
 from llm_serving.server.state import Endpoint, ServerState
-from llm_serving.server.validation import StrictModel, short
 
 MAX_METADATA = 16
 MAX_METADATA_CHARS = 512
@@ -30,8 +31,7 @@ _HOUR_S = 3600
 _WINDOW = re.compile(r"([0-9]{1,4})([hd])")
 
 BATCH_ENDPOINTS = {
-    endpoint.path: endpoint
-    for endpoint in (*openai_chat.ENDPOINTS, *openai_completions.ENDPOINTS, *embeddings.ENDPOINTS)
+    endpoint.path: endpoint for endpoint in (*chat.ENDPOINTS, *completions.ENDPOINTS, *embeddings.ENDPOINTS)
 }
 """The endpoints whose requests a batch may have, by path."""
 

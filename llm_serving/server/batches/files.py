@@ -17,12 +17,12 @@ from llm_serving.server.batches.errors import BatchesOffError
 from llm_serving.server.batches.multipart import FormParser, InvalidFormError, PartBegin, boundary_of
 from llm_serving.server.batches.records import INPUT_PURPOSE, StoredFile
 from llm_serving.server.batches.store import BatchStore, Upload
-from llm_serving.server.body import drain_body, json_response
 from llm_serving.server.errors import ClientGoneError
+from llm_serving.server.fields.validation import StrictModel, clip, short
+from llm_serving.server.generation.scheduling import tenant_of
+from llm_serving.server.http.body import drain_body, json_response
 from llm_serving.server.limits import MAX_NAME_CHARS
-from llm_serving.server.scheduling import tenant_of
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
-from llm_serving.server.validation import StrictModel, clip, short
 
 MAX_PAGE = 10_000
 _MAX_FIELD_BYTES = 1024
@@ -211,9 +211,7 @@ class _FileContent:
 
 
 ENDPOINTS = (
-    Endpoint(
-        "POST", "/v1/files", _create_file, "OpenAI: upload a file.", UploadForm, media_type="multipart/form-data"
-    ),
+    Endpoint("POST", "/v1/files", _create_file, "OpenAI: upload a file.", UploadForm, media_type="multipart/form-data"),
     Endpoint("GET", "/v1/files", _list_files, "OpenAI: the files of the API key."),
     Endpoint("GET", "/v1/files/{file_id}", _get_file, "OpenAI: facts about a file."),
     Endpoint("GET", "/v1/files/{file_id}/content", _get_content, "OpenAI: the content of a file."),

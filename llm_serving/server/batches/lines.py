@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
+from llm_serving.server.fields.validation import short
 from llm_serving.server.limits import MAX_NAME_CHARS, MAX_PRIORITY
-from llm_serving.server.validation import short
 
 _MEMBERS = {"custom_id", "method", "url", "body"}
 _ENTRY_ID = re.compile(rb'^{"id":"batch_req_[0-9a-f]+_([0-9]{1,9})"')

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llm_serving.errors import RequestError
-from llm_serving.server.validation import clip
+from llm_serving.server.fields.validation import clip
 
 MAX_HEADER_BYTES = 8192
 MAX_PARTS = 8

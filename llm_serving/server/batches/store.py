@@ -50,7 +50,7 @@ from llm_serving.server.batches.records import (
     encoded,
 )
 from llm_serving.server.errors import PayloadTooLargeError
-from llm_serving.server.validation import short
+from llm_serving.server.fields.validation import short
 
 T = TypeVar("T")
 MIN_FILE_BYTES = 4096
@@ -198,9 +198,7 @@ class BatchStore:
         """Return a batch of a tenant. Raises UnknownBatchError."""
         found = self._found(owner).batches.get(batch_id)
         if found is None:
-            raise UnknownBatchError(
-                f"The batch {short(batch_id)} does not exist for this API key.", param="batch_id"
-            )
+            raise UnknownBatchError(f"The batch {short(batch_id)} does not exist for this API key.", param="batch_id")
         return found
 
     def cancel_batch(self, owner: str, batch_id: str) -> Batch:

@@ -10,10 +10,13 @@ from starlette.responses import Response
 
 from llm_serving.errors import RequestError
 from llm_serving.request import RequestOutput
-from llm_serving.server.admin import is_ready
-from llm_serving.server.body import json_response, read_request, whole_response
 from llm_serving.server.errors import ErrorReply
-from llm_serving.server.generation import Answer, Generation, count_items
+from llm_serving.server.generation.sampling import Choice
+from llm_serving.server.generation.scheduling import tenant_of
+from llm_serving.server.generation.sequences import Answer, Generation, count_items
+from llm_serving.server.http.body import json_response, read_request, whole_response
+from llm_serving.server.http.lifecycle import run_while_connected
+from llm_serving.server.http.sse import EventStream
 from llm_serving.server.kserve.fields import (
     FINISH_REASON,
     INPUT_IDS,
@@ -26,11 +29,8 @@ from llm_serving.server.kserve.fields import (
     read_tensors,
     wanted_outputs,
 )
-from llm_serving.server.lifecycle import run_while_connected
-from llm_serving.server.openai_completions import CompletionRequest, start_completion
-from llm_serving.server.sampling import Choice
-from llm_serving.server.scheduling import tenant_of
-from llm_serving.server.sse import EventStream
+from llm_serving.server.openai.completions import CompletionRequest, start_completion
+from llm_serving.server.operations.admin import is_ready
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 from llm_serving.version import __version__
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from llm_serving.errors import RequestError
+from llm_serving.server.fields.validation import StrictModel, request_error, short
 from llm_serving.server.limits import MAX_NAME_CHARS, MAX_PROMPTS
-from llm_serving.server.openai_completions import CompletionRequest
-from llm_serving.server.validation import StrictModel, request_error, short
+from llm_serving.server.openai.completions import CompletionRequest
 
 TEXT_INPUT = "text_input"
 INPUT_IDS = "input_ids"

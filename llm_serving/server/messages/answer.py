@@ -8,12 +8,12 @@ from typing import Any
 import orjson
 
 from llm_serving.request import FinishReason, RequestOutput
-from llm_serving.server.answer_plan import AnswerPlan
 from llm_serving.server.errors import ErrorReply
-from llm_serving.server.generation import Answer, Generation
+from llm_serving.server.generation.answer_plan import AnswerPlan
+from llm_serving.server.generation.piece_reader import PieceReader
+from llm_serving.server.generation.sampling import Choice
+from llm_serving.server.generation.sequences import Answer, Generation
 from llm_serving.server.messages.blocks import BlockWriter, blocks_of
-from llm_serving.server.piece_reader import PieceReader
-from llm_serving.server.sampling import Choice
 
 
 def call_id(plan: AnswerPlan | None) -> str:

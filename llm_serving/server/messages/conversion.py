@@ -9,6 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from llm_serving.errors import RequestError
+from llm_serving.server.fields.renamed import renamed
+from llm_serving.server.fields.validation import request_error, short
+from llm_serving.server.generation.scheduling import SchedulingFields
 from llm_serving.server.messages.fields import (
     ConversationFields,
     InputMessage,
@@ -18,10 +21,7 @@ from llm_serving.server.messages.fields import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from llm_serving.server.openai_chat import ChatRequest
-from llm_serving.server.renamed import renamed
-from llm_serving.server.scheduling import SchedulingFields
-from llm_serving.server.validation import request_error, short
+from llm_serving.server.openai.chat import ChatRequest
 
 _FIELDS = (
     (r"tools\[(\d+)\]\.function\.parameters", r"tools[\1].input_schema"),

@@ -5,15 +5,15 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from llm_serving.errors import RequestError
-from llm_serving.server.body import ModelT, json_response, read_request, whole_response
-from llm_serving.server.generation import count_items
-from llm_serving.server.lifecycle import run_while_connected
+from llm_serving.server.generation.scheduling import tenant_of
+from llm_serving.server.generation.sequences import count_items
+from llm_serving.server.http.body import ModelT, json_response, read_request, whole_response
+from llm_serving.server.http.lifecycle import run_while_connected
+from llm_serving.server.http.sse import EventStream
 from llm_serving.server.messages.answer import MessageStream, message_of
 from llm_serving.server.messages.conversion import chat_request, named_back, without_tags
 from llm_serving.server.messages.fields import CountRequest, MessagesRequest
-from llm_serving.server.openai_chat import chat_prompt, start_chat
-from llm_serving.server.scheduling import tenant_of
-from llm_serving.server.sse import EventStream
+from llm_serving.server.openai.chat import chat_prompt, start_chat
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
 

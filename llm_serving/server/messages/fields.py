@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from llm_serving.server.fields.shared import Name, StopStrings, Temperature, TopK, TopP
+from llm_serving.server.fields.tools import ToolName
+from llm_serving.server.fields.validation import StrictModel, short
+from llm_serving.server.generation.scheduling import SchedulingFields
 from llm_serving.server.limits import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
-from llm_serving.server.protocol import Name, StopStrings, Temperature, TopK, TopP
-from llm_serving.server.scheduling import SchedulingFields
-from llm_serving.server.tool_fields import ToolName
-from llm_serving.server.validation import StrictModel, short
 
 _CACHE = frozenset({"cache_control"})
 """Fields that have no effect. The prefix cache finds equal prefixes by itself, so clients need not mark them."""

@@ -8,16 +8,16 @@ from typing import Any
 import orjson
 
 from llm_serving.request import FinishReason, RequestOutput
-from llm_serving.server.answer_plan import AnswerPlan
 from llm_serving.server.errors import ErrorReply
-from llm_serving.server.generation import Answer, Generation
-from llm_serving.server.piece_reader import PieceReader
+from llm_serving.server.generation.answer_plan import AnswerPlan
+from llm_serving.server.generation.piece_reader import PieceReader
+from llm_serving.server.generation.sampling import Choice
+from llm_serving.server.generation.sequences import Answer, Generation
+from llm_serving.server.generation.work import off_loop
 from llm_serving.server.responses.conversion import answer_message
 from llm_serving.server.responses.fields import ResponsesRequest
 from llm_serving.server.responses.items import ItemWriter
 from llm_serving.server.responses.store import StoredResponse
-from llm_serving.server.sampling import Choice
-from llm_serving.server.work import off_loop
 
 
 class Responder:

@@ -8,8 +8,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from llm_serving.errors import RequestError
-from llm_serving.server.openai_chat import ChatRequest
-from llm_serving.server.renamed import renamed
+from llm_serving.server.fields.renamed import renamed
+from llm_serving.server.fields.validation import request_error
+from llm_serving.server.generation.scheduling import SchedulingFields
+from llm_serving.server.openai.chat import ChatRequest
 from llm_serving.server.responses.fields import (
     CallItem,
     MessageItem,
@@ -18,8 +20,6 @@ from llm_serving.server.responses.fields import (
     ResponsesRequest,
     TextPart,
 )
-from llm_serving.server.scheduling import SchedulingFields
-from llm_serving.server.validation import request_error
 
 _FIELDS = (
     (r"tools\[(\d+)\]\.function", r"tools[\1]"),

@@ -9,18 +9,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.errors import RequestError
-from llm_serving.server.body import json_response, read_request, whole_response
-from llm_serving.server.generation import count_items
-from llm_serving.server.lifecycle import run_while_connected
-from llm_serving.server.openai_chat import start_chat
+from llm_serving.server.fields.validation import short
+from llm_serving.server.generation.scheduling import tenant_of
+from llm_serving.server.generation.sequences import count_items
+from llm_serving.server.http.body import json_response, read_request, whole_response
+from llm_serving.server.http.lifecycle import run_while_connected
+from llm_serving.server.http.sse import EventStream
+from llm_serving.server.openai.chat import start_chat
 from llm_serving.server.responses.answer import Responder, ResponseStream
 from llm_serving.server.responses.conversion import chat_request, conversation, named_back, without_tags
 from llm_serving.server.responses.fields import ResponsesRequest
 from llm_serving.server.responses.store import StoredResponse
-from llm_serving.server.scheduling import tenant_of
-from llm_serving.server.sse import EventStream
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
-from llm_serving.server.validation import short
 
 
 class UnknownResponseError(RequestError):

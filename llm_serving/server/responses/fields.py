@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from llm_serving.server.fields.shared import IGNORED, MaxTokens, Name, Temperature, TopP
+from llm_serving.server.fields.tools import ToolName
+from llm_serving.server.fields.validation import StrictModel, short
+from llm_serving.server.generation.scheduling import SchedulingFields
 from llm_serving.server.limits import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
-from llm_serving.server.protocol import IGNORED, MaxTokens, Name, Temperature, TopP
-from llm_serving.server.scheduling import SchedulingFields
-from llm_serving.server.tool_fields import ToolName
-from llm_serving.server.validation import StrictModel, short
 
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 _Id = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]

@@ -1,0 +1,154 @@
+"""Chooses the constraint of a chat's choices: tool calls, structured output and the budget of the reasoning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from llm_serving.constraints.calls import (
+    CallableTool,
+    Thinking,
+    UnsupportedToolError,
+    answer_grammar,
+    has_free_text,
+)
+from llm_serving.constraints.grammar import JSON_SCHEMA, MAX_GRAMMAR_BYTES, Grammar
+from llm_serving.constraints.thinking import ThinkingBudget
+from llm_serving.errors import RequestError
+from llm_serving.request import Constraint
+from llm_serving.server.fields.structured_output import StructuredFields
+from llm_serving.server.fields.tools import NamedTool
+from llm_serving.server.generation.answer_plan import AnswerPlan, ToolRequest, offered_tools
+from llm_serving.server.generation.sampling import ConstraintSource
+from llm_serving.server.generation.structured import check_available, compile_grammar, wanted_grammar
+from llm_serving.server.state import ServerState
+
+
+async def answer_constraint(
+    state: ServerState,
+    tools: ToolRequest,
+    fields: StructuredFields,
+    plan: AnswerPlan | None,
+    *,
+    ignore_eos: bool,
+    beams: bool,
+) -> ConstraintSource | None:
+    """Return the constraint of each choice, or None if any text is allowed. Raises RequestError."""
+    wanted = wanted_grammar(fields)
+    has_parts = plan is not None and (plan.tools is not None or plan.reasoning is not None)
+    if plan is not None and has_parts:
+        wanted = _with_plan(state, tools, plan, wanted)
+    compiled = None
+    if wanted is not None:
+        compiled = await compile_grammar(state, *wanted, ignore_eos=ignore_eos, beams=beams and has_parts)
+    if plan is None or tools.thinking_token_budget is None:
+        return compiled
+    check_available(state, "thinking_token_budget", ignore_eos=False, beams=beams)
+    return _BudgetSource(state, plan, tools.thinking_token_budget, compiled)
+
+
+def _with_plan(
+    state: ServerState, body: ToolRequest, plan: AnswerPlan, wanted: tuple[str, Grammar] | None
+) -> tuple[str, Grammar] | None:
+    """Return the field that needs a grammar, and the grammar of the whole answer."""
+    thinking = None if plan.reasoning is None or plan.is_over else Thinking(plan.reasoning, plan.is_thinking)
+    tokenizer = state.engine.tokenizer
+    special = {tokenizer.token_bytes(one).decode(): one for one in plan.shown_token_ids}
+    content = None if wanted is None else wanted[1]
+    if content is not None and not _can_be_composed(content):
+        return wanted  # the compiler refuses this grammar with its reason
+    if plan.tools is None:
+        if wanted is None or content is None or thinking is None:
+            return wanted
+        return wanted[0], answer_grammar(special, thinking=thinking, content=content)
+    choice = body.tool_choice
+    is_required = choice == "required" or isinstance(choice, NamedTool)
+    tools = [
+        CallableTool(one.function.name, one.function.parameters, one.function.strict is not False)
+        for one in offered_tools(body)
+        if not isinstance(choice, NamedTool) or one.function.name == choice.name
+    ]
+    if not is_required and content is None and not _is_constrained(state, body, plan, tools, special):
+        return None
+    if content is not None and not is_required:
+        _check_content(plan, wanted[0] if wanted else "", content)
+    try:
+        grammar = answer_grammar(
+            special, thinking=thinking, tool_format=plan.tools, tools=tools, is_required=is_required,
+            is_parallel=plan.max_calls != 1 and not isinstance(choice, NamedTool), content=content,
+        )  # fmt: skip
+    except UnsupportedToolError as error:
+        index = next(i for i, one in enumerate(body.tools or ()) if one.function.name == tools[error.index].name)
+        param = f"tools[{index}].function.parameters"
+        raise RequestError(
+            f"'{param}' cannot be used: {error}. Change the schema, or set 'strict' to false.",
+            param=param,
+            code="invalid_value",
+        ) from None
+    return "tools", grammar
+
+
+def _can_be_composed(grammar: Grammar) -> bool:
+    """Return whether a client's grammar is short enough, and JSON if it is a schema."""
+    if len(grammar.text.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR_BYTES:
+        return False
+    if grammar.kind == JSON_SCHEMA:
+        try:
+            return isinstance(json.loads(grammar.text), dict)
+        except (ValueError, RecursionError):
+            return False
+    return True
+
+
+def _is_constrained(
+    state: ServerState, body: ToolRequest, plan: AnswerPlan, tools: list[CallableTool], special: Mapping[str, int]
+) -> bool:
+    """Return whether calls that the model decides on must fit the schemas."""
+    assert plan.tools is not None
+    explicit = next((i for i, one in enumerate(body.tools or ()) if one.function.strict), None)
+    has_trigger = has_free_text(plan.tools, special)
+    if explicit is not None and not has_trigger:
+        raise RequestError(
+            f"'tools[{explicit}].function.strict' needs the tool_choice 'required' with this model's format of calls.",
+            param=f"tools[{explicit}].function.strict",
+            code="unsupported_parameter",
+        )
+    if state.grammars is None and explicit is None:
+        return False
+    return has_trigger and any(tool.is_strict for tool in tools)
+
+
+def _check_content(plan: AnswerPlan, param: str, content: Grammar) -> None:
+    """Raise RequestError if calls cannot be distinguished from content in this form."""
+    assert plan.tools is not None
+    if content.kind != JSON_SCHEMA or plan.tools.starts_with_brace or not plan.tools.trigger:
+        raise RequestError(
+            f"'{param}' with 'tools' is not supported in this form by the model; leave out one of them, or set "
+            "'tool_choice' to 'required' or 'none'.",
+            param=param,
+            code="unsupported_parameter",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _BudgetSource:
+    """Makes the constraints of choices whose reasoning has a budget."""
+
+    state: ServerState
+    plan: AnswerPlan
+    budget: int
+    inner: ConstraintSource | None
+
+    def start(self) -> Constraint:
+        tokenizer = self.state.engine.tokenizer
+        token_bytes: Callable[[int], bytes] = tokenizer.token_bytes
+        watch, reasoning = self.plan.watch(token_bytes), self.plan.reasoning
+        assert watch is not None
+        assert reasoning is not None
+        marker = tokenizer.token_id(reasoning.close)
+        ids = tokenizer.encode(reasoning.close, add_special_tokens=False) if marker is None else [marker]
+        while len(ids) > 1 and not token_bytes(ids[0]).strip():  # a space that the tokenizer has added
+            ids = ids[1:]
+        inner = None if self.inner is None else self.inner.start()
+        return ThinkingBudget(watch, self.budget, ids, token_bytes, -(-self.state.settings.vocab_size // 32), inner)

@@ -1,0 +1,141 @@
+"""Formats log-probabilities as OpenAI's two endpoints do, and raw logits as the published server does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llm_serving.engine.detokenizer import IncrementalDetokenizer
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.request import TokenLogits
+from llm_serving.server.generation.sampling import Choice
+from llm_serving.server.http.json_pieces import EncodedList
+
+LOWEST = -9999.0
+"""Log-probability of an impossible token, as in OpenAI's API, because JSON has no infinity."""
+
+
+def token_string(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return the token's text, or ``bytes:\\xe4\\xbd`` for part of a character."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def chat_entries(tokenizer: Tokenizer, logits: Sequence[TokenLogits], count: int) -> Iterator[dict[str, Any]]:
+    """Yield the members of ``content`` in a chat's ``logprobs``. Each token has its ``count`` best alternatives."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token_id)
+        return {"token": token_string(tokenizer, token_id), "logprob": logprob, "bytes": list(data)}
+
+    for token in logits:
+        top = [entry(token_id, logprob) for token_id, logprob in _top(token, count)]
+        yield {**entry(token.token_id, _finite(token.logprob)), "top_logprobs": top}
+
+
+class CompletionLogprobs:
+    """Formats the member ``logprobs`` of one choice of ``/v1/completions``, piece by piece.
+
+    ``text_offset`` has the position of each token's text in the choice's text. ``top_logprobs`` has the best tokens and
+    the sampled token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, choice: Choice, count: int) -> None:
+        self._tokenizer = tokenizer
+        self._count = count
+        self._text = IncrementalDetokenizer(
+            tokenizer,
+            skip_special_tokens=choice.sampling.skip_special_tokens,
+            prompt_token_ids=choice.prompt.token_ids,
+        )
+        self._offset = 0
+        self._first_token = choice.prompt.token_ids[0]
+        self._echoed_text = IncrementalDetokenizer(tokenizer, skip_special_tokens=choice.sampling.skip_special_tokens)
+
+    def encoded(self, logits: Sequence[TokenLogits]) -> dict[str, EncodedList]:
+        """Return ``logprobs`` for all tokens of the choice, with encoded lists."""
+        return {
+            "text_offset": EncodedList(self._next_offset(token) for token in logits),
+            "token_logprobs": EncodedList(_finite(token.logprob) for token in logits),
+            "tokens": EncodedList(token_string(self._tokenizer, token.token_id) for token in logits),
+            "top_logprobs": EncodedList(self._top(token) for token in logits),
+        }
+
+    def echoed(self, logits: Sequence[TokenLogits]) -> dict[str, EncodedList]:
+        """Return ``logprobs`` for the prompt and all tokens of the choice.
+
+        ``logits`` begin with the second token of the prompt, because the first token has no log-probability.
+        """
+        first = self._first_token
+        self._text = self._echoed_text
+        self._offset = len(self._text.append((first,))[0])
+        return {
+            "text_offset": EncodedList([0, *(self._next_offset(token) for token in logits)]),
+            "token_logprobs": EncodedList([None, *(_finite(token.logprob) for token in logits)]),
+            "tokens": EncodedList(
+                token_string(self._tokenizer, one) for one in (first, *(token.token_id for token in logits))
+            ),
+            "top_logprobs": EncodedList([None, *(self._top(token) for token in logits)]),
+        }
+
+    def take(self, logits: Sequence[TokenLogits]) -> dict[str, Any]:
+        """Return ``logprobs`` for the tokens of the choice's next piece."""
+        return {
+            "text_offset": [self._next_offset(token) for token in logits],
+            "token_logprobs": [_finite(token.logprob) for token in logits],
+            "tokens": [token_string(self._tokenizer, token.token_id) for token in logits],
+            "top_logprobs": [self._top(token) for token in logits],
+        }
+
+    def _next_offset(self, token: TokenLogits) -> int:
+        """Return the position of the next token's text in the choice's text."""
+        offset = self._offset
+        self._offset += len(self._text.append((token.token_id,))[0])
+        return offset
+
+    def _top(self, token: TokenLogits) -> dict[str, float]:
+        best: dict[str, float] = {}
+        for token_id, logprob in [*_top(token, self._count), (token.token_id, _finite(token.logprob))]:
+            best.setdefault(token_string(self._tokenizer, token_id), logprob)
+        return best
+
+
+def step_logits(entries: Sequence[TokenLogits]) -> Iterator[dict[str, Any]]:
+    """Yield the members of ``logits``: for each token, its logit and the logits of the best tokens, best first."""
+    for entry in entries:
+        yield {
+            "token_id": entry.token_id,
+            "logit": entry.logprob + entry.logsumexp,
+            "top_token_ids": [token_id for token_id, _ in entry.top],
+            "top_logits": [logit for _, logit in entry.top],
+        }
+
+
+def prompt_entries(tokenizer: Tokenizer, logits: Sequence[TokenLogits], count: int) -> Iterator[dict[str, Any] | None]:
+    """Yield the members of vLLM's ``prompt_logprobs``: null for the first token, then an object for each token.
+
+    An object has the token and the ``count`` best tokens by id. The rank of a token that is none of the best is null.
+    """
+    yield None
+    for token in logits:
+        best = _top(token, count)
+        entries: dict[int, tuple[float, int | None]] = {
+            one: (logprob, rank) for rank, (one, logprob) in enumerate(best, 1)
+        }
+        entries.setdefault(token.token_id, (_finite(token.logprob), None))
+        yield {
+            str(one): {"logprob": logprob, "rank": rank, "decoded_token": token_string(tokenizer, one)}
+            for one, (logprob, rank) in entries.items()
+        }
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LOWEST else LOWEST
+
+
+def _top(entry: TokenLogits, count: int) -> list[tuple[int, float]]:
+    """Return the ids and log-probabilities of the ``count`` best tokens."""
+    return [(token_id, _finite(logit - entry.logsumexp)) for token_id, logit in entry.top[:count]]

@@ -1,0 +1,26 @@
+"""Reads the pieces of one answer's text, also for a chat without tools and reasoning."""
+
+from __future__ import annotations
+
+from llm_serving.parsing.events import Content, Event
+from llm_serving.parsing.parser import OutputParser
+from llm_serving.server.generation.answer_plan import AnswerPlan
+
+
+class PieceReader:
+    """Reads the pieces of one answer's text with the parser of its plan. Without a plan, all text is content."""
+
+    def __init__(self, plan: AnswerPlan | None) -> None:
+        self._parser: OutputParser | None = None if plan is None else plan.parser()
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a tool call has begun."""
+        return self._parser is not None and self._parser.has_calls
+
+    def events(self, text: str, *, is_last: bool) -> list[Event]:
+        """Return the parser's events for the next piece of text."""
+        if self._parser is None:
+            return [Content(text)] if text else []
+        events = self._parser.feed(text)
+        return events + self._parser.finish() if is_last else events

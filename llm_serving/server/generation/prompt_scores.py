@@ -1,0 +1,73 @@
+"""Log-probabilities of prompt tokens, for ``echo`` with ``logprobs`` and for ``prompt_logprobs``.
+
+A sequence of its own scores each prompt: its prompt is the first token, and a constraint forces it to generate the
+other tokens. So each log-probability has exactly the bits that decoding gives at this position. A step scores many of
+these tokens (``llm_serving.speculation.forced``). The agents need no more memory for logits than for a batch, however
+long the prompt is. No block of the prefix cache replaces the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llm_serving.constraints.forced import ForcedTokens
+from llm_serving.errors import RequestError
+from llm_serving.request import Constraint
+from llm_serving.sampling_params import SamplingParams
+from llm_serving.server.generation.prompts import Prompt
+from llm_serving.server.generation.sampling import Choice
+from llm_serving.server.generation.structured import check_available
+from llm_serving.server.generation.work import check_work
+from llm_serving.server.state import ServerState
+
+
+@dataclass(frozen=True, slots=True)
+class _ForcedSource:
+    """Makes the constraint that forces the tokens of a prompt after the first."""
+
+    token_ids: Sequence[int]
+    vocab_size: int
+
+    def start(self) -> Constraint:
+        return ForcedTokens(self.token_ids, self.vocab_size)
+
+
+def scoring_name(request_id: str, number: int) -> str:
+    """Return the name of the sequence that scores prompt ``number`` of a request."""
+    return f"{request_id}-prompt-{number}"
+
+
+def check_prompt_scores(param: str, *, stream: bool, beams: bool) -> None:
+    """Raise RequestError if the field ``param``, which asks for log-probabilities of the prompt, cannot be used."""
+    for name, is_set in (("stream", stream), ("use_beam_search", beams)):
+        if is_set:
+            raise RequestError(
+                f"'{name}' with '{param}' is not supported for log-probabilities of the prompt.",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+def scoring_choices(
+    state: ServerState, request_id: str, choices: Sequence[Choice], n: int, top: int, param: str
+) -> list[Choice]:
+    """Return a sequence for each prompt of two tokens or more, which scores the prompt. ``choices`` are those of a
+    request with ``n`` choices for each prompt.
+
+    ``top`` is the number of best tokens at each position. Errors name the field ``param``. Raises RequestError.
+    """
+    check_available(state, param, ignore_eos=False, beams=False)
+    prompts = [choice.prompt for choice in choices[::n]]
+    check_work(state.settings, [(1, len(prompt.token_ids) - 1) for prompt in prompts], 1, top + 1)
+    scoring: list[Choice] = []
+    for number, prompt in enumerate(prompts):
+        first, *others = prompt.token_ids
+        if others:
+            sampling = SamplingParams(
+                max_tokens=len(others), temperature=0.0, ignore_eos=True, logprobs=True, top_logits=top
+            )
+            source = _ForcedSource(others, state.settings.vocab_size)
+            index, name = len(choices) + len(scoring), scoring_name(request_id, number)
+            scoring.append(Choice(index, name, Prompt([first]), sampling, grammar=source))
+    return scoring

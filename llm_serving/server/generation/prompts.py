@@ -1,0 +1,285 @@
+"""Turns the prompts of requests (text, or token ids) into token ids, and checks their lengths."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import orjson
+
+from llm_serving.engine.chat_template import SHORT, TemplateBudgetError
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.parsing.described import describe_tools
+from llm_serving.parsing.formats import DEFAULT_TOOL_FORMAT
+from llm_serving.server.fields.tools import with_text_arguments
+from llm_serving.server.fields.validation import short
+from llm_serving.server.generation.work import check_work, off_loop
+from llm_serving.server.limits import (
+    INLINE_CHAT_CHARS,
+    INLINE_MESSAGES,
+    INLINE_TOKENIZE_CHARS,
+    MAX_PROMPTS,
+    MAX_SEQUENCES,
+)
+from llm_serving.server.state import ServerSettings, ServerState
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as token ids. ``text`` is None if the client sent token ids."""
+
+    token_ids: Sequence[int]
+    text: str | None = None
+
+    def as_text(self, tokenizer: Tokenizer) -> str:
+        """Return the text of the prompt, which ``echo`` puts before the output."""
+        return tokenizer.decode(self.token_ids) if self.text is None else self.text
+
+
+async def read_prompts(state: ServerState, value: object, n: int) -> list[Prompt]:
+    """Return the prompts of a ``prompt`` field as token ids: text, token ids, or a list of either.
+
+    Another thread checks long lists of token ids. ``n`` is the number of sequences for each prompt. Raises
+    RequestError.
+    """
+    check_lengths(value, n, state.settings)
+    num_items = sum(len(one) if isinstance(one, list) else 1 for one in value) if isinstance(value, list) else 1
+    prompts = await off_loop(num_items, partial(parse_prompts, value))
+    check_choices(len(prompts), n)
+    return await resolve_prompts(state, prompts, "prompt")
+
+
+def check_lengths(value: object, n: int, settings: ServerSettings, param: str = "prompt") -> None:
+    """Raise RequestError if the number of prompts or of token ids is too high, before the prompts are examined.
+
+    ``param`` is the name of their field.
+    """
+    if not isinstance(value, list):
+        return
+    if value and not isinstance(value[0], list | str):
+        check_prompt(len(value), settings, param)
+        return
+    if len(value) > MAX_PROMPTS:
+        raise RequestError(
+            f"'{param}' holds {len(value)} prompts; the maximum is {MAX_PROMPTS}.", param=param, code="invalid_value"
+        )
+    for i, entry in enumerate(value):
+        if isinstance(entry, list):
+            check_prompt(len(entry), settings, f"{param}[{i}]")
+    check_work(settings, [(len(entry), 0) for entry in value if isinstance(entry, list)], n)
+
+
+def parse_prompts(value: object, param: str = "prompt") -> list[str | list[int]]:
+    """Return the prompts of the field ``param``: text, token ids, or a list of either. Raises RequestError."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise _wrong_prompt(param, value)
+    if not value:
+        raise RequestError(f"'{param}' is an empty list; give at least one.", param=param, code="invalid_value")
+    if type(value[0]) is int:
+        return [_token_list(value, param)]
+    prompts: list[str | list[int]] = []
+    for i, entry in enumerate(value):
+        if isinstance(entry, str):
+            prompts.append(entry)
+        elif isinstance(entry, list):
+            prompts.append(_token_list(entry, f"{param}[{i}]"))
+        else:
+            raise _wrong_prompt(f"{param}[{i}]", entry)
+    return prompts
+
+
+async def resolve_prompts(state: ServerState, prompts: Sequence[str | list[int]], param: str) -> list[Prompt]:
+    """Return the prompts as token ids, checked against vocabulary and context. Raises RequestError."""
+    inline = sum(len(prompt) for prompt in prompts) <= INLINE_TOKENIZE_CHARS
+    names = [param] if len(prompts) == 1 else [f"{param}[{i}]" for i in range(len(prompts))]
+    return [await _resolve(state, prompt, name, inline) for prompt, name in zip(prompts, names, strict=True)]
+
+
+async def encode_text(
+    state: ServerState, text: str, param: str, *, add_special_tokens: bool = True, inline: bool = True
+) -> list[int]:
+    """Return the token ids of a text. A text that cannot fit the context is refused before it is tokenized.
+
+    A long text is tokenized in another thread, so that it does not delay other requests. With ``inline=False``, another
+    thread tokenizes texts of any length. Errors name the field ``param``.
+    """
+    return await _encode(state, text, param, add_special_tokens, inline=inline)
+
+
+async def _encode(state: ServerState, text: str, param: str, add_special_tokens: bool, *, inline: bool) -> list[int]:
+    tokenizer = state.engine.tokenizer
+    maximum = max_chars(state)
+    if len(text) > maximum:
+        raise ContextLengthError(
+            f"'{param}' has {len(text)} characters; more than {maximum} cannot fit {state.settings.max_context} tokens."
+            " Shorten it.",
+            param=param,
+        )
+    if inline and len(text) <= INLINE_TOKENIZE_CHARS:
+        ids = tokenizer.encode(text, add_special_tokens)
+    else:
+        ids = await asyncio.get_running_loop().run_in_executor(None, tokenizer.encode, text, add_special_tokens)
+    if tokenizer.vocab_size > state.settings.vocab_size:
+        check_vocabulary(ids, state.settings.vocab_size, param)
+    return ids
+
+
+async def encode_chat(
+    state: ServerState,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    add_special_tokens: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+    template_values: Mapping[str, Any] | None = None,
+    suffix: str = "",
+) -> Prompt:
+    """Return the prompt of a conversation: the text of the chat template, followed by ``suffix``.
+
+    If the template does not render ``tools``, the system message describes the tools. ``template_values`` are
+    further variables for the template. Long conversations and slow templates are rendered in another thread. Raises
+    RequestError if there is no chat template, if the template fails on the messages, or if the prompt cannot fit
+    the context.
+    """
+    template = state.engine.tokenizer.chat_template
+    output_format = state.output_format
+    has_tools = bool(tools) or any(map(_has_calls, messages))
+    if has_tools:
+        template = state.engine.tokenizer.tool_template or template
+    if has_tools and not output_format.template_has_tools:
+        messages, tools = describe_tools(messages, tools, output_format.tools or DEFAULT_TOOL_FORMAT), ()
+    elif output_format.arguments_are_text:
+        messages = with_text_arguments(messages)
+    render = partial(
+        template.render,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        tools=tools,
+        values=template_values,
+        max_chars=max_chars(state),
+    )
+    is_short = len(messages) <= INLINE_MESSAGES and _num_chars(messages, tools) <= INLINE_CHAT_CHARS
+    text = None
+    if is_short and state.renders_inline:
+        try:
+            text = render(allowance=SHORT)
+        except TemplateBudgetError:
+            state.renders_inline = False
+    if text is None:
+        text = await asyncio.get_running_loop().run_in_executor(None, render)
+    text += suffix
+    return Prompt(await _encode(state, text, "messages", add_special_tokens, inline=True), text)
+
+
+def _has_calls(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "tool" or bool(message.get("tool_calls"))
+
+
+def _num_chars(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> int:
+    """Return the length of a conversation and its tools."""
+    contents = sum(len(message["content"] or "") for message in messages)
+    objects = [*tools, *(call for message in messages for call in message.get("tool_calls") or ())]
+    return contents + (len(orjson.dumps(objects)) if objects else 0)
+
+
+def max_chars(state: ServerState) -> int:
+    """Return the maximum number of characters of a text that can fit the context.
+
+    A longer text has too many tokens, because the text of every token has a maximum length.
+    """
+    return state.settings.max_context * state.engine.tokenizer.max_piece_chars
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise RequestError for a token id outside the model's vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
+        raise RequestError(
+            f"'{param}[{wrong}]' is token id {ids[wrong]}; the model's vocabulary has ids 0 to {vocab_size - 1}.",
+            param=param,
+            code="invalid_value",
+        )
+
+
+def check_prompt(num_tokens: int, settings: ServerSettings, param: str) -> None:
+    """Raise ContextLengthError if a prompt with ``num_tokens`` tokens leaves no space for an output."""
+    if num_tokens > settings.max_prompt_tokens:
+        raise ContextLengthError(
+            f"The prompt has {num_tokens} tokens; the maximum is {settings.max_prompt_tokens} "
+            "(model_config.seq_length). Shorten it.",
+            param=param,
+        )
+    if num_tokens >= settings.max_context:
+        raise ContextLengthError(
+            f"This model's maximum context length is {settings.max_context} tokens, and the prompt has {num_tokens}, "
+            "which leaves no space for an output. Shorten it.",
+            param=param,
+        )
+
+
+def max_output_tokens(num_tokens: int, max_tokens: int | None, settings: ServerSettings, param: str) -> int:
+    """Return the maximum number of output tokens after a prompt with ``num_tokens`` tokens.
+
+    It is ``max_tokens``, or the rest of the context if ``max_tokens`` is None. Raises ContextLengthError, which names
+    the field ``param``, if prompt and output do not fit the context.
+    """
+    available = settings.max_context - num_tokens
+    if max_tokens is None:
+        return available
+    if max_tokens > available:
+        raise ContextLengthError(
+            f"This model's maximum context length is {settings.max_context} tokens. However, you requested "
+            f"{num_tokens + max_tokens} tokens ({num_tokens} in the prompt, {max_tokens} in the output). Shorten the "
+            f"prompt or lower {param}.",
+            param=param,
+        )
+    return max_tokens
+
+
+def check_choices(num_prompts: int, n: int) -> None:
+    """Raise RequestError if one HTTP request would make too many sequences."""
+    if num_prompts * n > MAX_SEQUENCES:
+        raise RequestError(
+            f"{num_prompts} prompts with n = {n} make {num_prompts * n} sequences; the maximum for one request is "
+            f"{MAX_SEQUENCES}.",
+            param="n",
+            code="invalid_value",
+        )
+
+
+def _token_list(value: list[object], param: str) -> list[int]:
+    ids = [token for token in value if type(token) is int]
+    if len(ids) != len(value):
+        wrong = next(i for i, token in enumerate(value) if type(token) is not int)
+        raise RequestError(
+            f"'{param}[{wrong}]' should be a token id; got {short(value[wrong])}.", param=param, code="invalid_type"
+        )
+    if not ids:
+        raise RequestError(f"'{param}' holds no tokens.", param=param, code="invalid_value")
+    return ids
+
+
+def _wrong_prompt(param: str, value: object) -> RequestError:
+    return RequestError(
+        f"'{param}' should be text, token ids, or a list of either; got {short(value)}.",
+        param=param,
+        code="invalid_type",
+    )
+
+
+async def _resolve(state: ServerState, prompt: str | list[int], param: str, inline: bool) -> Prompt:
+    if isinstance(prompt, str):
+        ids = await encode_text(state, prompt, param, inline=inline)
+        if not ids:
+            raise RequestError(f"'{param}' is empty.", param=param, code="invalid_value")
+    else:
+        ids = prompt
+        check_vocabulary(ids, state.settings.vocab_size, param)
+    check_prompt(len(ids), state.settings, param)
+    return Prompt(ids, prompt if isinstance(prompt, str) else None)

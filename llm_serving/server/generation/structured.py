@@ -1,0 +1,86 @@
+"""Turns the fields of structured output into a compiled grammar."""
+
+from __future__ import annotations
+
+from llm_serving.constraints.compiler import CompiledGrammar
+from llm_serving.constraints.grammar import ANY_JSON_OBJECT, LARK, REGEX, Grammar, choice_grammar, schema_grammar
+from llm_serving.errors import RequestError
+from llm_serving.server.fields.structured_output import ResponseFormat, StructuredFields, StructuredOutputs
+from llm_serving.server.state import ServerState
+
+
+async def compiled_grammar(
+    state: ServerState, fields: StructuredFields, *, ignore_eos: bool, beams: bool
+) -> CompiledGrammar | None:
+    """Return the compiled grammar of a request, or None if any text is allowed. Raises RequestError."""
+    wanted = wanted_grammar(fields)
+    return None if wanted is None else await compile_grammar(state, *wanted, ignore_eos=ignore_eos, beams=beams)
+
+
+async def compile_grammar(
+    state: ServerState, param: str, grammar: Grammar, *, ignore_eos: bool, beams: bool
+) -> CompiledGrammar:
+    """Return a compiled grammar. Errors name the field ``param``. Raises RequestError."""
+    check_available(state, param, ignore_eos=ignore_eos, beams=beams)
+    assert state.grammars is not None
+    return await state.grammars.compile(grammar, param)
+
+
+def check_available(state: ServerState, param: str, *, ignore_eos: bool, beams: bool) -> None:
+    """Raise RequestError if the field ``param``, which constrains the text, cannot be used."""
+    if state.grammars is None:
+        raise RequestError(
+            f"'{param}' is turned off on this server (serving_config.structured_outputs).",
+            param=param,
+            code="unsupported_parameter",
+        )
+    if ignore_eos or beams:
+        other = "ignore_eos" if ignore_eos else "use_beam_search"
+        raise RequestError(f"'{other}' with '{param}' is not supported.", param=other, code="unsupported_parameter")
+
+
+def wanted_grammar(fields: StructuredFields) -> tuple[str, Grammar] | None:
+    """Return the field that constrains the text, and its grammar. Raises RequestError if there are several."""
+    form, outputs = fields.response_format, fields.structured_outputs
+    wanted = [] if form is None else _of_response_format(form)
+    if outputs is not None:
+        wanted += _of_structured_outputs(outputs)
+    if len(wanted) > 1:
+        names = " and ".join(f"'{name}'" for name, _ in wanted)
+        raise RequestError(f"{names} are given; give one of them.", param=wanted[1][0], code="invalid_value")
+    return wanted[0] if wanted else None
+
+
+def _of_response_format(form: ResponseFormat) -> list[tuple[str, Grammar]]:
+    if form.type == "text":
+        return []
+    if form.type == "json_object":
+        return [("response_format", ANY_JSON_OBJECT)]
+    if form.json_schema is None or form.json_schema.json_schema is None:
+        raise RequestError(
+            "Missing required parameter: 'response_format.json_schema.schema'.",
+            param="response_format.json_schema.schema",
+            code="missing_required_parameter",
+        )
+    return [("response_format.json_schema.schema", schema_grammar(form.json_schema.json_schema))]
+
+
+def _of_structured_outputs(outputs: StructuredOutputs) -> list[tuple[str, Grammar]]:
+    wanted: list[tuple[str, Grammar]] = []
+    if outputs.json_schema is not None:
+        wanted.append(("structured_outputs.json", schema_grammar(outputs.json_schema)))
+    if outputs.json_object:
+        wanted.append(("structured_outputs.json_object", ANY_JSON_OBJECT))
+    if outputs.regex is not None:
+        wanted.append(("structured_outputs.regex", Grammar(REGEX, outputs.regex)))
+    if outputs.choice is not None:
+        wanted.append(("structured_outputs.choice", choice_grammar(outputs.choice)))
+    if outputs.grammar is not None:
+        wanted.append(("structured_outputs.grammar", Grammar(LARK, outputs.grammar)))
+    if not wanted:
+        raise RequestError(
+            "'structured_outputs' is empty; give json, json_object, regex, choice or grammar.",
+            param="structured_outputs",
+            code="invalid_value",
+        )
+    return wanted

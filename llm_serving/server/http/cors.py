@@ -1,0 +1,35 @@
+"""Access for web pages of other origins (CORS). ``serving_config.cors_origins`` lists these origins.
+
+A browser asks with a preflight request (OPTIONS) before it sends JSON or an API key. The browser shows a page the
+response only if the response names the page's origin. Cookies are never used, so credentials are not allowed.
+"""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+
+from llm_serving.server.http.protocol import Header
+
+MAX_AGE_S = 600
+"""Time for which a browser may keep the result of a preflight request."""
+_REQUESTED_METHOD, _REQUESTED_HEADERS = "access-control-request-method", "access-control-request-headers"
+
+
+def cors_headers(origin: str) -> list[Header]:
+    """Return the headers with which a browser lets pages of ``origin`` read a response."""
+    return [
+        (b"access-control-allow-origin", origin.encode("latin-1")),
+        (b"access-control-expose-headers", b"x-request-id, retry-after"),
+        (b"vary", b"origin"),
+    ]
+
+
+def preflight_response(method: str, headers: Headers) -> Response | None:
+    """Return the response to a preflight request, or None for any other request."""
+    if method != "OPTIONS" or _REQUESTED_METHOD not in headers:
+        return None
+    allowed = {"access-control-allow-methods": "GET, POST, DELETE", "access-control-max-age": str(MAX_AGE_S)}
+    if _REQUESTED_HEADERS in headers:
+        allowed["access-control-allow-headers"] = headers[_REQUESTED_HEADERS]
+    return Response(status_code=204, headers=allowed)

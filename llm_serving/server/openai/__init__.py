@@ -1,0 +1,1 @@
+"""OpenAI's chat completions and completions: requests, whole answers and streamed chunks."""

@@ -1,0 +1,254 @@
+"""The endpoint ``POST /v1/chat/completions`` of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import orjson
+from pydantic import Field
+from starlette.requests import Request
+
+from llm_serving.errors import RequestError
+from llm_serving.request import FinishReason, RequestOutput, TokenLogits
+from llm_serving.server.fields.shared import IGNORED, MaxTokens, Messages, SamplingFields, TemplateValues
+from llm_serving.server.fields.tools import ToolFields
+from llm_serving.server.generation.answer_grammar import answer_constraint
+from llm_serving.server.generation.answer_plan import (
+    AnswerPlan,
+    check_tool_fields,
+    offered_tools,
+    plan_answer,
+    template_values,
+)
+from llm_serving.server.generation.beams import check_beam_fields, search_answers
+from llm_serving.server.generation.logprobs import chat_entries, prompt_entries
+from llm_serving.server.generation.prompt_scores import check_prompt_scores, scoring_choices
+from llm_serving.server.generation.prompts import Prompt, check_choices, check_prompt, encode_chat, max_output_tokens
+from llm_serving.server.generation.sampling import Choice, base_sampling, make_choices
+from llm_serving.server.generation.scheduling import tenant_of
+from llm_serving.server.generation.sequences import Answer, Generation
+from llm_serving.server.generation.token_rules import with_token_rules
+from llm_serving.server.http.body import read_request
+from llm_serving.server.http.json_pieces import EncodedList
+from llm_serving.server.http.lifecycle import run_while_connected
+from llm_serving.server.http.sse import EventStream
+from llm_serving.server.limits import MAX_LOGPROBS
+from llm_serving.server.openai.answer import TOOL_CALLS, DeltaWriter, message_of
+from llm_serving.server.openai.stream import (
+    FINISH,
+    OpenAIStream,
+    check_stream_options,
+    choice_of,
+    response_of,
+    stop_reason_json,
+)
+from llm_serving.server.state import AnyResponse, Endpoint, ServerState
+
+
+class ChatRequest(ToolFields, SamplingFields):
+    """Request body of ``/v1/chat/completions``: a conversation that the assistant continues."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "prediction": (None,),
+        "verbosity": (None,),
+        "web_search_options": (None,),
+        "moderation": (None,),
+    }
+    ignored = IGNORED
+
+    messages: Messages
+    max_tokens: MaxTokens = Field(
+        default=None, description="Maximum number of tokens to generate (default: the rest of the context)."
+    )
+    max_completion_tokens: MaxTokens = Field(default=None, description="The newer name of `max_tokens`.")
+    logprobs: bool | None = Field(default=None, description="Return log-probabilities.")
+    chat_template_kwargs: TemplateValues = Field(default_factory=dict)
+    top_logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_LOGPROBS, description="Number of best tokens with log-probabilities, for each token."
+    )
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_LOGPROBS, description="Number of best tokens at each position of the prompt."
+    )
+
+
+async def _create_chat_completion(state: ServerState, request: Request) -> AnyResponse:
+    """Handle ``POST /v1/chat/completions``: answer a conversation ``n`` times, streamed or not."""
+    state.check_queue(tenant_of(request))
+    body = await read_request(ChatRequest, request, state.settings.max_body_bytes)
+    state.check_model(body.model)
+    generation, plan = await start_chat(state, request, body, "chat.completions", "chatcmpl")
+    if body.stream:
+        return EventStream(generation, ChatStream(generation, body, plan))
+    if body.use_beam_search:
+        has_limit = body.max_tokens is not None or body.max_completion_tokens is not None
+        work = search_answers(generation, body, None, has_limit=has_limit)
+    else:
+        if body.prompt_logprobs is not None:
+            name, n, top = "prompt_logprobs", body.n or 1, body.prompt_logprobs
+            generation.scoring = scoring_choices(state, generation.request_id, generation.choices, n, top, name)
+        work = generation.answers(keep_logits=bool(body.logprobs) or bool(generation.scoring))
+    answers = await run_while_connected(state.active, request.receive, work)
+    if body.use_beam_search:
+        for answer in answers:
+            generation.note_tokens(answer.choice.index, answer.token_ids)
+    num_choices = len(generation.choices)
+    scores = [token for answer in answers[num_choices:] for token in answer.logits]
+    choice, more = partial(_choice, generation, body, plan), partial(_prompt_members, generation, body, scores)
+    return await response_of(generation, "chat.completion", answers[:num_choices], choice, len(scores), more)
+
+
+async def start_chat(
+    state: ServerState, request: Request, body: ChatRequest, api: str, id_prefix: str
+) -> tuple[Generation, AnswerPlan | None]:
+    """Return the choices of a chat, which are ready for the engine, and the plan by which their text is read.
+
+    All APIs with conversations call this function. ``api`` is the API's name in the log. Raises RequestError, and
+    UnavailableError if the server cannot serve requests now.
+    """
+    _check(body)
+    check_tool_fields(state, body)
+    generation = Generation(state, request, api, id_prefix, body, stream=bool(body.stream), model=body.model)
+    generation.choices, plan = await _choices(state, body, generation.request_id)
+    generation.watch_reasoning(plan)
+    state.check_ready()
+    return generation, plan
+
+
+async def chat_prompt(state: ServerState, body: ChatRequest) -> Prompt:
+    """Return the prompt of a chat. Raises RequestError."""
+    check_tool_fields(state, body)
+    return await _prompt(state, body)
+
+
+ENDPOINTS = (
+    Endpoint(
+        "POST", "/v1/chat/completions", _create_chat_completion, "OpenAI: answer a conversation.", ChatRequest,
+        '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}',
+    ),
+)  # fmt: skip
+
+
+def _check(body: ChatRequest) -> None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError(
+            "'top_logprobs' is only allowed when 'logprobs' is true.", param="top_logprobs", code="invalid_value"
+        )
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise RequestError(
+            f"'max_tokens' is {body.max_tokens} and 'max_completion_tokens' is {body.max_completion_tokens}; give one.",
+            param="max_tokens",
+            code="invalid_value",
+        )
+    if body.prompt_logprobs is not None:
+        check_prompt_scores("prompt_logprobs", stream=bool(body.stream), beams=bool(body.use_beam_search))
+    check_stream_options(body)
+    check_beam_fields(body)
+
+
+async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> tuple[list[Choice], AnswerPlan | None]:
+    n = body.n or 1
+    check_choices(1, n)
+    prompt = await _prompt(state, body)
+    plan = plan_answer(state, body, prompt)
+    ids = prompt.token_ids
+    check_prompt(len(ids), state.settings, "messages")
+    newer = body.max_completion_tokens is not None
+    wanted = body.max_completion_tokens if newer else body.max_tokens
+    name = "max_completion_tokens" if newer else "max_tokens"
+    max_tokens = max_output_tokens(len(ids), wanted, state.settings, name)
+    params = replace(
+        base_sampling(body, state.settings.sampling_defaults),
+        logprobs=bool(body.logprobs),
+        top_logits=body.top_logprobs or 0,
+        shown_token_ids=frozenset() if plan is None else plan.shown_token_ids,
+    )
+    grammar = await answer_constraint(
+        state, body, body, plan, ignore_eos=params.ignore_eos, beams=bool(body.use_beam_search)
+    )
+    constraint = await with_token_rules(state, params, max_tokens, grammar)
+    return make_choices(state.settings, request_id, [prompt], [(params, max_tokens)], n, body.seed, constraint), plan
+
+
+async def _prompt(state: ServerState, body: ChatRequest) -> Prompt:
+    messages = [message.for_template() for message in body.messages]
+    tools = [tool.for_template() for tool in offered_tools(body)]
+    return await encode_chat(state, messages, tools=tools, template_values=template_values(state, body))
+
+
+def _prompt_members(generation: Generation, body: ChatRequest, scores: Sequence[TokenLogits]) -> dict[str, object]:
+    """Return vLLM's members of the response about the prompt, which all choices share."""
+    members: dict[str, object] = {}
+    if body.return_token_ids:
+        members["prompt_token_ids"] = EncodedList(generation.choices[0].prompt.token_ids)
+    if body.prompt_logprobs is not None:
+        entries = prompt_entries(generation.state.engine.tokenizer, scores, body.prompt_logprobs)
+        members["prompt_logprobs"] = EncodedList(entries)
+    return members
+
+
+def _choice(generation: Generation, body: ChatRequest, plan: AnswerPlan | None, answer: Answer) -> dict[str, Any]:
+    logprobs = None
+    if body.logprobs:
+        entries = chat_entries(generation.state.engine.tokenizer, answer.logits, body.top_logprobs or 0)
+        logprobs = {"content": EncodedList(entries), "refusal": None}
+    if plan is None:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    else:
+        message, has_calls = message_of(plan, answer.text)
+        if has_calls and answer.finish_reason == FinishReason.STOP.value:
+            answer = replace(answer, finish_reason=TOOL_CALLS)
+    return choice_of(body, answer, {"message": message}, logprobs)
+
+
+class ChatStream(OpenAIStream):
+    """Formats the chunks of a streamed chat: first the role, then pieces of text, then the finish reason."""
+
+    object = "chat.completion.chunk"
+
+    def __init__(self, generation: Generation, body: ChatRequest, plan: AnswerPlan | None) -> None:
+        super().__init__(generation, body)
+        self._writers = {} if plan is None else {choice.index: DeltaWriter(plan) for choice in generation.choices}
+        self._logprobs = body.top_logprobs or 0 if body.logprobs else None
+
+    def events(self, choice: Choice, piece: RequestOutput) -> bytes:
+        events = []
+        if self.count(choice, piece):
+            more = b""
+            if self.wants_token_ids:
+                more = b',"prompt_token_ids":' + orjson.dumps(list(choice.prompt.token_ids))
+            events.append(self.event(choice.index, _ROLE, self.token_ids(choice, (), first=True), more=more))
+        logprobs = b"null"
+        if self._logprobs is not None and piece.logits:
+            entries = list(chat_entries(self.tokenizer, piece.logits, self._logprobs))
+            logprobs = orjson.dumps({"content": entries, "refusal": None})
+        has_more = logprobs != b"null" or bool(piece.token_ids and self.wants_token_ids)
+        writer = self._writers.get(choice.index)
+        if writer is None:
+            deltas = [b'{"content":' + orjson.dumps(piece.text) + b"}"] if piece.text or has_more else []
+        else:
+            self.generation.note_tokens(choice.index, piece.token_ids)
+            deltas = writer.deltas(piece.text, is_last=piece.finish_reason is not None)
+            if has_more and not deltas:
+                deltas = [b"{}"]
+        ids = self.token_ids(choice, piece.token_ids, first=False) if deltas else b""
+        for delta in deltas:
+            members = (b',"delta":', delta, b',"logprobs":', logprobs, b',"finish_reason":null', ids)
+            events.append(self.event(choice.index, *members))
+            logprobs, ids = b"null", b""  # the first delta has those of the whole piece
+        if piece.finish_reason is not None:
+            reason, stop_reason = FINISH[piece.finish_reason], stop_reason_json(piece)
+            if writer is not None:
+                reason = writer.finish_reason(piece.finish_reason) or reason
+            fields = (b',"delta":{},"logprobs":null,"finish_reason":', reason, stop_reason)
+            events.append(self.event(choice.index, *fields))
+        return b"".join(events)
+
+
+_ROLE = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'

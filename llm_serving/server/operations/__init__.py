@@ -1,0 +1,1 @@
+"""Endpoints for operators: health, metrics, models, adapters, profiles and receipts."""

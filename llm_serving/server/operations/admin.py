@@ -1,0 +1,210 @@
+"""Endpoints that generate no text: models, health, metrics, facts about the server, and the tokenizer."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.errors import RequestError
+from llm_serving.sampling_params import PARAMETERS
+from llm_serving.server.fields.shared import Messages, Name, TemplateValues
+from llm_serving.server.fields.tools import Tools
+from llm_serving.server.fields.validation import StrictModel
+from llm_serving.server.generation.prompts import check_vocabulary, encode_chat, encode_text
+from llm_serving.server.generation.scheduling import visit_of
+from llm_serving.server.generation.work import off_loop
+from llm_serving.server.http.body import json_response, read_request
+from llm_serving.server.http.guard import is_on_this_machine
+from llm_serving.server.limits import MAX_CHOICES, MAX_DETOKENIZE, MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES
+from llm_serving.server.operations.adapters import adapter_json
+from llm_serving.server.state import Endpoint, ServerState
+from llm_serving.telemetry.metrics import CONTENT_TYPE
+from llm_serving.version import __version__
+
+RECENT_STEP_S = 0.5
+"""If a step completed within this number of seconds, the agents work, and ``/health/ready`` does not probe them."""
+PROBE_TIMEOUT_S = 1.0
+"""Longest wait for the agents' replies. With ``RECENT_STEP_S``, the answer is at most 1.5 s old."""
+
+_PUBLIC_FACTS = frozenset(
+    {"rank", "replica", "tensor_parallel_index", "pipeline_stage", "state", "restarts", "steps", "queued"}
+)
+"""Facts about an agent that ``/server_info`` shows to all clients."""
+
+
+class TokenizeRequest(StrictModel):
+    """Request body of ``/tokenize``: a text or a conversation."""
+
+    model: Name = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools = Field(default=None, description="Functions that the model may call.")
+    chat_template_kwargs: TemplateValues = Field(default_factory=dict)
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="Add the special tokens at the start of a text (default: true for a prompt, false for messages).",
+    )
+    add_generation_prompt: bool = Field(
+        default=True, description="End the conversation where the assistant's message begins."
+    )
+
+
+class DetokenizeRequest(StrictModel):
+    """Request body of ``/detokenize``: tokens to turn into text."""
+
+    model: Name = None
+    tokens: Annotated[list[int], Field(fail_fast=True, max_length=MAX_DETOKENIZE)]
+    skip_special_tokens: bool = True
+
+
+async def _list_models(state: ServerState, request: Request) -> Response:
+    visit, adapters = visit_of(request), state.engine.adapters.adapters
+    models = [_model(state), *(adapter_json(state, adapter) for adapter in adapters)]
+    usable = [model for model in models if visit is None or visit.may_use(model["id"])]
+    return json_response({"object": "list", "data": usable})
+
+
+async def _get_model(state: ServerState, request: Request) -> Response:
+    adapter = state.find_adapter(request.path_params["name"])
+    return json_response(_model(state) if adapter is None else adapter_json(state, adapter))
+
+
+def _model(state: ServerState) -> dict[str, Any]:
+    return {
+        "id": state.engine.model_name,
+        "object": "model",
+        "created": int(state.started_at),
+        "owned_by": "llm-serving",
+        "max_model_len": state.settings.max_context,
+    }
+
+
+async def _health_live(state: ServerState, request: Request) -> Response:
+    """Respond with 200 while the engine can serve, now or after a restart of its agents."""
+    is_live = state.engine.state != "stopped"
+    return json_response({"status": "live" if is_live else "stopped"}, status=200 if is_live else 503)
+
+
+async def is_ready(state: ServerState) -> tuple[bool, str]:
+    """Return whether the server would serve a request now, and the name of its state.
+
+    It would if a step completed recently, or if all agents reply to a status request.
+    """
+    status = state.engine.status()
+    ready = status.state == "ready" and not state.active.stopping
+    age = status.last_step_age_s
+    if ready and (age is None or age > RECENT_STEP_S):
+        ready = await state.engine.probe(PROBE_TIMEOUT_S)
+    name = "stopping" if state.active.stopping else status.state
+    if status.state == "ready" and not ready and not state.active.stopping:
+        name = "agents do not answer"
+    return ready, name
+
+
+async def _health_ready(state: ServerState, request: Request) -> Response:
+    """Respond with 200 if the server would serve a request now."""
+    ready, name = await is_ready(state)
+    return json_response({"status": name, "ready": ready}, status=200 if ready else 503)
+
+
+async def _metrics(state: ServerState, request: Request) -> Response:
+    state.metrics.event_loop_stall(*state.loop_watch.take_longest())
+    return Response(state.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _server_info(state: ServerState, request: Request) -> Response:
+    """Respond with facts about the server. Processes, addresses and files are only for clients on this machine."""
+    tokenizer, formats = state.engine.tokenizer, state.output_format
+    is_local = is_on_this_machine(request)
+    engine = state.engine.status().as_json()
+    if not is_local:
+        engine["agents"] = [
+            {name: fact for name, fact in agent.items() if name in _PUBLIC_FACTS} for agent in engine["agents"]
+        ]
+    return json_response(
+        {
+            "name": "llm-serving",
+            "version": __version__,
+            "uptime_s": round(time.time() - state.started_at, 3),
+            "model": {
+                "name": state.engine.model_name,
+                "max_model_len": state.settings.max_context,
+                "max_prompt_tokens": state.settings.max_prompt_tokens,
+                "chat_template": not tokenizer.chat_template.is_missing,
+                "tool_format": None if formats.tools is None else formats.tools.name,
+                "reasoning_format": None if formats.reasoning is None else formats.reasoning.name,
+                "bos_token_id": tokenizer.bos_token_id,
+                "eos_token_ids": list(tokenizer.eos_token_ids),
+                **state.settings.info,
+            },
+            "limits": {
+                "body_bytes": state.settings.max_body_bytes,
+                "prompts": MAX_PROMPTS,
+                "n": MAX_CHOICES,
+                "sequences": MAX_SEQUENCES,
+                "request_tokens": state.settings.request_token_limit,
+                "stop_strings": PARAMETERS["stop"].max_items,
+                "logprobs": MAX_LOGPROBS,
+            },
+            "settings": state.settings.settings if is_local else {},
+            "engine": engine,
+        }
+    )
+
+
+async def _tokenize(state: ServerState, request: Request) -> Response:
+    body = await read_request(TokenizeRequest, request, state.settings.max_body_bytes)
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("Give either 'prompt' or 'messages'.", param="prompt", code="invalid_value")
+    if body.messages is not None:
+        messages = [message.for_template() for message in body.messages]
+        prompt = await encode_chat(
+            state,
+            messages,
+            add_generation_prompt=body.add_generation_prompt,
+            add_special_tokens=body.add_special_tokens is True,
+            tools=[tool.for_template() for tool in body.tools or ()],
+            template_values=body.chat_template_kwargs,
+        )
+        ids = list(prompt.token_ids)
+    else:
+        text = body.prompt or ""
+        ids = await encode_text(state, text, "prompt", add_special_tokens=body.add_special_tokens is not False)
+    return json_response({"tokens": ids, "count": len(ids), "max_model_len": state.settings.max_context})
+
+
+async def _detokenize(state: ServerState, request: Request) -> Response:
+    """Respond with the text of tokens.
+
+    The fields ``text`` and ``prompt`` both have the text, because clients differ.
+    """
+    body = await read_request(DetokenizeRequest, request, state.settings.max_body_bytes)
+    state.check_model(body.model)
+    check_vocabulary(body.tokens, state.settings.vocab_size, "tokens")
+    decode = partial(state.engine.tokenizer.decode, body.tokens, body.skip_special_tokens)
+    text = await off_loop(len(body.tokens), decode)
+    return json_response({"text": text, "prompt": text})
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/v1/models", _list_models, "The served model, in OpenAI's format."),
+    Endpoint("GET", "/v1/models/{name:path}", _get_model, "The served model by its name."),
+    Endpoint(
+        "POST", "/tokenize", _tokenize, "The tokens of a text or a conversation.",
+        TokenizeRequest, '{"prompt": "Once upon a time"}',
+    ),
+    Endpoint(
+        "POST", "/detokenize", _detokenize, "The text of tokens.", DetokenizeRequest, '{"tokens": [1, 300, 301]}'
+    ),
+    Endpoint("GET", "/health", _health_ready, "The same as `/health/ready`."),
+    Endpoint("GET", "/health/live", _health_live, "200 while the engine runs, 503 afterwards."),
+    Endpoint("GET", "/health/ready", _health_ready, "200 while requests are served, 503 otherwise."),
+    Endpoint("GET", "/metrics", _metrics, "Metrics for Prometheus.", admin=True),
+    Endpoint("GET", "/server_info", _server_info, "The model, the limits, and the state of the engine.", admin=True),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""The endpoints for embeddings, scores and classes. They generate no text."""

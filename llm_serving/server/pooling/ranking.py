@@ -1,0 +1,226 @@
+"""The endpoints ``/v1/rerank``, ``/v2/rerank`` (Jina's and Cohere's API) and ``/v1/score`` (vLLM's API).
+
+A server of scores reads query and text together, as Qwen3-Reranker does. A server of embeddings compares the embeddings
+of query and text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request
+
+from llm_serving.errors import RequestError
+from llm_serving.server.fields.shared import IGNORED, Name
+from llm_serving.server.fields.validation import StrictModel
+from llm_serving.server.generation.prompts import check_choices, resolve_prompts
+from llm_serving.server.generation.scheduling import SchedulingFields, tenant_of
+from llm_serving.server.generation.sequences import Generation
+from llm_serving.server.http.body import read_request, whole_response
+from llm_serving.server.limits import MAX_PROMPTS
+from llm_serving.server.pooling.embeddings import prompt_text, with_prompt
+from llm_serving.server.pooling.pooled import cosine, pooled_results, pooling_of, receipt_member, usage_of
+from llm_serving.server.state import AnyResponse, Endpoint, ServerState
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+"""Instruction of requests that state none, as in Qwen3-Reranker."""
+_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_QUERY_PROMPT, _DOCUMENT_PROMPTS = "query", ("document", "passage")
+"""Names of prompts that sentence-transformers uses for queries and documents."""
+
+
+class DocumentText(StrictModel):
+    """A document as an object."""
+
+    text: str
+
+
+class RankingFields(SchedulingFields, StrictModel):
+    """Fields of all endpoints that compare texts."""
+
+    ignored = IGNORED | {"max_tokens_per_doc", "max_chunks_per_doc"}
+
+    model: Name = Field(default=None, description="Name of the served model; may be left out.")
+    instruction: str | None = Field(
+        default=None, description="What makes a document relevant. Only for a model that answers yes or no."
+    )
+    use_activation: bool | None = Field(
+        default=None,
+        description="Return a probability from 0 to 1 (default), or logit(yes) - logit(no). Only for such a model.",
+    )
+
+
+Documents = Annotated[list[str | DocumentText], Field(min_length=1, max_length=MAX_PROMPTS, description="The texts.")]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+
+
+class RerankRequest(RankingFields):
+    """Request body of ``/v1/rerank`` and ``/v2/rerank``: a query, and documents to sort."""
+
+    query: str = Field(description="What the documents should answer.")
+    documents: Documents
+    top_n: int | None = Field(default=None, ge=1, description="Number of documents to return (default: all).")
+    return_documents: bool | None = Field(default=None, description="Add the text of each document.")
+
+
+class ScoreRequest(RankingFields):
+    """Request body of ``/v1/score``: pairs of texts."""
+
+    text_1: str | Texts = Field(description="A text for all texts of `text_2`, or a list of as many texts.")
+    text_2: str | Texts = Field(description="The texts to score.")
+
+
+async def rerank(state: ServerState, request: Request) -> AnyResponse:
+    """Handle ``/v1/rerank`` and ``/v2/rerank``: return the documents with scores, the most relevant first."""
+    state.check_queue(tenant_of(request))
+    body = await read_request(RerankRequest, request, state.settings.max_body_bytes)
+    state.check_model(body.model)
+    pooling = pooling_of(state, "embed", "score")
+    generation = Generation(state, request, "rerank", "rerank", body, stream=False)
+    texts = [each if isinstance(each, str) else each.text for each in body.documents]
+    names = ("query", "documents")
+    if pooling.scores:
+        scores = await _judged(generation, request, body, [body.query], texts, names)
+    else:
+        known = {prompt.name for prompt in pooling.prompts}
+        query_prompt = _QUERY_PROMPT if _QUERY_PROMPT in known else None
+        document_prompt = next((name for name in _DOCUMENT_PROMPTS if name in known), None)
+        before = (prompt_text(pooling, query_prompt), prompt_text(pooling, document_prompt))
+        scores = await _compared(generation, request, body, [body.query], texts, names, before)
+    best = sorted(range(len(texts)), key=lambda index: (-scores[index], index))[: body.top_n]
+
+    def build() -> dict[str, Any]:
+        results: list[dict[str, Any]] = []
+        for index in best:
+            document = {"document": {"text": texts[index]}} if body.return_documents else {}
+            results.append({"index": index, "relevance_score": scores[index], **document})
+        return {
+            "id": generation.request_id,
+            "model": state.engine.model_name,
+            "results": results,
+            "usage": usage_of(generation),
+            **receipt_member(generation),
+        }
+
+    return await whole_response(generation.request_id, len(best), build)
+
+
+async def score(state: ServerState, request: Request) -> AnyResponse:
+    """Handle ``/v1/score``: return the score of each pair of texts."""
+    state.check_queue(tenant_of(request))
+    body = await read_request(ScoreRequest, request, state.settings.max_body_bytes)
+    state.check_model(body.model)
+    pooling = pooling_of(state, "embed", "score")
+    generation = Generation(state, request, "score", "score", body, stream=False)
+    first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
+    second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    if len(first) not in (1, len(second)):
+        raise RequestError(
+            f"'text_1' holds {len(first)} texts and 'text_2' holds {len(second)}; give one text_1, or as many.",
+            param="text_1",
+            code="invalid_value",
+        )
+    names = ("text_1", "text_2")
+    if pooling.scores:
+        scores = await _judged(generation, request, body, first, second, names)
+    else:
+        before = prompt_text(pooling, None)
+        scores = await _compared(generation, request, body, first, second, names, (before, before))
+
+    def build() -> dict[str, Any]:
+        return {
+            "id": generation.request_id,
+            "object": "list",
+            "created": generation.created,
+            "model": state.engine.model_name,
+            "data": [{"index": index, "object": "score", "score": each} for index, each in enumerate(scores)],
+            "usage": usage_of(generation),
+            **receipt_member(generation),
+        }
+
+    return await whole_response(generation.request_id, len(scores), build)
+
+
+_RERANK_EXAMPLE = '{"query": "Where does the fox live?", "documents": ["By the river.", "It is noon."]}'
+_RERANK_SUMMARY = "Sort documents by their relevance for a query."
+
+ENDPOINTS = (
+    Endpoint("POST", "/v1/rerank", rerank, _RERANK_SUMMARY, RerankRequest, _RERANK_EXAMPLE),
+    Endpoint("POST", "/v2/rerank", rerank, _RERANK_SUMMARY, RerankRequest, _RERANK_EXAMPLE),
+    Endpoint(
+        "POST", "/v1/score", score, "Scores of pairs of texts.", ScoreRequest,
+        '{"text_1": "Where does the fox live?", "text_2": ["By the river.", "It is noon."]}',
+    ),
+)  # fmt: skip
+
+
+async def _judged(
+    generation: Generation,
+    request: Request,
+    body: RankingFields,
+    first: Sequence[str],
+    second: Sequence[str],
+    names: tuple[str, str],
+) -> list[float]:
+    """Return the scores of a model that answers yes or no. ``names`` are the fields of both texts, for errors."""
+    _check_texts(first, second, names)
+    instruction = INSTRUCTION if body.instruction is None else body.instruction
+    texts: list[str | list[int]] = [
+        f"{_BEFORE}<Instruct>: {instruction}\n<Query>: {one}\n<Document>: {other}{_AFTER}"
+        for one, other in _pairs(first, second)
+    ]
+    check_choices(len(texts), 1)
+    prompts = await resolve_prompts(generation.state, texts, names[1])
+    results = await pooled_results(generation, request, prompts, names[1])
+    differences = [float(result[0]) for result in results]
+    return differences if body.use_activation is False else list(map(_sigmoid, differences))
+
+
+async def _compared(
+    generation: Generation,
+    request: Request,
+    body: RankingFields,
+    first: Sequence[str],
+    second: Sequence[str],
+    names: tuple[str, str],
+    before: tuple[str, str],
+) -> list[float]:
+    """Return the cosines of the embeddings of each pair of texts. ``before`` are the prompts of both kinds of text."""
+    for name in ("instruction", "use_activation"):
+        if getattr(body, name) is not None:
+            raise RequestError(
+                f"'{name}' has no effect on embeddings, which this server computes; leave it out.",
+                param=name,
+                code="unsupported_parameter",
+            )
+    _check_texts(first, second, names)
+    check_choices(len(first) + len(second), 1)
+    groups = [
+        await resolve_prompts(generation.state, with_prompt(list(texts), prompt), name)
+        for texts, name, prompt in zip((first, second), names, before, strict=True)
+    ]
+    vectors = await pooled_results(generation, request, [*groups[0], *groups[1]], names[1])
+    return [cosine(one, other) for one, other in _pairs(vectors[: len(first)], vectors[len(first) :])]
+
+
+def _check_texts(first: Sequence[str], second: Sequence[str], names: tuple[str, str]) -> None:
+    for name, texts in zip(names, (first, second), strict=True):
+        empty = next((index for index, text in enumerate(texts) if not text), None)
+        if empty is not None:
+            place = name if len(texts) == 1 else f"{name}[{empty}]"
+            raise RequestError(f"'{place}' is empty; give a text.", param=place, code="invalid_value")
+
+
+def _pairs(first: Sequence[Any], second: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(first if len(first) > 1 else list(first) * len(second), second, strict=True))
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
