@@ -17,7 +17,8 @@ from llm_serving.config import Config
 from llm_serving.constraints.compiler import GrammarCompiler
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.batches.store import BatchStore
-from llm_serving.server.errors import ClientGoneError, error_reply, note_error
+from llm_serving.server.error_replies import error_reply, note_error
+from llm_serving.server.errors import ClientGoneError
 from llm_serving.server.fields.validation import clip
 from llm_serving.server.generation.sequences import GENERATION, Generation
 from llm_serving.server.http.cors import cors_headers, preflight_response

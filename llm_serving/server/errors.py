@@ -1,42 +1,8 @@
-"""Turns exceptions into HTTP responses with OpenAI's JSON form of errors, and logs unexpected exceptions."""
+"""The errors of the HTTP edge: for requests that it refuses itself, for files and for batches."""
 
 from __future__ import annotations
 
-import math
-import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-
-import orjson
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
-
-from llm_serving.errors import (
-    AgentError,
-    AgentLostTwiceError,
-    EngineFailedError,
-    LLMServingError,
-    NotFiniteError,
-    RequestError,
-    TryLaterError,
-)
-from llm_serving.telemetry.log import EventLog
-
-RETRY_AFTER_S = 1
-_NO_RETRY = {"X-Should-Retry": "false"}
-"""Without this header, OpenAI's clients would send the request again."""
-MAX_RETRY_AFTER_S = 30
-INTERNAL_ERROR = "internal_error"
-
-FAILURE_TEXTS = {
-    "agent_lost": "An agent failed, so the server could not complete the request. Send the request again.",
-    "logits_not_finite": "The model computed no valid scores (NaN or infinity) for this request, so it was ended.",
-    "agent_lost_twice": "An agent failed twice while it computed this request. Do not send the request again.",
-    "engine_error": "The engine could not complete the request. The server's log has the reason.",
-    INTERNAL_ERROR: "The server had an internal error; see its log.",
-}
-"""The error messages that clients get for failures, by error code. The exception's text may name processes, addresses
-and files, so only the log has it."""
+from llm_serving.errors import LLMServingError, RequestError
 
 
 class InvalidJSONError(RequestError):
@@ -85,142 +51,40 @@ class ClientGoneError(Exception):
     """The client has closed the connection."""
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorReply:
-    """The HTTP response to an error: status, JSON members and headers."""
+class BatchesOffError(RequestError):
+    """The server has no folder for files, so it has neither files nor batches."""
 
-    status: int
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    is_anthropic: bool = False
-    """Whether the body has the form of Anthropic's API, and not of OpenAI's."""
-    is_kserve: bool = False
-    """Whether the member ``error`` is the message, as in KServe's protocol. The other members are next to it."""
+    code = "batches_off"
 
-    def body(self) -> bytes:
-        """Return the JSON body ``{"error": {"message", "type", "param", "code"}}``, as in OpenAI's API.
-
-        The body of Anthropic's API has another ``type``, and the member ``"type": "error"`` next to ``error``. In
-        KServe's protocol, ``error`` is the message.
-        """
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        if self.is_kserve:
-            error["error"] = error.pop("message")
-            return orjson.dumps(error)
-        if not self.is_anthropic:
-            return orjson.dumps({"error": error})
-        error["type"] = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else error["type"])
-        return orjson.dumps({"type": "error", "error": error})
-
-    def response(self, request_id: str | None = None) -> Response:
-        """Return the response. ``request_id`` shows the client which lines of the log have the details."""
-        named = {} if request_id is None else {"X-Request-Id": request_id}
-        return Response(self.body(), self.status, {**self.headers, **named}, "application/json")
-
-
-ANTHROPIC_PATH = "/v1/messages"
-"""The path, and the start of the paths, whose errors have the form of Anthropic's API."""
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def has_anthropic_errors(path: str) -> bool:
-    """Return whether the errors of a URL's path have the form of Anthropic's API."""
-    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
-
-
-KSERVE_PATHS = ("/v2", "/v2/health/live", "/v2/health/ready")
-KSERVE_MODELS = "/v2/models/"
-
-
-def has_kserve_errors(path: str) -> bool:
-    """Return whether the errors of a URL's path have the form of KServe's protocol."""
-    return path in KSERVE_PATHS or path.startswith(KSERVE_MODELS)
-
-
-def error_reply(error: Exception, path: str = "") -> ErrorReply:
-    """Return the HTTP response for an exception. The text of a failure is one of ``FAILURE_TEXTS``, without details.
-
-    ``path`` is the path of the URL, which determines the form of the body.
-    """
-    reply = _reply(error)
-    if has_kserve_errors(path):
-        return replace(reply, is_kserve=True)
-    return replace(reply, is_anthropic=True) if has_anthropic_errors(path) else reply
-
-
-def _reply(error: Exception) -> ErrorReply:
-    if isinstance(error, RequestError):
-        return _request_error(error)
-    if isinstance(error, UnavailableError):
-        return ErrorReply(503, str(error), "server_error", code=error.code, headers=_retry_after())
-    if isinstance(error, AgentError):
-        return _failure(503, "agent_lost", _retry_after())
-    if isinstance(error, NotFiniteError):
-        return _failure(500, "logits_not_finite")
-    if isinstance(error, AgentLostTwiceError):
-        return _failure(500, "agent_lost_twice", _NO_RETRY)
-    if isinstance(error, EngineFailedError):
-        return _failure(500, "engine_error")
-    if isinstance(error, HTTPException):
-        return ErrorReply(
-            error.status_code, error.detail, _type_of(error.status_code), headers=dict(error.headers or {})
-        )
-    return _failure(500, INTERNAL_ERROR)
-
-
-def note_error(log: EventLog, error: Exception, reply: ErrorReply, where: str, request_id: str | None) -> None:
-    """Log the details of a failure, which the client does not get. ``where`` is the URL's path.
-
-    ``request_id`` is the id of the response, or None if the body was not read.
-
-    An unexpected exception is logged with its traceback.
-    """
-    if isinstance(error, AgentError | EngineFailedError):
-        log.error(str(error), event="request_failed", request_id=request_id, where=where, code=reply.code)
-    elif reply.code == INTERNAL_ERROR:
-        trace = "".join(traceback.format_exception(error))
-        log.error(
-            f"{type(error).__name__}: {error}",
-            event="internal_error",
-            request_id=request_id,
-            where=where,
-            traceback=trace,
+    def __init__(self) -> None:
+        super().__init__(
+            "This server keeps no files and runs no batches. The operator can turn them on with "
+            "batch_config.folder, for example --set batch_config.folder=output/batches."
         )
 
 
-def _failure(status: int, code: str, headers: Mapping[str, str] | None = None) -> ErrorReply:
-    return ErrorReply(status, FAILURE_TEXTS[code], "server_error", code=code, headers=headers or {})
+class UnknownFileError(RequestError):
+    """The file does not exist, or it belongs to another tenant."""
+
+    status = 404
+    code = "file_not_found"
 
 
-def _request_error(error: RequestError) -> ErrorReply:
-    headers: dict[str, str] = {}
-    if isinstance(error, TryLaterError):
-        headers = _retry_after(error.retry_after_s)
-    elif error.status == 401:
-        headers = {"WWW-Authenticate": "Bearer"}
-    elif error.status == 504:
-        headers = _NO_RETRY
-    elif error.status in (408, 413):
-        headers = {"Connection": "close"}
-    return ErrorReply(error.status, str(error), _type_of(error.status), error.param, error.code, headers)
+class UnknownBatchError(RequestError):
+    """The batch does not exist, or it belongs to another tenant."""
+
+    status = 404
+    code = "batch_not_found"
 
 
-def _type_of(status: int) -> str:
-    if status == 429:
-        return "rate_limit_error"
-    return "server_error" if status >= 500 else "invalid_request_error"
+class FileInUseError(RequestError):
+    """The file is the input of a batch that has not ended."""
+
+    status = 409
+    code = "file_in_use"
 
 
-def _retry_after(seconds: float = RETRY_AFTER_S) -> dict[str, str]:
-    return {"Retry-After": str(min(max(RETRY_AFTER_S, math.ceil(seconds)), MAX_RETRY_AFTER_S))}
+class StorageLimitError(RequestError):
+    """The files or batches of a tenant, or of all tenants, reach a limit of ``batch_config``."""
+
+    code = "storage_limit_exceeded"

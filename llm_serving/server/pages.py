@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.server import openapi_errors
-from llm_serving.server.errors import has_anthropic_errors, has_kserve_errors
+from llm_serving.server.error_replies import has_anthropic_errors, has_kserve_errors
 from llm_serving.server.fields.validation import clip
 from llm_serving.server.generation.scheduling import SCHEDULING_HEADERS, SchedulingFields
 from llm_serving.server.http.body import json_response

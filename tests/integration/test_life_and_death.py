@@ -16,7 +16,7 @@ import urllib.request
 import psutil
 import pytest
 
-from llm_serving.server.errors import FAILURE_TEXTS
+from llm_serving.server.error_replies import FAILURE_TEXTS
 from support.poisoned_agent import POISON
 from support.server_process import ServerProcess, running_server, shm_entries
 from support.small_configs import REPOSITORY

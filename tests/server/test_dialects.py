@@ -5,7 +5,7 @@
 import pytest
 
 from llm_serving.errors import RequestError
-from llm_serving.server.errors import FAILURE_TEXTS
+from llm_serving.server.error_replies import FAILURE_TEXTS
 from llm_serving.server.published.chat import _observation_role
 from performance.load import mock_chat
 from support.fake_engine import LOGSUMEXP, MODEL_NAME

@@ -13,11 +13,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llm_serving.errors import RequestError
-from llm_serving.server.batches.errors import BatchesOffError
 from llm_serving.server.batches.multipart import FormParser, InvalidFormError, PartBegin, boundary_of
 from llm_serving.server.batches.records import INPUT_PURPOSE, StoredFile
 from llm_serving.server.batches.store import BatchStore, Upload
-from llm_serving.server.errors import ClientGoneError
+from llm_serving.server.errors import BatchesOffError, ClientGoneError
 from llm_serving.server.fields.validation import StrictModel, clip, short
 from llm_serving.server.generation.scheduling import tenant_of
 from llm_serving.server.http.body import drain_body, json_response

@@ -18,7 +18,6 @@ from typing import Any
 from llm_serving.access.control import VISIT, Visit
 from llm_serving.errors import AgentError, LLMServingError, TryLaterError
 from llm_serving.server.batches.disk import lines_of
-from llm_serving.server.batches.errors import StorageLimitError
 from llm_serving.server.batches.lines import (
     LineProblem,
     LineRequest,
@@ -29,7 +28,8 @@ from llm_serving.server.batches.lines import (
 )
 from llm_serving.server.batches.records import Batch
 from llm_serving.server.batches.store import BatchStore
-from llm_serving.server.errors import UnavailableError, error_reply, note_error
+from llm_serving.server.error_replies import error_reply, note_error
+from llm_serving.server.errors import StorageLimitError, UnavailableError
 from llm_serving.server.in_process import App, call_handler
 from llm_serving.server.state import Endpoint
 
@@ -128,9 +128,7 @@ class BatchRunner:
         visit.route, visit.status = endpoint.path, 500
         try:
             visit.enter_as(batch.owner)
-            body = await call_handler(
-                self._app, endpoint.handler, endpoint.path, line.body, more={VISIT: visit}
-            )
+            body = await call_handler(self._app, endpoint.handler, endpoint.path, line.body, more={VISIT: visit})
             visit.status = 200
             return body
         except LLMServingError as error:

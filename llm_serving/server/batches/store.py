@@ -35,12 +35,6 @@ from llm_serving.server.batches.disk import (
     sync_folder,
     write_all,
 )
-from llm_serving.server.batches.errors import (
-    FileInUseError,
-    StorageLimitError,
-    UnknownBatchError,
-    UnknownFileError,
-)
 from llm_serving.server.batches.records import (
     INPUT_PURPOSE,
     OUTPUT_PURPOSE,
@@ -49,7 +43,13 @@ from llm_serving.server.batches.records import (
     decoded,
     encoded,
 )
-from llm_serving.server.errors import PayloadTooLargeError
+from llm_serving.server.errors import (
+    FileInUseError,
+    PayloadTooLargeError,
+    StorageLimitError,
+    UnknownBatchError,
+    UnknownFileError,
+)
 from llm_serving.server.fields.validation import short
 
 T = TypeVar("T")

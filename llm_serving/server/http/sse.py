@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from llm_serving.engine.outputs import MERGE_AT, merge_outputs
 from llm_serving.request import RequestOutput
-from llm_serving.server.errors import ClientGoneError, ErrorReply, error_reply, note_error
+from llm_serving.server.error_replies import ErrorReply, error_reply, note_error
+from llm_serving.server.errors import ClientGoneError
 from llm_serving.server.generation.sampling import Choice
 from llm_serving.server.generation.sequences import Generation
 from llm_serving.server.http.protocol import STREAM_CHANNEL, Header, StreamChannel

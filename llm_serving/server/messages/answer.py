@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from llm_serving.request import FinishReason, RequestOutput
-from llm_serving.server.errors import ErrorReply
+from llm_serving.server.error_replies import ErrorReply
 from llm_serving.server.generation.answer_plan import AnswerPlan
 from llm_serving.server.generation.piece_reader import PieceReader
 from llm_serving.server.generation.sampling import Choice

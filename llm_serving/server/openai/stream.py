@@ -10,7 +10,7 @@ import orjson
 
 from llm_serving.errors import RequestError
 from llm_serving.request import FinishReason, RequestOutput
-from llm_serving.server.errors import ErrorReply
+from llm_serving.server.error_replies import ErrorReply
 from llm_serving.server.fields.shared import SamplingFields
 from llm_serving.server.generation.sampling import Choice
 from llm_serving.server.generation.sequences import Answer, Generation, count_items

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from llm_serving.errors import ContextLengthError
 from llm_serving.request import RequestOutput
-from llm_serving.server.errors import ErrorReply
+from llm_serving.server.error_replies import ErrorReply
 from llm_serving.server.fields.shared import DialectSampling, MaxTokens
 from llm_serving.server.fields.validation import LaxModel
 from llm_serving.server.generation.logprobs import step_logits

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from llm_serving.request import RequestOutput, TokenLogits
 from llm_serving.sampling_params import MAX_TOP_LOGITS
-from llm_serving.server.errors import ErrorReply
+from llm_serving.server.error_replies import ErrorReply
 from llm_serving.server.fields.shared import DialectSampling, MaxTokens
 from llm_serving.server.fields.validation import LaxModel
 from llm_serving.server.generation.logprobs import LOWEST, step_logits, token_string
