@@ -88,11 +88,7 @@ class ModelRunner:
         self._stored: StoredStart | None = None
         self._starts_stored = False
         if keeps_files:
-            self._weight_cache = WeightCache(config, rank)
-            self._weight_cache.begin_load()
-            if self._weight_cache.is_on and ProgramStore.fits(config):
-                self._stored = StoredStart(config, rank)
-                self._starts_stored = self._weight_cache.has_entry and self._stored.find()
+            self._open_files(config, rank)
         self._start_runtime = partial(start_runtime, config, rank)
         if self._starts_stored:
             start_without_mindspore(config, rank)
@@ -101,26 +97,20 @@ class ModelRunner:
         self._pooler = self._made_pooler(config)
         self._config = config = self._part.narrow(config)
         self._report = report
-        num_rows = config.max_num_seqs
         self.wait_for_masks: Callable[[int], Mapping[int, LogitBias]] = MaskGate().wait
         """Returns when the slot of a step, which is named by its number, has the masks of its sequences.
 
         The result has the logit biases of the step by batch row."""
-        vocab_size = config.shape.vocab_size
-        processors = load_processors(config.model_config.logits_processors or (), vocab_size)
-        self._sampler = Sampler(
-            num_rows, config.max_model_len, vocab_size, lambda seq: self.wait_for_masks(seq), processors
+        self._sampler = self._made_sampler(config)
+        self._reader = StepReader(
+            config, config.max_num_seqs, self._sampler.rows.last_token if exchange is None else None
         )
-        self._reader = StepReader(config, num_rows, self._sampler.rows.last_token if exchange is None else None)
         self._exchange: Exchange | None = None
         self._last_tokens: SharedLastTokens | None = None
         if exchange is not None:
             self._exchange = Exchange(exchange, self._part, config.serving_config.step_timeout_s)
             self._last_tokens = SharedLastTokens(self._exchange, self._part, self._sampler.rows)
-        self._stream = np.empty((0, 0))
-        if not self._part.shard.is_first_stage:
-            shape = (config.max_num_batched_tokens, config.shape.hidden_size)
-            self._stream = np.zeros(shape, STORAGE_DTYPES[config.model_config.model_dtype])
+        self._stream = self._made_stream(config)
         self._model: LoadedModel | None = None
         self._graph: StepGraph | None = None
         self._adapters: AdapterStore | None = None
@@ -129,9 +119,34 @@ class ModelRunner:
         self._seconds = {"import": process_seconds()}
         self.profiling = Profiling(config.device, rank, self._set_replaying)
 
-    def _made_pooler(self, config: Config) -> Pooler | None:
-        """Returns the object that pools the results, or None if this agent pools none. ``config`` has the whole model.
+    def _open_files(self, config: Config, rank: int) -> None:
+        """Opens the converted weights and the launches of the graph that an earlier start may have kept."""
+        self._weight_cache = WeightCache(config, rank)
+        self._weight_cache.begin_load()
+        if self._weight_cache.is_on and ProgramStore.fits(config):
+            self._stored = StoredStart(config, rank)
+            self._starts_stored = self._weight_cache.has_entry and self._stored.find()
+
+    def _made_sampler(self, config: Config) -> Sampler:
+        """Returns the sampler of this agent's batch rows. ``config`` is that of the agent's part of the model."""
+        vocab_size = config.shape.vocab_size
+        processors = load_processors(config.model_config.logits_processors or (), vocab_size)
+        return Sampler(
+            config.max_num_seqs, config.max_model_len, vocab_size, lambda seq: self.wait_for_masks(seq), processors
+        )
+
+    def _made_stream(self, config: Config) -> Array:
+        """Returns the array for the hidden states that the previous stage of the pipeline sends.
+
+        Its shape is (tokens of the largest step, hidden size). The array of the first stage is empty.
         """
+        if self._part.shard.is_first_stage:
+            return np.empty((0, 0))
+        shape = (config.max_num_batched_tokens, config.shape.hidden_size)
+        return np.zeros(shape, STORAGE_DTYPES[config.model_config.model_dtype])
+
+    def _made_pooler(self, config: Config) -> Pooler | None:
+        """Returns what pools the results, or None if this agent pools none. ``config`` has the whole model."""
         if config.pooling is None or not (self._part.pools and self._part.returns_results):
             return None
         weights = read_pooling_weights(config, config.pooling)
