@@ -38,11 +38,13 @@ class StaticInputs:
     """
 
     inverses: npt.NDArray[np.float32]
-    """Inverse scales of the inputs [in]."""
+    """The factor of each input [in]: 1 / scale."""
     offsets: npt.NDArray[np.float32]
-    """Offsets of the inputs [in]."""
+    """The offset of each input [in], added after the multiplication."""
     sum_offsets: npt.NDArray[np.int32]
-    """Added to the sums of the outputs [out]. They remove the inputs' offsets, and may contain a bias."""
+    """Added to the integer sum of each output column [out].
+
+    They subtract the part of the sum that comes from the inputs' offsets, and can add the layer's bias."""
 
 
 def packed_weight_bytes(

@@ -37,16 +37,17 @@ class StoredStart:
         self._found: tuple[StoredProgram, dict[str, Array]] | None = None
 
     def find(self) -> bool:
-        """Reads the stored program. Returns False if there is no valid program."""
+        """Reads the program that an earlier start has stored. Returns False if there is none, or if it is not valid."""
         self._found = self._store.find()
         return self._found is not None
 
     def make_graph(
         self, model: LoadedModel, buffers: StepBuffers, compile_graph: Callable[[], StepGraph]
     ) -> StepGraph | None:
-        """Returns a graph that runs the program that ``find`` has read, or None if the program cannot be used.
+        """Returns a graph that runs the stored program, or None if the program does not fit the model in memory.
 
-        ``compile_graph`` compiles MindSpore's graph. It is called only if a profile needs the launches of MindSpore.
+        ``find`` must have returned True. ``compile_graph`` compiles the same graph with MindSpore. The returned graph
+        calls it only for a profile, which must show MindSpore's launches.
         """
         assert self._found is not None, "find() has found a program"
         assert isinstance(model.ops, FusedCpuOps), "only fused operators are stored"

@@ -209,9 +209,10 @@ class GrammarCompiler:
 
 
 def _try(compiled: CompiledGrammar, param: str) -> None:
-    """Generate a few tokens that a grammar allows. Raises RequestError if the grammar is too complex or allows no text.
+    """Check a grammar by generating a few tokens that it allows.
 
-    This also computes the first mask, which takes longest. All copies of the grammar share the memory of its results.
+    Raises RequestError if the grammar is too complex or allows no text. This also computes the grammar's first mask,
+    which takes longest. Each request has its own copy of the grammar, and all copies reuse this mask.
     """
     constraint = compiled.start()
     for _ in range(TRIED_TOKENS):

@@ -139,10 +139,10 @@ class Replica:
         return outputs
 
     def _note_not_finite(self, step: ScheduledStep, result: StepResult, request_ids: list[str]) -> None:
-        """Log the requests of a step whose logits are NaN or infinite.
+        """Log the requests of a step that got NaN or infinite logits, and react to the likely cause.
 
-        If this holds for all of several requests, restart the agents. If the step has a single request, that request
-        may be the cause. The canary then checks whether the agents compute correctly.
+        If a step has several requests and all of them got such logits, the agents are the cause and are restarted. If
+        the step has only one request, the request may be the cause, so the canary checks the agents first.
         """
         self._metrics.sequences_not_finite(len(request_ids))
         self._log.error(

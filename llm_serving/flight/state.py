@@ -113,10 +113,10 @@ class RecordingCodec(ReplayCodec):
 
 
 def restore_state(scheduler: Scheduler, state: dict[str, Any], codec: ReplayCodec) -> int:
-    """Restores a segment's recorded state into a new scheduler.
+    """Gives a new scheduler the state that a recording saved at the beginning of a segment.
 
-    Returns the number of cached blocks that lookups can no longer find. Raises FlightRecordingError if the state does
-    not fit this version of the scheduler.
+    Returns how many blocks of the prefix cache later requests cannot find, because the block before them is no longer
+    in the cache. Raises FlightRecordingError if another version of the scheduler saved the state.
     """
     try:
         return scheduler.restore(deepcopy(state), codec)

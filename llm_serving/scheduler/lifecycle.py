@@ -82,9 +82,9 @@ class Lifecycle:
         self._preemption.settle(sequence)
 
     def restart(self, sequences: Iterable[Sequence], now: float) -> None:
-        """Makes the sequences of a step that never ran wait for a new prefill.
+        """Makes sequences compute their prompt and output again, because the agent did not run a step of theirs.
 
-        The results of their later steps are void.
+        Tokens from their steps that are still in flight are dropped.
         """
         for sequence in sequences:
             sequence.drop_tokens = True
@@ -93,9 +93,9 @@ class Lifecycle:
                 self._state.running.stop(sequence)
 
     def lose_device(self, now: float) -> None:
-        """Makes all requests wait for a new prefill, because the agent and all blocks were lost.
+        """Makes all requests compute their prompts again, because the agent was lost, and with it all KV blocks.
 
-        No step is in flight.
+        The caller has already ended all steps in flight.
         """
         running = self._state.running
         self.restart(list(running), now)
@@ -153,7 +153,8 @@ class Lifecycle:
                 if token_id == NOT_FINITE and request.status is not finished and not sequence.drop_tokens:
                     ended = self._end_not_finite(sequence, now)
                     if updates and updates[-1].request is request:
-                        updates[-1].error = NOT_FINITE_ERROR  # the request's last token comes with the same result
+                        # The request's earlier token of this result is valid, so the error is sent with that token.
+                        updates[-1].error = NOT_FINITE_ERROR
                     else:
                         updates += ended
                 continue

@@ -97,12 +97,13 @@ def measure_case(engine: OfflineEngine, case: Case, config: Config, ceilings: Ce
 
 
 def figures(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceilings: Ceilings) -> dict[str, Any]:
-    """Returns the row of one run. ``decode_tokens_per_s`` counts the tokens after the last prompt's first token.
+    """Returns the results of one run as a row of the table: of its decode steps or of its prefill, as the case asks.
 
-    A row measures either decode steps or a prefill. ``share_of_ceiling`` is the minimum time (``roofline``) divided by
-    the measured time. ``share_by_blocks`` is the same ratio for a decode that reads keys and values block by block.
-    ``agent_share`` is the fraction of the measured time that the agent spent in graphs and sampler. ``step_ms`` is the
-    mean time of a decode step, or the time of the prefill. ``graph_ms`` and ``sample_ms`` are medians over the steps.
+    ``decode_tokens_per_s`` counts the tokens that are generated after every prompt has its first token.
+    ``share_of_ceiling`` is the minimum time (``roofline``) divided by the measured time. ``share_by_blocks`` is the
+    same ratio for a decode that reads keys and values block by block. ``agent_share`` is the fraction of the measured
+    time that the agent spent in graphs and sampler. ``step_ms`` is the mean time of a decode step, or the time of the
+    prefill. ``graph_ms`` and ``sample_ms`` are medians over the steps.
     """
     prefill_least = prefill_seconds(shape, [case.prompt] * case.batch, numbers, ceilings)
     is_decode = case.kind == "decode"

@@ -70,7 +70,7 @@ def allowed(slot: StepSlot, *, decode: bool, row_last_tokens: np.ndarray) -> boo
 
 
 def asking_rows(slot: StepSlot) -> list[int]:
-    """Returns the batch row of each input that is LAST_TOKEN."""
+    """Returns the batch rows whose input is the marker LAST_TOKEN, which stands for the row's last sampled token."""
     rows = np.repeat(slot.rows[: slot.num_seqs], slot.query_lens[: slot.num_seqs])
     return list(rows[slot.token_ids[: slot.num_tokens] == LAST_TOKEN].tolist())
 

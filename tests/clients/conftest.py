@@ -17,7 +17,7 @@ SETTINGS = ("serving_config.server_port=0", "serving_config.agent_ports=[0]", "p
             "model_config.decode_batch_size=[8]", "serving_config.canary_interval_s=0")  # fmt: skip
 PYTHON = os.environ.get("LLM_SERVING_PYTHON")
 
-if PYTHON is None:  # the other tests' environment does not have the libraries
+if PYTHON is None:  # not started by ``make test-clients``, so the client libraries are not installed
     collect_ignore_glob = ["test_*.py"]
 
 

@@ -88,10 +88,10 @@ def test_a_request_that_loses_its_agent_often_stays_alone() -> None:
 
 
 def test_a_failed_self_check_blames_no_request() -> None:
-    """A failed self-check is the agent's fault, so it makes no request suspect.
+    """The agent computed wrong results and ends. No request caused that, so no request becomes suspect.
 
-    If a request is suspect after another loss, a failed self-check does not count as its second loss. The request
-    completes.
+    Then an agent ends for another reason, which makes its requests suspect. A second such loss would end a suspect
+    request with an error. A failed self-check does not count as the second loss, so the request completes.
     """
     engine = Engine()
     requests = [engine.request(name, 6, 20) for name in "ab"]

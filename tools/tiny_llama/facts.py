@@ -150,5 +150,5 @@ KIND_WEIGHTS: dict[Callable[[random.Random], Fact], int] = {
 
 
 def pick_kind(rng: random.Random) -> Callable[[random.Random], Fact]:
-    """Returns a random generator of facts, with the probabilities of ``KIND_WEIGHTS``."""
+    """Returns one of the functions that make a fact, such as ``capital``. ``KIND_WEIGHTS`` has their probabilities."""
     return rng.choices(list(KIND_WEIGHTS), list(KIND_WEIGHTS.values()))[0]

@@ -152,7 +152,7 @@ class _OwnExperts(nn.Cell):
         return self.multiply(fractions, self.gather(self.is_own, chosen, 0)), self.gather(self.numbers, chosen, 0)
 
     def counts(self, counts: Tensor) -> Tensor:
-        """Returns the numbers of rows of the agent's experts, of those of all experts."""
+        """Selects this agent's experts from ``counts``, which has the number of rows of each expert of the model."""
         return self.gather(counts, self.first, 0)
 
 

@@ -80,8 +80,8 @@ bool collect(const SampleArgs& args, const CandidateArgs& from, int64_t row, Row
   return !found->tokens.empty();
 }
 
-// Returns the sum of e^((x - top) / divisor) over all logits x of a row. `sums` has the sum of each part of the
-// vocabulary, relative to the largest logit of that part.
+// Returns the sum of e^((x - top) / divisor) over all logits x of a row, for the denominator of a softmax.
+// sums[part][row] is the same sum over one part of the vocabulary, with that part's largest logit instead of `top`.
 double mass(const CandidateArgs& from, const float* sums, int64_t row, float top, float divisor) {
   double total = 0;
   for (int64_t part = 0; part < from.parts; ++part) {

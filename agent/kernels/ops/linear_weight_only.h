@@ -203,11 +203,12 @@ struct WeightOnlyForm {
   }
 
  private:
-  static constexpr int64_t kUnpackedTile = 16;  // steps
+  static constexpr int64_t kUnpackedTile = 16;  // number of steps in a tile (T in linear.h)
 
-  // Unpacks a block of weights. Afterwards the block has the layout that linear.h describes for a float format.
+  // Converts a block of packed integer weights to the type X of the products. The result has the layout of a float
+  // format, which the comment at the start of linear.h describes.
   static void unpack(const WeightBlock& block, X* to) {
-    constexpr int64_t kTile = kUnpackedTile / kParts;  // number of packed steps that become one unpacked tile
+    constexpr int64_t kTile = kUnpackedTile / kParts;  // number of packed steps whose weights fill one unpacked tile
     for (int v = 0; v < 4; ++v) {
       const Ints shift = Weights::shift(block.zeros(v));
       for (int64_t s = 0; s < block.count; s += kTile) {

@@ -31,7 +31,8 @@ struct Memory {
   }
 };
 
-// Returns the adapter of each row, or null, in `weights`. Returns the largest number of rank groups; 0: no adapter.
+// Sets weights[row] to the adapter of each row, or to null if the row has none. Returns the largest `rank_groups` of
+// these adapters, or 0 if no row has an adapter.
 int64_t find_weights(const std::vector<const LoraWeight*>& by_slot, const int32_t* slots, int64_t rows,
                      const LoraWeight** weights) {
   int64_t most = 0;

@@ -61,7 +61,8 @@ LLMK_INLINE void hide(Vec& a) { __asm__ volatile("" : "+x"(a.low), "+x"(a.high))
 LLMK_INLINE void hide(Ints& a) { __asm__ volatile("" : "+x"(a.low), "+x"(a.high)); }
 LLMK_INLINE void hide(BroadcastQuad& a) { __asm__ volatile("" : "+x"(a.even), "+x"(a.odd)); }
 #else
-// The constraint "m" means memory: these vectors are wider than a register, so they are in memory.
+// On other instruction sets, a vector type consists of several registers. So the empty assembler code names the vector
+// as memory ("m") and not as a register.
 template <class T>
 LLMK_INLINE void hide(T& a) {
   __asm__ volatile("" : "+m"(a));

@@ -114,8 +114,9 @@ double measure_reads(double seconds, int methods, const Round& round) {
   return quantile(rates, 3);
 }
 
-// Measures reads in memory order. Every thread has its own part of the memory. A method reads the part from its start
-// to its end, or reads several streams of the part alternately.
+// Returns the bandwidth in GB/s of reads in the order of the addresses. Each thread reads its own part of the memory.
+// The read loops differ in the number of streams: one loop reads a part from start to end. Another divides the part
+// into several streams and reads from them in turn.
 double measure_read_bandwidth(double seconds) {
   return measure_reads(seconds, kReadLoops, [](const char* memory, int method) {
     const int64_t part = kReadBytes / num_threads() / 1024 * 1024;
@@ -125,8 +126,9 @@ double measure_read_bandwidth(double seconds) {
   });
 }
 
-// Measures reads of pieces of 12 KB in random order, as a step reads blocks of a KV cache. A piece has the size of 16
-// keys of 12 heads of 64 in int8. Half of the methods also prefetch the thread's next piece.
+// Returns the bandwidth in GB/s of reads of 12 KB pieces in random order, as a step reads the blocks of a KV cache. A
+// piece has the size of the int8 keys of 16 tokens, with 12 heads of 64 numbers. Half of the methods also prefetch the
+// piece that the thread reads next.
 double measure_paged_read_bandwidth(double seconds) {
   constexpr int64_t kPiece = 12 << 10, kPieces = kReadBytes / kPiece;
   std::vector<int64_t> order(kPieces);
