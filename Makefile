@@ -25,8 +25,9 @@ DOCS        := $(VENV)/.docs-installed
 AUDIT       := $(VENV)/.audit-installed
 MINDFORMERS := $(VENV)/.mindformers-installed
 CLIENTS     := build/clients
+CHART       := build/chart
 
-.PHONY: serve setup test test-fast test-sweeps test-clients test-page test-aarch64 wheel test-wheel lint bench docs docs-site audit sbom lock setup-mindformers test-mindformers clean help
+.PHONY: serve setup test test-fast test-sweeps test-clients test-chart test-page test-aarch64 wheel test-wheel lint bench docs docs-site audit sbom lock setup-mindformers test-mindformers clean help
 
 serve: $(SERVING) $(LIBRARY) $(if $(findstring smollm2,$(CONFIG)),$(MODEL))  ## serve; CONFIG=FILE chooses the deployment, ARGS="--set section.key=value" changes settings
 	@$(BIN)/python start_server.py --config $(CONFIG) $(ARGS)
@@ -45,6 +46,9 @@ test-sweeps: setup  ## more combinations, which `make test` leaves out
 test-clients: setup $(CLIENTS)/.installed  ## openai-agents, langchain, instructor and litellm with a server; installs them into build/clients (0.5 GB)
 	@LLM_SERVING_PYTHON=$(abspath $(BIN))/python LITELLM_LOCAL_MODEL_COST_MAP=True $(CLIENTS)/bin/python -m pytest -q -p no:cacheprovider \
 	  -c tests/clients/pytest.ini --rootdir tests/clients tests/clients $(ARGS)
+
+test-chart: $(CHART)/.installed  ## the Helm chart, rendered and compared with the schemas of Kubernetes; installs packages into build/chart (0.1 GB)
+	@$(CHART)/bin/python -m pytest -q -p no:cacheprovider -c tests/chart/pytest.ini --rootdir tests/chart tests/chart $(ARGS)
 
 test-page: setup  ## the web pages in a headless Chromium; needs Debian's packages chromium and chromium-driver
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
@@ -131,6 +135,11 @@ $(AUDIT): requirements-audit.lock | $(SERVING) $(TESTS)
 $(CLIENTS)/.installed: requirements-clients.lock
 	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	@$(PATIENT) "installing the client libraries into $(CLIENTS)" $(CLIENTS)/bin/python $(INSTALL) --require-hashes -r requirements-clients.lock
+	@touch $@
+
+$(CHART)/.installed: requirements-chart.lock
+	@test -x $(CHART)/bin/python || $(PYTHON) -m venv $(CHART)
+	@$(PATIENT) "installing the packages of the chart's tests into $(CHART)" $(CHART)/bin/python $(INSTALL) --require-hashes -r requirements-chart.lock
 	@touch $@
 
 $(MINDFORMERS): requirements-mindformers.lock | $(SERVING)

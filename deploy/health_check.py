@@ -1,6 +1,7 @@
-"""The health check of the container: asks the server for its liveness through its UNIX socket.
+"""The health check of the container: ``health_check.py [SOCKET [KEY_FILE]]``.
 
-Exit code 0 means live.
+It asks the server through its UNIX socket. Without a key, it asks whether the server is live, because this route needs
+no key. With the API key of KEY_FILE, it asks whether the server is ready. Exit code 0 means yes.
 """
 
 from __future__ import annotations
@@ -8,19 +9,20 @@ from __future__ import annotations
 import http.client
 import socket
 import sys
+from pathlib import Path
 
 SOCKET = "/run/llm-serving/server.sock"
 TIMEOUT_S = 2.0
 
 
-def is_live(path: str) -> bool:
-    """Returns whether ``GET /health/live`` has status 200. No key is needed for this route."""
+def is_ok(path: str, route: str, headers: dict[str, str]) -> bool:
+    """Returns whether a GET of ``route`` through the UNIX socket ``path`` has status 200."""
     connection = http.client.HTTPConnection("localhost", timeout=TIMEOUT_S)
     try:
         connection.sock = socket.socket(socket.AF_UNIX)
         connection.sock.settimeout(TIMEOUT_S)
         connection.sock.connect(path)
-        connection.request("GET", "/health/live")
+        connection.request("GET", route, headers=headers)
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False
@@ -28,5 +30,13 @@ def is_live(path: str) -> bool:
         connection.close()
 
 
+def main(path: str = SOCKET, key_file: str | None = None) -> int:
+    """Returns the exit code."""
+    if key_file is None:
+        return 0 if is_ok(path, "/health/live", {}) else 1
+    key = Path(key_file).read_text().strip()
+    return 0 if is_ok(path, "/health/ready", {"Authorization": f"Bearer {key}"}) else 1
+
+
 if __name__ == "__main__":
-    sys.exit(0 if is_live(sys.argv[1] if len(sys.argv) > 1 else SOCKET) else 1)
+    sys.exit(main(*sys.argv[1:]))

@@ -206,7 +206,7 @@ def test_every_package_has_a_line_in_the_architecture():
 
 
 def test_every_file_in_the_architecture_exists():
-    tops = ("llm_serving", "agent", "configs", "performance", "tools", "tests")
+    tops = ("llm_serving", "agent", "configs", "helm", "performance", "tools", "tests")
     paths = [path for top in tops for path in (REPOSITORY / top).rglob("*")] + list(REPOSITORY.glob("*"))
     missing = [name for name in named_in_the_architecture() if not any(path.match(name) for path in paths)]
     assert missing == []

@@ -14,6 +14,8 @@ import yaml
 
 from llm_serving.config.loader import parse_override
 from llm_serving.config.sections import DEFAULT_SERVER_PORT, ServingConfig
+from llm_serving.version import __version__
+from support.access_keys import secret_of, write_keys
 from support.server_process import running_server
 from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
@@ -23,13 +25,15 @@ UNIT = (DEPLOY / "llm-serving.service").read_text()
 IMAGES = {name: (DEPLOY / name).read_text() for name in ("Dockerfile", "Dockerfile.ascend")}
 """The container files by name: for a CPU, and for an Ascend."""
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["llm-serving"]
+CHART = REPOSITORY / "helm" / "llm-serving"
 POD = yaml.safe_load((DEPLOY / "kubernetes.yaml").read_text())["spec"]["template"]["spec"]
 [CONTAINER] = POD["containers"]
 
 
-@pytest.mark.parametrize("name", ["llm-serving.service", *IMAGES, "compose.yaml", "kubernetes.yaml"])
+@pytest.mark.parametrize("name", ["llm-serving.service", *IMAGES, "compose.yaml", "kubernetes.yaml", "the chart"])
 def test_every_setting_exists(name):
-    text = (DEPLOY / name).read_text().replace('", "', " ")
+    path = CHART / "templates" / "statefulset.yaml" if name == "the chart" else DEPLOY / name
+    text = path.read_text().replace('", "', " ")
     overrides = re.findall(r'--set[ =]"?([a-z_]+\.[a-z_]+=[^\s",\\]+)', text)
     assert overrides
     for override in overrides:
@@ -40,7 +44,24 @@ def test_there_is_more_time_to_stop_than_to_drain():
     drain = ServingConfig().drain_timeout_s
     [unit] = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
     compose = int(COMPOSE["stop_grace_period"].removesuffix("s"))
-    assert min(int(unit), compose, POD["terminationGracePeriodSeconds"]) >= drain + 10
+    chart = yaml.safe_load((CHART / "values.yaml").read_text())["terminationGraceSeconds"]
+    assert min(int(unit), compose, chart, POD["terminationGracePeriodSeconds"]) >= drain + 10
+
+
+def test_the_chart_has_the_version_and_a_configuration_of_the_server():
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert (about["version"], about["appVersion"]) == (__version__, __version__)
+    for key, value in values["settings"].items():
+        parse_override(f"{key}={value}")
+    assert list((REPOSITORY / "configs").rglob(values["config"]))
+
+
+def test_settings_that_the_chart_makes_are_refused_as_values():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    refused = set(schema["properties"]["settings"]["propertyNames"]["not"]["enum"])
+    made = set(re.findall(r"--set=([a-z_]+\.[a-z_]+)=", (CHART / "templates" / "statefulset.yaml").read_text()))
+    assert made - {"telemetry_config.vllm_metric_names"} <= refused
 
 
 def test_containers_have_no_root_no_privileges_and_a_read_only_system():
@@ -106,6 +127,13 @@ def test_systemd_accepts_the_unit_and_rates_its_rights_as_few(tmp_path):
 def test_the_health_check_sees_a_server_and_its_end(tmp_path):
     path = Path("/tmp", f"llm-{tmp_path.name[-40:]}.sock")  # the path of a UNIX socket has at most 107 characters
     check = [sys.executable, DEPLOY / "health_check.py", path]
-    with running_server(tmp_path, [f"serving_config.unix_socket={path}"]):
+    key, wrong = tmp_path / "probe.key", tmp_path / "wrong.key"
+    key.write_text(f"{secret_of('probe')}\n")
+    wrong.write_text("sk-wrong\n")
+    keys = write_keys(tmp_path / "keys.txt", ["probe"])
+    settings = [f"serving_config.unix_socket={path}", f"serving_config.api_keys_file={keys}"]
+    with running_server(tmp_path, settings):
         assert subprocess.run(check, timeout=time_limit(20)).returncode == 0
+        assert subprocess.run([*check, key], timeout=time_limit(20)).returncode == 0
+        assert subprocess.run([*check, wrong], timeout=time_limit(20)).returncode == 1
     assert subprocess.run(check, timeout=time_limit(20)).returncode == 1

@@ -1,0 +1,8 @@
+"""The tests of the Helm chart run in an environment of their own (``make test-chart``)."""
+
+from __future__ import annotations
+
+import importlib.util
+
+if importlib.util.find_spec("kubernetes_validate") is None:  # the other tests' environment
+    collect_ignore_glob = ["test_*.py"]
