@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agent.backends.runtime import start_runtime, start_without_mindspore
+from agent.drafting.drafter import Drafter
 from agent.group.exchange import Exchange
 from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
@@ -114,6 +115,7 @@ class ModelRunner:
         self._model: LoadedModel | None = None
         self._graph: StepGraph | None = None
         self._adapters: AdapterStore | None = None
+        self._drafter = None if config.draft is None else Drafter(config, rank)
         self.ahead: StepsAhead | None = None
         """Launches steps ahead if the device does so. None otherwise, and before ``load``."""
         self._seconds = {"import": process_seconds()}
@@ -158,7 +160,9 @@ class ModelRunner:
         self._model = self._load_stored() or load_model(
             self._config, self._part, lambda done, of: self._report("load", done, of), self._weight_cache
         )
-        if self._model.ops.traits.runs_ahead and self._part.is_alone:
+        if self._drafter is not None:
+            self._drafter.load(lambda done, of: self._report("load the draft model", done, of))
+        elif self._model.ops.traits.runs_ahead and self._part.is_alone:
             self.ahead = StepsAhead(self, StepReader(self._config, self._config.max_num_seqs), self._sampler)
         self._seconds["load"] = time.perf_counter() - start
 
@@ -206,6 +210,8 @@ class ModelRunner:
         assert self._model is not None, "load() must come before warm_up()"
         if not (self._starts_stored and self._is_proved(self._model)):
             self._run_largest_steps()
+        if self._drafter is not None:
+            self._drafter.warm_up()
         self.run_moves(make_moves(self._config))
         self.reset()
         self._model.kv_cache.pages.allocate_rest()
@@ -264,6 +270,8 @@ class ModelRunner:
         if not self._part.is_alone:
             place = self._part.place
             summary |= {"rank": place.rank, "tp_index": place.tp_index, "pp_index": place.pp_index}
+        if self._drafter is not None:
+            summary |= self._drafter.summary()
         summary["start"] = "stored program" if self._starts_stored else "compiled"
         summary |= self._fusion_summary(model.ops)
         summary.update({f"{stage}_seconds": round(seconds, 3) for stage, seconds in self._seconds.items()})
@@ -312,6 +320,9 @@ class ModelRunner:
         except RuntimeError as error:
             raise self.after_failure(error) from error
         cost = _cost(start, computed, scores)
+        if self._drafter is not None:
+            draft_us = self._drafter.after_step(slot, inputs)
+            cost = cost._replace(sample_us=cost.sample_us + draft_us, draft_us=draft_us)
         if slot.checked_row and is_decode:
             self._check_row(slot, scores)
         return cost
@@ -342,6 +353,8 @@ class ModelRunner:
         valid.
         """
         self._sampler.rows.reset()
+        if self._drafter is not None:
+            self._drafter.reset()
         if self._pooler is not None:
             self._pooler.reset()
         if self._last_tokens is not None:
@@ -371,6 +384,8 @@ class ModelRunner:
         """Runs block moves. No graph may be running."""
         assert self._model is not None, "load() must come before any step"
         self._model.moves.run(moves)
+        if self._drafter is not None:
+            self._drafter.move_blocks(moves)
 
     def after_failure(self, error: RuntimeError) -> AgentError:
         """Recovers from a failed graph, and returns the error for the step. No graph may be running.

@@ -35,10 +35,12 @@ def cpu_rules(config: Config, environment: Mapping[str, str] = os.environ) -> li
     model = config.model_config
     readable = [*_SYSTEM, *_SYSTEM_FILES, *_python_paths(environment)]
     readable += filter(None, environment.get("LD_LIBRARY_PATH", "").split(os.pathsep))
-    readable += [str(path) for path in (model.model_path, model.model_cfg_path) if path is not None]
+    draft_path = None if config.draft is None else config.draft.path
+    readable += [path for path in (model.model_path, model.model_cfg_path, draft_path) if path is not None]
     rules = [Rule(Path(path), READ) for path in readable]
-    if model.model_path is not None:
-        rules += [Rule(target, READ) for target in _link_targets(Path(model.model_path))]
+    for path in (model.model_path, draft_path):
+        if path is not None:
+            rules += [Rule(target, READ) for target in _link_targets(Path(path))]
     rules += [Rule(Path("/dev/null"), MAP), Rule(Path(SHM_DIRECTORY), MAP)]
     return rules + [Rule(folder, WRITE) for folder in _writable_folders(config, environment)]
 

@@ -36,9 +36,10 @@ class ProgramStore(ArrayCache):
     def fits(config: Config) -> bool:
         """Returns whether programs of this config can be stored.
 
-        The config must have fused operators and groups of one agent, must not save graphs, and must generate text.
+        The config must have fused operators and groups of one agent, must not save graphs, must generate text, and
+        must have no draft model.
         """
-        is_alone = config.parallel_config.group_size == 1 and config.pooling is None
+        is_alone = config.parallel_config.group_size == 1 and config.pooling is None and config.draft is None
         return config.op_table == "fused" and is_alone and not config.context.save_graphs
 
     def find(self) -> tuple[StoredProgram, dict[str, Array]] | None:

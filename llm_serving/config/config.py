@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from llm_serving.config.batch_section import BatchConfig
 from llm_serving.config.convert import build_dataclass
+from llm_serving.config.draft_model import DraftModel
 from llm_serving.config.mindformers import MindSporeContext
 from llm_serving.config.model_section import ModelConfig
 from llm_serving.config.parallel_section import ParallelConfig
@@ -70,6 +71,8 @@ class Config:
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     lora_config: LoraConfig = field(default_factory=LoraConfig)
+    draft: DraftModel | None = None
+    """The draft model of speculative decoding. None if the method is not ``draft``."""
     notes: tuple[str, ...] = ()
     """Messages for the log about contradicting values. Each message names the value that is used."""
     auto_blocks: bool = False
@@ -305,6 +308,51 @@ class Config:
             mask_words=self._mask_words,
             pooled_width=0 if self.pooling is None else self.pooling.width,
             max_adapters=self.lora_config.max_adapters,
+            max_draft_ids=self.max_draft_ids,
+        )
+
+    @property
+    def max_draft_ids(self) -> int:
+        """Maximum number of drafts that the draft model makes for a sequence in a step. 0 without a draft model."""
+        return 0 if self.draft is None else self.speculative_config.max_draft_tokens
+
+    @property
+    def scratch_blocks_per_seq(self) -> int:
+        """Number of blocks of the draft model's KV cache for the drafts of a batch row.
+
+        Drafts that do not fit the last block of their sequence use these blocks until they are verified.
+        """
+        return -(-self.max_draft_ids // self.pa_config.block_size)
+
+    def draft_config(self) -> Config:
+        """Return the config of the draft model, as if it was a deployment of its own.
+
+        Its KV cache has the model's blocks, with the same numbers, and then the scratch blocks of all batch rows.
+        """
+        draft, cache = self.draft, self.pa_config
+        assert draft is not None, "only a config with a draft model has its config"
+        scratch = self.scratch_blocks_per_seq * self.max_num_seqs
+        model = replace(
+            self.model_config,
+            model_name=f"{self.model_config.model_name}-draft",
+            model_path=draft.path,
+            model_cfg_path=None,
+            vocab_size=draft.shape.vocab_size,
+            end_token=None,
+            pad_token_id=None,
+            logits_processors=None,
+        )
+        return replace(
+            self,
+            model_config=model,
+            shape=draft.shape,
+            pa_config=replace(cache, num_blocks=cache.num_blocks + scratch, num_host_blocks=self.num_host_blocks),
+            serving_config=replace(self.serving_config, structured_outputs=False),
+            speculative_config=SpeculativeConfig("off"),
+            lora_config=LoraConfig(),
+            stored_weight_format=draft.stored_weight_format,
+            stored_weight_group=draft.stored_weight_group,
+            draft=None,
         )
 
     @property

@@ -9,13 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from llm_serving.config.config import Config
+from llm_serving.config.draft_model import DraftModel, read_draft_model
 from llm_serving.config.lookup import PACKAGE_PREFIX, find_path
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
 from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers, check_op_table
 from llm_serving.config.model_section import MAX_TOKENS, ModelConfig
 from llm_serving.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from llm_serving.config.schema import AUTO_SIZE
-from llm_serving.config.sections import PagedAttentionConfig, PowerConfig, ServingConfig, TokenizerConfig
+from llm_serving.config.sections import (
+    PagedAttentionConfig,
+    PowerConfig,
+    ServingConfig,
+    SpeculativeConfig,
+    TokenizerConfig,
+)
 from llm_serving.config.source import RawConfig, UnusedSetting
 from llm_serving.config.validation import (
     check_ascend_options,
@@ -122,6 +129,7 @@ class Resolver:
             stored_weight_group=stored_weight_group(folder) if folder and model.load_format != "dummy" else 1,
             sampling_defaults=self._sampling_defaults(folder),
             pooling=self._pooling(folder, shape, sections["tokenizer"]),
+            draft=self._draft_model(shape),
             auto_length=self._sections["pa_config"].decode_seq_length == AUTO_SIZE,
             auto_blocks=self._sections["pa_config"].num_blocks == AUTO_SIZE,
             notes=tuple(self._notes),
@@ -158,6 +166,19 @@ class Resolver:
             assert tokenizer.vocab_file is not None, "the tokenizer was found"
             return read_score(folder, shape.hidden_size, Path(tokenizer.vocab_file), model.score_token_ids)
         return read_pooling(folder, shape.hidden_size, model.matryoshka_dimensions)
+
+    def _draft_model(self, shape: ModelShape) -> DraftModel | None:
+        """Return the draft model that ``speculative_config`` names, or None if its method needs none."""
+        section: SpeculativeConfig = self._sections["speculative_config"]
+        key = "speculative_config.model"
+        if section.method != "draft":
+            if section.model is not None:
+                raise self._raw.error(key, section.model, "has an effect only with speculative_config.method: draft")
+            return None
+        path = self._find(key, section.model)
+        if path is None:
+            raise self._raw.error(key, None, "method draft needs the folder or the GGUF file of a draft model")
+        return read_draft_model(self._raw, path, shape, has_weights=self._model.load_format != "dummy")
 
     def _sampling_defaults(self, folder: Path | None) -> SamplingDefaults:
         """Return the sampling parameters that the model recommends, unless the config ignores them."""

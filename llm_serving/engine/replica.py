@@ -178,6 +178,8 @@ class Replica:
             if step is None:
                 self.wakeup = scheduler.next_wakeup(now)
                 break
+            if self._speculator is not None:
+                step.num_wanted = self._speculator.wanted(step)
             self._sent[step.seq] = (step, now)
             self._num_just_sent += 1
             try:

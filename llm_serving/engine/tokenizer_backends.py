@@ -25,6 +25,7 @@ from llm_serving.engine.tokenizer_files import (
     read_tokenizer_files,
 )
 from llm_serving.errors import CheckpointError
+from llm_serving.gguf.place import own_config
 
 MAX_VOCABULARY_BYTES = 256 * 1024 * 1024
 
@@ -42,10 +43,38 @@ _QWEN2_WORDS = (
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """Load the tokenizer that a config names. Raises CheckpointError."""
-    vocabulary = find_vocabulary(Path(config.tokenizer_file), config.tokenizer.type)
+    """Load the tokenizer that a config names. Raises CheckpointError, also if a draft model has other tokens."""
+    tokenizer = _read(Path(config.tokenizer_file), config.tokenizer.type, config.end_token_ids)
+    if config.draft is not None:
+        _check_same_tokens(tokenizer, _read_draft_tokenizer(Path(config.draft.path)), config.draft.path)
+    return tokenizer
+
+
+def _read(place: Path, kind: str, eos_token_ids: Sequence[int]) -> Tokenizer:
+    vocabulary = find_vocabulary(place, kind)
     read = read_gguf_tokenizer if vocabulary.suffix == ".gguf" else read_tokenizer_files
-    return make_tokenizer(read(vocabulary), config.end_token_ids)
+    return make_tokenizer(read(vocabulary), eos_token_ids)
+
+
+def _read_draft_tokenizer(path: Path) -> Tokenizer:
+    return _read(own_config(path) or path, "auto", ())
+
+
+def _check_same_tokens(tokenizer: Tokenizer, draft: Tokenizer, path: str) -> None:
+    """Raise CheckpointError with the first difference, unless the draft model in ``path`` has the same tokens."""
+    key = "speculative_config.model"
+    if draft.vocab_size != tokenizer.vocab_size:
+        raise CheckpointError(
+            f"{key}: {path}: its tokenizer has {draft.vocab_size} tokens, and the model's has {tokenizer.vocab_size}; "
+            "a draft model needs the same tokenizer"
+        )
+    for token_id in range(tokenizer.vocab_size):
+        own, other = tokenizer.piece(token_id), draft.piece(token_id)
+        if own != other:
+            raise CheckpointError(
+                f"{key}: {path}: token {token_id} of its tokenizer is {other!r}, and {own!r} in the model's; "
+                "a draft model needs the same tokenizer"
+            )
 
 
 def make_tokenizer(files: TokenizerFiles, eos_token_ids: Sequence[int] = ()) -> Tokenizer:

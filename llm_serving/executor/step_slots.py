@@ -17,7 +17,7 @@ from llm_serving.errors import AgentLostError, ProtocolError
 from llm_serving.executor.step_join import StepJoin
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import StepDone, StepFailed
-from llm_serving.ipc.shm import MOVE_WIDTH, NO_LOGSUMEXP, SlotLimits, StepSlot
+from llm_serving.ipc.shm import MOVE_WIDTH, NO_DRAFT, NO_LOGSUMEXP, SlotLimits, StepSlot
 from llm_serving.request import Request
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS, SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
@@ -225,6 +225,8 @@ class StepSlots:
         slot.do_sample[:num_seqs] = step.do_sample
         if self._limits.max_adapters:
             slot.adapters[:num_seqs] = [request.adapter_slot for request in step.requests]
+        if self._limits.max_draft_ids:
+            slot.restarts[:num_seqs] = step.restarts or 0
         for name, column in self._sampling.items():
             slot.arrays[name][:num_seqs] = column[rows]
         return _write_histories(step, slot)
@@ -336,6 +338,7 @@ def _write_sizes(
         checked_row=checked_row,
         num_masks=num_masks,
         num_drafts=step.num_drafts,
+        num_wanted=step.num_wanted,
     )
 
 
@@ -377,7 +380,16 @@ def _read_result(slot: StepSlot, done: StepDone) -> StepResult:
         sample_us=done.sample_us,
         checked_row=slot.checked_row > 0,
         fetched_bytes=done.fetched_bytes,
+        draft_us=done.draft_us,
+        drafts=_read_drafts(slot) if slot.num_wanted else None,
     )
+
+
+def _read_drafts(slot: StepSlot) -> list[list[int]]:
+    """Return the drafts that the draft model has made for each sequence of a step."""
+    width = slot.layout.limits.max_draft_ids
+    rows: list[list[int]] = slot.draft_ids[: slot.num_seqs * width].reshape(-1, width).tolist()
+    return [row[: row.index(NO_DRAFT)] if NO_DRAFT in row else row for row in rows]
 
 
 def _read_tops(slot: StepSlot, wanted: list[int]) -> list[tuple[tuple[int, float], ...]]:

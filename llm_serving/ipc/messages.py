@@ -34,7 +34,7 @@ import msgspec
 
 from llm_serving.errors import ProtocolError
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 NONCE_BYTES = 16
 
 UInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -236,7 +236,8 @@ class StepDone(Message, frozen=True, tag="step_done"):
     """Agent to server: step ``seq`` has run and its results are in its slot, or it was aborted before it began.
 
     The three times are microseconds in the task queue, in the graph (with the moves before it) and in the sampler.
-    ``fetched_bytes`` is the number of bytes that were copied from the device to choose the tokens.
+    ``fetched_bytes`` is the number of bytes that were copied from the device to choose the tokens. ``draft_us`` is the
+    part of ``sample_us`` that the draft model took.
     """
 
     seq: UInt
@@ -246,6 +247,7 @@ class StepDone(Message, frozen=True, tag="step_done"):
     graph_us: UInt = 0
     sample_us: UInt = 0
     fetched_bytes: UInt = 0
+    draft_us: UInt = 0
 
 
 class StepFailed(Message, frozen=True, tag="step_failed"):

@@ -44,6 +44,9 @@ MOVE_WIDTH = 3
 NO_ADAPTER = -1
 """Value in ``adapters`` of a sequence that uses no LoRA adapter."""
 
+NO_DRAFT = -1
+"""Value in ``draft_ids`` after the last draft of a sequence."""
+
 PADDING_SLOT = -1
 """Value in ``slot_mapping`` for a token whose keys and values are not written."""
 
@@ -80,6 +83,8 @@ class SlotLimits:
     """Number of values of a pooled result (embedding or score). 0: the steps sample tokens."""
     max_adapters: int = 0
     """Number of adapter slots, which hold LoRA adapters. 0: the steps have no adapters."""
+    max_draft_ids: int = 0
+    """Maximum number of drafts that the agent returns for a sequence. 0: the agent has no draft model."""
 
     @property
     def max_history(self) -> int:
@@ -121,6 +126,7 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         Field("context_lens", "int32", seqs, "[S] tokens of each sequence in the cache once this step has written"),
         Field("block_tables", "int32", seqs * limits.max_blocks_per_seq, "[S, W] block ids, padded with 0"),
         Field("adapters", "int32", seqs if limits.max_adapters else 0, "[S] adapter slot, or NO_ADAPTER"),
+        Field("restarts", "int32", seqs if limits.max_draft_ids else 0, "[S] 1: first step of the sequence on its row"),
         # Inputs of the sampler, one entry for each sequence.
         Field("rows", "int32", seqs, "[S] row of the agent's state table that belongs to the sequence; a draft has the"
               " row of the entry before it"),
@@ -145,11 +151,13 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         Field("top_ids", "int32", seqs * MAX_TOP_LOGITS, "[S, MAX_TOP_LOGITS] best first, -1 past num_top_logits"),
         Field("top_logits", "float32", seqs * MAX_TOP_LOGITS, "[S, MAX_TOP_LOGITS] raw logits"),
         Field("pooled", "float32", seqs * limits.pooled_width, "[S, pooled_width] pooled results where do_sample is 1"),
+        Field("draft_ids", "int32", seqs * limits.max_draft_ids, "[S, max_draft_ids] drafts of the next tokens, then"
+              " NO_DRAFT; a sequence with drafts in the step has them at its last entry that counts"),
     )
 
 
 _SIZES = ("num_tokens", "num_seqs", "table_width", "history_len", "num_moves")
-_HEADER_ENTRIES = ("magic", "seq_low", "seq_high", *_SIZES, "checked_row", "num_masks", "num_drafts")
+_HEADER_ENTRIES = ("magic", "seq_low", "seq_high", *_SIZES, "checked_row", "num_masks", "num_drafts", "num_wanted")
 HEADER = {name: index for index, name in enumerate(_HEADER_ENTRIES)}
 """Index of each header entry. ``seq`` is the step's number, With it, the agent detects a step slot that was overwritten
 by another step.
@@ -203,6 +211,8 @@ class StepSlot:
     top_ids: npt.NDArray[np.int32]
     top_logits: npt.NDArray[np.float32]
     pooled: npt.NDArray[np.float32]
+    restarts: npt.NDArray[np.int32]
+    draft_ids: npt.NDArray[np.int32]
 
     def __init__(self, layout: SlotLayout, buffer: memoryview | mmap.mmap | bytearray, offset: int = 0) -> None:
         self.layout = layout
@@ -255,6 +265,11 @@ class StepSlot:
         return self._numbers[HEADER["num_drafts"]]
 
     @property
+    def num_wanted(self) -> int:
+        """Number of drafts that the draft model makes for each sequence after this step. Mostly 0."""
+        return self._numbers[HEADER["num_wanted"]]
+
+    @property
     def seq(self) -> int:
         return self._numbers[HEADER["seq_low"]] | self._numbers[HEADER["seq_high"]] << 31
 
@@ -270,6 +285,7 @@ class StepSlot:
         checked_row: int = 0,
         num_masks: int = 0,
         num_drafts: int = 0,
+        num_wanted: int = 0,
     ) -> None:
         """Write the header, as the server's last write. Raises ProtocolError if a size exceeds the slot's limits.
 
@@ -280,7 +296,9 @@ class StepSlot:
         _check_size("checked_row", checked_row, 0, num_seqs)
         self._check_masks(num_masks, num_seqs)
         _check_size("num_drafts", num_drafts, 0, max(num_seqs - 1, 0))
-        self.header[:11] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, *sizes, checked_row, num_masks, num_drafts)
+        _check_size("num_wanted", num_wanted, 0, self.layout.limits.max_draft_ids)
+        numbers = (checked_row, num_masks, num_drafts, num_wanted)
+        self.header[:12] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, *sizes, *numbers)
 
     def _check_masks(self, num_masks: int, num_seqs: int) -> None:
         _check_size("num_masks", num_masks, 0, num_seqs if self.layout.limits.mask_words else 0)
@@ -296,6 +314,7 @@ class StepSlot:
         _check_size("checked_row", self.checked_row, 0, self.num_seqs)
         self._check_masks(self.num_masks, self.num_seqs)
         _check_size("num_drafts", self.num_drafts, 0, max(self.num_seqs - 1, 0))
+        _check_size("num_wanted", self.num_wanted, 0, self.layout.limits.max_draft_ids)
 
 
 def _check_sizes(

@@ -26,6 +26,8 @@ The formulas give bytes. They use these letters:
                      in the agents, and once more in shared memory for agents that restart
     kernel scratch   memory that the threads of a CPU's kernels keep between calls (``kernel_memory.py``)
     replays          recorded launches of a CPU's operators, and their buffers (``kernel_memory.py``)
+    draft model      its weights, its keys and values for the same blocks and for the drafts of each batch row, and its
+                     activations, logits, scratch memory and replays, by the same formulas
     agent process    Python, MindSpore, compiled graphs, and MindFormers if it is used
     server process   HTTP, scheduler, tokenizer
 
@@ -81,7 +83,8 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     kv_bytes_per_token: int
-    """Bytes of one token in the KV cache, for the agents that ``items`` counts."""
+    """Bytes of one token in the KV cache, for the agents that ``items`` counts. With a draft model, also in its cache.
+    """
     max_model_len: int
     ranks: tuple[tuple[MemoryItem, ...], ...] = ()
     """Items of each agent, in order of rank. Empty if there is only one agent."""
@@ -116,8 +119,8 @@ class MemoryPlan:
         """Number of KV cache blocks that fit next to the other items. None if the available memory is not known."""
         if self.available_bytes is None:
             return None
-        without_cache = self.total_bytes - self.bytes_of(KV_CACHE)
-        return max((self.available_bytes - without_cache) // (self.kv_bytes_per_token * self.block_size), 0)
+        block_bytes = self.kv_bytes_per_token * self.block_size
+        return max((self.available_bytes - self.total_bytes) // block_bytes + self.num_blocks, 0)
 
     def table(self) -> str:
         """Return the plan as text: a line for each item, the total and the available memory.
@@ -211,7 +214,26 @@ def _plan(
 
 def _cpu_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryItem, ...]:
     kernels = kernel_items(config, rank, machine.num_cores)
-    return (*device_items(config, rank), *kernels, *host_block_items(config, rank), _agent_item(config))
+    draft = _draft_items(config, rank, machine)
+    return (*device_items(config, rank), *kernels, *host_block_items(config, rank), *draft, _agent_item(config))
+
+
+def _draft_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryItem, ...]:
+    """Return the items of the draft model: its weights, its blocks with the same numbers, and the rest of its memory.
+
+    Empty without a draft model.
+    """
+    if config.draft is None:
+        return ()
+    own = config.draft_config()
+    items = {item.name: item for item in (*device_items(own, rank), *kernel_items(own, rank, machine.num_cores))}
+    weights, blocks = items.pop(WEIGHTS), items.pop(KV_CACHE)
+    rest = sum(item.num_bytes for item in items.values())
+    return (
+        MemoryItem(f"draft model: {weights.name}", weights.num_bytes, weights.basis),
+        MemoryItem(f"draft model: {blocks.name}", blocks.num_bytes, blocks.basis),
+        MemoryItem("draft model: steps", rest, "activations, logits, kernel scratch and replays"),
+    )
 
 
 def _summed(ranks: Sequence[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:

@@ -50,8 +50,12 @@ class _Part:
 
 
 def rank_kv_bytes_per_token(config: Config, rank: int) -> int:
-    """Return the bytes of a token in a rank's KV cache, which has the rank's layers and key-value heads."""
-    return config.kv_bytes_of(local_shape(config.shape, config.shard(rank)))
+    """Return the bytes of a token in a rank's KV cache, which has the rank's layers and key-value heads.
+
+    With a draft model, this includes the token in the draft model's cache.
+    """
+    draft_bytes = 0 if config.draft is None else config.kv_bytes_of(config.draft.shape)
+    return config.kv_bytes_of(local_shape(config.shape, config.shard(rank))) + draft_bytes
 
 
 def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:

@@ -125,6 +125,8 @@ class ScheduledStep:
     """Copies of blocks. They run before the computation, in this order."""
     num_drafts: int = 0
     """Number of entries of a DECODE step whose input token is a draft."""
+    num_wanted: int = 0
+    """Number of drafts that the agent's draft model makes for each sequence after the step. The engine sets it."""
     reason: StepReason = StepReason.PROMPT_READY
 
     @property
@@ -173,6 +175,10 @@ class StepResult:
     """Whether the agents computed a sequence of the step again, with the same result."""
     fetched_bytes: int = 0
     """Bytes that the agents copied from their devices to choose the tokens."""
+    draft_us: int = 0
+    """The part of ``sample_us`` that the draft model took."""
+    drafts: list[list[int]] | None = None
+    """[S] Drafts of the next tokens of each sequence, by the draft model. None if the step wanted none."""
 
 
 @dataclass(slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 FORCED = 9
 """Match of a draft that a constraint forces. The matches of other drafts are at most 8 tokens long."""
+MODEL = 10
+"""Match of a draft that the draft model made."""
 _NEW = 0.2
 """Weight of a new measurement in a running mean."""
 _OUTLIER = 1.5
@@ -15,7 +17,7 @@ _REFRESH_STEPS = 8
 """Number of steps after which the estimates are made again from the measurements."""
 _STALE_STEPS = 512
 """A measurement is forgotten after this number of steps without a new one."""
-_FIRST_CHANCE = {2: 0.05, 3: 0.15, 4: 0.3, 5: 0.45, 6: 0.6, 7: 0.7, 8: 0.8, FORCED: 0.9}
+_FIRST_CHANCE = {2: 0.05, 3: 0.15, 4: 0.3, 5: 0.45, 6: 0.6, 7: 0.7, 8: 0.8, FORCED: 0.9, MODEL: 0.6}
 """Chances before any draft was compared, by length of the match. Short matches are mostly chance, so they are compared
 for some time before they are offered."""
 _PRIOR_WEIGHT, _CLASS_DECAY, _OWN_DECAY = 4.0, 0.98, 0.85

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from llm_serving.constraints.forced import ForcedTokens
 from llm_serving.request import ConstraintError, ForkableConstraint, Request
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
-from llm_serving.speculation.costs import FORCED, Chances, OwnChance, StepCosts
+from llm_serving.speculation.costs import FORCED, MODEL, Chances, OwnChance, StepCosts
+from llm_serving.speculation.draft_lengths import DraftLengths
 from llm_serving.speculation.look_ahead import Mask, allowed_drafts
 from llm_serving.speculation.suffix_index import SuffixIndex
 
@@ -27,7 +28,7 @@ PLAIN_STEP_INTERVAL = 64
 class Draft:
     """Guesses of a sequence's next tokens.
 
-    ``matches`` has one entry for each token: the length of the match that led to it, or ``FORCED``.
+    ``matches`` has one entry for each token: the length of the match that led to it, ``FORCED`` or ``MODEL``.
     """
 
     token_ids: list[int]
@@ -48,6 +49,8 @@ class _Track:
     """Number of the request's output tokens that the index of drafts contains."""
     draft: Draft = _NO_DRAFT
     """The draft of the next tokens, even if the scheduler was not offered it."""
+    from_model: list[int] = field(default_factory=list)
+    """The drafts that the draft model made with the last result."""
 
     def before_end(self, token_ids: list[int]) -> list[int]:
         """Returns the tokens before the first one that ends the request: no token after it would count."""
@@ -68,11 +71,12 @@ class Speculator:
         prepare_masks: Callable[[Request, list[Mask]], None],
         *,
         always: bool = False,
+        has_model: bool = False,
     ) -> None:
         """``max_drafts`` is the maximum number of drafts of a request, ``max_entries`` that of a decode step's entries.
 
         ``prepare_masks`` takes the masks after the drafts of a request with a constraint. With ``always``, all drafts
-        are offered, whether they are expected to gain time or not.
+        are offered, whether they are expected to gain time or not. With ``has_model``, the agents have a draft model.
         """
         self._max_drafts = max_drafts
         self._max_entries = max_entries
@@ -80,6 +84,9 @@ class Speculator:
         self._always = always
         self._costs = StepCosts()
         self._chances = Chances()
+        self._lengths = (
+            DraftLengths(self._costs, max_drafts, max_entries, MIN_GAIN, always=always) if has_model else None
+        )
         self._may_gains: dict[int, bool] = {}
         """The results of ``_may_gain`` by number of sequences, for the present estimates."""
         self._tracks: dict[Request, _Track] = {}
@@ -90,6 +97,15 @@ class Speculator:
         """Returns the offers since the last call: pairs of a request id and its drafts."""
         offers, self._offers = list(self._offers.items()), {}
         return offers
+
+    def wanted(self, step: ScheduledStep) -> int:
+        """Returns the number of drafts that the draft model makes for each sequence after a step that is sent next."""
+        if self._lengths is None:
+            return 0
+        tracks = [track for request in step.requests if (track := self._tracks.get(request)) is not None]
+        common = self._chances.of(MODEL)
+        chance = sum(track.chance.mixed_with(common) for track in tracks) / len(tracks) if tracks else common
+        return self._lengths.wanted(step, len(self._tracks), chance)
 
     def clear(self) -> None:
         """Forgets all offers and all requests, because the agents were lost."""
@@ -104,15 +120,22 @@ class Speculator:
         Call it when the constraints of the requests have taken the tokens of the result.
         """
         if step.kind is StepKind.DECODE and result.error is None:
-            device_s = (result.graph_us + result.sample_us) / 1e6
-            if self._costs.note(step.num_seqs, device_s, seconds - result.queue_us / 1e6):
+            device_s = (result.graph_us + result.sample_us - result.draft_us) / 1e6
+            if self._costs.note(step.num_seqs, device_s, seconds - (result.queue_us + result.draft_us) / 1e6):
                 self._may_gains.clear()
             self._num_drafted = self._num_drafted + 1 if step.num_drafts else 0
-        tracks = [track for request in _requests_of(updates) if (track := self._advance(request)) is not None]
+            if self._lengths is not None:
+                self._lengths.note(step, result)
+        last = {update.request: update.index for update in updates if update.token_id is not None}
+        tracks = [track for request in last if (track := self._advance(request)) is not None]
+        if self._lengths is not None:
+            for track in tracks:
+                track.from_model = [] if result.drafts is None else result.drafts[last[track.request]]
         if tracks and self._may_gain(len(tracks)):
             for track in tracks:
                 track.draft = self._draft_of(track)
-            self._offer(tracks)
+            if self._lengths is None or not self._lengths.is_trial:
+                self._offer(tracks)
 
     def _advance(self, request: Request) -> _Track | None:
         """Takes the new tokens of a request. Returns None if the request needs no more drafts."""
@@ -147,6 +170,8 @@ class Speculator:
         if constraint is not None:
             fork = constraint.fork() if isinstance(constraint, ForkableConstraint) else None
             draft = _NO_DRAFT if fork is None else self._constrained_draft(track, fork)
+        elif self._lengths is not None:
+            draft = Draft(track.from_model, [MODEL] * len(track.from_model))
         elif (found := track.index.propose(self._max_drafts)) is not None:
             draft = Draft(found.token_ids, [found.length] * len(found.token_ids))
         else:
@@ -157,12 +182,15 @@ class Speculator:
     def _constrained_draft(self, track: _Track, fork: ForkableConstraint) -> Draft:
         """Returns a draft of tokens that the constraint forces, and of single tokens from the index between them.
 
+        If the next token is not forced, the draft begins with the tokens of the draft model.
         ``fork`` is a copy of the request's constraint, which this method advances.
         """
         draft = Draft([], [])
         while (free := self._max_drafts - len(draft.token_ids)) > 0:
             token_ids, match = fork.forced_tokens()[:free], FORCED
-            if not token_ids:
+            if not token_ids and not draft.token_ids and track.from_model:
+                token_ids, match = track.from_model[:free], MODEL
+            elif not token_ids:
                 found = track.index.propose(1, draft.token_ids)
                 if found is None:
                     break
@@ -243,8 +271,3 @@ class Speculator:
             if gain > best:
                 best, best_size = gain, size
         return best, best_size
-
-
-def _requests_of(updates: Iterable[RequestUpdate]) -> list[Request]:
-    """Returns the requests that got a token, each once."""
-    return list(dict.fromkeys(update.request for update in updates if update.token_id is not None))

@@ -94,6 +94,7 @@ class Metrics:
         self._generated_tokens = counter("llm_serving_generated_tokens", "Tokens generated.")
         self._draft_tokens = counter("llm_serving_draft_tokens", "Drafts (guesses of tokens) that steps verified.")
         self._accepted_tokens = counter("llm_serving_accepted_draft_tokens", "Drafts that were right.")
+        self._draft_seconds = counter("llm_serving_draft_model_seconds", "Time of the draft model, in all agents.")
         self._fetched_bytes = counter(
             "llm_serving_fetched_bytes", "Bytes copied from devices to choose tokens; 0 with fused operators."
         )
@@ -212,8 +213,10 @@ class Metrics:
             self._accepted_tokens.inc(step.num_drafts - rejected)
         if sampled:
             self._generated_tokens.inc(sampled)
-            self._sampling.observe(result.sample_us / 1e6)
+            self._sampling.observe((result.sample_us - result.draft_us) / 1e6)
             self._detokenise.observe(detokenise_seconds)
+        if result.draft_us:
+            self._draft_seconds.inc(result.draft_us / 1e6)
         if result.checked_row:
             self.self_check("row", "passed")
         if result.fetched_bytes:

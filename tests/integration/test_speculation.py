@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from support.completions_client import assert_same, run_alone, run_together
+from support.draft_models import write_shorter_model
 from support.request_mixes import mixed_body
 from support.server_process import ServerProcess, running_server
+from support.small_configs import TINY_LLAMA
 from support.sweeps import with_sweeps
 
 NUM_REQUESTS = 80
@@ -22,6 +24,8 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+ALL_LAYERS = 5
+"""Number of layers of the tiny model."""
 PRESSED = ["model_config.max_generate_length=256", "pa_config.num_blocks=18", "model_config.decode_batch_size=[24]"]
 
 
@@ -109,3 +113,62 @@ def test_agents_that_share_a_model_give_the_same_responses_with_drafts(
         assert (accepted > 0) == (method == "suffix")
     for body, expected, answer in zip(bodies, *answers, strict=False):
         assert_same(answer, expected, body)
+
+
+def draft_settings(folder: Any, num_layers: int) -> list[str]:
+    """Returns the settings for a draft model with the first layers of the tiny model, which always makes drafts."""
+    model = TINY_LLAMA if num_layers == ALL_LAYERS else write_shorter_model(folder / "draft", num_layers)
+    return [
+        "speculative_config.method=draft",
+        f"speculative_config.model={model}",
+        "speculative_config.always=true",
+        "speculative_config.max_draft_tokens=4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "policy", "overrides"),
+    with_sweeps(
+        [
+            (2, "prefill_first", ("scheduler_config.decode_steps_ahead=1",)),
+            (2, "chunked", ("scheduler_config.chunk_tokens=32",)),
+            (ALL_LAYERS, "slo", ("scheduler_config.decode_steps_ahead=2",)),
+            (2, "fcfs", ("scheduler_config.preemption=swap",)),
+        ],
+        lambda num_layers, policy, overrides: policy != "prefill_first",
+    ),
+)
+def test_drafts_of_a_draft_model_change_no_response(
+    num_layers: int,
+    policy: str,
+    overrides: tuple[str, ...],
+    bodies: list[dict[str, Any]],
+    alone: list[Any],
+    tmp_path: Any,
+) -> None:
+    settings = [*PRESSED, *draft_settings(tmp_path, num_layers), f"scheduler_config.policy={policy}", *overrides]
+    with running_server(tmp_path, settings) as server:
+        together = asyncio.run(run_together(server.url, bodies, seed=3))
+        one_by_one = asyncio.run(run_alone(server.url, bodies[:30]))
+        engine = server.wait_until_idle()
+        drafted, accepted = counted(server, "draft_tokens"), counted(server, "accepted_draft_tokens")
+        seconds = counted(server, "draft_model_seconds")
+    for body, expected, answer in zip(bodies, alone, together, strict=True):
+        if answer is not None:
+            assert_same(answer, expected, body)
+    for body, expected, answer in zip(bodies, alone, one_by_one, strict=False):
+        assert_same(answer, expected, body)
+    assert engine["preemptions"] > 0 or policy == "chunked", "the pool was meant to be too small"
+    assert 50 < accepted < drafted
+    assert seconds > 0
+
+
+def test_a_draft_model_equal_to_the_model_is_always_right_for_greedy_requests(tmp_path: Any) -> None:
+    greedy = {"temperature": 0.0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True}
+    bodies = [{"prompt": [5 + index, 600, 700 + index] * 9, "max_tokens": 90, **greedy} for index in range(6)]
+    with running_server(tmp_path, draft_settings(tmp_path, ALL_LAYERS)) as server:
+        asyncio.run(run_alone(server.url, bodies))
+        asyncio.run(run_together(server.url, bodies, seed=1))
+        drafted, accepted = counted(server, "draft_tokens"), counted(server, "accepted_draft_tokens")
+    assert accepted == drafted
+    assert accepted > 0.6 * len(bodies) * 90

@@ -1,0 +1,192 @@
+"""Follows the steps of the model, and makes drafts with the draft model after the steps that want them.
+
+A draft is a guess of a sequence's next tokens: the best tokens of the draft model. The server lets the next decode step
+verify them (``llm_serving.ipc.drafts``), so they never change a text.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.drafting.network import DraftNetwork
+from agent.drafting.rows import DraftRows
+from agent.step_inputs import StepInputs
+from llm_serving.config import Config
+from llm_serving.ipc.drafts import REJECTED
+from llm_serving.ipc.shm import NO_DRAFT, StepSlot
+
+logger = logging.getLogger("agent.drafting")
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class _Line:
+    """A sequence of a step, as the draft model continues it."""
+
+    index: int
+    """The last entry of the sequence in the step that counts."""
+    row: int
+    start: int
+    """The first position that the draft model has not computed."""
+    end: int
+    """The number of known tokens."""
+    num_own: int
+    """The number of positions in the blocks of the sequence. Positions behind them are in scratch blocks."""
+    samples: bool
+    table: Int32Array
+    drafts: list[int] = field(default_factory=list)
+
+
+class Drafter:
+    """Makes the drafts of an agent. Only the device thread may call it."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        """``config`` is the config of the deployment, which has a draft model."""
+        self._config = config
+        self._network = DraftNetwork(config.draft_config(), rank)
+        cache, num_rows = config.pa_config, config.max_num_seqs
+        longest = config.max_model_len
+        self._rows = DraftRows(num_rows, longest, cache.block_size, cache.num_blocks, config.num_host_blocks)
+        scratch = config.scratch_blocks_per_seq
+        self._scratch: Int32Array = np.arange(num_rows * scratch, dtype=np.int32).reshape(num_rows, scratch)
+        self._scratch += cache.num_blocks
+        self._is_off = False
+
+    def load(self, report: Callable[[int, int], None]) -> None:
+        """Loads and compiles the draft model. ``report`` gets the loaded tensors and their number.
+
+        Raises CheckpointError or AgentStartError.
+        """
+        self._network.load(report)
+        self._network.compile()
+
+    def warm_up(self) -> None:
+        """Runs the largest steps of the draft model."""
+        self._network.warm_up()
+
+    def reset(self) -> None:
+        """Forgets all sequences."""
+        self._rows.reset()
+
+    def summary(self) -> dict[str, str | int | float]:
+        """Returns facts about the draft model for the log and the status page."""
+        model = self._network.model
+        return {"draft_weight_bytes": model.weight_bytes, "draft_kv_cache_bytes": model.kv_cache.num_bytes}
+
+    def move_blocks(self, moves: Int32Array) -> None:
+        """Moves the draft model's keys and values as those of the model."""
+        self._network.model.moves.run(moves)
+        self._rows.move(moves)
+
+    def after_step(self, slot: StepSlot, inputs: StepInputs) -> int:
+        """Takes the tokens of a step that was sampled, and writes its drafts into the slot if it wants any.
+
+        Returns the microseconds that this took. If the draft model fails, logs the error and makes no more drafts: the
+        model's own results are complete.
+        """
+        start = time.perf_counter_ns()
+        counts = slot.sampled_ids[: slot.num_seqs] != REJECTED
+        self._follow(slot, inputs, counts)
+        if slot.num_wanted:
+            slot.draft_ids[: slot.num_seqs * slot.layout.limits.max_draft_ids] = NO_DRAFT
+            if not self._is_off:
+                self._try_to_draft(slot, self._lines(slot, inputs, counts))
+        return (time.perf_counter_ns() - start) // 1000
+
+    def _follow(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> None:
+        """Stores the tokens of the step's entries that count, and the sampled tokens."""
+        seqs = slot.num_seqs
+        contexts, query_lens = inputs.context_lens, inputs.query_lens
+        for index in np.flatnonzero(slot.restarts[:seqs]).tolist():
+            start = int(contexts[index] - query_lens[index])
+            self._rows.begin(int(inputs.rows[index]), start, inputs.block_tables[index])
+        used = np.repeat(counts, query_lens)
+        rows, positions = np.repeat(inputs.rows, query_lens)[used], inputs.positions[used]
+        self._rows.put(rows, positions, inputs.token_ids[used])
+        sampled = slot.sampled_ids[:seqs]
+        has_token = sampled >= 0
+        self._rows.put(inputs.rows[has_token], contexts[has_token], sampled[has_token])
+        self._rows.note_blocks(rows, positions, inputs.slot_mapping[used] // self._config.pa_config.block_size)
+
+    def _lines(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> list[_Line]:
+        """Returns the sequences of the step for which the draft model can compute."""
+        size, width = self._config.pa_config.block_size, self._config.max_blocks_per_seq
+        lines: dict[int, _Line] = {}
+        for index in np.flatnonzero(counts).tolist():
+            row, context = int(inputs.rows[index]), int(inputs.context_lens[index])
+            computed, samples = int(self._rows.num_computed[row]), slot.sampled_ids[index] >= 0
+            end = context + bool(samples)
+            if computed < 0 or context >= self._config.max_model_len or (computed >= end and not samples):
+                lines.pop(row, None)
+                continue
+            num_own = -(-context // size)
+            table = np.zeros(width, np.int32)
+            table[:num_own] = inputs.block_tables[index, :num_own]
+            scratch = self._scratch[row, : width - num_own]
+            table[num_own : num_own + scratch.size] = scratch
+            start = min(computed, end - 1)
+            lines[row] = _Line(index, row, start, end, num_own * size, bool(samples), table)
+        return list(lines.values())
+
+    def _try_to_draft(self, slot: StepSlot, lines: list[_Line]) -> None:
+        try:
+            self._catch_up(lines)
+            self._continue([line for line in lines if line.drafts], slot.num_wanted)
+        except RuntimeError:
+            logger.exception("the draft model failed; this agent makes no more drafts")
+            self._is_off = True
+            return
+        width = slot.layout.limits.max_draft_ids
+        for line in lines:
+            drafts = [token_id for token_id in line.drafts if token_id < self._config.shape.vocab_size]
+            if len(drafts) == len(line.drafts):
+                slot.draft_ids[line.index * width : line.index * width + len(drafts)] = drafts
+
+    def _catch_up(self, lines: list[_Line]) -> None:
+        """Computes the known tokens that are not computed yet, and notes the first draft of each line that samples."""
+        waiting = list(lines)
+        while waiting:
+            left, chunks = self._config.max_num_batched_tokens, []
+            for line in waiting:
+                if left == 0:
+                    break
+                chunks.append((line, min(line.end - line.start, left)))
+                left -= chunks[-1][1]
+            best_ids = self._run([(line, line.start, count) for line, count in chunks])
+            for (line, count), best_id in zip(chunks, best_ids, strict=True):
+                begin, line.start = line.start, line.start + count
+                self._rows.computed(line.row, begin, min(line.start, line.num_own), line.table)
+                if line.start == line.end and line.samples:
+                    line.drafts.append(best_id)
+            waiting = [line for line in waiting if line.start < line.end]
+
+    def _continue(self, lines: list[_Line], num_wanted: int) -> None:
+        """Extends the first drafts to ``num_wanted`` drafts for each line, one pass for each further draft."""
+        for number in range(1, num_wanted):
+            lines = [line for line in lines if line.end + number - 1 < self._config.max_model_len]
+            if not lines:
+                return
+            for line in lines:
+                self._rows.tokens[line.row, line.end + number - 1] = line.drafts[-1]
+            best_ids = self._run([(line, line.end + number - 1, 1) for line in lines])
+            for line, best_id in zip(lines, best_ids, strict=True):
+                begin, line.start = line.start, line.end + number
+                if line.start <= line.num_own:
+                    self._rows.computed(line.row, begin, line.start, line.table)
+                line.drafts.append(best_id)
+
+    def _run(self, chunks: list[tuple[_Line, int, int]]) -> list[int]:
+        """Runs a pass over (line, first position, number of tokens). Returns the best next token of each line."""
+        tokens = [self._rows.tokens[line.row, start : start + count] for line, start, count in chunks]
+        counts = np.array([count for _, _, count in chunks], np.int32)
+        starts = np.array([start for _, start, _ in chunks], np.int32)
+        tables = np.stack([line.table for line, _, _ in chunks])
+        best_ids: list[int] = self._network.run(np.concatenate(tokens), counts, starts, tables).tolist()
+        return best_ids

@@ -1,0 +1,112 @@
+"""Loads the draft model and runs it: a pass takes tokens of several sequences and returns the best next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.group.model_part import ModelPart
+from agent.model_loading import LoadedModel, load_model
+from agent.scores import StepLogits
+from agent.step_inputs import StepReader
+from agent.warm_up import largest_steps, make_step
+from llm_serving.config import Config
+from llm_serving.ipc.shm import SlotLayout, StepSlot
+
+if TYPE_CHECKING:
+    from agent.step_graph.interface import StepGraph
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class DraftNetwork:
+    """The draft model with its weights, its KV cache and its compiled graph.
+
+    Call ``load``, ``compile`` and ``warm_up`` once, in this order. Imports mindspore.
+    """
+
+    def __init__(self, config: Config, rank: int) -> None:
+        """``config`` is ``Config.draft_config()``."""
+        self.config = config
+        self._part = ModelPart.of(config, rank)
+        self._reader = StepReader(config, config.max_num_seqs)
+        layout = SlotLayout.of(config.slot_limits())
+        self._slot = StepSlot(layout, bytearray(layout.slot_bytes))
+        self._slot.do_sample[:] = 1
+        self._model: LoadedModel | None = None
+        self._graph: StepGraph | None = None
+
+    @property
+    def model(self) -> LoadedModel:
+        """The loaded model."""
+        assert self._model is not None, "load() must come first"
+        return self._model
+
+    def load(self, report: Callable[[int, int], None]) -> None:
+        """Loads the weights and allocates the KV cache. ``report`` gets the loaded tensors and their number.
+
+        Raises CheckpointError or AgentStartError.
+        """
+        self._model = load_model(self.config, self._part, report)
+
+    def compile(self) -> None:
+        """Compiles the graph."""
+        from agent.step_graph.making import make_step_graph  # imports mindspore
+
+        config, model = self.config, self.model
+        self._graph = make_step_graph(
+            model.network,
+            model.ops,
+            self._reader.buffers,
+            config.slot_limits(),
+            config.max_prefill_seqs,
+            config.shape.vocab_size,
+            fuses=config.context.enable_graph_kernel,
+        )
+        self._graph.compile()
+
+    def warm_up(self) -> None:
+        """Runs the largest steps, which proves that they fit into the memory."""
+        for kind, lens in largest_steps(self.config).items():
+            self._best_ids(make_step(self.config, *lens), is_decode=kind == "decode")
+        self.model.kv_cache.pages.allocate_rest()
+
+    def run(
+        self, token_ids: Int32Array, query_lens: Int32Array, starts: Int32Array, tables: Int32Array
+    ) -> Int32Array:
+        """Computes tokens of several sequences. Returns the best token after the last token of each, int32 [sequences].
+
+        ``token_ids`` [tokens] has the tokens of one sequence after the other. ``query_lens`` and ``starts``
+        [sequences] are their numbers and the positions of the first ones. ``tables`` [sequences, blocks] are block
+        tables. Raises RuntimeError if an operator fails.
+        """
+        slot, size = self._slot, self.config.pa_config.block_size
+        tokens, seqs = token_ids.size, query_lens.size
+        sequence_of = np.repeat(np.arange(seqs), query_lens)
+        before = np.cumsum(query_lens) - query_lens
+        positions = np.arange(tokens) + (starts - before)[sequence_of]
+        contexts = starts + query_lens
+        width = -(-int(contexts.max()) // size)
+        slot.token_ids[:tokens] = np.minimum(token_ids, self.config.shape.vocab_size - 1)
+        slot.positions[:tokens] = positions
+        slot.slot_mapping[:tokens] = tables[sequence_of, positions // size] * size + positions % size
+        slot.query_lens[:seqs] = query_lens
+        slot.context_lens[:seqs] = contexts
+        slot.block_tables[: seqs * width] = tables[:, :width].ravel()
+        slot.rows[:seqs] = np.arange(seqs)
+        slot.write_header(0, num_tokens=tokens, num_seqs=seqs, table_width=width, history_len=0)
+        return self._best_ids(slot, is_decode=tokens == seqs)
+
+    def _best_ids(self, slot: StepSlot, *, is_decode: bool) -> Int32Array:
+        assert self._graph is not None, "compile() must come before any pass"
+        inputs = self._reader.read(slot, is_decode=is_decode)
+        scores = self._graph.run(inputs, inputs.token_ids)
+        if not isinstance(scores, StepLogits):
+            return scores.best()[0][: slot.num_seqs]
+        if scores.best_ids is not None:
+            return scores.best_ids[: slot.num_seqs].copy()
+        best_ids: Int32Array = scores.values[: slot.num_seqs].argmax(axis=1).astype(np.int32)
+        return best_ids

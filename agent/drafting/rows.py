@@ -1,0 +1,76 @@
+"""Knows, for each batch row and each block, the keys and values of the draft model that are up to date.
+
+The KV cache of the draft model has the same blocks as the KV cache of the model. It may be behind, because the draft
+model computes only in steps that want drafts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.ipc.shm import MoveKind
+
+Int32Array = npt.NDArray[np.int32]
+
+_BEHIND = -1
+
+
+class DraftRows:
+    """The tokens of each batch row, and the length of the prefix whose keys and values the draft model has computed.
+
+    A sequence may start behind a cached prefix. The agent does not know the tokens of this prefix. If the draft model
+    has not computed the whole prefix, the sequence gets no drafts.
+    """
+
+    def __init__(self, num_rows: int, max_tokens: int, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
+        """``max_tokens`` is the maximum length of a sequence. ``num_blocks`` are the blocks of the model's cache."""
+        self._block_size = block_size
+        self.tokens: Int32Array = np.zeros((num_rows, max_tokens + 1), np.int32)
+        """[rows, positions]: the known tokens of each row, and behind them its latest drafts."""
+        self.num_computed: Int32Array = np.full(num_rows, _BEHIND, np.int32)
+        """[rows]: the number of first tokens in ``tokens`` whose keys and values are computed. Negative: no drafts."""
+        self._filled: Int32Array = np.zeros(num_blocks, np.int32)
+        self._filled_on_host: Int32Array = np.zeros(max(num_host_blocks, 1), np.int32)
+
+    def reset(self) -> None:
+        """Forgets all sequences and blocks."""
+        self.num_computed.fill(_BEHIND)
+        self._filled.fill(0)
+        self._filled_on_host.fill(0)
+
+    def begin(self, row: int, start: int, table: Int32Array) -> None:
+        """Begins a new sequence on a batch row. Its first ``start`` tokens are in the blocks of ``table``."""
+        size = self._block_size
+        blocks = table[: -(-start // size)]
+        needed = np.minimum(start - size * np.arange(blocks.size), size)
+        is_complete = bool((self._filled[blocks] >= needed).all())
+        self.num_computed[row] = start if is_complete else _BEHIND
+
+    def put(self, rows: Int32Array, positions: Int32Array, token_ids: Int32Array) -> None:
+        """Stores known tokens. Keys and values behind a token that differs from the stored one are out of date.
+
+        The arguments have one entry for each token.
+        """
+        differs = self.tokens[rows, positions] != token_ids
+        np.minimum.at(self.num_computed, rows[differs], positions[differs])
+        self.tokens[rows, positions] = token_ids
+
+    def note_blocks(self, rows: Int32Array, positions: Int32Array, blocks: Int32Array) -> None:
+        """Notes how far each block is computed. ``blocks`` has the block of each position in ``positions``."""
+        first = positions // self._block_size * self._block_size
+        self._filled[blocks] = np.clip(self.num_computed[rows] - first, 0, self._block_size)
+
+    def computed(self, row: int, start: int, end: int, table: Int32Array) -> None:
+        """Notes that the keys and values of the positions ``start .. end - 1`` of a row are computed."""
+        self.num_computed[row] = end
+        size = self._block_size
+        positions = np.arange(start // size * size, end, size, dtype=np.int32)
+        self.note_blocks(np.full(positions.size, row, np.int32), positions, table[positions // size])
+
+    def move(self, moves: Int32Array) -> None:
+        """Follows copies of blocks: [copies, 3] with ``MoveKind``, source and destination."""
+        for kind, source, destination in moves.tolist():
+            origin = self._filled_on_host if kind == MoveKind.SWAP_IN else self._filled
+            target = self._filled_on_host if kind == MoveKind.SWAP_OUT else self._filled
+            target[destination] = origin[source]

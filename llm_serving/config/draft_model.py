@@ -1,0 +1,57 @@
+"""Reads the draft model of speculative decoding (``speculative_config.model``), and checks it against the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_serving.config.source import RawConfig
+from llm_serving.errors import CheckpointError
+from llm_serving.model.quantization import stored_weight_format, stored_weight_group
+from llm_serving.model.shape import ModelShape
+
+_KEY = "speculative_config.model"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """The facts about a draft model, which guesses the next tokens of the model's sequences."""
+
+    path: str
+    """Absolute path of its Hugging Face folder or GGUF file."""
+    shape: ModelShape
+    stored_weight_format: str | None = None
+    """As ``Config.stored_weight_format``."""
+    stored_weight_group: int = 1
+
+
+def read_draft_model(raw: RawConfig, path: Path, shape: ModelShape, *, has_weights: bool) -> DraftModel:
+    """Return the draft model in ``path`` for a model with the sizes ``shape``.
+
+    ``has_weights`` is False if all weights are random (``model_config.load_format: dummy``). Raises ConfigError if the
+    draft model does not fit the model. Raises CheckpointError about its files.
+    """
+    draft = ModelShape.from_path(path)
+    _check_vocabulary(raw, path, draft, shape)
+    if draft.latent is not None or draft.experts is not None:
+        raise raw.error(_KEY, str(path), f"is a {draft.architecture}; a draft model must be dense, without experts")
+    if has_weights and path.is_dir() and not any(path.glob("*.safetensors")):
+        raise CheckpointError(f"{path}: there are no *.safetensors files for the draft model ({_KEY})")
+    if not has_weights:
+        return DraftModel(str(path), draft)
+    return DraftModel(str(path), draft, stored_weight_format(path), stored_weight_group(path))
+
+
+def _check_vocabulary(raw: RawConfig, path: Path, draft: ModelShape, shape: ModelShape) -> None:
+    """Raise ConfigError unless both models have equally many tokens.
+
+    Some published models add rows that no token uses, up to a multiple of 128 or 512. So a small difference is allowed.
+    ``check_same_vocabulary`` compares the tokens themselves.
+    """
+    padding = 1024
+    if abs(draft.vocab_size - shape.vocab_size) >= padding:
+        problem = (
+            f"has a vocabulary of {draft.vocab_size} tokens, and the model has {shape.vocab_size}; "
+            "a draft model needs the model's tokenizer"
+        )
+        raise raw.error(_KEY, str(path), problem)

@@ -1,0 +1,96 @@
+"""Decides how many drafts the draft model makes after each step, so that they give more tokens per second.
+
+A draft costs time before it is verified: a pass of the draft model over the sequences of the step. So the number of
+drafts is chosen before the step is sent. The choice depends on three measurements: the time of a pass, the time of
+decode steps by their size, and the fraction of right drafts. While drafts do not pay, trials measure them again.
+"""
+
+from __future__ import annotations
+
+from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
+from llm_serving.speculation.costs import StepCosts
+
+TRIAL_STEPS = 8
+"""Length of a trial in decode steps. Each step of a trial makes one draft, which is compared but not verified."""
+TRIAL_INTERVAL = 1024
+"""Number of decode steps without drafts after which a trial starts."""
+
+
+class DraftLengths:
+    """Chooses the number of drafts of each sequence of a step: the same number for all of them."""
+
+    def __init__(self, costs: StepCosts, max_drafts: int, max_entries: int, min_gain: float, *, always: bool) -> None:
+        """``costs`` has the times of decode steps. ``max_drafts`` is the maximum number of drafts of a sequence, and
+        ``max_entries`` that of a decode step's entries. Drafts must give ``min_gain`` times the tokens per second.
+
+        With ``always``, every step makes as many drafts as fit.
+        """
+        self._costs = costs
+        self._max_drafts = max_drafts
+        self._max_entries = max_entries
+        self._min_gain = min_gain
+        self._always = always
+        self._passes = StepCosts()
+        self._num_plain = 0
+        self._num_trials_left = TRIAL_STEPS
+        self._wanted_before = False
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether drafts are only compared with the sampled tokens, and not verified by a step."""
+        return self._num_trials_left > 0 and not self._always
+
+    def note(self, step: ScheduledStep, result: StepResult) -> None:
+        """Notes the result of a decode step."""
+        if step.num_wanted:
+            self._num_plain = 0
+            self._num_trials_left = max(0, self._num_trials_left - 1)
+            if self._wanted_before:  # otherwise the draft model also computed tokens of earlier steps
+                pass_s = result.draft_us / 1e6 / step.num_wanted
+                self._passes.note(step.num_seqs - step.num_drafts, pass_s, pass_s)
+        else:
+            self._num_plain += 1
+            if self._num_plain >= TRIAL_INTERVAL:
+                self._num_plain, self._num_trials_left = 0, TRIAL_STEPS
+        self._wanted_before = step.num_wanted > 0
+
+    def wanted(self, step: ScheduledStep, num_running: int, chance: float) -> int:
+        """Returns the number of drafts for each sequence after a step.
+
+        ``num_running`` is the number of sequences that decode after a step with prompts. Then the draft model
+        computes the prompts and one draft. ``chance`` is the expected fraction of right drafts.
+        """
+        if step.kind is StepKind.MOVE:
+            return 0
+        if step.kind is StepKind.DECODE:
+            return self._length(step.num_seqs - step.num_drafts, chance)
+        return min(1, self._length(max(1, num_running), chance))
+
+    def _length(self, num_seqs: int, chance: float) -> int:
+        most = min(self._max_drafts, self._max_entries // num_seqs - 1)
+        if most < 1 or self._always:
+            return max(most, 0)
+        if not self._best(num_seqs, most, 1.0):
+            return 0  # even right drafts would not pay, so a trial would be of no use
+        return 1 if self._num_trials_left else self._best(num_seqs, most, chance)
+
+    def _best(self, num_seqs: int, most: int, chance: float) -> int:
+        """Returns the number of drafts with the most tokens per second. 0 if they gain too little.
+
+        ``chance`` is the chance of each draft if those before it are right.
+        """
+        plain_s = self._costs.seconds(num_seqs)
+        if plain_s is None:
+            return 0
+        pass_s = self._passes.seconds(num_seqs) or 0.0
+        best, best_gain, tokens, survival = 0, self._min_gain, 1.0, 1.0
+        for count in range(1, most + 1):
+            seconds = self._costs.seconds(num_seqs * (1 + count))
+            if seconds is None:
+                break
+            survival *= chance
+            tokens += survival
+            gain = tokens * plain_s / max(seconds + self._costs.gap_s + count * pass_s, 1e-9)
+            if gain >= best_gain:
+                best, best_gain = count, gain
+        return best

@@ -1,0 +1,83 @@
+"""The draft model in the config and in the memory plan: sizes, the cache with the model's blocks, and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llm_serving.config import Config, load_config
+from llm_serving.errors import ConfigError
+from llm_serving.planning.auto_blocks import fit_blocks
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.memory_plan import GIB, estimate_memory
+from support.model_folders import write_model_folder
+
+METHOD = "speculative_config.method=draft"
+PLENTY = Machine(1000 * GIB, "test machine", num_cores=2)
+
+
+def load(tmp_path: Path, *overrides: str, draft: dict[str, object] | None = None) -> Config:
+    """Loads the config of a small model, and of a draft model with one layer less."""
+    model = write_model_folder(tmp_path / "model")
+    own = write_model_folder(tmp_path / "draft", **{"num_hidden_layers": 1, **(draft or {})})
+    given = [f"model_config.model_path={model}", METHOD, f"speculative_config.model={own}"]
+    return load_config("llama_tiny_cpu.yaml", [*given, *overrides], ascend=False)
+
+
+def test_the_draft_model_has_the_models_blocks_and_scratch_blocks_for_each_row(tmp_path: Path) -> None:
+    config = load(tmp_path, "speculative_config.max_draft_tokens=17", "model_config.decode_batch_size=[4]")
+    own = config.draft_config()
+    assert config.pa_config.block_size == 16
+    assert own.pa_config.num_blocks == config.pa_config.num_blocks + 2 * 4
+    assert (own.num_host_blocks, own.max_model_len) == (config.num_host_blocks, config.max_model_len)
+    assert (own.shape.num_layers, config.shape.num_layers) == (1, 2)
+    assert (config.slot_limits().max_draft_ids, own.slot_limits().max_draft_ids) == (17, 0)
+    assert Config.from_json(config.to_json()) == config
+
+
+def test_the_plan_counts_the_draft_model(tmp_path: Path) -> None:
+    config = load(tmp_path, "scheduler_config.preemption=swap")
+    plan = estimate_memory(config, PLENTY)
+    token = 2 * 1 * 2 * 16 * 4  # keys and values of one layer with two heads of 16 float32 numbers
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64
+    assert plan.bytes_of("draft model: weights") == (layer + 64 + 2 * 300 * 64) * 4
+    assert plan.bytes_of("draft model: KV cache") == token * 16 * config.draft_config().pa_config.num_blocks
+    assert plan.bytes_of("host blocks") == (2 * token + token) * 16 * config.num_host_blocks
+    assert plan.bytes_of("draft model: steps") > 2048 * 64 * 4
+
+
+def test_automatic_blocks_leave_memory_for_the_draft_models_cache(tmp_path: Path) -> None:
+    config = load(tmp_path, "pa_config.num_blocks=auto")
+    machine = replace(PLENTY, available_bytes=2 * GIB)
+    fitted = fit_blocks(config, machine)
+    alone = fit_blocks(replace(config, draft=None), machine)
+    assert estimate_memory(fitted, machine).total_bytes <= 2 * GIB
+    assert fitted.pa_config.num_blocks < 0.75 * alone.pa_config.num_blocks
+    largest = estimate_memory(fitted, machine).largest_num_blocks
+    assert largest is not None
+    cache = replace(fitted.pa_config, num_blocks=largest)
+    assert estimate_memory(replace(fitted, pa_config=cache), machine).fits
+    cache = replace(cache, num_blocks=largest + 1)
+    assert not estimate_memory(replace(fitted, pa_config=cache), machine).fits
+
+
+@pytest.mark.parametrize(
+    ("overrides", "draft", "message"),
+    [
+        (["speculative_config.model=null"], {}, "method draft needs the folder or the GGUF file of a draft model"),
+        (["speculative_config.model=/nowhere"], {}, "no such path"),
+        (["speculative_config.method=auto"], {}, "has an effect only with speculative_config.method: draft"),
+        ([], {"vocab_size": 3000}, "has a vocabulary of 3000 tokens, and the model has 300; a draft model needs the"),
+        ([], {"max_position_embeddings": 512}, "has contexts of 512 tokens, and sequences may have 2048; set"),
+        (["parallel_config.tensor_parallel=2"], {}, "not with agents that share a model"),
+        (["speculative_config.method=eagle", "speculative_config.model=null"], {}, "is not built yet; set auto, draft"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    overrides: list[str], draft: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, *overrides, draft=draft)
+    assert message in str(caught.value)

@@ -1,0 +1,131 @@
+"""How many drafts the draft model makes. The tests set all times, so no test depends on the machine."""
+
+from __future__ import annotations
+
+from llm_serving.request import Request
+from llm_serving.sampling_params import SamplingParams
+from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
+from llm_serving.speculation.draft_lengths import TRIAL_INTERVAL, TRIAL_STEPS
+from llm_serving.speculation.speculator import PLAIN_STEP_INTERVAL, Speculator
+
+STEP_MS, ENTRY_MS = 10.0, 0.5
+GUESS = 7
+"""The token that the draft model always guesses."""
+
+
+class Serving:
+    """Requests whose draft model is right in a fraction of its drafts. A pass of it takes ``pass_ms``."""
+
+    def __init__(self, pass_ms: float, right: float, count: int = 1, always: bool = False, entries: int = 32) -> None:
+        self.pass_ms, self.right = pass_ms, right
+        self.speculator = Speculator(4, entries, lambda request, masks: None, always=always, has_model=True)
+        self.requests = [Request(f"r{i}", [5, 6], SamplingParams(ignore_eos=True), 0.0) for i in range(count)]
+        self.seconds = 0.0
+        self.tokens = 0
+        self._drawn = 0
+
+    def _is_right(self) -> bool:
+        self._drawn += 1
+        return int(self._drawn * self.right) > int((self._drawn - 1) * self.right)
+
+    def step(self, offers: dict[str, list[int]]) -> tuple[dict[str, list[int]], int]:
+        """Runs a decode step. Returns the new offers and the number of drafts that the step wanted."""
+        requests = [request for request in self.requests for _ in range(1 + len(offers.get(request.request_id, [])))]
+        num_drafts = len(requests) - len(self.requests)
+        step = ScheduledStep(0, StepKind.DECODE, requests, rows=[0] * len(requests), num_drafts=num_drafts)
+        step.num_wanted = self.speculator.wanted(step)
+        updates, drafts, index = [], [], 0
+        for request in self.requests:
+            draft = offers.get(request.request_id, [])
+            new = []
+            for guess in [*draft, None]:
+                new.append(GUESS if self._is_right() else GUESS + 1)
+                if new[-1] != guess:
+                    break
+            for place, token in enumerate(new):
+                request.output_token_ids.append(token)
+                updates.append(RequestUpdate(request, token, index + place))
+            drafts += [[GUESS] * step.num_wanted for _ in range(1 + len(draft))]
+            index += 1 + len(draft)
+        self.tokens += len(updates)
+        step_ms, draft_ms = STEP_MS + ENTRY_MS * (len(requests) - 1), self.pass_ms * step.num_wanted
+        result = StepResult(0, [0] * len(requests), graph_us=round(1e3 * step_ms))
+        result.sample_us = result.draft_us = round(1e3 * draft_ms)
+        result.drafts = drafts if step.num_wanted else None
+        self.seconds += (step_ms + draft_ms) / 1e3
+        self.speculator.completed(step, result, updates, (step_ms + draft_ms) / 1e3)
+        return dict(self.speculator.take_offers()), step.num_wanted
+
+    def run(self, num_steps: int) -> tuple[list[int], list[int]]:
+        """Runs steps. Returns the drafts wanted by each step, and the drafts of the first request in each offer."""
+        offers: dict[str, list[int]] = {}
+        wanted, offered = [], []
+        for _ in range(num_steps):
+            offers, number = self.step(offers)
+            wanted.append(number)
+            offered.append(len(offers.get("r0", [])))
+        return wanted, offered
+
+    @property
+    def gain(self) -> float:
+        """The tokens per second relative to plain steps."""
+        plain_ms = STEP_MS + ENTRY_MS * (len(self.requests) - 1)
+        return self.tokens / self.seconds / (len(self.requests) / (plain_ms / 1e3))
+
+
+def test_a_fast_and_right_draft_model_makes_as_many_drafts_as_permitted() -> None:
+    serving = Serving(pass_ms=0.5, right=1.0)
+    wanted, offered = serving.run(200)
+    assert wanted[-1] == 4
+    assert max(offered) == 4
+    assert serving.gain > 2.5
+
+
+def test_a_trial_compares_drafts_and_verifies_none() -> None:
+    wanted, offered = Serving(pass_ms=0.5, right=1.0).run(TRIAL_STEPS)
+    assert set(wanted) == {0, 1}
+    assert not any(offered)
+
+
+def test_a_slow_or_wrong_draft_model_never_makes_serving_slower() -> None:
+    for pass_ms, right in ((9.0, 1.0), (4.0, 0.2), (1.0, 0.0), (2.0, 0.05)):
+        serving = Serving(pass_ms, right)
+        wanted, offered = serving.run(3 * TRIAL_INTERVAL)
+        assert sum(map(bool, offered[200:])) <= 3, "at most the last draft of each trial"
+        assert sum(wanted[200:]) <= 4 * TRIAL_STEPS, (pass_ms, right)
+        assert serving.gain > 0.98, (pass_ms, right)
+
+
+def test_a_draft_model_that_becomes_right_is_used_after_a_trial() -> None:
+    serving = Serving(pass_ms=0.5, right=0.0)
+    _, offered = serving.run(500)
+    assert offered[-1] == 0
+    serving.right = 1.0
+    _, offered = serving.run(3 * TRIAL_INTERVAL)
+    assert offered[-1] > 0
+
+
+def test_full_batches_make_no_drafts() -> None:
+    serving = Serving(pass_ms=0.1, right=1.0, count=17, entries=32)
+    wanted, _ = serving.run(100)
+    assert not any(wanted)
+
+
+def test_drafts_that_are_always_made_fit_the_step() -> None:
+    wanted, offered = Serving(pass_ms=50.0, right=0.0, count=10, always=True, entries=32).run(20)
+    assert set(wanted) == {2}
+    assert offered[0] == 2
+
+
+def test_steps_with_prompts_make_one_draft_while_drafts_pay() -> None:
+    serving = Serving(pass_ms=0.5, right=1.0)
+    prompts = ScheduledStep(0, StepKind.PREFILL, [], rows=[])
+    assert serving.speculator.wanted(prompts) == 0
+    serving.run(100)
+    assert serving.speculator.wanted(prompts) == 1
+    assert serving.speculator.wanted(ScheduledStep(0, StepKind.MOVE)) == 0
+
+
+def test_a_plain_step_still_measures_the_time_without_drafts() -> None:
+    _, offered = Serving(pass_ms=0.5, right=1.0).run(5 * PLAIN_STEP_INTERVAL)
+    assert 3 <= offered[TRIAL_STEPS + 8 :].count(0) <= 8
