@@ -31,10 +31,7 @@ def test_the_first_other_token_is_named(tmp_path: Path) -> None:
     file.write_text(json.dumps(tokenizer))
     with pytest.raises(CheckpointError) as caught:
         load_with_draft(tmp_path)
-    assert str(caught.value) == (
-        f"speculative_config.model: {tmp_path}: token 100 of its tokenizer is {by_id[101]!r}, and {by_id[100]!r} in the "
-        "model's; a draft model needs the same tokenizer"
-    )
+    assert f"{tmp_path}: token 100 of its tokenizer is {by_id[101]!r}, and {by_id[100]!r} in" in str(caught.value)
 
 
 def test_another_number_of_tokens_is_named(tmp_path: Path) -> None:
