@@ -10,6 +10,7 @@ import numpy as np
 
 from agent.backends.base import BlockMoves, CacheLayout, OpTable
 from agent.cache_pages import CachePages
+from agent.step_inputs import Int32Array
 from agent.weights.storage import STORAGE_DTYPES, Array, future_zeros
 from llm_serving.config import Config
 
@@ -17,30 +18,25 @@ from llm_serving.config import Config
 class KVCache:
     """Owns the arrays that the attention layers write in place. The server decides which sequence owns which block.
 
-    Each layer has one array of keys and one array of values, with the layout of ``OpTable.cache_layout``. With latent
-    attention, each layer has one array with the layout of ``OpTable.latent_cache_layout``. The first axis is the block.
-    If the device has its own memory, there are no arrays, and ``bind`` creates the cache on the device.
+    Each layer has one array of keys and one array of values, with the layout of ``OpTable.cache_layout``. If there
+    is an ``OpTable.scale_layout``, a third array has the scales of both. With latent attention, each layer has one
+    array with the layout of ``OpTable.latent_cache_layout``. The first axis is the block. If the device has its own
+    memory, there are no arrays, and ``bind`` creates the cache on the device.
     """
 
     def __init__(self, config: Config, ops: OpTable) -> None:
-        shape, cache = config.shape, config.pa_config
-
-        def layout(num_blocks: int) -> CacheLayout:
-            if shape.latent is not None:
-                return ops.latent_cache_layout(num_blocks, cache.block_size, shape.latent.cache_dim)
-            return ops.cache_layout(num_blocks, cache.block_size, shape.num_key_value_heads, shape.head_dim)
-
-        sizes, dtype = layout(cache.num_blocks)
-        parts = ("key_cache", "value_cache") if shape.latent is None else ("latent_cache",)
-        self._names = [f"layers.{layer}.attention.{part}" for part in parts for layer in range(shape.num_layers)]
-        self.num_bytes = len(self._names) * math.prod(sizes) * np.dtype(STORAGE_DTYPES[dtype]).itemsize
+        self._layers = range(config.shape.num_layers)
+        layouts = _layouts(config, ops, config.pa_config.num_blocks)
+        self._host_layouts = _layouts(config, ops, config.num_host_blocks)
+        self._names = [name for part in layouts for name in self._names_of(part)]
+        self.num_bytes = len(self._layers) * sum(map(_num_bytes, layouts.values()))
         """Size of the device's cache."""
-        self._host_layout = layout(config.num_host_blocks)
         self._ops = ops
         self.arrays: dict[str, Array] = {}
         """All arrays in host memory, by the names of the model's parameters."""
         if not ops.traits.own_memory:
-            self.arrays = {name: future_zeros(sizes, dtype) for name in self._names}
+            for part, layout in layouts.items():
+                self.arrays |= {name: future_zeros(*layout) for name in self._names_of(part)}
         self.pages = CachePages(list(self.arrays.values()))
         self.pages.allocate_first()
 
@@ -67,4 +63,47 @@ class KVCache:
 
         ``parameters`` are the parameters that use this cache, in the order of ``arrays``.
         """
-        return self._ops.block_moves(list(self.arrays.values()), parameters, self._host_layout)
+        by_name = dict(zip(self._names, parameters, strict=False))
+        groups: dict[CacheLayout, list[str]] = {}
+        for part, layout in self._host_layouts.items():
+            groups.setdefault(layout, []).extend(self._names_of(part))
+        moves = [
+            self._ops.block_moves(
+                [self.arrays[name] for name in names if name in self.arrays],
+                [by_name[name] for name in names if name in by_name],
+                layout,
+            )
+            for layout, names in groups.items()
+        ]
+        return moves[0] if len(moves) == 1 else AllMoves(moves)
+
+    def _names_of(self, part: str) -> list[str]:
+        return [f"layers.{layer}.attention.{part}" for layer in self._layers]
+
+
+class AllMoves(BlockMoves):
+    """Runs block moves for caches with blocks of different layouts."""
+
+    def __init__(self, parts: Sequence[BlockMoves]) -> None:
+        self.parts = parts
+        self.num_host_bytes = sum(part.num_host_bytes for part in parts)
+
+    def run(self, moves: Int32Array) -> None:
+        for part in self.parts:  # all parts have the same numbers of blocks, so only the first can refuse the moves
+            part.run(moves)
+
+
+def _layouts(config: Config, ops: OpTable, num_blocks: int) -> dict[str, CacheLayout]:
+    """Returns the layouts of a layer's arrays by the names of the parameters."""
+    shape, size = config.shape, config.pa_config.block_size
+    if shape.latent is not None:
+        return {"latent_cache": ops.latent_cache_layout(num_blocks, size, shape.latent.cache_dim)}
+    layout = ops.cache_layout(num_blocks, size, shape.num_key_value_heads, shape.head_dim)
+    scales = ops.scale_layout(num_blocks, size, shape.num_key_value_heads)
+    layouts = {"key_cache": layout, "value_cache": layout}
+    return layouts if scales is None else layouts | {"scale_cache": scales}
+
+
+def _num_bytes(layout: CacheLayout) -> int:
+    sizes, dtype = layout
+    return math.prod(sizes) * np.dtype(STORAGE_DTYPES[dtype]).itemsize

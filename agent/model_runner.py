@@ -30,6 +30,7 @@ from agent.run_ahead.steps import StepsAhead
 from agent.sampler import Sampler, find_candidates
 from agent.scores import DeviceScores, StepLogits, score_bits
 from agent.step_cost import StepCost
+from agent.step_graph.step_blocks import StepBlocks
 from agent.step_inputs import Int32Array, StepInputs, StepReader
 from agent.stored_program.start import StoredStart
 from agent.stored_program.store import ProgramStore
@@ -507,6 +508,7 @@ class ModelRunner:
             config.shape.vocab_size,
             config.captured_batch_sizes,
             fuses=config.context.enable_graph_kernel,
+            step_blocks=StepBlocks.of_config(config) if model.ops.gathers_blocks else None,
         )
         graph.compile()
         return graph

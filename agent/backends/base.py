@@ -10,7 +10,8 @@ every tensor has the size of the largest step. Only its first rows, as many as t
 ``step`` is a tuple of inputs that every operator may read: slot_mapping [tokens], block_tables [seqs, blocks],
 context_lens [seqs], query_lens [seqs]. In a static graph, ``block_tables`` has one axis, and the tuple has a fifth
 entry: counts = (tokens, seqs, blocks, step number). In the graph for parts of prompts, the fifth entry is the output of
-``chunk_mask``. Query i of a sequence with q queries and a context of c tokens is at position c - q + i.
+``chunk_mask``. If ``OpTable.gathers_blocks`` is True and the graph reads the cache, the last entry is ``step_blocks``
+[blocks]. Query i of a sequence with q queries and a context of c tokens is at position c - q + i.
 
 The order in which an operator adds the numbers for a token depends only on the depth of the layer and on the token's
 context. Therefore a token's result does not depend on the other tokens of the step. Prompts, chunks and decode steps
@@ -246,6 +247,21 @@ class OpTable(ABC):
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         """Returns the shape and type that a layer's key cache and its value cache have. The first axis is the block."""
 
+    def scale_layout(self, num_blocks: int, block_size: int, num_kv_heads: int) -> CacheLayout | None:
+        """Returns the shape and type of a layer's cache of scales. The first axis is the block.
+
+        None means that the layer has no such cache, because its keys and values have no scales or contain them.
+        """
+        return None
+
+    @property
+    def gathers_blocks(self) -> bool:
+        """Whether attention over the cache reads the blocks of the step from a list of all of them.
+
+        The graph then has one more input, ``step_blocks`` [blocks], and ``block_tables`` has indices of this list.
+        """
+        return False
+
     def latent_cache_layout(self, num_blocks: int, block_size: int, width: int) -> CacheLayout:
         """Returns shape and type of a layer's cache of latent attention, with ``width`` elements for each token."""
         return (num_blocks, block_size, width), self.dtype
@@ -370,8 +386,9 @@ class OpTable(ABC):
         """Returns an operator (qkv, head_norms, rotary, caches, step, whole_prompts) -> attention of all heads.
 
         qkv is [tokens, (query heads + 2 x key-value heads) x head_size], and the result is [tokens, query heads x
-        head_size]. The operator normalises and rotates queries and keys. It writes keys and values into the caches in
-        place, except where ``slot_mapping`` is -1. Then it computes causal attention within the window, with scores
+        head_size]. ``caches`` has the cache of keys, the cache of values and, if there is one, the cache of scales.
+        The operator normalises and rotates queries and keys. It writes keys and values into the caches in place, except
+        where ``slot_mapping`` is -1. Then it computes causal attention within the window, with scores
         scaled by 1 / sqrt(head_size). ``head_norms`` are the gammas [head_size] of the norms of query and key heads. It
         is () if the model does not normalise heads.
 

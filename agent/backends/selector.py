@@ -24,7 +24,8 @@ def select_op_table(config: Config, part: ModelPart | None = None, *, forms: Lin
         from agent.backends.cpu.native import NativeCpuOps
 
         positions = config.max_blocks_per_seq * config.pa_config.block_size
-        return NativeCpuOps(config.model_config.model_dtype, positions, part, forms)
+        int8_cache = config.gathers_blocks
+        return NativeCpuOps(config.model_config.model_dtype, positions, part, forms, int8_cache=int8_cache)
     if config.op_table == "fused":
         from agent.backends.cpu.ops import FusedCpuOps
 

@@ -35,6 +35,8 @@ class StepSizes:
 
     tokens: int
     seqs: int
+    blocks: int = 0
+    """Number of cache blocks that the graph gathers. 0 means that it gathers none."""
 
 
 class RecordingError(Exception):
@@ -67,11 +69,12 @@ class RecordedLaunches:
         self._finalize()
 
     def resize(self, sizes: StepSizes) -> None:
-        """Sets the numbers of tokens and sequences for the following replays. ``sizes`` must not exceed the ``largest``
-        sizes of ``record_any_size``.
+        """Sets the sizes of the step for the following replays.
+
+        ``sizes`` must not exceed the ``largest`` sizes of ``record_any_size``.
         """
         if sizes != self._sizes:
-            load_library().llmk_resize_recording(self._handle, sizes.tokens, sizes.seqs, self._bytes)
+            load_library().llmk_resize_recording(self._handle, sizes.tokens, sizes.seqs, sizes.blocks, self._bytes)
             self._forms = [((-1, *shape[1:]), dtype) for shape, dtype in self._forms]
             self._sizes = sizes
 
@@ -103,7 +106,7 @@ class RecordedLaunches:
         With ``fuses``, one function replaces several launches where plugin/fusion.h allows this. Returns an empty
         string, or the reason if the recordings cannot be combined.
         """
-        numbers = [number for each in (sizes, others, largest) for number in (each.tokens, each.seqs)]
+        numbers = [number for each in (sizes, others, largest) for number in (each.tokens, each.seqs, each.blocks)]
         problem = ctypes.c_char_p()
         array = (ctypes.c_int64 * len(numbers))(*numbers)
         load_library().llmk_generalise_recording(self._handle, other._handle, array, int(fuses), ctypes.byref(problem))
@@ -189,8 +192,8 @@ def record_any_size(
     """Records two steps of different sizes. Returns one recording that can replay steps of any size up to ``largest``.
 
     ``runs`` maps each of the two sizes to a function like ``run`` of ``record``. ``resize`` sets the size of a replay.
-    Each range of ``memory`` begins at the same address for every size. The two steps must not have the same ratio of
-    tokens to sequences, unless tokens and sequences are equal in every step.
+    Each range of ``memory`` begins at the same address for every size. From the first step to the second, tokens,
+    sequences and blocks must grow by different factors, unless tokens and sequences are equal in every step.
 
     With ``fuses``, one function replaces several launches where plugin/fusion.h allows this. This function does not
     replay the launches; the caller must compare the results of a replay with those of the graph. Raises RecordingError

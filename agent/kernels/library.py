@@ -50,7 +50,7 @@ _ENTRIES: dict[str, tuple[Any, ...]] = {
     "llmk_recorded_launches": (_INT64, _POINTER),
     "llmk_recordings_bytes": (_INT64,),
     "llmk_replay": (_INT, _POINTER, _INT, _POINTER),
-    "llmk_resize_recording": (None, _POINTER, _INT64, _INT64, _POINTER),
+    "llmk_resize_recording": (None, _POINTER, _INT64, _INT64, _INT64, _POINTER),
     "llmk_sample": (_INT, _POINTER),
     "llmk_sample_candidates": (_INT, _POINTER, _POINTER, _POINTER),
     "llmk_scratch_bytes": (_INT64, _INT),

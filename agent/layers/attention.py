@@ -14,7 +14,8 @@ class Attention(nn.Cell):
     """Grouped-query attention (Ainslie et al. 2023) of one layer, with the norm before it.
 
     Some models add biases, norms of queries and keys, or a sliding window. The KV cache of the layer consists of two
-    parameters, whose layout the op table decides and whose memory ``agent/kv_cache.py`` allocates.
+    parameters, or three with a cache of scales. The op table decides their layouts, and ``agent/kv_cache.py`` allocates
+    their memory.
     """
 
     def __init__(self, ops: OpTable, shape: ModelShape, num_blocks: int, block_size: int, *, layer: int) -> None:
@@ -28,6 +29,10 @@ class Attention(nn.Cell):
         cache_shape, cache_dtype = ops.cache_layout(num_blocks, block_size, kv_heads, head_dim)
         self.key_cache = unbound_parameter(cache_shape, cache_dtype)
         self.value_cache = unbound_parameter(cache_shape, cache_dtype)
+        scale_layout = ops.scale_layout(num_blocks, block_size, kv_heads)
+        self.has_scales = scale_layout is not None
+        if scale_layout is not None:
+            self.scale_cache = unbound_parameter(*scale_layout)
         self.attention = ops.attention(attention_form(shape, layer))
         self.has_norms = shape.query_key_norm
         if self.has_norms:
@@ -52,7 +57,9 @@ class Attention(nn.Cell):
         ``gamma`` [hidden_size] is the norm's weight. ``OpTable`` describes ``rotary``, ``step`` and ``whole_prompts``.
         """
         qkv, residual = self.qkv(hidden, residual, gamma, step)
-        caches = (self.key_cache, self.value_cache)
+        caches: tuple[Tensor, ...] = (self.key_cache, self.value_cache)
+        if self.has_scales:
+            caches = (*caches, self.scale_cache)
         attended = self.attention(qkv, self.norms(), rotary, caches, step, whole_prompts)
         return self.output(attended, step), residual
 

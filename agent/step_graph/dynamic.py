@@ -21,9 +21,10 @@ from agent.group.exchange import all_agree
 from agent.layers.parameter import as_tensor
 from agent.run_ahead.inserted import InsertedIds
 from agent.scores import DeviceScores
-from agent.step_graph.dynamic_cell import GraphKind, dynamic_step, graph_kinds
+from agent.step_graph.dynamic_cell import GraphKind, dynamic_step, gathers_blocks, graph_kinds
 from agent.step_graph.interface import Operators, StepGraph, empty_entry
 from agent.step_graph.replay.native import NativeReplays
+from agent.step_graph.step_blocks import StepBlocks
 from agent.step_inputs import Int32Array, StepInputs
 from agent.weights.storage import Array
 from llm_serving.ipc.shm import PADDING_SLOT, SlotLimits
@@ -43,7 +44,8 @@ class DynamicStepGraph(StepGraph):
     The graph for whole prompts takes at most ``max_whole_prompts`` prompts. ``decode_sizes`` are the numbers of
     sequences, ascending, for which MindSpore captures the launches of a decode step. Decode steps are padded to one of
     them. If ``decode_sizes`` is empty and the device can replay steps, our own replays run the steps of all graphs.
-    With ``fuses``, these replays fuse operators.
+    With ``fuses``, these replays fuse operators. ``step_blocks`` lists the blocks of each step for graphs that gather
+    them.
     """
 
     def __init__(
@@ -56,8 +58,12 @@ class DynamicStepGraph(StepGraph):
         decode_sizes: Sequence[int] = (),
         *,
         fuses: bool = False,
+        step_blocks: StepBlocks | None = None,
     ) -> None:
         self._part, self._hooks, self._fuses = ops.part, ops.hooks, fuses
+        assert not (step_blocks and decode_sizes), "captured launches have one size, and lists of blocks have any size"
+        self._step_blocks = step_blocks
+        self._gathering = {kind for kind in GraphKind if gathers_blocks(ops, kind)}
         self._inserts_ids = ops.inserts_ids
         self._empty_entry = empty_entry(ops, 1)
         self._max_table_width = limits.max_blocks_per_seq
@@ -94,6 +100,7 @@ class DynamicStepGraph(StepGraph):
             max_prompts=max_prompts,
             inserts_ids=self._inserts_ids,
             fuses=self._fuses,
+            max_blocks=self._step_blocks.most if kind in self._gathering and self._step_blocks is not None else 0,
         )
 
     def operators(self) -> Mapping[str, Operators]:
@@ -114,7 +121,7 @@ class DynamicStepGraph(StepGraph):
             if isinstance(self._model, TakesForms):
                 self._model.take_form(whole_prompts=kind == GraphKind.PREFILL)
             with self._hooks.graph_run(compiles=True):
-                results = graph.compile(self._tensors(kind, inputs, self._empty_entry))
+                results = graph.compile(self._tensors(kind, inputs, self._empty_entry, blocks=zero))
                 if kind in self.replays:
                     self.replays[kind].record(self._empty_entry, is_decode=kind == GraphKind.DECODE)
         if self._sampling is not None:
@@ -150,14 +157,18 @@ class DynamicStepGraph(StepGraph):
     def _results(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> tuple[OnDevice, ...]:
         with self._hooks.graph_run():
             kind = self.kind_of(inputs)
+            blocks = None
+            if kind in self._gathering and self._step_blocks is not None:
+                blocks, tables = self._step_blocks.of(inputs.block_tables, inputs.context_lens)
+                inputs = replace(inputs, block_tables=tables)
             replays = self.replays.get(kind)
             if replays is not None and len(entry) <= replays.max_tokens:
-                return replays.run(inputs, entry, inserted)
+                return replays.run(inputs, entry, inserted, blocks)
             if self._is_padded(inputs):
                 inputs, entry, inserted = _padded_decode(
                     inputs, entry, inserted, self._num_ids(inputs), self._max_table_width
                 )
-            results = self._graphs[kind].run(self._tensors(kind, inputs, entry, inserted))
+            results = self._graphs[kind].run(self._tensors(kind, inputs, entry, inserted, blocks))
             return results if isinstance(results, tuple) else (results,)
 
     def kind_of(self, inputs: StepInputs) -> GraphKind:
@@ -168,8 +179,14 @@ class DynamicStepGraph(StepGraph):
         return GraphKind.DECODE if inputs.positions.size == seqs else GraphKind.CHUNKED
 
     def _tensors(
-        self, kind: GraphKind, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None
+        self,
+        kind: GraphKind,
+        inputs: StepInputs,
+        entry: Array,
+        inserted: InsertedIds | None = None,
+        blocks: Int32Array | None = None,
     ) -> tuple[Tensor, ...]:
+        """Returns the inputs of a graph. ``blocks`` are the gathered blocks; only a graph that gathers them uses it."""
         query_lens: npt.NDArray[np.int32 | np.int64] = inputs.query_lens
         if kind == GraphKind.PREFILL and self._pads_prompts:
             query_lens = np.zeros(self._max_whole_prompts, np.int64)
@@ -182,6 +199,7 @@ class DynamicStepGraph(StepGraph):
             self._tables(kind, inputs.block_tables),
             inputs.context_lens,
             query_lens,
+            *((blocks,) if blocks is not None and kind in self._gathering else ()),
         )
         return (*map(as_tensor, arrays), *self._inserted_tensors(len(entry), inserted, self._num_ids(inputs)))
 

@@ -35,6 +35,11 @@ def graph_kinds(ops: OpTable) -> tuple[GraphKind, ...]:
     return tuple(kind for kind in GraphKind if kind != GraphKind.PREFILL or ops.has_whole_prompt_graph)
 
 
+def gathers_blocks(ops: OpTable, kind: GraphKind) -> bool:
+    """Returns whether a graph has the input ``step_blocks``: it reads the cache, and ``OpTable.gathers_blocks``."""
+    return ops.gathers_blocks and kind != GraphKind.PREFILL
+
+
 def dynamic_step(
     model: nn.Cell, ops: OpTable, kind: GraphKind, max_whole_prompts: int, vocab_size: int, *, captures: bool = False
 ) -> nn.Cell:
@@ -45,7 +50,8 @@ def dynamic_step(
     after the other inputs. ``captures`` means that MindSpore captures the launches of decode steps.
     """
     best_tokens = BestTokens(vocab_size, ops.part) if ops.is_last_stage else None
-    cell = _DynamicStep(model, ops, kind, best_tokens, captures=captures)
+    gathers = gathers_blocks(ops, kind)
+    cell = (_GatheringStep if gathers else _DynamicStep)(model, ops, kind, best_tokens, captures=captures)
     vector, matrix = _int32(_VECTOR), _int32(_MATRIX)
     query_lens = vector
     if kind == GraphKind.PREFILL and ops.traits.pads_whole_prompts:
@@ -54,7 +60,8 @@ def dynamic_step(
     if ops.part is not None and not ops.is_first_stage:
         entry = Tensor(shape=(None, ops.part.whole.hidden_size), dtype=MINDSPORE_DTYPES[ops.dtype])
     inserted = (vector, vector, vector) if ops.inserts_ids else ()
-    cell.set_inputs(entry, vector, vector, vector, matrix, vector, query_lens, *inserted)
+    blocks = (vector,) if gathers else ()
+    cell.set_inputs(entry, vector, vector, vector, matrix, vector, query_lens, *blocks, *inserted)
     return cell
 
 
@@ -96,13 +103,46 @@ class _DynamicStep(nn.Cell):
         places: Tensor | None = None,
         inserted: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
+        step = (slot_mapping, block_tables, batch_valid_length, q_seq_lens)
+        return self.outputs(token_ids, positions, last_tokens, step, (), (earlier_ids, places, inserted))
+
+    def outputs(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        last_tokens: Tensor,
+        step: tuple[Tensor, ...],
+        step_blocks: tuple[Tensor, ...],
+        inserted: tuple[Tensor | None, ...],
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Returns the outputs of the graph. ``step_blocks`` has the input of that name, or is ()."""
         if self.insert is not None:
-            token_ids = self.insert(token_ids, earlier_ids, places, inserted)
-        step: tuple[Tensor, ...] = (slot_mapping, block_tables, batch_valid_length, q_seq_lens)
+            token_ids = self.insert(token_ids, *inserted)
         if self.chunk_mask is not None:
             step = (*step, self.chunk_mask(positions))
-        output = self.model(token_ids, positions, last_tokens, step, self.whole_prompts)
+        output = self.model(token_ids, positions, last_tokens, (*step, *step_blocks), self.whole_prompts)
         return output if self.best_tokens is None else (output, *self.best_tokens(output))
+
+
+class _GatheringStep(_DynamicStep):
+    """The outermost Cell of a graph that gathers the blocks of the step: it has one more input, ``step_blocks``."""
+
+    def construct(  # type: ignore[override]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        last_tokens: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        batch_valid_length: Tensor,
+        q_seq_lens: Tensor,
+        step_blocks: Tensor,
+        earlier_ids: Tensor | None = None,
+        places: Tensor | None = None,
+        inserted: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        step = (slot_mapping, block_tables, batch_valid_length, q_seq_lens)
+        return self.outputs(token_ids, positions, last_tokens, step, (step_blocks,), (earlier_ids, places, inserted))
 
 
 def _int32(shape: tuple[None, ...]) -> Tensor:

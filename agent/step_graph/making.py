@@ -12,6 +12,7 @@ from agent.kernels import StepBuffers
 from agent.step_graph.dynamic import DynamicStepGraph
 from agent.step_graph.interface import StepGraph
 from agent.step_graph.static import StaticStepGraph
+from agent.step_graph.step_blocks import StepBlocks
 from llm_serving.ipc.shm import SlotLimits
 
 
@@ -25,13 +26,16 @@ def make_step_graph(
     decode_sizes: Sequence[int] = (),
     *,
     fuses: bool = False,
+    step_blocks: StepBlocks | None = None,
 ) -> StepGraph:
     """Makes the kind of graph that the op table needs: static for fused operators, otherwise dynamic.
 
     The caller compiles the graph. A static graph reads the inputs of every step from ``buffers``. A dynamic graph pads
     the number of sequences of a decode step to one of ``decode_sizes``. With ``fuses``, replays of a dynamic graph fuse
-    operators.
+    operators. ``step_blocks`` is given if the op table's graphs gather blocks.
     """
     if isinstance(ops, FusedCpuOps):
         return StaticStepGraph(model, ops, buffers)
-    return DynamicStepGraph(model, ops, limits, max_whole_prompts, vocab_size, decode_sizes, fuses=fuses)
+    return DynamicStepGraph(
+        model, ops, limits, max_whole_prompts, vocab_size, decode_sizes, fuses=fuses, step_blocks=step_blocks
+    )

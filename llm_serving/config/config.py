@@ -193,11 +193,17 @@ class Config:
         """
         return self.kv_bytes_of(self.shape)
 
+    @property
+    def gathers_blocks(self) -> bool:
+        """True if attention reads the blocks of a step as floats, gathered from an int8 cache (native operators)."""
+        return self.op_table == "native" and self.cache_format.scale_bytes > 0
+
     def kv_bytes_of(self, shape: ModelShape) -> int:
         """Return the bytes of a token in the KV cache of a model, or of a part of a model, with this shape."""
         if shape.latent is not None:
             return shape.num_layers * self.cache_format.head_bytes(shape.latent.cache_dim)
-        return 2 * shape.num_layers * shape.num_key_value_heads * self.cache_format.head_bytes(shape.head_dim)
+        heads, size = shape.num_key_value_heads, shape.head_dim
+        return shape.num_layers * self.cache_format.token_bytes(heads, size, self.op_table)
 
     @property
     def tokenizer_file(self) -> str:

@@ -20,7 +20,6 @@ from llm_serving.model.number_formats import (
     GROUP_SIZES,
     GROUP_SIZES_TEXT,
     formats_of_stored,
-    kv_format,
     weight_format,
 )
 from llm_serving.model.parallel import find_obstacle, local_shape
@@ -183,11 +182,8 @@ def check_formats(raw: RawConfig, model: ModelConfig) -> None:
         if dtype != model.model_dtype:
             problem = f"needs model_dtype {dtype}, which is {model.model_dtype}; set it, or use auto"
             raise raw.error(f"model_config.{key}", value, problem)
-    if model.kv_format != AUTO and model.op_table not in kv_format(model.kv_format).op_tables:
-        problem = (
-            "the primitive PagedAttention needs calibrated scales of channels for integer keys and values, and there "
-            "are none; use op_table fused (CPU), whose scales are per token and head, or auto"
-        )
+    if model.kv_format == "int8" and model.model_type == "mindformers":
+        problem = "MindFormers' models write keys and values of floats; use auto"
         raise raw.error("model_config.kv_format", model.kv_format, problem)
 
 
@@ -451,6 +447,7 @@ def check_ascend_options(raw: RawConfig, config: Config) -> None:
     obstacles = {
         "model_config.backend ge, which runs the whole graph by itself": model.backend != "kbk",
         "model_type mindformers": model.model_type == "mindformers",
+        "model_config.kv_format int8, whose steps gather a varying number of blocks": config.kv_format == "int8",
         "parallel_config.pipeline_parallel above 1, as sends and receives have not been captured yet": (
             config.parallel_config.pipeline_parallel > 1
         ),

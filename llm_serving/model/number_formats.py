@@ -8,6 +8,7 @@ To add a weight format, add an entry to ``_WEIGHT_FORMATS`` and follow "Add a we
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from llm_serving.errors import UnknownFormatError
@@ -187,8 +188,6 @@ class KvFormat:
     element_bytes: int
     scale_bytes: int = 0
     """Bytes of a scale. Each key and each value of a token has one scale in each head."""
-    op_tables: tuple[str, ...] = ("native", "fused")
-    """Names of the op tables whose attention reads the format."""
 
     def head_width(self, head_dim: int) -> int:
         """Return the cache elements of one token's key (or value) in one head, including the scale."""
@@ -198,12 +197,38 @@ class KvFormat:
         """Return the cache bytes of one token's key (or value) in one head, including the scale."""
         return self.head_width(head_dim) * self.element_bytes
 
+    def token_bytes(self, kv_heads: int, head_dim: int, op_table: str) -> int:
+        """Return the cache bytes of one token's key and value in one layer, including the scales."""
+        if self.scale_bytes == 0 or op_table == "fused":
+            return 2 * kv_heads * self.head_bytes(head_dim)
+        return 2 * kv_heads * head_dim * self.element_bytes + scale_row_width(kv_heads) * SCALE_ELEMENT_BYTES
+
+
+SCALE_ELEMENT_BYTES = 2
+"""Bytes of an element in the native operators' cache of scales, which has float16 or bfloat16."""
+_SCALE_ROW_MULTIPLE = 16
+"""A row of the cache of scales is a multiple of this number of elements, 32 bytes, as kernels of an Ascend copy."""
+
+
+def scale_row_copies(kv_heads: int) -> int:
+    """Return how often a row of the native operators' cache of scales repeats the scales of its token."""
+    return _SCALE_ROW_MULTIPLE // math.gcd(4 * kv_heads, _SCALE_ROW_MULTIPLE)
+
+
+def scale_row_width(kv_heads: int) -> int:
+    """Return the number of elements in a row of the native operators' cache of scales.
+
+    A row has the scales of one token: for each head, one of the key and one of the value. A scale is the sum of two
+    elements of ``model_dtype``. The row repeats the scales until its size is a multiple of 32 bytes.
+    """
+    return 4 * kv_heads * scale_row_copies(kv_heads)
+
 
 _KV_FORMATS = (
     KvFormat("float32", 4),
     KvFormat("float16", 2),
     KvFormat("bfloat16", 2),
-    KvFormat("int8", 1, scale_bytes=4, op_tables=("fused",)),
+    KvFormat("int8", 1, scale_bytes=4),
 )
 KV_FORMATS = {each.name: each for each in _KV_FORMATS}
 INTEGER_KV_FORMATS = tuple(each.name for each in _KV_FORMATS if each.scale_bytes)

@@ -28,7 +28,7 @@ Items of the scratch memory:
 Recorded launches with native operators: three graphs are recorded once (``agent/step_graph/replay/native.py``). They
 take about 16 KiB for each layer, or 32 KiB with experts. A replay also needs the activations and logits of the largest
 replayed step, which has 512 tokens or one token of each sequence. It needs 5 bytes for each entry of the attention
-mask.
+mask, and the gathered blocks of an int8 cache.
 
 Recorded launches with fused operators: one step is recorded (``agent/step_graph/replay/fused.py``). It takes 4 KiB for
 each layer. Three matrices [T, h] pass between the operators. A model with experts has a fourth matrix [T, h], and
@@ -40,7 +40,7 @@ from __future__ import annotations
 from llm_serving.config import Config
 from llm_serving.model.parallel import local_shape
 from llm_serving.model.shape import ModelShape
-from llm_serving.planning.rank_memory import FLOAT32_BYTES, MemoryItem, activation_bytes
+from llm_serving.planning.rank_memory import FLOAT32_BYTES, MemoryItem, activation_bytes, gathered_bytes
 
 KERNEL_SCRATCH = "kernel scratch"
 REPLAYS = "replays"
@@ -59,6 +59,8 @@ SLOTS = 16
 """Number of separate pieces of scratch memory of a thread. Each piece is rounded up to whole pages."""
 RECORDED_LAYER_BYTES = 16 << 10
 RECORDED_FUSED_LAYER_BYTES = 4 << 10
+RECORDED_CACHE_BYTES = 32 << 10
+"""Bytes of the recorded launches that quantise keys and values and multiply them out, for each layer."""
 RECORDED_GRAPHS = 3
 """Number of graphs of native operators that are recorded: members of ``GraphKind`` (``agent/step_graph``)."""
 MOST_REPLAYED_TOKENS = 512
@@ -105,7 +107,9 @@ def _native_replay_bytes(config: Config, shape: ModelShape, tokens: int) -> int:
     mask = tokens * config.max_model_len * MASK_BYTES
     logits = config.max_num_seqs * shape.vocab_size * config.dtype_bytes
     layer = RECORDED_LAYER_BYTES * (1 if shape.experts is None else 2)
-    return RECORDED_GRAPHS * (1 + shape.num_layers) * layer + step + mask + logits
+    gathered = gathered_bytes(config, shape) if config.gathers_blocks else 0
+    layers = RECORDED_GRAPHS * (1 + shape.num_layers) * (layer + (RECORDED_CACHE_BYTES if gathered else 0))
+    return layers + step + mask + logits + gathered
 
 
 def _scratch_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:

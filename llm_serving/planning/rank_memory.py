@@ -8,6 +8,7 @@ from llm_serving.config import Config
 from llm_serving.config.mindformers_models import rotary_positions
 from llm_serving.lora.targets import largest_adapter
 from llm_serving.model.deepseek import LatentAttention
+from llm_serving.model.number_formats import SCALE_ELEMENT_BYTES, scale_row_width
 from llm_serving.model.parallel import Shard, answering_rank, local_shape, place
 from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
 from llm_serving.model.shape import ModelShape
@@ -83,8 +84,32 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
         MemoryItem(
             "token history", seqs * longest * INT32_BYTES * part.answers, f"{seqs} sequences of {longest} tokens"
         ),
+        *_gathered_items(config, part.shape),
         *_adapter_items(config),
     )
+
+
+def _gathered_items(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
+    """Return the item of the blocks that native operators gather from an int8 cache, one layer at a time."""
+    if not config.gathers_blocks:
+        return ()
+    blocks = _most_gathered_blocks(config)
+    return (MemoryItem("gathered blocks", gathered_bytes(config, shape), f"{blocks} blocks of one layer, as floats"),)
+
+
+def gathered_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the bytes of the largest step's gathered blocks: int8, as float32 before and after the product, rounded.
+
+    ``shape`` is the rank's part. While the values are multiplied out, the results of the keys already exist.
+    """
+    heads, rounded = shape.num_key_value_heads, config.dtype_bytes
+    elements = heads * shape.head_dim * (2 + 2 * FLOAT32_BYTES + 2 * rounded)
+    scales = scale_row_width(heads) * (SCALE_ELEMENT_BYTES + 2 * FLOAT32_BYTES) + 4 * heads * FLOAT32_BYTES
+    return _most_gathered_blocks(config) * config.pa_config.block_size * (elements + scales)
+
+
+def _most_gathered_blocks(config: Config) -> int:
+    return min(config.pa_config.num_blocks, config.max_num_seqs * config.max_blocks_per_seq)
 
 
 def _adapter_items(config: Config) -> tuple[MemoryItem, ...]:

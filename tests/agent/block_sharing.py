@@ -13,6 +13,7 @@ from typing import Any
 from step_driver import Part, Sampled, StepDriver, blocks_for
 
 from agent.backends.cpu.blocks import HostBlockMoves
+from agent.kv_cache import AllMoves
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import LAST_TOKEN, MoveKind, StepSlot
 from support.position_bits import SHARED_TOKENS
@@ -236,5 +237,8 @@ def _cache_bytes(driver: StepDriver) -> bytes:
     model = driver.runner._model
     assert model is not None
     cache, moves = model.kv_cache, model.moves
-    assert isinstance(moves, HostBlockMoves)
-    return b"".join(array.tobytes() for array in (*cache.arrays.values(), *moves.pool))
+    pools = []
+    for part in moves.parts if isinstance(moves, AllMoves) else (moves,):
+        assert isinstance(part, HostBlockMoves)
+        pools += part.pool
+    return b"".join(array.tobytes() for array in (*cache.arrays.values(), *pools))

@@ -89,9 +89,10 @@ def run_steps(driver: StepDriver) -> None:
 
 def main() -> None:
     dtype, op_table, weights, threads, experts = sys.argv[1:]
-    parts = {"dense": {}, "experts": EXPERTS, "latent": LATENT}[experts]
+    parts = {"dense": {}, "int8 cache": {}, "experts": EXPERTS, "latent": LATENT}[experts]
+    cache = "int8" if experts == "int8 cache" else "auto"
     folder = write_model_folder(Path("model"), **{**SIZES, **parts})
-    config = make_config(folder, dtype, op_table, weights, extra={**LIMITS, "model_config.cpu_threads": threads})
+    config = make_config(folder, dtype, op_table, weights, cache, extra={**LIMITS, "model_config.cpu_threads": threads})
     run_steps(StepDriver(config))
     assert num_threads() == int(threads)
     plan = estimate_memory(config, Machine(1 << 40, "a test", num_cores=1))

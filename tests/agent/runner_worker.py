@@ -336,9 +336,9 @@ def _believing_in_more_blocks(driver: StepDriver) -> Iterator[None]:
 
 
 def _fail_in_graph(driver: StepDriver, good: Part) -> str:
-    """Runs a step with a block that does not exist, so that an operator refuses its inputs. Returns the error."""
+    """Runs a step with a slot that does not exist, so that an operator refuses its inputs. Returns the error."""
     slot = driver.fill([good])
-    slot.block_tables[0] = slot.slot_mapping[1] = 2**27
+    slot.slot_mapping[1] = 2**27
     with _believing_in_more_blocks(driver):
         return _step_error(driver, slot)
 
@@ -412,10 +412,10 @@ def decodes(driver: StepDriver, prompts: list[list[int]], tokens: list[int]) -> 
 
 
 def _refused_decode(driver: StepDriver, rows: int) -> str:
-    """Runs a decode of ``rows`` sequences with a block that does not exist. Returns the beginning of its error."""
+    """Runs a decode of ``rows`` sequences with a slot that does not exist. Returns the beginning of its error."""
     driver.runner.reset()
     slot = driver.fill([Part([5], 0, blocks_for(row), row) for row in range(rows)])
-    slot.block_tables[0] = slot.slot_mapping[0] = 2**27
+    slot.slot_mapping[0] = 2**27
     with _believing_in_more_blocks(driver):
         return _step_error(driver, slot, is_decode=True).split(" its inputs")[0]
 

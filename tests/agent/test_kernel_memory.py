@@ -17,7 +17,7 @@ SETUPS = (
     ("bfloat16", "fused", "auto", "2", "latent"),
     ("bfloat16", "native", "auto", "2", "latent"),
     ("float32", "fused", "int8", "1", "latent"),
-    ("float16", "native", "int4", "2", "dense"),
+    ("float16", "native", "int4", "2", "int8 cache"),
     ("bfloat16", "native", "int8", "3", "experts"),
 )
 LOOSEST = 4

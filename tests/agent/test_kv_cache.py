@@ -37,8 +37,21 @@ class Layout:
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         return (num_blocks, num_kv_heads, block_size, head_dim + 4), "int8"
 
+    def scale_layout(self, num_blocks: int, block_size: int, num_kv_heads: int) -> CacheLayout | None:
+        return None
+
     def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
         return HostBlockMoves(arrays, host)
+
+
+class LayoutWithScales(Layout):
+    """Replaces the op table of a KVCache with native operators, whose scales have a cache of their own."""
+
+    def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
+        return (num_blocks, block_size, num_kv_heads, head_dim), "int8"
+
+    def scale_layout(self, num_blocks: int, block_size: int, num_kv_heads: int) -> CacheLayout | None:
+        return (num_blocks, block_size, 1, 16), "float16"
 
 
 @pytest.fixture
@@ -48,10 +61,12 @@ def config(tmp_path: Path) -> Config:
     return load_config("llama_tiny_cpu.yaml", overrides, ascend=False)
 
 
-def test_moves_apply_to_keys_and_values_of_every_layer(config: Config) -> None:
-    cache = KVCache(config, Layout())
+@pytest.mark.parametrize(("table", "parts"), [(Layout, 2), (LayoutWithScales, 3)])
+def test_moves_apply_to_all_arrays_of_every_layer(config: Config, table: type[Layout], parts: int) -> None:
+    cache = KVCache(config, table())
     arrays, rng = list(cache.arrays.values()), np.random.default_rng(0)
-    assert len(arrays) == 2 * config.shape.num_layers
+    assert len(arrays) == parts * config.shape.num_layers
+    assert cache.num_bytes == sum(array.nbytes for array in arrays)
     for array in arrays:
         array[:] = rng.integers(-128, 128, array.shape)
     before = [array.copy() for array in arrays]

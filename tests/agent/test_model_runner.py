@@ -42,11 +42,18 @@ QUANTISED_SETUPS = (
     ("bfloat16", "fused", "int4", "int8"),
     ("float16", "fused", "int8_weight_only", "int8"),
     ("float32", "fused", "int8", "int8"),
+    ("bfloat16", "fused", "int8", "int8"),
     ("bfloat16", "native", "int8", "auto"),
     ("float16", "native", "int8_weight_only", "auto"),
     ("bfloat16", "native", "int4", "auto"),
+    ("bfloat16", "native", "int8", "int8"),
+    ("float16", "native", "int8_weight_only", "int8"),
 )
 """Setups with a weight format and a KV cache format."""
+INT8_CACHE_PARTNERS = {
+    ("bfloat16", "native", "int8", "int8"): ("bfloat16", "fused", "int8", "int8"),
+    ("float16", "native", "int8_weight_only", "int8"): ("float16", "fused", "int8_weight_only", "int8"),
+}
 FUSED_PARTNERS = {
     ("bfloat16", "native", "int8", "auto"): ("bfloat16", "fused", "int8", "auto"),
     ("float16", "native", "int8_weight_only", "auto"): ("float16", "fused", "int8_weight_only", "auto"),
@@ -67,6 +74,7 @@ ALL_SETUPS = (*SETUPS, *QUANTISED_SETUPS)
 ONE_MODEL = {
     ("bfloat16", "native", "int8", "auto"): "gqa_tied",
     ("bfloat16", "native", "int4", "auto"): "tiny_llama",
+    ("float16", "native", "int8_weight_only", "int8"): "gqa_tied",
 }
 """Setups of which ``make test`` runs one model."""
 HALF_MODELS = {"float16": ("gqa_tied", "llama3_rope"), "bfloat16": ("gqa_tied", "mha", "tiny_llama")}
@@ -90,6 +98,8 @@ def is_swept(setup: Setup, model: str = "gqa_tied") -> bool:
     random weights covers native int8.
     """
     if setup in (("float16", "native", "auto", "auto"), WEIGHT_ONLY, FUSED_PARTNERS[WEIGHT_ONLY]):
+        return True
+    if setup in (("bfloat16", "native", "int8", "int8"), ("bfloat16", "fused", "int8", "int8")):
         return True
     if setup[1] == "fused" and setup in HALF_SETUPS:
         return model not in HALF_MODELS[setup[0]]
@@ -195,7 +205,7 @@ def test_logits_equal_those_of_the_oracle(results: Run, setup: Setup, model: str
             assert error < LOGIT_TOLERANCE[setup[0]] * case["logit_std"]
 
 
-@pytest.mark.parametrize(("setup", "model"), of_models(FUSED_PARTNERS))
+@pytest.mark.parametrize(("setup", "model"), of_models(FUSED_PARTNERS | INT8_CACHE_PARTNERS))
 def test_quantised_native_differs_from_fused_only_at_ties(results: Run, setup: Setup, model: str) -> None:
     """Native and fused operators get the oracle's tokens as input. They choose different tokens only at a tie.
 
@@ -203,7 +213,8 @@ def test_quantised_native_differs_from_fused_only_at_ties(results: Run, setup: S
     operators. With random weights, int8 has many near ties. A slightly different rounding doubles or halves their
     number. The next test bounds the size of the errors.
     """
-    native, fused = (results(each, model)["golden"]["forced"] for each in (setup, FUSED_PARTNERS[setup]))
+    partners = FUSED_PARTNERS | INT8_CACHE_PARTNERS
+    native, fused = (results(each, model)["golden"]["forced"] for each in (setup, partners[setup]))
     gaps = []
     for case, ours, theirs in zip(golden_of(model)["cases"], native, fused, strict=True):
         for step, pair in enumerate(zip(ours, theirs, strict=True)):

@@ -116,6 +116,10 @@ def test_quantised_formats_are_planned(tmp_path: Path) -> None:
     int8_cache = plan("model_config.kv_format=int8")
     assert int8_cache.bytes_of("KV cache") == 2 * 2 * 2 * (16 + 4) * 16 * 2048, "a float32 scale for each head"
     assert "in int8" in int8_cache.table()
+    native = plan("model_config.kv_format=int8", "model_config.op_table=native")
+    row = 2 * 2 * 16 + 16 * 2
+    assert native.bytes_of("KV cache") == 2 * row * 16 * 2048, "16 elements: each scale of two heads twice"
+    assert native.bytes_of("gathered blocks") == 2048 * 16 * (2 * 16 * (2 + 8 + 4) + 16 * (2 + 8) + 4 * 2 * 4)
 
 
 def test_quantised_formats_of_the_native_operators(tmp_path: Path) -> None:

@@ -109,11 +109,6 @@ CASES = [
         f"{FILE}: model_config.weight_format = 'bf16': needs model_dtype bfloat16, which is float16",
     ),
     Case(
-        "int8 KV cache with the native operators",
-        in_model("model_dtype: float16, op_table: native, kv_format: int8"),
-        f"{FILE}: model_config.kv_format = 'int8': the primitive PagedAttention needs calibrated scales",
-    ),
-    Case(
         "groups that do not fill a row",
         in_model("weight_format: int4, weight_group: 128"),
         f"{FILE}: model_config.weight_group = 128: must be 32, 64 or 128 and divide the model's hidden size of 64",

@@ -37,7 +37,8 @@ class AscendOps(NativeOps):
         # Only an agent with the whole model launches steps ahead and needs ``AscendHooks``. An agent that has a part
         # of the model copies results to the host only when they are fetched.
         hooks = AscendHooks(mindspore) if part is None or part.is_alone else None
-        super().__init__(config.model_config.model_dtype, positions, part, forms, hooks)
+        dtype, int8_cache = config.model_config.model_dtype, config.gathers_blocks
+        super().__init__(dtype, positions, part, forms, hooks, int8_cache=int8_cache)
 
     def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
         return DeviceBlockMoves(parameters, host)

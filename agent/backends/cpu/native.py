@@ -36,9 +36,16 @@ class NativeCpuOps(NativeOps):
     hooks: NativeCpuHooks
 
     def __init__(
-        self, dtype: str, max_positions: int, part: ModelPart | None = None, forms: LinearForms | None = None
+        self,
+        dtype: str,
+        max_positions: int,
+        part: ModelPart | None = None,
+        forms: LinearForms | None = None,
+        *,
+        int8_cache: bool = False,
     ) -> None:
-        super().__init__(dtype, max_positions, part, forms, NativeCpuHooks(dtype, forms or LinearForms()))
+        hooks = NativeCpuHooks(dtype, forms or LinearForms())
+        super().__init__(dtype, max_positions, part, forms, hooks, int8_cache=int8_cache)
 
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
         self.hooks.packs_experts = True

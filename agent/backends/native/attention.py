@@ -16,6 +16,7 @@ from mindspore.ops.auto_generate import (
 )
 
 from agent.backends.base import AttentionForm
+from agent.backends.native.integer_cache import GatheredBlocks, IntegerCache, MultipliedOut
 from agent.layers.parameter import MINDSPORE_DTYPES, as_tensor
 from agent.weights.storage import Array, from_float32
 
@@ -99,10 +100,18 @@ class ChunkMask(nn.Cell):
 
 
 class Attention(nn.Cell):
-    """Splits qkv, normalises and rotates queries and keys, writes keys and values to the cache, and attends."""
+    """Splits qkv, normalises and rotates queries and keys, writes keys and values to the cache, and attends.
 
-    def __init__(self, form: AttentionForm, dtype: str, causal_mask: Tensor) -> None:
+    With ``int8_cache``, all queries attend to the rounded keys and values. So a prompt has the same bits as its chunks.
+    """
+
+    def __init__(self, form: AttentionForm, dtype: str, causal_mask: Tensor, *, int8_cache: bool = False) -> None:
         super().__init__()
+        self.int8_cache = int8_cache
+        self.all_heads = (-1, form.num_kv_heads * form.head_dim)
+        if int8_cache:
+            self.integer_cache = IntegerCache(form, dtype)
+            self.multiplied_out, self.gathered = MultipliedOut(form, dtype), GatheredBlocks(form, dtype)
         scale = form.head_dim**-0.5
         self.widths = tuple(heads * form.head_dim for heads in (form.num_heads, form.num_kv_heads, form.num_kv_heads))
         self.split = SplitWithSize()
@@ -123,20 +132,29 @@ class Attention(nn.Cell):
         qkv: Tensor,
         head_norms: tuple[Tensor, ...],
         rotary: tuple[Tensor, ...],
-        caches: tuple[Tensor, Tensor],
+        caches: tuple[Tensor, ...],
         step: tuple[Tensor, ...],
         whole_prompts: bool,
     ) -> Any:
         slot_mapping, block_tables, context_lens, query_lens = step[:4]
-        keys, values = caches
+        keys, values = caches[:2]
         query, key, value = self.split(qkv, self.widths, -1)
         if self.norm is not None:
             query, key = self.norm(query, head_norms[0]), self.norm(key, head_norms[1])
         query, key = self.rotate(query, key, rotary[0], rotary[1], context_lens)
-        query = ops.depend(query, self.write_cache(key, value, keys, values, slot_mapping))
+        if self.int8_cache:
+            new_keys, new_values, scales, written = self.integer_cache(key, value, caches, slot_mapping)
+            query = ops.depend(query, written[0])
+            if whole_prompts:
+                query = ops.depend(query, written[1])
+                key, value = self.multiplied_out(new_keys, new_values, scales, self.all_heads)
+            else:
+                keys, values = self.gathered(caches, step[-1], written)
+        else:
+            query = ops.depend(query, self.write_cache(key, value, keys, values, slot_mapping))
         if whole_prompts:
             return self.flash(query, key, value, None, None, None, self.causal_mask, None, query_lens, query_lens)[3]
-        mask = step[4] if len(step) > 4 else self.no_mask
+        mask = step[4] if len(step) > (5 if self.int8_cache else 4) else self.no_mask
         if self.has_window:
             mask = rotary[2]
         return self.paged(query, keys, values, block_tables, context_lens, None, None, mask, query_lens)

@@ -27,6 +27,7 @@ from agent.layers.parameter import unbound_parameter
 from agent.weights.forms import LinearForm, LinearForms
 from agent.weights.storage import Array
 from llm_serving.model.families import Experts
+from llm_serving.model.number_formats import scale_row_width
 
 
 class NativeOps(OpTable):
@@ -41,6 +42,8 @@ class NativeOps(OpTable):
         part: ModelPart | None = None,
         forms: LinearForms | None = None,
         hooks: DeviceHooks | None = None,
+        *,
+        int8_cache: bool = False,
     ) -> None:
         """``max_positions`` is the number of positions that the widest block table can hold.
 
@@ -50,6 +53,7 @@ class NativeOps(OpTable):
         self.forms = forms or LinearForms()
         self.forms.check_type(dtype)
         self._max_positions = max_positions
+        self._int8_cache = int8_cache
         self._masks: dict[bool, Tensor] = {}
         self._has_latent_attention = False
 
@@ -75,7 +79,16 @@ class NativeOps(OpTable):
         return unbound_parameter((num_experts, in_features), "float32")
 
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
-        return (num_blocks, block_size, num_kv_heads, head_dim), self.dtype
+        return (num_blocks, block_size, num_kv_heads, head_dim), "int8" if self._int8_cache else self.dtype
+
+    def scale_layout(self, num_blocks: int, block_size: int, num_kv_heads: int) -> CacheLayout | None:
+        if not self._int8_cache:
+            return None
+        return (num_blocks, block_size, 1, scale_row_width(num_kv_heads)), self.dtype
+
+    @property
+    def gathers_blocks(self) -> bool:
+        return self._int8_cache
 
     def latent_cache_layout(self, num_blocks: int, block_size: int, width: int) -> CacheLayout:
         return self.cache_layout(num_blocks, block_size, 1, width)
@@ -114,7 +127,7 @@ class NativeOps(OpTable):
         has_window = form.window > 0
         if has_window not in self._masks:
             self._masks[has_window] = causal_mask(form, self.dtype)
-        return Attention(form, self.dtype, self._masks[has_window])
+        return Attention(form, self.dtype, self._masks[has_window], int8_cache=self._int8_cache)
 
     def latent_attention(self, form: LatentForm) -> Operator:
         self._has_latent_attention = True

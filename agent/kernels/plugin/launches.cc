@@ -175,8 +175,8 @@ LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* si
 }
 
 // Generalizes the recording of one step to steps of any size. `other` is a recording of the same graph for another
-// step. `sizes` [6] are the tokens and sequences of the recorded step, of the other step, and of the largest step. With
-// `fuses`, launches are fused (fusion.h).
+// step. `sizes` [9] are the tokens, sequences and gathered blocks of the recorded step, of the other step, and of the
+// largest step. With `fuses`, launches are fused (fusion.h).
 //
 // Returns 1, or 0 with a `problem` that is valid until the next call. After a 0, the recording must not be replayed.
 LLMK_ENTRY int llmk_generalise_recording(void* recording, const void* other, const int64_t* sizes, int fuses,
@@ -185,8 +185,8 @@ LLMK_ENTRY int llmk_generalise_recording(void* recording, const void* other, con
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   llmk::Recording* made = static_cast<llmk::Recording*>(recording);
   const llmk::Recording& same = *static_cast<const llmk::Recording*>(other);
-  const bool is_made = llmk::generalise(made, same, {sizes[0], sizes[1]}, {sizes[2], sizes[3]}, {sizes[4], sizes[5]},
-                                        fuses != 0);
+  const bool is_made = llmk::generalise(made, same, {sizes[0], sizes[1], sizes[2]}, {sizes[3], sizes[4], sizes[5]},
+                                        {sizes[6], sizes[7], sizes[8]}, fuses != 0);
   *problem = nullptr;
   if (is_made && llmk::hold(made)) return 1;
   reason = made->problem;
@@ -195,10 +195,10 @@ LLMK_ENTRY int llmk_generalise_recording(void* recording, const void* other, con
 }
 
 // Sets the size of the next step for a generalized recording. Writes the bytes of each result.
-LLMK_ENTRY void llmk_resize_recording(void* recording, int64_t tokens, int64_t seqs, int64_t* bytes) {
+LLMK_ENTRY void llmk_resize_recording(void* recording, int64_t tokens, int64_t seqs, int64_t blocks, int64_t* bytes) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   llmk::Recording* resized = static_cast<llmk::Recording*>(recording);
-  llmk::resize(resized, {tokens, seqs});
+  llmk::resize(resized, {tokens, seqs, blocks});
   for (const llmk::Result& result : resized->results) {
     const llmk::Value& value = resized->values[static_cast<size_t>(result.value)];
     *bytes++ = resized->launches[static_cast<size_t>(value.launch)].bytes_of(value.argument);

@@ -114,12 +114,15 @@ void assign_buffers(Recording* recording) {
 
 // Finds the rule for a length that is `a` in one recorded step and `b` in the other. Returns false if there is no rule.
 bool length_of(int64_t a, int64_t b, StepSizes of_a, StepSizes of_b, Length* length) {
-  *length = {a, 0, 0};
+  *length = {a, {0, 0, 0}};
   if (a == b) return true;
-  *length = {0, a / of_a.tokens, 0};
-  if (length->at(of_a.tokens, of_a.seqs) == a && length->at(of_b.tokens, of_b.seqs) == b) return true;
-  *length = {0, 0, a / of_a.seqs};
-  return length->at(of_a.tokens, of_a.seqs) == a && length->at(of_b.tokens, of_b.seqs) == b;
+  for (int64_t StepSizes::*size : {&StepSizes::tokens, &StepSizes::seqs, &StepSizes::blocks}) {
+    if (of_a.*size == 0) continue;
+    *length = {0, {0, 0, 0}};
+    length->per.*size = a / (of_a.*size);
+    if (length->at(of_a) == a && length->at(of_b) == b) return true;
+  }
+  return false;
 }
 
 bool is_same(const Launch& a, const Launch& b) {
@@ -223,7 +226,7 @@ bool generalise(Recording* recording, const Recording& other, StepSizes of_this,
 
 void resize(Recording* recording, StepSizes sizes) {
   for (Launch& launch : recording->launches) {
-    for (size_t i = 0; i < launch.lengths.size(); ++i) launch.sizes[i] = launch.lengths[i].at(sizes.tokens, sizes.seqs);
+    for (size_t i = 0; i < launch.lengths.size(); ++i) launch.sizes[i] = launch.lengths[i].at(sizes);
   }
   lay_out(recording);
 }

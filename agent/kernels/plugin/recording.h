@@ -9,11 +9,19 @@
 
 namespace llmk {
 
-// The rule for a length of an argument: a constant, or a multiple of the tokens or of the sequences of the step.
-struct Length {
-  int64_t fixed, per_token, per_seq;
+// The numbers of tokens and of sequences of a step, and of the cache blocks that its graph gathers (0: none).
+struct StepSizes {
+  int64_t tokens, seqs, blocks;
+};
 
-  int64_t at(int64_t tokens, int64_t seqs) const { return fixed + per_token * tokens + per_seq * seqs; }
+// The rule for a length of an argument: a constant, or a multiple of one of the step's sizes.
+struct Length {
+  int64_t fixed;
+  StepSizes per;  // factors of the step's sizes
+
+  int64_t at(StepSizes sizes) const {
+    return fixed + per.tokens * sizes.tokens + per.seqs * sizes.seqs + per.blocks * sizes.blocks;
+  }
 };
 
 struct Launch {
@@ -98,17 +106,13 @@ struct Recording {
 // of an argument is unknown, sets the recording's problem and returns false.
 bool complete(Recording* recording, const std::vector<const void*>& results, const std::vector<Range>& staying);
 
-struct StepSizes {
-  int64_t tokens, seqs;
-};
-
 // Generalizes a recording of one step to steps of any size up to `largest`. `other` is a recording of the same graph
 // for another step.
 //
-// A length that is equal in both steps is constant. Any other length must be a multiple of the tokens or of the
-// sequences. To know which of the two, the steps must have different ratios of tokens to sequences. If a length follows
-// no rule, or if the launches differ in another way, sets the recording's problem and returns false. With `fuses`,
-// launches are fused (fusion.h).
+// A length that is equal in both steps is constant. Any other length must be a multiple of the tokens, of the sequences
+// or of the gathered blocks. To know which of them, the steps must differ by other factors in each size. If a length
+// follows no rule, or if the launches differ in another way, sets the recording's problem and returns false. With
+// `fuses`, launches are fused (fusion.h).
 bool generalise(Recording* recording, const Recording& other, StepSizes of_this, StepSizes of_other, StepSizes largest,
                 bool fuses);
 

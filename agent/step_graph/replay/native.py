@@ -1,9 +1,9 @@
 """Replays steps of a dynamic graph, of any size, from two recordings of its kernel launches.
 
 The graph makes the same launches in every step, and inputs, weights and caches stay in the same memory. Only the sizes
-of the launches' arguments change, with the numbers of tokens and sequences. Therefore two padding steps of different
-size are recorded after compilation (``agent.kernels.launches``). If a size differs between the two recordings, it is a
-multiple of the number of tokens or of sequences. A replay computes this size for any step.
+of the launches' arguments change, with the numbers of tokens, sequences and gathered blocks. Therefore two padding
+steps of different size are recorded after compilation (``agent.kernels.launches``). If a size differs between the two
+recordings, it is a multiple of one of these numbers. A replay computes this size for any step.
 
 The first small steps run the graph and the replay, and both must give the same bits. Then all later steps are replays.
 A replay may fuse launches, but the graph does not. The comparison then also proves that fused and unfused operators
@@ -29,7 +29,7 @@ from agent.kernels import RecordedLaunches, RecordingError, StepSizes, has_faile
 from agent.kernels.launches import AllAgree, Results, copies
 from agent.layers.parameter import as_storage, as_tensor
 from agent.run_ahead.inserted import InsertedIds
-from agent.step_inputs import StepInputs
+from agent.step_inputs import Int32Array, StepInputs
 from agent.weights.storage import Array
 from llm_serving.ipc.shm import PADDING_SLOT, SlotLimits
 from llm_serving.planning.kernel_memory import most_replayed_tokens
@@ -48,6 +48,8 @@ _RECORDED_TOKENS = (2, 3)
 """Numbers of tokens of the two recorded steps, if sequences may have several tokens. The recorded steps have 1 and 2
 sequences, so the ratios of tokens and of sequences differ.
 """
+_RECORDED_BLOCKS = (4, 5)
+"""Numbers of gathered blocks of the two recorded steps. No other size of a step has this ratio."""
 
 
 class NativeReplays:
@@ -66,6 +68,7 @@ class NativeReplays:
         max_prompts: int = 0,
         inserts_ids: bool = False,
         fuses: bool = False,
+        max_blocks: int = 0,
     ) -> None:
         """Allocates the memory of the inputs. Call ``record`` next.
 
@@ -76,6 +79,7 @@ class NativeReplays:
           sequence. If 0, the graph takes one int32 query length for each sequence.
         - ``inserts_ids``: whether the graph takes the inputs of ``InsertIds``.
         - ``fuses``: whether replays fuse launches (``context.enable_graph_kernel``). The graph never does.
+        - ``max_blocks``: maximum number of blocks that a step gathers. If 0, the graph gathers no blocks.
         """
         self._name, self._run_graph, self._tensors, self._all_agree = name, run_graph, tuple(tensors), all_agree
         self.max_tokens = most_replayed_tokens(limits.max_tokens, limits.max_seqs)
@@ -87,6 +91,7 @@ class NativeReplays:
         self._last_tokens, self._contexts, self._queries = (np.zeros(limits.max_seqs, np.int32) for _ in range(3))
         self._padded_queries = np.zeros(max_prompts, np.int64)
         self._tables = np.zeros(limits.max_seqs * self._table_width, np.int32)
+        self._blocks = np.zeros(max(max_blocks, *_RECORDED_BLOCKS) if max_blocks else 0, np.int32)
         self._inserts_ids = inserts_ids
         self._earlier_ids = np.zeros(limits.max_seqs, np.int32)
         self._places, self._mask = (np.zeros(self.max_tokens, np.int32) for _ in range(2))
@@ -124,7 +129,8 @@ class NativeReplays:
         self._entry = np.zeros((self.max_tokens, *entry.shape[1:]), entry.dtype)
         all_seqs = (1, min(2, self._max_seqs))
         all_tokens = all_seqs if is_decode else _RECORDED_TOKENS
-        first, second = (StepSizes(tokens, seqs) for tokens, seqs in zip(all_tokens, all_seqs, strict=True))
+        all_blocks = _RECORDED_BLOCKS if self._blocks.size else (0, 0)
+        first, second = (StepSizes(*sizes) for sizes in zip(all_tokens, all_seqs, all_blocks, strict=True))
         if second.tokens > self.max_tokens:
             self._give_up(f"a recorded step needs {second.tokens} tokens; the largest step has {self.max_tokens}")
             return
@@ -132,23 +138,31 @@ class NativeReplays:
         memory += [(array.ctypes.data, array.nbytes) for array in self._buffers()]
         runs = {sizes: lambda sizes=sizes: self._graph_result(self._padding(sizes)) for sizes in (first, second)}
         try:
-            largest = StepSizes(self._max_seqs if is_decode else self.max_tokens, self._max_seqs)
+            most_tokens = self._max_seqs if is_decode else self.max_tokens
+            largest = StepSizes(most_tokens, self._max_seqs, self._blocks.size)
             self._launches = record_any_size(runs, largest, memory, self._all_agree, fuses=self._fuses)
         except RecordingError as error:
             self._give_up(str(error))
 
-    def run(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> Results:
+    def run(
+        self,
+        inputs: StepInputs,
+        entry: Array,
+        inserted: InsertedIds | None = None,
+        blocks: Int32Array | None = None,
+    ) -> Results:
         """Runs a step and returns the graph's results, valid until the next call; bfloat16 is returned as uint16.
 
-        ``StepGraph.run`` describes ``entry`` and ``inserted``. Exceptions of ``all_agree`` are passed on.
+        ``StepGraph.run`` describes ``entry`` and ``inserted``. ``blocks`` are the blocks that the graph gathers.
+        Exceptions of ``all_agree`` are passed on.
         """
-        arrays = self._copy_inputs(inputs, entry, inserted)
+        arrays = self._copy_inputs(inputs, entry, inserted, blocks)
         tokens, seqs = len(entry), inputs.query_lens.size
         is_small = tokens <= max(MAX_COMPARED_TOKENS, seqs)
         is_paused = self.is_confirmed and self.is_paused
         if self._launches is None or is_paused or not (self.is_confirmed or is_small):
             return self._graph_result(arrays)[0]
-        self._launches.resize(StepSizes(tokens, seqs))
+        self._launches.resize(StepSizes(tokens, seqs, 0 if blocks is None else blocks.size))
         return self._launches.run() if self.is_confirmed else self._confirm(self._launches, arrays)
 
     def _confirm(self, launches: RecordedLaunches, arrays: tuple[Array, ...]) -> Results:
@@ -176,8 +190,9 @@ class NativeReplays:
     def _buffers(self) -> tuple[Array, ...]:
         queries = self._padded_queries if self._padded_queries.size else self._queries
         vectors = (self._positions, self._last_tokens, self._slots, self._tables, self._contexts, queries)
+        blocks = (self._blocks,) if self._blocks.size else ()
         inserted = (self._earlier_ids, self._places, self._mask) if self._inserts_ids else ()
-        return (self._entry, *vectors, *inserted)
+        return (self._entry, *vectors, *blocks, *inserted)
 
     def _padding(self, sizes: StepSizes) -> tuple[Array, ...]:
         """Returns the inputs of a padding step, which reads only the null block and writes no keys or values.
@@ -200,9 +215,16 @@ class NativeReplays:
             sampled_tokens=zeros,
             whole_prompts=True,
         )
-        return self._copy_inputs(inputs, self._entry[: sizes.tokens])
+        blocks = np.zeros(sizes.blocks, np.int32) if sizes.blocks else None
+        return self._copy_inputs(inputs, self._entry[: sizes.tokens], blocks=blocks)
 
-    def _copy_inputs(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> tuple[Array, ...]:
+    def _copy_inputs(
+        self,
+        inputs: StepInputs,
+        entry: Array,
+        inserted: InsertedIds | None = None,
+        blocks: Int32Array | None = None,
+    ) -> tuple[Array, ...]:
         """Copies the inputs into this object's memory and returns the copies.
 
         Block tables always get the maximum width, because MindSpore would compute shapes again after each change of the
@@ -223,8 +245,12 @@ class NativeReplays:
             queries[seqs:] = 0
         queries[:seqs] = inputs.query_lens
         vectors = (self._positions[:tokens], self._last_tokens[:seqs], self._slots[:tokens])
+        listed: tuple[Array, ...] = ()
+        if blocks is not None:
+            listed = (self._blocks[: blocks.size],)
+            listed[0][:] = blocks
         ids = self._copy_inserted(tokens, inserted) if self._inserts_ids else ()
-        return (self._entry[:tokens], *vectors, tables, self._contexts[:seqs], queries, *ids)
+        return (self._entry[:tokens], *vectors, tables, self._contexts[:seqs], queries, *listed, *ids)
 
     def _copy_inserted(self, tokens: int, inserted: InsertedIds | None) -> tuple[Array, ...]:
         """Copies the inputs of ``InsertIds`` into this object's memory, and returns the copies.

@@ -1,0 +1,105 @@
+"""Implements the int8 KV cache of the native op table: quantises keys and values, and multiplies cached ones out.
+
+The primitive PagedAttention takes scales of channels, which must be known before a text is, or scales of tokens in a
+layout that no source documents for moving blocks. Therefore the blocks of the step are gathered and multiplied out
+before attention. vllm-ascend does the same for its graphs of prompts and chunks (pull request 4218), with scales of
+channels.
+
+``llm_serving.model.number_formats.scale_row_width`` describes a row of the cache of scales.
+"""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.ops.auto_generate import DynamicQuantExt, ReshapeAndCache, SplitWithSize
+
+from agent.backends.base import AttentionForm
+from agent.layers.parameter import MINDSPORE_DTYPES
+from llm_serving.model.number_formats import scale_row_copies, scale_row_width
+
+
+class IntegerCache(nn.Cell):
+    """Quantises the keys and values of the step, each head of a token with its own scale, and writes them.
+
+    Returns (keys, values, scales, written). Keys and values are int8 [tokens, heads x head_size], and ``scales``
+    [tokens, row width] has the rows of the cache of scales. Whatever reads the caches must depend on ``written``.
+    """
+
+    def __init__(self, form: AttentionForm, dtype: str) -> None:
+        super().__init__()
+        self.head, self.heads = (-1, form.head_dim), (-1, form.num_kv_heads)
+        self.all_heads = (-1, form.num_kv_heads * form.head_dim)
+        self.copies = scale_row_copies(form.num_kv_heads)
+        self.quantise, self.write = DynamicQuantExt(), ReshapeAndCache()
+        self.reshape, self.join = ops.Reshape(), ops.Concat(1)
+        self.cast, self.subtract = ops.Cast(), ops.Sub()
+        self.dtype = MINDSPORE_DTYPES[dtype]
+
+    def construct(
+        self, key: Tensor, value: Tensor, caches: tuple[Tensor, ...], slot_mapping: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+        keys, key_scales = self.quantise(self.reshape(key, self.head), None)
+        values, value_scales = self.quantise(self.reshape(value, self.head), None)
+        keys, values = self.reshape(keys, self.all_heads), self.reshape(values, self.all_heads)
+        exact = self.join((self.reshape(key_scales, self.heads), self.reshape(value_scales, self.heads)))
+        high = self.cast(exact, self.dtype)
+        low = self.cast(self.subtract(exact, self.cast(high, ms.float32)), self.dtype)
+        scales = self.join((high, low) * self.copies)
+        written = self.write(keys, values, caches[0], caches[1], slot_mapping)
+        return keys, values, scales, (written, self.write(scales, None, caches[2], None, slot_mapping))
+
+
+class MultipliedOut(nn.Cell):
+    """Returns keys and values as floats of the model's type, in the shape of the integers.
+
+    The integers are int8 [..., heads x head_size] or [..., heads, head_size], and ``scales`` [..., row width] has their
+    rows of the cache of scales. The products are float32 and rounded once.
+    """
+
+    def __init__(self, form: AttentionForm, dtype: str) -> None:
+        super().__init__()
+        both, width = 2 * form.num_kv_heads, scale_row_width(form.num_kv_heads)
+        self.parts = (both, both) if width == 2 * both else (both, both, width - 2 * both)
+        self.each = (form.num_kv_heads, form.num_kv_heads)
+        self.row, self.head, self.scale = (-1, width), (-1, form.head_dim), (-1, 1)
+        self.split, self.reshape, self.cast = SplitWithSize(), ops.Reshape(), ops.Cast()
+        self.add, self.multiply = ops.Add(), ops.Mul()
+        self.dtype = MINDSPORE_DTYPES[dtype]
+
+    def construct(self, keys: Tensor, values: Tensor, scales: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """``shape`` is the shape of the results, whose first size is -1."""
+        parts = self.split(self.cast(self.reshape(scales, self.row), ms.float32), self.parts, -1)
+        key_scales, value_scales = self.split(self.add(parts[0], parts[1]), self.each, -1)
+        return self._product(keys, key_scales, shape), self._product(values, value_scales, shape)
+
+    def _product(self, integers: Tensor, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
+        floats = self.cast(self.reshape(integers, self.head), ms.float32)
+        return self.reshape(self.cast(self.multiply(floats, self.reshape(scales, self.scale)), self.dtype), shape)
+
+
+class GatheredBlocks(nn.Cell):
+    """Gathers the step's blocks of the three caches and returns keys and values [blocks, block_size, heads, head_size].
+
+    ``step_blocks`` [blocks] are the numbers of the blocks, and ``written`` is the result of ``IntegerCache``.
+    """
+
+    def __init__(self, form: AttentionForm, dtype: str) -> None:
+        super().__init__()
+        self.sizes = (form.num_kv_heads, form.head_dim)
+        self.gather, self.shape = ops.Gather(), ops.Shape()
+        self.multiplied_out = MultipliedOut(form, dtype)
+
+    def construct(
+        self, caches: tuple[Tensor, ...], step_blocks: Tensor, written: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        blocks = ops.depend(ops.depend(step_blocks, written[0]), written[1])
+        keys, values, scales = (
+            self.gather(caches[0], blocks, 0),
+            self.gather(caches[1], blocks, 0),
+            self.gather(caches[2], blocks, 0),
+        )
+        found: tuple[Tensor, Tensor] = self.multiplied_out(
+            keys, values, scales, (-1, self.shape(caches[0])[1], *self.sizes)
+        )
+        return found
