@@ -226,7 +226,7 @@ class ModelConfig:
     kv_format: str = own(
         "auto",
         "Format of the KV cache. `bf16`: bfloat16 (with that `model_dtype`). `int8`: a scale for each token "
-        "and head, with `fused` operators only. `auto`: `model_dtype`.",
+        "and head; `native` operators multiply the blocks of a step out before attention. `auto`: `model_dtype`.",
         choices=("auto", "bf16", *INTEGER_KV_FORMATS),
     )
     weight_cache_gib: int = own(

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from agent.backends.ascend import context
 from agent.backends.ascend import ops as ascend_ops
 from agent.backends.native import attention as native_attention
 from agent.backends.native import experts as native_experts
+from agent.backends.native import integer_cache as native_integer
 from agent.backends.native import latent as native_latent
 from agent.backends.native import linear as native_linear
 from agent.backends.native import ops as native
@@ -53,6 +54,9 @@ INT8, INT4, INT8_WEIGHTS = (
     replace(SQUARE, model_config=replace(CONFIG.model_config, weight_format=name))
     for name in ("int8", "int4", "int8_weight_only")
 )
+INT8_CACHE = replace(CONFIG, model_config=replace(CONFIG.model_config, kv_format="int8"))
+"""A model with an int8 KV cache. Its rows of scales are repeated, because it has two key-value heads."""
+INT8_CACHE_PAIR = replace(INT8_CACHE, parallel_config=ParallelConfig(tensor_parallel=2))
 QWEN3 = replace(CONFIG, shape=replace(GQA, architecture="Qwen3ForCausalLM", query_key_norm=True))
 PAIR = replace(CONFIG, parallel_config=ParallelConfig(tensor_parallel=2))
 INT8_PAIR, INT4_PAIR = (replace(config, parallel_config=PAIR.parallel_config) for config in (INT8, INT4))
@@ -125,8 +129,8 @@ class Attention(native_attention.Attention):
 def attention(**flags: bool) -> Callable[..., nn.Cell]:
     """Returns a function that creates the attention with some flags set to wrong values."""
 
-    def make(*arguments: Any) -> nn.Cell:
-        cell = Attention(*arguments)
+    def make(*arguments: Any, **settings: Any) -> nn.Cell:
+        cell = Attention(*arguments, **settings)
         for name, value in ({"waits": True, "swaps": False, "knows_queries": True} | flags).items():
             setattr(cell, name, value)
         return cell
@@ -471,6 +475,85 @@ class TurnedRow(native_latent.LatentAttention):
         self.join_row = lambda parts: join((parts[1], parts[0]))
 
 
+def in_integer_cache(name: str, replacement: Any) -> Any:
+    return mock.patch.object(native_integer, name, replacement)
+
+
+class EarlyBlocks(native_integer.GatheredBlocks):
+    """Plants a mistake: gathers the blocks without waiting for the write of the scales."""
+
+    def construct(self, caches: Any, step_blocks: Any, written: Any) -> Any:
+        blocks = ops.depend(step_blocks, written[0])
+        keys, values, scales = (
+            self.gather(caches[0], blocks, 0),
+            self.gather(caches[1], blocks, 0),
+            self.gather(caches[2], blocks, 0),
+        )
+        return self.multiplied_out(keys, values, scales, (-1, self.shape(caches[0])[1], *self.sizes))
+
+
+class ExactPrompts(native_attention.Attention):
+    """Plants a mistake: whole prompts attend to keys and values that are not rounded, unlike chunks."""
+
+    def construct(self, qkv: Any, head_norms: Any, rotary: Any, caches: Any, step: Any, whole_prompts: Any) -> Any:
+        slot_mapping, _, context_lens, query_lens = step[:4]
+        query, key, value = self.split(qkv, self.widths, -1)
+        query, key = self.rotate(query, key, rotary[0], rotary[1], context_lens)
+        _, _, _, written = self.integer_cache(key, value, caches, slot_mapping)
+        query = ops.depend(ops.depend(query, written[0]), written[1])
+        return self.flash(query, key, value, None, None, None, self.causal_mask, None, query_lens, query_lens)[3]
+
+
+class TokenScales(native_integer.IntegerCache):
+    """Plants a mistake: all heads of a token have one scale."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.heads = (-1, 1)
+        self.head = self.all_heads
+        self.copies *= KV_HEADS
+
+
+class TurnedScales(native_integer.MultipliedOut):
+    """Plants a mistake: multiplies keys by the scales of values, and values by those of keys."""
+
+    def construct(self, keys: Any, values: Any, scales: Any, shape: Any) -> Any:
+        parts = self.split(self.cast(self.reshape(scales, self.row), ms.float32), self.parts, -1)
+        key_scales, value_scales = self.split(self.add(parts[0], parts[1]), self.each, -1)
+        return self._product(keys, value_scales, shape), self._product(values, key_scales, shape)
+
+
+class HalfFloats:
+    """Plants a mistake: replaces the type float32 of the products by float16."""
+
+    float32 = ms.float16
+
+
+def other_scales(dtype: str) -> Any:
+    """Plants a mistake: the cache of scales has another type."""
+
+    class Other(native_integer.IntegerCache):
+        def __init__(self, form: Any, _: str) -> None:
+            super().__init__(form, dtype)
+
+    original = native.NativeOps.scale_layout
+    patches = ExitStack()
+    patches.enter_context(in_attention("IntegerCache", Other))
+    patches.enter_context(
+        mock.patch.object(native.NativeOps, "scale_layout", lambda *given: (original(*given)[0], dtype))
+    )
+    return patches
+
+
+def short_rows() -> Any:
+    """Plants a mistake: rows of scales are not repeated, so that they have 16 bytes."""
+    patches = ExitStack()
+    for module in (native, native_integer):
+        patches.enter_context(mock.patch.object(module, "scale_row_width", lambda heads: 4 * heads))
+    patches.enter_context(in_integer_cache("scale_row_copies", lambda heads: 1))
+    return patches
+
+
 def fused(flags: str) -> Any:
     """Returns ``CONFIG`` with graph-kernel fusion and these flags."""
     return replace(CONFIG, context=replace(CONFIG.context, enable_graph_kernel=True, graph_kernel_flags=flags))
@@ -620,6 +703,21 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
         lambda: mock.patch.object(native_experts, "NanToNum", return_value=nn.Identity()),
     ),
     "latent, rows of 592": ("decode", WIDE_DEEPSEEK, unlimited),
+    "int8 cache, blocks before the write": (
+        "decode",
+        INT8_CACHE,
+        lambda: in_attention("GatheredBlocks", EarlyBlocks),
+    ),
+    "int8 cache, exact keys of prompts": ("prefill", INT8_CACHE, lambda: patched("Attention", ExactPrompts)),
+    "int8 cache, one scale for a token": ("decode", INT8_CACHE, lambda: in_attention("IntegerCache", TokenScales)),
+    "int8 cache, scales of values for keys": (
+        "decode",
+        INT8_CACHE,
+        lambda: in_integer_cache("MultipliedOut", TurnedScales),
+    ),
+    "int8 cache, products in float16": ("chunked", INT8_CACHE, lambda: in_integer_cache("ms", HalfFloats)),
+    "int8 cache, float32 scales": ("decode", INT8_CACHE, lambda: other_scales("float32")),
+    "int8 cache, short rows of scales": ("decode", INT8_CACHE, short_rows),
     "kernels, graph kernel level": ("decode", CONFIG, lambda: jit("O1", "off")),
 }
 
@@ -692,7 +790,7 @@ ALONE = (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3, INT8, INT4, INT8_WEIGHTS, STATIC
 SHARED = (PAIR, INT8_PAIR, STAGES)
 EXPERTS = (MOE, INT8_MOE, INT4_MOE, INT8_WEIGHTS_MOE, DEEPSEEK_PAIR)
 LATENT = (DEEPSEEK, INT8_DEEPSEEK)
-COMBINED = (INT4_PAIR, STATIC_PAIR, BFLOAT16_MOE, INT8_MOE_PAIR, INT4_MOE_PAIR)
+COMBINED = (INT8_CACHE_PAIR, INT4_PAIR, STATIC_PAIR, BFLOAT16_MOE, INT8_MOE_PAIR, INT4_MOE_PAIR)
 """Combinations of the settings of the other configs. Only ``make test-sweeps`` compiles them without a mistake."""
 
 
@@ -707,6 +805,7 @@ def main() -> None:
     checks: dict[str, Callable[[], list[str]]] = {
         "right": lambda: (
             right(("decode",), (*ALONE, *SHARED, *EXPERTS))
+            + right(KINDS, (INT8_CACHE,))
             + right(("candidates", "rows"), (CONFIG, PAIR))
             + right(KINDS[:2], (CONFIG, INT8_MOE))
             + right(KINDS[1:], LATENT)

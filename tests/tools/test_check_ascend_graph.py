@@ -94,6 +94,13 @@ CAUGHT = {
     "latent, groups by their best expert": "are [8, 4, 1, 4, 0, True]; the model's are [8, 4, 2, 4, 0, True]",
     "latent, undefined rows": "0 x NanToNum for 2 layers; there should be 1",
     "latent, rows of 592": "heads have 592 elements; the kernel takes multiples of 16 up to 576",
+    "int8 cache, blocks before the write": "gathers blocks before both ReshapeAndCache of the layer have written",
+    "int8 cache, exact keys of prompts": "FlashAttentionScore of layer 0: key is not a product of integers and scales",
+    "int8 cache, one scale for a token": "reads f16[-1,64]; a scale for each token and head needs rows of 32 elements",
+    "int8 cache, scales of values for keys": "key_cache is multiplied by other scales than its own",
+    "int8 cache, products in float16": "key_cache is not a product of integers and scales",
+    "int8 cache, float32 scales": "refused: For primitive[ReshapeAndCache], the input argument[key] must be a type of",
+    "int8 cache, short rows of scales": "ReshapeAndCache of layer 0: a row of f16[-1,8] is no multiple of 32 bytes",
     "kernels, graph kernel level": "only O0 with infer_boost has this primitive's kernel",
 }
 SWEPT_MISTAKES = (
@@ -133,6 +140,10 @@ SWEPT_MISTAKES = (
     "kernels, large blocks",
     "fusion, unknown flag",
     "fusion, level 0",
+    "int8 cache, one scale for a token",
+    "int8 cache, products in float16",
+    "int8 cache, float32 scales",
+    "int8 cache, short rows of scales",
 )
 """These run in ``make test-sweeps`` only, because ``make test`` plants a mistake like each of them."""
 KINDS = ("prefill", "chunked", "decode")

@@ -24,15 +24,11 @@ from tools.ascend_graph.mind_ir import Graph, read_graph
 
 
 def ascend_config(name: str, overrides: Sequence[str] = ()) -> Config:
-    """Loads a config as on an Ascend. Weights and tokenizer are not needed, because they do not affect the graph.
-
-    ``kv_format`` is set to ``auto``, because only the CPU's fused operators support an int8 cache.
-    """
+    """Loads a config as on an Ascend. Weights and tokenizer are not needed, because they do not affect the graph."""
     given = [
         "model_config.device_target=Ascend",
         "model_config.op_table=native",
         "model_config.load_format=dummy",
-        "model_config.kv_format=auto",
         "tokenizer.type=auto",
         "tokenizer.vocab_file=models/shapes/tokenizer",
     ]

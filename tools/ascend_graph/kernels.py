@@ -41,6 +41,11 @@ _PRODUCT_TYPES = (
 )
 """Types of scale, bias, pertoken_scale and result that go together in QuantBatchMatmul, for int8 factors and results of
 floats. Source: hicann/ops-nn, matmul/quant_batch_matmul_v3/docs/aclnnQuantMatmulV4.md, the table for Atlas A2."""
+_CACHE_TYPES = {"f16": 2, "bf16": 2, "i8": 1}
+"""Types that ReshapeAndCache takes, with their bytes. Source: CANN 8.0, Ascend Transformer Boost,
+ReshapeAndCacheOperation, page 0073 of "ascendtbapi"."""
+_ROW_BYTES = 32
+"""Rows of the cache are multiples of this size. Source: CANN 9.0, the same operation, page 0230 (stated for NZ)."""
 _DEFAULT_MASK, _TRAPEZOIDAL_MASK = 0, 1
 """``mask_mode`` of PagedAttention. Source: ``MaskMode`` in the wheel's ``op_param.h``."""
 
@@ -202,6 +207,10 @@ class KernelRules:
         # Source: the refusal "The rank of key and value should be 2 (TH) or 3 (BSH)" in _WHEEL.
         if key is not None and len(key.shape) not in (2, 3):
             yield f"key has rank {len(key.shape)}; the kernel takes 2 or 3"
+        if key is None or key.dtype not in _CACHE_TYPES:
+            yield f"key is {key}; the kernel takes {', '.join(_CACHE_TYPES)}"
+        elif key.shape[-1] * _CACHE_TYPES[key.dtype] % _ROW_BYTES:
+            yield f"a row of {key} is no multiple of {_ROW_BYTES} bytes"
 
     def _matrix_product(self, node: Node) -> Iterator[str]:
         weight = self._type_of(self._wiring.operands(node)[1])

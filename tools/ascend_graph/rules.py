@@ -16,6 +16,11 @@ from agent.weights.forms import LinearForms
 from llm_serving.config import Config
 from tools.ascend_graph.experts import EXPERT_PRIMITIVES, ExpertRules
 from tools.ascend_graph.fusions import flag_problems
+from tools.ascend_graph.integer_cache import (
+    INTEGER_CACHE_INPUTS,
+    INTEGER_CACHE_PRIMITIVES,
+    IntegerCacheRules,
+)
 from tools.ascend_graph.kernels import DeviceSettings, KernelRules
 from tools.ascend_graph.latent import LATENT_PRIMITIVES, LatentRules
 from tools.ascend_graph.listing import Wiring
@@ -100,6 +105,11 @@ class _Rules:
         )
         heads, kv_heads, dim = self._shape.num_attention_heads, self._shape.num_key_value_heads, self._shape.head_dim
         self._query, self._key = heads * dim, kv_heads * dim
+        self._integer_cache = None
+        if config.gathers_blocks:
+            self._integer_cache = IntegerCacheRules(
+                self._wiring, self._type, self._shape, config.pa_config, self._dtype
+            )
 
     def problems(self) -> Iterator[str]:
         yield from self._check_inputs()
@@ -122,7 +132,9 @@ class _Rules:
                 yield f"{node.primitive} of {_where(node)}: {problem}"
 
     def _check_inputs(self) -> Iterator[str]:
-        ranks = _INPUTS | (_INSERTED_INPUTS if self._part.is_alone else {})
+        gathers = self._integer_cache is not None and self._kind != "prefill"
+        ranks = _INPUTS | (INTEGER_CACHE_INPUTS if gathers else {})
+        ranks |= _INSERTED_INPUTS if self._part.is_alone else {}
         wanted = {name: TensorType("i32", (-1,) * rank) for name, rank in ranks.items()}
         if self._graph.inputs != wanted:
             yield f"the graph's inputs are {_types(self._graph.inputs)}; an Ascend's are {_types(wanted)}"
@@ -143,6 +155,7 @@ class _Rules:
         known = PRIMITIVES | (SHARING_PRIMITIVES if self._part.is_split else frozenset())
         known |= frozenset() if self._shape.experts is None else EXPERT_PRIMITIVES
         known |= frozenset() if self._latent is None else LATENT_PRIMITIVES
+        known |= frozenset() if self._integer_cache is None else INTEGER_CACHE_PRIMITIVES
         for name in sorted(set(names) - known):
             yield f"the primitive {name} is not one whose kernels are known to be right on an Ascend"
         layers, routers, shared = self._shape.num_layers, self._experts.num_routers, self._experts.num_shared
@@ -162,6 +175,8 @@ class _Rules:
         counts |= {} if self._latent is None else self._latent.counts()
         others = self._experts.num_quantised_inputs
         counts |= {"MatMul": counts["MatMul"] + routers, "DynamicQuantExt": counts["DynamicQuantExt"] + others}
+        for name, more in (self._integer_cache.counts() if self._integer_cache is not None else {}).items():
+            counts[name] += more
         for name, count in counts.items():
             if names.count(name) != count:
                 yield f"{names.count(name)} x {name} for {layers} layers; there should be {count}"
@@ -190,6 +205,9 @@ class _Rules:
         yield from _differs("embedding.weight", self._graph.parameters.get("embedding.weight"), table)
 
     def _check_cache_write(self, node: Node) -> Iterator[str]:
+        if self._integer_cache is not None:
+            yield from self._integer_cache.write_problems(node)
+            return
         key, value, key_cache, value_cache, slots = self._wiring.operands(node)
         for name, operand in (("key", key), ("value", value)):
             yield from _differs(name, self._type(operand), TensorType(self._dtype, (-1, self._key)))
@@ -200,8 +218,11 @@ class _Rules:
 
     def _check_paged_attention(self, node: Node) -> Iterator[str]:
         operands = self._wiring.operands(node)
-        for name, operand in (("key_cache", operands[1]), ("value_cache", operands[2])):
-            yield from self._cache_problems(node, name, operand)
+        if self._integer_cache is not None:
+            yield from self._integer_cache.read_problems(node)
+        else:
+            for name, operand in (("key_cache", operands[1]), ("value_cache", operands[2])):
+                yield from self._cache_problems(node, name, operand)
         yield from _differs("query", self._type(operands[0]), TensorType(self._dtype, (-1, self._query)))
         yield from self._step_problems(operands)
         heads = (self._shape.num_attention_heads, self._shape.num_key_value_heads)
@@ -231,6 +252,8 @@ class _Rules:
         for index, width in ((0, self._query), (1, self._key), (2, self._key)):
             wanted = TensorType(self._dtype, (-1, width))
             yield from _differs(("query", "key", "value")[index], self._type(operands[index]), wanted)
+        if self._integer_cache is not None:
+            yield from self._integer_cache.prompt_problems(node)
         yield from self._compressed_mask_problems(operands[6])
         for index, name in ((8, "q_seq_lens"), (9, "batch_valid_length")):
             if self._lengths(operands[index]) not in ("q_seq_lens", "batch_valid_length"):
@@ -282,6 +305,8 @@ class _Rules:
 
         Without this dependency, attention may run before the new keys and values are in the cache.
         """
+        if self._integer_cache is not None and self._kind != "prefill":
+            return  # ``IntegerCacheRules`` checks that the gathered blocks wait for the writes
         depend = self._wiring.node_of(query)
         write = (
             self._wiring.node_of(depend.operands[1]) if depend is not None and depend.primitive == "Depend" else None

@@ -1,9 +1,8 @@
 """Implements the int8 KV cache of the native op table: quantises keys and values, and multiplies cached ones out.
 
-The primitive PagedAttention takes scales of channels, which must be known before a text is, or scales of tokens in a
-layout that no source documents for moving blocks. Therefore the blocks of the step are gathered and multiplied out
-before attention. vllm-ascend does the same for its graphs of prompts and chunks (pull request 4218), with scales of
-channels.
+The primitive PagedAttention takes scales of channels, which must be known in advance. It also takes scales of tokens,
+but no source documents their layout for blocks that move. Therefore the blocks of the step are gathered and multiplied
+out before attention. vllm-ascend did the same for chunks of prompts, with scales of channels (pull request 4218).
 
 ``llm_serving.model.number_formats.scale_row_width`` describes a row of the cache of scales.
 """

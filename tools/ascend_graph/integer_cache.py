@@ -1,0 +1,150 @@
+"""Checks the int8 KV cache of a graph: how keys and values are quantised, written, gathered and multiplied out.
+
+``agent.backends.native.integer_cache`` has the chain of primitives. docs/lab/ascend.md names the sources of the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from llm_serving.config.sections import PagedAttentionConfig
+from llm_serving.model.number_formats import scale_row_width
+from llm_serving.model.shape import ModelShape
+from tools.ascend_graph.listing import Wiring
+from tools.ascend_graph.mind_ir import Node, Operand, TensorType
+
+INTEGER_CACHE_PRIMITIVES = frozenset({"Concat", "Sub"})
+"""Primitives that only an int8 cache needs."""
+INTEGER_CACHE_INPUTS = {"step_blocks": 1}
+"""The input of a graph that gathers blocks, with its rank."""
+_KEYS, _VALUES = 0, 1
+
+TypeOf = Callable[[Operand], TensorType | None]
+
+
+class IntegerCacheRules:
+    """Finds errors in the primitives around an int8 KV cache."""
+
+    def __init__(
+        self, wiring: Wiring, type_of: TypeOf, shape: ModelShape, cache: PagedAttentionConfig, dtype: str
+    ) -> None:
+        """``shape`` has the sizes of the agent's part. ``dtype`` is the short name of the activations' type."""
+        self._wiring, self._type_of, self._dtype = wiring, type_of, dtype
+        self._layers, self._head = shape.num_layers, shape.head_dim
+        self._width = shape.num_key_value_heads * shape.head_dim
+        heads = (cache.num_blocks, cache.block_size, shape.num_key_value_heads, shape.head_dim)
+        row = (cache.num_blocks, cache.block_size, 1, scale_row_width(shape.num_key_value_heads))
+        self._gathered = TensorType(dtype, (-1, *heads[1:]))
+        self._caches = {
+            "key_cache": TensorType("i8", heads),
+            "value_cache": TensorType("i8", heads),
+            "scale_cache": TensorType(dtype, row),
+        }
+
+    def counts(self) -> dict[str, int]:
+        """Returns how many more calls of each primitive the graph has than a graph without an int8 cache."""
+        return {"ReshapeAndCache": self._layers, "DynamicQuantExt": 2 * self._layers, "Add": self._layers}
+
+    def write_problems(self, node: Node) -> Iterator[str]:
+        """Yields the errors of a ReshapeAndCache: of keys and values, or of their scales."""
+        operands = self._wiring.operands(node)
+        caches = {2: "key_cache", 3: "value_cache"} if self._type_of(operands[3]) is not None else {2: "scale_cache"}
+        for index, name in caches.items():
+            yield from self._cache_problems(node, name, operands[index])
+            row = self._type_of(operands[index - 2])
+            cache = self._caches[name]
+            wanted = TensorType(cache.dtype, (-1, cache.shape[2] * cache.shape[3]))
+            if row != wanted:
+                yield f"the row of {name} is {row}; it must be {wanted}"
+            if name != "scale_cache":
+                yield from self._quantised_problems(name, operands[index - 2])
+        if self._wiring.source(operands[4])[0].name != "slot_mapping":
+            yield "slot_mapping is not the graph's input of that name"
+
+    def read_problems(self, node: Node) -> Iterator[str]:
+        """Yields the errors in the keys and values that PagedAttention reads: gathered blocks, multiplied out."""
+        operands = self._wiring.operands(node)
+        for place, name in ((_KEYS, "key_cache"), (_VALUES, "value_cache")):
+            given = self._type_of(operands[1 + place])
+            if given != self._gathered:
+                yield f"{name} is {given}; the gathered blocks are {self._gathered}"
+            yield from self._product_problems(node, operands[1 + place], place, name)
+
+    def prompt_problems(self, node: Node) -> Iterator[str]:
+        """Yields an error unless FlashAttentionScore reads the rounded keys and values, as later chunks do."""
+        operands = self._wiring.operands(node)
+        for place, name in ((_KEYS, "key"), (_VALUES, "value")):
+            yield from self._product_problems(node, operands[1 + place], place, name, gathered=False)
+
+    def _quantised_problems(self, name: str, row: Operand) -> Iterator[str]:
+        """Yields an error unless the row has the integers of heads, each quantised with its own scale."""
+        node = self._behind(row, "Reshape")
+        if node is None or node.primitive != "DynamicQuantExt":
+            yield f"the row of {name} is not the result of DynamicQuantExt"
+            return
+        given = self._type_of(node.operands[0])
+        if given != TensorType(self._dtype, (-1, self._head)):
+            yield f"DynamicQuantExt reads {given}; a scale for each token and head needs rows of {self._head} elements"
+
+    def _product_problems(
+        self, node: Node, operand: Operand, place: int, name: str, *, gathered: bool = True
+    ) -> Iterator[str]:
+        """Yields an error unless an operand is integers times scales in float32, converted to the model's type."""
+        cast = self._behind(operand, "Reshape")
+        product = None if cast is None or cast.primitive != "Cast" else self._wiring.node_of(cast.operands[0])
+        if product is None or product.primitive != "Mul":
+            yield f"{name} is not a product of integers and scales"
+            return
+        if product.results[0].dtype != "f32":
+            yield f"{name} is multiplied out in {product.results[0].dtype}; it must be f32 and then rounded once"
+        yield from self._scale_problems(product.operands[1], place, name)
+        floats = self._wiring.node_of(product.operands[0])
+        integers = None if floats is None or floats.primitive != "Cast" else self._behind(floats.operands[0], "Reshape")
+        if not gathered:
+            if integers is None or integers.primitive != "DynamicQuantExt":
+                yield f"{name} does not come from the integers that are written"
+        elif integers is None or integers.primitive != "Gather":
+            yield f"{name} does not come from a Gather of blocks"
+        else:
+            yield from self._cache_problems(node, name, integers.operands[0])
+            yield from self._order_problems(node, integers.operands[1])
+
+    def _scale_problems(self, scales: Operand, place: int, name: str) -> Iterator[str]:
+        """Yields an error unless the scales are those of keys, the first half, or of values, the second half."""
+        source, index = self._wiring.source(self._last_before(scales, "Reshape"))
+        split = self._wiring.node_of(source)
+        if split is None or split.primitive != "SplitWithSize" or index != place:
+            yield f"{name} is multiplied by other scales than its own"
+
+    def _order_problems(self, node: Node, blocks: Operand) -> Iterator[str]:
+        """Yields an error unless the gathered blocks are ``step_blocks``, after both writes of the layer."""
+        waits: set[str] = set()
+        depend = self._wiring.node_of(blocks)
+        while depend is not None and depend.primitive == "Depend":
+            write = self._wiring.node_of(depend.operands[1])
+            if write is not None and write.primitive == "ReshapeAndCache" and write.layer == node.layer:
+                waits.add(write.name)
+            blocks = depend.operands[0]
+            depend = self._wiring.node_of(blocks)
+        if len(waits) < 2:
+            yield "gathers blocks before both ReshapeAndCache of the layer have written (ops.depend)"
+        if self._wiring.source(blocks)[0].name != "step_blocks":
+            yield "does not gather the blocks of the graph's input step_blocks"
+
+    def _cache_problems(self, node: Node, name: str, operand: Operand) -> Iterator[str]:
+        source, _ = self._wiring.source(operand)
+        if source.name != f"layers.{node.layer}.attention.{name}":
+            yield f"{name} is {source.name or source.kind}, not the layer's own"
+        if source.type != self._caches[name]:
+            yield f"{name} is {source.type}; it must be {self._caches[name]}"
+
+    def _behind(self, operand: Operand, primitive: str) -> Node | None:
+        """Returns the node that computes an operand, without nodes of ``primitive``."""
+        return self._wiring.node_of(self._last_before(operand, primitive))
+
+    def _last_before(self, operand: Operand, primitive: str) -> Operand:
+        node = self._wiring.node_of(operand)
+        while node is not None and node.primitive == primitive:
+            operand = node.operands[0]
+            node = self._wiring.node_of(operand)
+        return operand
