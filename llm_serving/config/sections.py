@@ -399,8 +399,9 @@ class SchedulerConfig:
     )
     light_keys_first: bool = own(
         True,
-        "Start requests of API keys with few requests first, while another key has at least 16 times as many. Some "
-        "batch rows and blocks are kept free for them. Needs `fairness`, and changes nothing with one key.",
+        "Start requests of API keys with few requests first: at most a 16th of all requests, and a quarter of the "
+        "largest key's. Some batch rows and blocks are kept free for them. Needs `fairness`, and changes nothing with "
+        "one key.",
     )
     ttft_objective_ms: float = own(
         2000.0,

@@ -24,7 +24,7 @@ import msgspec
 from llm_serving.errors import LLMServingError
 
 MAGIC = b"LLMFLT01"
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 READ_VERSIONS = range(1, FORMAT_VERSION + 1)
 """Versions of the format that can be read. The state of earlier versions cannot be restored, because the scheduler has
 other parts now. So their replay starts at the beginning of a run."""

@@ -1,8 +1,9 @@
-"""Light keys: tenants with few requests while another tenant has many. Their first tokens do not wait for the others.
+"""Light keys: tenants with few requests while others have many. Their first tokens do not wait for the others.
 
-A tenant is an API key. A light key has at most a ``LIGHT_SHARE``-th of the requests of the largest tenant, and at least
-one waits or runs. Running and waiting requests count. While no tenant has ``LIGHT_SHARE`` requests, no key is light. So
-with one key, or without keys, nothing changes.
+A tenant is an API key. A light key has at most a ``LIGHT_SHARE``-th of all requests, and at most a ``LARGEST_SHARE``-th
+of the requests of the largest tenant. Running and waiting requests count, and a light key has at least one. The first
+limit stays the same if a client spreads a flood over several keys. With the second limit, no key is light among keys
+with similar loads. With one key, or without keys, nothing changes.
 
 Order
     A request of a light key starts first, if the key has received at most ``LIGHT_CREDIT`` weighted tokens more than
@@ -11,7 +12,7 @@ Order
     of a higher priority.
 
 Reserve
-    After a light key has waited, other keys leave a few batch rows and blocks free for ``MEMORY_S`` seconds. So the
+    After a light key had a request, other keys leave a few batch rows and blocks free for ``MEMORY_S`` seconds. So the
     next request of a light key need not wait until another request ends.
 
 Steps
@@ -30,10 +31,13 @@ from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 
 LIGHT_SHARE = 16
+"""All tenants together have at least this number of times the requests of a light key."""
+
+LARGEST_SHARE = 4
 """The largest tenant has at least this number of times the requests of a light key."""
 
 MEMORY_S = 30.0
-"""Seconds for which the reserve is kept after a light key has waited."""
+"""Seconds for which the reserve is kept after a light key had a request."""
 
 RESERVED_ROWS_SHARE = 16
 RESERVED_BLOCKS_SHARE = 32
@@ -46,14 +50,14 @@ MAX_LIGHT_STREAK = 2
 class LightKeys(Stateful):
     """Knows which tenants are light keys, and what is reserved for them."""
 
-    STATE = ("_last_wait",)
+    STATE = ("_last_seen",)
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         limits = state.limits
         self._is_on = limits.fairness and limits.light_keys_first and limits.batching is BatchingStrategy.CONTINUOUS
         self._num_rows = max(1, limits.max_num_seqs // RESERVED_ROWS_SHARE) if limits.max_num_seqs > 1 else 0
-        self._last_wait: float | None = None
+        self._last_seen: float | None = None
         self._counts: Counter[str] = Counter()
         """Waiting and running requests of each tenant."""
         self._limit = 0
@@ -67,14 +71,14 @@ class LightKeys(Stateful):
             return False
         counts = self._counts = Counter(sequence.request.tenant for sequence in state.running)
         counts.update(intake.waiting_by_tenant)
-        self._limit = max(counts.values(), default=0) // LIGHT_SHARE
-        if self._limit and any(counts[tenant] <= self._limit for tenant in intake.waiting_by_tenant):
-            self._last_wait = now
+        self._limit = min(counts.total() // LIGHT_SHARE, max(counts.values(), default=0) // LARGEST_SHARE)
+        if any(count <= self._limit for count in counts.values()):
+            self._last_seen = now
         return self.is_active(now)
 
     def is_active(self, now: float) -> bool:
-        """Returns True if a light key has waited within the last ``MEMORY_S`` seconds."""
-        return self._last_wait is not None and now < self._last_wait + MEMORY_S
+        """Returns True if a light key had a request within the last ``MEMORY_S`` seconds."""
+        return self._last_seen is not None and now < self._last_seen + MEMORY_S
 
     def is_light(self, sequence: Sequence) -> bool:
         """Returns True if the last call of ``look`` found that a sequence belongs to a light key."""

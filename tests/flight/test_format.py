@@ -64,7 +64,7 @@ def test_a_header_can_be_read_again():
 
 
 def test_an_unknown_format_version_is_refused():
-    with pytest.raises(FlightRecordingError, match="version 9, this program reads 1 to 7"):
+    with pytest.raises(FlightRecordingError, match="version 9, this program reads 1 to 8"):
         SegmentHeader.from_map(header(format_version=9).to_map(), FILE)
 
 

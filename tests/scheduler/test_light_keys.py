@@ -11,7 +11,7 @@ from llm_serving.flight.reader import read_recording
 from llm_serving.request import Request
 from llm_serving.scheduler.light_keys import LIGHT_SHARE, MAX_LIGHT_STREAK, MEMORY_S
 from llm_serving.scheduler.limits import Policy
-from llm_serving.scheduler.output import ScheduledStep
+from llm_serving.scheduler.output import ScheduledStep, StepKind
 from support.fakes import make_limits, make_request
 from support.recorded_runs import recorded_simulation
 from support.simulation import Simulation, random_run
@@ -60,6 +60,18 @@ def steps_to_start(simulation: Simulation, request: Request) -> int:
             return number
         simulation.answer()
     raise AssertionError("the request does not start")
+
+
+def flooded_by_several(policy: Policy, num_keys: int = 4) -> Simulation:
+    """Returns a simulation in which several heavy keys share all batch rows and have many waiting requests."""
+    limits = make_limits(**MANY, policy=policy, decode_steps_ahead=0)
+    simulation = Simulation(limits)
+    simulation.add(*(ask(f"h{index}", f"heavy{index % num_keys}", 30 + index % 7) for index in range(4 * ROWS)))
+    for _ in range(60):
+        if len(simulation.scheduler._running) == ROWS:
+            return simulation
+        simulation.step()
+    raise AssertionError("the heavy keys do not fill the rows")
 
 
 def finish_one(simulation: Simulation, request: Request) -> None:
@@ -124,6 +136,48 @@ def test_the_prompt_of_a_light_key_gets_a_step_of_its_own(policy: Policy) -> Non
     [step] = [each for each in simulation.steps if request in each.requests]
     assert step.requests == [request]
     simulation.finish()
+
+
+@pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])
+def test_a_key_with_several_requests_is_light_beside_a_flood_from_several_keys(policy: Policy) -> None:
+    """Each of the four heavy keys has a quarter of the flood, and eight times the requests of the light key."""
+    simulation = flooded_by_several(policy)
+    for index in range(3):
+        steps_to_start(simulation, ask(f"l{index}", "light", 200, arrival=simulation.now))
+    for _ in range(40):
+        simulation.step()
+    request = ask("l3", "light", arrival=simulation.now)
+    assert steps_to_start(simulation, request) <= 1
+    [step] = [each for each in simulation.steps if request in each.requests and each.kind is StepKind.PREFILL]
+    assert step.requests == [request]
+    simulation.finish()
+
+
+def test_rows_are_reserved_while_a_light_key_runs_and_never_waited_for_a_row() -> None:
+    limits = make_limits(**MANY, policy=Policy.CHUNKED, decode_steps_ahead=0)
+    simulation = Simulation(limits)
+    first = ask("l0", "light", 200)
+    simulation.add(first)
+    while first.first_token_time is None:
+        simulation.step()
+    simulation.add(*heavy(4 * ROWS))
+    most = 0
+    for _ in range(40):
+        simulation.step()
+        most = max(most, running(simulation, "heavy"))
+    assert most == ROWS - 1 - RESERVED
+    simulation.finish()
+
+
+@pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])
+def test_no_key_is_light_among_many_keys_with_similar_loads(policy: Policy) -> None:
+    def steps(light_keys_first: bool) -> list[tuple[object, ...]]:
+        simulation = Simulation(make_limits(**MANY, policy=policy, light_keys_first=light_keys_first))
+        simulation.add(*(ask(f"r{index}", f"key{index % 20}", 20 + index % 9) for index in range(160)))
+        simulation.finish()
+        return [(s.kind, s.reason, s.rows, s.token_ids, s.starts, s.query_lens) for s in simulation.steps]
+
+    assert steps(True) == steps(False)
 
 
 @pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])
