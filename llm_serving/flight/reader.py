@@ -10,7 +10,7 @@ A stretch consists of segments of one run that follow each other without a gap.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -230,9 +230,18 @@ def read_recording(path: Path) -> list[Stretch]:
     files = [path] if path.is_file() else sorted(path.glob(f"*{SUFFIX}"))
     if not files:
         raise FlightRecordingError(f"{path}: no flight recording (no such file, or a folder without *{SUFFIX})")
-    segments = [segment for file in files if (segment := _read_segment(file)) is not None]
-    if not segments:
+    stretches = join_segments((file, file.read_bytes()) for file in files)
+    if not stretches:
         raise FlightRecordingError(f"{path}: its segments are empty: their first frames are torn")
+    return stretches
+
+
+def join_segments(contents: Iterable[tuple[Path, bytes]]) -> list[Stretch]:
+    """Returns the stretches of segments, the oldest first. ``contents`` has the path and the bytes of each segment.
+
+    Raises FlightRecordingError if a file is not a segment.
+    """
+    segments = [segment for file, data in contents if (segment := _decode_segment(file, data)) is not None]
     segments.sort(key=lambda segment: (segment.header.unix_time, segment.header.index))
     stretches: list[Stretch] = []
     last: Segment | None = None
@@ -249,8 +258,7 @@ def _follows(segment: Segment, last: Segment) -> bool:
     return here.run == before.run and here.index == before.index + 1 and not last.is_torn and not here.after_gap
 
 
-def _read_segment(file: Path) -> Segment | None:
-    data = file.read_bytes()
+def _decode_segment(file: Path, data: bytes) -> Segment | None:
     frames = FrameReader(data, file)
     try:
         header, state = SegmentHeader.from_map(next(frames), file), next(frames)

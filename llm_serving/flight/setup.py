@@ -52,9 +52,14 @@ def recorder_of(
 
 def recording_folder(config: Config, replica: int) -> Path:
     """Returns the folder of a replica's recording."""
-    settings = config.log_config
-    folder = Path(settings.flight_recorder or Path(settings.path).with_name("flight"))
+    folder = recordings_folder(config)
     return replica_folder(folder, replica) if config.parallel_config.data_parallel > 1 else folder
+
+
+def recordings_folder(config: Config) -> Path:
+    """Returns the folder of the recordings of all replicas."""
+    settings = config.log_config
+    return Path(settings.flight_recorder or Path(settings.path).with_name("flight"))
 
 
 def record(

@@ -11,7 +11,7 @@ from llm_serving.server.kserve import endpoints as kserve
 from llm_serving.server.messages import endpoints as messages
 from llm_serving.server.openai import chat as openai_chat
 from llm_serving.server.openai import completions as openai_completions
-from llm_serving.server.operations import adapters, admin, profile, receipts
+from llm_serving.server.operations import adapters, admin, profile, receipts, request_timeline
 from llm_serving.server.pooling import classification, embeddings, ranking
 from llm_serving.server.published import chat, generate
 from llm_serving.server.responses import endpoints as responses
@@ -29,6 +29,7 @@ ENDPOINTS = (
     *kserve.ENDPOINTS,
     *chat.ENDPOINTS,
     *receipts.ENDPOINTS,
+    *request_timeline.ENDPOINTS,
     *profile.ENDPOINTS,
     *adapters.ENDPOINTS,
     *admin.ENDPOINTS,

@@ -19,6 +19,7 @@ from llm_serving.constraints.compiler import GrammarCompiler
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.chat_template import ChatTemplate
 from llm_serving.errors import ModelNotFoundError
+from llm_serving.flight.setup import recordings_folder
 from llm_serving.lora.registry import Adapter
 from llm_serving.model.pooling import Pooling
 from llm_serving.parsing.formats import AUTO, OutputFormat
@@ -81,6 +82,8 @@ class ServerSettings:
     """Facts about the model that ``/server_info`` shows."""
     profile_folder: str = "output/profiles"
     """Folder for the files of ``/profile/start``."""
+    recordings_folder: str | None = None
+    """Folder of the flight recordings. None if the flight recorder is off."""
     settings: dict[str, object] = field(default_factory=dict)
     """Settings of MindSpore as they took effect, and settings without effect. ``/server_info`` shows them."""
 
@@ -113,6 +116,9 @@ class ServerSettings:
             trusted_proxies=serving.trusted_proxies or (),
             pooling=config.pooling,
             profile_folder=str(Path(config.log_config.path).parent / "profiles"),
+            recordings_folder=str(recordings_folder(config).absolute())
+            if config.log_config.flight_recorder_mib
+            else None,
             info={
                 "architecture": config.shape.architecture,
                 "dtype": config.model_config.model_dtype,
@@ -175,6 +181,8 @@ class ServerState:
     """Traces requests. None if traces are off."""
     active: ActiveRequests = field(default_factory=ActiveRequests)
     profile: RunningProfile = field(default_factory=RunningProfile)
+    timeline_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a process reads the flight recording."""
     adapters_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while an adapter is loaded or unloaded."""
     loop_watch: LoopWatch = field(default_factory=LoopWatch)

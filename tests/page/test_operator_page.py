@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from llm_serving.flight.one_request import find_timeline
 from llm_serving.scheduler.figures import Figures
 from support.access_keys import access_for, bearer, secret_of
 from support.axe import findings
 from support.chat_page import ChatPage
 from support.fake_engine import make_status
 from support.http_server import HttpServer, running
+from support.recorded_request import record_requests
 
 pytestmark = pytest.mark.page
 
@@ -24,6 +26,7 @@ def operator(page: ChatPage) -> ChatPage:
     page.engine.current = make_status(figures=Figures(running=3, waiting=2, swapped=1, preemptions=4, **blocks))
     for _ in range(2):
         page.server.post("/v1/completions", {"prompt": "a"})
+    page.expected = ("/timeline", "404")  # this server has no flight recording
     page.open("/operator")
     return page
 
@@ -143,6 +146,58 @@ def test_chinese(operator: ChatPage) -> None:
     assert operator.text("#name") == "运维：fake-llama"
     operator.click("#requests .id")
     assert operator.text("#why-text") == "64 ms（50 %）用于等待客户端读取响应。"
+
+
+@pytest.fixture
+def recorded(page: ChatPage, tmp_path: Path) -> Iterator[ChatPage]:
+    """The page for operators of a server with a flight recording. Its request was computed in chunks and preempted."""
+    with running(page.engine, recordings_folder=str(tmp_path / "flight")) as server:
+        request_id = server.post("/v1/completions", {"prompt": "a"}).json()["id"]
+        record_requests(tmp_path / "flight", request_id)
+        page.server = server
+        page.open("/operator")
+        page.click("#requests .id")
+        page.wait("document.querySelectorAll('#timeline tbody tr').length > 0")
+        yield page
+
+
+TIMELINE = "return [...document.querySelectorAll('#timeline tbody tr')].map((row) => row.innerText.split('\\t'))"
+
+
+def test_the_timeline_shows_phases_and_chunks_in_order(recorded: ChatPage, tmp_path: Path) -> None:
+    expected = find_timeline(tmp_path / "flight", recorded.engine.submitted[-1].request_id)
+    assert expected is not None
+    rows = recorded.run(TIMELINE)
+    names = [row[0].strip() for row in rows]
+    assert len(rows) == len(expected["spans"]) + len(expected["chunks"])
+    assert names.count("Preempted") == [span["phase"] for span in expected["spans"]].count("preempted") > 0
+    assert names.count("Chunk of the prompt") == len(expected["chunks"]) > 1
+    assert names[0] == "Queue"
+    assert names.index("Prefill") < names.index("Preempted")
+    chunk = expected["chunks"][0]
+    detail = (
+        f"{chunk['tokens']} tokens, in a step of {chunk['step_tokens']} tokens for {chunk['step_requests']} requests"
+    )
+    assert detail in [row[3] for row in rows]
+    assert any(row[3].startswith(f"{expected['decode_steps']['count']} steps with ") for row in rows)
+    phases = recorded.run("return [...document.querySelectorAll('#timeline-bar span')].map((one) => one.className)")
+    assert phases == ["queue" if one["phase"] == "queued" else one["phase"] for one in expected["spans"]]
+    assert recorded.text("#timeline-note") == "From the flight recorder. Times count from the arrival in the queue."
+
+
+def test_the_timeline_is_in_chinese_and_accessible(recorded: ChatPage) -> None:
+    assert findings(recorded) == []
+    recorded.run("const e = document.getElementById('language'); e.value = 'zh'; e.dispatchEvent(new Event('change'))")
+    recorded.wait("document.getElementById('timeline').innerText.includes('提示的一块')")
+    assert recorded.text("#timeline-title") == "时间线"
+    recorded.phone()
+    assert recorded.run("return document.documentElement.scrollWidth") <= 375
+
+
+def test_a_request_that_is_not_recorded_says_so(operator: ChatPage) -> None:
+    operator.click("#requests .id")
+    operator.wait("document.getElementById('timeline-note').innerText.includes('flight_recorder_mib is 0')")
+    assert operator.run("return document.getElementById('timeline-bar').hidden")
 
 
 @pytest.fixture

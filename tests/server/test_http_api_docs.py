@@ -24,6 +24,8 @@ def refusal_of(path: str) -> tuple[int, str] | None:
     """
     if path.startswith(("/v1/files", "/v1/batches")):
         return 400, "batches_off"
+    if path.endswith("/timeline"):  # there is no flight recorder
+        return 404, "request_not_found"
     if path == "/v1/load_lora_adapter":
         return 400, "invalid_adapter"
     if path == "/v1/unload_lora_adapter":

@@ -13,6 +13,7 @@ from llm_serving.flight.format import FlightRecordingError
 from llm_serving.flight.history import arrivals
 from llm_serving.flight.reader import Completed, Stretch, read_recording
 from llm_serving.flight.setup import limits_to_map, record
+from llm_serving.flight.timeline import SpanPhase, build_timeline
 from llm_serving.scheduler.limits import AdmissionKind, BatchingStrategy, Policy, PreemptionKind
 from llm_serving.scheduler.output import StepKind
 from llm_serving.scheduler.scheduler import Scheduler
@@ -24,7 +25,6 @@ from tools.replaying.figures import figures_of
 from tools.replaying.main import main
 from tools.replaying.replayer import replay
 from tools.replaying.result_order import ResultOrder
-from tools.replaying.timeline import SpanPhase, build_timeline
 from tools.replaying.what_if import DeviceModel, changed_limits, fit_device, what_if
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from llm_serving.flight.reader import Stretch
-from tools.replaying.timeline import DeviceStep, Lane, SpanPhase, Timeline
+from llm_serving.flight.timeline import DeviceStep, Lane, SpanPhase, Timeline
 
 __all__ = ["timeline_html"]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from llm_serving.errors import LLMServingError
 from llm_serving.flight.format import FlightRecordingError, replica_folders
 from llm_serving.flight.reader import Stretch, read_recording
+from llm_serving.flight.timeline import build_timeline
 from performance.program import UsageError
 from tools.replaying.describe import shorten
 from tools.replaying.figures import comparison_table, figures_of
 from tools.replaying.html import timeline_html
 from tools.replaying.replayer import Difference, replay
-from tools.replaying.timeline import build_timeline
 from tools.replaying.trace import chrome_trace
 from tools.replaying.what_if import changed_limits, fit_device, what_if
 

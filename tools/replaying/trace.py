@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from tools.replaying.timeline import SpanPhase, Timeline
+from llm_serving.flight.timeline import SpanPhase, Timeline
 
 __all__ = ["chrome_trace"]
 

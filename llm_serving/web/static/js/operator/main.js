@@ -6,6 +6,7 @@ import { loadTexts, setLanguage, t } from "../i18n.js";
 import { apiKey, loadSettings, saveSettings, setApiKey } from "../store.js";
 import { parseMetrics } from "./prometheus.js";
 import { drawFigures, drawLatency, drawRequests, drawWhy, isEnded } from "./tables.js";
+import { forgetTimeline, showTimeline } from "./timeline.js";
 
 const POLL_MS = 2000;
 const RECENT_MS = 60000; // age of the reading that "the last minute" compares with
@@ -48,12 +49,18 @@ function draw() {
   drawLatency(now.samples, earlier?.samples);
   drawRequests(shown(last.receipts), explain);
   const receipt = last.receipts.find((one) => one.request_id === chosen);
-  if (receipt) drawWhy(receipt);
+  if (receipt) drawReceipt(receipt);
+}
+
+function drawReceipt(receipt) {
+  drawWhy(receipt);
+  showTimeline(receipt.request_id, isEnded(receipt));
 }
 
 function explain(receipt) {
   chosen = receipt.request_id;
-  drawWhy(receipt);
+  forgetTimeline();
+  drawReceipt(receipt);
   $("why-title").focus();
 }
 
@@ -81,6 +88,7 @@ $("language").addEventListener("change", () => {
   const all = { ...loadSettings(), language: $("language").value };
   saveSettings(all);
   setLanguage(all.language);
+  forgetTimeline();
   draw();
 });
 $("key").addEventListener("change", () => { setApiKey($("key").value.trim()); read(); });
