@@ -13,6 +13,7 @@ from pathlib import Path
 
 from agent.kernels import kernel_isa, library_path
 from llm_serving.config import Config
+from llm_serving.model.source_files import describe_files
 
 _REPOSITORY = Path(__file__).resolve().parents[3]
 _PROGRAM = (
@@ -20,8 +21,6 @@ _PROGRAM = (
     *("llm_serving/gguf", "llm_serving/model"),
 )
 """Packages whose code decides the bytes of converted weights."""
-_SOURCE_FILES = ("*.safetensors", "*.gguf", "*.json")
-_SAMPLE_BYTES = 1 << 20
 
 
 def slot_name(config: Config, rank: int) -> str:
@@ -63,25 +62,9 @@ def _settings(config: Config, rank: int) -> dict[str, object]:
 
 
 def _source(config: Config) -> list[object]:
-    """Returns the name, size, time and a digest of each file of the model.
-
-    The digest covers the first and the last megabyte of the file.
-    """
+    """Returns the name, size, time and a digest of each file of the model."""
     path = config.model_config.model_path
-    if config.model_config.load_format == "dummy" or path is None:
-        return []
-    place = Path(path)
-    files = [place] if place.is_file() else sorted(file for kind in _SOURCE_FILES for file in place.glob(kind))
-    return [_describe(file) for file in files]
-
-
-def _describe(file: Path) -> list[object]:
-    found = file.stat()
-    with file.open("rb") as opened:
-        sample = hashlib.sha256(opened.read(_SAMPLE_BYTES))
-        opened.seek(max(0, found.st_size - _SAMPLE_BYTES))
-        sample.update(opened.read(_SAMPLE_BYTES))
-    return [file.name, found.st_size, found.st_mtime_ns, sample.hexdigest()]
+    return [] if config.model_config.load_format == "dummy" or path is None else describe_files(Path(path))
 
 
 @cache

@@ -1,0 +1,38 @@
+"""Describes the files of a model folder, to recognise other weights at the same path without reading all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+_PATTERNS = ("*.safetensors", "*.gguf", "*.json")
+_SAMPLE_BYTES = 1 << 20
+
+
+def describe_files(place: Path) -> list[object]:
+    """Return the name, size, time and a digest of each file of a model folder, or of a single file.
+
+    The digest covers the first and the last megabyte of the file.
+    """
+    files = [place] if place.is_file() else sorted(file for kind in _PATTERNS for file in place.glob(kind))
+    return [_describe(file) for file in files]
+
+
+def weights_digest(place: Path | None) -> str:
+    """Return a digest that changes when a file of the model changes. Empty for a model without files.
+
+    Raises OSError if a file cannot be read.
+    """
+    if place is None:
+        return ""
+    return hashlib.sha256(json.dumps(describe_files(place)).encode()).hexdigest()
+
+
+def _describe(file: Path) -> list[object]:
+    found = file.stat()
+    with file.open("rb") as opened:
+        sample = hashlib.sha256(opened.read(_SAMPLE_BYTES))
+        opened.seek(max(0, found.st_size - _SAMPLE_BYTES))
+        sample.update(opened.read(_SAMPLE_BYTES))
+    return [file.name, found.st_size, found.st_mtime_ns, sample.hexdigest()]
