@@ -1,0 +1,113 @@
+"""Measures what it costs to start, wake and reload a model of a server with several models.
+
+A server with the embedded tiny model as its main model serves the measured model, too. All caches on disk are empty at
+the beginning. The program prints:
+
+1. the first load, which converts the weights and compiles the graph
+2. loads after an unload, and wakes after a sleep, in turn
+3. the memory (PSS) of all processes of the server before the first load, while the model serves, and while it sleeps
+
+    python performance/bench_models.py
+    python performance/bench_models.py --config llama_tiny_cpu.yaml --rounds 5 --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from performance.load.endpoint import Endpoint
+from performance.load.server_process import configured_server
+from performance.program import LoadTestError, exits_with_errors, write_json
+
+START_TIMEOUT_S = 600.0
+NAME = "measured"
+MIB = 1024 * 1024
+
+
+@exits_with_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints the times and the memory. Returns the exit code 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="smollm2_135m_cpu.yaml", help="config of the measured model")
+    parser.add_argument("--rounds", type=int, default=5, help="loads and wakes to measure (5)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")  # the server inherits it: no cached weights
+        settings = [f"models_config.models=[{{name: {NAME}, config: {options.config}}}]"]
+        with configured_server("several models", "llama_tiny_cpu.yaml", settings, Path(folder), START_TIMEOUT_S) as at:
+            figures = _measure(at, options.rounds)
+    _print(figures)
+    if options.json is not None:
+        write_json(options.json, figures)
+    return 0
+
+
+def _measure(server: Endpoint, rounds: int) -> dict[str, Any]:
+    """Returns the seconds of each kind of start, and the memory in bytes."""
+    before = _memory()
+    figures: dict[str, Any] = {"first_load_s": _command(server, "load"), "load_s": [], "wake_s": []}
+    _answer(server)
+    serving = _memory()
+    for _ in range(rounds):
+        _command(server, "unload")
+        figures["load_s"].append(_command(server, "load"))
+        _command(server, "sleep")
+        figures["wake_s"].append(_command(server, "wake"))
+    _answer(server)
+    _command(server, "sleep")
+    asleep = _memory()
+    return {**figures, "memory_before": before, "memory_serving": serving, "memory_asleep": asleep}
+
+
+def _print(figures: dict[str, Any]) -> None:
+    wake, load = statistics.median(figures["wake_s"]), statistics.median(figures["load_s"])
+    first = figures["first_load_s"]
+    print(f"first load, empty caches   {first:6.2f} s")
+    print(f"load after an unload       {load:6.2f} s (median of {len(figures['load_s'])})")
+    print(f"wake after a sleep         {wake:6.2f} s (median of {len(figures['wake_s'])})")
+    print(f"wake / first load          {wake / first:6.2f}")
+    taken = figures["memory_serving"] - figures["memory_before"]
+    returned = figures["memory_serving"] - figures["memory_asleep"]
+    print(f"memory of the model        {taken / MIB:6.0f} MiB; sleep returns {100 * returned / taken:.1f} %")
+
+
+def _command(server: Endpoint, command: str) -> float:
+    """Sends a command for the measured model. Returns the seconds until its response."""
+    began = time.perf_counter()
+    _post(server, f"/v1/models/{NAME}/{command}", {})
+    return time.perf_counter() - began
+
+
+def _answer(server: Endpoint) -> None:
+    """Lets the model generate tokens, so that it touches its memory as in service."""
+    _post(server, "/v1/completions", {"model": NAME, "prompt": "Once upon a time", "max_tokens": 64, "temperature": 0})
+
+
+def _post(server: Endpoint, path: str, body: dict[str, Any]) -> None:
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=START_TIMEOUT_S)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text = response.read()
+        if response.status != 200:
+            raise LoadTestError(f"{path} returned {response.status}: {text.decode(errors='replace')}")
+    finally:
+        connection.close()
+
+
+def _memory() -> int:
+    """Returns the proportional set size of the server and its agents, in bytes. Shared pages count once."""
+    processes = psutil.Process().children(recursive=True)
+    return sum(process.memory_full_info().pss for process in processes)
