@@ -27,6 +27,8 @@ from llm_serving.model.number_formats import INTEGER_FORMATS
 from llm_serving.planning.auto_blocks import fit_sizes, with_blocks
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import MemoryPlan, plan_memory
+from llm_serving.planning.rank_memory import format_bytes
+from llm_serving.registry.planned_models import PlannedModels, plan_models
 from llm_serving.version import __version__
 
 DEFAULT_CONFIG = "smollm2_135m_cpu.yaml"
@@ -106,6 +108,8 @@ class Launch:
 
     config: Config
     plan: MemoryPlan
+    models: PlannedModels
+    """All models of the server. The first one has ``config``."""
 
 
 def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine | None = None) -> Launch:
@@ -122,12 +126,27 @@ def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine
             sys.stdout.write(config_as_yaml(config))
             sys.exit(0)
         plan = plan_memory(config, machine)
+        models = _plan_models(arguments, config, machine)
     except (ConfigError, CheckpointError, MemoryPlanError) as error:
         _refuse(str(error))
     if arguments.check:
-        sys.stdout.write(describe(config, plan))
+        sys.stdout.write(describe(config, plan) + describe_models(models))
         sys.exit(0)
-    return Launch(config, plan)
+    return Launch(config, plan, models)
+
+
+def _plan_models(arguments: argparse.Namespace, config: Config, machine: Machine) -> PlannedModels:
+    """Read and plan the models of ``models_config``. ``config`` is that of the main model."""
+
+    def read(file: str | None, model: str | None, overrides: Sequence[str]) -> Config:
+        return load_for_model(file or DEFAULT_CONFIG, model, overrides, machine, offline=arguments.offline)
+
+    def read_main(more: Sequence[str]) -> Config:
+        return load_for_model(
+            *(arguments.config, arguments.model, [*_overrides(arguments), *more], machine), offline=arguments.offline
+        )
+
+    return plan_models(config, read, read_main, machine)
 
 
 def print_plan(argv: Sequence[str] | None = None, machine: Machine | None = None) -> int:
@@ -214,6 +233,19 @@ def describe(config: Config, plan: MemoryPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
+def describe_models(models: PlannedModels) -> str:
+    """Return the lines of ``--check`` about several models. Empty if there is only the main model."""
+    if len(models.models) == 1:
+        return ""
+    lines = ["models"]
+    for model in models.models:
+        sizes = ", ".join(f"{format_bytes(size)} of {pool} memory" for pool, size in model.need.items())
+        lines.append(f"  {model.name}: {sizes}{', pinned' if model.pinned else ''}")
+    limits = ", ".join(f"{format_bytes(size)} of {pool} memory" for pool, size in models.arbiter.limits.items())
+    lines.append(f"  all models together at a time: {limits}")
+    return "\n".join(lines) + "\n"
+
+
 def config_as_yaml(config: Config) -> str:
     """Return the resolved config as YAML. Loading the YAML gives the same config."""
     values = asdict(config)
@@ -222,7 +254,9 @@ def config_as_yaml(config: Config) -> str:
 
 
 def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _refuse(message: str) -> NoReturn:

@@ -6,15 +6,18 @@ LLMServingError
 │   └── HubError              a model cannot be downloaded or found by its name
 ├── CheckpointError           a model folder or one of its tensors is wrong
 ├── MemoryPlanError           weights, KV cache and activations do not fit the machine
+├── ModelMemoryError          a further model does not fit next to the models in memory
 ├── RequestError              a request is wrong or cannot be accepted (an HTTP 4xx)
 │   ├── ModelNotFoundError    the server does not serve this model (404)
 │   ├── AdapterError          a LoRA adapter cannot be loaded (400)
 │   ├── ContextLengthError    prompt and output do not fit the model's context (400)
 │   ├── UnauthorizedError     the request has no valid API key (401)
 │   ├── NotPermittedError     the API key does not have the right (403)
+│   ├── ModelStateError       the model's state does not permit a command (409)
 │   ├── TryLaterError         the request is refused for now (429)
 │   │   ├── QueueFullError    the waiting queue is full
-│   │   └── QuotaExceededError  the API key has used its quota
+│   │   ├── QuotaExceededError  the API key has used its quota
+│   │   └── ModelUnavailableError  the model does not serve now (503)
 │   └── DeadlineExceededError the request's deadline passed before it started (504)
 ├── EngineFailedError         the engine ended an accepted request (an HTTP 500)
 │   ├── NotFiniteError        the logits of the request were NaN or infinite
@@ -55,6 +58,10 @@ class MemoryPlanError(LLMServingError):
     """The planned memory exceeds the memory of the machine. The error's text includes the table of the memory plan."""
 
 
+class ModelMemoryError(LLMServingError):
+    """A model does not fit into the memory that the models of this server may take. The text has the numbers."""
+
+
 class RequestError(LLMServingError):
     """A request is wrong or cannot be accepted. Only this request is affected.
 
@@ -77,6 +84,13 @@ class ModelNotFoundError(RequestError):
 
     status = 404
     code = "model_not_found"
+
+
+class ModelStateError(RequestError):
+    """A command for a model is refused, because of the model's state or because the memory is too small."""
+
+    status = 409
+    code = "model_state"
 
 
 class AdapterError(RequestError):
@@ -132,6 +146,13 @@ class QuotaExceededError(TryLaterError):
     def __init__(self, message: str, *, quota: str, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.quota = quota
+
+
+class ModelUnavailableError(TryLaterError):
+    """The model of the request is not in memory now, and the request does not wait until it is."""
+
+    status = 503
+    code = "model_unavailable"
 
 
 class DeadlineExceededError(RequestError):

@@ -42,10 +42,11 @@ from llm_serving.version import __version__
 if TYPE_CHECKING:
     from llm_serving.access.control import AccessControl
     from llm_serving.access.tls import ServerTls
-    from llm_serving.engine.async_engine import AsyncEngine
     from llm_serving.executor.agent_executor import AgentExecutor
+    from llm_serving.registry.registry import ModelRegistry
     from llm_serving.server.app import ServerApp
     from llm_serving.server.batches.store import BatchStore
+    from llm_serving.server.state import ServerState
     from llm_serving.telemetry.log import EventLog
     from llm_serving.telemetry.log_file import Rotation
     from llm_serving.telemetry.metrics import Metrics
@@ -78,6 +79,7 @@ class _Launcher:
     def __init__(self, launch: Launch) -> None:
         self._config: Config = launch.config
         self._plan = launch.plan
+        self._models = launch.models
         self._display = ProgressDisplay(num_agents=launch.config.parallel_config.world_size)
         self._stop = asyncio.Event()
         self._seconds: dict[str, float] = {}
@@ -101,29 +103,33 @@ class _Launcher:
         sockets = open_sockets(config.serving_config, owned)
         self._check_packages()
         # Early, because the agents load the model while this process imports its modules.
-        executors, leftovers = self._start_agents(owned)
+        agents = owned.enter_context(ExitStack())
+        executors, leftovers = self._start_agents(agents)
         from llm_serving.engine.tokenizer_backends import load_tokenizer
+        from llm_serving.registry.starting import with_digest
         from llm_serving.server.app import create_app
+        from llm_serving.server.models.lookup import open_models
 
         tokenizer = load_tokenizer(config)
         log = self._open_log(leftovers, owned)
         metrics = self._make_metrics(owned)
         self._open_access(log, metrics, owned)
         tracing, batches = self._open_tracing(metrics, owned), self._open_batches(log, owned)
-        engine = make_engine(config, tokenizer, executors, log, metrics)
+        engine = make_engine(with_digest(config), tokenizer, executors, log, metrics)
         engine.start()
         app = create_app(engine, log, metrics, config, self._access, tracing, batches)
+        models = open_models(app.state, self._models, config.models_config, agents)
         stop_http = asyncio.Event()
         http = self._start_http(app, sockets, stop_http)
         try:
             started = await wait_ready(engine, lambda: self._stop.is_set() or http.done())
             if started:
-                self._begin_service(engine, log, metrics, sockets, owned)
-                await self._wait_stop(engine, http)
+                self._begin_service(models, log, metrics, sockets, owned)
+                await self._wait_stop(models, http)
             log.event("server_stop")
             stop_http.set()
             await asyncio.wait((http,))
-            if (failure := self._failure(engine, http)) is not None:
+            if (failure := self._failure(models, http)) is not None:
                 raise failure
             return 0 if started else EXIT_FAILED
         except LLMServingError as error:
@@ -132,7 +138,7 @@ class _Launcher:
         finally:
             stop_http.set()
             await asyncio.wait((http,))
-            await engine.stop()
+            await models.close()
 
     def _check_packages(self) -> None:
         """Raise ConfigError if the config asks for traces and their packages are missing. Call it before the agents
@@ -241,15 +247,11 @@ class _Launcher:
         return asyncio.create_task(serve(app, sockets.http, stop, drain_s=drain_s, tls=self._tls, others=others))
 
     def _begin_service(
-        self, engine: AsyncEngine, log: EventLog, metrics: Metrics, sockets: Sockets, owned: ExitStack
+        self, models: ModelRegistry[ServerState], log: EventLog, metrics: Metrics, sockets: Sockets, owned: ExitStack
     ) -> None:
         """Begin what runs only while the agents are ready, and say that the server is ready."""
         _freeze_objects()
-        interval_s = self._config.serving_config.canary_interval_s
-        if interval_s and self._config.pooling is None:
-            from llm_serving.self_checks.canary import Canary
-
-            owned.callback(asyncio.create_task(Canary(engine, log, metrics, interval_s).run()).cancel)
+        models.begin()
         self._report_energy(metrics, log, owned)
         self._say_ready(sockets, log)
 
@@ -263,19 +265,19 @@ class _Launcher:
         if interval_s:
             owned.callback(asyncio.create_task(meter.report(log, interval_s)).cancel)
 
-    async def _wait_stop(self, engine: AsyncEngine, http: asyncio.Task[None]) -> None:
-        """Wait for a signal, or until the engine or the HTTP server ends."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._stop, engine.ended)]
+    async def _wait_stop(self, models: ModelRegistry[ServerState], http: asyncio.Task[None]) -> None:
+        """Wait for a signal, or until the main model's engine or the HTTP server ends."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._stop, models.ended)]
         await asyncio.wait((http, *waits), return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
 
-    def _failure(self, engine: AsyncEngine, http: asyncio.Task[None]) -> LLMServingError | None:
+    def _failure(self, models: ModelRegistry[ServerState], http: asyncio.Task[None]) -> LLMServingError | None:
         """Return the error of a part of the server that ended without a request to stop, or None. ``http`` must have
         ended.
         """
-        if engine.ended.is_set():
-            return EngineFailedError(f"the server stopped: {engine.stop_reason}")
+        if models.ended.is_set():
+            return EngineFailedError(f"the server stopped: {models.end_reason}")
         if http.exception() is not None or not self._stop.is_set():
             return EngineFailedError(f"the HTTP server stopped: {http.exception()!r}")
         return None

@@ -11,6 +11,7 @@ from llm_serving.config.convert import build_dataclass
 from llm_serving.config.draft_model import DraftModel
 from llm_serving.config.mindformers import MindSporeContext
 from llm_serving.config.model_section import ModelConfig
+from llm_serving.config.models_section import ModelsConfig
 from llm_serving.config.parallel_section import ParallelConfig
 from llm_serving.config.sampling_defaults import SamplingDefaults
 from llm_serving.config.sections import (
@@ -67,6 +68,7 @@ class Config:
     inputs, or there are no scales."""
     telemetry_config: TelemetryConfig = field(default_factory=TelemetryConfig)
     batch_config: BatchConfig = field(default_factory=BatchConfig)
+    models_config: ModelsConfig = field(default_factory=ModelsConfig)
     power: PowerConfig = field(default_factory=PowerConfig)
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
@@ -87,6 +89,8 @@ class Config:
     """How embeddings or scores are computed. None if the server generates text."""
     unused: tuple[UnusedSetting, ...] = ()
     """Settings of the YAML files that were read but have no effect, with the reasons."""
+    weights_digest: str = ""
+    """Digest of the model's files when the server started this version of the model. Empty if nothing was started."""
 
     @property
     def model_name(self) -> str:
@@ -262,7 +266,8 @@ class Config:
         Block hashes begin with this text, so a prefix is never shared between different models.
         """
         model = self.model_config
-        weights = (self.model_name, model.model_type, model.model_path, model.load_format, model.seed)
+        digest = (self.weights_digest,) if self.weights_digest else ()
+        weights = (self.model_name, model.model_type, model.model_path, model.load_format, model.seed, *digest)
         arithmetic = (model.model_dtype, self.op_table, self.weight_format, self.parallel_config.sum_parts)
         return json.dumps([*weights, *arithmetic, self.kv_format]).encode()
 

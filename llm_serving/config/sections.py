@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from llm_serving.config.batch_section import BatchConfig
 from llm_serving.config.model_section import MAX_SEQS, MAX_TOKENS, ModelConfig
+from llm_serving.config.models_section import ModelsConfig
 from llm_serving.config.parallel_section import ParallelConfig
 from llm_serving.config.schema import own, published, without_effect
 from llm_serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
@@ -571,6 +572,7 @@ SECTIONS: dict[str, type] = {
     "log_config": LogConfig,
     "telemetry_config": TelemetryConfig,
     "batch_config": BatchConfig,
+    "models_config": ModelsConfig,
     "power": PowerConfig,
     "speculative_config": SpeculativeConfig,
 }

@@ -24,6 +24,7 @@ from llm_serving.server.generation.sequences import GENERATION, Generation
 from llm_serving.server.http.cors import cors_headers, preflight_response
 from llm_serving.server.http.guard import check_origin
 from llm_serving.server.http.protocol import RECEIVED_AT, STREAM_CHANNEL
+from llm_serving.server.models.lookup import release_lease
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.state import AnyResponse, Endpoint, ServerSettings, ServerState
 from llm_serving.telemetry.log import EventLog
@@ -71,10 +72,15 @@ class ServerApp:
 
     def __init__(self, state: ServerState, endpoints: Sequence[Endpoint] | None = None) -> None:
         """``endpoints`` are the endpoints to serve. The default is all endpoints of ``state``."""
-        self.state = state
+        self._state = state
         served = state.endpoints if endpoints is None else endpoints
-        routes = [Route(one.path, _Route(state, one), methods=[one.method]) for one in served]
+        routes = [Route(one.path, _Route(self, one), methods=[one.method]) for one in served]
         self._router = Router(routes, redirect_slashes=False, default=_not_found)
+
+    @property
+    def state(self) -> ServerState:
+        """The state of the main model, which changes when the model is reloaded."""
+        return self._state if self._state.models is None else self._state.models.main.view
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -114,8 +120,8 @@ class ServerApp:
 class _Route:
     """The ASGI application of one endpoint: calls the handler, turns errors into responses, closes the generation."""
 
-    def __init__(self, state: ServerState, endpoint: Endpoint) -> None:
-        self._state = state
+    def __init__(self, app: ServerApp, endpoint: Endpoint) -> None:
+        self._app = app
         self._handler = endpoint.handler
         self._is_admin = endpoint.admin
         self._name = endpoint.path.replace(":path", "")
@@ -127,20 +133,22 @@ class _Route:
             generation: Generation | None = scope.pop(GENERATION, None)
             if generation is not None:
                 generation.close(time.monotonic())
+            release_lease(scope)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         response: AnyResponse
+        state = self._app.state
         try:
             if self._is_admin and VISIT in scope:
                 scope[VISIT].check_admin()
-            response = await self._handler(self._state, Request(scope, receive, send))
+            response = await self._handler(state, Request(scope, receive, send))
         except ClientGoneError:
-            _note_response(self._state, scope, self._name, 499)
+            _note_response(state, scope, self._name, 499)
             return
         except Exception as error:
-            response = _error_response(self._state, scope, error)
+            response = _error_response(state, scope, error)
         await response(scope, receive, send)
-        _note_response(self._state, scope, self._name, response.status_code)
+        _note_response(state, scope, self._name, response.status_code)
 
 
 def _note_response(state: ServerState, scope: Scope, route: str, status: int) -> None:

@@ -15,6 +15,7 @@ from starlette.types import Message, Scope
 
 from llm_serving.server.generation.sequences import GENERATION, Generation
 from llm_serving.server.http.protocol import RECEIVED_AT
+from llm_serving.server.models.lookup import release_lease
 from llm_serving.server.state import Handler, ServerState
 
 
@@ -60,6 +61,7 @@ async def call_handler(
         generation: Generation | None = scope.pop(GENERATION, None)
         if generation is not None:
             generation.close(time.monotonic())
+        release_lease(scope)
 
 
 class _Exchange:

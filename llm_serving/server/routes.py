@@ -9,6 +9,7 @@ from llm_serving.server import pages
 from llm_serving.server.batches import endpoints as batches
 from llm_serving.server.kserve import endpoints as kserve
 from llm_serving.server.messages import endpoints as messages
+from llm_serving.server.models import commands as model_commands
 from llm_serving.server.openai import chat as openai_chat
 from llm_serving.server.openai import completions as openai_completions
 from llm_serving.server.operations import adapters, admin, profile, receipts, request_timeline
@@ -32,6 +33,7 @@ ENDPOINTS = (
     *request_timeline.ENDPOINTS,
     *profile.ENDPOINTS,
     *adapters.ENDPOINTS,
+    *model_commands.ENDPOINTS,
     *admin.ENDPOINTS,
     *pages.ENDPOINTS,
 )

@@ -23,6 +23,7 @@ from llm_serving.flight.setup import recordings_folder
 from llm_serving.lora.registry import Adapter
 from llm_serving.model.pooling import Pooling
 from llm_serving.parsing.formats import AUTO, OutputFormat
+from llm_serving.registry.registry import ModelRegistry
 from llm_serving.server.batches.store import BatchStore
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.fields.validation import RequestModel, short
@@ -166,7 +167,11 @@ class RunningProfile:
 
 @dataclass(slots=True)
 class ServerState:
-    """The objects and settings of one server. Every handler receives this object."""
+    """The objects and settings of one server, as a version of a model sees them. Every handler receives this object.
+
+    The versions of all models share the objects that are not of the model. A handler receives the state of the main
+    model; ``models.served`` returns the state of the request's model.
+    """
 
     engine: AsyncEngine
     log: EventLog
@@ -197,6 +202,8 @@ class ServerState:
     """The ids that clients gave to requests of `/chat`."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     """The stored responses of `/v1/responses`."""
+    models: ModelRegistry[ServerState] | None = None
+    """All models of the server. None if it has one model that is never replaced."""
     _format: tuple[ChatTemplate, OutputFormat] | None = None
 
     @property
@@ -211,7 +218,15 @@ class ServerState:
         return self._format[1]
 
     def check_queue(self, tenant: str) -> None:
-        """Raise QueueFullError if the queue is full for ``tenant``. Call this method before the body is read."""
+        """Raise QueueFullError if the queue is full for ``tenant``. Call this method before the body is read.
+
+        If the server has several models, only the body may name the model. ``models.served`` then checks its queue.
+        """
+        if self.models is None or not self.models.has_several:
+            self.refuse_if_full(tenant)
+
+    def refuse_if_full(self, tenant: str) -> None:
+        """Raise QueueFullError if the queue of this model is full for ``tenant``."""
         full = self.engine.queue_full(tenant)
         if full is not None:
             self.log.event("request_refused", code=full.code, message=str(full))
@@ -221,11 +236,12 @@ class ServerState:
                 del full  # breaks a reference cycle: the error's traceback refers to this frame
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFoundError unless ``name`` is the name of the served model, of an adapter, or None."""
-        self.find_adapter(name)
+        """Raise ModelNotFoundError unless ``name`` is the name of a served model, of an adapter, or None."""
+        if self.models is None or self.models.find(name) is None:
+            self.find_adapter(name)
 
     def find_adapter(self, name: str | None) -> Adapter | None:
-        """Return the LoRA adapter ``name``, or None if ``name`` is the name of the served model or None.
+        """Return the LoRA adapter ``name`` of this model, or None if ``name`` is the name of this model or None.
 
         Raises ModelNotFoundError for any other name.
         """
@@ -233,17 +249,26 @@ class ServerState:
             return None
         adapter = self.engine.adapters.find(name)
         if adapter is None:
-            raise ModelNotFoundError(
-                f"The model {short(name)} does not exist; this server serves {short(self.engine.model_name)}"
-                f"{' and its loaded adapters' if self.engine.adapters.max_adapters else ''}.",
-                param="model",
-            )
+            raise self.unknown_model(name)
         return adapter
+
+    def unknown_model(self, name: str) -> ModelNotFoundError:
+        """Return the error for a request whose model is not one of the server's."""
+        names = [self.engine.model_name] if self.models is None else [model.name for model in self.models.models]
+        served = ", ".join(short(each) for each in names)
+        adapters = " and its loaded adapters" if self.engine.adapters.max_adapters else ""
+        return ModelNotFoundError(
+            f"The model {short(name)} does not exist; this server serves {served}{adapters}.", param="model"
+        )
+
+    def check_running(self) -> None:
+        """Raise UnavailableError while the server stops."""
+        if self.active.stopping:
+            raise UnavailableError("The server is stopping.", "stopping")
 
     def check_ready(self) -> None:
         """Raise UnavailableError while the server cannot serve requests."""
-        if self.active.stopping:
-            raise UnavailableError("The server is stopping.", "stopping")
+        self.check_running()
         state = self.engine.state
         if state != "ready":
             raise UnavailableError(_NOT_READY.get(state, f"The engine is {state}."), state)

@@ -124,6 +124,26 @@ EVENTS: Mapping[str, LogEvent] = {
         "The profile of the agents has ended.",
         {"folder": "folder of the files", "agents": "number of agents", "message": "errors of agents; usually empty"},
     ),
+    "model_started": LogEvent(
+        "One of several models serves.",
+        {
+            "model": "name of the model",
+            "before": "state before: cold, sleeping or failed",
+            "seconds": "time that the start took",
+        },
+    ),
+    "model_ended": LogEvent(
+        "One of several models has left the memory.",
+        {"model": "name of the model", "state": "its state now: sleeping or cold"},
+    ),
+    "model_failed": LogEvent(
+        "One of several models does not start, or its engine ended by itself. The server goes on.",
+        {"model": "name of the model", "message": "the reason"},
+    ),
+    "model_reloaded": LogEvent(
+        "A new version of a model gets the new requests. The old one completes its own.",
+        {"model": "name of the model", "path": "model folder", "seconds": "time that the reload took"},
+    ),
     "adapter_loaded": LogEvent(
         "A LoRA adapter was loaded.",
         {

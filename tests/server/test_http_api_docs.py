@@ -30,6 +30,8 @@ def refusal_of(path: str) -> tuple[int, str] | None:
         return 400, "invalid_adapter"
     if path == "/v1/unload_lora_adapter":
         return 404, "model_not_found"
+    if path.startswith("/v1/models/") and path.endswith(("/load", "/unload", "/sleep", "/wake", "/reload")):
+        return 409, "model_state"
     return (400, "unsupported_task") if path in POOLED else None
 
 

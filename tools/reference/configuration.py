@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from dataclasses import fields
 from typing import Any
@@ -91,6 +92,8 @@ def type_name(hint: Any) -> str:
         return f"{type_name(arguments[0])} or null"
     if typing.get_origin(hint) is tuple:
         return f"list of {type_name(arguments[0])}s"
+    if dataclasses.is_dataclass(hint):
+        return "mapping"
     return {int: "integer", float: "number", str: "text", bool: "boolean"}[hint]
 
 

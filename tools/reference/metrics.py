@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from llm_serving.energy.meter import EnergyMeter
+from llm_serving.registry.states import ModelState
 from llm_serving.routing.placement import Placed
 from llm_serving.telemetry.metrics import Metrics
+from llm_serving.telemetry.model_metrics import ModelCollector
 from llm_serving.telemetry.npu_metrics import NpuCollector
 from llm_serving.telemetry.npu_smi import Chip
 from llm_serving.telemetry.vllm_names import VLLM_NAMES
@@ -52,9 +54,12 @@ def metrics_page() -> str:
     npus.update()
     metrics.registry.register(npus)
     metrics.registry.register(_energy())
+    model = _Status(name="", state="ready")
+    metrics.registry.register(ModelCollector(lambda: [model], [each.value for each in ModelState]))
     metrics.bind(lambda: _Status(state="ready", agents=[agent], replicas=[replica]))  # type: ignore[arg-type, return-value]
     declared = {each._name: each._labelnames for each in metrics.registry._collector_to_names if hasattr(each, "_name")}
-    rows: dict[str, list[str]] = {"Requests and steps": [], "Replicas": [], "Agents": [], "NPUs": [], "Process": []}
+    titles = ("Requests and steps", "Models", "Replicas", "Agents", "NPUs", "Process")
+    rows: dict[str, list[str]] = {title: [] for title in titles}
     for family in sorted(metrics.registry.collect(), key=lambda each: each.name):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = ", ".join(_label(label, family) for label in declared.get(family.name) or _labels(family))
@@ -83,6 +88,7 @@ def _vllm_names() -> str:
 
 def _section(name: str) -> str:
     parts = {"llm_serving_replica_": "Replicas", "llm_serving_agent_": "Agents", "llm_serving_npu_": "NPUs"}
+    parts["llm_serving_model_"] = "Models"
     parts["llm_serving_"] = "Requests and steps"
     return next((title for prefix, title in parts.items() if name.startswith(prefix)), "Process")
 
@@ -94,5 +100,5 @@ def _labels(family: Any) -> list[str]:
 def _label(name: str, family: Any) -> str:
     """Returns a metric's label as text, with its possible values if the server defines them in advance."""
     values = list(dict.fromkeys(sample.labels[name] for sample in family.samples if name in sample.labels))
-    fixed = values and name not in ("replica", "rank", "device")
+    fixed = values and name not in ("model", "replica", "rank", "device")
     return f"`{name}` ({', '.join(values)})" if fixed else f"`{name}`"

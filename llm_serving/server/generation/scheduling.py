@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 from starlette.datastructures import Headers
@@ -63,14 +63,7 @@ def scheduling_of(fields: SchedulingFields, request: Request, settings: ServerSe
 
     Raises RequestError with the name of a wrong header, and NotPermittedError for a priority that the key may not use.
     """
-    headers, visit = request.headers, visit_of(request)
-    given = {alias: headers[alias] for alias in SCHEDULING_HEADERS.values() if alias in headers}
-    try:
-        from_headers = SchedulingHeaders.model_validate(given)
-    except ValidationError as error:
-        raise request_error(error) from None
-    values = {name: getattr(fields, name) for name in SCHEDULING_HEADERS}
-    values = {name: getattr(from_headers, name) if value is None else value for name, value in values.items()}
+    visit, values = visit_of(request), _urgency(fields, request)
     has_keys = visit is not None and bool(visit.name)
     is_separate = settings.cache_salt == "tenant" or (settings.cache_salt == "auto" and has_keys)
     return SchedulingParams(
@@ -82,6 +75,25 @@ def scheduling_of(fields: SchedulingFields, request: Request, settings: ServerSe
         deadline=_seconds(values["deadline_ms"]),
         trace=request.scope.get(TRACE),
     )
+
+
+def deadline_of(fields: RequestModel | None, request: Request) -> float | None:
+    """Return the deadline of a request in seconds after its arrival, or None. ``fields`` may have no such field.
+
+    Raises RequestError with the name of a wrong header.
+    """
+    return _seconds(_urgency(fields, request)["deadline_ms"])
+
+
+def _urgency(fields: RequestModel | None, request: Request) -> dict[str, Any]:
+    """Return the values of the body fields of ``SCHEDULING_HEADERS``. A missing one has the value of its header."""
+    given = {alias: request.headers[alias] for alias in SCHEDULING_HEADERS.values() if alias in request.headers}
+    try:
+        from_headers = SchedulingHeaders.model_validate(given)
+    except ValidationError as error:
+        raise request_error(error) from None
+    values = {name: getattr(fields, name, None) for name in SCHEDULING_HEADERS}
+    return {name: getattr(from_headers, name) if value is None else value for name, value in values.items()}
 
 
 def visit_of(request: Request) -> Visit | None:

@@ -29,6 +29,7 @@ from llm_serving.server.kserve.fields import (
     read_tensors,
     wanted_outputs,
 )
+from llm_serving.server.models.lookup import served
 from llm_serving.server.openai.completions import CompletionRequest, start_completion
 from llm_serving.server.operations.admin import is_ready
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
@@ -55,8 +56,16 @@ async def _ready(state: ServerState, request: Request) -> Response:
 async def _model_ready(state: ServerState, request: Request) -> Response:
     name = request.path_params["name"]
     state.check_model(name)
-    ready, _ = await is_ready(state)
+    ready = await _is_model_ready(state, name)
     return json_response({"name": name, "ready": ready}, status=200 if ready else 503)
+
+
+async def _is_model_ready(state: ServerState, name: str) -> bool:
+    """Return whether a model serves now. The question alone does not start a model."""
+    model = None if state.models is None else state.models.find(name)
+    if model is None:
+        return (await is_ready(state))[0]
+    return model.version is not None and model.status().is_serving and (await is_ready(model.version.view))[0]
 
 
 async def _model(state: ServerState, request: Request) -> Response:
@@ -121,6 +130,7 @@ async def _body(state: ServerState, request: Request, kind: type[Any]) -> Any:
 
 
 async def _started(state: ServerState, request: Request, completion: CompletionRequest) -> Generation:
+    state = await served(state, request, completion.model, completion)
     try:
         return await start_completion(state, request, completion, "kserve", "infer")
     except RequestError as error:

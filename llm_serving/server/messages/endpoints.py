@@ -13,6 +13,7 @@ from llm_serving.server.http.sse import EventStream
 from llm_serving.server.messages.answer import MessageStream, message_of
 from llm_serving.server.messages.conversion import chat_request, named_back, without_tags
 from llm_serving.server.messages.fields import CountRequest, MessagesRequest
+from llm_serving.server.models.lookup import served
 from llm_serving.server.openai.chat import chat_prompt, start_chat
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
@@ -21,7 +22,7 @@ async def _create_message(state: ServerState, request: Request) -> AnyResponse:
     """Handle ``POST /v1/messages``: answer a conversation, streamed or not."""
     state.check_queue(tenant_of(request))
     body = await _read(MessagesRequest, state, request)
-    state.check_model(body.model)
+    state = await served(state, request, body.model, body)
     chat = chat_request(body, state.output_format.effort_variables)
     try:
         generation, plan = await start_chat(state, request, chat, "messages", "msg")
@@ -39,7 +40,7 @@ async def _create_message(state: ServerState, request: Request) -> AnyResponse:
 async def _count_tokens(state: ServerState, request: Request) -> AnyResponse:
     """Handle ``POST /v1/messages/count_tokens``: the number of tokens of a prompt."""
     body = await _read(CountRequest, state, request)
-    state.check_model(body.model)
+    state = await served(state, request, body.model, body)
     chat = chat_request(body, state.output_format.effort_variables)
     try:
         prompt = await chat_prompt(state, chat)

@@ -36,6 +36,7 @@ from llm_serving.server.http.json_pieces import EncodedList
 from llm_serving.server.http.lifecycle import run_while_connected
 from llm_serving.server.http.sse import EventStream
 from llm_serving.server.limits import MAX_LOGPROBS
+from llm_serving.server.models.lookup import served
 from llm_serving.server.openai.answer import TOOL_CALLS, DeltaWriter, message_of
 from llm_serving.server.openai.stream import (
     FINISH,
@@ -82,7 +83,7 @@ async def _create_chat_completion(state: ServerState, request: Request) -> AnyRe
     """Handle ``POST /v1/chat/completions``: answer a conversation ``n`` times, streamed or not."""
     state.check_queue(tenant_of(request))
     body = await read_request(ChatRequest, request, state.settings.max_body_bytes)
-    state.check_model(body.model)
+    state = await served(state, request, body.model, body)
     generation, plan = await start_chat(state, request, body, "chat.completions", "chatcmpl")
     if body.stream:
         return EventStream(generation, ChatStream(generation, body, plan))

@@ -28,6 +28,7 @@ from llm_serving.server.http.json_pieces import EncodedList
 from llm_serving.server.http.lifecycle import run_while_connected
 from llm_serving.server.http.sse import EventStream
 from llm_serving.server.limits import MAX_LOGPROBS
+from llm_serving.server.models.lookup import served
 from llm_serving.server.openai.stream import (
     FINISH,
     OpenAIStream,
@@ -79,7 +80,7 @@ async def _create_completion(state: ServerState, request: Request) -> AnyRespons
     """Handle ``POST /v1/completions``: continue each prompt ``n`` times, streamed or not."""
     state.check_queue(tenant_of(request))
     body = await read_request(CompletionRequest, request, state.settings.max_body_bytes)
-    state.check_model(body.model)
+    state = await served(state, request, body.model, body)
     generation = await start_completion(state, request, body, "completions", "cmpl")
     if body.stream:
         return EventStream(generation, CompletionStream(generation, body))

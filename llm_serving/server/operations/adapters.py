@@ -51,8 +51,8 @@ async def _load(state: ServerState, request: Request) -> Response:
     engine, name = state.engine, body.lora_name
     if not engine.adapters.max_adapters:
         raise AdapterError("This server has no adapter slots; start it with lora_config.max_adapters above 0.")
-    if name == engine.model_name:
-        raise AdapterError(f"{name!r} is the name of the served model; choose another one.", param="lora_name")
+    if name == engine.model_name or (state.models is not None and state.models.is_model(name)):
+        raise AdapterError(f"{name!r} is the name of a served model; choose another one.", param="lora_name")
     state.check_ready()
     async with state.adapters_lock:
         engine.adapters.check_new(name)

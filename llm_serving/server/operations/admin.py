@@ -21,7 +21,8 @@ from llm_serving.server.generation.work import off_loop
 from llm_serving.server.http.body import json_response, read_request
 from llm_serving.server.http.guard import is_on_this_machine
 from llm_serving.server.limits import MAX_CHOICES, MAX_DETOKENIZE, MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES
-from llm_serving.server.operations.adapters import adapter_json
+from llm_serving.server.models.lookup import served
+from llm_serving.server.operations.model_list import model_entries
 from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.telemetry.metrics import CONTENT_TYPE
 from llm_serving.version import __version__
@@ -63,25 +64,17 @@ class DetokenizeRequest(StrictModel):
 
 
 async def _list_models(state: ServerState, request: Request) -> Response:
-    visit, adapters = visit_of(request), state.engine.adapters.adapters
-    models = [_model(state), *(adapter_json(state, adapter) for adapter in adapters)]
+    visit, models = visit_of(request), model_entries(state)
     usable = [model for model in models if visit is None or visit.may_use(model["id"])]
     return json_response({"object": "list", "data": usable})
 
 
 async def _get_model(state: ServerState, request: Request) -> Response:
-    adapter = state.find_adapter(request.path_params["name"])
-    return json_response(_model(state) if adapter is None else adapter_json(state, adapter))
-
-
-def _model(state: ServerState) -> dict[str, Any]:
-    return {
-        "id": state.engine.model_name,
-        "object": "model",
-        "created": int(state.started_at),
-        "owned_by": "llm-serving",
-        "max_model_len": state.settings.max_context,
-    }
+    name = request.path_params["name"]
+    entry = next((each for each in model_entries(state) if each["id"] == name), None)
+    if entry is None:
+        raise state.unknown_model(name)
+    return json_response(entry)
 
 
 async def _health_live(state: ServerState, request: Request) -> Response:
@@ -117,15 +110,33 @@ async def _metrics(state: ServerState, request: Request) -> Response:
     return Response(state.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
 
-async def _server_info(state: ServerState, request: Request) -> Response:
-    """Respond with facts about the server. Processes, addresses and files are only for clients on this machine."""
-    tokenizer, formats = state.engine.tokenizer, state.output_format
-    is_local = is_on_this_machine(request)
+def _engine_json(state: ServerState, *, is_local: bool) -> dict[str, Any]:
+    """Return the status of a model's engine. Only a client on this machine gets all facts about the agents."""
     engine = state.engine.status().as_json()
     if not is_local:
         engine["agents"] = [
             {name: fact for name, fact in agent.items() if name in _PUBLIC_FACTS} for agent in engine["agents"]
         ]
+    return engine
+
+
+def _models_json(state: ServerState, *, is_local: bool) -> dict[str, Any]:
+    """Return the member ``models``: the state and the engine of each model. There is none for a single model."""
+    if state.models is None or not state.models.has_several:
+        return {}
+    found = []
+    for model in state.models.models:
+        view = None if model.version is None else model.version.view
+        engine = None if view is None else _engine_json(view, is_local=is_local)
+        found.append({"name": model.name, **model.status().as_json(), "engine": engine})
+    return {"models": found}
+
+
+async def _server_info(state: ServerState, request: Request) -> Response:
+    """Respond with facts about the server. Processes, addresses and files are only for clients on this machine."""
+    tokenizer, formats = state.engine.tokenizer, state.output_format
+    is_local = is_on_this_machine(request)
+    engine = _engine_json(state, is_local=is_local)
     return json_response(
         {
             "name": "llm-serving",
@@ -152,6 +163,7 @@ async def _server_info(state: ServerState, request: Request) -> Response:
                 "logprobs": MAX_LOGPROBS,
             },
             "settings": state.settings.settings if is_local else {},
+            **_models_json(state, is_local=is_local),
             "engine": engine,
         }
     )
@@ -159,7 +171,7 @@ async def _server_info(state: ServerState, request: Request) -> Response:
 
 async def _tokenize(state: ServerState, request: Request) -> Response:
     body = await read_request(TokenizeRequest, request, state.settings.max_body_bytes)
-    state.check_model(body.model)
+    state = await served(state, request, body.model, body)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Give either 'prompt' or 'messages'.", param="prompt", code="invalid_value")
     if body.messages is not None:
@@ -185,7 +197,7 @@ async def _detokenize(state: ServerState, request: Request) -> Response:
     The fields ``text`` and ``prompt`` both have the text, because clients differ.
     """
     body = await read_request(DetokenizeRequest, request, state.settings.max_body_bytes)
-    state.check_model(body.model)
+    state = await served(state, request, body.model, body)
     check_vocabulary(body.tokens, state.settings.vocab_size, "tokens")
     decode = partial(state.engine.tokenizer.decode, body.tokens, body.skip_special_tokens)
     text = await off_loop(len(body.tokens), decode)

@@ -16,6 +16,7 @@ from llm_serving.server.generation.scheduling import SchedulingFields, tenant_of
 from llm_serving.server.generation.sequences import Generation
 from llm_serving.server.http.body import read_request, whole_response
 from llm_serving.server.http.json_pieces import EncodedList
+from llm_serving.server.models.lookup import served
 from llm_serving.server.pooling.embeddings import INPUT_SCHEMA, read_inputs
 from llm_serving.server.pooling.pooled import Vector, pooled_results, pooling_of, receipt_member, usage_of
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
@@ -37,7 +38,7 @@ async def classify(state: ServerState, request: Request) -> AnyResponse:
     """Handle ``/classify``: return the most probable class of each text, and the probabilities of all classes."""
     state.check_queue(tenant_of(request))
     body = await read_request(ClassifyRequest, request, state.settings.max_body_bytes)
-    state.check_model(body.model)
+    state = await served(state, request, body.model, body)
     pooling = pooling_of(state, "classify")
     generation = Generation(state, request, "classify", "classify", body, stream=False)
     prompts = await resolve_prompts(state, await read_inputs(state, body.input), "input")

@@ -21,6 +21,7 @@ from llm_serving.server.generation.work import off_loop
 from llm_serving.server.http.body import read_request, whole_response
 from llm_serving.server.http.json_pieces import EncodedList
 from llm_serving.server.limits import MAX_NAME_CHARS
+from llm_serving.server.models.lookup import served
 from llm_serving.server.pooling.pooled import finished, pooled_results, pooling_of, receipt_member, usage_of
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
@@ -60,7 +61,7 @@ async def create_embeddings(state: ServerState, request: Request) -> AnyResponse
     """Handle ``POST /v1/embeddings``: return an embedding for each input."""
     state.check_queue(tenant_of(request))
     body = await read_request(EmbeddingRequest, request, state.settings.max_body_bytes)
-    state.check_model(body.model)
+    state = await served(state, request, body.model, body)
     pooling = pooling_of(state, "embed")
     _check_dimensions(pooling, body.dimensions)
     generation = Generation(state, request, "embeddings", "embd", body, stream=False)

@@ -21,6 +21,7 @@ from llm_serving.server.generation.scheduling import SchedulingFields, tenant_of
 from llm_serving.server.generation.sequences import Generation
 from llm_serving.server.http.body import read_request, whole_response
 from llm_serving.server.limits import MAX_PROMPTS
+from llm_serving.server.models.lookup import served
 from llm_serving.server.pooling.embeddings import prompt_text, with_prompt
 from llm_serving.server.pooling.pooled import cosine, pooled_results, pooling_of, receipt_member, usage_of
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
@@ -81,7 +82,7 @@ async def rerank(state: ServerState, request: Request) -> AnyResponse:
     """Handle ``/v1/rerank`` and ``/v2/rerank``: return the documents with scores, the most relevant first."""
     state.check_queue(tenant_of(request))
     body = await read_request(RerankRequest, request, state.settings.max_body_bytes)
-    state.check_model(body.model)
+    state = await served(state, request, body.model, body)
     pooling = pooling_of(state, "embed", "score")
     generation = Generation(state, request, "rerank", "rerank", body, stream=False)
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
@@ -116,7 +117,7 @@ async def score(state: ServerState, request: Request) -> AnyResponse:
     """Handle ``/v1/score``: return the score of each pair of texts."""
     state.check_queue(tenant_of(request))
     body = await read_request(ScoreRequest, request, state.settings.max_body_bytes)
-    state.check_model(body.model)
+    state = await served(state, request, body.model, body)
     pooling = pooling_of(state, "embed", "score")
     generation = Generation(state, request, "score", "score", body, stream=False)
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1

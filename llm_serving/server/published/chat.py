@@ -25,6 +25,7 @@ from llm_serving.server.http.json_pieces import EncodedList
 from llm_serving.server.http.lifecycle import run_while_connected
 from llm_serving.server.http.sse import EventStream
 from llm_serving.server.limits import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PREFIX_IDS
+from llm_serving.server.models.lookup import served
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
 OBSERVATION = "observation"
@@ -114,6 +115,7 @@ async def chat(state: ServerState, request: Request, *, stream: bool = False) ->
     """Handle ``/chat``: answer the question. With ``stream``, send the answer piece by piece as events."""
     state.check_queue(tenant_of(request))
     body = await read_request(ChatDialectRequest, request, state.settings.max_body_bytes)
+    state = await served(state, request, None, body)
     settings = body.gen_kwargs or GenerationSettings()
     stream = stream or bool(body.stream)
     generation = Generation(state, request, "chat", "chat", body, stream=stream)

@@ -28,6 +28,7 @@ from llm_serving.server.http.body import read_request, whole_response
 from llm_serving.server.http.json_pieces import EncodedList, encode_in_pieces
 from llm_serving.server.http.lifecycle import run_while_connected
 from llm_serving.server.http.sse import EventStream
+from llm_serving.server.models.lookup import served
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
 DEFAULT_MAX_NEW_TOKENS = 300
@@ -74,6 +75,7 @@ async def generate(state: ServerState, request: Request, *, stream: bool = False
     parameters = body.parameters or GenerateParameters()
     stream = stream or bool(body.stream)
     model = request.path_params.get("name")
+    state = await served(state, request, model, body)
     generation = Generation(state, request, "generate", "gen", body, stream=stream, model=model)
     [prompt] = await resolve_prompts(state, [body.inputs], "inputs")
     name = "parameters.max_new_tokens"

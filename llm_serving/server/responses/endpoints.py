@@ -15,6 +15,7 @@ from llm_serving.server.generation.sequences import count_items
 from llm_serving.server.http.body import json_response, read_request, whole_response
 from llm_serving.server.http.lifecycle import run_while_connected
 from llm_serving.server.http.sse import EventStream
+from llm_serving.server.models.lookup import served
 from llm_serving.server.openai.chat import start_chat
 from llm_serving.server.responses.answer import Responder, ResponseStream
 from llm_serving.server.responses.conversion import chat_request, conversation, named_back, without_tags
@@ -38,7 +39,7 @@ async def _create_response(state: ServerState, request: Request) -> AnyResponse:
         body = await read_request(ResponsesRequest, request, state.settings.max_body_bytes)
     except RequestError as error:
         raise without_tags(error) from None
-    state.check_model(body.model)
+    state = await served(state, request, body.model, body)
     earlier: list[dict[str, Any]] = []
     if body.previous_response_id is not None:
         found = _stored(state, tenant, body.previous_response_id, "previous_response_id")

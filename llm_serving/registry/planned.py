@@ -1,0 +1,108 @@
+"""A model that the configuration names: its config, its memory, and how its config is read again for a reload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llm_serving.config import Config
+from llm_serving.errors import ConfigError, ModelMemoryError
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.memory_plan import SERVER_PROCESS_BYTES, estimate_memory
+from llm_serving.registry.arbiter import HOST, Arbiter, Claim, Need
+
+LoadConfig = Callable[[str | None, Config], tuple[Config, Need]]
+"""Reads a model's config again, and plans its memory. Takes a model folder, or None for the same one, and the present
+config, whose sizes stay. Raises ConfigError, CheckpointError or MemoryPlanError."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model that the server may start. ``load`` is None if its config cannot be read again."""
+
+    config: Config
+    need: Need
+    pinned: bool = False
+    load: LoadConfig | None = None
+
+    @property
+    def name(self) -> str:
+        return self.config.model_name
+
+    @property
+    def adapter_names(self) -> frozenset[str]:
+        """Names of the LoRA adapters that the model has after each start."""
+        entries = self.config.lora_config.adapters or ()
+        return frozenset(entry.partition("=")[0].strip() for entry in entries)
+
+
+def need_of(config: Config, machine: Machine) -> dict[str, int]:
+    """Return the bytes that a model needs in each pool by its memory plan. The server process itself does not count."""
+    plan = estimate_memory(config, machine)
+    if config.device == "CPU":
+        return {HOST: plan.total_bytes - SERVER_PROCESS_BYTES}
+    ranks = plan.ranks or (plan.items,)
+    first = config.serving_config.start_device_id or config.context.device_id
+    devices = {f"device {first + rank}": sum(item.num_bytes for item in items) for rank, items in enumerate(ranks)}
+    return {HOST: sum(item.num_bytes for item in plan.host_items) - SERVER_PROCESS_BYTES, **devices}
+
+
+def limits_of(models: Sequence[PlannedModel], machine: Machine, memory_limit: int | None) -> dict[str, int]:
+    """Return the bytes that all models together may have in each pool.
+
+    ``memory_limit`` is the limit of the host on a CPU, and of each device on Ascends. Without it, the limit of
+    the host is its free memory at the start of the server. The limit of a device is ``max_device_memory`` of the first
+    model on it.
+    """
+    free = machine.available_bytes - SERVER_PROCESS_BYTES
+    is_cpu = models[0].config.device == "CPU"
+    limits = {HOST: memory_limit if is_cpu and memory_limit is not None else free}
+    for model in models:
+        stated = model.config.context.max_device_memory_bytes
+        size = stated if memory_limit is None else memory_limit
+        for pool in model.need:
+            if pool != HOST and size is not None:
+                limits.setdefault(pool, size)
+    return limits
+
+
+def check_models(models: Sequence[PlannedModel], arbiter: Arbiter) -> None:
+    """Raise ConfigError unless each model fits next to all pinned models, and each name is unique."""
+    names: set[str] = set()
+    for model in models:
+        for name in (model.name, *model.adapter_names):
+            if name in names:
+                raise ConfigError(f"models_config.models: the name {name!r} of a model or an adapter appears twice")
+            names.add(name)
+    pinned = [Claim(model.name, model.need, 0.0, may_sleep=False) for model in models if model.pinned]
+    for model in models:
+        others = [claim for claim in pinned if claim.name != model.name]
+        try:
+            arbiter.make_room(model.name, model.need, others)
+        except ModelMemoryError as error:
+            raise ConfigError(f"models_config.models: {error}") from None
+
+
+def with_log_folder(config: Config, number: int) -> Config:
+    """Return the config of version ``number`` of a model, whose agents write their logs to a folder of their own.
+
+    Two versions of a model run at the same time during a reload. Version 0 has the folder that the config states.
+    """
+    if number == 0:
+        return config
+    path = Path(config.log_config.path)
+    folder = path.parent / f"{config.model_name}.{number % 2}"
+    log = replace(config.log_config, path=str(folder / path.name), flight_recorder=None)
+    return replace(config, log_config=log)
+
+
+def size_overrides(config: Config) -> list[str]:
+    """Return the settings that give a model read again the sizes of ``config``."""
+    sizes: Mapping[str, object] = {
+        "pa_config.num_blocks": config.pa_config.num_blocks,
+        "pa_config.decode_seq_length": config.pa_config.decode_seq_length,
+        "model_config.max_generate_length": config.model_config.max_generate_length,
+        "model_config.seq_length": list(config.model_config.seq_length),
+    }
+    return [f"{key}={value}" for key, value in sizes.items()]

@@ -1,0 +1,181 @@
+"""Replaces the version of a model by a new one, without a failed request."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from llm_serving.config import Config
+from llm_serving.errors import (
+    CheckpointError,
+    ConfigError,
+    LLMServingError,
+    MemoryPlanError,
+    ModelMemoryError,
+    ModelStateError,
+)
+from llm_serving.registry.arbiter import Need
+from llm_serving.registry.freeing import return_free_memory
+from llm_serving.registry.served_model import ServedModel
+from llm_serving.registry.states import ModelState
+from llm_serving.registry.transitions import Transitions
+from llm_serving.registry.version import RunningVersion
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """The config of the next version, and the memory that it needs."""
+
+    config: Config
+    need: Need
+
+
+async def reload(
+    transitions: Transitions[V], model: ServedModel[V], path: str | None, *, drain_first: bool
+) -> None:
+    """Replace the version of a model. Requests that run complete with the old version.
+
+    ``path`` is another model folder. None: the same one, whose files may have changed. The new version starts next to
+    the old one. With ``drain_first``, the old version ends first if the memory is too small for both. It then completes
+    its requests, and new requests wait. A model that is not in memory gets its new config for its next start.
+
+    Raises ModelStateError with the numbers if the memory is too small, and if the new version does not start. The old
+    version then serves on, unless it had to end first.
+    """
+    _check(model)
+    model.is_reloading = True
+    try:
+        following = await asyncio.to_thread(_read_again, model, path)
+        old = model.version
+        if model.state is not ModelState.READY or old is None:
+            model.config, model.need, model.tokenizer = following.config, following.need, None
+            return
+        work = _Reload(transitions, model, old, following)
+        if (victims := work.victims(drain_first=drain_first)) is None:
+            await work.exchange()
+        else:
+            await work.switch(victims)
+    finally:
+        model.is_reloading = False
+        transitions.room.set()
+
+
+def _check(model: ServedModel[V]) -> None:
+    if model.planned.load is None:
+        raise ModelStateError(f"The config of the model {model.name!r} cannot be read again.")
+    is_starting = model.version is not None and model.version.engine.state == "starting"
+    if model.is_reloading or model.retired or model.change is not None or is_starting:
+        raise ModelStateError(
+            f"The model {model.name!r} starts, ends or still completes requests of its old version; send the command "
+            "again later."
+        )
+
+
+def _read_again(model: ServedModel[V], path: str | None) -> _Next:
+    """Read the config of a model again. Raises ModelStateError if it is wrong."""
+    assert model.planned.load is not None
+    try:
+        return _Next(*model.planned.load(path, model.config))
+    except (ConfigError, CheckpointError, MemoryPlanError) as error:
+        raise ModelStateError(f"The model is not reloaded: {error}", code="model_invalid") from None
+
+
+class _Reload(Generic[V]):
+    """One reload of a model that serves."""
+
+    def __init__(
+        self, transitions: Transitions[V], model: ServedModel[V], old: RunningVersion[V], following: _Next
+    ) -> None:
+        self._transitions = transitions
+        self._model = model
+        self._old = old
+        self._next = following
+        self._began = transitions.clock()
+
+    def victims(self, *, drain_first: bool) -> list[ServedModel[V]] | None:
+        """Return the models that must end for a second version. None: the old version must end first.
+
+        Raises ModelStateError if the memory is too small.
+        """
+        hint = ' Send {"drain_first": true} to end the old version before the new one starts.'
+        try:
+            return self._transitions.victims(self._model, self._next.need)
+        except ModelMemoryError as error:
+            problem = error
+        if drain_first:
+            hint = ""
+            try:
+                if not self._transitions.victims(self._model, self._next.need, without_own=True):
+                    return None
+            except ModelMemoryError as error:
+                problem = error
+        raise ModelStateError(f"The model is not reloaded: {problem}.{hint}", code="model_memory")
+
+    async def switch(self, victims: list[ServedModel[V]]) -> None:
+        """Start the new version next to the old one, then give new requests to it."""
+        transitions, model = self._transitions, self._model
+        transitions.starting[model.name] = self._next.need
+        ends = [transitions.end_for_other(victim) for victim in victims]
+        try:
+            if ends:
+                await asyncio.wait(ends)
+            version = await transitions.starter.start(
+                *(self._next.config, model.take_number(), self._next.need),
+                adapters_of=self._old.engine,
+                is_main=model.is_main,
+            )
+        except (LLMServingError, OSError) as error:
+            raise ModelStateError(f"The new version does not start, so the old one serves on: {error}") from None
+        finally:
+            del transitions.starting[model.name]
+        is_old_alive = model.version is self._old
+        model.config, model.need = self._next.config, self._next.need
+        transitions.put(model, version)
+        self._note()
+        if is_old_alive:
+            model.retired.append(self._old)
+            transitions.keep(self._retire())
+
+    async def exchange(self) -> None:
+        """End the old version when its requests have completed, then start the new one. New requests wait."""
+        model = self._model
+        model.state = ModelState.UNLOADING
+        model.change = self._transitions.keep(self._end_then_start())
+        await asyncio.wait((model.change,))
+        if model.state is ModelState.FAILED:
+            raise ModelStateError(f"The old version has ended, and the new one does not start: {model.error}")
+        self._note()
+
+    async def _end_then_start(self) -> None:
+        transitions, model = self._transitions, self._model
+        await self._old.drained()
+        transitions.starting[model.name] = self._next.need
+        try:
+            await self._old.stop()
+            if not model.is_main:  # the server's own handlers always need a version of the main model
+                model.version = None
+            model.config, model.need, model.tokenizer = self._next.config, self._next.need, None
+            await transitions.load(model, ModelState.COLD)
+        finally:
+            del transitions.starting[model.name]
+            model.change = None
+            transitions.room.set()
+
+    async def _retire(self) -> None:
+        await self._old.drained()
+        await self._old.stop()
+        self._model.retired.remove(self._old)
+        self._transitions.room.set()
+        del self._old
+        await asyncio.to_thread(return_free_memory)
+
+    def _note(self) -> None:
+        model = self._model
+        model.num_reloads += 1
+        seconds = round(self._transitions.clock() - self._began, 3)
+        self._transitions.log.event(
+            "model_reloaded", model=model.name, path=model.config.model_config.model_path, seconds=seconds
+        )

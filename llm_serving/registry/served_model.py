@@ -1,0 +1,125 @@
+"""One model of the registry: its state, the version in memory, and what its starts have cost."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from llm_serving.config import Config
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.registry.arbiter import Need
+from llm_serving.registry.planned import PlannedModel
+from llm_serving.registry.states import ModelState, StartCosts
+from llm_serving.registry.version import RunningVersion
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """The present state of a model, for ``/v1/models`` and the metrics."""
+
+    name: str
+    state: str
+    """A value of ``ModelState``."""
+    pinned: bool
+    wake_seconds: float | None
+    """Expected seconds until the model serves. 0 if it serves now. None if no start was seen."""
+    memory_bytes: int
+    """Planned memory of the versions in memory, in all pools."""
+    requests: int
+    """HTTP requests that use the model now."""
+    starts: int
+    reloads: int
+    error: str
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state == ModelState.READY.value
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the members that ``/v1/models`` adds to an entry."""
+        wake = None if self.wake_seconds is None else round(self.wake_seconds, 3)
+        members = {"state": self.state, "pinned": self.pinned, "wake_seconds": wake, "memory_bytes": self.memory_bytes}
+        return {**members, "error": self.error} if self.error else members
+
+
+class ServedModel(Generic[V]):
+    """State of one model. The registry changes it, on the event loop."""
+
+    def __init__(self, planned: PlannedModel, *, is_main: bool) -> None:
+        self.planned = planned
+        self.config: Config = planned.config
+        """The config of the next start."""
+        self.need: Need = planned.need
+        self.is_main = is_main
+        self.state = ModelState.COLD
+        self.version: RunningVersion[V] | None = None
+        """The version that gets new requests. None while the model is not in memory."""
+        self.retired: list[RunningVersion[V]] = []
+        """Versions that a reload has replaced. They complete their requests."""
+        self.tokenizer: Tokenizer | None = None
+        """The tokenizer that a sleeping model keeps."""
+        self.change: asyncio.Task[None] | None = None
+        """The start or the end that is in progress."""
+        self.is_reloading = False
+        self.is_victim = False
+        """Whether the model ends because another model needs its memory."""
+        self.last_used = 0.0
+        self.failed_at: float | None = None
+        self.error = ""
+        """Why the last start failed. Empty after a start without an error."""
+        self.costs = StartCosts()
+        self.num_versions = 0
+        self.num_starts = 0
+        self.num_reloads = 0
+
+    @property
+    def name(self) -> str:
+        return self.planned.name
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.planned.pinned or self.is_main
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the model serves, and no request, command or older version uses it."""
+        version, is_changing = self.version, self.is_reloading or self.change is not None or bool(self.retired)
+        return self.state is ModelState.READY and version is not None and not version.num_leases and not is_changing
+
+    @property
+    def expected_s(self) -> float | None:
+        """Expected seconds of a start. None if no start was seen."""
+        return self.costs.expected_s(self.state)
+
+    def take_number(self) -> int:
+        """Return the number of a new version."""
+        self.num_versions += 1
+        return self.num_versions - 1
+
+    def knows(self, name: str) -> bool:
+        """Return whether requests with this name in ``model`` are for this model: its name, or that of an adapter."""
+        if name == self.name or (self.version is None and name in self.planned.adapter_names):
+            return True
+        return self.version is not None and self.version.engine.adapters.find(name) is not None
+
+    def status(self) -> ModelStatus:
+        """Return the present state and figures."""
+        versions = [*self.retired, *([] if self.version is None else [self.version])]
+        is_serving = self.state is ModelState.READY
+        state = self.state.value
+        if self.version is not None and is_serving and self.version.engine.state == "starting":
+            state, is_serving = ModelState.LOADING.value, False
+        return ModelStatus(
+            name=self.name,
+            state=state,
+            pinned=self.is_pinned,
+            wake_seconds=0.0 if is_serving else self.expected_s,
+            memory_bytes=sum(sum(version.need.values()) for version in versions),
+            requests=sum(version.num_leases for version in versions),
+            starts=self.num_starts,
+            reloads=self.num_reloads,
+            error=self.error,
+        )

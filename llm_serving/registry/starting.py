@@ -1,0 +1,112 @@
+"""Starts a version of a model: its agents, its engine, and the view that the HTTP edge has of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from llm_serving.config import Config
+from llm_serving.engine.assembly import make_engine, make_executors, wait_ready
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.engine.tokenizer_backends import load_tokenizer
+from llm_serving.errors import AgentStartError
+from llm_serving.lora.loading import read_into_memory
+from llm_serving.model.source_files import weights_digest
+from llm_serving.registry.arbiter import Need
+from llm_serving.registry.model_log import ModelLog
+from llm_serving.registry.planned import with_log_folder
+from llm_serving.registry.version import RunningVersion
+from llm_serving.self_checks.canary import Canary
+from llm_serving.telemetry.log import EventLog
+from llm_serving.telemetry.metrics import Metrics
+
+V = TypeVar("V")
+
+MakeView = Callable[[AsyncEngine, EventLog], V]
+"""Makes the view of a version. Called in another thread than the event loop's, because it may take long."""
+
+
+class VersionStarter(Generic[V]):
+    """Starts versions. All of them share the event log and the metrics of the server."""
+
+    def __init__(self, log: EventLog, metrics: Metrics, make_view: MakeView[V]) -> None:
+        self._log = log
+        self._metrics = metrics
+        self._make_view = make_view
+        self.is_closing = False
+        """Set to True to end starts that are in progress. They then raise AgentStartError."""
+
+    async def start(
+        self,
+        config: Config,
+        number: int,
+        need: Need,
+        *,
+        tokenizer: Tokenizer | None = None,
+        adapters_of: AsyncEngine | None = None,
+        is_main: bool = False,
+    ) -> RunningVersion[V]:
+        """Start version ``number`` of a model, and return it when its agents are ready.
+
+        ``tokenizer``: the model's tokenizer, if it is in memory. ``adapters_of``: an engine whose LoRA adapters the
+        version gets, too. Raises LLMServingError or OSError if the version does not start; nothing is then left.
+        """
+        log = self._log if is_main else ModelLog(self._log, config.model_name)
+        owned, engine, is_started = ExitStack(), None, False
+        try:
+            engine = await asyncio.to_thread(self._make_engine, with_log_folder(config, number), tokenizer, log, owned)
+            if adapters_of is not None:
+                await asyncio.to_thread(_copy_adapters, adapters_of, engine)
+            view = await asyncio.to_thread(self._make_view, engine, log)
+            engine.start()
+            is_started = True
+            if not await wait_ready(engine, lambda: self.is_closing):
+                raise AgentStartError("the server is stopping")
+        except BaseException:
+            if engine is not None:
+                if not is_started:
+                    engine.start()  # only a running engine can free the shared memory of its adapters
+                await engine.stop()
+            await asyncio.to_thread(owned.close)
+            raise
+        version = RunningVersion(number, engine, view, need, owned)
+        self.begin_checks(version)
+        return version
+
+    def begin_checks(self, version: RunningVersion[V]) -> None:
+        """Start the canary of a version if its config asks for one."""
+        config = version.engine.config
+        if config.serving_config.canary_interval_s and config.pooling is None:
+            canary = Canary(version.engine, self._log, self._metrics, config.serving_config.canary_interval_s)
+            version.checks = asyncio.get_running_loop().create_task(canary.run())
+
+    def _make_engine(self, config: Config, tokenizer: Tokenizer | None, log: EventLog, owned: ExitStack) -> AsyncEngine:
+        config = with_digest(config)
+        executors = make_executors(config, lambda rank, stage, done, total: None, owned)
+        for executor in executors:
+            executor.start()
+        return make_engine(config, tokenizer or load_tokenizer(config), executors, log, self._metrics)
+
+
+def with_digest(config: Config) -> Config:
+    """Return a config with the digest of the model's files as they are now. Raises AgentStartError."""
+    path = config.model_config.model_path
+    is_dummy = config.model_config.load_format == "dummy"
+    try:
+        digest = weights_digest(None if is_dummy or path is None else Path(path))
+    except OSError as error:
+        raise AgentStartError(f"the files of the model cannot be read: {error}") from error
+    return replace(config, weights_digest=digest)
+
+
+def _copy_adapters(source: AsyncEngine, engine: AsyncEngine) -> None:
+    """Load the adapters of another engine that were loaded over HTTP. Raises AdapterError."""
+    for adapter in source.adapters.adapters:
+        if engine.adapters.find(adapter.name) is None:
+            digest, memory = read_into_memory(Path(adapter.path), engine.config)
+            engine.keep_adapter(adapter.name, adapter.path, digest, memory)

@@ -1,0 +1,103 @@
+"""Finds the model of a request, waits until it is in memory, and holds it there until the response has been sent.
+
+Each version of a model has a ``ServerState`` of its own, its view: with its engine, its limits and its grammars. A
+handler calls ``served`` when it knows the name of the model, and works with the returned view from then on.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from llm_serving.config.models_section import ModelsConfig
+from llm_serving.constraints.compiler import GrammarCompiler
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.registry.planned_models import PlannedModels
+from llm_serving.registry.registry import ModelRegistry
+from llm_serving.registry.starting import VersionStarter
+from llm_serving.registry.states import ModelState
+from llm_serving.registry.version import Lease, RunningVersion
+from llm_serving.server.fields.validation import RequestModel
+from llm_serving.server.generation.scheduling import deadline_of, tenant_of, visit_of
+from llm_serving.server.http.protocol import RECEIVED_AT
+from llm_serving.server.state import ServerSettings, ServerState
+from llm_serving.telemetry.log import EventLog
+from llm_serving.telemetry.model_metrics import ModelCollector
+
+LEASE = "llm_serving.lease"
+"""Key of the ASGI scope whose value is the request's lease of its model."""
+
+
+def open_models(
+    state: ServerState, models: PlannedModels, settings: ModelsConfig, agents: ExitStack
+) -> ModelRegistry[ServerState]:
+    """Return the registry of a server whose main model ``state`` serves. ``agents`` ends the main model's agents."""
+    main = RunningVersion(0, state.engine, state, models.models[0].need, agents)
+    starter = VersionStarter(state.log, state.metrics, lambda engine, log: view_of(state, engine, log))
+    registry = ModelRegistry(
+        *(models.models, main, starter, models.arbiter, state.log),
+        max_wait_s=settings.max_wait_s,
+        idle_unload_s=settings.idle_unload_s,
+    )
+    state.models = registry
+    state.metrics.bind(lambda: registry.main.engine.status())
+    if registry.has_several:
+        state.metrics.registry.register(ModelCollector(registry.statuses, [each.value for each in ModelState]))
+    return registry
+
+
+def view_of(state: ServerState, engine: AsyncEngine, log: EventLog) -> ServerState:
+    """Return the view of a version that ``engine`` serves. All that is not of the model is shared with ``state``."""
+    _ = engine.tokenizer.max_piece_chars  # a cached property: compute it before the first request
+    settings, grammars = ServerSettings.from_config(engine.config), None
+    if settings.structured_outputs:
+        grammars = GrammarCompiler(engine.tokenizer, settings.vocab_size, sorted(engine.end_token_ids))
+    return replace(
+        state, engine=engine, log=log, settings=settings, grammars=grammars, renders_inline=True, _format=None
+    )
+
+
+async def served(
+    state: ServerState, request: Request, name: str | None, fields: RequestModel | None = None
+) -> ServerState:
+    """Return the view of the model that a request names. None is the main model. The model stays until the response.
+
+    A model that is not in memory is started first. ``fields`` may have the request's deadline. Raises
+    ModelNotFoundError, NotPermittedError, ModelUnavailableError if the wait would be too long, QueueFullError, and
+    UnavailableError while the server stops.
+    """
+    models = state.models
+    if models is None:
+        state.check_model(name)
+        return state
+    model, visit = models.find(name), visit_of(request)
+    if model is None:
+        raise state.unknown_model(name or "")
+    if visit is not None:
+        visit.check_model(name or model.name)
+    if model.version is None:
+        state.check_running()
+    lease: Lease[ServerState] = await models.acquire(model, _time_left(request, fields))
+    release_lease(request.scope)
+    request.scope[LEASE] = lease
+    if models.has_several:
+        lease.view.refuse_if_full(tenant_of(request))
+    return lease.view
+
+
+def release_lease(scope: Scope) -> None:
+    """Give back the lease of a request, if it has one."""
+    lease: Lease[ServerState] | None = scope.pop(LEASE, None)
+    if lease is not None:
+        lease.release()
+
+
+def _time_left(request: Request, fields: RequestModel | None) -> float | None:
+    """Return the seconds until the deadline of a request, or None without a deadline."""
+    deadline = deadline_of(fields, request)
+    received: float = request.scope[RECEIVED_AT]
+    return None if deadline is None else deadline - (time.monotonic() - received)

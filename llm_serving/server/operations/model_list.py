@@ -1,0 +1,40 @@
+"""The entries of ``/v1/models``: each model with its state, and its LoRA adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llm_serving.registry.served_model import ServedModel
+from llm_serving.server.operations.adapters import adapter_json
+from llm_serving.server.state import ServerState
+
+
+def model_entries(state: ServerState) -> list[dict[str, Any]]:
+    """Return the JSON objects of all models and of the adapters that are in memory. The main model is the first."""
+    if state.models is None:
+        return [_entry(state, state.engine.model_name, state.settings.max_context), *_adapters(state)]
+    entries = []
+    for model in state.models.models:
+        entries.append(_entry(state, model.name, model.config.max_model_len) | _state_members(state, model))
+        if model.version is not None:
+            entries += _adapters(model.version.view)
+    return entries
+
+
+def _entry(state: ServerState, name: str, max_model_len: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(state.started_at),
+        "owned_by": "llm-serving",
+        "max_model_len": max_model_len,
+    }
+
+
+def _state_members(state: ServerState, model: ServedModel[ServerState]) -> dict[str, Any]:
+    """Return the members about a model's state. There are none if the server has one model, which always serves."""
+    return model.status().as_json() if state.models is not None and state.models.has_several else {}
+
+
+def _adapters(view: ServerState) -> list[dict[str, Any]]:
+    return [adapter_json(view, adapter) for adapter in view.engine.adapters.adapters]

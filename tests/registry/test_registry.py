@@ -1,0 +1,338 @@
+"""Tests the registry with versions that have no agents: leases, starts on demand, sleep, refusals and reloads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from llm_serving.errors import ModelStateError, ModelUnavailableError
+from llm_serving.registry.registry import RETRY_FAILED_S
+from llm_serving.registry.states import ModelState, StartCosts
+from support.fake_models import Models
+from support.time_limits import time_limit
+
+Script = Callable[[Models], Awaitable[None]]
+
+
+def play(script: Script, folder: Path, sizes: dict[str, int], **settings: object) -> None:
+    """Runs a script with a registry, and closes the registry."""
+
+    async def run() -> None:
+        models = Models(folder, sizes, **settings)  # type: ignore[arg-type]
+        try:
+            await asyncio.wait_for(script(models), time_limit(10))
+        finally:
+            await models.registry.close()
+
+    asyncio.run(run())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def test_many_requests_for_a_cold_model_start_it_once(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        leases = await asyncio.gather(*(models.registry.acquire(models["a"]) for _ in range(5)))
+        assert {lease.view for lease in leases} == {"a.0"}
+        assert models.starter.started == ["a"]
+        assert models["a"].status().requests == 5
+
+    play(script, tmp_path, {"a": 3})
+
+
+def test_the_main_model_serves_without_a_start(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        assert models.registry.find(None) is models["main"]
+        assert models.registry.find("nobody") is None
+        lease = await models.registry.acquire(models["main"], 0.0)
+        assert lease.view == "main.0"
+        for after in (ModelState.SLEEPING, ModelState.COLD):
+            with pytest.raises(ModelStateError, match=r"main model"):
+                await models.registry.end(models["main"], after)
+        assert models.starter.started == []
+
+    play(script, tmp_path, {"a": 3})
+
+
+def test_the_least_recently_used_idle_model_sleeps_for_another(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        for name in ("a", "b", "a"):
+            (await models.registry.acquire(models[name])).release()
+            models.starter.now += 1
+        await models.registry.acquire(models["c"])
+        assert models.states() == {"main": "ready", "a": "ready", "b": "sleeping", "c": "ready"}
+        assert models["b"].status().memory_bytes == 0
+        models["a"].version.on_idle()  # type: ignore[union-attr]
+        await models.registry.acquire(models["b"])
+        assert models.states()["a"] == "sleeping"
+        assert models.starter.with_tokenizer == [False, False, False, True], "a sleeping model keeps its tokenizer"
+
+    play(script, tmp_path, {"a": 3, "b": 3, "c": 3})
+
+
+def test_a_request_waits_until_a_busy_model_makes_room(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        first = await models.registry.acquire(models["a"])
+        second = asyncio.ensure_future(models.registry.acquire(models["b"]))
+        await asyncio.sleep(0.02)
+        assert not second.done()
+        assert models.states()["a"] == "ready", "a model with requests keeps its memory"
+        first.release()
+        assert (await second).view == "b.0"
+        assert models.states()["a"] == "sleeping"
+
+    play(script, tmp_path, {"a": 6, "b": 6})
+
+
+def test_a_request_for_which_there_is_no_room_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        await models.registry.acquire(models["a"])
+        with pytest.raises(ModelUnavailableError, match=r"needs 6 B of host memory.*may have 10 B.*a 6 B") as refused:
+            await models.registry.acquire(models["b"], 0.05)
+        assert refused.value.status == 503
+        with pytest.raises(ModelStateError, match=r"needs 6 B") as command:
+            await models.registry.start(models["b"])
+        assert command.value.code == "model_memory"
+        assert models.starter.started == ["a"]
+
+    play(script, tmp_path, {"a": 6, "b": 6})
+
+
+def test_a_deadline_shorter_than_the_learnt_start_is_refused_at_once(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        (await models.registry.acquire(models["a"])).release()
+        await models.registry.end(models["a"], ModelState.SLEEPING)
+        assert models["a"].status().wake_seconds == 3.0
+        with pytest.raises(ModelUnavailableError, match=r"about 3.0 s.*may wait 2.0 s") as refused:
+            await models.registry.acquire(models["a"], 2.0)
+        assert refused.value.retry_after_s == 3.0
+        assert models.states()["a"] == "sleeping"
+        assert (await models.registry.acquire(models["a"], 4.0)).view == "a.1"
+
+    play(script, tmp_path, {"a": 3})
+
+
+def test_a_wait_is_bounded_and_the_start_goes_on(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        models.starter.gate.clear()
+        with pytest.raises(ModelUnavailableError, match=r"was not ready within 0.02 s"):
+            await models.registry.acquire(models["a"])
+        models.starter.gate.set()
+        await until(lambda: models.states()["a"] == "ready")
+        assert models.starter.started == ["a"]
+
+    play(script, tmp_path, {"a": 3}, max_wait_s=0.02)
+
+
+def test_a_failed_start_refuses_requests_for_a_while(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        models.starter.fails = True
+        for _ in range(2):
+            with pytest.raises(ModelUnavailableError, match=r"could not be started") as refused:
+                await models.registry.acquire(models["a"])
+            assert refused.value.retry_after_s == RETRY_FAILED_S
+        assert models.starter.started == ["a"], "the second request did not start the model again"
+        assert models["a"].status().error == "no memory left for the agent"
+        with pytest.raises(ModelStateError, match=r"no memory left"):
+            await models.registry.start(models["a"])
+        models.starter.fails = False
+        models.starter.now += RETRY_FAILED_S
+        assert (await models.registry.acquire(models["a"])).view == "a.2"
+        assert models["a"].status().error == ""
+
+    play(script, tmp_path, {"a": 3})
+
+
+def test_a_model_whose_engine_ends_is_started_again_and_others_stay(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        (await models.registry.acquire(models["a"])).release()
+        other = await models.registry.acquire(models["b"])
+        engine = models["a"].version.engine  # type: ignore[union-attr]
+        engine.ended.set()
+        await until(lambda: models["a"].version is None)
+        assert models.states() == {"main": "ready", "a": "failed", "b": "ready"}
+        assert not models.registry.ended.is_set()
+        models.starter.now += RETRY_FAILED_S
+        assert (await models.registry.acquire(models["a"])).view == "a.1"
+        assert other.view == "b.0"
+
+    play(script, tmp_path, {"a": 3, "b": 3})
+
+
+def test_the_end_of_the_main_engine_ends_the_server(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        models.registry.main.engine.ended.set()
+        await models.registry.ended.wait()
+        assert models.registry.end_reason == "the agents were lost too often"
+
+    play(script, tmp_path, {})
+
+
+def test_an_end_waits_for_requests_and_new_ones_wait_for_the_next_start(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        lease = await models.registry.acquire(models["a"])
+        engine = models["a"].version.engine  # type: ignore[union-attr]
+        end = asyncio.ensure_future(models.registry.end(models["a"], ModelState.COLD))
+        await asyncio.sleep(0.01)
+        assert models.states()["a"] == "unloading"
+        late = asyncio.ensure_future(models.registry.acquire(models["a"]))
+        await asyncio.sleep(0.01)
+        assert not engine.is_stopped  # type: ignore[attr-defined]
+        lease.release()
+        lease.release()
+        await end
+        assert engine.is_stopped  # type: ignore[attr-defined]
+        assert (await late).view == "a.1"
+        assert models.starter.with_tokenizer == [False, False], "an unloaded model keeps nothing"
+
+    play(script, tmp_path, {"a": 3})
+
+
+def test_an_idle_model_is_unloaded_but_not_a_pinned_or_busy_one(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        models.registry.begin()
+        (await models.registry.acquire(models["idle"])).release()
+        await models.registry.acquire(models["busy"])
+        await models.registry.start(models["pinned"])
+        models.starter.now += 100
+        await until(lambda: models.states()["idle"] == "cold")
+        await asyncio.sleep(0.15)
+        states = {"main": "ready", "idle": "cold", "busy": "ready", "pinned": "ready"}
+        assert models.states() == states
+
+    sizes = {"idle": 1, "busy": 1, "pinned": 1}
+    play(script, tmp_path, sizes, pinned=("pinned",), idle_unload_s=0.1)
+
+
+def test_a_pinned_model_starts_with_the_server_and_never_makes_room(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        models.registry.begin()
+        await until(lambda: models.states()["p"] == "ready")
+        with pytest.raises(ModelUnavailableError, match=r"p 3 B"):
+            await models.registry.acquire(models["a"], 0.02)
+
+    play(script, tmp_path, {"p": 3, "a": 4}, pinned=("p",))
+
+
+def test_a_reload_keeps_the_old_version_until_its_requests_end(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        old = await models.registry.acquire(models["main"])
+        engine = models.registry.main.engine
+        await models.registry.reload(models["main"], "/new", drain_first=False)
+        assert models.registry.main.view == "main.1"
+        assert models.registry.main.config_path == "/new"
+        assert models["main"].status().memory_bytes == 8
+        with pytest.raises(ModelStateError, match=r"old version"):
+            await models.registry.reload(models["main"], None, drain_first=False)
+        assert (await models.registry.acquire(models["main"])).view == "main.1"
+        assert not engine.is_stopped  # type: ignore[attr-defined]
+        old.release()
+        await until(lambda: not models["main"].retired)
+        assert engine.is_stopped  # type: ignore[attr-defined]
+        assert models["main"].status().memory_bytes == 4
+        assert not models.registry.ended.is_set()
+
+    play(script, tmp_path, {})
+
+
+def test_a_reload_without_memory_is_refused_or_drains_first(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        lease = await models.registry.acquire(models["a"])
+        with pytest.raises(ModelStateError, match=r"needs 5 B.*drain_first") as refused:
+            await models.registry.reload(models["a"], None, drain_first=False)
+        assert refused.value.code == "model_memory"
+        reload = asyncio.ensure_future(models.registry.reload(models["a"], "/new", drain_first=True))
+        await asyncio.sleep(0.01)
+        late = asyncio.ensure_future(models.registry.acquire(models["a"]))
+        await asyncio.sleep(0.01)
+        assert not reload.done()
+        assert lease.view == "a.0"
+        lease.release()
+        await reload
+        assert (await late).view == "a.1"
+        assert models["a"].config.model_config.model_path == "/new"
+
+    play(script, tmp_path, {"a": 5})
+
+
+def test_a_version_that_is_too_large_is_refused_before_the_old_one_ends(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        (await models.registry.acquire(models["a"])).release()
+        models.next_size["a"] = 7
+        with pytest.raises(ModelStateError, match=r"needs 7 B of host memory.*main 4 B"):
+            await models.registry.reload(models["a"], None, drain_first=True)
+        assert models.states()["a"] == "ready"
+        assert models.starter.started == ["a"]
+
+    play(script, tmp_path, {"a": 5})
+
+
+def test_an_idle_model_makes_room_for_a_reload(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        for name in ("idle", "a"):
+            (await models.registry.acquire(models[name])).release()
+        await models.registry.reload(models["a"], None, drain_first=False)
+        assert models.states() == {"main": "ready", "idle": "sleeping", "a": "ready"}
+
+    play(script, tmp_path, {"idle": 3, "a": 3})
+
+
+def test_the_old_version_stays_if_the_new_one_does_not_start(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        models.starter.fails = True
+        with pytest.raises(ModelStateError, match=r"old one serves on: no memory left"):
+            await models.registry.reload(models["main"], "/new", drain_first=False)
+        assert (await models.registry.acquire(models["main"])).view == "main.0"
+        assert models["main"].status().memory_bytes == 4
+        models.starter.fails = False
+        await models.registry.reload(models["main"], None, drain_first=False)
+        assert models.registry.main.config_path != "/new"
+
+    play(script, tmp_path, {})
+
+
+def test_a_model_that_sleeps_gets_its_new_config_for_the_next_start(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        (await models.registry.acquire(models["a"])).release()
+        await models.registry.end(models["a"], ModelState.SLEEPING)
+        await models.registry.reload(models["a"], "/new", drain_first=False)
+        assert models.states()["a"] == "sleeping"
+        await models.registry.acquire(models["a"])
+        version = models["a"].version
+        assert version is not None
+        assert version.config_path == "/new"
+        assert models.starter.with_tokenizer == [False, False], "the new folder may have another tokenizer"
+
+    play(script, tmp_path, {"a": 3})
+
+
+def test_closing_ends_starts_and_busy_versions(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        await models.registry.acquire(models["a"])
+        end = asyncio.ensure_future(models.registry.end(models["a"], ModelState.SLEEPING))
+        models.starter.gate.clear()
+        start = asyncio.ensure_future(models.registry.start(models["b"]))
+        await asyncio.sleep(0.01)
+        asyncio.get_running_loop().call_later(0.01, models.starter.gate.set)
+        await models.registry.close()
+        await asyncio.gather(end, start, return_exceptions=True)
+        assert models.states()["b"] == "failed"
+
+    play(script, tmp_path, {"a": 3, "b": 3})
+
+
+def test_costs_of_both_kinds_of_starts() -> None:
+    costs = StartCosts()
+    assert costs.expected_s(ModelState.COLD) is None
+    costs.note(ModelState.COLD, 8.0)
+    assert costs.expected_s(ModelState.SLEEPING) == 8.0, "the only known start"
+    costs.note(ModelState.SLEEPING, 2.0)
+    costs.note(ModelState.SLEEPING, 4.0)
+    costs.note(ModelState.FAILED, 4.0)
+    assert costs.expected_s(ModelState.SLEEPING) == 3.0
+    assert costs.expected_s(ModelState.COLD) == 6.0
