@@ -32,7 +32,8 @@ class FusedSetup(Setup):
 
 
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
-    fused = FusedSetup(setup.tensor_parallel, setup.pipeline_parallel, setup.dtype, setup.op_table, setup.weights)
+    parallel = (setup.tensor_parallel, setup.pipeline_parallel)
+    fused = FusedSetup(*parallel, setup.dtype, setup.op_table, setup.weights, setup.kv)
     golden, driver = golden_of(model["name"]), start_driver(fused, model, rank)
     graph, prompts = driver.runner._graph, [case["prompt"] for case in golden["cases"][:3]]
     tokens = golden["cases"][0]["tokens"][:FORCED_STEPS]

@@ -26,12 +26,16 @@ SETUPS = {
     "bfloat16": Setup(1, 1, "bfloat16", "native"),
     "float16": Setup(1, 1, "float16", "native"),
     "int8": Setup(1, 1, "bfloat16", "native", "int8"),
+    "int8 cache": Setup(1, 1, "bfloat16", "native", "int8", "int8"),
     "2 share layers": Setup(2, 1, "bfloat16", "native", "int8"),
 }
 ROTARY, MASK = "SplitWithSize+ApplyRotaryPosEmb+ReshapeAndCache", "Greater+Cast+Mul"
 NORM, FIRST_NORM, SWIGLU = (f"{name}+DynamicQuantExt" for name in ("AddRmsNorm", "RmsNorm", "Swiglu"))
 CASES = [("bfloat16", "gqa_tied"), ("int8", "gqa_tied"), ("2 share layers", "gqa_tied")]
-SWEPT_CASES = [("float16", "gqa_tied"), ("int8", "qwen3_moe"), ("bfloat16", "mixtral"), ("bfloat16", "qwen2_tied")]
+SWEPT_CASES = [
+    *(("float16", "gqa_tied"), ("int8 cache", "gqa_tied")),
+    *(("int8", "qwen3_moe"), ("bfloat16", "mixtral"), ("bfloat16", "qwen2_tied")),
+]
 
 
 @pytest.fixture(scope="module")
