@@ -150,7 +150,10 @@ class Drafter:
                 slot.draft_ids[line.index * width : line.index * width + len(drafts)] = drafts
 
     def _catch_up(self, lines: list[_Line]) -> None:
-        """Computes the known tokens that are not computed yet, and notes the first draft of each line that samples."""
+        """Runs the draft model on the known tokens that its KV cache lacks.
+
+        This also gives the first draft of each sequence that samples.
+        """
         waiting = list(lines)
         while waiting:
             left, chunks = self._config.max_num_batched_tokens, []

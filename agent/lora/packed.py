@@ -31,7 +31,7 @@ class ModuleAdapter:
     """The adapter of one checkpoint tensor, which has some rows (outputs) of a parameter."""
 
     rows: slice
-    """The rows of the parameter that the tensor has."""
+    """The rows of the parameter that come from this tensor, for example the query's rows in a joined QKV weight."""
     scale: float
     a: Array
     """[rank, inputs]"""

@@ -5,7 +5,7 @@ computes one step, the next step is already queued. The launch of a step waits o
 are sampled:
 
 - The step needs a token that the host must still choose, because the sequence is not greedy or has penalties.
-- The step moves blocks or sends histories.
+- The step moves blocks, or brings the sampler the token histories of sequences with penalties.
 - The step would overwrite logits of an earlier step that the host may still fetch.
 """
 

@@ -93,8 +93,8 @@ class Capacity:
     """Waiting requests that were preempted here or ran on another replica. They start before all others."""
     num_free_rows: int
     num_startable: int
-    """Number of waiting requests that can start: free batch rows, limited by the free blocks, the admission and the
-    policy.
+    """Number of waiting requests that can start now. It is limited by free batch rows, free blocks, the admission rule
+    and the policy.
     """
     num_free_blocks: int
     """Free blocks minus the number of blocks that must stay free when a sequence starts."""

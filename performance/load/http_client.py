@@ -38,7 +38,10 @@ class Exchange(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """A connection with at most one exchange at a time. With TLS it uses a transport of the event loop."""
+    """A connection with at most one unanswered request.
+
+    Without TLS it reads and writes its socket itself. With TLS the event loop does this.
+    """
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool

@@ -1,4 +1,7 @@
-"""Tests the bias of a packed linear layer. It is added last, in every weight format and with every epilogue."""
+"""Tests the bias of a packed linear layer. It is added to the finished product, before the epilogue.
+
+This holds for every weight format and every epilogue.
+"""
 
 from __future__ import annotations
 

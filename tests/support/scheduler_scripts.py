@@ -101,7 +101,7 @@ class Player:
             self.simulation.run()
 
     def begin(self) -> None:
-        """Makes the device begin a step, which later steps cannot overtake."""
+        """Makes the device begin its next step. From then on, no queued step can run before this step."""
         self.simulation.device.begin()
 
     def answer(self, times: int) -> None:

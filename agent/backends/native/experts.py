@@ -31,8 +31,8 @@ _ONE_OUTPUT, _ROWS, _SIZES = 3, 0, 1
 """The last three arguments of GroupedMatmulV4: ``split_item``, ``group_type`` and ``group_list_type``.
 
 The arguments before them are x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, pre_token_scale,
-group_list, and three arguments for an activation. Each call below writes out all arguments. With a starred argument,
-MindSpore's graph would no longer record the layer of the call.
+group_list, and three arguments for an activation. Each call below writes out all arguments. If a call unpacked them
+with ``*``, MindSpore's graph would lose the operator's scope, which names the layer that calls it.
 """
 
 _SIGMOID, _SUMMED_OF_GROUP = 0, 2
