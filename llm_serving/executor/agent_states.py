@@ -68,9 +68,12 @@ class Restarts:
 
 
 class AgentStates:
-    """The facts about a replica's agents. Any thread may call ``describe``.
+    """The state of a replica's agents, for the status page: process, device, restarts.
 
-    ``listeners``: the listening socket of each agent, in order of rank. Methods get the ``links`` of the running group.
+    Any thread may call ``describe``.
+
+    ``listeners``: the listening socket of each agent, in order of rank. The ``links`` that methods take are the
+    connections to the agents of the running group.
     """
 
     def __init__(self, config: Config, replica: int, listeners: Sequence[socket.socket], restarts: Restarts) -> None:

@@ -47,7 +47,7 @@ class ToolFormat:
     is_parallel: bool = True
     """Whether one answer may have several calls."""
     starts_with_brace: bool = False
-    """Whether the text is also a call, without the trigger, if its first character is a brace."""
+    """Whether a text that begins with a brace is a call even without the trigger."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class ProgressDisplay:
         self._drawn_at = 0.0
         self._current: dict[int, _Stage] = {}
         self._completed: dict[str, dict[int, float]] = {}
-        """Seconds that agents needed for a stage, by stage and rank, until all agents have completed the stage."""
+        """Seconds that each agent needed, by stage and rank. A stage is removed when all agents have completed it."""
         self._is_closed = False
 
     def note(self, text: str) -> None:

@@ -153,7 +153,10 @@ def test_an_output_is_rounded_after_the_addition(made: list[Array]) -> None:
 
 @pytest.mark.parametrize("fmt", ["float32", "int8", "int4"])
 def test_norm_and_mlp_use_the_float_activations(made: list[Array], fmt: str) -> None:
-    """GatedMlp must equal the norm, the two layers with their adapters, and SwiGLU, one after the other."""
+    """GatedMlp must equal its parts, run in turn: norm, gate and up layer, SwiGLU, down layer.
+
+    The adapters of both layers read the activations before they are quantized.
+    """
     inner = 48
     gate_up = make(made, "float32" if fmt == "float32" else fmt, "float32", (inner, inner), gated=True)
     down_spec = WeightSpec("down", parts((DEPTH,), inner), "linear")

@@ -30,7 +30,9 @@ PREEMPTIONS = ["recompute", "swap"]
 
 
 def crossing(preemption: str, hit: str, border: str, ahead: int = 0) -> tuple[Simulation, Request, Request]:
-    """Returns a simulation with the requests ``old`` and ``young``, which do not both fit into the pool until they end.
+    """Returns a simulation with the requests ``old`` and ``young``.
+
+    The pool is too small for both of them to run to their end, so that one is preempted.
     """
     simulation = Simulation(
         make_limits(

@@ -200,7 +200,7 @@ def only_light(step: ScheduledStep) -> bool:
 
 
 def test_a_light_key_that_always_waits_does_not_starve_the_others() -> None:
-    """The simulation also checks the bound of the virtual token counters at every start."""
+    """Whenever a request starts, the simulation also checks the bound of the keys' virtual token counters."""
     simulation = flooded(Policy.SLO)
     before = running_ids(simulation)
     live: list[Request] = []

@@ -17,7 +17,7 @@ FORMATS = [
     ("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16"),
     ("float32", "int8"), ("float16", "int8"), ("bfloat16", "int8"),
 ]  # fmt: skip
-"""Types of the model and of the cache."""
+"""Pairs of element types: of the activations, and of the KV cache."""
 TOLERANCE = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 """Maximum absolute error of an output, compared with float64."""
 INT8_TOLERANCE = 4e-4

@@ -18,7 +18,7 @@ static inline int64_t laid_out_groups(const RotaryAttentionArgs& args, int64_t s
   return ceil_div(args.context_lens[seq], kGroupKeys);
 }
 
-// Returns the size in bytes of the copied keys of a sequence. The copied values have the same size.
+// Returns the size in bytes of the contiguous copy of one sequence's keys. The copy of its values has the same size.
 static inline int64_t laid_out_bytes(const RotaryAttentionArgs& args, int64_t seq) {
   return laid_out_groups(args, seq) * kGroupKeys * args.kv_heads * args.dim * size_of(args.dtype);
 }

@@ -57,7 +57,7 @@ struct Launch {
 
 // An output of a launch. It is valid until another launch writes to the same memory of MindSpore.
 struct Value {
-  const char* start;  // the output's memory in MindSpore's run
+  const char* start;  // the output's memory in the recorded run by MindSpore; a replay uses its own buffers
   const char* end;
   int launch;
   int argument;
