@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -100,19 +101,22 @@ class Transitions(Generic[V]):
         except (LLMServingError, OSError) as error:
             self.fail(model, str(error))
             return
+        except Exception as error:
+            self.fail(model, f"internal error: {error!r}", traceback=traceback.format_exc())
+            return
         self.put(model, version)
         model.num_starts += 1
         seconds = self.clock() - began
         model.costs.note(before, seconds)
         self.log.event("model_started", model=model.name, before=before.value, seconds=round(seconds, 3))
 
-    def fail(self, model: ServedModel[V], error: str) -> None:
-        """Note that a model does not start, or that its engine has ended by itself."""
+    def fail(self, model: ServedModel[V], error: str, **details: str) -> None:
+        """Note that a model does not start, or that its engine has ended by itself. ``details`` go to the log only."""
         model.state, model.error, model.failed_at = ModelState.FAILED, error, self.clock()
         if model.is_main:
             self.ended.set()  # the server then ends, and logs why
         else:
-            self.log.error(error, event="model_failed", model=model.name)
+            self.log.error(error, event="model_failed", model=model.name, **details)
 
     def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine as a task and keep a reference to the task until it ends."""

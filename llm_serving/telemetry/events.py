@@ -138,7 +138,7 @@ EVENTS: Mapping[str, LogEvent] = {
     ),
     "model_failed": LogEvent(
         "One of several models does not start, or its engine ended by itself. The server goes on.",
-        {"model": "name of the model", "message": "the reason"},
+        {"model": "name of the model", "message": "the reason", "traceback": "Python traceback of an internal error"},
     ),
     "model_reloaded": LogEvent(
         "A new version of a model gets the new requests. The old one completes its own.",

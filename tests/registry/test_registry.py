@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,22 +12,7 @@ from llm_serving.errors import ModelStateError, ModelUnavailableError
 from llm_serving.registry.registry import RETRY_FAILED_S
 from llm_serving.registry.states import ModelState, StartCosts
 from support.fake_models import Models
-from support.time_limits import time_limit
-
-Script = Callable[[Models], Awaitable[None]]
-
-
-def play(script: Script, folder: Path, sizes: dict[str, int], **settings: object) -> None:
-    """Runs a script with a registry, and closes the registry."""
-
-    async def run() -> None:
-        models = Models(folder, sizes, **settings)  # type: ignore[arg-type]
-        try:
-            await asyncio.wait_for(script(models), time_limit(10))
-        finally:
-            await models.registry.close()
-
-    asyncio.run(run())
+from support.model_scripts import play
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -144,6 +129,21 @@ def test_a_failed_start_refuses_requests_for_a_while(tmp_path: Path) -> None:
         models.starter.now += RETRY_FAILED_S
         assert (await models.registry.acquire(models["a"])).view == "a.2"
         assert models["a"].status().error == ""
+
+    play(script, tmp_path, {"a": 3})
+
+
+def test_an_unexpected_error_of_a_start_is_logged_and_the_model_can_start_again(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        models.starter.is_broken = True
+        with pytest.raises(ModelStateError, match="a tokenizer with a hole"):
+            await models.registry.start(models["a"])
+        [(event, fields)] = models.log.events
+        assert (event, fields["model"]) == ("model_failed", "a")
+        assert "Traceback" in fields["traceback"]
+        models.starter.is_broken = False
+        await models.registry.start(models["a"])
+        assert models.states()["a"] == "ready"
 
     play(script, tmp_path, {"a": 3})
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from llm_serving.config import Config
-from llm_serving.errors import AgentStartError
+from llm_serving.errors import AgentStartError, QueueFullError
 from llm_serving.registry.arbiter import Arbiter
 from llm_serving.registry.planned import PlannedModel
 from llm_serving.registry.registry import ModelRegistry
@@ -36,6 +36,16 @@ class FakeEngine:
         self.ended.set()
 
 
+class View(str):
+    """The view of a version: the name of its model and its number. It refuses the tenant ``full``."""
+
+    __slots__ = ()
+
+    def refuse_if_full(self, tenant: str) -> None:
+        if tenant == "full":
+            raise QueueFullError("the queue is full")
+
+
 class FakeStarter:
     """Starts versions without agents. ``view`` of a version is its config's model path and number."""
 
@@ -44,7 +54,7 @@ class FakeStarter:
         self.gate = asyncio.Event()
         self.gate.set()
         """Starts wait for this event."""
-        self.fails = False
+        self.fails = self.is_broken = False
         self.started: list[str] = []
         self.with_tokenizer: list[bool] = []
         self.now = 0.0
@@ -58,6 +68,8 @@ class FakeStarter:
         self.with_tokenizer.append(tokenizer is not None)
         await self.gate.wait()
         self.now += self.start_s
+        if self.is_broken:
+            raise ValueError("a tokenizer with a hole")
         if self.fails or self.is_closing:
             raise AgentStartError("no memory left for the agent")
         return version(config, number, need)
@@ -68,7 +80,7 @@ class FakeStarter:
 
 def version(config: Config, number: int, need: Any) -> RunningVersion[Any]:
     engine: Any = FakeEngine(config)
-    return RunningVersion(number, engine, f"{config.model_name}.{number}", need, ExitStack())
+    return RunningVersion(number, engine, View(f"{config.model_name}.{number}"), need, ExitStack())
 
 
 class FakeLog:

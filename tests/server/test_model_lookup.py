@@ -1,0 +1,110 @@
+"""Tests how a request gets the view of its model, with a registry whose models have no agents."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from llm_serving.access.control import VISIT
+from llm_serving.errors import ModelNotFoundError, ModelUnavailableError, NotPermittedError, QueueFullError
+from llm_serving.server.errors import UnavailableError
+from llm_serving.server.http.protocol import RECEIVED_AT
+from llm_serving.server.models.lookup import release_lease, served
+from support.fake_models import Models
+from support.model_scripts import play
+
+
+class Visit:
+    """A visit of a key that may use only the main model."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def check_model(self, model: str) -> None:
+        if model != "main":
+            raise NotPermittedError(f"may not use {model}")
+
+
+def request(visit: Visit | None = None, **headers: str) -> Request:
+    named = [(name.lower().replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    more = {} if visit is None else {VISIT: visit}
+    return Request({"type": "http", "headers": named, RECEIVED_AT: time.monotonic(), **more})
+
+
+def state_of(models: Models, *, is_stopping: bool = False) -> Any:
+    def check_running() -> None:
+        if is_stopping:
+            raise UnavailableError("stopping", "stopping")
+
+    def unknown_model(name: str) -> ModelNotFoundError:
+        return ModelNotFoundError(f"unknown {name}")
+
+    return SimpleNamespace(models=models.registry, check_running=check_running, unknown_model=unknown_model)
+
+
+def test_a_request_holds_its_model_until_the_response(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        one = request()
+        assert await served(state_of(models), one, "a") == "a.0"
+        assert models["a"].status().requests == 1
+        assert await served(state_of(models), request(), None) == "main.0"
+        release_lease(one.scope)
+        release_lease(one.scope)
+        assert models["a"].status().requests == 0
+
+    play(script, tmp_path, {"a": 3})
+
+
+def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        with pytest.raises(ModelNotFoundError, match="unknown b"):
+            await served(state_of(models), request(), "b")
+
+    play(script, tmp_path, {"a": 3})
+
+
+def test_a_key_without_the_right_does_not_start_the_model(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        with pytest.raises(NotPermittedError, match="may not use a"):
+            await served(state_of(models), request(Visit("key")), "a")
+        assert await served(state_of(models), request(Visit("key")), None) == "main.0"
+        assert models.starter.started == []
+
+    play(script, tmp_path, {"a": 3})
+
+
+def test_a_stopping_server_starts_no_model(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        with pytest.raises(UnavailableError):
+            await served(state_of(models, is_stopping=True), request(), "a")
+        assert models.starter.started == []
+
+    play(script, tmp_path, {"a": 3})
+
+
+def test_the_deadline_of_a_request_limits_its_wait(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        models.starter.gate.clear()
+        with pytest.raises(ModelUnavailableError, match="not ready within"):
+            await served(state_of(models), request(x_deadline_ms="20"), "a")
+        models.starter.gate.set()
+
+    play(script, tmp_path, {"a": 3})
+
+
+def test_the_queue_of_the_requested_model_counts(tmp_path: Path) -> None:
+    """The request is refused, and its lease is given back with the response, as every lease."""
+
+    async def script(models: Models) -> None:
+        one = request(Visit("full"))
+        with pytest.raises(QueueFullError):
+            await served(state_of(models), one, "main")
+        release_lease(one.scope)
+        assert models["main"].status().requests == 0
+
+    play(script, tmp_path, {"a": 3})
