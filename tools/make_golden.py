@@ -68,13 +68,17 @@ class Oracle:
 
     def __init__(self, folder: Path) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, Mxfp4Config
 
         torch.manual_seed(0)
         self._torch = torch
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        stored = {"quantization_config": Mxfp4Config(dequantize=True)} if "quantization_config" in config else {}
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", **stored
+        )
         self._model = model.eval()
-        self._check_scaling(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        self._check_scaling(config)
 
     def _check_scaling(self, config: dict[str, Any]) -> None:
         wanted = (config.get("rope_scaling") or {}).get("rope_type", "default")

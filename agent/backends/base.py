@@ -94,6 +94,8 @@ class AttentionForm:
     """Number of tokens that a token sees, itself included. 0 means that it sees all earlier tokens."""
     norm_epsilon: float | None = None
     """Epsilon of the RMSNorm of query and key heads. None means that there is no norm."""
+    sinks: bool = False
+    """True: the softmax of each query head has one more term, exp(sink), which has no value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +351,7 @@ class OpTable(ABC):
 
         ``layers`` has a tuple for each layer. The tuple has the gammas of the norms before attention and before the
         MLP, then the weights qkv, output, gate_up and down. The key cache and the value cache follow, then
-        ``head_norms`` as in ``attention``. With ``result_norms``, the gammas of two more norms follow: those of the
+        ``of_heads`` as in ``attention``. With ``result_norms``, the gammas of two more norms follow: those of the
         results of attention and of the MLP, before they are added to the residual stream.
         """
         return None
@@ -383,14 +385,14 @@ class OpTable(ABC):
 
     @abstractmethod
     def attention(self, form: AttentionForm) -> Operator:
-        """Returns an operator (qkv, head_norms, rotary, caches, step, whole_prompts) -> attention of all heads.
+        """Returns an operator (qkv, of_heads, rotary, caches, step, whole_prompts) -> attention of all heads.
 
         qkv is [tokens, (query heads + 2 x key-value heads) x head_size], and the result is [tokens, query heads x
         head_size]. ``caches`` has the cache of keys, the cache of values and, if there is one, the cache of scales.
         The operator normalises and rotates queries and keys. It writes keys and values into the caches in place, except
         where ``slot_mapping`` is -1. Then it computes causal attention within the window, with scores
-        scaled by 1 / sqrt(head_size). ``head_norms`` are the gammas [head_size] of the norms of query and key heads. It
-        is () if the model does not normalise heads.
+        scaled by 1 / sqrt(head_size). ``of_heads`` are the gammas [head_size] of the norms of query and key heads, or
+        the float32 sinks [query heads]. It is () if the model has neither.
 
         ``whole_prompts`` is a constant of the graph. If it is True, every sequence of the step is a whole prompt, so
         the operator need not read the cache. ``query_lens`` then has the form that

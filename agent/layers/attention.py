@@ -13,9 +13,9 @@ from llm_serving.model.shape import ModelShape
 class Attention(nn.Cell):
     """Grouped-query attention (Ainslie et al. 2023) of one layer, with the norm before it.
 
-    Some models add biases, norms of queries and keys, or a sliding window. The KV cache of the layer consists of two
-    parameters, or three with a cache of scales. The op table decides their layouts, and ``agent/kv_cache.py`` allocates
-    their memory.
+    Some models add biases, norms of queries and keys, sinks, or a sliding window. The KV cache of the layer consists of
+    two parameters, or three with a cache of scales. The op table decides their layouts, and ``agent/kv_cache.py``
+    allocates their memory.
     """
 
     def __init__(self, ops: OpTable, shape: ModelShape, num_blocks: int, block_size: int, *, layer: int) -> None:
@@ -38,9 +38,17 @@ class Attention(nn.Cell):
         if self.has_norms:
             self.query_norm = NormWeight(ops, head_dim, shape.norm_dtype)
             self.key_norm = NormWeight(ops, head_dim, shape.norm_dtype)
+        self.has_sinks = shape.sinks
+        if self.has_sinks:
+            self.sinks = unbound_parameter((heads,), "float32")
 
-    def norms(self) -> tuple[Tensor, ...]:
-        """Returns the weights of the norms of queries and keys, or () if the model has none."""
+    def of_heads(self) -> tuple[Tensor, ...]:
+        """Returns the weights of the norms of queries and keys, or the sinks of the query heads.
+
+        Returns () if the model has neither.
+        """
+        if self.has_sinks:
+            return (self.sinks,)
         return (self.query_norm.weight, self.key_norm.weight) if self.has_norms else ()
 
     def construct(
@@ -60,7 +68,7 @@ class Attention(nn.Cell):
         caches: tuple[Tensor, ...] = (self.key_cache, self.value_cache)
         if self.has_scales:
             caches = (*caches, self.scale_cache)
-        attended = self.attention(qkv, self.norms(), rotary, caches, step, whole_prompts)
+        attended = self.attention(qkv, self.of_heads(), rotary, caches, step, whole_prompts)
         return self.output(attended, step), residual
 
 
@@ -72,4 +80,5 @@ def attention_form(shape: ModelShape, layer: int) -> AttentionForm:
         head_dim=shape.head_dim,
         window=shape.window_of(layer),
         norm_epsilon=shape.rms_norm_eps if shape.query_key_norm else None,
+        sinks=shape.sinks,
     )

@@ -120,7 +120,7 @@ class DecoderLayer(nn.Cell):
         attention, mlp = self.attention, self.mlp
         norms = (self.input_norm.weight, self.post_attention_norm.weight)
         weights = (attention.qkv.weight, attention.output.weight, mlp.gate_up.weight, mlp.down.weight)
-        operands = (*norms, *weights, attention.key_cache, attention.value_cache, *attention.norms())
+        operands = (*norms, *weights, attention.key_cache, attention.value_cache, *attention.of_heads())
         if self.has_result_norms:
             operands = (*operands, self.attention_result_norm.weight, self.mlp_result_norm.weight)
         return operands

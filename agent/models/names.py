@@ -6,24 +6,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from agent.weights import WeightPart, WeightSpec
-from agent.weights.layout import HeadRows, RowsOf, rows_of
-from llm_serving.model.families import FAMILIES
+from agent.weights.layout import HeadRows, RowsOf, StackedIn, rows_of
+from llm_serving.model.families import FAMILIES, Experts
 from llm_serving.model.parallel import Span
 from llm_serving.model.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """The names that a model family's checkpoints use for the expert block and for the three matrices of an expert."""
+    """The names that a model family's checkpoints use for the expert block, its router and an expert's matrices."""
 
     block: str = "mlp"
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
 
 
 _USUAL = ExpertNames()
-_EXPERT_NAMES = {"MixtralForCausalLM": ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")}
+_EXPERT_NAMES = {
+    "MixtralForCausalLM": ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    "GptOssForCausalLM": ExpertNames(router="router"),
+}
 """Names of experts by architecture. An architecture without an entry uses ``_USUAL``."""
 
 
@@ -87,6 +91,8 @@ def _attention_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[Weig
     output = WeightPart(f"{theirs}.o_proj.weight", (hidden, query))
     output_bias = (WeightPart(f"{theirs}.o_proj.bias", (hidden,)),) if shape.output_bias else ()
     yield WeightSpec(f"{ours}.output.weight", (output,), "linear", bias=output_bias)
+    if shape.sinks:
+        yield replace(_plain(f"{ours}.sinks", f"{theirs}.sinks", shape.num_attention_heads), float32=True)
     if shape.query_key_norm:
         query_norm = _norm(shape, f"{ours}.query_norm.weight", f"{theirs}.q_norm.weight", head_dim)
         if shape.gemma is not None:
@@ -131,15 +137,10 @@ def _mlp_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec
 def _expert_specs(shape: ModelShape, ours: str, theirs: str, names: ExpertNames) -> Iterator[WeightSpec]:
     experts = shape.experts
     assert experts is not None, "a layer with experts has a shape with experts"
-    router = WeightPart(f"{theirs}.gate.weight", (experts.count, shape.hidden_size))
-    yield WeightSpec(f"{ours}.router.weight", (router,), "linear", float32=True)
-    each = [
-        _gated_parts(f"{theirs}.experts.{index}", shape.hidden_size, experts.intermediate_size, names)
-        for index in range(experts.count)
-    ]
-    gate_up, down = (tuple(part for expert in each for part in expert[place]) for place in (0, 1))
-    yield WeightSpec(f"{ours}.gate_up.weight", gate_up, "gated_linear", experts=experts.count)
-    yield WeightSpec(f"{ours}.down.weight", down, "linear", experts=experts.count)
+    router = WeightPart(f"{theirs}.{names.router}.weight", (experts.count, shape.hidden_size))
+    router_bias = (WeightPart(f"{theirs}.{names.router}.bias", (experts.count,)),) if experts.biased else ()
+    yield WeightSpec(f"{ours}.router.weight", (router,), "linear", float32=True, bias=router_bias)
+    yield from _all_experts(experts, ours, theirs, shape.hidden_size, names)
     if experts.routing is not None and experts.routing.corrected:
         correction = WeightPart(f"{theirs}.gate.e_score_correction_bias", (experts.count,))
         yield WeightSpec(f"{ours}.correction", (correction,), float32=True)
@@ -147,6 +148,47 @@ def _expert_specs(shape: ModelShape, ours: str, theirs: str, names: ExpertNames)
         gate_up, down = _gated_parts(f"{theirs}.shared_experts", shape.hidden_size, experts.shared_size, names)
         yield WeightSpec(f"{ours}.shared_gate_up.weight", gate_up, "gated_linear")
         yield WeightSpec(f"{ours}.shared_down.weight", down, "linear")
+
+
+def _all_experts(experts: Experts, ours: str, theirs: str, hidden: int, names: ExpertNames) -> Iterator[WeightSpec]:
+    """Yields the two parameters with the linear layers of all experts."""
+    inner = experts.intermediate_size
+    each = [_gated_parts(f"{theirs}.experts.{index}", hidden, inner, names) for index in range(experts.count)]
+    gate_up, down = (tuple(part for expert in each for part in expert[place]) for place in (0, 1))
+    gate_up_bias: tuple[WeightPart, ...] = ()
+    down_bias: tuple[WeightPart, ...] = ()
+    if experts.biased:
+        gate_up, down = _stacked(gate_up, theirs, experts.count), _stacked(down, theirs, experts.count)
+        gate_up_bias, down_bias = _stacked_biases(gate_up), _stacked_biases(down)
+    yield WeightSpec(
+        f"{ours}.gate_up.weight", gate_up, "gated_linear", bias=gate_up_bias, experts=experts.count,
+        activation=experts.activation,
+    )  # fmt: skip
+    yield WeightSpec(f"{ours}.down.weight", down, "linear", bias=down_bias, experts=experts.count)
+
+
+def _stacked(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tuple[WeightPart, ...]:
+    """Returns the weights of ``count`` experts with their places in gpt-oss's tensors.
+
+    One tensor has the gates and ups of all experts, in alternate outputs. Another tensor has all their downs.
+    """
+    joined = len(parts) // count
+    name = f"{theirs}.experts.{'gate_up_proj' if joined == 2 else 'down_proj'}"
+    return tuple(
+        replace(part, stacked=StackedIn(name, count, index // joined, joined * part.shape[0], index % joined, joined))
+        for index, part in enumerate(parts)
+    )
+
+
+def _stacked_biases(weights: tuple[WeightPart, ...]) -> tuple[WeightPart, ...]:
+    """Returns the biases of linear layers of experts, with their places in gpt-oss's tensors of biases."""
+    found = []
+    for part in weights:
+        assert part.stacked is not None, "the weights have their places"
+        stacked = replace(part.stacked, name=f"{part.stacked.name}_bias")
+        name = f"{part.name.removesuffix('.weight')}.bias"
+        found.append(WeightPart(name, part.shape[:1], stacked=stacked))
+    return tuple(found)
 
 
 def _gated_parts(

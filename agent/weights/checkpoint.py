@@ -14,6 +14,7 @@ from agent.weights.float8 import Float8Reader, weight_of
 from agent.weights.gptq import GPTQDecoder
 from agent.weights.layout import WeightPart
 from agent.weights.model_slim import ModelSlimDecoder
+from agent.weights.mxfp4 import SCHEME, Mxfp4Reader
 from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.storage import Array, convert_into
 from agent.weights.tensor_files import TensorFiles, listed
@@ -44,6 +45,7 @@ class Checkpoint:
         self._decoder = None if quantization is None else _DECODERS[quantization.layout](quantization)
         self._files = TensorFiles(folder)
         self._float8 = None if float8 is None else Float8Reader(self._files, float8)
+        self._mxfp4 = Mxfp4Reader(self._files)
         self._parts: dict[str, WeightPart] = {}
 
     def check(self, expected: Sequence[WeightPart], ignorable: Iterable[str] = ()) -> None:
@@ -84,7 +86,12 @@ class Checkpoint:
         return self._files.names()
 
     def scheme(self, part: WeightPart) -> Scheme | None:
-        """Returns the integer format and the groups of a quantised tensor, or None for a tensor of floats."""
+        """Returns the integer format and the groups of a quantised tensor, or None for a tensor of floats.
+
+        Experts of 4-bit floats are read as integers.
+        """
+        if self._mxfp4.holds(part.name):
+            return SCHEME
         quantised = self._decoder is not None and self._is_quantised(part.name)
         return self._decoder.scheme_of(part.name) if self._decoder is not None and quantised else None
 
@@ -95,13 +102,19 @@ class Checkpoint:
         """
         if self._is_float8(name):
             return "float32"
-        return None if self._is_quantised(name) else self._files.float_dtype(name)
+        is_quantised = self._is_quantised(name) or self._mxfp4.holds(name)
+        return None if is_quantised else self._files.float_dtype(name)
 
     def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
         """Reads a tensor that has a ``scheme``, or one part of the tensor, into new memory.
 
         Raises CheckpointError if a value is not valid or the part cannot be read separately.
         """
+        if self._mxfp4.holds(part.name):
+            with self._with_folder_in_errors():
+                tensor = self._mxfp4.read(part, cut)
+            self._mxfp4.release(part.name)
+            return tensor
         assert self._decoder is not None, "the tensor must be quantised"
         stem = stem_of(part.name)
         with self._with_folder_in_errors():
@@ -122,7 +135,7 @@ class Checkpoint:
         Raises CheckpointError if a value does not fit ``dtype``.
         """
         try:
-            if self._is_quantised(name):
+            if self._is_quantised(name) or self._mxfp4.holds(name):
                 part = WeightPart(name, out.shape if cut is None else cut.whole)
                 tensor = self.read_quantised(part, cut)
                 tensor.check_describes_layer(name)
@@ -169,6 +182,8 @@ class Checkpoint:
             return self._decoder.stored(part)
         if self._float8 is not None and self._is_float8(part.name) and len(part.shape) == 2:
             return self._float8.stored(part)
+        if self._mxfp4.holds(part.name) and len(part.shape) == 3:
+            return self._mxfp4.stored(part)
         return (StoredTensor(part.name, (), (part.shape,)),)
 
     def _hint(self) -> str:

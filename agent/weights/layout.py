@@ -28,6 +28,22 @@ class RowsOf:
 
 
 @dataclass(frozen=True, slots=True)
+class StackedIn:
+    """The place of an expert's tensor in a tensor of a Hugging Face folder that has all experts (gpt-oss)."""
+
+    name: str
+    """Name of the tensor with all experts."""
+    experts: int
+    expert: int
+    """Number of experts in this tensor, and the index of this expert."""
+    outputs: int
+    """Number of outputs that the tensor has for each expert."""
+    first: int = 0
+    step: int = 1
+    """The expert's tensor has the outputs ``first``, ``first + step``, ``first + 2 * step`` and so on."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPart:
     """The Hugging Face name and the shape of a checkpoint tensor, which is a part of a model's parameter."""
 
@@ -35,6 +51,8 @@ class WeightPart:
     shape: tuple[int, ...]
     rows_of: RowsOf | None = None
     """If stated, the checkpoint has no tensor of this name. The tensor is some rows of a larger one."""
+    stacked: StackedIn | None = None
+    """If stated, a Hugging Face folder has no tensor of this name, but one tensor with those of all experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +119,8 @@ class WeightSpec:
     def expert(self, index: int) -> WeightSpec:
         """Returns the description of one expert's weight."""
         each = len(self.parts) // self.experts
-        return replace(self, parts=self.parts[index * each : (index + 1) * each], experts=0)
+        own = slice(index * each, (index + 1) * each)
+        return replace(self, parts=self.parts[own], bias=self.bias[own], experts=0)
 
     def bias_spec(self) -> WeightSpec:
         """Returns the description of the bias as a separate parameter."""

@@ -19,6 +19,7 @@ from agent.weights.packed import OUTPUT_LAYER, LinearPacker, Packing
 from agent.weights.primitive import load_primitive
 from agent.weights.seeded import SeededWeights
 from agent.weights.source import WeightSource
+from agent.weights.stacked import StackedSource, stacked_parts
 from agent.weights.storage import STORAGE_DTYPES, Array, allocate, from_float32, to_float32
 from llm_serving.gguf.place import find_gguf
 from llm_serving.model.quantization import checkpoint_float8, checkpoint_quantization
@@ -41,13 +42,16 @@ def open_weights(
     assert path is not None, "a config without a seed has a model folder or file"
     checkpoint = _open_model(path)
     parts = [part for spec in specs for part in spec.tensors]
+    stored = stored_parts(parts)
+    is_stacked = isinstance(checkpoint, Checkpoint) and any(part.stacked is not None for part in parts)
     try:
-        checkpoint.check(stored_parts(parts), ignorable)
+        checkpoint.check(stacked_parts(stored) if is_stacked else stored, ignorable)
     except BaseException:
         checkpoint.close()
         raise
+    source = StackedSource(checkpoint, parts) if is_stacked else checkpoint
     places = {part.name: part.rows_of for part in parts if part.rows_of is not None}
-    return JoinedSource(checkpoint, places) if places else checkpoint
+    return JoinedSource(source, places) if places else source
 
 
 def load_weights(

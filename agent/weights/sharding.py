@@ -159,6 +159,11 @@ def _head_rows(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) ->
     return replace(spec, parts=parts, head_rows=replace(rows, heads=len(heads)))
 
 
+def _of_each_head(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
+    """Takes the elements of the agent's query heads from a vector with one element for each head."""
+    return replace(spec, parts=tuple(_cut(each, cuts, part.shard.query_heads) for each in spec.parts))
+
+
 def _from_heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
     heads, size = part.shard.query_heads, part.whole.value_dim
     return _columns(spec, part, cuts, Span(heads.start * size, heads.stop * size))
@@ -172,7 +177,8 @@ def _to_intermediate(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCu
     if spec.experts and part.shard.experts is not None:
         return _own_experts(spec, part.shard.experts)
     span = _intermediate(spec, part)
-    return replace(spec, parts=tuple(_cut(each, cuts, span) for each in spec.parts))
+    biases = tuple(_cut(each, cuts, span) for each in spec.bias)
+    return replace(spec, parts=tuple(_cut(each, cuts, span) for each in spec.parts), bias=biases)
 
 
 def _from_intermediate(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
@@ -183,7 +189,8 @@ def _from_intermediate(spec: WeightSpec, part: ModelPart, cuts: dict[str, Tensor
 
 def _own_experts(spec: WeightSpec, held: Span) -> WeightSpec:
     each = len(spec.parts) // spec.experts
-    return replace(spec, parts=spec.parts[held.start * each : held.stop * each], experts=len(held))
+    own = slice(held.start * each, held.stop * each)
+    return replace(spec, parts=spec.parts[own], bias=spec.bias[own], experts=len(held))
 
 
 def _to_shared(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
@@ -208,6 +215,7 @@ _RULES: dict[str, Rule] = {
     "mlp_result_norm.weight": _whole,
     "attention.query_norm.weight": _whole,
     "attention.key_norm.weight": _whole,
+    "attention.sinks": _of_each_head,
     "attention.qkv.weight": _heads,
     "attention.output.weight": _from_heads,
     "attention.joined.weight": _joined,

@@ -66,6 +66,9 @@ class Config:
     stored_weight_group: int = 1
     """Number of inputs of a linear layer that share a scale in the checkpoint. 1: each output has one scale for all its
     inputs, or there are no scales."""
+    stored_experts_only: bool = False
+    """If True, only the experts of the checkpoint are quantised. ``weight_format: auto`` keeps all other weights as
+    floats."""
     telemetry_config: TelemetryConfig = field(default_factory=TelemetryConfig)
     batch_config: BatchConfig = field(default_factory=BatchConfig)
     models_config: ModelsConfig = field(default_factory=ModelsConfig)

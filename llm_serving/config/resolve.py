@@ -47,7 +47,7 @@ from llm_serving.config.validation import (
 from llm_serving.errors import CheckpointError
 from llm_serving.gguf.place import SUFFIX, find_gguf, own_config
 from llm_serving.model.pooling import Pooling, has_modules, is_classifier, read_classifier, read_pooling, read_score
-from llm_serving.model.quantization import stored_weight_format, stored_weight_group
+from llm_serving.model.quantization import has_mxfp4_experts, stored_weight_format, stored_weight_group
 from llm_serving.model.shape import ModelShape
 
 _TOKENIZER_FILES = (
@@ -127,6 +127,7 @@ class Resolver:
             context=context,
             stored_weight_format=stored_weight_format(folder) if folder and model.load_format != "dummy" else None,
             stored_weight_group=stored_weight_group(folder) if folder and model.load_format != "dummy" else 1,
+            stored_experts_only=folder is not None and model.load_format != "dummy" and has_mxfp4_experts(folder),
             sampling_defaults=self._sampling_defaults(folder),
             pooling=self._pooling(folder, shape, sections["tokenizer"]),
             draft=self._draft_model(shape),

@@ -236,7 +236,7 @@ def check_group(raw: RawConfig, config: Config) -> None:
 
 
 def check_model_parts(raw: RawConfig, config: Config) -> None:
-    """Check that the operators support the model's latent attention, DeepSeek routing and expert parallelism."""
+    """Check that the operators support the model's kind of attention, of norms, of experts and of routing."""
     shape = config.shape
     if shape.latent is not None and config.kv_format == "int8":
         problem = "latent attention needs a cache of floats; use auto"
@@ -248,6 +248,12 @@ def check_model_parts(raw: RawConfig, config: Config) -> None:
         problem = (
             f"the native operators have no router of {shape.architecture} with {routing.groups} groups of experts and "
             "a float32 softmax; use op_table fused (CPU)"
+        )
+        raise raw.error("model_config.op_table", config.op_table, problem)
+    if shape.sinks:
+        problem = (
+            f"the native operators have no attention sinks and no clamped SwiGLU for {shape.architecture}; use "
+            "op_table fused (CPU)"
         )
         raise raw.error("model_config.op_table", config.op_table, problem)
     if shape.gemma is not None:

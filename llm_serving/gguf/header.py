@@ -62,6 +62,7 @@ TENSOR_TYPES = {
     20: TensorType("IQ4_NL", 32, 18),
     23: TensorType("IQ4_XS", 256, 136),
     30: TensorType("BF16", 1, 2),
+    39: TensorType("MXFP4", 32, 17),
 }
 """The types that are read, by their number in the file."""
 

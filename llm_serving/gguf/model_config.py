@@ -106,6 +106,22 @@ def _gemma3(header: Header) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(header: Header) -> dict[str, Any]:
+    metadata = header.metadata
+    fields: dict[str, Any] = {
+        "architectures": ["GptOssForCausalLM"],
+        "intermediate_size": metadata.get("gpt-oss.expert_feed_forward_length"),
+        "num_local_experts": metadata.get("gpt-oss.expert_count"),
+        "num_experts_per_tok": metadata.get("gpt-oss.expert_used_count"),
+        "sliding_window": metadata.get("gpt-oss.attention.sliding_window"),
+    }
+    scaling = _rope_scaling(header)
+    if scaling is not None:
+        # A GGUF file has no key for this, and all published models have this value.
+        fields["rope_scaling"] = {**scaling, "truncate": False}
+    return {key: value for key, value in fields.items() if value is not None}
+
+
 _ARCHITECTURES: dict[str, Callable[[Header], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": lambda _: {"architectures": ["Qwen2ForCausalLM"]},
@@ -113,6 +129,7 @@ _ARCHITECTURES: dict[str, Callable[[Header], dict[str, Any]]] = {
     "qwen3moe": _qwen3_experts,
     "phi3": _phi3,
     "gemma3": _gemma3,
+    "gpt-oss": _gpt_oss,
 }
 """Functions that return the fields of ``config.json`` that only some architectures have, by llama.cpp's name.
 

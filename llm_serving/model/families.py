@@ -17,6 +17,7 @@ from llm_serving.model.deepseek import (
     read_latent_attention,
     read_routing,
 )
+from llm_serving.model.gpt_oss import ACTIVATION
 
 MAX_EXPERTS = 4096
 MAX_WINDOW = 16 * 1024 * 1024
@@ -30,6 +31,10 @@ class ExpertKeys:
 
     count: str
     intermediate_size: str
+    biased: bool = False
+    """If True, the router and the linear layers of experts have biases."""
+    activation: str = "silu"
+    """The activation of the experts, a key of ``agent.kernels.packing.GATES``."""
     normalised: bool = False
     """If True, a token's expert weights always sum to 1, and every layer has experts. ``norm_topk_prob`` is ignored."""
 
@@ -58,6 +63,8 @@ class Family:
     """Keys about experts. None if the family has no experts."""
     gemma: bool = False
     """If True, the model has the parts that ``llm_serving.model.gemma.Gemma`` describes."""
+    gpt_oss: bool = False
+    """If True, attention has sinks, and ``llm_serving.model.gpt_oss`` has the defaults of ``config.json``."""
     deepseek: Literal["", "v2", "v3"] = ""
     """If stated, the model has latent attention, and experts as DeepSeek's V2 or V3 has them."""
 
@@ -96,6 +103,15 @@ FAMILIES = {
             experts=ExpertKeys("n_routed_experts", "moe_intermediate_size"),
             deepseek="v3",
         ),
+        Family(
+            "GptOssForCausalLM",
+            "gpt_oss",
+            window="always",
+            experts=ExpertKeys(
+                "num_local_experts", "intermediate_size", biased=True, activation=ACTIVATION, normalised=True
+            ),
+            gpt_oss=True,
+        ),
     )
 }
 
@@ -113,6 +129,10 @@ class Experts:
     """Indices of the layers that have an ordinary MLP instead of experts."""
     routing: Routing | None = None
     """How a layer's router chooses the experts of a token. None: the largest values of a softmax over all experts."""
+    biased: bool = False
+    """If True, the router and the linear layers of experts have biases."""
+    activation: str = "silu"
+    """The activation of the experts, a key of ``agent.kernels.packing.GATES``."""
     shared_size: int = 0
     """Intermediate size of the MLP that every token passes in addition (DeepSeek's shared experts). 0: none."""
     first_held: int = 0
@@ -198,6 +218,8 @@ def read_experts(fields: TypedFields, family: Family, num_layers: int) -> Expert
         per_token=fields.integer("num_experts_per_tok", None, 1, count),
         intermediate_size=fields.integer(keys.intermediate_size, None, 1, _MAX_INTERMEDIATE_SIZE),
         normalised=keys.normalised or fields.boolean("norm_topk_prob", False),
+        biased=keys.biased,
+        activation=keys.activation,
         dense_layers=dense,
     )
 

@@ -2,7 +2,7 @@
 
 Accepted are GPTQ, AWQ (the gemm layout), compressed-tensors (int-quantized and pack-quantized), folders of msModelSlim
 and golden-stick (``llm_serving.model.quant_description``) and GGUF. Folders of 8-bit floats become floats when they
-are read (``llm_serving.model.float8``).
+are read (``llm_serving.model.float8``). Experts of 4-bit floats become int8 (``llm_serving.model.mxfp4``).
 ``docs/quantization.md`` has a table. No tensor is read.
 """
 
@@ -19,6 +19,7 @@ from llm_serving.formats.typed_fields import TypedFields
 from llm_serving.gguf.header import read_header
 from llm_serving.gguf.place import find_gguf
 from llm_serving.model.float8 import FLOAT8, Float8Blocks, read_float8
+from llm_serving.model.mxfp4 import MXFP4, MXFP4_GROUP, read_mxfp4
 from llm_serving.model.number_formats import STORED_FORMATS, WeightFormat, stored_format
 from llm_serving.model.quant_description import MAX_GROUP, Description, read_description
 
@@ -82,6 +83,8 @@ def stored_weight_format(path: Path) -> str | None:
     found = checkpoint_quantization(path)
     if found is not None:
         return found.format.name
+    if has_mxfp4_experts(path):
+        return "int8"
     file = find_gguf(path)
     return None if file is None else _gguf_format(file)
 
@@ -109,29 +112,44 @@ def stored_weight_group(path: Path) -> int:
     found = checkpoint_quantization(path)
     if found is not None:
         return found.group or 1
+    if has_mxfp4_experts(path):
+        return MXFP4_GROUP
     return GGUF_GROUP if stored_weight_format(path) is not None else 1
 
 
 def read_quantization(fields: TypedFields) -> Quantization | None:
     """Return the scheme in ``quantization_config`` of a ``config.json``, or None for float weights.
 
-    8-bit floats count as float weights. Errors name file, key and value.
+    8-bit floats count as float weights, and so do 4-bit floats of experts. Errors name file, key and value.
     """
     if "quantization_config" not in fields:
         return None
     scheme = fields.mapping("quantization_config")
-    method = scheme.text("quant_method", "", ("gptq", "awq", "compressed-tensors", FLOAT8))
+    method = scheme.text("quant_method", "", ("gptq", "awq", "compressed-tensors", FLOAT8, MXFP4))
     if method == FLOAT8:
         read_float8(scheme)
+        return None
+    if method == MXFP4:
+        read_mxfp4(scheme)
         return None
     return _of_method(scheme, method)
 
 
 def checkpoint_float8(folder: Path) -> Float8Blocks | None:
     """Return the block size of a folder of 8-bit floats, or None for another folder. Raises CheckpointError."""
-    file = folder / "config.json"
-    fields = _fields(file).mapping("quantization_config") if file.exists() else None
+    fields = _stated_scheme(folder)
     return None if fields is None or fields.value("quant_method") != FLOAT8 else read_float8(fields)
+
+
+def has_mxfp4_experts(path: Path) -> bool:
+    """Return whether a model folder says that its experts are MXFP4. False for a GGUF file. Raises CheckpointError."""
+    fields = _stated_scheme(path)
+    return fields is not None and fields.value("quant_method") == MXFP4
+
+
+def _stated_scheme(folder: Path) -> TypedFields | None:
+    file = folder / "config.json"
+    return _fields(file).mapping("quantization_config") if file.exists() else None
 
 
 def _fields(file: Path) -> TypedFields:

@@ -21,6 +21,7 @@ from llm_serving.model.families import (
     read_window,
 )
 from llm_serving.model.gemma import Gemma, as_llama, read_gemma
+from llm_serving.model.gpt_oss import with_defaults
 from llm_serving.model.quantization import read_quantization
 from llm_serving.model.rope import MAX_POSITIONS, RopeScaling, read_rope_scaling
 
@@ -68,6 +69,8 @@ class ModelShape:
     """Sizes of latent attention (``head_dim`` is then the size of a query head). None for ordinary attention."""
     gemma: Gemma | None = None
     """The parts of a Gemma. None for all other families."""
+    sinks: bool = False
+    """If True, the softmax of each query head has one more term, a learned score without a value (attention sink)."""
     partial_rotary_dim: int = 0
     """Number of a head's elements that are rotated, from the first one on. 0: all."""
     num_extra_layers: int = 0
@@ -128,13 +131,16 @@ class ModelShape:
         layer += 2 * self.head_dim if self.query_key_norm else 0
         layer += query + 2 * key_value if self.attention_bias else 0
         layer += self.hidden_size if self.output_bias else 0
+        layer += self.num_attention_heads if self.sinks else 0
         if self.latent is not None:
             layer += self.latent.query_rank + self.latent.rank
-        routers = corrections = 0
+        routers = corrections = biases = 0
         if self.experts is not None:
             routers = (self.num_layers - len(self.experts.dense_layers)) * self.experts.count
+            of_expert = 1 + 2 * self.experts.intermediate_size + self.hidden_size
+            biases = routers * of_expert if self.experts.biased else 0
             corrections = routers if self.experts.routing is not None and self.experts.routing.corrected else 0
-        return self.num_layers * layer + (routers + 1) * self.hidden_size + corrections
+        return self.num_layers * layer + (routers + 1) * self.hidden_size + corrections + biases
 
     @property
     def num_linear_parameters(self) -> int:
@@ -148,6 +154,14 @@ class ModelShape:
             columns = self.experts.held * self.experts.intermediate_size + self.experts.shared_size
             mlps = dense * self.intermediate_size + (self.num_layers - dense) * columns
         return self.num_layers * self._num_attention_weights + (3 * mlps + self.vocab_size) * self.hidden_size
+
+    @property
+    def num_expert_parameters(self) -> int:
+        """Number of parameters of the linear layers of experts, without the shared experts."""
+        if self.experts is None:
+            return 0
+        layers = self.num_layers - len(self.experts.dense_layers)
+        return 3 * layers * self.experts.held * self.experts.intermediate_size * self.hidden_size
 
     @property
     def num_head_parameters(self) -> int:
@@ -249,6 +263,8 @@ def shape_of_fields(
     if family.gemma:
         fields = as_llama(fields, fields.integer("num_hidden_layers", None, 1, MAX_LAYERS))
         activations = ("gelu_pytorch_tanh",)
+    if family.gpt_oss:
+        fields = with_defaults(fields, fields.integer("num_hidden_layers", None, 1, MAX_LAYERS))
     fields.text("hidden_act", "silu", activations)
     hidden = fields.integer("hidden_size", None, 1, MAX_HIDDEN_SIZE)
     heads = fields.integer("num_attention_heads", None, 1, MAX_HEADS)
@@ -292,6 +308,7 @@ def shape_of_fields(
         experts=read_experts(fields, family, num_layers),
         latent=latent,
         gemma=read_gemma(fields) if family.gemma else None,
+        sinks=family.gpt_oss,
         partial_rotary_dim=_partial_rotary_dim(fields, rope, family, head_dim),
         num_extra_layers=fields.integer("num_nextn_predict_layers", 0, 0, MAX_EXTRA_LAYERS) if family.deepseek else 0,
     )

@@ -8,7 +8,7 @@ from llm_serving.config import Config
 from llm_serving.config.mindformers_models import rotary_positions
 from llm_serving.lora.targets import largest_adapter
 from llm_serving.model.deepseek import LatentAttention
-from llm_serving.model.number_formats import SCALE_ELEMENT_BYTES, scale_row_width
+from llm_serving.model.number_formats import AUTO, SCALE_ELEMENT_BYTES, scale_row_width
 from llm_serving.model.parallel import Shard, answering_rank, local_shape, place
 from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
 from llm_serving.model.shape import ModelShape
@@ -152,8 +152,11 @@ def _weight_bytes(config: Config, part: _Part) -> int:
         return (layers + output + embedding + others) * config.dtype_bytes
     quantised = layers if _output_stays_float(config, part) else layers + output
     quantised -= shape.num_head_parameters
-    floats = layers + output - quantised + embedding + others
     bits = linear_format.bits_with_scales(config.model_config.weight_group, config.device)
+    if config.stored_experts_only and config.model_config.weight_format == AUTO:
+        quantised = shape.num_expert_parameters
+        bits += 8 * FLOAT32_BYTES / config.stored_weight_group
+    floats = layers + output - quantised + embedding + others
     return floats * config.dtype_bytes + int(quantised * bits / 8)
 
 
@@ -172,6 +175,8 @@ def _output_stays_float(config: Config, part: _Part) -> bool:
 
 def _weight_formats(config: Config) -> str:
     weights, dtype = config.weight_format, config.model_config.model_dtype
+    if config.stored_experts_only and config.model_config.weight_format == AUTO:
+        return f"{weights}, all but the experts in {dtype}"
     return dtype if weights == dtype else f"{weights}, embedding and norms in {dtype}"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from safetensors import TensorSpec, serialize_file
 
 from agent.weights.seeded import fill_seeded
 from agent.weights.storage import Array, allocate, from_float32
+from llm_serving.model.mxfp4 import MXFP4_GROUP
 from performance.models.variants import VARIANTS, Variant
 
 _RESULT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
@@ -70,6 +72,8 @@ def _attention_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[i
         shapes |= {f"{name}.q_proj.bias": (query,), f"{name}.k_proj.bias": (key,), f"{name}.v_proj.bias": (key,)}
     if all_biased and model_type != "qwen2":
         shapes[f"{name}.o_proj.bias"] = (hidden,)
+    if model_type == "gpt_oss":
+        shapes[f"{name}.sinks"] = (heads,)
     if model_type.startswith(("qwen3", "gemma3")):
         shapes |= {f"{name}.q_norm.weight": (head_dim,), f"{name}.k_norm.weight": (head_dim,)}
     return shapes
@@ -101,6 +105,8 @@ def _mlp_shapes(config: Mapping[str, Any], layer: int, name: str) -> dict[str, t
     if config.get("model_type") == "phi3":
         inner = config["intermediate_size"]
         return {f"{name}.gate_up_proj.weight": (2 * inner, hidden), f"{name}.down_proj.weight": (hidden, inner)}
+    if config.get("model_type") == "gpt_oss":
+        return _gpt_oss_shapes(config, name)
     dense = layer in config.get("mlp_only_layers", ()) or (layer + 1) % config.get("decoder_sparse_step", 1)
     if experts == 0 or dense:
         return _gated_shapes(name, hidden, config["intermediate_size"])
@@ -131,6 +137,21 @@ def _mixtral_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[int
     return shapes
 
 
+def _gpt_oss_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a layer's router and experts. The weights of experts may be MXFP4 blocks and scales."""
+    hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.router.weight": (experts, hidden), f"{name}.router.bias": (experts,)}
+    for matrix, depth, outputs in (("gate_up_proj", hidden, 2 * inner), ("down_proj", inner, hidden)):
+        stem = f"{name}.experts.{matrix}"
+        shapes[f"{stem}_bias"] = (experts, outputs)
+        if "quantization_config" in config:
+            shapes[f"{stem}_blocks"] = (experts, outputs, depth // MXFP4_GROUP, MXFP4_GROUP // 2)
+            shapes[f"{stem}_scales"] = (experts, outputs, depth // MXFP4_GROUP)
+        else:
+            shapes[stem] = (experts, depth, outputs)
+    return shapes
+
+
 def _gated_shapes(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
     return {
         f"{name}.gate_proj.weight": (inner, hidden),
@@ -144,18 +165,24 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         tied_or_head = variant.config["tie_word_embeddings"] or name == "lm_head.weight"
         return float(variant.logit_scale * shape[1] ** -0.5) if tied_or_head else 0.3
-    if name.endswith((".mlp.gate.weight", "moe.gate.weight")):
+    if name.endswith((".mlp.gate.weight", "moe.gate.weight", ".router.weight")):
         # Router logits are large, so that rounding rarely changes the chosen experts. With a sigmoid they are smaller,
         # because the sigmoid of every large logit is nearly 1.
+        # Those of gpt-oss are larger, because its softmax is over the chosen experts alone.
         spread = 1.5 if variant.config.get("scoring_func") == "sigmoid" else 3.0
+        spread = 8.0 if name.endswith("router.weight") else spread
         return float(spread * shape[1] ** -0.5)
     # this bias is as large as the differences between router scores, so that it changes which experts are chosen
     if name.endswith("e_score_correction_bias"):
         return 0.2
+    if name.endswith("sinks"):  # as large as the largest scores of a query, so that they matter
+        return 3.0
+    if name.endswith((".router.bias", "_proj_bias")):
+        return 0.5
     if name.endswith(".bias"):  # so small that the input still decides the outputs
         return 0.4 if name.endswith(("q_proj.bias", "k_proj.bias")) else 0.15
-    gain = 2.0 if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight")) else 1.2
-    return float(gain * shape[1] ** -0.5) if len(shape) == 2 else 1.0
+    gain = 2.0 if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight", "experts.down_proj")) else 1.2
+    return float(gain * shape[1] ** -0.5) if len(shape) > 1 else 1.0
 
 
 def write_model(variant: Variant, folder: Path) -> None:
@@ -165,6 +192,9 @@ def write_model(variant: Variant, folder: Path) -> None:
     _write_json(folder / "tokenizer.json", _tokenizer(variant.config["vocab_size"]))
     tensors = {}
     for name, shape in tensor_shapes(variant.config).items():
+        if name.endswith(("_blocks", "_scales")):
+            tensors[name] = _mxfp4(name, shape, variant)
+            continue
         tensors[name] = allocate(shape, variant.dtype)
         std = tensor_std(name, shape, variant)
         if variant.config.get("model_type") == "gemma3_text" and name.endswith("norm.weight"):
@@ -177,6 +207,21 @@ def write_model(variant: Variant, folder: Path) -> None:
         write_safetensors(folder / "model.safetensors", tensors)
     else:
         _write_shards(folder, tensors, variant)
+
+
+def _mxfp4(name: str, shape: tuple[int, ...], variant: Variant) -> Array:
+    """Returns random bytes of MXFP4 weights, or random scales of which each is one of three powers of two.
+
+    The weights have about the standard deviation of other layers: random 4-bit floats have one of 2.9.
+    """
+    count = math.prod(shape)
+    generator = np.random.SFC64(list(f"{variant.seed}/{name}".encode()))
+    bits: Array = generator.random_raw(-(-count // 8)).astype("<u8").view(np.uint8)[:count].reshape(shape)
+    if name.endswith("_blocks"):
+        return bits
+    gain = 2.0 if "down_proj" in name else 1.2
+    middle = round(127 + math.log2(gain * (shape[-1] * MXFP4_GROUP) ** -0.5 / 2.9))
+    return middle - 1 + bits % np.uint8(3)
 
 
 def _spread_ones(name: str, shape: tuple[int, ...], variant: Variant, centre: int = 1) -> Array:

@@ -33,12 +33,15 @@ def tokens(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> 
 
 def main() -> None:
     dtype, op_table, weights, kv, scratch, *models = sys.argv[1:]
+    floats = "bf16" if dtype == "bfloat16" else dtype
     results: dict[str, Any] = {}
     for name in models or FAMILY_VARIANTS:
         golden = golden_of(name)
         folder = Path(scratch) / name
         write_model(FAMILY_VARIANTS[name], folder)
-        driver = StepDriver(make_config(folder, dtype, op_table, weights, kv))
+        # 4-bit floats become integers by default. Their values are also exact as floats, which the oracle uses.
+        is_integer = weights == "auto" and "quantization_config" in FAMILY_VARIANTS[name].config
+        driver = StepDriver(make_config(folder, dtype, op_table, floats if is_integer else weights, kv))
         results[name] = {
             "free": tokens(driver, golden["cases"], forced=False) if dtype == "float32" else None,
             "forced": tokens(driver, golden["cases"], forced=True),

@@ -29,6 +29,8 @@ CASES = (
     (WHOLE_EXPERTS, "qwen3_moe"),
     (COLUMNS, "deepseek_v3"),
     (COLUMNS, "deepseek_v2_lite"),
+    (WHOLE_EXPERTS, "gpt_oss"),
+    (COLUMNS, "gpt_oss"),
 )
 NATIVE_CASES = ((NATIVE, "deepseek_v2_lite"), (NATIVE, "qwen3_moe"))
 SETUPS = {"experts": WHOLE_EXPERTS, "columns": COLUMNS, "native": NATIVE}

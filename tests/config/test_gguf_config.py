@@ -119,7 +119,7 @@ def test_tensors_of_unknown_types_and_shapes_are_refused(tmp_path: Path) -> None
         return b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + entry
 
     for content, expected in (
-        (head(39, 32), "tensor t has the type with number 39; supported are F32"),
+        (head(40, 32), "tensor t has the type with number 40; supported are F32"),
         (head(8, 33), r"tensor t has shape \[33\]; Q8_0 needs blocks of 32"),
         (head(0, 2**62, 2**62), "tensor t ends at byte"),
         (head(0, 8, at=2**63), "tensor t ends at byte"),

@@ -36,7 +36,8 @@ GEMMA = {
     "architectures": ["Gemma3ForCausalLM"], "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh",
     "sliding_window": 8, "head_dim": 32, "tie_word_embeddings": None,
 }  # fmt: skip
-NEEDED = {each["architectures"][0]: each for each in (MOE, MIXTRAL, V2, V3, GEMMA)}  # type: ignore[index]
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "num_experts_per_tok": 2}
+NEEDED = {each["architectures"][0]: each for each in (MOE, MIXTRAL, V2, V3, GEMMA, GPT_OSS)}  # type: ignore[index]
 
 
 def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
@@ -192,6 +193,12 @@ def test_latent_attention_and_deepseeks_experts_are_read(tmp_path: Path) -> None
             },
             "rope_scaling.long_factor = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ...]: every number must be above 0",
         ),
+        ({**GPT_OSS, "swiglu_limit": 5.0}, "swiglu_limit = 5.0: is not supported; only 7.0"),
+        ({**GPT_OSS, "swiglu_alpha": 1.0}, "swiglu_alpha = 1.0: is not supported; only 1.702"),
+        (
+            {**GPT_OSS, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["a.experts"]}},
+            "quantization_config.modules_to_not_convert = ['a.experts']: a.experts is not supported; the experts must",
+        ),
         ({**GEMMA, "final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: is not supported"),
         ({**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention = True: is not supported"),
         ({**GEMMA, "hidden_activation": "gelu"}, "hidden_act = 'gelu': is not supported; only gelu_pytorch_tanh"),
@@ -219,6 +226,20 @@ def test_gemmas_parts_are_read(tmp_path: Path) -> None:
     newer = shape_of(tmp_path / "newer", **GEMMA, remove=("rope_theta",), rope_parameters=kinds)
     assert (newer.rope_theta, newer.rope_scaling) == (1e6, RopeScaling("linear", 8.0))
     assert newer.gemma == Gemma(local_rope_theta=10_000.0, query_scalar=256.0)
+
+
+def test_gpt_oss_has_the_published_defaults(tmp_path: Path) -> None:
+    absent = ("attention_bias", "rope_theta", "rope_scaling", "max_position_embeddings", "rms_norm_eps", "head_dim")
+    shape = shape_of(tmp_path, **GPT_OSS, remove=absent)
+    assert (shape.head_dim, shape.rope_theta, shape.rms_norm_eps, shape.max_positions) == (64, 150_000.0, 1e-5, 131_072)
+    assert shape.rope_scaling is not None
+    assert (shape.rope_scaling.type, shape.rope_scaling.factor, shape.rope_scaling.truncate) == ("yarn", 32.0, False)
+    assert (shape.sinks, shape.attention_bias, shape.output_bias) == (True, True, True)
+    assert [shape.window_of(layer) for layer in range(shape.num_layers)] == [128, 0] * (shape.num_layers // 2)
+    experts = shape.experts
+    assert experts is not None
+    assert (experts.count, experts.per_token, experts.normalised) == (6, 2, True)
+    assert (experts.biased, experts.activation, experts.intermediate_size) == (True, "clamped_silu", 160)
 
 
 def test_longrope_is_read(tmp_path: Path) -> None:

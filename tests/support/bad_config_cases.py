@@ -64,6 +64,13 @@ CASES = [
         "and MLP for Gemma3ForCausalLM; use op_table fused (CPU)",
         folder={"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"},
     ),
+    Case(
+        "gpt-oss with the native operators",
+        in_model("model_dtype: float16, op_table: native"),
+        f"{FILE}: model_config.op_table = 'native': the native operators have no attention sinks and no clamped SwiGLU "
+        "for GptOssForCausalLM; use op_table fused (CPU)",
+        folder={"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     # Configs of DeepSeek models with settings that these models cannot use.
     Case(
         "groups of experts by softmax with the native operators",

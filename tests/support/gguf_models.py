@@ -23,6 +23,7 @@ _ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3moe",
     "Phi3ForCausalLM": "phi3",
     "Gemma3ForCausalLM": "gemma3",
+    "GptOssForCausalLM": "gpt-oss",
 }
 
 
@@ -60,6 +61,7 @@ GGUF_FAMILIES = {
     "qwen3": _without("qwen3_tied"),
     "qwen3moe": _without("qwen3_moe", "mlp_only_layers"),
     "gemma3": _with(_without("gemma3", "layer_types"), query_pre_attn_scalar=32, num_hidden_layers=6),
+    "gpt-oss": _with(_without("gpt_oss"), layer_types=None, num_hidden_layers=4),
     "phi3": _without("phi4_mini"),  # its divisors are numbers of float32, as those of a GGUF file
 }
 """A seeded model of each architecture that is read from GGUF files."""
@@ -98,7 +100,8 @@ def write_gguf_model(folder: Path, path: Path, kind: str = "F32") -> dict[str, n
     for tensor, values in _joined_experts(folder):
         found = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         assert found is not None, tensor
-        stored = gguf.GGMLQuantizationType[kind if values.ndim > 1 and ROUTER not in found else "F32"]
+        found += ".weight" if tensor.endswith(".sinks") else ""
+        stored = gguf.GGMLQuantizationType[kind if _is_matrix(found, values) else "F32"]
         one = np.float32(name == "gemma3" and tensor.endswith("norm.weight"))  # llama.cpp's converter adds 1
         data = encode(values + one, stored)
         stored_values[tensor] = gguf.dequantize(data, stored).reshape(values.shape) - one
@@ -110,6 +113,10 @@ def write_gguf_model(folder: Path, path: Path, kind: str = "F32") -> dict[str, n
     writer.write_tensors_to_file()
     writer.close()
     return stored_values
+
+
+def _is_matrix(name: str, values: np.ndarray) -> bool:
+    return values.ndim > 1 and ROUTER not in name and not name.endswith(".bias")
 
 
 def encode(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
@@ -147,6 +154,9 @@ def _write_metadata(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) 
     writer.add_rope_freq_base(config["rope_theta"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
+    if name == "gpt-oss":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
     if name == "gemma3":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_rope_freq_base_swa(config["rope_local_base_freq"])
@@ -155,6 +165,8 @@ def _write_metadata(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) 
     elif scaling := config.get("rope_scaling"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling.get("rope_type", scaling.get("type"))))
         writer.add_rope_scaling_factor(scaling["factor"])
+        if "original_max_position_embeddings" in scaling:
+            writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
     experts = config.get("num_local_experts", config.get("num_experts", 0))
     if experts:
         writer.add_expert_count(experts)
@@ -181,7 +193,7 @@ def _joined_experts(folder: Path) -> list[tuple[str, np.ndarray]]:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "numpy") as opened:
             for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
-                found[name] = opened.get_tensor(name)
+                found |= _separated(name, opened.get_tensor(name))
     joined: dict[str, dict[int, np.ndarray]] = {}
     for name in sorted(found):
         if match := re.search(r"\.experts\.(\d+)\.", name):
@@ -189,6 +201,21 @@ def _joined_experts(folder: Path) -> list[tuple[str, np.ndarray]]:
             joined.setdefault(whole, {})[int(match[1])] = found.pop(name)
     stacked = {name: np.stack([each[index] for index in sorted(each)]) for name, each in joined.items()}
     return sorted({**found, **stacked}.items())
+
+
+def _separated(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns a tensor of all experts of gpt-oss as llama.cpp's converter stores it, or another tensor unchanged.
+
+    Gate and up are separate, and matrices are [experts, out, in].
+    """
+    if ".experts." not in name or "_proj" not in name or re.search(r"\.experts\.\d", name):
+        return {name: values}
+    end = ".bias" if name.endswith("_bias") else ".weight"
+    stem, values = name.removesuffix("_bias"), values if end == ".bias" else values.swapaxes(1, 2)
+    if not stem.endswith("gate_up_proj"):
+        return {stem + end: values}
+    place = stem.removesuffix("gate_up_proj")
+    return {f"{place}gate_proj{end}": values[:, ::2], f"{place}up_proj{end}": values[:, 1::2]}
 
 
 def _heads(name: str, config: dict[str, Any]) -> int | None:

@@ -17,7 +17,8 @@ def write_pair(family: str, kind: str, scratch: Path) -> tuple[Path, Path]:
     write_model(WIDE_FAMILIES[family], folder)
     stored = write_gguf_model(folder, file, kind)
     (folder / "model.safetensors").unlink()
-    write_safetensors(folder / "model.safetensors", _separate_experts(stored))
+    is_stacked = WIDE_FAMILIES[family].config["model_type"] == "gpt_oss"
+    write_safetensors(folder / "model.safetensors", (_stacked_experts if is_stacked else _separate_experts)(stored))
     return folder, file
 
 
@@ -25,6 +26,27 @@ def remove_pair(folder: Path, file: Path) -> None:
     """Removes the folder and the file of ``write_pair``."""
     shutil.rmtree(folder)
     file.unlink()
+
+
+def _stacked_experts(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the tensors with gate and up in alternate outputs of one tensor, as gpt-oss's folders have them."""
+    tensors = {name: values for name, values in stored.items() if ".experts." not in name}
+    for name, values in stored.items():
+        stem, _, end = name.rpartition(".")
+        suffix = "_bias" if end == "bias" else ""
+        if name.endswith(f"gate_proj.{end}"):
+            both = np.stack([values, stored[f"{stem.removesuffix('gate_proj')}up_proj.{end}"]], 2)
+            tensors[f"{stem.removesuffix('gate_proj')}gate_up_proj{suffix}"] = _inputs_first(
+                both.reshape(len(values), -1, *values.shape[2:])
+            )
+        elif ".experts.down_proj" in name:
+            tensors[stem + suffix] = _inputs_first(values)
+    return {name: np.ascontiguousarray(values, np.float32) for name, values in tensors.items()}
+
+
+def _inputs_first(values: np.ndarray) -> np.ndarray:
+    """Returns matrices [experts, out, in] as [experts, in, out]. Biases [experts, out] stay."""
+    return values.swapaxes(1, 2) if values.ndim == 3 else values
 
 
 def _separate_experts(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

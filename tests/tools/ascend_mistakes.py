@@ -110,7 +110,7 @@ def with_sizes(head_dim: int, block_size: int) -> Any:
 class Attention(native_attention.Attention):
     """The attention of the native op table, with flags that plant mistakes. Each test sets some of the flags."""
 
-    def construct(self, qkv: Any, head_norms: Any, rotary: Any, caches: Any, step: Any, whole_prompts: Any) -> Any:
+    def construct(self, qkv: Any, of_heads: Any, rotary: Any, caches: Any, step: Any, whole_prompts: Any) -> Any:
         slot_mapping, tables, context_lens, query_lens = step[:4]
         mask = step[4] if len(step) > 4 else self.no_mask
         keys, values = caches
@@ -495,7 +495,7 @@ class EarlyBlocks(native_integer.GatheredBlocks):
 class ExactPrompts(native_attention.Attention):
     """Plants a mistake: whole prompts attend to keys and values that are not rounded, unlike chunks."""
 
-    def construct(self, qkv: Any, head_norms: Any, rotary: Any, caches: Any, step: Any, whole_prompts: Any) -> Any:
+    def construct(self, qkv: Any, of_heads: Any, rotary: Any, caches: Any, step: Any, whole_prompts: Any) -> Any:
         slot_mapping, _, context_lens, query_lens = step[:4]
         query, key, value = self.split(qkv, self.widths, -1)
         query, key = self.rotate(query, key, rotary[0], rotary[1], context_lens)

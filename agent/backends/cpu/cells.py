@@ -267,19 +267,20 @@ class Attention(nn.Cell):
     """Runs norms of heads, rotary, cache write and attention in one operator.
 
     The operator derives the numbers of heads and the scale of the scores from the shapes of its arguments. Optional
-    arguments come last: the attention window, then the gammas and the epsilon of the head norms.
+    arguments come last: the attention window, then the sinks, or the gammas and the epsilon of the head norms.
     """
 
     def __init__(self, attention: Operator, form: AttentionForm) -> None:
         super().__init__()
         self.attention = attention
         self.window = _window(form)
+        self.has_sinks = form.sinks
         self.epsilon = None if form.norm_epsilon is None else _epsilon(form.norm_epsilon)
 
     def construct(
         self,
         qkv: Tensor,
-        head_norms: tuple[Tensor, ...],
+        of_heads: tuple[Tensor, ...],
         rotary: tuple[Tensor, Tensor, Tensor],
         caches: tuple[Tensor, Tensor],
         step: tuple[Tensor, ...],
@@ -289,7 +290,9 @@ class Attention(nn.Cell):
         if self.window is not None:
             arguments = (*arguments, self.window)
         if self.epsilon is not None:
-            arguments = (*arguments, *head_norms, self.epsilon)
+            arguments = (*arguments, *of_heads, self.epsilon)
+        elif self.has_sinks:
+            arguments = (*arguments, *of_heads)
         return self.attention(qkv, *arguments)
 
 
@@ -319,10 +322,10 @@ class LatentAttention(nn.Cell):
 def _window(form: AttentionForm) -> Parameter | None:
     """Returns the operator's argument for the attention window, or None if the argument can be left out.
 
-    The argument is needed if the model has a window, or if the arguments of the head norms follow. The value 0 means
-    that there is no window.
+    The argument is needed if the model has a window, or if the sinks or the arguments of the head norms follow. The
+    value 0 means that there is no window.
     """
-    if form.window == 0 and form.norm_epsilon is None:
+    if form.window == 0 and form.norm_epsilon is None and not form.sinks:
         return None
     return Parameter(as_tensor(np.full(1, form.window, np.int32)), name="window", requires_grad=False)
 

@@ -130,7 +130,7 @@ class Attention(nn.Cell):
     def construct(
         self,
         qkv: Tensor,
-        head_norms: tuple[Tensor, ...],
+        of_heads: tuple[Tensor, ...],
         rotary: tuple[Tensor, ...],
         caches: tuple[Tensor, ...],
         step: tuple[Tensor, ...],
@@ -140,7 +140,7 @@ class Attention(nn.Cell):
         keys, values = caches[:2]
         query, key, value = self.split(qkv, self.widths, -1)
         if self.norm is not None:
-            query, key = self.norm(query, head_norms[0]), self.norm(key, head_norms[1])
+            query, key = self.norm(query, of_heads[0]), self.norm(key, of_heads[1])
         query, key = self.rotate(query, key, rotary[0], rotary[1], context_lens)
         if self.int8_cache:
             new_keys, new_values, scales, written = self.integer_cache(key, value, caches, slot_mapping)

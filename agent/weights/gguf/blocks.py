@@ -5,6 +5,9 @@ block of these types has a float16 scale d and the integers q of 32 consecutive 
 for Q8_0 and d * (q - 8) for Q4_0. Byte i of a Q4_0 block has input i in the low four bits and input i + 16 in the high
 four bits.
 
+Weights of type MXFP4 are read as int8 without rounding too. A block has the exponent of its scale, then 16 bytes with
+4-bit floats in the order of Q4_0 (``agent.weights.mxfp4``).
+
 All other types have finer scales, minima or code books, which the kernels do not support. The ``gguf`` library
 dequantises weights of these types. Then they are rounded to int8 in groups of 32, with scale = max|w| / 127 of the
 group. No weight w changes by more than max|w| / 254 of its group.
@@ -15,6 +18,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from agent.weights.mxfp4 import DOUBLED, SCHEME, scales_of
 from agent.weights.quantized import QuantizedTensor, Scheme
 from llm_serving.errors import CheckpointError
 from llm_serving.gguf.header import TensorType
@@ -22,6 +26,8 @@ from llm_serving.model.number_formats import STORED_FORMATS
 from llm_serving.model.quantization import GGUF_FLOATS, GGUF_GROUP
 
 _EXACT = {each.gguf_type: Scheme(each.name, GGUF_GROUP) for each in STORED_FORMATS if each.gguf_type}
+_MXFP4 = "MXFP4"
+_EXACT[_MXFP4] = SCHEME
 _ROUNDED = Scheme("int8", GGUF_GROUP)
 _SCALE_BYTES = 2
 _PIECE_ELEMENTS = 1 << 20
@@ -44,6 +50,8 @@ def to_integers(blocks: Bytes, kind: TensorType, scheme: Scheme) -> QuantizedTen
 
     ``blocks`` are the tensor's bytes, uint8 [rows, bytes of a row]. Raises CheckpointError if a scale is not finite.
     """
+    if kind.name == _MXFP4:
+        return _of_floats(blocks, kind)
     if _EXACT.get(kind.name) == scheme:
         return _unpacked(blocks, kind, scheme)
     rows, depth = len(blocks), blocks.shape[1] // kind.block_bytes * kind.block_size
@@ -64,6 +72,9 @@ def to_floats(blocks: Bytes, kind: TensorType) -> npt.NDArray[np.float32]:
     """
     from gguf import GGMLQuantizationType, dequantize
 
+    if kind.name == _MXFP4:
+        # The library reads the exponent that is not a number as a number.
+        return _of_floats(blocks, kind).dequantise_rows(0, len(blocks))
     with np.errstate(all="ignore"):
         values = dequantize(np.ascontiguousarray(blocks), GGMLQuantizationType[kind.name])
     floats: npt.NDArray[np.float32] = np.asarray(values, np.float32)
@@ -88,11 +99,21 @@ def _unpacked(blocks: Bytes, kind: TensorType, scheme: Scheme) -> QuantizedTenso
     scales = np.ascontiguousarray(parts[:, :, :_SCALE_BYTES]).view("<f2")[:, :, 0].astype(np.float32)
     if not np.isfinite(scales).all():
         raise CheckpointError(f"a scale of type {kind.name} is not finite")
-    values = np.empty((len(blocks), parts.shape[1], GGUF_GROUP), np.uint8)
     packed = parts[:, :, _SCALE_BYTES:]
-    if scheme.weights.bits == 8:
-        values[:] = packed
-    else:
-        np.bitwise_and(packed, 15, out=values[:, :, : GGUF_GROUP // 2])
-        np.right_shift(packed, 4, out=values[:, :, GGUF_GROUP // 2 :])
+    values = np.array(packed) if scheme.weights.bits == 8 else _halves(packed)
     return QuantizedTensor(scheme, values.reshape(len(blocks), -1).view(scheme.weights.storage), scales)
+
+
+def _of_floats(blocks: Bytes, kind: TensorType) -> QuantizedTensor:
+    """Returns the doubled 4-bit floats of a tensor of type MXFP4 and their scales."""
+    parts = blocks.reshape(len(blocks), -1, kind.block_bytes)
+    values = DOUBLED[_halves(parts[:, :, 1:])].reshape(len(blocks), -1)
+    return QuantizedTensor(SCHEME, values, scales_of(parts[:, :, 0]))
+
+
+def _halves(packed: Bytes) -> Bytes:
+    """Returns 4-bit numbers: uint8 [rows, blocks, 16] -> uint8 [rows, blocks, 32], all low halves of a block first."""
+    values = np.empty((*packed.shape[:2], GGUF_GROUP), np.uint8)
+    np.bitwise_and(packed, 15, out=values[:, :, : GGUF_GROUP // 2])
+    np.right_shift(packed, 4, out=values[:, :, GGUF_GROUP // 2 :])
+    return values

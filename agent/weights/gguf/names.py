@@ -16,6 +16,8 @@ OUTPUT = "output.weight"
 IGNORED = frozenset((ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS))
 """Tensors that hold no weights. The frequencies of rotary scaling follow from the configuration."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_SINKS = ".sinks"
+"""End of Hugging Face's name of attention sinks. In a GGUF file, their name ends in ``.weight``."""
 _JOINED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps"))
 """Tensors of a layer that this project joins to one weight."""
 
@@ -46,6 +48,8 @@ def name_table(header: Header) -> Callable[[str], Place]:
     def place(name: str) -> Place:
         found = _EXPERT.search(name)
         whole = table.get_name(_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+        if whole is not None and name.endswith(_SINKS):
+            whole += ".weight"
         return Place(whole or name, None if found is None else int(found[1]))
 
     return place

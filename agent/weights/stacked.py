@@ -1,0 +1,107 @@
+"""A source of weights for folders in which one tensor has the linear layers of all experts, as gpt-oss stores them.
+
+Floats are stored as [experts, in, out], 4-bit floats as [experts, out, in] (``agent.weights.mxfp4``), and biases as
+[experts, out].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from agent.weights.cuts import TensorCut
+from agent.weights.layout import StackedIn, WeightPart
+from agent.weights.quantized import QuantizedTensor, Scheme
+from agent.weights.source import WeightSource
+from agent.weights.storage import Array
+from llm_serving.model.parallel import Span
+
+
+def stacked_parts(parts: Iterable[WeightPart]) -> list[WeightPart]:
+    """Returns ``parts``, each once, with the tensors of all experts instead of those of single experts."""
+    found = {}
+    for part in parts:
+        place = part.stacked
+        stored = part if place is None else WeightPart(place.name, (place.experts, *part.shape[1:], place.outputs))
+        found[stored.name] = stored
+    return list(found.values())
+
+
+class StackedSource:
+    """A WeightSource that reads the tensors of single experts from tensors of all experts of another source."""
+
+    def __init__(self, source: WeightSource, parts: Iterable[WeightPart]) -> None:
+        self._source = source
+        self._parts = {part.name: part for part in parts if part.stacked is not None}
+
+    def scheme(self, part: WeightPart) -> Scheme | None:
+        stored = self._parts.get(part.name)
+        return self._source.scheme(part if stored is None else _rows_of_all(stored))
+
+    def float_dtype(self, name: str) -> str | None:
+        stored = self._parts.get(name)
+        return self._source.float_dtype(name if stored is None else _place(stored).name)
+
+    def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
+        stored = self._parts.get(part.name)
+        if stored is None:
+            return self._source.read_quantised(part, cut)
+        place, whole = _place(stored), _rows_of_all(stored)
+        span, columns = _span(place, stored, cut), None if cut is None else cut.columns
+        tensor = self._source.read_quantised(whole, TensorCut(whole.shape, span, columns))
+        values, scales = tensor.values[:: place.step], tensor.scales[:: place.step]
+        return replace(tensor, values=np.ascontiguousarray(values), scales=np.ascontiguousarray(scales))
+
+    def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:
+        stored = self._parts.get(name)
+        if stored is None:
+            self._source.read_into(name, out, dtype, cut)
+        elif self.scheme(stored) is not None:
+            self._read_integers(stored, out, dtype, cut)
+        else:
+            self._read_floats(stored, out, dtype, cut)
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _read_integers(self, stored: WeightPart, out: Array, dtype: str, cut: TensorCut | None) -> None:
+        place, whole = _place(stored), _rows_of_all(stored)
+        rows, columns = _span(place, stored, cut), None if cut is None else cut.columns
+        piece = np.empty((len(rows), out.shape[1]), out.dtype)
+        self._source.read_into(place.name, piece, dtype, TensorCut(whole.shape, rows, columns))
+        out[...] = piece[:: place.step]
+
+    def _read_floats(self, stored: WeightPart, out: Array, dtype: str, cut: TensorCut | None) -> None:
+        """Reads floats of one expert. A row of the stored matrix has one input of all outputs, or all biases."""
+        place = _place(stored)
+        depth = stored.shape[1] if len(stored.shape) > 1 else 1
+        inputs = Span(0, depth) if cut is None or cut.columns is None else cut.columns
+        rows = Span(place.expert * depth + inputs.start, place.expert * depth + inputs.stop)
+        outputs = _span(place, stored, cut)
+        first = place.expert * place.outputs
+        columns = Span(outputs.start - first, outputs.stop - first)
+        piece = np.empty((len(rows), len(columns)), out.dtype)
+        self._source.read_into(
+            place.name, piece, dtype, TensorCut((place.experts * depth, place.outputs), rows, columns)
+        )
+        out[...] = piece[:, :: place.step].T.reshape(out.shape)
+
+
+def _place(part: WeightPart) -> StackedIn:
+    assert part.stacked is not None, "only parts with a place are kept"
+    return part.stacked
+
+
+def _rows_of_all(part: WeightPart) -> WeightPart:
+    """Returns the tensor of all experts as a matrix [experts x out, in]."""
+    place = _place(part)
+    return WeightPart(place.name, (place.experts * place.outputs, *part.shape[1:]))
+
+
+def _span(place: StackedIn, part: WeightPart, cut: TensorCut | None) -> Span:
+    """Returns the range of outputs of all experts from the first to the last output of a part of an expert's tensor."""
+    rows = Span(0, part.shape[0]) if cut is None else cut.rows
+    begin = place.expert * place.outputs + place.first
+    return Span(begin + place.step * rows.start, begin + place.step * (rows.stop - 1) + 1)
