@@ -16,6 +16,7 @@ from support.lora_folders import random_adapter
 from support.lora_in_numpy import NumpyLora
 from support.server_process import ServerProcess, run_start_server, running_server
 from support.small_configs import TINY_LLAMA
+from support.sweeps import with_sweeps
 from support.time_limits import time_limit
 
 SHAPE = ModelShape.from_hf_folder(TINY_LLAMA)
@@ -96,6 +97,24 @@ def test_chunks_and_preemption_change_no_bit_of_quantised_layers(tmp_path: Path,
         preemptions = server.get("/server_info")["engine"]["preemptions"]
     assert together == alone
     assert preemptions > 0
+
+
+@pytest.mark.parametrize("method", with_sweeps([("draft",), ("suffix",)], lambda method: method == "suffix"))
+def test_drafts_change_no_bit_of_requests_with_adapters(method: str, tmp_path: Path, folders: dict[str, Path]) -> None:
+    adapters = ", ".join(f"'{name}={folders[name]}'" for name in NAMES)
+    settings = [*SLOTS, f"lora_config.adapters=[{adapters}]"]
+    drafts = [f"speculative_config.method={method}"]
+    if method == "draft":
+        drafts += [f"speculative_config.model={TINY_LLAMA}", "speculative_config.always=true"]
+    jobs = [(name, [*PROMPT[:6] * (3 + index % 3), index + 3]) for index, name in enumerate([None, *NAMES] * 3)]
+    with running_server(tmp_path / "plain", [*settings, "speculative_config.method=off"]) as server:
+        alone = [complete(server, *job, tokens=60) for job in jobs]
+    with running_server(tmp_path / "drafts", [*settings, *drafts]) as server:
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            together = list(pool.map(lambda job: complete(server, *job, tokens=60), jobs))
+        drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
+    assert together == alone
+    assert 0 < accepted < drafted
 
 
 def test_a_restarted_agent_has_all_adapters(server: ServerProcess) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 from typing import Any
 
 import pytest
@@ -63,11 +62,6 @@ def alone(bodies: list[dict[str, Any]], server: ServerProcess) -> list[tuple[Any
     return asyncio.run(run_alone(server.url, bodies))
 
 
-def counted(server: ServerProcess, name: str) -> float:
-    [value] = re.findall(rf"^llm_serving_{name}_total (\S+)$", server.get_text("/metrics"), re.MULTILINE)
-    return float(value)
-
-
 @pytest.mark.parametrize(
     ("policy", "overrides"),
     with_sweeps(
@@ -88,8 +82,8 @@ def test_responses_are_those_without_drafts(
         together = asyncio.run(run_together(server.url, bodies, seed=3))
         one_by_one = asyncio.run(run_alone(server.url, bodies[:30]))
         engine = server.wait_until_idle()
-        drafted, accepted = counted(server, "draft_tokens"), counted(server, "accepted_draft_tokens")
-        generated = counted(server, "generated_tokens")
+        drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
+        generated = server.counter("generated_tokens")
     for body, expected, answer in zip(bodies, alone, together, strict=True):
         if answer is not None:
             assert_same(answer, expected, body)
@@ -109,7 +103,7 @@ def test_agents_that_share_a_model_give_the_same_responses_with_drafts(
     for method in ("off", "suffix"):
         with running_server(tmp_path / method, [*settings, f"speculative_config.method={method}"]) as server:
             answers.append(asyncio.run(run_alone(server.url, bodies[:25])))
-            accepted = counted(server, "accepted_draft_tokens")
+            accepted = server.counter("accepted_draft_tokens")
         assert (accepted > 0) == (method == "suffix")
     for body, expected, answer in zip(bodies, *answers, strict=False):
         assert_same(answer, expected, body)
@@ -151,8 +145,8 @@ def test_drafts_of_a_draft_model_change_no_response(
         together = asyncio.run(run_together(server.url, bodies, seed=3))
         one_by_one = asyncio.run(run_alone(server.url, bodies[:30]))
         engine = server.wait_until_idle()
-        drafted, accepted = counted(server, "draft_tokens"), counted(server, "accepted_draft_tokens")
-        seconds = counted(server, "draft_model_seconds")
+        drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
+        seconds = server.counter("draft_model_seconds")
     for body, expected, answer in zip(bodies, alone, together, strict=True):
         if answer is not None:
             assert_same(answer, expected, body)
@@ -169,6 +163,44 @@ def test_a_draft_model_equal_to_the_model_is_always_right_for_greedy_requests(tm
     with running_server(tmp_path, draft_settings(tmp_path, ALL_LAYERS)) as server:
         asyncio.run(run_alone(server.url, bodies))
         asyncio.run(run_together(server.url, bodies, seed=1))
-        drafted, accepted = counted(server, "draft_tokens"), counted(server, "accepted_draft_tokens")
+        drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
     assert accepted == drafted
     assert accepted > 0.6 * len(bodies) * 90
+
+
+def method_settings(folder: Any, method: str) -> list[str]:
+    """Returns the settings for drafts that are made in every step, or for none (``off``)."""
+    return draft_settings(folder, 2) if method == "draft" else [f"speculative_config.method={method}"]
+
+
+@pytest.mark.parametrize("method", with_sweeps([("draft",), ("suffix",)], lambda method: method == "suffix"))
+def test_two_replicas_give_the_same_responses_with_drafts(
+    method: str, bodies: list[dict[str, Any]], alone: list[Any], tmp_path: Any
+) -> None:
+    settings = [*method_settings(tmp_path, method), "parallel_config.data_parallel=2"]
+    with running_server(tmp_path, settings) as server:
+        together = asyncio.run(run_together(server.url, bodies[:40], seed=8))
+        replicas = {event["replica"] for event in server.events("request_end")}
+        accepted = server.counter("accepted_draft_tokens")
+    for body, expected, answer in zip(bodies, alone, together, strict=False):
+        if answer is not None:
+            assert_same(answer, expected, body)
+    assert replicas == {0, 1}
+    assert accepted > 20
+
+
+@pytest.mark.sweep
+def test_native_operators_give_the_same_responses_with_drafts(bodies: list[dict[str, Any]], tmp_path: Any) -> None:
+    native = ["model_config.op_table=native", "model_config.model_dtype=bfloat16", "scheduler_config.chunk_tokens=32"]
+    settings = [*PRESSED, *native, "scheduler_config.policy=chunked"]
+    answers: dict[str, list[Any]] = {}
+    for method in ("off", "suffix", "draft"):
+        with running_server(tmp_path / method, [*settings, *method_settings(tmp_path, method)]) as server:
+            send = run_alone(server.url, bodies) if method == "off" else run_together(server.url, bodies, seed=4)
+            answers[method] = list(asyncio.run(send))
+            accepted = server.counter("accepted_draft_tokens")
+        assert (accepted > 20) == (method != "off")
+    for method in ("suffix", "draft"):
+        for body, expected, answer in zip(bodies, answers["off"], answers[method], strict=True):
+            if answer is not None:
+                assert_same(answer, expected, body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -85,6 +86,11 @@ class ServerProcess:
     def get_text(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=time_limit(30)) as response:
             return response.read().decode()
+
+    def counter(self, name: str) -> float:
+        """Returns the counter ``llm_serving_NAME_total`` of /metrics."""
+        [value] = re.findall(rf"^llm_serving_{name}_total (\S+)$", self.get_text("/metrics"), re.MULTILINE)
+        return float(value)
 
     def post(self, path: str, body: object, timeout_s: float = 120.0, headers: Mapping[str, str] | None = None) -> Any:
         """Sends JSON by POST.
