@@ -25,6 +25,9 @@ logger = logging.getLogger("agent.drafting")
 
 Int32Array = npt.NDArray[np.int32]
 
+_MAX_PLAIN = 64
+"""Plain decode steps are kept up to this number, and their tokens are then stored together."""
+
 
 @dataclass(slots=True)
 class _Line:
@@ -57,6 +60,8 @@ class Drafter:
         scratch = config.scratch_blocks_per_seq
         self._scratch: Int32Array = np.arange(num_rows * scratch, dtype=np.int32).reshape(num_rows, scratch)
         self._scratch += cache.num_blocks
+        self._plain: list[tuple[Int32Array, ...]] = []
+        """Copies of plain decode steps whose tokens are not in ``self._rows`` yet."""
         self._is_off = False
 
     def load(self, report: Callable[[int, int], None]) -> None:
@@ -73,6 +78,7 @@ class Drafter:
 
     def reset(self) -> None:
         """Forgets all sequences."""
+        self._plain.clear()
         self._rows.reset()
 
     def summary(self) -> dict[str, str | int | float]:
@@ -83,6 +89,7 @@ class Drafter:
     def move_blocks(self, moves: Int32Array) -> None:
         """Moves the draft model's keys and values as those of the model."""
         self._network.model.moves.run(moves)
+        self._take_plain()
         self._rows.move(moves)
 
     def after_step(self, slot: StepSlot, inputs: StepInputs) -> int:
@@ -92,6 +99,8 @@ class Drafter:
         model's own results are complete.
         """
         start = time.perf_counter_ns()
+        if self._keep_plain(slot, inputs):
+            return (time.perf_counter_ns() - start) // 1000
         counts = slot.sampled_ids[: slot.num_seqs] != REJECTED
         self._follow(slot, inputs, counts)
         if slot.num_wanted:
@@ -103,6 +112,7 @@ class Drafter:
     def _follow(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> None:
         """Stores the tokens of the step's entries that count, and the sampled tokens."""
         seqs = slot.num_seqs
+        self._take_plain()
         contexts, query_lens = inputs.context_lens, inputs.query_lens
         for index in np.flatnonzero(slot.restarts[:seqs]).tolist():
             start = int(contexts[index] - query_lens[index])
@@ -110,10 +120,36 @@ class Drafter:
         used = np.repeat(counts, query_lens)
         rows, positions = np.repeat(inputs.rows, query_lens)[used], inputs.positions[used]
         self._rows.put(rows, positions, inputs.token_ids[used])
-        sampled = slot.sampled_ids[:seqs]
-        has_token = sampled >= 0
-        self._rows.put(inputs.rows[has_token], contexts[has_token], sampled[has_token])
+        self._take_sampled(inputs.rows, contexts, slot.sampled_ids[:seqs])
         self._rows.note_blocks(rows, positions, inputs.slot_mapping[used] // self._config.pa_config.block_size)
+
+    def _take_sampled(self, rows: Int32Array, contexts: Int32Array, sampled: Int32Array) -> None:
+        has_token = sampled >= 0
+        self._rows.put(rows[has_token], contexts[has_token], sampled[has_token])
+
+    def _keep_plain(self, slot: StepSlot, inputs: StepInputs) -> bool:
+        """If a step is a plain decode step without wanted drafts, only copies its tokens, which takes less time.
+
+        Returns False for other steps.
+        """
+        seqs = slot.num_seqs
+        if slot.num_wanted or slot.num_drafts or inputs.token_ids.size != seqs or slot.restarts[:seqs].any():
+            return False
+        arrays = (inputs.rows, inputs.context_lens, inputs.token_ids, slot.sampled_ids[:seqs], inputs.slot_mapping)
+        self._plain.append(tuple(array.copy() for array in arrays))
+        if len(self._plain) >= _MAX_PLAIN:
+            self._take_plain()
+        return True
+
+    def _take_plain(self) -> None:
+        """Stores the tokens of the plain decode steps that were kept."""
+        if not self._plain:
+            return
+        rows, contexts, token_ids, sampled, places = map(np.concatenate, zip(*self._plain, strict=True))
+        self._plain.clear()
+        self._rows.put(rows, contexts - 1, token_ids)
+        self._take_sampled(rows, contexts, sampled)
+        self._rows.note_blocks(rows, contexts - 1, places // self._config.pa_config.block_size)
 
     def _lines(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> list[_Line]:
         """Returns the sequences of the step for which the draft model can compute."""

@@ -1,0 +1,33 @@
+"""The drafts of an agent whose draft model is the model itself: each draft must be the model's own next token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm_serving.ipc.shm import NO_DRAFT
+from support.json_program import printed_json, run_program
+from support.sweeps import with_sweeps
+
+PROGRAM = Path(__file__).with_name("drafting_program.py")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op_table"),
+    with_sweeps([("float32", "fused"), ("bfloat16", "native")], lambda dtype, op_table: op_table == "native"),
+)
+def test_drafts_are_the_next_tokens(dtype: str, op_table: str, tmp_path: Path) -> None:
+    found: dict[str, dict[str, Any]] = printed_json(run_program(PROGRAM, dtype, op_table, folder=tmp_path))
+    assert found["late"]["output"][:30] == found["always"]["output"][:30]
+    for name in ("late", "always", "behind a prefix", "behind a copy"):
+        output, drafts = found[name]["output"], found[name]["drafts"]
+        assert len(drafts) >= 9
+        for count, draft in drafts:
+            made = [token_id for token_id in draft if token_id != NO_DRAFT]
+            following = output[count : count + len(made)]
+            assert made
+            assert made[: len(following)] == following, (name, count)
+    assert {len(draft) for _, draft in found["late"]["drafts"]} == {5}
+    assert all(set(draft) == {NO_DRAFT} for _, draft in found["unknown prefix"]["drafts"])
